@@ -1,0 +1,49 @@
+# Every target sets up what it needs. PYTHON=... chooses the interpreter (3.10 or newer); if it has torch >= 2.6, that
+# torch is used. ARGS=... is handed on to the command: make demo ARGS="--disk /tmp/pages".
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+PY := $(VENV)/bin/python
+MADE_FROM := $(shell cat $(VENV)/.made-from 2>/dev/null)
+PYTHON ?= $(or $(MADE_FROM),python3)
+BENCH ?= all
+TYPECHECK := build/typecheck
+
+.PHONY: demo test test-long check bench clean
+
+demo: $(STAMP)
+	$(VENV)/bin/hicache demo $(ARGS)
+
+test: $(STAMP)
+	$(PY) -m pytest -m "not long" $(ARGS)
+
+test-long: $(STAMP)
+	$(PY) -m pytest -m long $(ARGS)
+
+# The package as it installs: kernels/ and storage/ stand inside hicache/, so mypy sees a tree of links.
+check: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	rm -rf $(TYPECHECK) && mkdir -p $(TYPECHECK)/hicache
+	ln -s $(abspath hicache)/* $(abspath kernels) $(abspath storage) $(TYPECHECK)/hicache/
+	cd $(TYPECHECK) && $(abspath $(PY)) -m mypy --config-file $(abspath pyproject.toml) \
+		--cache-dir $(abspath .mypy_cache) -p hicache
+
+# make bench BENCH=name runs one; the list is printed first.
+bench: $(STAMP)
+	$(PY) -m bench list
+	$(PY) -m bench run $(BENCH) $(ARGS)
+
+# Leaves $(VENV), whose making is the slow part.
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml .ci/setup
+	.ci/setup $(VENV) $(PYTHON)
+	touch $@
+
+# Another interpreter than last time: set up again.
+ifneq ($(PYTHON),$(or $(MADE_FROM),$(PYTHON)))
+.PHONY: $(STAMP)
+endif

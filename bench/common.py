@@ -1,0 +1,392 @@
+"""The harness of every benchmark: what is measured, beside which ceiling, on what machine, and where that is kept.
+
+A benchmark is a module of this package with `NAME`, `DESCRIPTION`, `add_arguments(parser)` and `run(args, report)`;
+`args.device` is a torch.device. It times its variants and the raw copies that bound them with `interleave`, so that
+ceiling and case see the same conditions, and hands `Case`s to the report. GB/s are 1e9 bytes a second of payload: bytes
+that had to move, each counted once. Where copies go both ways, both directions count.
+
+Owns the result files, `bench/results/<bench>-<machine>.json`. Imports torch and numpy, and rich where it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+Better = Literal["higher", "lower"]
+Timer = Callable[[Callable[[], object]], float]
+
+
+class BenchUnavailable(Exception):
+    """This benchmark cannot run here; the message says what it needs. Printed as one line."""
+
+
+class BenchModule(Protocol):
+    """What a module of `bench` has to be listed and run."""
+
+    NAME: str
+    DESCRIPTION: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace, report: Report) -> None: ...
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of the samples lie, interpolated linearly between neighbours."""
+    if not values:
+        raise ValueError("no samples")
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def gb_per_s(num_bytes: int, seconds: Sequence[float]) -> list[float]:
+    """GB/s (1e9 bytes) of each run that moved `num_bytes`."""
+    return [num_bytes / 1e9 / s for s in seconds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measured number. `value`, `ceiling` and the percentiles are in `unit`; `ratio` is value over ceiling.
+
+    The target speaks of the ratio: at least the target where higher is better, at most where lower is.
+    """
+
+    name: str
+    value: float
+    unit: str
+    ceiling: float | None = None
+    ratio: float | None = None
+    better: Better = "higher"
+    target: float | None = None
+    samples: int = 1
+    p10: float
+    p50: float
+    p90: float
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        numbers = [self.value, self.ceiling, self.ratio, self.target, self.p10, self.p50, self.p90]
+        if not all(math.isfinite(n) for n in numbers if n is not None):
+            raise ValueError(f"case {self.name}: not every number is finite")
+        if self.better not in ("higher", "lower"):
+            raise ValueError(f"case {self.name}: better={self.better!r} is neither 'higher' nor 'lower'")
+        if self.target is not None and self.ratio is None:
+            raise ValueError(f"case {self.name}: a target speaks of a ratio; give a ceiling (1.0 for a share)")
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        values: Sequence[float],
+        unit: str,
+        *,
+        better: Better = "higher",
+        ceiling: float | None = None,
+        target: float | None = None,
+        note: str = "",
+    ) -> Case:
+        """The case of `values`, all in `unit`: its value is their median. A number measured once is a list of one."""
+        median = percentile(values, 50)
+        return cls(
+            name=name,
+            value=median,
+            unit=unit,
+            ceiling=ceiling,
+            ratio=None if ceiling is None else median / ceiling,
+            better=better,
+            target=target,
+            samples=len(values),
+            p10=percentile(values, 10),
+            p50=median,
+            p90=percentile(values, 90),
+            note=note,
+        )
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the ratio reaches the target; None where there is no target."""
+        if self.target is None or self.ratio is None:
+            return None
+        return self.ratio >= self.target if self.better == "higher" else self.ratio <= self.target
+
+
+@dataclass
+class Report:
+    """The cases of one run of one benchmark, and the conditions they were measured under.
+
+    Used by one thread. A case that misses its target stays, and its note says so.
+    """
+
+    bench: str
+    machine: str
+    software: dict[str, str]
+    commit: str
+    date: str
+    command: str
+    cases: list[Case] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, bench: str, device: torch.device, command: str, commit: str = "") -> Report:
+        """An empty report with this machine's name, software, commit and the present time (UTC)."""
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return cls(bench, machine_name(device), software(device), commit or commit_of(ROOT), date, command)
+
+    def add(self, case: Case) -> Case:
+        """Keep a case; a name twice raises ValueError. Returns what was kept: a missed target is noted."""
+        if any(case.name == other.name for other in self.cases):
+            raise ValueError(f"case {case.name} is there already")
+        if case.met is False and "missed" not in case.note:
+            missed = f"target missed: ratio {case.ratio:.3f}, wanted {case.target:.3f}"
+            case = dataclasses.replace(case, note=f"{missed}; {case.note}" if case.note else missed)
+        self.cases.append(case)
+        return case
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Report:
+        """The report a result file holds. Raises ValueError for another schema or for missing or unknown fields."""
+        fields = dict(values)
+        if fields.pop("schema", None) != SCHEMA:
+            raise ValueError(f"schema {values.get('schema')!r}; this harness reads schema {SCHEMA}")
+        try:
+            return cls(**{**fields, "cases": [Case(**case) for case in fields["cases"]]})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a result of schema {SCHEMA}: {error}") from error
+
+    def write(self, folder: Path = RESULTS) -> Path:
+        """Write `<bench>-<machine>.json` into `folder`; an earlier file of that name is replaced as a whole."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.bench}-{self.machine}.json"
+        text = json.dumps(self.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
+        part = path.with_suffix(".part")
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(path)
+        return path
+
+    def print(self) -> None:
+        """Show the cases as a table on the terminal."""
+        from rich.box import SIMPLE  # here, so that the list of benchmarks works without it
+        from rich.console import Console
+        from rich.table import Table
+
+        title = f"{self.bench} on {self.machine}, commit {self.commit[:12]}"
+        table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+        table.add_column("case", overflow="fold")
+        for heading in ("value", "p10", "p90", "ceiling", "ratio", "target"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for c in self.cases:
+            verdict = {None: "", True: " met", False: " MISSED"}[c.met]
+            table.add_row(
+                c.name,
+                f"{c.value:.4g} {c.unit}",
+                *(f"{n:.4g}" for n in (c.p10, c.p90)),
+                *("" if n is None else f"{n:.4g}" for n in (c.ceiling, c.ratio)),
+                "" if c.target is None else f"{c.target:.4g}{verdict}",
+            )
+        console = Console()
+        console.print(table)
+        for c in self.cases:
+            if c.note:
+                console.print(f"{c.name}: {c.note}", markup=False, highlight=False)
+
+
+def read_report(path: Path) -> Report:
+    """Read a result file back."""
+    return Report.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+def wall_timer(sync: Callable[[], object] | None = None) -> Timer:
+    """Seconds of the host's clock; `sync` is called before the clock starts and before it stops."""
+
+    def measure(run: Callable[[], object]) -> float:
+        if sync is not None:
+            sync()
+        start = time.perf_counter()
+        run()
+        if sync is not None:
+            sync()
+        return time.perf_counter() - start
+
+    return measure
+
+
+def cuda_timer(device: torch.device) -> Timer:
+    """Seconds between two events on the device's current stream; the queue is empty when the first is recorded.
+
+    A run that uses other streams must make the current one wait for them before it returns.
+    """
+
+    def measure(run: Callable[[], object]) -> float:
+        with torch.cuda.device(device):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3
+
+    return measure
+
+
+def timer_for(device: torch.device) -> Timer:
+    """Events on CUDA, the host's clock elsewhere."""
+    return cuda_timer(device) if device.type == "cuda" else wall_timer()
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], object]],
+    *,
+    samples: int,
+    warmup: int = 2,
+    sync: Callable[[], object] | None = None,
+    timer: Timer | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of each variant, `samples` runs each, in turns: a b c a b c …, after `warmup` such rounds unmeasured.
+
+    The host's clock is read, with `sync` around each run, unless a `timer` is given; giving both raises ValueError.
+    """
+    if samples < 1 or warmup < 0:
+        raise ValueError(f"samples={samples} must be at least 1 and warmup={warmup} at least 0")
+    if timer is not None and sync is not None:
+        raise ValueError("give a timer or a sync, not both: a timer synchronises by itself")
+    measure = timer or wall_timer(sync)
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(-warmup, samples):
+        for name, run in variants.items():
+            elapsed = measure(run)
+            if turn >= 0:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+@dataclass(frozen=True)
+class RawCopy:
+    """A plain copy to be timed as a ceiling: one call of `run` fills `targets`, `num_bytes` of payload in all."""
+
+    run: Callable[[], object]
+    targets: tuple[torch.Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(target.nbytes for target in self.targets)
+
+
+def raw_copies(device: torch.device, num_bytes: int = 256 << 20) -> dict[str, RawCopy]:
+    """The plain copies that bound a transfer; put them among the variants of `interleave`.
+
+    CPU: `memcpy`, well past the caches by default, with torch's threads, and `memcpy_1thread`. CUDA: `up` and `down`
+    between pinned and device memory, `both` at once (twice the payload), and `device`, within device memory.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise BenchUnavailable(f"no raw copies are known for {device.type}; use --device cpu or cuda")
+    pin = device.type == "cuda"
+    host_source = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pin)
+    host_target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin)
+    if not pin:
+        to, of = host_target.numpy(), host_source.numpy()
+        return {
+            "memcpy": RawCopy(lambda: host_target.copy_(host_source), (host_target,)),
+            "memcpy_1thread": RawCopy(lambda: np.copyto(to, of), (host_target,)),
+        }
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    def both() -> None:
+        current = torch.cuda.current_stream(device)
+        for stream, to, of in zip(streams, (target, host_target), (host_source, source), strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                to.copy_(of, non_blocking=True)
+        for stream in streams:
+            current.wait_stream(stream)
+
+    return {
+        "up": RawCopy(lambda: target.copy_(host_source, non_blocking=True), (target,)),
+        "down": RawCopy(lambda: host_target.copy_(source, non_blocking=True), (host_target,)),
+        "both": RawCopy(both, (target, host_target)),
+        "device": RawCopy(lambda: target.copy_(source), (target,)),
+    }
+
+
+def measure_ceilings(device: torch.device, *, num_bytes: int = 256 << 20, samples: int = 10) -> dict[str, float]:
+    """Median GB/s of each of `raw_copies`, measured in turns now."""
+    copies = raw_copies(device, num_bytes)
+    seconds = interleave({n: c.run for n, c in copies.items()}, samples=samples, timer=timer_for(device))
+    return {name: percentile(gb_per_s(copy.num_bytes, seconds[name]), 50) for name, copy in copies.items()}
+
+
+def machine_name(device: torch.device) -> str:
+    """`nvidia-h200`, or `cpu-8core` with the cores this process may use."""
+    if device.type == "cuda":
+        return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+    cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count()
+    return f"{device.type}-{cores}core"
+
+
+def software(device: torch.device) -> dict[str, str]:
+    """Versions that decide a result; what is not installed is left out."""
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "triton", "numpy", "lmdb", "zstandard"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    versions["torch"] = torch.__version__
+    if device.type == "cuda":
+        versions["cuda"] = str(torch.version.cuda)
+        driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], ROOT)
+        if driver:
+            versions["driver"] = driver.splitlines()[0]
+    return versions
+
+
+def commit_of(folder: Path) -> str:
+    """The commit checked out in `folder`, with "+dirty" when files differ from it; "unknown" without a repository.
+
+    Files below bench/results do not count: the first benchmark of a series would make the commit of the rest dirty.
+    """
+    top, commit = (
+        _output(["git", "rev-parse", "--show-toplevel"], folder),
+        _output(["git", "rev-parse", "HEAD"], folder),
+    )
+    if not top or not commit or Path(top).resolve() != folder.resolve():
+        return "unknown"
+    changed = _output(["git", "status", "--porcelain", "--", ".", ":(exclude)bench/results"], folder)
+    return commit if changed == "" else f"{commit}+dirty"
+
+
+def _output(command: list[str], folder: Path) -> str | None:
+    """What a program prints, or None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

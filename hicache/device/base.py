@@ -1,0 +1,164 @@
+"""The contract of device pools, and what follows from a layout of per-token rows alone.
+
+A pool owns its tensors and declares their `PoolLayout`; it knows nothing of which slots are free. Slots [0, page_size)
+are the sink for padding. May import layout, config, metrics, errors and kernels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+
+from hicache.config import debug_checks
+from hicache.errors import ConfigError, ShapeError
+from hicache.layout import PoolLayout
+
+CpuCopy = list[list[tuple[torch.Tensor, ...]]]
+
+COPY_CHUNK_TOKENS = 8192
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class LayerWaiter(Protocol):
+    """What the getters ask of a transfer counter: wait until a layer, by dense index, has arrived."""
+
+    def wait_until(self, threshold: int) -> None: ...
+
+
+class HasLayerId(Protocol):
+    @property
+    def layer_id(self) -> int: ...
+
+
+class KVCache(ABC):
+    """One pool of the device tier: `layer_num` layers of `size + page_size` slots.
+
+    Called by the scheduler thread and by the model's forward; the transfer engine reads `layer_buffers`. Layer ids
+    are global, [start_layer, end_layer]. fp8 is stored as uint8 (`store_dtype`) and viewed on read. Inputs are never
+    written. `mem_usage` is in GiB.
+    """
+
+    mem_usage: float
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layer_num: int,
+        device: str | torch.device,
+        enable_memory_saver: bool,
+        start_layer: int | None = None,
+        end_layer: int | None = None,
+    ) -> None:
+        if size < 1 or page_size < 1 or layer_num < 1:
+            raise ConfigError(f"size={size}, page_size={page_size}, layer_num={layer_num} must all be at least 1")
+        self.size, self.page_size, self.dtype, self.layer_num = size, page_size, dtype, layer_num
+        self.store_dtype = torch.uint8 if dtype in _FP8 else dtype
+        self.device = torch.device(device)
+        self.enable_memory_saver = enable_memory_saver
+        self.start_layer = start_layer or 0
+        self.end_layer = self.start_layer + layer_num - 1
+        # Callers of the field pass the last layer or the one after it.
+        if end_layer not in (None, self.end_layer, self.end_layer + 1):
+            raise ConfigError(f"start_layer={start_layer}, end_layer={end_layer} are not layer_num={layer_num} layers")
+        self.layer_transfer_counter: LayerWaiter | None = None
+        self._debug = debug_checks()
+
+    @property
+    @abstractmethod
+    def layout(self) -> PoolLayout:
+        """What this pool stores, by global layer id."""
+
+    @abstractmethod
+    def layer_buffers(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        """The stored tensors `[slots, ...row]` in the order of `layout.specs_of(layer_id)`. Does not wait."""
+
+    @abstractmethod
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Keys `[slots, heads, dim]` of a layer, after waiting for it. A view, valid as long as the pool."""
+
+    @abstractmethod
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """Values `[slots, heads, dim]` of a layer, after waiting for it."""
+
+    @abstractmethod
+    def set_kv_buffer(
+        self,
+        layer: HasLayerId | int,
+        loc: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+    ) -> None:
+        """Store `[tokens, heads, dim]` at slots `loc [tokens]`, divided by the scales. ShapeError names both sides."""
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+
+    def register_layer_transfer_counter(self, counter: LayerWaiter) -> None:
+        """From now on the getters wait for their layer by this counter."""
+        self.layer_transfer_counter = counter
+
+    def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
+        """The rows at slots `indices`: [layer][chunk of 8192](buffers), pinned on CUDA. Waits for the device."""
+        pinned = self.device.type == "cuda"
+        copy: CpuCopy = []
+        for layer_id in range(self.start_layer, self.end_layer + 1):
+            self._wait(layer_id)
+            buffers, chunks = self.layer_buffers(layer_id), []
+            for chunk in indices.split(COPY_CHUNK_TOKENS):
+                rows = [buffer[chunk] for buffer in buffers]
+                host = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned) for x in rows]
+                for target, source in zip(host, rows, strict=True):
+                    target.copy_(source, non_blocking=pinned)
+                chunks.append(tuple(host))
+            copy.append(chunks)
+        if pinned:
+            torch.cuda.current_stream(self.device).synchronize()
+        return copy
+
+    def load_cpu_copy(self, kv_cache_cpu: CpuCopy, indices: torch.Tensor) -> None:
+        """Write what `get_cpu_copy` returned to as many slots, which may be others. Waits for the device."""
+        parts = indices.split(COPY_CHUNK_TOKENS)
+        for layer_id, chunks in zip(range(self.start_layer, self.end_layer + 1), kv_cache_cpu, strict=True):
+            if [len(chunk[0]) for chunk in chunks] != [len(part) for part in parts]:
+                raise ShapeError(f"a copy of {sum(len(c[0]) for c in chunks)} tokens for {len(indices)} slots")
+            for part, chunk in zip(parts, chunks, strict=True):
+                for buffer, rows in zip(self.layer_buffers(layer_id), chunk, strict=True):
+                    buffer[part] = rows.to(self.device, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy slots `src_loc` to `tgt_loc` in every layer, as if all were read before any is written."""
+        if tgt_loc.shape != src_loc.shape:
+            raise ShapeError(f"{tuple(tgt_loc.shape)} target slots for {tuple(src_loc.shape)} source slots")
+        for layer_id in range(self.start_layer, self.end_layer + 1):
+            self._wait(layer_id)
+            for buffer in self.layer_buffers(layer_id):
+                buffer[tgt_loc] = buffer[src_loc]
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Addresses, bytes, and bytes a page of all buffers: the first buffer of each layer, then the second, ..."""
+        layers = [self.layer_buffers(layer_id) for layer_id in range(self.start_layer, self.end_layer + 1)]
+        buffers = [buffer for kind in zip(*layers, strict=True) for buffer in kind]
+        return (
+            [buffer.data_ptr() for buffer in buffers],
+            [buffer.numel() * buffer.element_size() for buffer in buffers],
+            [buffer[0].numel() * buffer.element_size() * self.page_size for buffer in buffers],
+        )
+
+    def _index(self, layer: HasLayerId | int) -> int:
+        """Dense index of a layer, given by its global id or by an object that has one."""
+        layer_id = layer if isinstance(layer, int) else layer.layer_id
+        if not self.start_layer <= layer_id <= self.end_layer:
+            raise ShapeError(f"layer_id={layer_id} is not one of this pool's {self.start_layer}..{self.end_layer}")
+        return layer_id - self.start_layer
+
+    def _wait(self, layer_id: int) -> None:
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(self._index(layer_id))

@@ -1,0 +1,262 @@
+"""The facade a scheduler talks to: match, prefetch, acquire, extend, commit, release.
+
+The engine wires the flows together and is the only place where asynchronous results land, in `poll()`. Every method belongs
+to one thread, the scheduler's. May import flow and everything below it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import numpy.typing as npt
+import torch
+
+from hicache.config import PrefetchMode
+from hicache.device.base import KVCache
+from hicache.device.req_to_token import ReqToTokenPool
+from hicache.flow.admit import Admission
+from hicache.flow.backup import Backup
+from hicache.flow.base import CacheRequest, Flow, Hit, Lease, Parts
+from hicache.flow.conservation import conservation
+from hicache.flow.evict import Evictor
+from hicache.flow.persist import Persist
+from hicache.flow.prefetch import Prefetch, Prefetcher
+from hicache.flow.restore import Restore
+from hicache.transfer.counter import LayerTransferCounter
+from hicache.tree.key import pack_tokens
+from hicache.tree.node import Tier, TreeNode
+
+__all__ = ["CacheEngine", "CacheRequest", "Held", "Hit", "Lease", "Prefetch"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tokens of a prompt that each tier would serve now: device first, then host, then disk, without a gap."""
+
+    device: int
+    host: int
+    disk: int
+
+
+class Agreement(Protocol):
+    """How ranks agree on what has finished: the same counts go in at the same place of every step on every rank."""
+
+    def __call__(self, counts: Sequence[int]) -> Sequence[int]: ...
+
+
+def one_rank(counts: Sequence[int]) -> Sequence[int]:
+    """A single rank agrees with itself, at no cost."""
+    return counts
+
+
+class CacheEngine:
+    """One hierarchical cache. Build it with `hicache.factory.build_engine`; use it in a `with`, or `start` and `close` it."""
+
+    def __init__(self, parts: Parts, agree: Agreement = one_rank) -> None:
+        self._parts, self._agree = parts, agree
+        self._leases: dict[str, Lease] = {}
+        self._evictor = Evictor(parts, self._save if parts.config.write_policy == "write_back" and parts.host else None)
+        self._restore = Restore(parts, parts.allocator.free)
+        self._persist = Persist(parts, parts.disk) if parts.disk else None
+        self._backup = Backup(parts, self._evictor.host_pages, self._on_host) if parts.host else None
+        self._prefetcher = Prefetcher(parts, parts.disk, self._evictor.host_pages) if parts.disk else None
+        self._admission = Admission(parts, self._restore, self._evictor.device_slots, self._consider)
+        flows: list[Flow | None] = [self._backup, self._restore, self._persist, self._prefetcher]
+        self._flows: list[Flow] = [flow for flow in flows if flow is not None]
+        self._running = self._closed = False
+        self._add_gauges()
+
+    # What a model runner needs
+
+    @property
+    def pool(self) -> KVCache:
+        return self._parts.pool
+
+    @property
+    def req_to_token(self) -> ReqToTokenPool:
+        return self._parts.req_to_token
+
+    @property
+    def counter(self) -> LayerTransferCounter:
+        return self._parts.counter
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a cache page: the unit of matching, backup and disk."""
+        return self._parts.tree.page_size
+
+    # Life
+
+    def start(self) -> None:
+        """Start the threads. Nothing moves before."""
+        if not self._running:
+            self._running = True
+            if self._parts.transfer:
+                self._parts.transfer.start()
+            if self._parts.disk:
+                self._parts.disk.start()
+
+    def close(self) -> None:
+        """Release every lease, finish what is under way, stop the threads, close the store. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for lease in list(self._leases.values()):
+            self.release(lease)
+        if self._running:
+            self.flush()
+        for part in (self._parts.transfer, self._parts.disk, self._parts.host):
+            if part is not None:
+                part.close()
+
+    def __enter__(self) -> CacheEngine:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # Before admission
+
+    def lookup(self, tokens: npt.ArrayLike, namespace: str = "") -> Held:
+        """Tokens each tier holds of the prompt, of those that need not be computed. No side effect."""
+        tree = self._parts.tree
+        packed = pack_tokens(tokens)
+        match = tree.match(packed[: max(0, len(packed) - 1)], namespace)
+        disk = 0
+        if self._parts.disk:
+            held = match.device_len + match.host_len
+            whole = max(0, len(packed) - 1) // tree.page_size * tree.page_size
+            keys = tree.keys_of(packed[:whole], namespace)[held // tree.page_size :]
+            disk = self._parts.disk.contains(keys) * tree.page_size
+        return Held(match.device_len, match.host_len, disk)
+
+    def prefetch(
+        self, request_id: str, tokens: npt.ArrayLike, namespace: str = "", mode: PrefetchMode | None = None
+    ) -> Prefetch:
+        """Start bringing pages of the prompt from disk to the host; `.ready` says when admission need not wait.
+
+        `mode` (default: the configuration's): best_effort never makes the request wait, wait_complete until the end,
+        timeout for `prefetch_timeout_s`.
+        """
+        config = self._parts.config
+        handle = Prefetch(request_id, mode or config.prefetch_mode, time.monotonic() + config.prefetch_timeout_s)
+        if self._prefetcher is None:
+            handle.ended = True
+        else:
+            packed = pack_tokens(tokens)
+            self._prefetcher.start(handle, packed[: max(0, len(packed) - 1)], namespace)
+        return handle
+
+    def poll(self) -> None:
+        """Land what has finished. Call it once a step; it never blocks."""
+        counts = self._agree([flow.ready() for flow in self._flows])
+        for flow, count in zip(self._flows, counts, strict=True):
+            if count:
+                flow.land(count)
+
+    # A request's life
+
+    def acquire(self, request: CacheRequest) -> Lease:
+        """Admit a request: its held prefix is pinned, slots for the rest are taken, loads are submitted.
+
+        Raises `OutOfSlots`, `OutOfRows`, `TransferBusy` or `PrefetchPending` (all `TryLater`; nothing changed) and
+        `PromptTooLong` (never fits).
+        """
+        if request.request_id in self._leases:
+            raise ValueError(f"request {request.request_id} holds a lease already; release it first")
+        if self._prefetcher:
+            self._prefetcher.settle(request.request_id)
+        packed = CacheRequest(request.request_id, pack_tokens(request.tokens), request.namespace)
+        lease = self._admission.acquire(packed)
+        lease.on_exit = self.release
+        self._leases[request.request_id] = lease
+        return lease
+
+    def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
+        """Slots for `num_tokens` more tokens of the request, int64 on the pool's device. Raises `OutOfSlots`."""
+        return self._admission.extend(lease, num_tokens)
+
+    def commit(self, lease: Lease, tokens: npt.ArrayLike) -> None:
+        """KV of all `tokens`, the sequence so far, is stored (or queued to be): share its whole pages, start backups.
+
+        Call it after every chunk of prefill and at the end. Raises `TransferError` when the prefix failed to load.
+        """
+        self._admission.commit(lease, pack_tokens(tokens))
+
+    def release(self, lease: Lease) -> None:
+        """End the lease, finished or aborted: unpin the prefix, free the rest. Idempotent."""
+        self._admission.release(lease)
+        if self._leases.get(lease.request_id) is lease:
+            del self._leases[lease.request_id]
+
+    def cancel(self, request_id: str) -> None:
+        """The request is gone: end its prefetch and its lease, whichever there is."""
+        if self._prefetcher:
+            self._prefetcher.cancel(request_id)
+        lease = self._leases.get(request_id)
+        if lease is not None:
+            self.release(lease)
+
+    # Upkeep
+
+    def flush(self) -> None:
+        """Wait until everything under way has ended and landed: after it, what was committed is where it should be."""
+        while True:
+            if self._backup:
+                self._backup.wait()
+            self._restore.wait()
+            self.poll()
+            waiting = (self._persist and self._persist.busy()) or (self._prefetcher and self._prefetcher.busy())
+            if not waiting and not any(flow.ready() for flow in self._flows):
+                return
+            time.sleep(0.0005)
+
+    def stats(self) -> dict[str, float]:
+        """Counters and sizes by dotted name; those of the store under `disk.`."""
+        values = self._parts.metrics.snapshot()
+        if self._parts.disk:
+            store = dataclasses.asdict(self._parts.disk.store.stats())
+            values.update({f"disk.{name}": float(value) for name, value in store.items()})
+        return values
+
+    def check(self) -> None:
+        """Raise `InvariantError` with everything that is not as `docs/invariants.md` says. For idle moments and tests."""
+        under_way = self._backup.pages_under_way if self._backup else 0
+        under_way += self._prefetcher.pages_under_way if self._prefetcher else 0
+        conservation(self._parts, list(self._leases.values()), under_way)
+
+    def _add_gauges(self) -> None:
+        gauge, tree, allocator, host = (
+            self._parts.metrics.gauge,
+            self._parts.tree,
+            self._parts.allocator,
+            self._parts.host,
+        )
+        gauge("device.free_tokens", "slots nobody holds", allocator.available_size)
+        gauge("device.evictable_tokens", "cached, needed by no request", lambda: tree.evictable(Tier.DEVICE))
+        gauge("device.protected_tokens", "cached, needed by a request or a copy", lambda: tree.protected(Tier.DEVICE))
+        gauge("tree.nodes", "nodes of the prefix tree", lambda: tree.num_nodes)
+        gauge("engine.leases", "requests admitted and not released", lambda: len(self._leases))
+        if host is not None:
+            gauge("host.free_pages", "pages nobody holds", host.available)
+            gauge("host.evictable_tokens", "on the host, needed by nobody", lambda: tree.evictable(Tier.HOST))
+
+    # Between the flows
+
+    def _consider(self, node: TreeNode) -> None:
+        if self._backup:
+            self._backup.consider(node)
+
+    def _save(self, node: TreeNode) -> None:
+        assert self._backup is not None
+        self._backup.save(node)
+
+    def _on_host(self, nodes: list[TreeNode]) -> None:
+        if self._persist:
+            self._persist.store([node for node in nodes if node.holds(Tier.HOST)])

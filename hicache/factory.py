@@ -1,0 +1,122 @@
+"""Builds an engine from its configuration: the one place where tiers are sized, wired and checked against each other.
+
+May import flow and everything below it, and the engine.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hicache.alloc import BaseTokenToKVPoolAllocator, PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from hicache.config import EngineConfig, kernel_choice
+from hicache.device import KVCache, MHATokenToKVPool, ReqToTokenPool
+from hicache.disk import DiskTier, identity_of, namespace_digest
+from hicache.engine import CacheEngine
+from hicache.errors import ConfigError
+from hicache.flow.base import Parts
+from hicache.host import HostPagePool
+from hicache.kernels.page_copy import PageMover
+from hicache.layout import ModelGeometry
+from hicache.metrics import Metrics
+from hicache.storage import LmdbPageStore
+from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
+from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents
+from hicache.tree import PageHasher, RadixTree
+
+
+def build_engine(config: EngineConfig, geometry: ModelGeometry) -> CacheEngine:
+    """An engine for a model of multi-head attention with grouped heads; start it before use.
+
+    Raises `ConfigError`, `OutOfMemory`, and what the store raises when it was made for another model or layout.
+    """
+    device = _device(config)
+    pool = MHATokenToKVPool(
+        size=config.device_tokens // config.page_size * config.page_size,
+        page_size=config.page_size,
+        dtype=config.torch_dtype,
+        layer_num=geometry.layer_num,
+        device=device,
+        enable_memory_saver=False,
+        head_num=geometry.head_num,
+        head_dim=geometry.head_dim,
+        v_head_dim=geometry.v_head_dim,
+    )
+    counter = LayerTransferCounter(pool.layout.num_layers, CudaLayerEvents if device.type == "cuda" else CpuLayerEvents)
+    pool.register_layer_transfer_counter(counter)
+    page = config.page_size
+    row_len = -(-config.max_context_len // page) * page
+    host = None
+    if config.host_bytes:
+        host = HostPagePool(pool.layout, config.host_page_size, config.host_bytes, pin=device.type == "cuda")
+    return CacheEngine(
+        Parts(
+            config=config,
+            pool=pool,
+            req_to_token=ReqToTokenPool(config.max_requests, row_len, device, enable_memory_saver=False),
+            allocator=_allocator(config, pool, device),
+            tree=RadixTree(
+                config.cache_page_size, PageHasher(namespace_digest(config, pool.layout), config.cache_page_size)
+            ),
+            counter=counter,
+            metrics=Metrics(),
+            host=host,
+            transfer=None if host is None else _transfer(config, pool, host, counter, device),
+            disk=None if host is None else _disk(config, pool, host),
+        )
+    )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        raise ConfigError(f"device={config.device!r}: write cpu, cuda or cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={config.device!r}: this engine runs on cpu and cuda")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device={config.device!r}: torch sees {count} CUDA devices; use cpu or a lower index")
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return device
+
+
+def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> BaseTokenToKVPoolAllocator:
+    if config.page_size == 1:
+        return TokenToKVPoolAllocator(pool.size, pool.dtype, device, pool, need_sort=True)
+    return PagedTokenToKVPoolAllocator(pool.size, config.page_size, pool.dtype, device, pool, need_sort=True)
+
+
+def _transfer(
+    config: EngineConfig, pool: KVCache, host: HostPagePool, counter: LayerTransferCounter, device: torch.device
+) -> TransferBackend:
+    layers = pool.layout.layers
+    mover = PageMover([pool.layer_buffers(layer) for layer in layers], config.host_page_size, kernel_choice(device))
+    if device.type == "cpu":
+        return CpuTransfer(host.bytes_of, mover, len(layers), counter)
+    return CudaTransfer(
+        host.bytes_of,
+        mover,
+        [pool.layout.layer_bytes(layer, config.host_page_size) for layer in layers],
+        counter,
+        device=device,
+        rows_per_chunk=host.arena.rows_per_chunk,
+        page_tokens=config.host_page_size,
+        staging_bytes=config.staging_bytes,
+        chunk_tokens=config.transfer_chunk_tokens,
+    )
+
+
+def _disk(config: EngineConfig, pool: KVCache, host: HostPagePool) -> DiskTier | None:
+    if config.disk is None:
+        return None
+    store = LmdbPageStore(
+        config.disk.path,
+        identity=identity_of(config, pool.layout),
+        page_bytes=host.page_bytes,
+        budget_bytes=config.disk.budget_bytes,
+        durability=config.disk.durability,
+        level=config.disk.level,
+        element_bytes=pool.store_dtype.itemsize,
+    )
+    return DiskTier(store, readers=config.disk.readers, queue_jobs=config.disk.queue_jobs)

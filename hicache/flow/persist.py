@@ -1,0 +1,104 @@
+"""Down, second half: host to disk.
+
+Pages that reached the host go to the writer thread in batches, locked on the host until the store has acknowledged them.
+What waits may lock at most half of the host tier: beyond that pages are not stored, and counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+import torch
+
+from hicache.disk.workers import DiskTier, WriteDone, WriteJob
+from hicache.flow.base import Parts
+from hicache.tree.node import Span, Tier, TreeNode
+
+_BATCH_PAGES = 16
+
+
+class _Store(Span):
+    """One node on its way: `jobs` batches are out, `ok` as long as none failed."""
+
+    def __init__(self, node: TreeNode, pages: torch.Tensor, jobs: int) -> None:
+        super().__init__([node])
+        self.pages, self.jobs, self.ok = pages, jobs, True
+
+
+class Persist:
+    """Owned by the scheduler thread; the writer thread sees frozen jobs only."""
+
+    def __init__(self, parts: Parts, disk: DiskTier) -> None:
+        self._parts, self._disk = parts, disk
+        self._tickets = itertools.count()
+        self._stores: dict[int, _Store] = {}
+        self._backlog: deque[WriteJob] = deque()
+        self._done: deque[WriteDone] = deque()
+        self._locked_pages = 0
+        count = parts.metrics.counter
+        self._bytes = count("persist.bytes", "bytes of pages, before compression, that the store acknowledged")
+        self._failures = count("persist.failed_pages", "pages that the store did not take")
+        self._skipped = count(
+            "persist.skipped_tokens", "tokens not stored because too much of the host waited for the disk"
+        )
+
+    def store(self, nodes: list[TreeNode]) -> None:
+        """Send what is on the host and not yet on disk on its way."""
+        tree, host = self._parts.tree, self._parts.host
+        assert host is not None
+        for node in nodes:
+            pages = node.value(Tier.HOST)
+            if node.stored:
+                continue
+            if self._locked_pages + len(pages) > max(1, host.num_pages // 2):
+                self._skipped.value += len(pages) * tree.page_size
+                continue
+            keys, views = tree.page_keys(node), host.views(pages)
+            tree.lock(node, Tier.HOST)
+            host.begin_read(pages)
+            self._locked_pages += len(pages)
+            ticket = next(self._tickets)
+            batches = range(0, len(keys), _BATCH_PAGES)
+            self._stores[ticket] = _Store(node, pages.clone(), len(batches))
+            for at in batches:
+                end = at + _BATCH_PAGES
+                self._backlog.append(WriteJob(ticket, tuple(keys[at:end]), tuple(views[at:end])))
+        self._push()
+
+    def ready(self) -> int:
+        self._done.extend(self._disk.drain_writes())
+        return len(self._done)
+
+    def land(self, count: int) -> None:
+        for _ in range(count):
+            done = self._done.popleft()
+            store = self._stores[done.ticket]
+            store.jobs -= 1
+            store.ok &= all(done.ok)
+            written = sum(done.ok)
+            self._bytes.value += written * self._page_bytes()
+            self._failures.value += len(done.ok) - written
+            if not store.jobs:
+                self._end(self._stores.pop(done.ticket))
+        self._push()
+
+    def busy(self) -> bool:
+        return bool(self._stores)
+
+    def _page_bytes(self) -> int:
+        assert self._parts.host is not None
+        return self._parts.host.page_bytes
+
+    def _push(self) -> None:
+        while self._backlog and self._disk.submit(self._backlog[0]):
+            self._backlog.popleft()
+
+    def _end(self, store: _Store) -> None:
+        assert self._parts.host is not None
+        self._parts.host.end_read(store.pages)
+        self._locked_pages -= len(store.pages)
+        for node in store.nodes:
+            node.stored = store.ok
+        store.leave()
+        self._parts.tree.unlock(store.nodes[-1], Tier.HOST)

@@ -1,0 +1,115 @@
+"""What one token, page or request stores: pure data that every tier reads and no tier defines.
+
+A device pool declares a `PoolLayout`; the host pool, the transfer engine, the page codec and the capacity arithmetic
+read it. A page of `page_tokens` tokens on host and disk is one block, `[layer][buffer][token][row]`:
+
+    layer l of a page   [layer_offset(l), layer_offset(l) + layer_bytes(l))         contiguous, for the copy engine
+    buffer b of it      [layer_offset(l) + buffer_offset(l, b), ... + buffer_bytes)  contiguous rows, one a token
+
+May import torch for dtypes, config, metrics and errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from hicache.errors import ConfigError
+
+Per = Literal["token", "page", "request"]
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """One kind of row that a layer stores.
+
+    `shape` is the shape of one row, `per` says what has a row: a token, a device page or a request; `layers` are the
+    global ids of the layers that have this buffer.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    per: Per
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.per not in ("token", "page", "request"):
+            raise ConfigError(f"buffer {self.name}: per={self.per!r} is none of 'token', 'page', 'request'")
+        if not self.layers or min(self.shape, default=0) < 1:
+            raise ConfigError(f"buffer {self.name}: needs at least one layer and a positive shape, got {self.shape}")
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def rows(self, page_tokens: int, device_page_size: int) -> int:
+        """Rows that a page of `page_tokens` tokens holds in one layer."""
+        if self.per == "token":
+            return page_tokens
+        if self.per == "page":
+            return page_tokens // device_page_size
+        return 1
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    """All buffers of a pool, and the size in tokens of its device page."""
+
+    buffers: tuple[BufferSpec, ...]
+    device_page_size: int
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Global ids of the layers that store anything, in order."""
+        return tuple(sorted({layer for spec in self.buffers for layer in spec.layers}))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def specs_of(self, layer: int) -> tuple[BufferSpec, ...]:
+        return tuple(spec for spec in self.buffers if layer in spec.layers)
+
+    def layer_bytes(self, layer: int, page_tokens: int) -> int:
+        """Bytes of one layer (a global id) of one page."""
+        return sum(s.rows(page_tokens, self.device_page_size) * s.row_bytes for s in self.specs_of(layer))
+
+    def layer_offset(self, index: int, page_tokens: int) -> int:
+        """Byte offset within a page of the `index`-th layer; `index == num_layers` gives the end of the page."""
+        return sum(self.layer_bytes(layer, page_tokens) for layer in self.layers[:index])
+
+    def page_bytes(self, page_tokens: int) -> int:
+        return self.layer_offset(self.num_layers, page_tokens)
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes that one token adds over all layers (rows per page count by their share, rows per request do not)."""
+        rate = {"token": 1.0, "page": 1.0 / self.device_page_size, "request": 0.0}
+        return math.ceil(sum(s.row_bytes * len(s.layers) * rate[s.per] for s in self.buffers))
+
+    def digest(self) -> bytes:
+        """SHA-256 over everything that decides how the bytes of a page are to be read."""
+        fields = [[s.name, str(s.dtype), list(s.shape), s.per, list(s.layers)] for s in self.buffers]
+        text = json.dumps({"buffers": fields, "device_page_size": self.device_page_size if self._paged else None})
+        return hashlib.sha256(text.encode()).digest()
+
+    @property
+    def _paged(self) -> bool:
+        return any(spec.per == "page" for spec in self.buffers)
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """The attention of a model: what the factory needs to build its pool."""
+
+    layer_num: int
+    head_num: int
+    head_dim: int
+    v_head_dim: int | None = None

@@ -1,0 +1,117 @@
+"""The contract of a page store: what the disk tier (or a remote one) promises, whatever keeps the bytes.
+
+A page store knows keys and bytes, never tensors. Owns the protocol, its errors and its statistics. May import numpy
+and the standard library; stands below the engine, which wraps these errors into its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+PageBuffer: TypeAlias = npt.NDArray[np.uint8]
+Durability: TypeAlias = Literal["relaxed", "commit"]
+
+
+class StoreError(Exception):
+    """A store cannot be opened or was called wrongly; the message names the remedy."""
+
+
+class StoreLocked(StoreError):
+    """Another store object, here or in another process, already writes to this path."""
+
+
+class StoreMismatch(StoreError):
+    """The path holds pages of another identity or format; the message names both sides."""
+
+
+class StoreCorrupt(StoreError):
+    """The files are not what a store wrote, or `check()` found violations (all of them are in `violations`)."""
+
+    def __init__(self, message: str, violations: Sequence[str] = ()) -> None:
+        self.violations = tuple(violations)
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """A snapshot. Counters start at zero when the store is opened; sizes describe what is stored now.
+
+    `live_bytes`: values that can be read, headers included. `file_bytes`: size of the data file, which `budget_bytes`
+    bounds. `put_bytes_raw` and `put_bytes_stored`: pages put, before and after packing. `corrupt`: reads that found
+    bytes which could not be verified. `read_errors`, `write_errors`: calls the medium refused.
+    """
+
+    entries: int
+    live_bytes: int
+    file_bytes: int
+    budget_bytes: int
+    hits: int
+    misses: int
+    puts: int
+    put_bytes_raw: int
+    put_bytes_stored: int
+    evicted: int
+    corrupt: int
+    read_errors: int
+    write_errors: int
+    read_only: bool
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / max(1, self.hits + self.misses)
+
+
+class PageStore(Protocol):
+    """Pages of exactly `page_bytes` bytes under keys of 1 to 511 bytes.
+
+    Threads: `contains`, `get_into` and `stats` from any thread, many at a time; the others from one writer thread.
+    Order: within one call the earlier key counts as the more recently used. Callers pass the pages of a prompt from
+    its first to its last, and the tail of a prefix is worth nothing without its head, so the tail is to go first.
+    """
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys `get_into` would look up now. Changes nothing; a later `get_into` may still miss."""
+        ...
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
+        """Fill `buffers[i]`, writable contiguous uint8 `[page_bytes]`, with the page of `keys[i]`.
+
+        True: the buffer holds verified bytes. False: a miss, and the buffer's content is undefined. Bytes that cannot
+        be verified are a miss; they are counted and deleted by the writer's next call. Never raises for what is stored.
+        """
+        ...
+
+    def put(self, items: Sequence[tuple[bytes, PageBuffer]]) -> list[bool]:
+        """Store pages, contiguous uint8 `[page_bytes]`, evicting others as the budget demands.
+
+        True: visible, and durable as the store was configured. A key that is present is not written again and counts
+        as used. False: not stored (the medium is full or failed); what was stored before stays as it was.
+        """
+        ...
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Remove pages; returns how many there were."""
+        ...
+
+    def stats(self) -> StoreStats: ...
+
+    def check(self) -> None:
+        """Verify every value, index and counter, in a quiet moment. Raises `StoreCorrupt` once, with all violations."""
+        ...
+
+    def compact(self) -> int:
+        """Give free space back to the file system; returns the bytes by which the file shrank."""
+        ...
+
+    def sync(self) -> None:
+        """Return when everything put so far survives a power cut."""
+        ...
+
+    def close(self) -> None:
+        """Wait for readers, sync and release the path. The second call does nothing; any other call raises."""
+        ...

@@ -1,0 +1,38 @@
+"""What a store counts from its opening on. Owns the counters and their lock; may import the standard library."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Fields of `StoreStats` that only ever grow; see there."""
+
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    put_bytes_raw: int = 0
+    put_bytes_stored: int = 0
+    evicted: int = 0
+    corrupt: int = 0
+    read_errors: int = 0
+    write_errors: int = 0
+
+
+class Counters:
+    """The running `Counts`; any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = Counts()
+
+    def add(self, more: Counts) -> None:
+        with self._lock:
+            fields = dataclasses.fields(Counts)
+            self._now = Counts(*(getattr(self._now, f.name) + getattr(more, f.name) for f in fields))
+
+    @property
+    def now(self) -> Counts:
+        return self._now

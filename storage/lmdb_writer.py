@@ -1,0 +1,183 @@
+"""The write path of an lmdb page store: commits, the budget, and what happens when the medium refuses.
+
+How the size is held. The map is opened at its final size M, 4 % above the budget B, which costs address space only:
+lmdb can then never write beyond it, and no map ever moves under a reader. A commit writes one group G, 1/64 of the
+budget or one value, and first evicts until the tables need no more than the limit L = B - 3 G - R. lmdb copies what it
+changes and reuses what a commit freed two commits later, so of M are
+
+    at most L          in use                       at most G + one value   freed by the last commit, not usable yet
+    at most G          what this commit writes      at least R              left
+
+R, 32 file pages, is what a commit needs that only evicts. Without it a full map could never be emptied again. Where a
+large value finds no neighbouring pages, or a reader holds freed ones, lmdb undoes the commit; then more is evicted,
+down to a floor, and the commit is tried again.
+
+May import lmdb, the standard library, counters, lmdb_env, lmdb_file and lru.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hicache.storage.counters import Counters, Counts
+from hicache.storage.lmdb_env import StoreEnv
+from hicache.storage.lru import AccessLog, Ledger
+from hicache.storage.packages import lmdb
+
+log = logging.getLogger("hicache.storage")
+T = TypeVar("T")
+
+_SLACK_SHARE = 25  # the file may pass the budget by 1/25
+_GROUP_SHARE, _MAX_GROUP_BYTES = 64, 64 << 20  # far below the 512 MiB at which lmdb's list of dirty pages is full
+_RESERVE_PAGES = 32
+_FLOOR_SHARE = 4  # a commit that finds no room evicts up to this share of the budget below the limit, not more
+_ATTEMPTS = 6
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The arithmetic of the module's docstring, in bytes, for a budget and the largest value with its file pages."""
+
+    budget_bytes: int
+    value_bytes: int
+    psize: int
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest budget with which eviction works and something is left to be found."""
+        return 16 * self.value_bytes + 2 * _RESERVE_PAGES * self.psize
+
+    @property
+    def map_bytes(self) -> int:
+        """The hard wall: the data file can never pass this size."""
+        return (self.budget_bytes + self.budget_bytes // _SLACK_SHARE) // self.psize * self.psize
+
+    @property
+    def group_bytes(self) -> int:
+        return max(self.value_bytes, min(self.budget_bytes // _GROUP_SHARE, _MAX_GROUP_BYTES))
+
+    @property
+    def limit_bytes(self) -> int:
+        return self.budget_bytes - 3 * self.group_bytes - _RESERVE_PAGES * self.psize
+
+    @property
+    def floor_bytes(self) -> int:
+        return self.limit_bytes - max(self.budget_bytes // _FLOOR_SHARE, 4 * self.value_bytes)
+
+
+class GroupWriter:
+    """Commits changes to a `StoreEnv`, and folds in what readers noted in `accesses`. One thread.
+
+    Once a commit failed for another reason than room, `read_only` is true and every call does nothing.
+    """
+
+    def __init__(self, env: StoreEnv, accesses: AccessLog, counters: Counters, budget: Budget, name: str) -> None:
+        self._env, self._accesses, self._counters = env, accesses, counters
+        self._budget, self._name = budget, name
+        self.read_only = False
+
+    def put(self, group: Sequence[tuple[bytes, bytes]], used: Sequence[bytes] | None = None) -> bool:
+        """Store key-value pairs in one commit, evicting as the budget demands. The last is the most recently used.
+
+        `used`, present keys of the same call, become the most recently used before, after what readers noted. None:
+        readers' notes wait, so that they cannot push out what earlier commits of the same call stored.
+        """
+        tables = self._env.tables
+        group_bytes = sum(tables.slot_bytes(len(value)) for _, value in group)
+        # Evictions come a group at a time: in runs they free neighbouring pages.
+        target_bytes = self._budget.limit_bytes - max(group_bytes, self._budget.group_bytes)
+
+        def work(ledger: Ledger) -> bool:
+            if used is not None:
+                self._fold_into(ledger)
+                for key in used:
+                    ledger.touch(key)
+            if tables.used_bytes(ledger.txn) + group_bytes > self._budget.limit_bytes:
+                ledger.evict_to(target_bytes)
+            for key, value in group:
+                ledger.add(key, value)
+            return True
+
+        return self._transact(work, group_bytes) is not None
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Remove keys in one commit; returns how many there were."""
+
+        def work(ledger: Ledger) -> int:
+            self._fold_into(ledger)
+            return sum(ledger.remove(key) for key in keys)
+
+        return self._transact(work, 0) or 0
+
+    def shrink(self) -> None:
+        """Evict until the tables fit a budget that may be smaller than it was."""
+        self._transact(lambda ledger: ledger.evict_to(self._budget.limit_bytes), 0)
+
+    def fold(self) -> None:
+        """Store what readers noted: uses, and values to drop."""
+        while not self._accesses.empty:
+            if self._transact(self._fold_into, 0) is None:
+                return
+
+    def sync(self) -> None:
+        self.fold()
+        if not self.read_only:
+            try:
+                self._env.tables.env.sync(True)
+            except (lmdb.Error, OSError) as error:
+                self._refuse(error)
+
+    def _transact(self, work: Callable[[Ledger], T], room_bytes: int) -> T | None:
+        """Run `work` in one commit; None when it was not stored, and then `work` changed nothing.
+
+        When lmdb finds no room the commit is undone and `room_bytes` is evicted, then twice that, and so on; a reader
+        may hold freed pages for a moment, so each attempt also waits a little.
+        """
+        if self.read_only:
+            return None
+        for attempt in range(_ATTEMPTS):
+            try:
+                if attempt:
+                    self._make_room(room_bytes * attempt)
+                return self._commit(work)
+            except lmdb.MapFullError:
+                time.sleep(0.001 * (1 << attempt))
+            except (lmdb.Error, OSError) as error:
+                self._refuse(error)
+                return None
+        self._counters.add(Counts(write_errors=1))
+        log.warning("no room for %d bytes in the store %s; raise budget_bytes", room_bytes, self._name)
+        return None
+
+    def _fold_into(self, ledger: Ledger) -> bool:
+        ledger.fold(*self._accesses.peek())
+        return True
+
+    def _commit(self, work: Callable[[Ledger], T]) -> T:
+        tables = self._env.tables
+        with tables.env.begin(write=True) as txn:
+            ledger = Ledger(txn, tables)
+            result = work(ledger)
+            ledger.save()
+        self._accesses.folded(ledger.folded_used, ledger.folded_doomed)
+        self._counters.add(Counts(evicted=ledger.num_evicted))
+        return result
+
+    def _make_room(self, room_bytes: int) -> None:
+        """Evict `room_bytes` and make the freed pages usable, which lmdb does two commits later."""
+
+        def evict(ledger: Ledger) -> None:
+            ledger.evict_to(max(self._budget.floor_bytes, self._env.tables.used_bytes(ledger.txn) - room_bytes))
+
+        self._commit(evict)
+        self._commit(lambda ledger: None)
+
+    def _refuse(self, error: Exception) -> None:
+        """A medium that failed once is not written again; what it holds is still served."""
+        self.read_only = True
+        self._counters.add(Counts(write_errors=1))
+        log.warning("the store %s is read-only from now on: %s; free space and open it again", self._name, error)

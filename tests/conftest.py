@@ -1,0 +1,25 @@
+"""Shared by all tests: kernels run through Triton's interpreter where there is no GPU, and GPU tests skip there."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+# Before anything imports Triton, which looks once.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("short", max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile("long", max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("short")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,51 @@
+"""Keys and pages made from a number, for the tests of the page stores: the same number always gives the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.storage import LmdbPageStore
+
+# With a value's header and lmdb's own 16 bytes exactly four pages of the file.
+PAGE_BYTES = (16 << 10) - 64
+IDENTITY: dict[str, str | int] = {"model": "tiny", "dtype": "bfloat16", "layout": "ab12", "page_size": 64}
+
+
+def key_of(number: int) -> bytes:
+    return hashlib.sha256(b"key %d" % number).digest()
+
+
+def page_of(number: int, page_bytes: int = PAGE_BYTES, kind: str = "random") -> npt.NDArray[np.uint8]:
+    """`random` bytes do not pack, `normal` ones (16-bit floats) do a little, `flat` ones very well."""
+    generator = np.random.default_rng(number)
+    if kind == "random":
+        return generator.integers(0, 256, page_bytes, dtype=np.uint8)
+    if kind == "flat":
+        return np.full(page_bytes, number % 251, dtype=np.uint8)
+    floats = generator.standard_normal(-(-page_bytes // 2)).astype(np.float32)
+    return (floats.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)[:page_bytes].copy()
+
+
+def open_store(path: Any, **changes: Any) -> LmdbPageStore:
+    settings: dict[str, Any] = {"identity": IDENTITY, "page_bytes": PAGE_BYTES, "budget_bytes": 64 << 20}
+    return LmdbPageStore(path, **{**settings, **changes})
+
+
+def put_numbers(store: LmdbPageStore, numbers: Any, page_bytes: int = PAGE_BYTES, kind: str = "random") -> list[bool]:
+    return store.put([(key_of(n), page_of(n, page_bytes, kind)) for n in numbers])
+
+
+def found_numbers(store: LmdbPageStore, numbers: Any, page_bytes: int = PAGE_BYTES, kind: str = "random") -> set[int]:
+    """The numbers that the store has, after comparing every byte of each."""
+    wanted = list(numbers)
+    buffers = [np.empty(page_bytes, dtype=np.uint8) for _ in wanted]
+    found = set()
+    for number, buffer, hit in zip(wanted, buffers, store.get_into([key_of(n) for n in wanted], buffers), strict=True):
+        if hit:
+            np.testing.assert_array_equal(buffer, page_of(number, page_bytes, kind))
+            found.add(number)
+    return found

@@ -1,0 +1,277 @@
+"""The harness of the benchmarks: its arithmetic, its order of runs, its files and its command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import common
+from bench.common import Case, Report
+
+cli = importlib.import_module("bench.__main__")
+CPU = torch.device("cpu")
+
+
+class ToyBench:
+    """A benchmark that measures one number it is told."""
+
+    NAME = "toy"
+    DESCRIPTION = "the number it is told"
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--number", type=float, default=1.0)
+
+    @staticmethod
+    def run(args: argparse.Namespace, report: Report) -> None:
+        if args.number < 0:
+            raise common.BenchUnavailable("needs a number of at least 0")
+        report.add(Case.of("toy.number", [args.number], "GB/s", ceiling=2.0, target=0.9))
+
+
+def _report() -> Report:
+    report = Report("toy", "cpu-2core", {"python": "3.11"}, "abc+dirty", "2026-01-01T00:00:00+00:00", "python -m bench")
+    report.add(Case.of("up.page64.contiguous", [50.0, 54.0, 52.0], "GB/s", ceiling=55.0, target=0.9))
+    report.add(Case.of("up.submit", [1.5e-3], "s", better="lower", note="one call"))
+    return report
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40),
+    st.floats(0, 100),
+)
+def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
+    """Every percentile of every sample equals numpy's linear interpolation."""
+    assert common.percentile(values, percent) == pytest.approx(np.percentile(values, percent), rel=1e-9, abs=1e-6)
+
+
+def test_a_case_is_the_median_of_its_samples_over_its_ceiling() -> None:
+    """Value, percentiles and ratio come from the samples alone."""
+    values = [4.0, 1.0, 3.0, 2.0, 10.0]
+    case = Case.of("a", values, "GB/s", ceiling=6.0)
+    assert (case.value, case.p50, case.ratio, case.samples) == (3.0, 3.0, 0.5, 5)
+    assert (case.p10, case.p90) == (pytest.approx(np.percentile(values, 10)), pytest.approx(np.percentile(values, 90)))
+
+
+def test_gigabytes_are_decimal() -> None:
+    """A GB/s is 1e9 bytes in one second."""
+    assert common.gb_per_s(3_000_000_000, [1.0, 2.0]) == [3.0, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("better", "ratio", "met"),
+    [
+        ("higher", 0.94, False),
+        ("higher", 0.95, True),
+        ("higher", 1.2, True),
+        ("lower", 0.94, True),
+        ("lower", 0.95, True),
+        ("lower", 1.2, False),
+    ],
+)
+def test_the_target_bounds_the_ratio_from_the_better_side(better: common.Better, ratio: float, met: bool) -> None:
+    """Where higher is better the ratio must reach the target, where lower is it must not pass it."""
+    assert Case.of("a", [ratio], "share", better=better, ceiling=1.0, target=0.95).met is met
+
+
+def test_a_missed_target_stays_with_a_note() -> None:
+    """A missed case is kept, its note says so in front of its own words; a met one keeps its note as it was."""
+    report = _report()
+    missed = report.add(Case.of("down", [40.0], "GB/s", ceiling=50.0, target=0.9, note="page 16"))
+    assert missed.note == "target missed: ratio 0.800, wanted 0.900; page 16"
+    assert report.cases[-1] == missed and missed.met is False
+    assert [case.note for case in report.cases[:2]] == ["", "one call"]
+
+
+def test_cases_that_say_nothing_are_refused() -> None:
+    """Not-a-number, a target without a ratio, no samples and a name twice raise and leave the report as it was."""
+    report = _report()
+    with pytest.raises(ValueError, match="finite"):
+        Case.of("a", [float("nan")], "s")
+    with pytest.raises(ValueError, match="ratio"):
+        Case.of("a", [1.0], "s", target=0.9)
+    with pytest.raises(ValueError, match="no samples"):
+        Case.of("a", [], "s")
+    with pytest.raises(ValueError, match="there already"):
+        report.add(Case.of("up.submit", [1.0], "s"))
+    assert len(report.cases) == 2
+
+
+def test_a_result_file_holds_the_schema_and_reads_back(tmp_path: Path) -> None:
+    """A written report reads back equal, under the documented keys, and replaces an earlier file."""
+    report = _report()
+    path = report.write(tmp_path / "deep")
+    assert path == tmp_path / "deep" / "toy-cpu-2core.json"
+    values = json.loads(path.read_text())
+    assert set(values) == {"schema", "bench", "machine", "software", "commit", "date", "command", "cases"}
+    assert values["schema"] == 1
+    fields = ["name", "value", "unit", "ceiling", "ratio", "better", "target", "samples", "p10", "p50", "p90", "note"]
+    assert list(values["cases"][0]) == fields
+    assert common.read_report(path) == report
+    report.add(Case.of("more", [1.0], "s"))
+    assert report.write(tmp_path / "deep") == path
+    assert common.read_report(path) == report
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("damage", [{"schema": 2}, {"cases": [{"name": "a"}]}, {"colour": "red"}])
+def test_a_file_of_another_schema_is_refused(damage: dict[str, object]) -> None:
+    """Another schema number, a case without its fields or an unknown field raises ValueError with "schema" in it."""
+    with pytest.raises(ValueError, match="schema"):
+        Report.from_json({**_report().to_json(), **damage})
+
+
+def test_variants_run_in_turns() -> None:
+    """Warm-up and measured rounds go a b c a b c, and each variant gets exactly its samples."""
+    order: list[str] = []
+    seconds = common.interleave({n: (lambda n=n: order.append(n)) for n in "abc"}, samples=4, warmup=2)
+    assert order == list("abc") * 6
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+def test_the_timer_decides_what_is_measured_and_warm_up_is_left_out() -> None:
+    """The seconds are the timer's, in order, without those of the warm-up."""
+    ticks = iter(range(100))
+
+    def timer(run: common.Timer) -> float:
+        return float(next(ticks))
+
+    seconds = common.interleave({"a": int, "b": int}, samples=3, warmup=1, timer=timer)
+    assert seconds == {"a": [2.0, 4.0, 6.0], "b": [3.0, 5.0, 7.0]}
+
+
+def test_the_clock_stops_after_the_synchronisation() -> None:
+    """`sync` comes before and after each run; a timer and a sync together are refused."""
+    calls: list[str] = []
+    common.interleave({"a": lambda: calls.append("run")}, samples=2, warmup=0, sync=lambda: calls.append("sync"))
+    assert calls == ["sync", "run", "sync"] * 2
+    with pytest.raises(ValueError, match="not both"):
+        common.interleave({}, samples=1, sync=int, timer=common.wall_timer())
+    with pytest.raises(ValueError, match="samples=0"):
+        common.interleave({}, samples=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_raw_copies_move_every_byte_they_claim(device: str) -> None:
+    """Each raw copy writes ones over the zeros of its targets, as many bytes as it counts, at every run."""
+    num_bytes = (1 << 16) + 7
+    copies = common.raw_copies(torch.device(device), num_bytes)
+    assert {n: c.num_bytes for n, c in copies.items()} == {n: num_bytes * (1 + (n == "both")) for n in copies}
+    for copy in copies.values():
+        for target in copy.targets:
+            target.zero_()
+        common.timer_for(torch.device(device))(copy.run)
+        assert sum(int(target.sum(dtype=torch.int64)) for target in copy.targets) == copy.num_bytes
+    ceilings = common.measure_ceilings(torch.device(device), num_bytes=num_bytes, samples=2)
+    assert set(ceilings) == set(copies) and min(ceilings.values()) > 0
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_commit_is_dirty_when_files_differ_from_it(tmp_path: Path) -> None:
+    """The id alone when clean or with new results, "+dirty" after other changes, "unknown" without its own commit."""
+    assert common.commit_of(tmp_path) == "unknown"
+    _git(tmp_path, "init", "-q")
+    assert common.commit_of(tmp_path) == "unknown"
+    source = tmp_path / "a.py"
+    source.write_text("x = 1\n")
+    _git(tmp_path, "add", "."), _git(tmp_path, "commit", "-q", "-m", "one")
+    commit = _git(tmp_path, "rev-parse", "HEAD")
+    assert common.commit_of(tmp_path) == commit
+    results = tmp_path / "bench" / "results"
+    results.mkdir(parents=True)
+    (results / "toy.json").write_text("{}")
+    assert common.commit_of(tmp_path) == commit
+    (tmp_path / "b.py").write_text("")
+    assert common.commit_of(tmp_path) == f"{commit}+dirty"
+    (tmp_path / "b.py").unlink()
+    source.write_text("x = 2\n")
+    assert common.commit_of(tmp_path) == f"{commit}+dirty"
+    assert common.commit_of(results) == "unknown"
+
+
+def test_the_command_of_a_result_repeats_the_measurement() -> None:
+    """Arguments are quoted and kept in order; where the file went is left out."""
+    assert cli.command_line("toy", ["--out", "a b", "--n", "1 2"]) == "python -m bench run toy --n '1 2'"
+    assert cli.command_line("toy", ["--x", "--out=there", "y"]) == "python -m bench run toy --x y"
+
+
+def test_software_names_what_decides_a_result() -> None:
+    """The versions are those that are imported, and a CPU result names no driver."""
+    versions = common.software(CPU)
+    assert versions["torch"] == torch.__version__ and versions["numpy"] == np.__version__
+    assert {"python", "torch", "numpy"} <= set(versions) <= {"python", "torch", "triton", "numpy", "lmdb", "zstandard"}
+    assert re.fullmatch(r"cpu-\d+core", common.machine_name(CPU))
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "find_benches", lambda: ({"toy": ToyBench()}, {"gone": "No module named 'x'"}))
+
+
+@pytest.mark.usefixtures("toy")
+def test_the_list_shows_every_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    """Name and description are listed, and what cannot be loaded with its reason."""
+    assert cli.main(["list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "toy   the number it is told",
+        "gone  cannot be loaded: No module named 'x'",
+    ]
+
+
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["run", "nix"], "unknown bench 'nix'; there are: toy"),
+        (["run", "gone"], "bench gone cannot be loaded: No module named 'x'"),
+        (["run", "toy", "--number", "-1"], "bench toy: needs a number of at least 0"),
+    ],
+)
+def test_what_cannot_run_is_one_line_and_exit_2(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """An unknown, broken or unsuitable benchmark prints one line, exits with 2 and writes nothing."""
+    extra = ["--out", str(tmp_path)] if "toy" in arguments else []
+    assert cli.main([*arguments, *extra]) == 2
+    assert capsys.readouterr().err.splitlines() == [line]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize("name", ["toy", "all"])
+def test_a_run_writes_what_it_measured(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The file of a run holds its case, its command and its machine, and its path is the last line printed."""
+    extra = [] if name == "all" else ["--number", "1.5"]
+    assert cli.main(["run", name, "--device", "cpu", "--commit", "abc", "--out", str(tmp_path), *extra]) == 0
+    (path,) = tmp_path.iterdir()
+    report = common.read_report(path)
+    assert capsys.readouterr().out.splitlines()[-1] == str(path)
+    assert path.name == f"toy-{common.machine_name(CPU)}.json"
+    assert [c.value for c in report.cases] == ([1.0] if name == "all" else [1.5])
+    assert report.commit == "abc"
+    assert report.command == " ".join(["python -m bench run toy --device cpu --commit abc", *extra])
+
+
+def test_every_module_of_the_folder_is_a_bench_or_a_helper() -> None:
+    """The benchmarks found carry their own module's name, and none is broken by a half-written interface."""
+    benches, broken = cli.find_benches()
+    assert not set(benches) & {"common", "__main__", "all"}
+    assert all(module.DESCRIPTION and name == module.NAME for name, module in benches.items())
+    assert not set(benches) & set(broken)

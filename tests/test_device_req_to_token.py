@@ -1,0 +1,168 @@
+"""The request table: rows are handed out once, come back once, and carry a generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.device import ReqToTokenPool
+from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@dataclass(eq=False)
+class Request:
+    req_pool_idx: int | None = None
+
+
+def table(size: int = 4, length: int = 16, device: str = "cpu") -> ReqToTokenPool:
+    return ReqToTokenPool(size, length, device, False)
+
+
+def test_rows_are_handed_out_once() -> None:
+    """Rows 1..size come out once each, row 0 never, and short is None, which changes nothing."""
+    pool = table()
+    rows = pool.alloc(3)
+    assert rows is not None and pool.alloc(2) is None and pool.available_size() == 1
+    last = pool.alloc(1)
+    assert last is not None and sorted(rows + last) == [1, 2, 3, 4]
+    assert pool.alloc(0) == [] and pool.alloc(1) is None
+    pool.check()
+
+
+def test_a_request_keeps_its_row() -> None:
+    """A request with a row keeps it, others get one; where that is short, none gets any."""
+    pool = table(3)
+    chunked = Request()
+    assert pool.alloc([chunked]) == [chunked.req_pool_idx]
+    first = chunked.req_pool_idx
+    others = [Request(), Request()]
+    rows = pool.alloc([others[0], chunked, others[1]])
+    assert rows == [others[0].req_pool_idx, first, others[1].req_pool_idx]
+    assert sorted(r for r in rows if r is not None) == [1, 2, 3]
+    pool.free(others[0])
+    assert others[0].req_pool_idx is None and pool.available_size() == 1
+    waiting = [Request(), Request()]
+    assert pool.alloc([chunked, *waiting]) is None
+    assert [r.req_pool_idx for r in waiting] == [None, None] and pool.available_size() == 1
+    same = Request()
+    assert pool.alloc([same, same]) == [same.req_pool_idx] * 2 and pool.available_size() == 0
+    pool.check()
+
+
+def test_a_stale_row_of_a_request_is_refused() -> None:
+    """A request that names a row that is not handed out raises, and no other request gets a row."""
+    pool, fresh = table(), Request()
+    with pytest.raises(InvariantError, match=r"rows \[2\]"):
+        pool.alloc([fresh, Request(2)])
+    assert fresh.req_pool_idx is None and pool.available_size() == 4
+
+
+def test_double_frees_are_refused() -> None:
+    """A row freed twice, named twice, never handed out, or 0, raises DoubleFree and changes nothing."""
+    pool = table()
+    rows = pool.alloc(3)
+    assert rows is not None
+    pool.free(rows[0])
+    for bad in (rows[0], [rows[1], rows[1]], [rows[2], rows[0]], 0, 9, Request(), Request(rows[0])):
+        with pytest.raises(DoubleFree):
+            pool.free(bad)
+        assert pool.available_size() == 2
+    pool.free(rows[1:])
+    assert pool.available_size() == 4
+    pool.check()
+
+
+def test_a_reused_row_has_another_generation() -> None:
+    """Each return of a row raises its generation, so that a reader that kept both can tell."""
+    pool = table(1)
+    seen = []
+    for _ in range(3):
+        assert pool.alloc(1) == [1]
+        seen.append(pool.generation[1])
+        pool.free(1)
+    assert len(set(seen)) == 3 and pool.generation[1] not in seen
+    pool.alloc(1)
+    kept = pool.generation[1]
+    pool.clear()
+    assert pool.generation[1] > kept and pool.available_size() == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_slots_are_kept_by_row(device: str) -> None:
+    """`write` and `set_token_loc` put slots at their positions only, and lengths follow; a new owner starts at 0."""
+    pool = table(2, 6, device)
+    rows = pool.alloc(2)
+    assert rows is not None
+    pool.set_token_loc(rows[0], 0, torch.tensor([7, 8, 9], device=device))
+    pool.set_token_loc(rows[0], 3, torch.tensor([20], device=device))
+    pool.write((rows[1], slice(1, 3)), torch.tensor([5, 6], device=device))
+    pool.write(
+        (torch.tensor(rows, device=device), torch.tensor([5, 4], device=device)), torch.tensor([30, 31]).to(device)
+    )
+    expected = torch.zeros(3, 6, dtype=torch.int32)
+    expected[rows[0]] = torch.tensor([7, 8, 9, 20, 0, 30])
+    expected[rows[1]] = torch.tensor([0, 5, 6, 0, 31, 0])
+    assert pool.req_to_token.dtype == torch.int32 and torch.equal(pool.req_to_token.cpu(), expected)
+    assert pool.req_lens[rows].tolist() == [4, 0]
+    pool.free(rows[0])
+    assert pool.alloc(1) == [rows[0]] and pool.req_lens[rows[0]] == 0
+
+
+def test_slots_past_the_end_are_refused() -> None:
+    """Slots beyond the row, or for a row that is not handed out, raise ShapeError and write nothing."""
+    pool = table(2, 4)
+    pool.alloc(1)
+    for row, start, n in ((1, 3, 2), (1, -1, 1), (2, 0, 1), (0, 0, 1)):
+        with pytest.raises(ShapeError):
+            pool.set_token_loc(row, start, torch.arange(1, n + 1))
+    assert not pool.req_to_token.any() and not pool.req_lens.any()
+    with pytest.raises(ConfigError, match="max_requests"):
+        table(0)
+
+
+def test_check_names_every_violation() -> None:
+    """`check` lists rows that are free twice, outside, and both free and taken."""
+    pool = table()
+    pool.alloc(2)
+    pool._free_rows += [1, 3, 0]
+    with pytest.raises(
+        InvariantError, match=r"1 rows are free more than once; free rows \[0\] .*; rows \[1\] are both"
+    ):
+        pool.check()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["rows", "requests", "free", "clear"]), st.integers(0, 4)), max_size=25))
+def test_rows_are_conserved(steps: list[tuple[str, int]]) -> None:
+    """Whatever is called, free and taken rows make the whole, and no row has two owners."""
+    pool = table(5)
+    rows: list[int] = []
+    requests: list[Request] = []
+    for kind, n in steps:
+        room = 5 - len(rows) - len(requests)
+        if kind == "rows":
+            got = pool.alloc(n)
+            assert (got is None) == (n > room)
+            rows += got or []
+        elif kind == "requests":
+            new = [Request() for _ in range(n)]
+            given_rows = pool.alloc([*requests, *new])
+            assert (given_rows is None) == (n > room)
+            requests += new if given_rows is not None else []
+        elif kind == "clear" and n == 0:
+            pool.clear()
+            rows, requests = [], []
+        elif kind == "free" and n % 2 and requests:
+            pool.free(requests.pop())
+        elif kind == "free":
+            pool.free(rows[:n])
+            del rows[:n]
+        owners = rows + [r.req_pool_idx for r in requests]
+        assert len(set(owners)) == len(owners) and pool.available_size() == 5 - len(owners)
+        assert all(row is not None and 1 <= row <= 5 for row in owners)
+        pool.check()

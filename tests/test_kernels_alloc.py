@@ -1,0 +1,131 @@
+"""The slot kernels against plain Python, by value."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hicache.kernels.alloc_decode import alloc_decode
+from hicache.kernels.alloc_extend import alloc_extend
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLACES = [
+    ("cpu", "torch"),
+    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
+    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
+    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+]
+
+
+def batch(
+    rng: random.Random, num_requests: int, page_size: int, longest: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Prefixes, sequences (some empty extends) and last slots that keep the contract."""
+    prefixes = [rng.choice([0, rng.randint(0, longest)]) for _ in range(num_requests)]
+    grown = [p + rng.choice([0, 1, rng.randint(0, longest)]) for p in prefixes]
+    last = [-1 if p == 0 else (100 + r) * page_size + (p - 1) % page_size for r, p in enumerate(prefixes)]
+    return prefixes, grown, last
+
+
+def extend_oracle(prefixes: list[int], seqs: list[int], last: list[int], free: list[int], page_size: int) -> list[int]:
+    """Token by token: the next slot of the page in hand, or the first slot of the next free page."""
+    free, out = list(free), []
+    for prefix, seq, before in zip(prefixes, seqs, last, strict=True):
+        slot = before
+        for position in range(prefix, seq):
+            slot = free.pop(0) * page_size if position % page_size == 0 else slot + 1
+            out.append(slot)
+    return out
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_extend_fills_pages_in_order(device: str, kernels: str, page_size: int) -> None:
+    """Slots of a batch equal those of taking one token after the other, for odd batches and empty extends."""
+    rng = random.Random(page_size)
+    for num_requests, longest in ((1, 3 * page_size), (3, 5), (7, 2 * page_size + 1), (5, 700)):
+        prefixes, seqs, last = batch(rng, num_requests, page_size, longest)
+        free = rng.sample(range(1, 100), 99) if page_size > 4 else rng.sample(range(1, 9000), 8000)
+        expected = extend_oracle(prefixes, seqs, last, free, page_size)
+        out = torch.full((len(expected),), -7, dtype=torch.int64, device=device)
+        tensors = [torch.tensor(x, dtype=torch.int64, device=device) for x in (prefixes, seqs, last, free)]
+        longest_extend = max(s - p for p, s in zip(prefixes, seqs, strict=True))
+        alloc_extend(*tensors, out, page_size, longest_extend, kernels)
+        assert out.tolist() == expected
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_extend_counts_over_many_requests(device: str, kernels: str) -> None:
+    """The sums over earlier requests hold beyond one step of the kernel's loop, and for int32 lengths."""
+    rng = random.Random(3)
+    prefixes, seqs, last = batch(rng, 150, 4, 6)
+    expected = extend_oracle(prefixes, seqs, last, list(range(1, 2000)), 4)
+    out = torch.zeros(len(expected), dtype=torch.int64, device=device)
+    lens = [torch.tensor(x, dtype=torch.int32, device=device) for x in (prefixes, seqs, last)]
+    alloc_extend(*lens, torch.arange(1, 2000, device=device), out, 4, 6, kernels)
+    assert out.tolist() == expected
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_extend_within_the_old_page_takes_none(device: str, kernels: str) -> None:
+    """An extend that its old page has room for reads no free page, even where there is none."""
+    lens = [torch.tensor(x, dtype=torch.int64, device=device) for x in ([5, 2], [8, 2], [20, 41])]
+    out = torch.zeros(3, dtype=torch.int64, device=device)
+    alloc_extend(*lens, torch.empty(0, dtype=torch.int64, device=device), out, 4, 3, kernels)
+    assert out.tolist() == [21, 22, 23]
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("num_requests", [1, 5, 130, 300])
+def test_decode_takes_a_page_at_each_boundary(device: str, kernels: str, page_size: int, num_requests: int) -> None:
+    """Each request gets the slot after its last, or the next free page where its page is full."""
+    rng = random.Random(num_requests)
+    seqs = [rng.choice([1, page_size + 1, rng.randint(1, 200)]) for _ in range(num_requests)]
+    last = [-1 if s == 1 else (500 + r) * page_size + (s - 2) % page_size for r, s in enumerate(seqs)]
+    free = rng.sample(range(1, 500), 400)
+    queue, expected = list(free), []
+    for seq, slot in zip(seqs, last, strict=True):
+        expected.append(queue.pop(0) * page_size if (seq - 1) % page_size == 0 else slot + 1)
+    out = torch.full((num_requests,), -7, dtype=torch.int64, device=device)
+    tensors = [torch.tensor(x, dtype=torch.int64, device=device) for x in (seqs, last, free)]
+    alloc_decode(*tensors, out, page_size, kernels)
+    assert out.tolist() == expected
+
+
+def test_wrong_arguments_are_named() -> None:
+    """Tensors of different batches, and an unknown implementation, raise ValueError that says which."""
+    one, two = torch.ones(1, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="1 prefix_lens, 2 seq_lens"):
+        alloc_extend(one, two, one, two, two, 1, 1, "torch")
+    with pytest.raises(ValueError, match="1 last_loc"):
+        alloc_decode(two, one, two, two, 1, "torch")
+    with pytest.raises(ValueError, match="'triton' or 'torch'"):
+        alloc_decode(one, one, two, one, 1, "cuda")  # type: ignore[arg-type]
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+from hicache.kernels import alloc_decode, alloc_extend, page_copy, store_kv
+one = torch.ones(1, dtype=torch.int64)
+out = torch.zeros(1, dtype=torch.int64)
+alloc_decode.alloc_decode(one, one, one, out, 4, "torch")
+assert out.item() == 4
+try:
+    alloc_decode.alloc_decode(one, one, one, out, 4, "triton")
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_triton() -> None:
+    """Without Triton the modules import, the torch twins work, and a launch says what to install."""
+    result = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=True)
+    assert "_alloc_decode_kernel needs Triton, which is not installed; install triton" in result.stdout

@@ -1,0 +1,177 @@
+"""Gather and scatter of pages against a plain byte oracle."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from hicache.kernels.page_copy import PageMover
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLACES = [
+    ("cpu", "torch"),
+    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
+    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
+    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+]
+BF16, F32, U8 = torch.bfloat16, torch.float32, torch.uint8
+# For each layer, the (row shape, dtype) of each buffer.
+POOLS = {
+    "mha": [[((2, 16), BF16), ((2, 16), BF16)]] * 3,
+    "odd rows of fp8": [[((1, 7), U8), ((1, 7), U8)]] * 3,
+    "k and v differ": [[((2, 12), BF16), ((2, 8), BF16)]] * 3,
+    "interleaved sizes": [[((6,), F32), ((3,), F32), ((6,), F32)]] * 2,
+    "long rows": [[((9, 128), F32), ((8, 128), BF16)]],
+    "latent": [[((1, 72), BF16)]] * 4,
+    "layers differ": [[((2, 8), BF16), ((2, 8), BF16)], [((1, 5), U8)], [((2, 8), BF16), ((2, 8), BF16)]],
+}
+
+
+def random_bytes(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=U8, generator=torch.Generator().manual_seed(seed))
+
+
+def build(name: str, slots: int, device: str) -> list[list[torch.Tensor]]:
+    """Buffers of random bits, `[slots, ...row]`."""
+    pool = []
+    for index, layer in enumerate(POOLS[name]):
+        buffers = []
+        for b, (shape, dtype) in enumerate(layer):
+            width = shape[-1] * dtype.itemsize
+            buffers.append(random_bytes(slots, *shape[:-1], width, seed=10 * index + b).view(dtype).to(device))
+        pool.append(buffers)
+    return pool
+
+
+def rows_of(pool: list[list[torch.Tensor]]) -> list[list[list[bytes]]]:
+    """[layer][buffer][slot] -> the bytes of a row."""
+    return [[[bytes(row.view(U8).flatten().tolist()) for row in b.cpu()] for b in layer] for layer in pool]
+
+
+def host_pages(
+    rows: list[list[list[bytes]]], slots: list[int], page_tokens: int, first: int, count: int
+) -> list[bytes]:
+    """The group's part of each page: [layer][buffer][token][row]."""
+    pages = []
+    for p in range(len(slots) // page_tokens):
+        tokens = slots[p * page_tokens : (p + 1) * page_tokens]
+        pages.append(b"".join(b[s] for layer in rows[first : first + count] for b in layer for s in tokens))
+    return pages
+
+
+def page_bytes(staging: torch.Tensor) -> list[bytes]:
+    return [bytes(row) for row in staging.cpu().tolist()]
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("page_tokens", [1, 16, 64])
+@pytest.mark.parametrize("name", POOLS)
+def test_bytes_down_and_up(device: str, kernels: str, page_tokens: int, name: str) -> None:
+    """A gathered page is its layers', buffers' and tokens' bytes in order; scattered elsewhere, it reads back the same,
+    and no other slot changes."""
+    num_pages, slots = (2, 260) if page_tokens == 64 else (3, 100)
+    order = torch.randperm(slots, generator=torch.Generator().manual_seed(page_tokens))
+    source, target = order[: num_pages * page_tokens], order[-num_pages * page_tokens :]
+    pool = build(name, slots, device)
+    mover = PageMover(pool, page_tokens, kernels)
+    assert mover.uniform == (name != "layers differ")
+    layers = len(pool)
+    for first, count in {(0, layers), (layers // 2, layers - layers // 2), (layers - 1, 1)}:
+        before = rows_of(pool)
+        expected = host_pages(before, source.tolist(), page_tokens, first, count)
+        staging = torch.zeros(num_pages, mover.group_bytes(first, count), dtype=U8, device=device)
+        mover.gather(source.to(device), staging, first, count)
+        assert page_bytes(staging) == expected
+        mover.scatter(staging, target.to(device), first, count)
+        for layer in range(first, first + count):
+            for b in before[layer]:
+                moved = [b[s] for s in source.tolist()]
+                for slot, row in zip(target.tolist(), moved, strict=True):
+                    b[slot] = row
+        assert rows_of(pool) == before
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize(("offset", "padding"), [(0, 24), (3, 5), (4, 0), (8, 8)])
+def test_strided_and_unaligned_staging(device: str, kernels: str, offset: int, padding: int) -> None:
+    """Rows of staging may be apart and start at any byte; the bytes between them stay."""
+    pool = build("k and v differ", 20, device)
+    mover = PageMover(pool, 4, kernels)
+    slots = torch.tensor([3, 19, 1, 7, 8, 9, 10, 11])
+    size = mover.group_bytes(0, 2)
+    whole = random_bytes(offset + 2 * (size + padding), seed=1).to(device)
+    rest = whole.clone()
+    staging = whole[offset:].view(2, size + padding)[:, :size]
+    mover.gather(slots.to(device), staging, 0, 2)
+    assert page_bytes(staging) == host_pages(rows_of(pool), slots.tolist(), 4, 0, 2)
+    outside = torch.ones_like(whole, dtype=torch.bool)
+    outside[offset:].view(2, size + padding)[:, :size] = False
+    assert torch.equal(whole[outside], rest[outside])
+    target = torch.tensor([2, 4, 5, 6, 12, 13, 14, 15])
+    mover.scatter(staging, target.to(device), 0, 2)
+    assert host_pages(rows_of(pool), target.tolist(), 4, 0, 2) == page_bytes(staging)
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_layers_of_one_tensor(device: str, kernels: str) -> None:
+    """Buffers that are views of one tensor, token rows apart, are read and written at their own strides."""
+    whole = random_bytes(2, 10, 3, 4, seed=2).to(device)
+    pool = [[whole[layer, :, 0], whole[layer, :, 2]] for layer in range(2)]
+    mover = PageMover(pool, 2, kernels)
+    slots = torch.tensor([9, 0, 4, 5])
+    staging = torch.zeros(2, mover.group_bytes(0, 2), dtype=U8, device=device)
+    mover.gather(slots.to(device), staging, 0, 2)
+    assert page_bytes(staging) == host_pages(rows_of(pool), slots.tolist(), 2, 0, 2)
+    middle = whole[:, :, 1].clone()
+    mover.scatter(staging, torch.tensor([1, 2, 3, 6], device=device), 0, 2)
+    assert host_pages(rows_of(pool), [1, 2, 3, 6], 2, 0, 2) == page_bytes(staging)
+    assert torch.equal(whole[:, :, 1], middle)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_two_gib() -> None:
+    """Rows whose offset passes 2^31 words of their buffer, and staging beyond it, are moved right."""
+    slots = (1 << 31) // 512 + 64
+    pool = [[torch.zeros(slots, 1024, dtype=torch.int32, device="cuda")]]
+    tail = torch.arange(slots - 32, slots, device="cuda")
+    pool[0][0][tail] = torch.arange(32, dtype=torch.int32, device="cuda")[:, None].expand(-1, 1024)
+    mover = PageMover(pool, 16, "triton")
+    staging = torch.zeros(2, mover.group_bytes(0, 1), dtype=U8, device="cuda")
+    mover.gather(tail, staging, 0, 1)
+    assert torch.equal(staging.view(torch.int32).view(32, 1024)[:, 5], torch.arange(32, device="cuda").int())
+    mover.scatter(staging, tail.flip(0).contiguous(), 0, 1)
+    assert pool[0][0][tail][:, 7].tolist() == list(range(31, -1, -1))
+
+
+def test_wrong_arguments_are_named() -> None:
+    """A staging buffer, slots or layers that do not fit raise ValueError with both sides, and move nothing."""
+    pool = build("mha", 8, "cpu")
+    mover = PageMover(pool, 4, "torch")
+    size = mover.group_bytes(0, 1)
+    slots, staging = torch.arange(4), torch.zeros(1, size, dtype=U8)
+    before = rows_of(pool)
+    with pytest.raises(ValueError, match=rf"need uint8 \(1, {size}\)"):
+        mover.scatter(torch.zeros(2, size, dtype=U8), slots, 0, 1)
+    with pytest.raises(ValueError, match="need int64"):
+        mover.scatter(staging, slots.int(), 0, 1)
+    with pytest.raises(ValueError, match="4 a page"):
+        mover.scatter(staging, slots[:3], 0, 1)
+    with pytest.raises(ValueError, match=r"layers \[2, 4\) are not within the pool's 3"):
+        mover.gather(slots, staging, 2, 2)
+    with pytest.raises(ValueError, match="rows contiguous"):
+        PageMover([[torch.zeros(4, 3, 2).transpose(1, 2)]], 1, "torch")
+    with pytest.raises(ValueError, match="0 layers"):
+        PageMover([], 1, "torch")
+    assert rows_of(pool) == before
+
+
+def test_no_pages_move_nothing() -> None:
+    """No slots, or no layers, leave the pool and staging as they are."""
+    pool = build("mha", 8, "cpu")
+    mover = PageMover(pool, 4, "torch")
+    before = rows_of(pool)
+    mover.gather(torch.empty(0, dtype=torch.int64), torch.empty(0, mover.group_bytes(0, 3), dtype=U8), 0, 3)
+    mover.scatter(torch.empty(1, 0, dtype=U8), torch.arange(4), 1, 0)
+    assert rows_of(pool) == before

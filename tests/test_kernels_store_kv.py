@@ -1,0 +1,84 @@
+"""The store kernel against index assignment, bit by bit."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from hicache.kernels.store_kv import store_kv, store_rows
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLACES = [
+    ("cpu", "torch"),
+    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
+    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
+    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+]
+SHAPES = [((2, 8), (2, 8)), ((3, 5), (3, 5)), ((1, 24), (1, 16)), ((8, 192), (8, 128)), ((1, 1), (1, 3))]
+
+
+def bits(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Random bit patterns of a dtype (NaNs and denormals too), so that only a copy of bytes comes through."""
+    generator = torch.Generator().manual_seed(seed)
+    row_bytes = shape[-1] * dtype.itemsize
+    return torch.randint(0, 256, (*shape[:-1], row_bytes), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def as_bytes(x: torch.Tensor) -> list[int]:
+    return x.cpu().contiguous().view(torch.uint8).flatten().tolist()
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+@pytest.mark.parametrize(("k_row", "v_row"), SHAPES)
+def test_rows_land_at_their_slots(
+    device: str, kernels: str, dtype: torch.dtype, k_row: tuple[int, ...], v_row: tuple[int, ...]
+) -> None:
+    """Each named slot holds its new row, bit for bit, and every other slot what it held before."""
+    slots, num_tokens = 40, 19
+    loc = torch.randperm(slots, generator=torch.Generator().manual_seed(1))[:num_tokens]
+    k, v = bits(num_tokens, *k_row, dtype=dtype, seed=2), bits(num_tokens, *v_row, dtype=dtype, seed=3)
+    k_buffer, v_buffer = bits(slots, *k_row, dtype=dtype, seed=4), bits(slots, *v_row, dtype=dtype, seed=5)
+    expected = []
+    for rows, buffer in ((k, k_buffer), (v, v_buffer)):
+        lines = list(buffer.clone())
+        for t, slot in enumerate(loc.tolist()):
+            lines[slot] = rows[t]
+        expected.append(as_bytes(torch.stack(lines)))
+    on = [x.to(device) for x in (k, v, k_buffer, v_buffer)]
+    store_kv(*on, loc.to(device), kernels)
+    assert [as_bytes(on[2]), as_bytes(on[3])] == expected
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_rows_of_a_wider_tensor(device: str, kernels: str) -> None:
+    """Keys and values that are slices of one projection are stored right, from int32 slots too."""
+    qkv = bits(6, 3, 4, 10, dtype=torch.bfloat16, seed=1).to(device)
+    k, v = qkv[:, 1], qkv[:, 2]
+    buffers = [torch.zeros(9, 4, 10, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    loc = torch.tensor([8, 1, 3, 2, 7, 5], dtype=torch.int32, device=device)
+    store_kv(k, v, *buffers, loc, kernels)
+    for rows, buffer in zip((k, v), buffers, strict=True):
+        assert as_bytes(buffer.cpu()[loc.cpu().long()]) == as_bytes(rows)
+        assert not buffer[[0, 4, 6]].any()
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_one_buffer_alone(device: str, kernels: str) -> None:
+    """`store_rows` writes the named slots of the one buffer and nothing beside them; no rows write nothing."""
+    buffer = torch.zeros(6, 3, dtype=torch.float32, device=device)
+    rows = torch.arange(1.0, 7.0, device=device).view(2, 3)
+    store_rows(rows, buffer, torch.tensor([4, 1], device=device), kernels)
+    store_rows(rows[:0], buffer, torch.tensor([], dtype=torch.int64, device=device), kernels)
+    assert buffer.tolist() == [[0] * 3, [4, 5, 6], [0] * 3, [0] * 3, [1, 2, 3], [0] * 3]
+
+
+def test_wrong_rows_are_named() -> None:
+    """Rows of another shape or dtype raise ValueError with both sides, and nothing is written."""
+    buffer, loc = torch.zeros(4, 2, 3), torch.tensor([1, 2])
+    for rows in (torch.ones(2, 2, 4), torch.ones(3, 2, 3), torch.ones(2, 2, 3, dtype=torch.float16)):
+        with pytest.raises(ValueError, match=r"rows .* for 2 slots of a buffer of \(2, 3\) of torch.float32"):
+            store_kv(torch.ones(2, 2, 3), rows, buffer, buffer, loc, "torch")
+    assert not buffer.any()

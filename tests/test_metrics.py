@@ -1,0 +1,83 @@
+"""Metrics: exact under threads, free when idle, and every name means one thing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hicache.metrics import Counter, Metrics
+
+
+def test_counts_of_several_threads_add_up_exactly() -> None:
+    """No increment is lost when each thread owns its counter."""
+    metrics = Metrics()
+    counters = [metrics.counter("disk.read_pages", "pages read") for _ in range(4)]
+
+    def count(counter: Counter) -> None:
+        for step in range(20_000):
+            counter.value += step % 3
+
+    threads = [threading.Thread(target=count, args=(counter,)) for counter in counters]
+    for thread in threads:
+        thread.start()
+    seen = [metrics.snapshot()["disk.read_pages"] for _ in range(50)]
+    for thread in threads:
+        thread.join()
+    assert seen == sorted(seen)
+    assert metrics.snapshot() == {"disk.read_pages": 4 * sum(step % 3 for step in range(20_000))}
+
+
+def test_a_gauge_is_read_only_when_somebody_looks() -> None:
+    """A gauge runs once a snapshot and shows the value of that moment."""
+    metrics = Metrics()
+    calls: list[int] = []
+    free_pages = [7]
+
+    def read() -> float:
+        calls.append(1)
+        return free_pages[0]
+
+    metrics.gauge("host.free_pages", "pages on the free list", read)
+    assert calls == []
+    assert metrics.snapshot() == {"host.free_pages": 7}
+    free_pages[0] = 3
+    assert metrics.snapshot() == {"host.free_pages": 3}
+    assert len(calls) == 2
+
+
+def test_names_come_sorted_and_described() -> None:
+    """A snapshot and the descriptions list the same names in the same, sorted order."""
+    metrics = Metrics()
+    metrics.counter("tree.evicted_tokens", "tokens evicted").value += 5
+    metrics.gauge("alloc.free_tokens", "free slots", lambda: 2.5)
+    metrics.counter("disk.read_bytes", "bytes read")
+    expected = {"alloc.free_tokens": 2.5, "disk.read_bytes": 0, "tree.evicted_tokens": 5}
+    assert list(metrics.snapshot().items()) == list(expected.items())
+    assert list(metrics.describe()) == list(expected)
+    assert metrics.describe()["tree.evicted_tokens"] == "tokens evicted"
+
+
+def test_a_name_means_one_thing() -> None:
+    """A second meaning for a name, or a second kind, is refused and changes nothing."""
+    metrics = Metrics()
+    metrics.counter("disk.read_bytes", "bytes read").value += 1
+    metrics.gauge("host.free_pages", "free pages", lambda: 4)
+    with pytest.raises(ValueError, match="means 'bytes read' already"):
+        metrics.counter("disk.read_bytes", "bytes written")
+    with pytest.raises(ValueError, match="exists already"):
+        metrics.gauge("disk.read_bytes", "bytes read", lambda: 9)
+    with pytest.raises(ValueError, match="is a gauge"):
+        metrics.counter("host.free_pages", "free pages")
+    assert metrics.snapshot() == {"disk.read_bytes": 1, "host.free_pages": 4}
+
+
+@pytest.mark.parametrize("name", ["", "bytes", "Disk.bytes", "disk.", "disk..bytes", "disk bytes", "disk.read-bytes"])
+def test_malformed_names_are_refused(name: str) -> None:
+    """A name that is not dotted lower case is refused, and so is one without a meaning."""
+    metrics = Metrics()
+    with pytest.raises(ValueError, match="dotted"):
+        metrics.counter(name, "something")
+    with pytest.raises(ValueError, match="what it counts"):
+        metrics.counter("disk.read_bytes", "")
+    assert metrics.snapshot() == {}

@@ -1,0 +1,91 @@
+"""The wheel holds the package as it is imported, and importing it needs no optional library."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = {"hicache": "hicache", "kernels": "hicache/kernels", "storage": "hicache/storage"}
+
+
+def _python(code: str, cwd: Path, arguments: Sequence[str] = ()) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built by the project's own build backend from a copy of the tree, without a network."""
+    pytest.importorskip("setuptools", minversion="77", reason="the build backend of pyproject.toml is not installed")
+    source = tmp_path_factory.mktemp("source")
+    for folder in SOURCES:
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    out = tmp_path_factory.mktemp("wheel")
+    _python("import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])", source, [str(out)])
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def _expected_files() -> set[str]:
+    files = set()
+    for folder, place in SOURCES.items():
+        files |= {f"{place}/{path.relative_to(ROOT / folder).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
+    return files
+
+
+def test_the_wheel_holds_every_module_under_one_name(wheel: Path) -> None:
+    """Each source file is in the wheel below hicache/, and nothing else is at its top level."""
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name for name in names if name.endswith(".py")} == _expected_files()
+    assert "hicache/py.typed" in names
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"hicache", next(top for top in tops if top.endswith(".dist-info"))}
+
+
+def test_the_wheel_names_its_licence_and_its_command(wheel: Path) -> None:
+    """The metadata carries the licence text and the entry point of the command line."""
+    with zipfile.ZipFile(wheel) as archive:
+        (info,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+        assert "hicache = hicache.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+        metadata = archive.read(f"{info}/METADATA").decode()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Requires-Python: >=3.10" in metadata
+
+
+def test_kernels_and_storage_import_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """An unpacked wheel serves hicache.kernels and hicache.storage from inside itself, not from the checkout."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import hicache, hicache.kernels, hicache.storage;"
+        "print(hicache.__file__, hicache.kernels.__file__, hicache.storage.__file__, sep='\\n')"
+    )
+    found = _python(code, tmp_path, [str(tmp_path)]).splitlines()
+    places = ("hicache", "hicache/kernels", "hicache/storage")
+    assert [Path(file) for file in found] == [tmp_path / place / "__init__.py" for place in places]
+
+
+def test_the_front_door_opens_without_optional_libraries(tmp_path: Path) -> None:
+    """`import hicache` works where lmdb, zstandard and Triton cannot be imported, and loads none of them."""
+    code = (
+        "import sys\n"
+        "for name in ('lmdb', 'zstandard', 'triton'):\n"
+        "    sys.modules[name] = None\n"
+        "import hicache\n"
+        "loaded = {name.split('.')[0] for name, module in sys.modules.items() if module is not None}\n"
+        "print(hicache.__name__, sorted(loaded & {'lmdb', 'zstandard', 'triton'}))"
+    )
+    assert _python(code, tmp_path) == "hicache []"

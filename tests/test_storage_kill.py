@@ -1,0 +1,109 @@
+"""Process death at any moment: nothing acknowledged is lost, nothing torn is shown.
+
+Run as a script, this file is the process that gets killed.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from storage_pages import PAGE_BYTES, found_numbers, open_store, put_numbers
+
+from hicache.storage import StoreLocked
+
+BATCH = 4
+SMALL_BUDGET = 60 * PAGE_BYTES
+
+
+def start_child(path: Path, durability: str, budget_bytes: int) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, str(path), durability, str(budget_bytes)]
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
+    )
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    return child
+
+
+def kill_while_writing(child: subprocess.Popen[str], first: int, seconds: float) -> list[int]:
+    """Let the child write from number `first` on, kill it after `seconds`; returns the numbers it acknowledged."""
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write(f"{first}\n")
+    child.stdin.flush()
+    acknowledged = child.stdout.readline()
+    time.sleep(seconds)
+    child.kill()
+    acknowledged += child.stdout.read()
+    child.wait()
+    child.stdin.close()
+    child.stdout.close()
+    starts = [int(line) for line in acknowledged.splitlines(keepends=True) if line.endswith("\n")]
+    return [start + i for start in starts for i in range(BATCH)]
+
+
+def kill_rounds(path: Path, durability: str, rounds: int) -> None:
+    generator = random.Random(durability)
+    acknowledged: set[int] = set()
+    for turn in range(rounds):
+        child = start_child(path, durability, 4 << 30)
+        first = turn * 100_000
+        acknowledged |= set(kill_while_writing(child, first, generator.uniform(0.0, 0.3)))
+        store = open_store(path, durability=durability, budget_bytes=4 << 30)
+        known = range(first, first + 100_000)
+        recent = {n for n in acknowledged if n in known}
+        assert len(recent) >= BATCH
+        assert found_numbers(store, sorted(recent)) == recent
+        sample = generator.sample(sorted(acknowledged), min(200, len(acknowledged)))
+        assert found_numbers(store, sample) == set(sample)
+        unacknowledged = range(max(recent) + 1, max(recent) + 1 + 2 * BATCH)
+        assert len(found_numbers(store, unacknowledged)) in (0, BATCH)
+        assert store.stats().entries - len(acknowledged) <= BATCH * (turn + 1)
+        store.check()
+        store.close()
+    assert acknowledged
+
+
+@pytest.mark.parametrize("durability", ["relaxed", "commit"])
+def test_kill(tmp_path: Path, durability: str) -> None:
+    """After SIGKILL at random moments every acknowledged batch is present and right, and a batch is whole or absent."""
+    kill_rounds(tmp_path, durability, 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("durability", ["relaxed", "commit"])
+def test_kill_many_times(tmp_path: Path, durability: str) -> None:
+    """The same over 60 deaths."""
+    kill_rounds(tmp_path, durability, 60)
+
+
+def test_kill_while_evicting(tmp_path: Path) -> None:
+    """Killed at the budget, the store keeps its last acknowledged pages, its indexes agree and the file is bounded."""
+    child = start_child(tmp_path, "relaxed", SMALL_BUDGET)
+    with pytest.raises(StoreLocked, match=f"process {child.pid}"):
+        open_store(tmp_path, budget_bytes=SMALL_BUDGET)
+    acknowledged = kill_while_writing(child, 0, 0.5)
+    store = open_store(tmp_path, budget_bytes=SMALL_BUDGET)
+    assert found_numbers(store, acknowledged[-20:]) == set(acknowledged[-20:])
+    assert store.stats().file_bytes <= 1.05 * SMALL_BUDGET
+    store.check()
+    assert put_numbers(store, range(10**6, 10**6 + 30)) == [True] * 30
+    store.check()
+    store.close()
+
+
+def write_for_ever(path: str, durability: str, budget_bytes: int) -> None:
+    store = open_store(path, durability=durability, budget_bytes=budget_bytes)
+    print("ready", flush=True)
+    first = int(sys.stdin.readline())
+    while True:
+        if all(put_numbers(store, range(first, first + BATCH))):
+            print(first, flush=True)
+        first += BATCH
+
+
+if __name__ == "__main__":
+    write_for_ever(sys.argv[1], sys.argv[2], int(sys.argv[3]))

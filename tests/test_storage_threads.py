@@ -1,0 +1,184 @@
+"""Readers beside a writer, closing beside readers, and a medium that refuses."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from storage_pages import PAGE_BYTES, found_numbers, key_of, open_store, page_of, put_numbers
+
+from hicache.storage import StoreError
+
+BUDGET = 60 * PAGE_BYTES
+
+
+def run_threads(threads: list[threading.Thread], failures: list[BaseException]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not failures, failures
+
+
+@pytest.mark.parametrize("kind", ["random", "normal"])
+def test_readers_beside_a_writer(tmp_path: Path, kind: str) -> None:
+    """Four readers only ever see whole, right pages while a writer stores, evicts, deletes and compacts."""
+    store = open_store(tmp_path, budget_bytes=BUDGET, element_bytes=2, max_readers=3)
+    pages = {n: page_of(n, kind=kind) for n in range(160)}
+    failures: list[BaseException] = []
+    done = threading.Event()
+    hits = [0] * 4
+
+    def write() -> None:
+        try:
+            for turn in range(120):
+                numbers = [(turn * 4 + i) % 160 for i in range(4)]
+                assert store.put([(key_of(n), pages[n]) for n in numbers]) == [True] * 4
+                assert store.stats().file_bytes <= 1.05 * BUDGET
+                if turn % 10 == 9:
+                    store.delete([key_of(n) for n in numbers])
+                if turn % 40 == 39:
+                    store.compact()
+        except BaseException as error:
+            failures.append(error)
+            raise
+        finally:
+            done.set()
+
+    def read(which: int) -> None:
+        buffers = [np.empty(PAGE_BYTES, dtype=np.uint8) for _ in range(10)]
+        generator = np.random.default_rng(which)
+        try:
+            while not done.is_set():
+                numbers = [int(n) for n in generator.integers(0, 160, 10)]
+                for n, buffer, hit in zip(
+                    numbers, buffers, store.get_into([key_of(n) for n in numbers], buffers), strict=True
+                ):
+                    hits[which] += hit
+                    assert not hit or np.array_equal(buffer, pages[n]), n
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    readers = [threading.Thread(target=read, args=(i,)) for i in range(4)]
+    run_threads([threading.Thread(target=write), *readers], failures)
+    assert all(count > 0 for count in hits)
+    assert store.stats().corrupt == 0 and store.stats().read_errors == 0 and store.stats().write_errors == 0
+    assert store.stats().hits == sum(hits)
+    store.check()
+    store.close()
+
+
+def test_close_waits_for_readers(tmp_path: Path) -> None:
+    """Closing while threads read neither crashes nor spoils a page: each reader ends with an error that says closed."""
+    for _ in range(5):
+        store = open_store(tmp_path)
+        put_numbers(store, range(16))
+        failures: list[BaseException] = []
+        ended: list[str] = []
+        reading = threading.Barrier(4)
+
+        def read(store=store, failures=failures, ended=ended, reading=reading) -> None:
+            try:
+                assert found_numbers(store, range(16)) == set(range(16))
+                reading.wait(30)
+                while True:
+                    assert found_numbers(store, range(16)) == set(range(16))
+            except StoreError as error:
+                ended.append(str(error))
+            except AssertionError as error:
+                failures.append(error)
+
+        def close(store=store, reading=reading) -> None:
+            reading.wait(30)
+            store.close()
+
+        run_threads([threading.Thread(target=read) for _ in range(3)] + [threading.Thread(target=close)], failures)
+        assert len(ended) == 3 and all("closed" in text for text in ended)
+
+
+def test_stuck_reader_cannot_break_the_budget(tmp_path: Path) -> None:
+    """While one reader pins old pages, puts may be refused but the file stays bounded; afterwards they succeed."""
+    store = open_store(tmp_path, budget_bytes=BUDGET)
+    put_numbers(store, range(50))
+    refused = 0
+    with store._env.tables.env.begin() as pinned:
+        assert pinned is not None
+        for number in range(100, 120):
+            refused += put_numbers(store, [number]).count(False)
+            assert store.stats().file_bytes <= 1.05 * BUDGET
+    assert refused > 0 and store.stats().write_errors == refused and not store.stats().read_only
+    assert put_numbers(store, range(200, 210)) == [True] * 10
+    assert found_numbers(store, range(200, 210)) == set(range(200, 210))
+    store.check()
+    store.close()
+
+
+def fill_until_refused(path: Path) -> None:
+    """The store at `path` meets the end of its medium below its budget, turns read-only and serves what it has."""
+    store = open_store(path)
+    stored: list[int] = []
+    for number in range(4000):
+        if put_numbers(store, [number]) == [False]:
+            break
+        stored.append(number)
+    stats = store.stats()
+    assert stats.read_only and stats.write_errors == 1 and 10 < len(stored) < 3000
+    assert put_numbers(store, [0, 5000]) == [False, False]
+    assert store.delete([key_of(0)]) == 0 and store.compact() == 0
+    assert found_numbers(store, range(len(stored) + 10)) == set(stored)
+    store.check()
+    store.close()
+    again = open_store(path)
+    assert found_numbers(again, range(len(stored) + 10)) == set(stored)
+    assert not again.stats().read_only
+    again.close()
+
+
+def test_file_size_limit(tmp_path: Path) -> None:
+    """A write that the system refuses turns the store read-only; reads go on, and so does a store opened again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, hard))
+    try:
+        fill_until_refused(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    store = open_store(tmp_path)
+    assert put_numbers(store, [5000]) == [True]
+    store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting a small file system needs root")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_full_disk(small_disk: Path) -> None:
+    """A full disk turns the store read-only; reads go on, and it opens again on the full disk with everything."""
+    fill_until_refused(small_disk / "store")
+
+
+def test_compacting_without_room(small_disk: Path) -> None:
+    """When the copy does not fit on the disk, compacting gives up, leaves nothing behind and loses nothing."""
+    store = open_store(small_disk / "store")
+    put_numbers(store, range(300))
+    store.delete([key_of(n) for n in range(0, 300, 3)])
+    assert store.compact() == 0
+    assert not (small_disk / "store" / "compact.tmp").exists()
+    assert found_numbers(store, range(300)) == {n for n in range(300) if n % 3}
+    store.check()
+    store.close()
