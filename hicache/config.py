@@ -43,7 +43,8 @@ def debug_checks() -> bool:
 
 
 def kernel_choice(device: torch.device) -> Kernels:
-    """Which implementation serves `device`: `HICACHE_KERNELS` forces one, else Triton serves CUDA and torch the rest."""
+    """Which implementation serves `device`: `HICACHE_KERNELS` forces one, else Triton serves CUDA and torch the
+    rest."""
     forced = os.environ.get("HICACHE_KERNELS", "")
     if forced == "triton":
         return "triton"
@@ -167,7 +168,8 @@ class EngineConfig:
         """Build from plain values; unknown keys are named with the known ones."""
         values = dict(values)
         disk = values.pop("disk", None)
-        return _build(cls, values, disk=None if disk is None else _build(DiskConfig, disk))
+        config: EngineConfig = _build(cls, values, disk=None if disk is None else _build(DiskConfig, disk))
+        return config
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> EngineConfig:

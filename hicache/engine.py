@@ -1,7 +1,7 @@
 """The facade a scheduler talks to: match, prefetch, acquire, extend, commit, release.
 
-The engine wires the flows together and is the only place where asynchronous results land, in `poll()`. Every method belongs
-to one thread, the scheduler's. May import flow and everything below it.
+The engine wires the flows together and is the only place where asynchronous results land, in `poll()`. Every method
+belongs to one thread, the scheduler's. May import flow and everything below it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def one_rank(counts: Sequence[int]) -> Sequence[int]:
 
 
 class CacheEngine:
-    """One hierarchical cache. Build it with `hicache.factory.build_engine`; use it in a `with`, or `start` and `close` it."""
+    """One hierarchical cache. Build it with `hicache.factory.build_engine`; use it in a `with`, or `start` and
+    `close` it."""
 
     def __init__(self, parts: Parts, agree: Agreement = one_rank) -> None:
         self._parts, self._agree = parts, agree
@@ -226,7 +227,8 @@ class CacheEngine:
         return values
 
     def check(self) -> None:
-        """Raise `InvariantError` with everything that is not as `docs/invariants.md` says. For idle moments and tests."""
+        """Raise `InvariantError` with everything that is not as `docs/invariants.md` says. For idle moments and
+        tests."""
         under_way = self._backup.pages_under_way if self._backup else 0
         under_way += self._prefetcher.pages_under_way if self._prefetcher else 0
         conservation(self._parts, list(self._leases.values()), under_way)

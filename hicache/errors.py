@@ -19,7 +19,8 @@ class ShapeError(HiCacheError, ValueError):
 
 
 class TryLater(HiCacheError, RuntimeError):
-    """Nothing is wrong and nothing was changed: what was asked for does not fit now. Retry after a release or a poll."""
+    """Nothing is wrong and nothing was changed: what was asked for does not fit now. Retry after a release or a
+    poll."""
 
 
 class OutOfSlots(TryLater):

@@ -1,4 +1,5 @@
-"""The engine end to end on a toy model: bytes that went down come back, and everything is accounted for at every step."""
+"""The engine end to end on a toy model: bytes that went down come back, and everything is accounted for at every
+step."""
 
 from __future__ import annotations
 

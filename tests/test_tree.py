@@ -21,7 +21,8 @@ def make_tree(page_size: int) -> RadixTree:
 
 
 class TreeAgainstDict(RuleBasedStateMachine):
-    """Every page prefix the tree claims to hold is one the oracle holds, with the same slots and pages, and conversely."""
+    """Every page prefix the tree claims to hold is one the oracle holds, with the same slots and pages, and
+    conversely."""
 
     page_size = 2
 

@@ -1,7 +1,7 @@
 """A model whose KV is a known function of the whole prefix, so that any wrong reuse shows in the values.
 
-The KV of a position is drawn from a generator seeded with a digest of (namespace, all tokens up to it). A request that is
-given another request's bytes, a stale slot or a page in the wrong place reads values that nothing else has.
+The KV of a position is drawn from a generator seeded with a digest of (namespace, all tokens up to it). A request that
+is given another request's bytes, a stale slot or a page in the wrong place reads values that nothing else has.
 """
 
 from __future__ import annotations

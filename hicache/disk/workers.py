@@ -1,8 +1,8 @@
 """The threads between host pages and the page store: one writes, several read.
 
 The scheduler thread puts frozen jobs on bounded queues and drains frozen results; nothing else crosses. A full queue
-refuses the job. A page's bytes belong to the thread from `put` until the job's result is drained. Whatever a store raises
-on a worker becomes a miss or a failed write, counted and logged: serving goes on.
+refuses the job. A page's bytes belong to the thread from `put` until the job's result is drained. Whatever a store
+raises on a worker becomes a miss or a failed write, counted and logged: serving goes on.
 
 May import numpy, storage, config and errors.
 """
@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -130,18 +131,18 @@ class DiskTier:
     def _read_loop(self) -> None:
         while (job := self._reads.get()) is not None:
             if isinstance(job, FindJob):
-                held = self._guard(lambda j=job: self.store.contains(j.keys), len(job.keys))
+                held = self._guard(partial(self.store.contains, job.keys), len(job.keys))
                 self._found.put(FindDone(job.ticket, _leading(held)))
             elif job.cancelled.is_set():
                 self._found.put(ReadDone(job.ticket, job.batch, (False,) * len(job.keys)))
             else:
-                ok = self._guard(lambda j=job: self.store.get_into(j.keys, j.pages), len(job.keys))
+                ok = self._guard(partial(self.store.get_into, job.keys, job.pages), len(job.keys))
                 self._found.put(ReadDone(job.ticket, job.batch, tuple(ok)))
 
     def _write_loop(self) -> None:
         while (job := self._writes.get()) is not None:
             items = list(zip(job.keys, job.pages, strict=True))
-            ok = self._guard(lambda i=items: self.store.put(i), len(items))
+            ok = self._guard(partial(self.store.put, items), len(items))
             self._written.put(WriteDone(job.ticket, tuple(ok)))
 
     def _guard(self, call: Callable[[], list[bool]], length: int) -> list[bool]:

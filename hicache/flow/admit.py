@@ -14,7 +14,7 @@ import torch
 from hicache.errors import OutOfRows, OutOfSlots, PromptTooLong, TransferBusy, TransferError
 from hicache.flow.base import CacheRequest, Hit, Lease, Load, Parts
 from hicache.transfer.counter import NUM_PRODUCERS
-from hicache.tree.core import Match
+from hicache.tree.base import Match
 from hicache.tree.key import Tokens
 from hicache.tree.node import Tier, TreeNode
 

@@ -1,7 +1,7 @@
 """Down, first half: device to host.
 
-A backup locks its nodes on both tiers, takes host pages and submits one copy. Only when the copy is confirmed do the nodes
-count as held by the host; a failed copy leaves them where they were and frees the pages.
+A backup locks its nodes on both tiers, takes host pages and submits one copy. Only when the copy is confirmed do the
+nodes count as held by the host; a failed copy leaves them where they were and frees the pages.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from hicache.flow.base import Parts
-from hicache.tree.node import PageState, Span, Tier, TreeNode
 from hicache.transfer.base import TransferOp
+from hicache.tree.node import PageState, Span, Tier, TreeNode
 
 log = logging.getLogger(__name__)
 

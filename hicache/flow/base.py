@@ -1,8 +1,8 @@
 """What the flows share: the parts they move bytes between, and the records of what is under way.
 
-A flow is one movement. It starts when the engine tells it to and ends when the engine lets it land: `ready()` says how many
-of its oldest operations have finished, `land(n)` applies exactly `n` of them. That split is what several ranks agree on.
-This module holds no movement itself, so every flow may import it; no flow imports another.
+A flow is one movement. It starts when the engine tells it to and ends when the engine lets it land: `ready()` says how
+many of its oldest operations have finished, `land(n)` applies exactly `n` of them. That split is what several ranks
+agree on. This module holds no movement itself, so every flow may import it; no flow imports another.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from hicache.tree.node import PageState, Tier, TreeNode
 
 
 class Evictor:
-    """Called by the other flows, on the scheduler thread. `save`: copies a node to the host and returns when it is there."""
+    """Called by the other flows, on the scheduler thread. `save`: copies a node to the host and returns when it is
+    there."""
 
     def __init__(self, parts: Parts, save: Callable[[TreeNode], None] | None) -> None:
         self._parts, self._save = parts, save

@@ -1,7 +1,7 @@
 """Down, second half: host to disk.
 
-Pages that reached the host go to the writer thread in batches, locked on the host until the store has acknowledged them.
-What waits may lock at most half of the host tier: beyond that pages are not stored, and counted.
+Pages that reached the host go to the writer thread in batches, locked on the host until the store has acknowledged
+them. What waits may lock at most half of the host tier: beyond that pages are not stored, and counted.
 """
 
 from __future__ import annotations

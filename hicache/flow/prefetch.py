@@ -1,8 +1,8 @@
 """Up, from the disk: pages of a waiting request move to the host before it is admitted.
 
-A prefetch extends the prefix that the host holds. It asks the store how far it goes, takes host pages, reads batches and
-lands them in order, each as soon as those before it are in; what was landed stays, however the prefetch ends. Pages that
-were handed to a reader are freed only after the reader gave them back.
+A prefetch extends the prefix that the host holds. It asks the store how far it goes, takes host pages, reads batches
+and lands them in order, each as soon as those before it are in; what was landed stays, however the prefetch ends. Pages
+that were handed to a reader are freed only after the reader gave them back.
 
     find -> (pages of the host) -> read, batch by batch -> tree
 """
@@ -164,8 +164,6 @@ class Prefetcher:
 
     def _land_batches(self, ticket: _Ticket) -> None:
         """Put into the tree what has arrived without a gap."""
-        tree, host = self._parts.tree, self._parts.host
-        assert host is not None
         while (ok := ticket.results.pop(ticket.next_batch, None)) is not None:
             good = next((i for i, verified in enumerate(ok) if not verified), len(ok))
             start = ticket.landed_pages

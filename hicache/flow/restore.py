@@ -1,7 +1,7 @@
 """Up: host to device, layer by layer, hidden behind the forward pass.
 
-A load is submitted whole before the forward that needs it; the layer counter tells that forward when each layer is there.
-The tree shows the nodes on the device from submission on, so a second request can share a load under way.
+A load is submitted whole before the forward that needs it; the layer counter tells that forward when each layer is
+there. The tree shows the nodes on the device from submission on, so a second request can share a load under way.
 """
 
 from __future__ import annotations

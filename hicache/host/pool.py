@@ -1,8 +1,8 @@
 """Which host page is free, and who is reading it.
 
-A page is one row of the arena, `[layer][buffer][token][row]` (see `hicache.layout`); page 0 is a sink and never handed out.
-Allocation prefers one contiguous run, for the copy engine moves a run in one strided copy. Owned by the scheduler thread;
-the bytes of a page belong to whoever the flows handed it to. May import numpy, torch, layout and errors.
+A page is one row of the arena, `[layer][buffer][token][row]` (see `hicache.layout`); page 0 is a sink and never handed
+out. Allocation prefers one contiguous run, for the copy engine moves a run in one strided copy. Owned by the scheduler
+thread; the bytes of a page belong to whoever the flows handed it to. May import numpy, torch, layout and errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class HostPagePool:
         self.num_pages = host_bytes // self.page_bytes - 1
         if self.num_pages < 1:
             raise ConfigError(
-                f"host_bytes={host_bytes} holds no page of {page_tokens} tokens ({self.page_bytes} bytes each, and one sink); "
+                f"host_bytes={host_bytes} holds no page of {page_tokens} tokens of "
+                f"{self.page_bytes} bytes and the sink beside it; "
                 f"raise host_bytes to at least {2 * self.page_bytes}"
             )
         self.arena = PinnedArena(self.num_pages + 1, self.page_bytes, pin=pin)

@@ -1,9 +1,9 @@
 """The contract of a transfer backend: copies between device slots and host pages, submitted now, finished later.
 
-`load` (host to device) goes layer by layer and reports each layer through the counter under its load id; `store` (device
-to host) reports only its end. Both return at once. Submission order is completion order within a direction. The caller
-keeps slots and pages untouched by others until the operation is done. A failed operation says so in `error`; nothing is
-known then about the bytes of its destination.
+`load` (host to device) goes layer by layer and reports each layer through the counter under its load id; `store`
+(device to host) reports only its end. Both return at once. Submission order is completion order within a direction. The
+caller keeps slots and pages untouched by others until the operation is done. A failed operation says so in `error`;
+nothing is known then about the bytes of its destination.
 
 May import numpy, torch, layout, kernels, config and errors.
 """

@@ -1,10 +1,10 @@
 """Which layer of a load has arrived: what lets a forward pass start before its prefix is on the device.
 
 A load takes a producer, one of a small ring, and records an event after each layer. A batch names the loads it depends
-on, and the pool's getters call `wait_until(layer)`, which makes the consumer wait for that layer of those loads: on CUDA
-the current stream (never the host), on the CPU the calling thread. A load must be submitted before the forward that
-consumes it; an event that was never recorded counts as done. A replayed CUDA graph calls no getter: call `wait_all()`
-before the replay.
+on, and the pool's getters call `wait_until(layer)`, which makes the consumer wait for that layer of those loads: on
+CUDA the current stream (never the host), on the CPU the calling thread. A load must be submitted before the forward
+that consumes it; an event that was never recorded counts as done. A replayed CUDA graph calls no getter: call
+`wait_all()` before the replay.
 
 May import torch and errors.
 """

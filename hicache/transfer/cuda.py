@@ -46,13 +46,13 @@ class CudaOp:
         self._end.record(stream)
 
     def done(self) -> bool:
-        return self._end.query()
+        return bool(self._end.query())
 
     def wait(self) -> None:
         self._end.synchronize()
 
     def seconds(self) -> float:
-        return self._begin.elapsed_time(self._end) / 1e3
+        return float(self._begin.elapsed_time(self._end)) / 1e3
 
 
 class _Buffer:

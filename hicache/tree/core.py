@@ -1,7 +1,7 @@
 """The radix tree: which prefixes are held, by which tier, who needs them, and which goes next.
 
-Owns the nodes, their recency order and the account of tokens per tier. It never calls anyone: insertion returns what was
-already there, dropping returns the slots or pages that became free, and the caller acts on them. One thread, the
+Owns the nodes, their recency order and the account of tokens per tier. It never calls anyone: insertion returns what
+was already there, dropping returns the slots or pages that became free, and the caller acts on them. One thread, the
 scheduler's, may use it.
 
 What holds after every call (`check()` proves it):
@@ -22,7 +22,6 @@ from hicache.tree.base import Duplicate, Inserted, Match
 from hicache.tree.key import PageHasher, Tokens
 from hicache.tree.node import TRANSITIONS, PageState, Tier, TreeNode
 from hicache.tree.policy import TierBook
-
 
 _GAIN = {
     (PageState.GONE, Tier.DEVICE): PageState.DEVICE,
@@ -136,7 +135,8 @@ class RadixTree:
         return node
 
     def insert(self, parent: TreeNode, tokens: Tokens, value: torch.Tensor, tier: Tier) -> Inserted:
-        """Hold whole pages `tokens`, which follow `parent`, on `tier` as `value` (slots or pages). `value` is copied."""
+        """Hold whole pages `tokens`, which follow `parent`, on `tier` as `value` (slots or pages). `value` is
+        copied."""
         stride = self._books[tier].stride
         gained: list[TreeNode] = []
         duplicates: list[Duplicate] = []
@@ -251,7 +251,7 @@ class RadixTree:
     def check(self) -> None:
         """Raise `InvariantError` with every violation of the rules above."""
         found = structure_violations(self._roots, self.page_size, self.num_nodes)
-        nodes = [node for root in self._roots.values() for node in nodesnodes_below(root)]
+        nodes = [node for root in self._roots.values() for node in nodes_below(root)]
         for tier, book in self._books.items():
             found.extend(account_violations(tier, book, [node for node in nodes if node.holds(tier)]))
         if found:

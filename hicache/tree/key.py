@@ -40,7 +40,7 @@ class PageHasher:
     def chain(self, previous: bytes, tokens: Tokens) -> list[bytes]:
         """Keys of the whole pages in `tokens`, given the key of the page before them (or the seed)."""
         step = self.page_size
-        raw = memoryview(tokens.astype("<i8", copy=False)).cast("B")
+        raw = tokens.astype("<i8", copy=False).view(np.uint8).data
         keys = []
         for start in range(0, len(tokens) - step + 1, step):
             previous = hashlib.sha256(previous + raw[start * 8 : (start + step) * 8]).digest()

@@ -63,8 +63,9 @@ class TreeNode:
     """A run of pages. `key` holds its tokens (int64, a multiple of the page size, its own memory).
 
     `values[tier]`: slots or pages, `None` where the tier holds nothing. `locks[tier]`: who needs it to stay, counted on
-    the whole path to the root. `pending_pages`: host pages a backup in flight writes to. `stored`: all pages of the node
-    are known to be on disk. `hit_count`: requests that used it, its maker included. `from_disk`: its host copy was prefetched and has not been used yet.
+    the whole path to the root. `pending_pages`: host pages a backup in flight writes to. `stored`: all pages of the
+    node are known to be on disk. `hit_count`: requests that used it, its maker included. `from_disk`: its host copy was
+    prefetched and has not been used yet.
     """
 
     __slots__ = (

@@ -1,7 +1,8 @@
 """Eviction order as a persistent structure: the next victim is found without looking at the others.
 
 `Recency` is an intrusive doubly linked list over nodes. The tree keeps in it every node that a tier holds and nobody
-locks, and appends a path deepest node first, so a parent is always newer than its children and the oldest node is a leaf.
+locks, and appends a path deepest node first, so a parent is always newer than its children and the oldest node is a
+leaf.
 
 May import nothing above `hicache.tree.node`.
 """
