@@ -41,13 +41,13 @@ def build_engine(config: EngineConfig, geometry: ModelGeometry) -> CacheEngine:
         head_dim=geometry.head_dim,
         v_head_dim=geometry.v_head_dim,
     )
-    counter = LayerTransferCounter(pool.layout.num_layers, CudaLayerEvents if device.type == "cuda" else CpuLayerEvents)
-    pool.register_layer_transfer_counter(counter)
     page = config.page_size
     row_len = -(-config.max_context_len // page) * page
     host = None
     if config.host_bytes:
         host = HostPagePool(pool.layout, config.host_page_size, config.host_bytes, pin=device.type == "cuda")
+    transfer, counter = build_transfer(config, pool, host)
+    pool.register_layer_transfer_counter(counter)
     return CacheEngine(
         Parts(
             config=config,
@@ -60,7 +60,7 @@ def build_engine(config: EngineConfig, geometry: ModelGeometry) -> CacheEngine:
             counter=counter,
             metrics=Metrics(),
             host=host,
-            transfer=None if host is None else _transfer(config, pool, host, counter, device),
+            transfer=transfer,
             disk=None if host is None else _disk(config, pool, host),
         )
     )
@@ -87,24 +87,30 @@ def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> Bas
     return PagedTokenToKVPoolAllocator(pool.size, config.page_size, pool.dtype, device, pool, need_sort=True)
 
 
-def _transfer(
-    config: EngineConfig, pool: KVCache, host: HostPagePool, counter: LayerTransferCounter, device: torch.device
-) -> TransferBackend:
-    layers = pool.layout.layers
-    mover = PageMover([pool.layer_buffers(layer) for layer in layers], config.host_page_size, kernel_choice(device))
-    if device.type == "cpu":
-        return CpuTransfer(host.bytes_of, mover, len(layers), counter)
-    return CudaTransfer(
+def build_transfer(
+    config: EngineConfig, pool: KVCache, host: HostPagePool | None
+) -> tuple[TransferBackend | None, LayerTransferCounter]:
+    """The backend for the pool's device, and the layer counter it reports to; no backend without a host tier."""
+    layers, on_cuda = pool.layout.layers, pool.device.type == "cuda"
+    counter = LayerTransferCounter(len(layers), CudaLayerEvents if on_cuda else CpuLayerEvents)
+    if host is None:
+        return None, counter
+    kernels = kernel_choice(pool.device)
+    mover = PageMover([pool.layer_buffers(layer) for layer in layers], config.host_page_size, kernels)
+    if not on_cuda:
+        return CpuTransfer(host.bytes_of, mover, len(layers), counter), counter
+    backend = CudaTransfer(
         host.bytes_of,
         mover,
         [pool.layout.layer_bytes(layer, config.host_page_size) for layer in layers],
         counter,
-        device=device,
+        device=pool.device,
         rows_per_chunk=host.arena.rows_per_chunk,
         page_tokens=config.host_page_size,
         staging_bytes=config.staging_bytes,
         chunk_tokens=config.transfer_chunk_tokens,
     )
+    return backend, counter
 
 
 def _disk(config: EngineConfig, pool: KVCache, host: HostPagePool) -> DiskTier | None:

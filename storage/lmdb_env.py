@@ -73,6 +73,10 @@ class StoreEnv:
                 self._counters.add(Counts(read_errors=1))
         return otherwise
 
+    def quiet(self) -> contextlib.AbstractContextManager[None]:
+        """Wait for the readers inside and keep others out for the duration."""
+        return self._gate.exclusive()
+
     def violations(self) -> list[str]:
         with self._gate.shared():
             found = check.violations(self.tables, self._codec, self._spec.page_bytes)

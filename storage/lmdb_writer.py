@@ -17,8 +17,8 @@ May import lmdb, the standard library, counters, lmdb_env, lmdb_file and lru.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -134,18 +134,20 @@ class GroupWriter:
     def _transact(self, work: Callable[[Ledger], T], room_bytes: int) -> T | None:
         """Run `work` in one commit; None when it was not stored, and then `work` changed nothing.
 
-        When lmdb finds no room the commit is undone and `room_bytes` is evicted, then twice that, and so on; a reader
-        may hold freed pages for a moment, so each attempt also waits a little.
+        When lmdb finds no room the commit is undone and `room_bytes` is evicted, then twice that, and so on; from the
+        second time on without readers, since their transactions keep freed pages from being used.
         """
         if self.read_only:
             return None
         for attempt in range(_ATTEMPTS):
             try:
-                if attempt:
+                if not attempt:
+                    return self._commit(work)
+                with self._env.quiet() if attempt > 1 else contextlib.nullcontext():
                     self._make_room(room_bytes * attempt)
-                return self._commit(work)
+                    return self._commit(work)
             except lmdb.MapFullError:
-                time.sleep(0.001 * (1 << attempt))
+                continue
             except (lmdb.Error, OSError) as error:
                 self._refuse(error)
                 return None

@@ -1,0 +1,172 @@
+"""Host <-> device transfers by the engine's own backend, as shares of a plain pinned copy timed in the same rounds.
+
+On CUDA the ceiling is a pinned memcpy in the same direction (both ways: two at once); on the CPU, where the device tier
+is ordinary memory, a memcpy. Bytes are compared outside the timing: what went down, poisoned, came up again unchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bench.common import Case, Report, gb_per_s, interleave, percentile, raw_copies
+from hicache import ModelGeometry
+from hicache.config import EngineConfig
+from hicache.device import MHATokenToKVPool
+from hicache.factory import build_transfer
+from hicache.host import HostPagePool
+from hicache.transfer import TransferBackend, TransferOp
+
+NAME = "transfer"
+DESCRIPTION = "host <-> device: up, down and both ways, by page size and page order, against a plain copy"
+
+GEOMETRIES = {
+    "gqa8b": ModelGeometry(layer_num=32, head_num=8, head_dim=128),
+    "gqa70b_tp4": ModelGeometry(layer_num=80, head_num=2, head_dim=128),
+}
+# Shares of a plain copy that the transfers are built for, on CUDA.
+TARGETS = {
+    "up.page16.contiguous": 0.99,
+    "up.page64.contiguous": 0.99,
+    "up.page64.random": 0.98,
+    "up.page16.random": 0.97,
+    "up.page1.random": 0.98,
+    "down.page16.contiguous": 0.97,
+    "down.page64.contiguous": 0.98,
+    "down.page1.random": 0.98,
+    "both.total": 0.97,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way of placing pages. `device_page`: tokens of an allocator page; `host_page`: tokens of a host page."""
+
+    name: str
+    host_page: int
+    device_page: int
+    scattered: bool
+
+
+LAYOUTS = [
+    Layout("page16.contiguous", 16, 16, False),
+    Layout("page64.contiguous", 64, 64, False),
+    Layout("page16.random", 16, 16, True),
+    Layout("page64.random", 64, 64, True),
+    Layout("page1.random", 64, 1, True),
+]
+
+
+class Rig:
+    """Pools and backend of one geometry and page size; built anew for each, outside the timing."""
+
+    def __init__(self, geometry: ModelGeometry, layout: Layout, tokens: int, device: torch.device) -> None:
+        self.tokens = tokens
+        size = tokens + tokens // 4
+        token_bytes = geometry.layer_num * geometry.head_num * geometry.head_dim * 2 * 2
+        config = EngineConfig(
+            device_tokens=size,
+            host_bytes=(size + layout.host_page) * token_bytes,
+            page_size=layout.device_page,
+            host_page_size=layout.host_page,
+            device=str(device),
+            staging_bytes=1 << 30,
+        )
+        self.pool = MHATokenToKVPool(
+            size, layout.device_page, config.torch_dtype, geometry.head_num, geometry.head_dim, geometry.layer_num,
+            device, enable_memory_saver=False,
+        )  # fmt: skip
+        self.host = HostPagePool(self.pool.layout, layout.host_page, config.host_bytes, pin=device.type == "cuda")
+        backend, self.counter = build_transfer(config, self.pool, self.host)
+        assert backend is not None
+        self.backend: TransferBackend = backend
+        self.backend.start()
+        rng = np.random.default_rng(0)
+        pages, blocks = tokens // layout.host_page, size // layout.device_page
+        ids = rng.permutation(self.host.num_pages)[:pages] if layout.scattered else np.arange(pages)
+        self.pages = torch.from_numpy(ids + 1)
+        block = rng.permutation(blocks)[: tokens // layout.device_page] if layout.scattered else np.arange(blocks)
+        block = block[: tokens // layout.device_page] + 1
+        slots = (block[:, None] * layout.device_page + np.arange(layout.device_page)).reshape(-1)
+        self.slots = torch.from_numpy(slots).to(device)
+        half = tokens // 2 // layout.host_page
+        self.halves = (self.pages[:half], self.pages[half:])
+        self.num_bytes = tokens * token_bytes
+
+    def up(self, pages: torch.Tensor, slots: torch.Tensor) -> TransferOp:
+        assert self.counter.can_begin()
+        return self.backend.load(pages, slots, self.counter.begin())
+
+    def whole_up(self) -> None:
+        self.up(self.pages, self.slots).wait()
+
+    def whole_down(self) -> None:
+        self.backend.store(self.slots, self.pages).wait()
+
+    def both(self) -> None:
+        """Half of the tokens go up while the other half goes down."""
+        middle = len(self.halves[0]) * (len(self.slots) // len(self.pages))
+        ops = [self.up(self.halves[0], self.slots[:middle]), self.backend.store(self.slots[middle:], self.halves[1])]
+        for op in ops:
+            op.wait()
+
+    def verify(self) -> None:
+        """Random bytes go down, the device is poisoned, they come up: equal to the last byte."""
+        buffers = [buffer for layer in self.pool.layout.layers for buffer in self.pool.layer_buffers(layer)]
+        for buffer in buffers:
+            buffer.normal_()
+        truth = [buffer[self.slots].clone() for buffer in buffers]
+        self.whole_down()
+        for buffer in buffers:
+            buffer.fill_(-7)
+        self.whole_up()
+        for buffer, kept in zip(buffers, truth, strict=True):
+            if not torch.equal(buffer[self.slots], kept):
+                raise AssertionError("bytes that came up are not the bytes that went down")
+
+    def close(self) -> None:
+        self.backend.close()
+        self.host.close()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, help="tokens moved a run (default: 16384 on CUDA, 1024 else)")
+    parser.add_argument("--samples", type=int, help="timed rounds (default: 20 on CUDA, 7 else)")
+    parser.add_argument("--geometry", choices=[*GEOMETRIES, "all"], default="all")
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    device: torch.device = args.device
+    on_cuda = device.type == "cuda"
+    tokens = args.tokens or (16384 if on_cuda else 1024)
+    samples = args.samples or (20 if on_cuda else 7)
+    names = list(GEOMETRIES) if args.geometry == "all" else [args.geometry]
+    for name in names:
+        for layout in LAYOUTS:
+            _measure(report, name, layout, tokens, samples, device)
+
+
+def _measure(report: Report, geometry: str, layout: Layout, tokens: int, samples: int, device: torch.device) -> None:
+    rig = Rig(GEOMETRIES[geometry], layout, tokens, device)
+    on_cuda = device.type == "cuda"
+    raw = raw_copies(device, 1 << 30 if on_cuda else 128 << 20)
+    ceilings = {way: way if on_cuda else "memcpy" for way in ("up", "down", "both")}
+    try:
+        rig.verify()
+        variants: dict[str, Callable[[], object]] = {"up": rig.whole_up, "down": rig.whole_down, "both": rig.both}
+        variants.update({f"raw.{key}": raw[key].run for key in set(ceilings.values())})
+        sync = (lambda: torch.cuda.synchronize(device)) if on_cuda else None
+        seconds = interleave(variants, samples=samples, sync=sync)
+        rig.verify()
+    finally:
+        rig.close()
+    for way, of in ceilings.items():
+        ceiling = percentile(gb_per_s(raw[of].num_bytes, seconds[f"raw.{of}"]), 50)
+        case = f"both.total.{layout.name}" if way == "both" else f"{way}.{layout.name}"
+        target = TARGETS.get("both.total" if way == "both" else case) if on_cuda and geometry == "gqa8b" else None
+        values = gb_per_s(rig.num_bytes, seconds[way])
+        report.add(Case.of(f"{case}.{geometry}", values, "GB/s", ceiling=ceiling, target=target))

@@ -1,0 +1,131 @@
+"""Configuration: what is accepted, and the one line that names the knob when it is not."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from hicache import DiskConfig, EngineConfig, ModelGeometry, build_engine
+from hicache.config import kernel_choice, parse_bytes
+from hicache.disk import identity_of, namespace_digest
+from hicache.errors import ConfigError, IdentityError
+from hicache.layout import BufferSpec, PoolLayout
+
+LAYOUT = PoolLayout((BufferSpec("k", torch.uint8, (2, 8), "token", (0, 1)),), 4)
+
+
+def flags(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    EngineConfig.add_flags(parser)
+    return parser.parse_args(given)
+
+
+def test_python_yaml_and_flags_agree(tmp_path: Path) -> None:
+    """The same settings make equal configurations, whichever way they come; flags go before the file."""
+    disk = DiskConfig(path="/pages", budget_bytes=2 << 30, readers=3)
+    python = EngineConfig(device_tokens=4096, host_bytes=1 << 30, model_id="m", prefetch_timeout_s=0.5, disk=disk)
+    file = tmp_path / "engine.yaml"
+    file.write_text(
+        "device_tokens: 1\nhost_bytes: 1GiB\nmodel_id: m\ndisk:\n  path: /pages\n  budget_bytes: 2GiB\n  readers: 3\n"
+    )
+    given = flags("--config", str(file), "--device-tokens", "4096", "--prefetch-timeout-s", "0.5")
+    assert EngineConfig.from_flags(given) == python
+    given = flags("--disk-path", "/pages", "--disk-budget-bytes", "2147483648", "--disk-readers", "3")
+    settings = {"device_tokens": 4096, "host_bytes": "1GiB", "model_id": "m", "prefetch_timeout_s": "0.5"}
+    assert EngineConfig.from_flags(given, **settings) == python
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"page_size": 0}, "page_size=0 is below 1"),
+        ({"page_size": 48}, "page_size=48 does not divide host_page_size=64"),
+        ({"device_tokens": 15}, "device_tokens=15 is below 16"),
+        ({"device_tokens": 63, "host_bytes": 1 << 20}, "device_tokens=63 is below 64"),
+        ({"dtype": "int3"}, "dtype='int3': choose one of float32"),
+        ({"write_policy": "sometimes"}, "choose one of write_through, write_through_selective, write_back"),
+        ({"prefetch_mode": "never"}, "choose one of best_effort"),
+        ({"host_bytes": -1}, "host_bytes=-1 is below 0"),
+        ({"disk": DiskConfig(path="/x")}, "set host_bytes above 0"),
+        ({"disk": DiskConfig(path="/x"), "host_bytes": 1 << 20}, "needs model_id"),
+    ],
+)
+def test_wrong_settings_name_the_knob(changes: dict[str, object], line: str) -> None:
+    """Every wrong value raises ConfigError with the knob and what would do."""
+    with pytest.raises(ConfigError, match=line):
+        EngineConfig(**{"device_tokens": 1024, **changes})  # type: ignore[arg-type]
+
+
+def test_wrong_files_and_names(tmp_path: Path) -> None:
+    """Unknown names, missing files, text for numbers and missing settings are one clear line each."""
+    with pytest.raises(ConfigError, match="unknown setting device_token; known are device_tokens"):
+        EngineConfig.from_dict({"device_token": 1})
+    with pytest.raises(ConfigError, match="missing setting device_tokens"):
+        EngineConfig.from_dict({})
+    with pytest.raises(ConfigError, match="device_tokens='many'"):
+        EngineConfig.from_dict({"device_tokens": "many"})
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        EngineConfig.from_yaml(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        EngineConfig.from_flags(flags("--config", str(tmp_path / "none.yaml")))
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="no mapping"):
+        EngineConfig.from_yaml(tmp_path / "list.yaml")
+    with pytest.raises(ConfigError, match="durability='never'"):
+        DiskConfig(path="/x", durability="never")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512MiB", 512 << 20), ("2GB", 2 * 10**9), ("1.5k", 1536), ("100", 100), (7, 7), ("3 TB", 3 * 10**12)],
+)
+def test_sizes_in_bytes(text: str | int, size: int) -> None:
+    """Decimal and binary units mean what they say."""
+    assert parse_bytes(text) == size
+    with pytest.raises(ConfigError, match="no size in bytes"):
+        parse_bytes(f"{text}x")
+
+
+def test_kernels_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HICACHE_KERNELS decides when set, the device otherwise, and nonsense raises."""
+    for device, default in (("cpu", "torch"), ("cuda", "triton")):
+        monkeypatch.delenv("HICACHE_KERNELS", raising=False)
+        assert kernel_choice(torch.device(device)) == default
+        for forced in ("triton", "torch"):
+            monkeypatch.setenv("HICACHE_KERNELS", forced)
+            assert kernel_choice(torch.device(device)) == forced
+    monkeypatch.setenv("HICACHE_KERNELS", "fast")
+    with pytest.raises(ConfigError, match="'triton' or 'torch'"):
+        kernel_choice(torch.device("cpu"))
+
+
+def test_devices_that_are_not_there() -> None:
+    """A device that torch cannot see or does not know is refused before anything is allocated."""
+    for device, line in (
+        ("cuda:99", "CUDA devices"),
+        ("abacus", "write cpu, cuda or cuda:1"),
+        ("meta", "cpu and cuda"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            build_engine(EngineConfig(device_tokens=64, device=device), ModelGeometry(1, 1, 8))
+
+
+def test_identity_is_closed() -> None:
+    """Each field that decides what bytes mean changes the identity; the salt changes page keys alone; none may be
+    open."""
+    base = {"device_tokens": 1024, "host_bytes": 1 << 20, "model_id": "m"}
+    first = EngineConfig(**base)  # type: ignore[arg-type]
+    other_layout = PoolLayout((BufferSpec("k", torch.uint8, (2, 9), "token", (0, 1)),), 4)
+    identities = [identity_of(first, LAYOUT), identity_of(first, other_layout)]
+    # Both fp8 formats are kept as uint8, so the layout alone would not tell them apart.
+    for change in ({"model_id": "n"}, {"dtype": "float8_e4m3fn"}, {"dtype": "float8_e5m2"}, {"host_page_size": 32}):
+        identities.append(identity_of(EngineConfig(**{**base, **change}), LAYOUT))  # type: ignore[arg-type]
+    assert len({tuple(identity.items()) for identity in identities}) == len(identities)
+    salted = EngineConfig(**base, salt="tenant")  # type: ignore[arg-type]
+    assert identity_of(salted, LAYOUT) == identities[0]
+    assert namespace_digest(salted, LAYOUT) != namespace_digest(first, LAYOUT)
+    with pytest.raises(IdentityError, match="model_id is empty"):
+        identity_of(EngineConfig(device_tokens=1024), LAYOUT)
