@@ -187,7 +187,10 @@ def _reserve_readers_file(path: Path) -> None:
     # kill the process. Reserved ahead, a full disk is an error here.
     descriptor = os.open(path / READERS_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        os.posix_fallocate(descriptor, 0, _READERS_FILE_BYTES)
+        size = os.fstat(descriptor).st_size
+        missing = max(0, _READERS_FILE_BYTES - size)
+        if os.pwrite(descriptor, bytes(missing), size) < missing:
+            raise OSError(errno.ENOSPC, "no space left for the reader table")
     finally:
         os.close(descriptor)
 

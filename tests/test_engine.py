@@ -13,6 +13,8 @@ from toy_model import GEOMETRY, compute, config, expected_kv, read, serve
 from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
 from hicache.errors import OutOfRows, OutOfSlots, PrefetchPending, PromptTooLong, TransferError, TryLater
 from hicache.storage.base import StoreMismatch
+from hicache.tree import PageState, RadixTree, TreeNode
+from hicache.tree.node import TRANSITIONS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WHOLE_DEVICE = 128
@@ -245,6 +247,26 @@ def test_prefetch_modes(tmp_path: Path) -> None:
         empty(engine)
 
 
+def test_a_prefetch_gives_device_pages_their_host_copy_back(tmp_path: Path) -> None:
+    """Pages on the device that the host evicted get host copies from disk, and come back from those, unchanged."""
+    disk = DiskConfig(path=str(tmp_path / "store"), budget_bytes=4 << 20)
+    one, two = prompt(1, 60), prompt(2, 60)
+    with build_engine(config(disk=disk, host_bytes=9 * 8 * 192), GEOMETRY) as engine:
+        for name, tokens in (("a", one), ("b", two)):
+            serve(engine, name, tokens)
+            engine.flush()
+        ticket = engine.prefetch("c", one, mode="wait_complete")
+        while not ticket.ready:
+            engine.poll()
+        assert ticket.landed_tokens == 48 and engine.lookup(one).device == 56  # one page was still there
+        engine.flush()
+        engine.check()
+        serve(engine, "d", prompt(3, 68))
+        assert engine.lookup(one).host > 0
+        assert serve(engine, "e", one).hit.host > 0
+        empty(engine)
+
+
 def test_closing_keeps_what_was_committed(tmp_path: Path) -> None:
     """close() with leases open releases them, and what they committed is on disk."""
     disk = DiskConfig(path=str(tmp_path / "store"), budget_bytes=4 << 20)
@@ -277,12 +299,21 @@ def test_many_random_operations(device: str, policy: str, seed: int, tmp_path: P
     random_operations(device, policy, seed, tmp_path, steps=600)
 
 
-def random_operations(device: str, policy: str, seed: int, tmp_path: Path, steps: int) -> None:
+def random_operations(
+    device: str, policy: str, seed: int, tmp_path: Path, steps: int, computes_fast: bool = False
+) -> None:
     rng = np.random.default_rng(seed)
     disk = DiskConfig(path=str(tmp_path / "store"), budget_bytes=1 << 20)
-    stems = [prompt(n, 64) for n in range(4)]
+    stems = [prompt(n, 64) for n in range(8)]
     live: dict[str, tuple[object, np.ndarray, int]] = {}
-    settings = config(device=device, write_policy=policy, disk=disk, page_size=int(rng.choice([1, 2, 4, 8])))
+    settings = config(
+        device=device,
+        write_policy=policy,
+        disk=disk,
+        page_size=int(rng.choice([1, 2, 4, 8])),
+        host_bytes=int(rng.choice([10, 24])) * 8 * 192,
+        prefill_tokens_per_s=1e15 if computes_fast else 0.0,
+    )
     with build_engine(settings, GEOMETRY) as engine:
         for step in range(steps):
             action = rng.choice(["admit", "admit", "grow", "finish", "abort", "prefetch", "poll", "flush"])
@@ -292,7 +323,12 @@ def random_operations(device: str, policy: str, seed: int, tmp_path: Path, steps
                 tokens = np.concatenate([stem, rng.integers(0, 3, rng.integers(0, 30))])
                 space = str(rng.choice(["", "tenant"]))
                 if action == "prefetch":
-                    engine.prefetch(f"r{step + 1}", tokens, space)
+                    ticket = engine.prefetch(f"p{step}", tokens, space, mode="wait_complete")
+                    while not ticket.ready and rng.random() < 0.99:
+                        engine.poll()
+                    if rng.random() < 0.3:
+                        engine.cancel(f"p{step}")
+                    engine.check()
                     continue
                 try:
                     lease = engine.acquire(CacheRequest(f"r{step}", tokens, space))
@@ -329,3 +365,24 @@ def random_operations(device: str, policy: str, seed: int, tmp_path: Path, steps
         for name in live:
             engine.cancel(name)
         empty(engine)
+
+
+def test_random_runs_take_every_way_of_the_state_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Random operations take every transition of the table except those of failed copies, and none outside it."""
+    taken: set[tuple[PageState, PageState]] = set()
+    move = RadixTree._move
+
+    def recorded(node: TreeNode, to: PageState) -> None:
+        taken.add((node.state, to))
+        move(node, to)
+
+    monkeypatch.setattr(RadixTree, "_move", staticmethod(recorded))
+    for number, policy in enumerate(["write_through", "write_through_selective", "write_back"] * 4):
+        random_operations("cpu", policy, 100 + number, tmp_path / str(number), steps=200, computes_fast=number >= 6)
+    # Each of these has a test of its own above.
+    rare = {
+        (PageState.BACKING_UP, PageState.DEVICE),
+        (PageState.LOADING, PageState.HOST),
+        (PageState.DEVICE, PageState.BOTH),
+    }
+    assert {(a, b) for a, targets in TRANSITIONS.items() for b in targets} - rare - taken == set()

@@ -25,6 +25,7 @@ class Evictor:
         self._demoted = count("evict.device_demoted_tokens", "tokens that left the device and stayed on the host")
         self._evicted = count("evict.device_lost_tokens", "tokens that left the device without a copy on the host")
         self._host_evicted = count("evict.host_tokens", "tokens that left the host")
+        self._never_stored = count("evict.unstored_tokens", "tokens that left the host before the disk had them")
 
     def device_slots(self, num_tokens: int) -> torch.Tensor | None:
         """`num_tokens` slots in whole device pages, after evicting what it takes; `None` when that is not enough."""
@@ -58,6 +59,8 @@ class Evictor:
             pages = tree.drop(node, Tier.HOST)
             host.free(pages)
             self._host_evicted.value += len(pages) * tree.page_size
+            if self._parts.disk is not None and not node.stored:
+                self._never_stored.value += len(pages) * tree.page_size
         return host.alloc(num_pages)
 
     def _tail(self, tier: Tier, num_tokens: int) -> TreeNode | None:

@@ -1,7 +1,8 @@
 """Down, second half: host to disk.
 
 Pages that reached the host go to the writer thread in batches, locked on the host until the store has acknowledged
-them. What waits may lock at most half of the host tier: beyond that pages are not stored, and counted.
+them. At most half of the host tier is locked so; what comes beyond that waits without a lock, and is lost to the disk
+only if the host evicts it before its turn.
 """
 
 from __future__ import annotations
@@ -36,34 +37,18 @@ class Persist:
         self._backlog: deque[WriteJob] = deque()
         self._done: deque[WriteDone] = deque()
         self._locked_pages = 0
+        self._waiting: deque[TreeNode] = deque()
         count = parts.metrics.counter
         self._bytes = count("persist.bytes", "bytes of pages, before compression, that the store acknowledged")
         self._failures = count("persist.failed_pages", "pages that the store did not take")
-        self._skipped = count(
-            "persist.skipped_tokens", "tokens not stored because too much of the host waited for the disk"
-        )
 
     def store(self, nodes: list[TreeNode]) -> None:
-        """Send what is on the host and not yet on disk on its way."""
-        tree, host = self._parts.tree, self._parts.host
-        assert host is not None
+        """Send what is on the host and not yet on disk on its way, or let it wait for its turn."""
         for node in nodes:
-            pages = node.value(Tier.HOST)
-            if node.stored:
-                continue
-            if self._locked_pages + len(pages) > max(1, host.num_pages // 2):
-                self._skipped.value += len(pages) * tree.page_size
-                continue
-            keys, views = tree.page_keys(node), host.views(pages)
-            tree.lock(node, Tier.HOST)
-            host.begin_read(pages)
-            self._locked_pages += len(pages)
-            ticket = next(self._tickets)
-            batches = range(0, len(keys), _BATCH_PAGES)
-            self._stores[ticket] = _Store(node, pages.clone(), len(batches))
-            for at in batches:
-                end = at + _BATCH_PAGES
-                self._backlog.append(WriteJob(ticket, tuple(keys[at:end]), tuple(views[at:end])))
+            if self._waiting or not self._fits(node):
+                self._waiting.append(node)
+            else:
+                self._send(node)
         self._push()
 
     def ready(self) -> int:
@@ -81,14 +66,41 @@ class Persist:
             self._failures.value += len(done.ok) - written
             if not store.jobs:
                 self._end(self._stores.pop(done.ticket))
+        while self._waiting and self._fits(self._waiting[0]):
+            # A split may have left part of it above; ancestors that wait for their own turn lose nothing by coming now.
+            for node in reversed(list(self._waiting.popleft().path())):
+                self._send(node)
         self._push()
 
     def busy(self) -> bool:
-        return bool(self._stores)
+        return bool(self._stores or self._waiting)
 
     def _page_bytes(self) -> int:
         assert self._parts.host is not None
         return self._parts.host.page_bytes
+
+    def _fits(self, node: TreeNode) -> bool:
+        """Whether locking the node keeps half of the host free of such locks; one node alone always may."""
+        assert self._parts.host is not None
+        pages = len(node.key) // self._parts.tree.page_size
+        return not self._locked_pages or self._locked_pages + pages <= self._parts.host.num_pages // 2
+
+    def _send(self, node: TreeNode) -> None:
+        tree, host = self._parts.tree, self._parts.host
+        assert host is not None
+        if node.stored or not node.holds(Tier.HOST) or any(isinstance(span, _Store) for span in node.spans):
+            return
+        pages = node.value(Tier.HOST)
+        keys, views = tree.page_keys(node), host.views(pages)
+        tree.lock(node, Tier.HOST)
+        host.begin_read(pages)
+        self._locked_pages += len(pages)
+        ticket = next(self._tickets)
+        batches = range(0, len(keys), _BATCH_PAGES)
+        self._stores[ticket] = _Store(node, pages.clone(), len(batches))
+        for at in batches:
+            end = at + _BATCH_PAGES
+            self._backlog.append(WriteJob(ticket, tuple(keys[at:end]), tuple(views[at:end])))
 
     def _push(self) -> None:
         while self._backlog and self._disk.submit(self._backlog[0]):
