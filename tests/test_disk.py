@@ -1,0 +1,117 @@
+"""The disk threads over a real store: what goes in comes out, and no failure leaves the worker."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hicache.disk import DiskTier, FindDone, ReadDone, ReadJob, WriteJob
+from hicache.disk.workers import FindJob
+from hicache.storage import LmdbPageStore
+
+PAGE_BYTES = 4096
+
+
+def tier(path: Path, readers: int = 3, queue_jobs: int = 64) -> DiskTier:
+    store = LmdbPageStore(path, identity={"model": "toy"}, page_bytes=PAGE_BYTES, budget_bytes=8 << 20)
+    return DiskTier(store, readers=readers, queue_jobs=queue_jobs)
+
+
+def pages(seed: int, count: int) -> tuple[tuple[bytes, ...], tuple[np.ndarray, ...]]:
+    rng = np.random.default_rng(seed)
+    keys = tuple(rng.bytes(32) for _ in range(count))
+    return keys, tuple(rng.integers(0, 256, PAGE_BYTES, dtype=np.uint8) for _ in range(count))
+
+
+def wait_for(drain: Callable[[], list], count: int) -> list:
+    found: list = []
+    deadline = time.monotonic() + 20
+    while len(found) < count and time.monotonic() < deadline:
+        found.extend(drain())
+    assert len(found) == count
+    return found
+
+
+def test_written_pages_are_read_back(tmp_path: Path) -> None:
+    """Every batch the writer thread wrote is found and read by the readers, byte for byte, under its own ticket."""
+    disk = tier(tmp_path / "s")
+    disk.start()
+    batches = [pages(n, 5) for n in range(8)]
+    for ticket, (keys, data) in enumerate(batches):
+        assert disk.submit(WriteJob(ticket, keys, data))
+    assert {(d.ticket, d.ok) for d in wait_for(disk.drain_writes, 8)} == {(n, (True,) * 5) for n in range(8)}
+    targets = [tuple(np.zeros(PAGE_BYTES, np.uint8) for _ in range(5)) for _ in batches]
+    for ticket, (keys, _) in enumerate(batches):
+        assert disk.submit(FindJob(ticket, (*keys, b"missing" * 4, keys[0])))
+        assert disk.submit(ReadJob(ticket, 7, keys, targets[ticket], threading.Event()))
+    results = wait_for(disk.drain_reads, 16)
+    assert {r.ticket: r.num_pages for r in results if isinstance(r, FindDone)} == dict.fromkeys(range(8), 5)
+    assert {(r.ticket, r.batch, r.ok) for r in results if isinstance(r, ReadDone)} == {
+        (n, 7, (True,) * 5) for n in range(8)
+    }
+    for (_, data), got in zip(batches, targets, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(data, got, strict=True))
+    disk.store.check()
+    disk.close()
+
+
+def test_cancelled_reads_touch_nothing(tmp_path: Path) -> None:
+    """A job whose cancel is set gives its pages back unread."""
+    disk = tier(tmp_path / "s")
+    disk.start()
+    keys, data = pages(1, 3)
+    disk.submit(WriteJob(0, keys, data))
+    wait_for(disk.drain_writes, 1)
+    cancelled = threading.Event()
+    cancelled.set()
+    target = tuple(np.full(PAGE_BYTES, 9, np.uint8) for _ in keys)
+    disk.submit(ReadJob(1, 0, keys, target, cancelled))
+    assert wait_for(disk.drain_reads, 1) == [ReadDone(1, 0, (False,) * 3)]
+    assert all((t == 9).all() for t in target)
+    disk.close()
+
+
+def test_a_full_queue_refuses(tmp_path: Path) -> None:
+    """Beyond its bound a queue takes nothing and says so; what it took is done."""
+    disk = tier(tmp_path / "s", queue_jobs=2)
+    keys, data = pages(1, 1)
+    assert [disk.submit(WriteJob(n, keys, data)) for n in range(4)] == [True, True, False, False]
+    disk.start()
+    assert sorted(d.ticket for d in wait_for(disk.drain_writes, 2)) == [0, 1]
+    disk.close()
+
+
+def test_a_failing_store_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the store raises becomes misses and failed writes, counted and logged, and the threads go on."""
+    disk = tier(tmp_path / "s")
+    disk.start()
+    keys, data = pages(1, 2)
+    disk.submit(WriteJob(0, keys, data))
+    wait_for(disk.drain_writes, 1)
+    disk.store.close()
+    disk.submit(WriteJob(1, keys, data))
+    disk.submit(FindJob(1, keys))
+    disk.submit(ReadJob(1, 0, keys, data, threading.Event()))
+    assert [d.ok for d in wait_for(disk.drain_writes, 1)] == [(False, False)]
+    results = wait_for(disk.drain_reads, 2)
+    assert FindDone(1, 0) in results and ReadDone(1, 0, (False, False)) in results
+    assert disk.failures == 3 and "the disk tier failed" in caplog.text
+    disk.close()
+
+
+def test_close_finishes_what_was_queued(tmp_path: Path) -> None:
+    """Jobs on the queue when the tier closes are in the store afterwards."""
+    disk = tier(tmp_path / "s")
+    batches = [pages(n, 4) for n in range(10)]
+    for ticket, (keys, data) in enumerate(batches):
+        disk.submit(WriteJob(ticket, keys, data))
+    disk.start()
+    disk.close()
+    again = tier(tmp_path / "s")
+    assert all(again.contains(keys) == 4 for keys, _ in batches)
+    again.close()
