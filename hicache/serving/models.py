@@ -1,0 +1,145 @@
+"""The models the demo serves: one made from a seed, which every machine can make, or one from a local directory.
+
+Both come as a `LoadedModel` with a tokenizer and an identity: a digest of the configuration and of values taken from
+every tensor, so that a store filled by one model is refused to another, whatever their names.
+
+May import transformers, torch, config and errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hicache.errors import ConfigError
+
+_SAMPLES = 1024  # values of each tensor that enter the identity
+_NOT_WEIGHTS = ("transformers_version", "_name_or_path", "_attn_implementation", "dtype", "torch_dtype")
+RANDOM_CONTEXT = 131072
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back, without special tokens."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """A token a byte of UTF-8; ids from 256 on are special and stand for no byte."""
+
+    num_tokens = 260
+    bos_id = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+class LocalTokenizer:
+    """A tokenizer from the library."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens)))
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to serve. `model_id`: its identity for the disk tier; `max_context_len`: tokens its positions
+    cover; `bos`: ids that every prompt begins with."""
+
+    name: str
+    model: Any
+    tokenizer: Tokenizer
+    model_id: str
+    max_context_len: int
+    bos: tuple[int, ...] = ()
+    eos_ids: frozenset[int] = frozenset()
+
+    @property
+    def num_weights(self) -> int:
+        return sum(weight.numel() for weight in self.model.parameters())
+
+
+def random_model(seed: int, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """A Llama-architecture model over bytes, 3.7 million weights drawn from `seed` on the CPU, so on every machine."""
+    config = LlamaConfig(
+        vocab_size=ByteTokenizer.num_tokens,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=RANDOM_CONTEXT,
+        bos_token_id=ByteTokenizer.bos_id,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM(config)
+    model = model.to(device=device, dtype=dtype).eval()
+    return LoadedModel(
+        name=f"random Llama, seed {seed}",
+        model=model,
+        tokenizer=ByteTokenizer(),
+        model_id=model_identity(model),
+        max_context_len=RANDOM_CONTEXT,
+        bos=(ByteTokenizer.bos_id,),
+    )
+
+
+def load_local(path: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """A causal language model with its tokenizer from a directory, nothing fetched. Raises ConfigError in one line."""
+    if not Path(path).is_dir():
+        raise ConfigError(f"--model {path}: no such directory; give one that holds a transformers model")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, dtype=dtype, attn_implementation="sdpa"
+        )
+        model = model.to(device).eval()
+    except Exception as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"--model {path} cannot be loaded: {text[:300]}") from error
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    bos = tokenizer.bos_token_id
+    return LoadedModel(
+        name=Path(path).resolve().name,
+        model=model,
+        tokenizer=LocalTokenizer(tokenizer),
+        model_id=model_identity(model),
+        max_context_len=int(model.config.get_text_config().max_position_embeddings),
+        bos=() if bos is None else (int(bos),),
+        eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+    )
+
+
+def model_identity(model: Any) -> str:
+    """SHA-256, as 32 hex digits, over the configuration and values of every tensor, spread evenly from end to end."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_WEIGHTS}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().flatten()
+        at = torch.linspace(0, max(0, len(flat) - 1), min(len(flat), _SAMPLES), dtype=torch.float64).long()
+        values = flat[at.to(flat.device)].cpu().contiguous()
+        digest.update(values.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
