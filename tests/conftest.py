@@ -10,6 +10,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Tests are many and small: threads of torch that wait for each other cost more than they bring, most of all on busy cores.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
+
 import pytest
 from hypothesis import HealthCheck, settings
 
