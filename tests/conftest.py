@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Before anything imports Triton, which looks once.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Tests are many and small: threads of torch that wait for each other cost more than they bring, most of all on busy cores.
+# Tests are many and small: threads of torch that wait for each other cost more than they bring, most on busy cores.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
-
-import pytest
-from hypothesis import HealthCheck, settings
 
 settings.register_profile("short", max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 settings.register_profile("long", max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
