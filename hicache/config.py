@@ -55,6 +55,27 @@ def kernel_choice(device: torch.device) -> Kernels:
     return "triton" if device.type == "cuda" else "torch"
 
 
+def mamba_ssm_dtype() -> torch.dtype:
+    """The dtype of recurrent states: `HICACHE_MAMBA_SSM_DTYPE`, or the field's older name for it; else float32."""
+    for variable in ("HICACHE_MAMBA_SSM_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"):
+        name = os.environ.get(variable, "")
+        if name and name not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"{variable}={name!r}: set it to float32, bfloat16 or float16, or leave it unset")
+        if name:
+            return _DTYPES[name]
+    return torch.float32
+
+
+def custom_mem_pool() -> Literal["nvlink"] | None:
+    """Where pools take GPU memory from, if not from torch: `HICACHE_CUSTOM_MEM_POOL=nvlink`."""
+    name = os.environ.get("HICACHE_CUSTOM_MEM_POOL", "").lower()
+    if name == "nvlink":
+        return "nvlink"
+    if name:
+        raise ConfigError(f"HICACHE_CUSTOM_MEM_POOL={name!r}: set it to nvlink, or leave it unset")
+    return None
+
+
 def parse_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ConfigError(f"dtype={name!r}: choose one of {', '.join(_DTYPES)}")
@@ -183,14 +204,15 @@ class EngineConfig:
         return cls.from_dict(values)
 
     @staticmethod
-    def add_flags(parser: argparse.ArgumentParser) -> None:
+    def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
         """One flag a field (`--device-tokens`, `--disk-path`, …); unset flags keep the file's or the default value."""
         parser.add_argument("--config", metavar="FILE", help="YAML file with any of these settings")
         for prefix, cls in (("", EngineConfig), ("disk-", DiskConfig)):
             for item in dataclasses.fields(cls):
                 if item.name != "disk":
                     flag = f"--{prefix}{item.name.replace('_', '-')}"
-                    parser.add_argument(flag, dest=f"{prefix}{item.name}".replace("-", "_"), default=None)
+                    dest = f"{prefix}{item.name}".replace("-", "_")
+                    parser.add_argument(flag, dest=dest, help=_FLAG_HELP[dest], metavar="X")
 
     @classmethod
     def from_flags(cls, flags: argparse.Namespace, **defaults: Any) -> EngineConfig:
@@ -207,6 +229,33 @@ class EngineConfig:
         if disk:
             values["disk"] = {**(values.get("disk") or {}), **disk}
         return cls.from_dict(values)
+
+
+_FLAG_HELP = {
+    "device_tokens": "slots of the device tier",
+    "host_bytes": "CPU memory of the host tier, like 8GiB; 0: none",
+    "page_size": "tokens of a device page; divides host_page_size",
+    "host_page_size": "tokens of a host page, the unit of matching, backup and disk",
+    "max_requests": "requests admitted at a time",
+    "max_context_len": "tokens of the longest sequence",
+    "device": "cpu, cuda or cuda:1",
+    "dtype": f"of keys and values: {', '.join(_DTYPES)}",
+    "write_policy": f"when pages go to the host: {', '.join(_WRITE_POLICIES)}",
+    "selective_hits": "uses before write_through_selective backs a page up",
+    "prefetch_mode": f"whether requests wait for the disk: {', '.join(_PREFETCH_MODES)}",
+    "prefetch_timeout_s": "how long they wait under 'timeout'",
+    "transfer_chunk_tokens": "tokens of a copy to the host",
+    "staging_bytes": "device memory between copies and kernels",
+    "prefill_tokens_per_s": "speed of computing; slower loads are not started (0: always load)",
+    "model_id": "name or digest of the weights, part of every page's identity",
+    "salt": "pages are shared only under the same salt",
+    "disk_path": "directory of the store",
+    "disk_budget_bytes": "most that its file may take, like 100GB",
+    "disk_durability": f"of acknowledged pages: {', '.join(_DURABILITIES)}",
+    "disk_level": "zstd level, 0 stores raw",
+    "disk_readers": "reader threads",
+    "disk_queue_jobs": "batches that may wait for a thread",
+}
 
 
 def _read(path: str) -> str:

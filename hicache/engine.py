@@ -62,7 +62,7 @@ class CacheEngine:
         self._parts, self._agree = parts, agree
         self._leases: dict[str, Lease] = {}
         self._evictor = Evictor(parts, self._save if parts.config.write_policy == "write_back" and parts.host else None)
-        self._restore = Restore(parts, parts.allocator.free)
+        self._restore = Restore(parts, parts.allocator.free_run)
         self._persist = Persist(parts, parts.disk) if parts.disk else None
         self._backup = Backup(parts, self._evictor.host_pages, self._on_host) if parts.host else None
         self._prefetcher = Prefetcher(parts, parts.disk, self._evictor.host_pages) if parts.disk else None

@@ -41,6 +41,16 @@ class OutOfRows(TryLater):
         super().__init__(f"all {max_requests} request rows are taken; wait for a release or raise max_requests")
 
 
+class OutOfStates(TryLater):
+    """No recurrent state is free, even after eviction. Retry after a release."""
+
+    def __init__(self, short: int, available: int) -> None:
+        super().__init__(
+            f"{short} recurrent states more are needed than the {available} that are free; wait for a release, run "
+            f"fewer requests at a time, or raise mamba_size"
+        )
+
+
 class TransferBusy(TryLater):
     """Every producer of the layer counter carries a load. Retry after a poll."""
 

@@ -10,6 +10,7 @@ import torch
 from hicache.alloc import BaseTokenToKVPoolAllocator, PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from hicache.config import EngineConfig, kernel_choice
 from hicache.device import KVCache, MHATokenToKVPool, ReqToTokenPool
+from hicache.device.base import SlotSpace
 from hicache.disk import DiskTier, identity_of, namespace_digest
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
@@ -24,23 +25,15 @@ from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents
 from hicache.tree import PageHasher, RadixTree
 
 
-def build_engine(config: EngineConfig, geometry: ModelGeometry) -> CacheEngine:
-    """An engine for a model of multi-head attention with grouped heads; start it before use.
+def build_engine(config: EngineConfig, model: ModelGeometry | KVCache) -> CacheEngine:
+    """An engine for `model`; start it before use.
 
-    Raises `ConfigError`, `OutOfMemory`, and what the store raises when it was made for another model or layout.
+    `model`: the geometry of multi-head attention with grouped heads, whose pool is built here, or a pool of another
+    kind (MLA, NSA, quantised, …) with one set of slots. Raises `ConfigError`, `OutOfMemory`, and what the store raises
+    when it was made for another model or layout.
     """
     device = _device(config)
-    pool = MHATokenToKVPool(
-        size=config.device_tokens // config.page_size * config.page_size,
-        page_size=config.page_size,
-        dtype=config.torch_dtype,
-        layer_num=geometry.layer_num,
-        device=device,
-        enable_memory_saver=False,
-        head_num=geometry.head_num,
-        head_dim=geometry.head_dim,
-        v_head_dim=geometry.v_head_dim,
-    )
+    pool = _mha_pool(config, model, device) if isinstance(model, ModelGeometry) else _fitting(config, model, device)
     page = config.page_size
     row_len = -(-config.max_context_len // page) * page
     host = None
@@ -66,6 +59,33 @@ def build_engine(config: EngineConfig, geometry: ModelGeometry) -> CacheEngine:
     )
 
 
+def _mha_pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device) -> MHATokenToKVPool:
+    return MHATokenToKVPool(
+        size=config.device_tokens // config.page_size * config.page_size,
+        page_size=config.page_size,
+        dtype=config.torch_dtype,
+        layer_num=geometry.layer_num,
+        device=device,
+        enable_memory_saver=False,
+        head_num=geometry.head_num,
+        head_dim=geometry.head_dim,
+        v_head_dim=geometry.v_head_dim,
+    )
+
+
+def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCache:
+    """The caller's pool, when the settings say the same of it."""
+    for knob, of_pool, wanted in (
+        ("device_tokens", pool.size, config.device_tokens // config.page_size * config.page_size),
+        ("page_size", pool.page_size, config.page_size),
+        ("dtype", pool.dtype, config.torch_dtype),
+        ("device", pool.device, device),
+    ):
+        if of_pool != wanted:
+            raise ConfigError(f"the pool has {knob} {of_pool}, the configuration {wanted}; set {knob} to the pool's")
+    return pool
+
+
 def _device(config: EngineConfig) -> torch.device:
     try:
         device = torch.device(config.device)
@@ -88,7 +108,7 @@ def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> Bas
 
 
 def build_transfer(
-    config: EngineConfig, pool: KVCache, host: HostPagePool | None
+    config: EngineConfig, pool: KVCache | SlotSpace, host: HostPagePool | None
 ) -> tuple[TransferBackend | None, LayerTransferCounter]:
     """The backend for the pool's device, and the layer counter it reports to; no backend without a host tier."""
     layers, on_cuda = pool.layout.layers, pool.device.type == "cuda"
@@ -96,7 +116,12 @@ def build_transfer(
     if host is None:
         return None, counter
     kernels = kernel_choice(pool.device)
-    mover = PageMover([pool.layer_buffers(layer) for layer in layers], config.host_page_size, kernels)
+    mover = PageMover(
+        [pool.layer_buffers(layer) for layer in layers],
+        config.host_page_size,
+        kernels,
+        [pool.layout.spans_of(layer) for layer in layers],
+    )
     if not on_cuda:
         return CpuTransfer(host.bytes_of, mover, len(layers), counter), counter
     backend = CudaTransfer(

@@ -1,10 +1,10 @@
 """What one token, page or request stores: pure data that every tier reads and no tier defines.
 
 A device pool declares a `PoolLayout`; the host pool, the transfer engine, the page codec and the capacity arithmetic
-read it. A page of `page_tokens` tokens on host and disk is one block, `[layer][buffer][token][row]`:
+read it. A page of `page_tokens` tokens on host and disk is one block, `[layer][buffer][row]`:
 
     layer l of a page   [layer_offset(l), layer_offset(l) + layer_bytes(l))         contiguous, for the copy engine
-    buffer b of it      [layer_offset(l) + buffer_offset(l, b), ... + buffer_bytes)  contiguous rows, one a token
+    buffer b of it      the rows of `specs_of(l)[b]`, one a token or one a device page, behind those of buffer b - 1
 
 May import torch for dtypes, config, metrics and errors.
 """
@@ -50,10 +50,15 @@ class BufferSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def rows(self, page_tokens: int, device_page_size: int) -> int:
-        """Rows that a page of `page_tokens` tokens holds in one layer."""
+        """Rows that a page of `page_tokens` tokens holds in one layer. ConfigError unless it is whole device pages."""
         if self.per == "token":
             return page_tokens
         if self.per == "page":
+            if page_tokens % device_page_size:
+                raise ConfigError(
+                    f"buffer {self.name} has a row for each device page of page_size={device_page_size} tokens, and "
+                    f"{page_tokens} tokens are no whole number of them; set host_page_size to a multiple of page_size"
+                )
             return page_tokens // device_page_size
         return 1
 
@@ -76,6 +81,10 @@ class PoolLayout:
 
     def specs_of(self, layer: int) -> tuple[BufferSpec, ...]:
         return tuple(spec for spec in self.buffers if layer in spec.layers)
+
+    def spans_of(self, layer: int) -> tuple[int, ...]:
+        """For each buffer of a layer (a global id) the number of slots that share a row of it."""
+        return tuple(self.device_page_size if spec.per == "page" else 1 for spec in self.specs_of(layer))
 
     def layer_bytes(self, layer: int, page_tokens: int) -> int:
         """Bytes of one layer (a global id) of one page."""

@@ -12,8 +12,42 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal, TypedDict
+
+Pressure = Literal["low", "medium", "high", "critical"]
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
+
+
+class PoolStats(TypedDict):
+    """How full a pool is. Tokens count whole pages; `utilization` is used over total, in [0, 1]."""
+
+    total_tokens: int
+    used_tokens: int
+    utilization: float
+    num_pages: int
+    free_pages: int
+
+
+def pool_stats(total_tokens: int, available_tokens: int, page_size: int) -> PoolStats:
+    """The statistics of a pool of `total_tokens`, which must be above 0."""
+    used = total_tokens - available_tokens
+    return {
+        "total_tokens": total_tokens,
+        "used_tokens": used,
+        "utilization": used / total_tokens,
+        "num_pages": total_tokens // page_size,
+        "free_pages": available_tokens // page_size,
+    }
+
+
+def memory_pressure(utilization: float) -> Pressure:
+    """A level: "critical" above 0.95, "high" above 0.85, "medium" above 0.7, else "low"."""
+    if utilization > 0.95:
+        return "critical"
+    if utilization > 0.85:
+        return "high"
+    return "medium" if utilization > 0.7 else "low"
 
 
 @dataclass(slots=True)

@@ -72,7 +72,8 @@ def alloc_decode(
 ) -> None:
     """Write one slot a request into `out_indices`; see the module's formula.
 
-    The caller has checked that `free_pages` holds enough pages. All tensors are contiguous, integer, on one device.
+    The caller has checked that `free_pages` holds enough pages. All tensors are integer and on one device, and
+    `free_pages` and `out_indices` contiguous.
     """
     check_kernels(kernels)
     num_requests = seq_lens.numel()
@@ -88,8 +89,8 @@ def alloc_decode(
         return
     with torch.cuda.device_of(out_indices):
         _alloc_decode_kernel[(cdiv(num_requests, _REQUESTS_PER_PROGRAM),)](
-            seq_lens,
-            last_loc,
+            seq_lens.contiguous(),
+            last_loc.contiguous(),
             free_pages,
             out_indices,
             num_requests,

@@ -105,7 +105,8 @@ def alloc_extend(
     """Write the slots of a batch of extends into `out_indices`; see the module's formula.
 
     `max_new_tokens` bounds `seq_lens - prefix_lens` and comes from the lengths on the CPU. The caller has checked
-    that `free_pages` holds enough pages. All tensors are contiguous, integer, and on one device.
+    that `free_pages` holds enough pages. All tensors are integer and on one device, and `free_pages`
+    and `out_indices` contiguous.
     """
     check_kernels(kernels)
     num_requests = prefix_lens.numel()
@@ -122,9 +123,9 @@ def alloc_extend(
     grid = (num_requests, cdiv(max_new_tokens, _TOKENS_PER_PROGRAM))
     with torch.cuda.device_of(out_indices):
         _alloc_extend_kernel[grid](
-            prefix_lens,
-            seq_lens,
-            last_loc,
+            prefix_lens.contiguous(),
+            seq_lens.contiguous(),
+            last_loc.contiguous(),
             free_pages,
             out_indices,
             PAGE=page_size,

@@ -1,13 +1,15 @@
 """Pages between a device pool's scattered rows and a staging buffer in the order of host pages.
 
-A host page is `[layer][buffer][token][row]` bytes. For a group of layers, staging row p is that part of page p:
+A host page is `[layer][buffer][row]` bytes. For a group of layers, staging row p is that part of page p:
 
     layer g of the group   [g*S, (g+1)*S)             S: bytes of one layer of a page (where layers are alike)
-    buffer b of it         [off_b, off_b + tokens*row_b)
-    token i of it          row_b bytes: the row at slot slots[p*page_tokens + i]
+    buffer b of it         [off_b, off_b + page_tokens/span_b * row_b)
+    row i of it            row_b bytes: row slots[p*page_tokens + i*span_b] // span_b of the buffer
 
-A slot a token, so the pool's own page size does not matter. Rows move as the widest word that divides their sizes,
-strides and addresses. Buffers of one row size share a launch; layers that differ in structure are launched alone.
+`span_b` is the number of tokens that share a row: 1 where each slot has one, the device page where each page has one. A
+slot a token, so where all spans are 1 the pool's own page size does not matter; else the tokens of a page come as whole
+device pages, in slot order. Rows move as the widest word that divides their sizes, strides and addresses. Buffers of
+one row size and span share a launch; layers that differ in structure are launched alone.
 """
 
 from __future__ import annotations
@@ -21,42 +23,48 @@ from hicache.kernels._triton import WORDS, Kernels, cdiv, check_kernels, jit, po
 
 _COLS_PER_PROGRAM = 1024
 _WORDS_PER_PROGRAM = 2048
-_MAX_TOKENS_PER_PROGRAM = 16
+_MAX_ROWS_PER_PROGRAM = 16
 
 
-@jit(do_not_specialize=["num_tokens", "first_layer"], do_not_specialize_on_alignment=["table", "slots"])
-def _move_kernel(
+@jit(do_not_specialize=["num_rows", "first_layer"], do_not_specialize_on_alignment=["table", "slots"])
+def _move_kernel(  # noqa: PLR0917 - Triton binds constants by position
     staging,
     table,
     slots,
-    num_tokens,
+    num_rows,
     page_stride,
     layer_stride,
-    slot_stride,
+    row_stride,
     first_layer,
     BUFFERS: tl.constexpr,
     PAGE: tl.constexpr,
+    SPAN: tl.constexpr,
     ROW: tl.constexpr,
-    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
     COLS: tl.constexpr,
     GATHER: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    # Program (b, q, c): tokens [b*TOKENS, (b+1)*TOKENS), layer q // BUFFERS of the group, words [c*COLS, (c+1)*COLS).
+    # Program (b, q, c): rows [b*ROWS, (b+1)*ROWS), layer q // BUFFERS of the group, words [c*COLS, (c+1)*COLS).
     layer = tl.program_id(1) // BUFFERS
     buffer = tl.program_id(1) % BUFFERS
-    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(2) * COLS + tl.arange(0, COLS)
-    inside = (t < num_tokens)[:, None] & (column < ROW)[None, :]
-    slot = tl.load(slots + t, mask=t < num_tokens, other=0).to(tl.int64)
+    inside = (r < num_rows)[:, None] & (column < ROW)[None, :]
+    at = tl.load(slots + r * SPAN, mask=r < num_rows, other=0).to(tl.int64) // SPAN
 
     # Row 0 of the table: byte offsets within a layer of a page. Row 1 + l: addresses of layer l's buffers.
     address = tl.load(table + (1 + first_layer + layer) * BUFFERS + buffer)
     pool = address.to(tl.pointer_type(staging.dtype.element_ty))
-    pool_row = pool + slot[:, None] * slot_stride + column[None, :]
+    if PAIRS:  # what the compiler cannot see in a table: words come in pairs of 16 bytes
+        pool = tl.multiple_of(pool, 16)
+    pool_row = pool + at[:, None] * row_stride + column[None, :]
 
     word_bytes = staging.dtype.element_ty.primitive_bitwidth // 8
-    start = layer.to(tl.int64) * layer_stride + tl.load(table + buffer) // word_bytes
-    staged = staging + start + (t // PAGE * page_stride + t % PAGE * ROW)[:, None] + column[None, :]
+    offset = tl.load(table + buffer)
+    offset = offset // 16 * 2 if PAIRS else offset // word_bytes
+    start = layer.to(tl.int64) * layer_stride + offset
+    staged = staging + start + (r // PAGE * page_stride + r % PAGE * ROW)[:, None] + column[None, :]
     if GATHER:
         tl.store(staged, tl.load(pool_row, mask=inside), mask=inside)
     else:
@@ -65,13 +73,18 @@ def _move_kernel(
 
 @dataclass(frozen=True)
 class _RowClass:
-    """Buffers of equal row and slot stride within layers of one structure: what one launch moves."""
+    """Buffers of equal row, row stride and span within layers of one structure: what one launch moves.
+
+    `paired`: all their addresses, offsets and sizes are multiples of 16 bytes.
+    """
 
     row_bytes: int
-    slot_stride: int
+    row_stride: int
+    span: int
     width: int
     num_buffers: int
     table: torch.Tensor
+    paired: bool
 
 
 @dataclass(frozen=True)
@@ -81,18 +94,38 @@ class _Segment:
     rows: torch.Tensor
     offset: int
     row_bytes: int
+    num_rows: int
+    span: int
     width: int
+
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """What buffers of one launch have in common."""
+        return self.row_bytes, self.rows.stride(0), self.span
+
+    @property
+    def page_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
 
 
 class PageMover:
-    """Gathers pages from, and scatters them into, the per-token buffers of one pool.
+    """Gathers pages from, and scatters them into, the buffers of one pool.
 
     Owns the table of buffer addresses; borrows the buffers and keeps them alive. Called by one transfer backend; it
     holds no state between calls, so threads may share it. Work goes to the current stream of the pool's device.
     """
 
-    def __init__(self, layer_buffers: Sequence[Sequence[torch.Tensor]], page_tokens: int, kernels: Kernels) -> None:
-        """`layer_buffers`: for each layer, by dense index, its buffers `[num_slots, ...row]`, rows contiguous."""
+    def __init__(
+        self,
+        layer_buffers: Sequence[Sequence[torch.Tensor]],
+        page_tokens: int,
+        kernels: Kernels,
+        spans: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """`layer_buffers`: for each layer, by dense index, its buffers `[num_rows, ...row]`, rows contiguous.
+
+        `spans`: for each of them the number of tokens that share a row, a divisor of `page_tokens`; None: a row a slot.
+        """
         check_kernels(kernels)
         if page_tokens < 1 or not layer_buffers or not all(layer_buffers):
             raise ValueError(f"page_tokens={page_tokens} over {len(layer_buffers)} layers: each must hold something")
@@ -101,11 +134,13 @@ class PageMover:
         self._kernels = kernels
         self._buffers = tuple(tuple(buffers) for buffers in layer_buffers)
         self._device = self._buffers[0][0].device
-        self._segments = [_segments(buffers, page_tokens) for buffers in self._buffers]
+        if spans is None:
+            spans = [[1] * len(buffers) for buffers in self._buffers]
+        self._segments = [_segments(b, s, page_tokens) for b, s in zip(self._buffers, spans, strict=True)]
         self._ends = [0]
         for segments in self._segments:
-            self._ends.append(self._ends[-1] + sum(s.row_bytes for s in segments) * page_tokens)
-        structures = [[(s.row_bytes, s.rows.stride(0)) for s in segments] for segments in self._segments]
+            self._ends.append(self._ends[-1] + sum(s.page_bytes for s in segments))
+        structures = [[s.kind for s in segments] for segments in self._segments]
         self.uniform = all(structure == structures[0] for structure in structures)
         self._classes = self._build_classes() if kernels == "triton" else []
 
@@ -166,15 +201,16 @@ class PageMover:
             start = self._ends[layer] - self._ends[first_layer]
             for segment in self._segments[layer]:
                 first = start + segment.offset
-                part = staging[:, first : first + segment.row_bytes * self.page_tokens]
+                part = staging[:, first : first + segment.page_bytes]
                 width = _width_within(part, segment.width)
                 rows, part = segment.rows.view(WORDS[width]), part.view(WORDS[width])
+                at = slots if segment.span == 1 else slots[:: segment.span] // segment.span
                 if gather:
-                    part.copy_(rows[slots].view(num_pages, -1))
+                    part.copy_(rows[at].view(num_pages, -1))
                 elif rows.device.type == "cpu":  # numpy copies whole rows here, torch word by word: six times slower
-                    rows.numpy()[slots.numpy()] = part.reshape(-1, segment.row_bytes // width).numpy()
+                    rows.numpy()[at.numpy()] = part.reshape(-1, segment.row_bytes // width).numpy()
                 else:
-                    rows.index_copy_(0, slots, part.reshape(-1, segment.row_bytes // width))
+                    rows.index_copy_(0, at, part.reshape(-1, segment.row_bytes // width))
 
     def _build_classes(self) -> list[list[_RowClass]]:
         """Launch plans: one over all layers where they are alike, else one a layer."""
@@ -183,24 +219,27 @@ class PageMover:
         return [self._classes_of([segments]) for segments in self._segments]
 
     def _classes_of(self, layers: Sequence[Sequence[_Segment]]) -> list[_RowClass]:
-        """Split the buffers of layers of one structure by row size and slot stride."""
-        members: dict[tuple[int, int], list[int]] = {}
+        """Split the buffers of layers of one structure by row size, row stride and span."""
+        members: dict[tuple[int, int, int], list[int]] = {}
         for index, segment in enumerate(layers[0]):
-            members.setdefault((segment.row_bytes, segment.rows.stride(0)), []).append(index)
-        layer_bytes = sum(s.row_bytes for s in layers[0]) * self.page_tokens
+            members.setdefault(segment.kind, []).append(index)
+        layer_bytes = sum(s.page_bytes for s in layers[0])
         classes = []
-        for (row_bytes, slot_stride), indices in members.items():
+        for (row_bytes, row_stride, span), indices in members.items():
             offsets = [layers[0][i].offset for i in indices]
             table = [offsets] + [[segments[i].rows.data_ptr() for i in indices] for segments in layers]
             # A group of several layers steps by layer_bytes; a single layer does not.
             steps = [layer_bytes] if len(layers) > 1 else []
+            entries = [n for row in table for n in row]
             classes.append(
                 _RowClass(
                     row_bytes,
-                    slot_stride,
-                    widest_word(*(layers[0][i].width for i in indices), *steps, *(n for row in table for n in row)),
+                    row_stride,
+                    span,
+                    widest_word(*(layers[0][i].width for i in indices), *steps, *entries),
                     len(indices),
                     torch.tensor(table, dtype=torch.int64, device=self._device),
+                    all(n % 16 == 0 for n in (row_bytes, row_stride, *steps, *entries)),
                 )
             )
         return classes
@@ -215,29 +254,33 @@ class PageMover:
         gather: bool,
     ) -> None:
         """One launch a row class over the group's layers, which are rows of the address table from `first_layer`."""
-        page_stride, num_tokens = staging.stride(0), slots.numel()
+        page_stride = staging.stride(0)
         layer_bytes = self._ends[1] if num_layers > 1 else 0
         for rows in classes:
             width = _width_within(staging, rows.width)
+            paired = rows.paired and width == 8 and page_stride % 16 == 0 and staging.data_ptr() % 16 == 0
             row_words = rows.row_bytes // width
             cols = min(power_of_two(row_words), _COLS_PER_PROGRAM)
-            tokens = max(1, min(_MAX_TOKENS_PER_PROGRAM, _WORDS_PER_PROGRAM // cols))
-            grid = (cdiv(num_tokens, tokens), num_layers * rows.num_buffers, cdiv(row_words, cols))
+            num_rows = slots.numel() // rows.span
+            at_once = max(1, min(_MAX_ROWS_PER_PROGRAM, _WORDS_PER_PROGRAM // cols))
+            grid = (cdiv(num_rows, at_once), num_layers * rows.num_buffers, cdiv(row_words, cols))
             _move_kernel[grid](
                 staging[:1, :width].view(WORDS[width]),
                 rows.table,
                 slots,
-                num_tokens,
+                num_rows,
                 page_stride // width,
                 layer_bytes // width,
-                rows.slot_stride // width,
+                rows.row_stride // width,
                 first_layer,
                 BUFFERS=rows.num_buffers,
-                PAGE=self.page_tokens,
+                PAGE=self.page_tokens // rows.span,
+                SPAN=rows.span,
                 ROW=row_words,
-                TOKENS=tokens,
+                ROWS=at_once,
                 COLS=cols,
                 GATHER=gather,
+                PAIRS=paired,
                 num_warps=4,
             )
 
@@ -247,16 +290,20 @@ def _width_within(staging: torch.Tensor, width: int) -> int:
     return widest_word(width, staging.stride(0), staging.data_ptr(), int(staging.storage_offset()))
 
 
-def _segments(buffers: Sequence[torch.Tensor], page_tokens: int) -> list[_Segment]:
-    """The buffers of one layer as `[num_slots, row_bytes]` bytes, with their offsets within a layer of a page."""
+def _segments(buffers: Sequence[torch.Tensor], spans: Sequence[int], page_tokens: int) -> list[_Segment]:
+    """The buffers of one layer as `[num_rows, row_bytes]` bytes, with their offsets within a layer of a page."""
     segments, offset = [], 0
-    for index, buffer in enumerate(buffers):
+    for index, (buffer, span) in enumerate(zip(buffers, spans, strict=True)):
         if buffer.dim() < 2 or not buffer[:1].is_contiguous():
-            raise ValueError(f"buffer {index} of shape {tuple(buffer.shape)}: need [slots, ...row], rows contiguous")
+            raise ValueError(f"buffer {index} of shape {tuple(buffer.shape)}: need [rows, ...row], rows contiguous")
+        if span < 1 or page_tokens % span:
+            raise ValueError(
+                f"buffer {index} has a row for {span} tokens, which are no whole part of a page of {page_tokens}"
+            )
         rows = buffer.flatten(1).view(torch.uint8)
         if rows.data_ptr() != buffer.data_ptr():
             raise ValueError(f"buffer {index} of strides {buffer.stride()} cannot be viewed as rows of bytes")
         width = widest_word(rows.shape[1], rows.stride(0), rows.data_ptr(), int(rows.storage_offset()))
-        segments.append(_Segment(rows, offset, rows.shape[1], width))
-        offset += rows.shape[1] * page_tokens
+        segments.append(_Segment(rows, offset, rows.shape[1], page_tokens // span, span, width))
+        offset += segments[-1].page_bytes
     return segments

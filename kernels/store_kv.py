@@ -1,18 +1,28 @@
-"""New rows into a layer's key and value buffers, both in one launch.
+"""New rows into a layer's key and value buffers, both in one launch, divided by a scale and converted where asked for.
 
-    k_buffer[loc[t]] = k[t]    v_buffer[loc[t]] = v[t]    for t in [0, tokens)
+    k_buffer[loc[t]] = cast(k[t] / k_scale)    v_buffer[loc[t]] = cast(v[t] / v_scale)    for t in [0, tokens)
 
-Rows are copied as the widest word that divides their sizes and addresses, so no dtype is special. Where `loc` names a
-slot more than once (padding at slot 0), one of its rows is kept.
+Without scales and of equal dtype, rows are copied as the widest word that divides their sizes and addresses. Else each
+element becomes float32, is divided with correct rounding, bounded to what fp8 can hold where that is the buffer's dtype
+(448 for e4m3fn, 57344 for e5m2; NaN stays NaN), and rounded once, ties to even. Inputs are only read. Where `loc` names
+a slot more than once (padding at slot 0), one of its rows is kept.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
+from hicache.kernels._floats import native_floats, round_to_bfloat16, to_e4m3
 from hicache.kernels._triton import WORDS, Kernels, cdiv, check_kernels, jit, power_of_two, tl, widest_word
 
+Scale = float | torch.Tensor | None
+
 _WORDS_PER_PROGRAM = 1024
+_VALUES_PER_PROGRAM = 2048
+_LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 @jit
@@ -24,14 +34,15 @@ def _store_rows(source, source_stride, target, target_stride, slot, t, mask, ROW
         tl.store(target + slot[:, None] * target_stride + column[None, :], row, mask=inside)
 
 
-@jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["loc"])
-def _store_kv_kernel(
+@jit(do_not_specialize=["num_tokens", "first"], do_not_specialize_on_alignment=["loc"])
+def _store_kv_kernel(  # noqa: PLR0917 - Triton binds constants by position
     k,
     v,
     k_buffer,
     v_buffer,
     loc,
     num_tokens,
+    first,
     k_stride,
     v_stride,
     k_buffer_stride,
@@ -41,14 +52,107 @@ def _store_kv_kernel(
     TOKENS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    # Program (b, 0) stores the keys of tokens [b*TOKENS, (b+1)*TOKENS), program (b, 1) their values.
+    # Program (b, i) stores the keys (first + i = 0) or values (1) of tokens [b*TOKENS, (b+1)*TOKENS).
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     mask = t < num_tokens
     slot = tl.load(loc + t, mask=mask, other=0).to(tl.int64)
-    if tl.program_id(1) == 0:
+    if first + tl.program_id(1) == 0:
         _store_rows(k, k_stride, k_buffer, k_buffer_stride, slot, t, mask, K_ROW, COLS)
     else:
         _store_rows(v, v_stride, v_buffer, v_buffer_stride, slot, t, mask, V_ROW, COLS)
+
+
+@jit
+def _to_e5m2(x, NATIVE: tl.constexpr):
+    """The bytes of float32 `x`, at most 57344 in magnitude, as fp8 e5m2 (5 bits of exponent with bias 15)."""
+    if NATIVE:
+        out = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        # Below 2**-14 values are multiples of 2**-16: adding 2**7 leaves that multiple, rounded, in the last bits.
+        small = (size.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
+        # Else move the exponent's bias from 127 to 15 and drop 21 bits of the mantissa, half of the last one added.
+        large = (size - 0x38000000 + 0xFFFFF + ((size >> 21) & 1)) >> 21
+        out = (tl.where(size < 0x38800000, small, large) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return out
+
+
+@jit
+def _bounded(x, LIMIT: tl.constexpr):
+    """`x` within [-LIMIT, LIMIT]; NaN becomes 0."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, tl.where(x == x, x, 0.0)))  # noqa: PLR0124
+
+
+@jit
+def _cast_rows(
+    source,
+    source_stride,
+    target,
+    target_stride,
+    scale,
+    slot,
+    t,
+    mask,
+    ROW: tl.constexpr,
+    COLS: tl.constexpr,
+    SCALE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """`target[slot] = cast(source[t] / scale)`; `target` holds bytes where FORMAT names an fp8 format."""
+    for start in tl.static_range(0, ROW, COLS):
+        column = start + tl.arange(0, COLS)
+        inside = mask[:, None] & (column < ROW)[None, :]
+        x = tl.load(source + t[:, None] * source_stride + column[None, :], mask=inside, other=0).to(tl.float32)
+        if SCALE == "number":
+            x = tl.div_rn(x, tl.full(x.shape, scale, tl.float32))
+        elif SCALE == "tensor":
+            x = tl.div_rn(x, tl.full(x.shape, tl.load(scale).to(tl.float32), tl.float32))
+        to = target + slot[:, None] * target_stride + column[None, :]
+        is_number = x == x  # noqa: PLR0124
+        if FORMAT == "e4m3":
+            tl.store(to, tl.where(is_number, to_e4m3(_bounded(x, 448.0), NATIVE), 0x7F).to(tl.uint8), mask=inside)
+        elif FORMAT == "e5m2":
+            tl.store(to, tl.where(is_number, _to_e5m2(_bounded(x, 57344.0), NATIVE), 0x7F).to(tl.uint8), mask=inside)
+        elif NATIVE or target.dtype.element_ty != tl.bfloat16:
+            tl.store(to, x.to(target.dtype.element_ty), mask=inside)
+        else:
+            tl.store(to, round_to_bfloat16(x), mask=inside)
+
+
+@jit(do_not_specialize=["num_tokens", "first"], do_not_specialize_on_alignment=["loc"])
+def _cast_kv_kernel(  # noqa: PLR0917 - Triton binds constants by position
+    k,
+    v,
+    k_buffer,
+    v_buffer,
+    k_scale,
+    v_scale,
+    loc,
+    num_tokens,
+    first,
+    k_stride,
+    v_stride,
+    k_buffer_stride,
+    v_buffer_stride,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    # Program (b, i) stores the keys (first + i = 0) or values (1) of tokens [b*TOKENS, (b+1)*TOKENS).
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    mask = t < num_tokens
+    slot = tl.load(loc + t, mask=mask, other=0).to(tl.int64)
+    if first + tl.program_id(1) == 0:
+        _cast_rows(k, k_stride, k_buffer, k_buffer_stride, k_scale, slot, t, mask, K_ROW, COLS, K_SCALE, FORMAT, NATIVE)
+    else:
+        _cast_rows(v, v_stride, v_buffer, v_buffer_stride, v_scale, slot, t, mask, V_ROW, COLS, V_SCALE, FORMAT, NATIVE)
 
 
 def _rows(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -61,8 +165,8 @@ def _rows(x: torch.Tensor, name: str) -> torch.Tensor:
     return x.as_strided((x.shape[0], inner), (x.stride(0), 1))
 
 
-def _launch(rows: list[torch.Tensor], buffers: list[torch.Tensor], loc: torch.Tensor) -> None:
-    """Launch over one pair of rows and buffer or two; each `[n, row elements]`, one dtype."""
+def _launch(rows: list[torch.Tensor], buffers: list[torch.Tensor], loc: torch.Tensor, parts: range) -> None:
+    """Launch over `parts` of one pair of rows and buffer or two; each `[n, row elements]`, one dtype."""
     itemsize = rows[0].element_size()
     facts = [n for x in (*rows, *buffers) for n in (x.data_ptr(), x.stride(0) * itemsize, x.shape[1] * itemsize)]
     width = widest_word(*facts)
@@ -74,13 +178,14 @@ def _launch(rows: list[torch.Tensor], buffers: list[torch.Tensor], loc: torch.Te
     loc = loc.contiguous()
     num_tokens, pairs = loc.numel(), len(rows)
     with torch.cuda.device_of(loc):
-        _store_kv_kernel[(cdiv(num_tokens, tokens), pairs)](
+        _store_kv_kernel[(cdiv(num_tokens, tokens), len(parts))](
             views[0],
             views[pairs - 1],
             views[pairs],
             views[-1],
             loc,
             num_tokens,
+            parts.start,
             strides[0],
             strides[pairs - 1],
             strides[pairs],
@@ -93,29 +198,113 @@ def _launch(rows: list[torch.Tensor], buffers: list[torch.Tensor], loc: torch.Te
         )
 
 
+def _launch_cast(
+    rows: list[torch.Tensor], buffers: list[torch.Tensor], scales: list[Scale], loc: torch.Tensor, parts: range
+) -> None:
+    """As `_launch`, with a division and a conversion of each element."""
+    dtype, num_tokens = buffers[0].dtype, loc.numel()
+    if dtype in _FORMATS:
+        buffers = [x.view(torch.uint8) for x in buffers]
+    cols = min(power_of_two(max(x.shape[1] for x in rows)), _VALUES_PER_PROGRAM)
+    tokens = max(1, min(16, _VALUES_PER_PROGRAM // cols))
+    kinds = ["none" if scale is None else "tensor" if isinstance(scale, torch.Tensor) else "number" for scale in scales]
+    numbers = [1.0 if scale is None else scale for scale in scales]
+    loc = loc.contiguous()
+    with torch.cuda.device_of(loc):
+        _cast_kv_kernel[(cdiv(num_tokens, tokens), len(parts))](
+            rows[0],
+            rows[-1],
+            buffers[0],
+            buffers[-1],
+            numbers[0],
+            numbers[-1],
+            loc,
+            num_tokens,
+            parts.start,
+            rows[0].stride(0),
+            rows[-1].stride(0),
+            buffers[0].stride(0),
+            buffers[-1].stride(0),
+            K_ROW=rows[0].shape[1],
+            V_ROW=rows[-1].shape[1],
+            K_SCALE=kinds[0],
+            V_SCALE=kinds[-1],
+            FORMAT=_FORMATS.get(dtype, ""),
+            NATIVE=native_floats(loc.device),
+            TOKENS=tokens,
+            COLS=cols,
+            num_warps=4,
+        )
+
+
 def _as_words(x: torch.Tensor, width: int) -> torch.Tensor:
     """A view that starts where `x` starts and whose element is a word; only its address and dtype are used."""
     return x[:1].view(torch.uint8).view(WORDS[width])
 
 
-def _check(x: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, name: str) -> None:
-    if x.shape[0] != loc.numel() or x.shape[1:] != buffer.shape[1:] or x.dtype != buffer.dtype:
+def _check(x: torch.Tensor, buffer: torch.Tensor, scale: Scale, loc: torch.Tensor, name: str) -> None:
+    castable = x.is_floating_point() and x.element_size() in (2, 4) and buffer.is_floating_point()
+    if (
+        x.shape[0] != loc.numel()
+        or x.shape[1:] != buffer.shape[1:]
+        or ((x.dtype != buffer.dtype or scale is not None) and not castable)
+    ):
         raise ValueError(
             f"{name}: rows {tuple(x.shape)} of {x.dtype} for {loc.numel()} slots of a buffer of "
             f"{tuple(buffer.shape[1:])} of {buffer.dtype}"
         )
+    if isinstance(scale, torch.Tensor) and (scale.numel() != 1 or scale.device != buffer.device):
+        raise ValueError(
+            f"{name}: a scale of {tuple(scale.shape)} on {scale.device}: need one number, or one on {buffer.device}"
+        )
 
 
-def store_rows(x: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, kernels: Kernels) -> None:
-    """`buffer[loc[t]] = x[t]`: `x` `[tokens, ...row]`, `buffer` `[slots, ...row]`, `loc` int32 or int64 `[tokens]`."""
-    check_kernels(kernels)
-    _check(x, buffer, loc, "x")
+def cast_rows(x: torch.Tensor, dtype: torch.dtype, scale: Scale) -> torch.Tensor:
+    """`cast(x / scale)` in `dtype`, a new tensor: the torch twin of the conversion."""
+    y = x.to(torch.float32)
+    if scale is not None:
+        # By a tensor of one dimension: torch multiplies with the inverse of a number, which rounds differently.
+        one = scale.view(1) if isinstance(scale, torch.Tensor) else torch.full((1,), scale, device=x.device)
+        y = y / one.to(torch.float32)
+    if dtype in _LIMITS:
+        y = y.clamp(-_LIMITS[dtype], _LIMITS[dtype])
+    return y.to(dtype)
+
+
+def _store(
+    rows: list[torch.Tensor],
+    buffers: list[torch.Tensor],
+    scales: list[Scale],
+    loc: torch.Tensor,
+    kernels: Kernels,
+    parts: range,
+) -> None:
+    """Store those of one pair of rows and buffer, or two, that `parts` names."""
     if not loc.numel():
         return
+    same = all(x.dtype == buffer.dtype for x, buffer in zip(rows, buffers, strict=True))
+    plain = same and all(scale is None for scale in scales)
     if kernels == "torch":
-        buffer[loc] = x
+        for part in parts:
+            x, buffer, scale = rows[part], buffers[part], scales[part]
+            stored = x if plain else cast_rows(x, buffer.dtype, scale)
+            if buffer.element_size() == 1:  # torch cannot assign fp8 by index
+                stored, buffer = stored.view(torch.uint8), buffer.view(torch.uint8)
+            buffer[loc] = stored
         return
-    _launch([_rows(x, "x")], [_rows(buffer, "buffer")], loc)
+    rows = [_rows(x, "rows") for x in rows]
+    buffers = [_rows(x, "buffer") for x in buffers]
+    if plain:
+        _launch(rows, buffers, loc, parts)
+    else:
+        _launch_cast(rows, buffers, scales, loc, parts)
+
+
+def store_rows(x: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, kernels: Kernels, scale: Scale = None) -> None:
+    """`buffer[loc[t]] = cast(x[t] / scale)`; arguments as those of `store_kv`."""
+    check_kernels(kernels)
+    _check(x, buffer, scale, loc, "x")
+    _store([x], [buffer], [scale], loc, kernels, range(1))
 
 
 def store_kv(
@@ -125,17 +314,21 @@ def store_kv(
     v_buffer: torch.Tensor,
     loc: torch.Tensor,
     kernels: Kernels,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    only: Literal["k", "v"] | None = None,
 ) -> None:
-    """Store keys and values of `tokens` slots. `k`, `v`: `[tokens, ...row]`; buffers: `[slots, ...row]`; `loc`
-    int32 or int64 `[tokens]`, contiguous. Rows of k and v may differ in size, not in dtype. ValueError names both
-    sides where shapes or dtypes differ."""
+    """Store keys and values of `tokens` slots. `k`, `v`: `[tokens, ...row]`; buffers: `[slots, ...row]`, both of one
+    dtype; `loc` int32 or int64 `[tokens]`. Rows of k and v may differ in size. With a scale (a number, or a tensor of
+    one element on the device), or where dtypes differ, rows are float32, bfloat16 or float16, and buffers those or fp8.
+    `only` stores one of the two, by the same compiled kernel, so that a CUDA graph may be captured with the two on two
+    streams after a step that stored both. ValueError names both sides where shapes, dtypes or devices do not fit."""
     check_kernels(kernels)
-    _check(k, k_buffer, loc, "k")
-    _check(v, v_buffer, loc, "v")
-    if not loc.numel():
-        return
-    if kernels == "torch":
-        k_buffer[loc] = k
-        v_buffer[loc] = v
-        return
-    _launch([_rows(k, "k"), _rows(v, "v")], [_rows(k_buffer, "k_buffer"), _rows(v_buffer, "v_buffer")], loc)
+    _check(k, k_buffer, k_scale, loc, "k")
+    _check(v, v_buffer, v_scale, loc, "v")
+    if k_buffer.dtype != v_buffer.dtype or k.dtype != v.dtype:
+        raise ValueError(
+            f"k of {k.dtype} into {k_buffer.dtype}, v of {v.dtype} into {v_buffer.dtype}: one dtype for both is needed"
+        )
+    parts = {"k": range(1), "v": range(1, 2), None: range(2)}[only]
+    _store([k, v], [k_buffer, v_buffer], [k_scale, v_scale], loc, kernels, parts)

@@ -130,6 +130,49 @@ def test_layers_of_one_tensor(device: str, kernels: str) -> None:
     assert torch.equal(whole[:, :, 1], middle)
 
 
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize(("span", "page_tokens"), [(4, 4), (4, 16), (3, 6)])
+@pytest.mark.parametrize("layers_differ", [False, True])
+def test_rows_of_device_pages(device: str, kernels: str, span: int, page_tokens: int, layers_differ: bool) -> None:
+    """Buffers with a row a device page move beside those with a row a slot, each row once, and nothing else does."""
+    pages, spans = 20, [[1, span], [1, span], [span, 1] if layers_differ else [1, span]]
+    shapes = {1: (pages * span, 2, 6), span: (pages, 13 * span)}
+    pool = [
+        [random_bytes(*shapes[s], seed=9 * i + s).to(device) for s in layer_spans]
+        for i, layer_spans in enumerate(spans)
+    ]
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(5))
+    slots = (order[:, None] * span + torch.arange(span)).reshape(-1)
+    source, target = slots[: 2 * page_tokens], slots[-2 * page_tokens :]
+    mover = PageMover(pool, page_tokens, kernels, spans)
+    assert mover.uniform == (not layers_differ)
+    for first, count in ((0, 3), (1, 2), (2, 1)):
+        before = rows_of(pool)
+
+        def ids(of: torch.Tensor, layer: int, b: int) -> list[int]:
+            return [slot // spans[layer][b] for slot in of.tolist() if slot % spans[layer][b] == 0]
+
+        expected = [
+            b"".join(
+                before[layer][b][i]
+                for layer in range(first, first + count)
+                for b in range(2)
+                for i in ids(of, layer, b)
+            )
+            for of in source.split(page_tokens)
+        ]
+        staging = torch.zeros(2, mover.group_bytes(first, count), dtype=U8, device=device)
+        mover.gather(source.to(device), staging, first, count)
+        assert page_bytes(staging) == expected
+        mover.scatter(staging, target.to(device), first, count)
+        for layer in range(first, first + count):
+            for b in range(2):
+                moved = [before[layer][b][i] for i in ids(source, layer, b)]
+                for i, row in zip(ids(target, layer, b), moved, strict=True):
+                    before[layer][b][i] = row
+        assert rows_of(pool) == before
+
+
 @pytest.mark.gpu
 def test_offsets_beyond_two_gib() -> None:
     """Rows whose offset passes 2^31 words of their buffer, and staging beyond it, are moved right."""
@@ -162,6 +205,8 @@ def test_wrong_arguments_are_named() -> None:
         mover.gather(slots, staging, 2, 2)
     with pytest.raises(ValueError, match="rows contiguous"):
         PageMover([[torch.zeros(4, 3, 2).transpose(1, 2)]], 1, "torch")
+    with pytest.raises(ValueError, match="buffer 1 has a row for 3 tokens, which are no whole part of a page of 4"):
+        PageMover(pool, 4, "torch", [[1, 3]] * 3)
     with pytest.raises(ValueError, match="0 layers"):
         PageMover([], 1, "torch")
     assert rows_of(pool) == before

@@ -78,7 +78,74 @@ def test_one_buffer_alone(device: str, kernels: str) -> None:
 def test_wrong_rows_are_named() -> None:
     """Rows of another shape or dtype raise ValueError with both sides, and nothing is written."""
     buffer, loc = torch.zeros(4, 2, 3), torch.tensor([1, 2])
-    for rows in (torch.ones(2, 2, 4), torch.ones(3, 2, 3), torch.ones(2, 2, 3, dtype=torch.float16)):
+    for rows in (torch.ones(2, 2, 4), torch.ones(3, 2, 3), torch.ones(2, 2, 3, dtype=torch.int32)):
         with pytest.raises(ValueError, match=r"rows .* for 2 slots of a buffer of \(2, 3\) of torch.float32"):
             store_kv(torch.ones(2, 2, 3), rows, buffer, buffer, loc, "torch")
     assert not buffer.any()
+
+
+CASTS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32]
+LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", CASTS)
+@pytest.mark.parametrize("scales", [(None, None), (0.37, "tensor"), ("tensor", None)])
+def test_rows_are_scaled_bounded_and_rounded_once(
+    device: str, kernels: str, source: torch.dtype, stored: torch.dtype, scales: tuple[float | str | None, ...]
+) -> None:
+    """What is stored is x / scale in double precision, rounded to float32 and to the stored type, fp8 within range."""
+    generator = torch.Generator().manual_seed(7)
+    exponents = torch.randint(-20, 13, (31, 3, 20), generator=generator)
+    k = (torch.randn(31, 3, 20, generator=generator) * 2.0**exponents).to(source)
+    k[0, 0, :4] = torch.tensor([float("inf"), float("-inf"), float("nan"), -0.0], dtype=source)
+    v = k.flip(0)[:, :, :7].contiguous()
+    numbers = [1.7 if scale == "tensor" else scale for scale in scales]
+    given = [torch.tensor([1.7], device=device) if scale == "tensor" else scale for scale in scales]
+    kept = k.clone(), v.clone()
+    loc = torch.randperm(40, generator=generator)[:31]
+    buffers = [torch.zeros(40, *x.shape[1:]).to(stored).to(device) for x in (k, v)]
+    inputs = k.to(device), v.to(device)
+    store_kv(*inputs, *buffers, loc.to(device), kernels, *given)
+    for x, old, buffer, number in zip(inputs, kept, buffers, numbers, strict=True):
+        assert as_bytes(x) == as_bytes(old)
+        wide = old.float()
+        if number is not None:  # float32 of a quotient of float32 numbers in double precision is the rounded quotient
+            wide = (wide.double() / torch.tensor(number, dtype=torch.float32).double()).float()
+        expected = wide.clamp(-LIMITS[stored], LIMITS[stored]) if stored in LIMITS else wide
+        whole = torch.zeros(40, *x.shape[1:])
+        whole[loc] = expected.to(stored).float()
+        assert torch.equal(buffer.float().cpu().nan_to_num(nan=-777.0), whole.nan_to_num(nan=-777.0))
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_one_buffer_alone_with_a_scale(device: str, kernels: str) -> None:
+    """`store_rows` divides and converts like `store_kv`."""
+    buffer = torch.zeros(6, 3, device=device).to(torch.float8_e4m3fn)
+    rows = torch.tensor([[1.0, 2.0, 1000.0], [-4.0, 0.5, 8.0]], device=device)
+    store_rows(rows, buffer, torch.tensor([4, 1], device=device), kernels, 2.0)
+    assert buffer.float()[[4, 1]].tolist() == [[0.5, 1, 448], [-2, 0.25, 4]] and not buffer.float()[[0, 2, 3, 5]].any()
+
+
+def test_wrong_scales_are_named() -> None:
+    """A scale of more than one element raises ValueError, and so do keys and values of two types."""
+    buffer, loc, rows = torch.zeros(4, 2, 3), torch.tensor([1, 2]), torch.ones(2, 2, 3)
+    with pytest.raises(ValueError, match=r"v: a scale of \(2,\)"):
+        store_kv(rows, rows, buffer, buffer, loc, "torch", v_scale=torch.ones(2))
+    with pytest.raises(ValueError, match="one dtype for both"):
+        store_kv(rows, rows.half(), buffer, buffer, loc, "torch")
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_keys_or_values_alone(device: str, kernels: str, scale: float | None) -> None:
+    """`only` stores the one it names and leaves the other buffer, whatever the rows' sizes."""
+    k, v = torch.ones(2, 3, device=device), torch.full((2, 5), 8.0, device=device)
+    loc = torch.tensor([3, 1], device=device)
+    for only in ("k", "v"):
+        buffers = [torch.zeros(4, 3, device=device), torch.zeros(4, 5, device=device)]
+        store_kv(k, v, *buffers, loc, kernels, scale, scale, only)
+        number = scale or 1.0
+        assert buffers[0][loc].eq(1 / number if only == "k" else 0).all() and not buffers[0][[0, 2]].any()
+        assert buffers[1][loc].eq(8 / number if only == "v" else 0).all() and not buffers[1][[0, 2]].any()

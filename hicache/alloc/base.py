@@ -9,12 +9,16 @@ Owns the free list; the pool's tensors belong to the pool. May import layout, co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from hicache.config import debug_checks
 from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
+from hicache.metrics import PoolStats, Pressure, memory_pressure, pool_stats
+
+_MAX_PARTS = 64
 
 CpuCopy = list[list[tuple[torch.Tensor, ...]]]
 
@@ -27,7 +31,8 @@ class SlotStore(Protocol):
     def load_cpu_copy(self, kv_cache_cpu: CpuCopy, indices: torch.Tensor) -> None: ...
 
 
-class AllocatorState(NamedTuple):
+@dataclass(frozen=True)
+class AllocatorState:
     """A snapshot of the free list. Its tensors are never written, so it outlives later calls."""
 
     free_pages: torch.Tensor
@@ -41,6 +46,8 @@ class BaseTokenToKVPoolAllocator(ABC):
     `device` (slot ids where the page is one token) and are replaced, never written in place. `free_pages` is handed
     out from the front; with `need_sort`, freed pages wait in `release_pages` until an allocation is short, then both
     are merged in ascending order, so that long runs come back.
+
+    `release_pages` is kept in parts and joined when somebody looks at it, so that a free costs what it frees.
 
     Frees of what is not handed out raise `DoubleFree` on CPU tensors and with HICACHE_DEBUG=1; elsewhere finding
     them would make the host wait for the device, and `check()` finds them.
@@ -65,6 +72,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._kvcache = kvcache
         self._debug = debug_checks()
         self._group: list[torch.Tensor] | None = None
+        self._released: list[torch.Tensor] = []
+        self._num_released = 0
         # One flag a page, kept only where looking at it is free of waiting: True while handed out.
         self._owned: torch.Tensor | None = None
         self.clear()
@@ -75,7 +84,7 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """The page ids that freeing `slots` gives back."""
+        """The page ids that freeing `slots` gives back, in a tensor of their own."""
 
     def free(self, free_index: torch.Tensor) -> None:
         """Take slots back; in a group, when the group ends. Copies what it keeps. Raises DoubleFree."""
@@ -84,7 +93,15 @@ class BaseTokenToKVPoolAllocator(ABC):
         if self._group is not None:
             self._group.append(free_index.clone())
         else:
-            self._give(self._pages_of(free_index))
+            self._land(free_index)
+
+    def free_run(self, slots: torch.Tensor, first_position: int = 0) -> None:
+        """As `free`, for the slots of consecutive tokens of one sequence, the first of them at `first_position`.
+
+        Also for several such runs one after the other, where each is whole pages. An allocator of pages then knows
+        from the lengths alone how many pages come back.
+        """
+        self.free(slots)
 
     def free_group_begin(self) -> None:
         """Hold frees back until `free_group_end`, so that they land together. Groups do not nest."""
@@ -97,11 +114,26 @@ class BaseTokenToKVPoolAllocator(ABC):
             raise RuntimeError("no free group is open")
         group, self._group = self._group, None
         if group:
-            self._give(self._pages_of(torch.cat(group)))
+            self._land(torch.cat(group))
 
     def available_size(self) -> int:
-        """Tokens that can be handed out now. Reads lengths only: no wait for the device."""
-        return (self.free_pages.numel() + self.release_pages.numel()) * self.page_size
+        """Tokens that can be handed out now, from lengths that the host knows.
+
+        Waits for the device only where `free` was given tokens of pages whose count it is still finding out.
+        """
+        self._settle()
+        return (self.free_pages.numel() + self._num_released) * self.page_size
+
+    @property
+    def release_pages(self) -> torch.Tensor:
+        """Freed ids, in the order of the frees."""
+        if len(self._released) != 1:
+            self.release_pages = torch.cat(self._released) if self._released else self.free_pages.new_empty(0)
+        return self._released[0]
+
+    @release_pages.setter
+    def release_pages(self, pages: torch.Tensor) -> None:
+        self._released, self._num_released = [pages], pages.numel()
 
     def clear(self) -> None:
         """Take everything back, and drop frees held in an open group."""
@@ -112,16 +144,18 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     def backup_state(self) -> AllocatorState:
         """A snapshot for `restore_state`, valid however often and whatever is called in between."""
+        self._settle()
         return AllocatorState(self.free_pages, self.release_pages)
 
     def restore_state(self, state: AllocatorState) -> None:
         """Go back to a snapshot: what was handed out since then is free again."""
-        self.free_pages, self.release_pages = state
+        self.free_pages, self.release_pages = state.free_pages, state.release_pages
         self._mark_owned()
 
     def merge_and_sort_free(self) -> None:
         """Move released pages to the free list, in ascending order."""
-        if self.release_pages.numel():
+        self._settle()
+        if self._num_released:
             self.free_pages = torch.cat((self.free_pages, self.release_pages)).sort().values
             self.release_pages = self.free_pages.new_empty(0)
 
@@ -134,6 +168,14 @@ class BaseTokenToKVPoolAllocator(ABC):
     def load_cpu_copy(self, kv_cache_cpu: CpuCopy, indices: torch.Tensor) -> None:
         self._store().load_cpu_copy(kv_cache_cpu, indices)
 
+    def get_stats(self) -> PoolStats:
+        """Total and used tokens, utilisation, pages and free pages. No wait for the device."""
+        return pool_stats(self.num_pages * self.page_size, self.available_size(), self.page_size)
+
+    def check_memory_pressure(self) -> Pressure:
+        """How full the pool is: "critical" above 0.95 in use, "high" above 0.85, "medium" above 0.7, else "low"."""
+        return memory_pressure(self.get_stats()["utilization"])
+
     def debug_print(self) -> str:
         return (
             f"#tokens available: {self.available_size()} of {self.num_pages * self.page_size}, "
@@ -142,6 +184,7 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     def check(self) -> None:
         """Raise InvariantError with all violations: a free id out of range or there twice, or free and handed out."""
+        self._settle()
         free = torch.cat((self.free_pages, self.release_pages)).cpu()
         violations = []
         outside = free[(free < 1) | (free > self.num_pages)]
@@ -172,7 +215,10 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Whether `free_pages` holds `num_pages` or, after merging, can; merges only where that suffices."""
         if num_pages < 0:
             raise ShapeError(f"{num_pages} pages were asked for; ask for 0 or more")
-        if num_pages > self.free_pages.numel() + self.release_pages.numel():
+        if num_pages <= self.free_pages.numel():
+            return True
+        self._settle()
+        if num_pages > self.free_pages.numel() + self._num_released:
             return False
         if num_pages > self.free_pages.numel():
             self.merge_and_sort_free()
@@ -183,13 +229,24 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._owned[self.free_pages[:num_pages]] = True
         self.free_pages = self.free_pages[num_pages:]
 
+    def _land(self, slots: torch.Tensor) -> None:
+        """Give back the pages of slots that were freed."""
+        self._give(self._pages_of(slots))
+
+    def _settle(self) -> None:  # noqa: B027  (most have none)
+        """Take in frees whose page counts were still on their way to the host."""
+
     def _give(self, pages: torch.Tensor) -> None:
-        """Put page ids back; checks first where checks are on, so that a refused free changes nothing."""
+        """Put page ids back and keep the tensor; checks first where checks are on, so that a refused free changes
+        nothing."""
         if self._owned is not None:
             self._check_owned(pages, self._owned)
             self._owned[pages] = False
         if self.need_sort:
-            self.release_pages = torch.cat((self.release_pages, pages))
+            self._released.append(pages)
+            self._num_released += pages.numel()
+            if len(self._released) > _MAX_PARTS:
+                self.release_pages = torch.cat(self._released)
         else:
             self.free_pages = torch.cat((self.free_pages, pages))
 

@@ -5,19 +5,68 @@ Owns nothing beyond the base. May import what the base may.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from hicache.alloc.base import BaseTokenToKVPoolAllocator, SlotStore
+from hicache.alloc.base import AllocatorState, BaseTokenToKVPoolAllocator, SlotStore
 from hicache.config import kernel_choice
 from hicache.errors import InvariantError, ShapeError
 from hicache.kernels.alloc_decode import alloc_decode
 from hicache.kernels.alloc_extend import alloc_extend
 
 
+def distinct_first(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distinct ids, ascending, at the front of a tensor as long as `ids`, and the index `[1]` of the last of them.
+
+    Like `unique`, but no size depends on data, so the host need not wait. What follows the last is undefined.
+    """
+    ascending = ids.sort().values
+    rank = torch.zeros_like(ascending)
+    torch.cumsum(ascending[1:] != ascending[:-1], 0, out=rank[1:])
+    # Equal ids have one rank, so whichever of them lands there is right.
+    return torch.empty_like(ascending).scatter_(0, rank, ascending), rank[-1:]
+
+
+@dataclass(frozen=True)
+class _Tally:
+    """Pages on the device whose number is on its way to the host.
+
+    `pages` int64 `[tokens]` holds `count` distinct ids, ascending, at its front; `count` int64 `[1]` lies in pinned
+    memory and is there when `counted` has happened.
+    """
+
+    pages: torch.Tensor
+    count: torch.Tensor
+    counted: torch.cuda.Event
+
+    @classmethod
+    def of(cls, pages: torch.Tensor) -> _Tally:
+        """Find the distinct ids among `pages`, at least one, in launches whose sizes the host knows."""
+        distinct, last = distinct_first(pages)
+        count = torch.empty(1, dtype=torch.int64, pin_memory=True)
+        count.copy_(last + 1, non_blocking=True)
+        counted = torch.cuda.Event()
+        counted.record(torch.cuda.current_stream(pages.device))
+        return cls(distinct, count, counted)
+
+    def distinct(self) -> torch.Tensor:
+        """The distinct ids; waits for the count."""
+        self.counted.synchronize()
+        return self.pages[: int(self.count)].clone()
+
+
 class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     """Pages 1..num_pages of `page_size` slots each; page p holds slots [p*page_size, (p+1)*page_size).
 
     A page belongs to one sequence, which fills it in order. Scheduler thread only.
+
+    `free` takes any tokens of a page, some or all, and never waits for the device. How many pages they are is data on
+    CUDA: it is counted there and travels to the host beside other work, and only `available_size`, `check`, a snapshot
+    or an allocation that is otherwise short waits for it. `free_run` says where the tokens stand in their sequence, so
+    that their pages are counted from lengths, and nothing ever waits.
     """
 
     def __init__(
@@ -29,6 +78,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         kvcache: SlotStore | None,
         need_sort: bool,
     ) -> None:
+        self._tallies: list[_Tally] = []
+        self._group_runs: list[torch.Tensor] = []
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
         self._kernels = kernel_choice(self.device)
         self._offsets = torch.arange(page_size, dtype=torch.int64, device=self.device)
@@ -57,18 +108,19 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         prefix's last token, -1 without one: (last_loc + 1) % page_size == prefix_len % page_size. None when pages
         are short, checked before the launch. One launch, no wait for the device. ShapeError where lengths disagree.
         """
-        new_tokens = seq_lens_cpu - prefix_lens_cpu
-        if new_tokens.numel() and int(new_tokens.min()) < 0:
-            raise ShapeError(f"seq_lens {seq_lens_cpu.tolist()} are below prefix_lens {prefix_lens_cpu.tolist()}")
+        prefix, seq = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
+        new_tokens = seq - prefix
+        longest = int(new_tokens.max(initial=0))
+        if new_tokens.min(initial=0) < 0:
+            raise ShapeError(f"seq_lens {seq.tolist()} are below prefix_lens {prefix.tolist()}")
         if int(new_tokens.sum()) != extend_num_tokens:
             raise ShapeError(f"extend_num_tokens={extend_num_tokens}, but the lengths grow by {int(new_tokens.sum())}")
         if self._debug:
             self._check_last_loc(last_loc, prefix_lens)
-        num_new_pages = int((self._num_pages(seq_lens_cpu) - self._num_pages(prefix_lens_cpu)).sum())
+        num_new_pages = int((self._num_pages(seq) - self._num_pages(prefix)).sum())
         if not self._reserve(num_new_pages):
             return None
         out = torch.empty(extend_num_tokens, dtype=torch.int64, device=self.device)
-        longest = int(new_tokens.max()) if new_tokens.numel() else 0
         free = self.free_pages
         alloc_extend(prefix_lens, seq_lens, last_loc, free, out, self.page_size, longest, self._kernels)
         self._drop_front(num_new_pages)
@@ -83,11 +135,12 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
         None when pages are short, checked before the launch. One launch, no wait for the device.
         """
-        if seq_lens_cpu.numel() and int(seq_lens_cpu.min()) < 1:
-            raise ShapeError(f"seq_lens {seq_lens_cpu.tolist()} must count the new token")
+        seq = seq_lens_cpu.numpy()
+        if seq.min(initial=1) < 1:
+            raise ShapeError(f"seq_lens {seq.tolist()} must count the new token")
         if self._debug:
             self._check_last_loc(last_loc, seq_lens - 1)
-        num_new_pages = int(((seq_lens_cpu - 1) % self.page_size == 0).sum())
+        num_new_pages = int(np.count_nonzero((seq - 1) % self.page_size == 0))
         if not self._reserve(num_new_pages):
             return None
         out = torch.empty(seq_lens_cpu.numel(), dtype=torch.int64, device=self.device)
@@ -97,13 +150,74 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             self._check_unique(out)
         return out
 
+    def free_run(self, slots: torch.Tensor, first_position: int = 0) -> None:
+        """As `free`, without a wait for the device ever after: see the base. Raises DoubleFree.
+
+        Where `first_position` begins no page, tokens before it may hold the same page, and it is as `free`.
+        """
+        if not slots.numel():
+            return
+        if first_position % self.page_size:
+            self.free(slots)
+            return
+        if self._owned is not None:
+            self._check_run(slots)
+            self.free(slots)
+            return
+        # Tokens [0, P), [P, 2P), ... of the run: the first of each names the page.
+        pages = slots[:: self.page_size].to(torch.int64) // self.page_size
+        if self._group is None:
+            self._give(pages)
+        else:
+            self._group_runs.append(pages)
+
+    def free_group_end(self) -> None:
+        runs, self._group_runs = self._group_runs, []
+        if runs and self._group:
+            # Other tokens of a run's pages may be among the rest: they count once.
+            self._group.extend(pages * self.page_size for pages in runs)
+        elif runs:
+            self._give(torch.cat(runs))
+        super().free_group_end()
+
+    def clear(self) -> None:
+        self._tallies, self._group_runs = [], []
+        super().clear()
+
+    def restore_state(self, state: AllocatorState) -> None:
+        self._tallies = []
+        super().restore_state(state)
+
+    def _land(self, slots: torch.Tensor) -> None:
+        if self.device.type == "cpu" or self._owned is not None:
+            self._give(self._pages_of(slots))
+        elif slots.numel() == 1:
+            self._give(slots.to(torch.int64) // self.page_size)
+        else:
+            self._tallies.append(_Tally.of(slots.to(torch.int64) // self.page_size))
+
+    def _settle(self) -> None:
+        if self._tallies:
+            tallies, self._tallies = self._tallies, []
+            for tally in tallies:
+                self._give(tally.distinct())
+
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        # Several tokens of one page name it once. On CUDA this waits for the device: the count is data.
+        """Each page once, ascending. On CUDA this waits for the device: how many they are is data."""
         pages: torch.Tensor = (slots.to(torch.int64) // self.page_size).unique()
         return pages
 
-    def _num_pages(self, lens: torch.Tensor) -> torch.Tensor:
-        return (lens + self.page_size - 1) // self.page_size
+    def _num_pages(self, lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return -(-lens // self.page_size)
+
+    def _check_run(self, slots: torch.Tensor) -> None:
+        # Compared where looking is free of waiting, or in debug mode: elsewhere the caller is believed.
+        pages = slots // self.page_size
+        if not torch.equal(pages, pages[:: self.page_size].repeat_interleave(self.page_size)[: len(pages)]):
+            raise ShapeError(
+                f"{len(slots)} slots were freed as a run from a page's start, but {pages.tolist()[:8]}… are "
+                f"their pages of {self.page_size}; free them by free()"
+            )
 
     def _check_last_loc(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> None:
         bad = (last_loc + 1) % self.page_size != prefix_lens % self.page_size

@@ -1,7 +1,41 @@
 """Tier 1: the tensors that hold attention state on the device, and the table from requests to their slots."""
 
-from hicache.device.base import KVCache, LayerWaiter
+from hicache.device.ascend import AscendMLAPagedTokenToKVPool, AscendTokenToKVPool
+from hicache.device.base import KVCache, LayerWaiter, SlotSpace
+from hicache.device.capacity import plan_capacity
+from hicache.device.double_sparse import DoubleSparseTokenToKVPool
+from hicache.device.hybrid import HybridLinearKVPool
+from hicache.device.hybrid_req import HybridReqToTokenPool, HybridRequest
+from hicache.device.mamba import Mamba2CacheParams, Mamba2StateShape, MambaPool, MambaState, SpeculativeMambaState
 from hicache.device.mha import MHATokenToKVPool
+from hicache.device.mla import MLATokenToKVPool
+from hicache.device.nsa import DSATokenToKVPool, NSATokenToKVPool
+from hicache.device.quantized import QuantizedKVCache, QuantizedLayer
 from hicache.device.req_to_token import ReqToTokenPool
+from hicache.device.swa import SWAKVPool
 
-__all__ = ["KVCache", "LayerWaiter", "MHATokenToKVPool", "ReqToTokenPool"]
+__all__ = [
+    "AscendMLAPagedTokenToKVPool",
+    "AscendTokenToKVPool",
+    "DSATokenToKVPool",
+    "DoubleSparseTokenToKVPool",
+    "HybridLinearKVPool",
+    "HybridReqToTokenPool",
+    "HybridRequest",
+    "KVCache",
+    "LayerWaiter",
+    "MHATokenToKVPool",
+    "MLATokenToKVPool",
+    "Mamba2CacheParams",
+    "Mamba2StateShape",
+    "MambaPool",
+    "MambaState",
+    "NSATokenToKVPool",
+    "QuantizedKVCache",
+    "QuantizedLayer",
+    "ReqToTokenPool",
+    "SWAKVPool",
+    "SlotSpace",
+    "SpeculativeMambaState",
+    "plan_capacity",
+]

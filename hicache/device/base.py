@@ -7,6 +7,8 @@ are the sink for padding. May import layout, config, metrics, errors and kernels
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -30,6 +32,67 @@ class LayerWaiter(Protocol):
 class HasLayerId(Protocol):
     @property
     def layer_id(self) -> int: ...
+
+
+class SlotRows(Protocol):
+    """Something that holds a row a slot: a buffer `[slots, ...row]`, or a view that finds a slot's part of its page."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __getitem__(self, slots: torch.Tensor, /) -> torch.Tensor: ...
+
+    def __setitem__(self, slots: torch.Tensor, rows: torch.Tensor, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class SlotSpace:
+    """The rows that one set of slots addresses: all that host tier, transfers and codec read of a pool.
+
+    `layer_buffers(layer_id)` gives `[num_slots, ...row]` in the order of `layout.specs_of(layer_id)`, without waiting.
+    Most pools have one space; a pool of several is moved space by space, each with slots of its own.
+    """
+
+    name: str
+    layout: PoolLayout
+    num_slots: int
+    device: torch.device
+    layer_buffers: Callable[[int], tuple[torch.Tensor, ...]]
+
+
+def rows_to_cpu(layers: Sequence[tuple[SlotRows, ...]], indices: torch.Tensor) -> CpuCopy:
+    """The rows `indices` of every buffer: [layer][chunk of 8192](buffers), pinned on CUDA. Waits for the device."""
+    device = layers[0][0].device
+    pinned = device.type == "cuda"
+    copy: CpuCopy = []
+    for buffers in layers:
+        chunks = []
+        for chunk in indices.split(COPY_CHUNK_TOKENS):
+            rows = [buffer[chunk] for buffer in buffers]
+            host = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned) for x in rows]
+            for target, source in zip(host, rows, strict=True):
+                target.copy_(source, non_blocking=pinned)
+            chunks.append(tuple(host))
+        copy.append(chunks)
+    if pinned:
+        torch.cuda.current_stream(device).synchronize()
+    return copy
+
+
+def rows_from_cpu(copy: CpuCopy, layers: Sequence[tuple[SlotRows, ...]], indices: torch.Tensor) -> None:
+    """Write what `rows_to_cpu` returned to as many rows. ShapeError where the counts differ. Waits for the device."""
+    parts = indices.split(COPY_CHUNK_TOKENS)
+    if len(copy) != len(layers):
+        raise ShapeError(f"a copy of {len(copy)} layers for a pool of {len(layers)}")
+    for buffers, chunks in zip(layers, copy, strict=True):
+        if [len(chunk[0]) for chunk in chunks] != [len(part) for part in parts]:
+            raise ShapeError(f"a copy of {sum(len(c[0]) for c in chunks)} tokens for {len(indices)} slots")
+        for part, chunk in zip(parts, chunks, strict=True):
+            for buffer, rows in zip(buffers, chunk, strict=True):
+                buffer[part] = rows.to(buffer.device, non_blocking=True)
+    device = layers[0][0].device
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 class KVCache(ABC):
@@ -58,6 +121,8 @@ class KVCache(ABC):
         self.size, self.page_size, self.dtype, self.layer_num = size, page_size, dtype, layer_num
         self.store_dtype = torch.uint8 if dtype in _FP8 else dtype
         self.device = torch.device(device)
+        # With the index that tensors report: cuda:0 where `device` says cuda.
+        self._placed_on = torch.empty(0, device=self.device).device
         self.enable_memory_saver = enable_memory_saver
         self.start_layer = start_layer or 0
         self.end_layer = self.start_layer + layer_num - 1
@@ -96,6 +161,16 @@ class KVCache(ABC):
     ) -> None:
         """Store `[tokens, heads, dim]` at slots `loc [tokens]`, divided by the scales. ShapeError names both sides."""
 
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Global ids of this pool's layers, ascending."""
+        return tuple(range(self.start_layer, self.end_layer + 1))
+
+    @property
+    def slot_spaces(self) -> tuple[SlotSpace, ...]:
+        """What the tiers below move, one entry a set of slots."""
+        return (SlotSpace("kv", self.layout, self.size + self.page_size, self.device, self.layer_buffers),)
+
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
@@ -105,52 +180,41 @@ class KVCache(ABC):
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
         """The rows at slots `indices`: [layer][chunk of 8192](buffers), pinned on CUDA. Waits for the device."""
-        pinned = self.device.type == "cuda"
-        copy: CpuCopy = []
-        for layer_id in range(self.start_layer, self.end_layer + 1):
+        for layer_id in self.layer_ids:
             self._wait(layer_id)
-            buffers, chunks = self.layer_buffers(layer_id), []
-            for chunk in indices.split(COPY_CHUNK_TOKENS):
-                rows = [buffer[chunk] for buffer in buffers]
-                host = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned) for x in rows]
-                for target, source in zip(host, rows, strict=True):
-                    target.copy_(source, non_blocking=pinned)
-                chunks.append(tuple(host))
-            copy.append(chunks)
-        if pinned:
-            torch.cuda.current_stream(self.device).synchronize()
-        return copy
+        return rows_to_cpu([self._slot_rows(layer_id) for layer_id in self.layer_ids], indices)
 
     def load_cpu_copy(self, kv_cache_cpu: CpuCopy, indices: torch.Tensor) -> None:
         """Write what `get_cpu_copy` returned to as many slots, which may be others. Waits for the device."""
-        parts = indices.split(COPY_CHUNK_TOKENS)
-        for layer_id, chunks in zip(range(self.start_layer, self.end_layer + 1), kv_cache_cpu, strict=True):
-            if [len(chunk[0]) for chunk in chunks] != [len(part) for part in parts]:
-                raise ShapeError(f"a copy of {sum(len(c[0]) for c in chunks)} tokens for {len(indices)} slots")
-            for part, chunk in zip(parts, chunks, strict=True):
-                for buffer, rows in zip(self.layer_buffers(layer_id), chunk, strict=True):
-                    buffer[part] = rows.to(self.device, non_blocking=True)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        rows_from_cpu(kv_cache_cpu, [self._slot_rows(layer_id) for layer_id in self.layer_ids], indices)
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy slots `src_loc` to `tgt_loc` in every layer, as if all were read before any is written."""
         if tgt_loc.shape != src_loc.shape:
             raise ShapeError(f"{tuple(tgt_loc.shape)} target slots for {tuple(src_loc.shape)} source slots")
-        for layer_id in range(self.start_layer, self.end_layer + 1):
+        for layer_id in self.layer_ids:
             self._wait(layer_id)
-            for buffer in self.layer_buffers(layer_id):
-                buffer[tgt_loc] = buffer[src_loc]
+            for rows in self._slot_rows(layer_id):
+                rows[tgt_loc] = rows[src_loc]
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Addresses, bytes, and bytes a page of all buffers: the first buffer of each layer, then the second, ..."""
-        layers = [self.layer_buffers(layer_id) for layer_id in range(self.start_layer, self.end_layer + 1)]
+        layers = [self.layer_buffers(layer_id) for layer_id in self.layer_ids]
         buffers = [buffer for kind in zip(*layers, strict=True) for buffer in kind]
+        spans = [s for kind in zip(*map(self._spans_of, self.layer_ids), strict=True) for s in kind]
         return (
             [buffer.data_ptr() for buffer in buffers],
             [buffer.numel() * buffer.element_size() for buffer in buffers],
-            [buffer[0].numel() * buffer.element_size() * self.page_size for buffer in buffers],
+            [b[0].numel() * b.element_size() * self.page_size // span for b, span in zip(buffers, spans, strict=True)],
         )
+
+    def _spans_of(self, layer_id: int) -> tuple[int, ...]:
+        """For each buffer of a layer the number of slots that share a row."""
+        return self.layout.spans_of(layer_id)
+
+    def _slot_rows(self, layer_id: int) -> tuple[SlotRows, ...]:
+        """What a layer stores, by slot. Does not wait."""
+        return self.layer_buffers(layer_id)
 
     def _index(self, layer: HasLayerId | int) -> int:
         """Dense index of a layer, given by its global id or by an object that has one."""

@@ -107,7 +107,7 @@ class Admission:
         result = tree.insert(lease.node, tokens[start:end], slots, Tier.DEVICE)
         for twice in result.duplicates:  # another request was first: use its slots, give ours back
             self._write(lease, start + twice.start, twice.value)
-            self._parts.allocator.free(slots[twice.start : twice.end])
+            self._parts.allocator.free_run(slots[twice.start : twice.end])
         tree.lock(result.node, Tier.DEVICE)
         tree.unlock(lease.node, Tier.DEVICE)
         lease.node, lease.tree_len = result.node, end
@@ -121,7 +121,7 @@ class Admission:
             return
         lease.released = True
         if lease.held_len > lease.tree_len:
-            self._parts.allocator.free(lease.slots_of(lease.tree_len, lease.held_len))
+            self._parts.allocator.free_run(lease.slots_of(lease.tree_len, lease.held_len))
         self._parts.tree.unlock(lease.node, Tier.DEVICE)
         self._parts.tree.touch(lease.node, Tier.HOST)
         self._parts.req_to_token.free(lease.row)

@@ -43,7 +43,7 @@ class Evictor:
             short -= len(freed[-1])
             counter.value += len(freed[-1])
         if freed:
-            allocator.free(torch.cat(freed))
+            allocator.free_run(torch.cat(freed))
         return None if short > 0 else allocator.alloc(num_tokens)
 
     def host_pages(self, num_pages: int) -> torch.Tensor | None:

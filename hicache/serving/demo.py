@@ -14,7 +14,6 @@ import logging
 import tempfile
 import time
 from pathlib import Path
-from typing import cast
 
 import torch
 import transformers
@@ -61,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--baseline", action=argparse.BooleanOptionalAction, default=True, help="compare with a run without any cache"
     )
     engine = parser.add_argument_group("the engine (sizes follow from the conversations unless given)")
-    EngineConfig.add_flags(cast(argparse.ArgumentParser, engine))
+    EngineConfig.add_flags(engine)
 
 
 def run(flags: argparse.Namespace) -> int:

@@ -1,0 +1,197 @@
+"""The request table of hybrid models: beside a row, each request has a recurrent state.
+
+    row r of req_to_token           slots of the request's tokens
+    mapping[r]                      its running state; 0, the sink, where the row is free
+    request.mamba_pool_idx          the running state
+    request.mamba_checkpoint_idx    with the extra buffer: a second state, which holds the last checkpoint
+
+The two states alternate. At a checkpoint the running state stays as it is and becomes the checkpoint, its bytes are
+copied to the other state, and the request goes on there. So the older checkpoint is given up only when the newer one
+is complete. A tree that keeps a checkpoint takes its state away, and the request gets another one.
+
+Owns the mapping and the state pool. May import what the base may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, overload
+
+import torch
+
+from hicache.device.mamba import Mamba2CacheParams, MambaPool, MambaState
+from hicache.device.req_to_token import ReqToTokenPool, TableRequest
+from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
+
+
+class HybridRequest(TableRequest, Protocol):
+    """What the table asks of a request: places for its row and its states (0-dim tensors on the pool's device).
+
+    `mamba_checkpoint_idx` is touched only where the table has the extra buffer.
+    """
+
+    mamba_pool_idx: torch.Tensor | None
+    mamba_checkpoint_idx: torch.Tensor | None
+
+
+class HybridReqToTokenPool(ReqToTokenPool):
+    """A `ReqToTokenPool` with a `MambaPool` of `mamba_size` states. Scheduler thread only.
+
+    Rows and states are freed apart: `free` gives the row back, `free_mamba_cache` the states, unless the request has
+    donated them and set its field to None.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        mamba_size: int,
+        max_context_len: int,
+        device: str | torch.device,
+        enable_memory_saver: bool,
+        cache_params: Mamba2CacheParams,
+        mamba_spec_state_size: int = 0,
+        enable_mamba_extra_buffer: bool = False,
+        speculative_num_draft_tokens: int | None = None,
+    ) -> None:
+        super().__init__(size, max_context_len, device, enable_memory_saver)
+        self.mamba_pool = MambaPool(
+            mamba_size, cache_params, device, mamba_spec_state_size, speculative_num_draft_tokens, enable_memory_saver
+        )
+        self.enable_mamba_extra_buffer = enable_mamba_extra_buffer
+        self.req_index_to_mamba_index_mapping = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
+
+    # Narrower than the base: a request of a hybrid model has a place for its state.
+    @overload  # type: ignore[override]
+    def alloc(self, need: int) -> list[int] | None: ...
+
+    @overload
+    def alloc(self, need: Sequence[HybridRequest]) -> list[int] | None: ...
+
+    def alloc(self, need: int | Sequence[HybridRequest]) -> list[int] | None:
+        """A row and zeroed states for each request, or None, which changes nothing; what a request has it keeps.
+
+        For a number, rows alone, whose state is the sink. InvariantError where a request names a row that is not
+        handed out.
+        """
+        if isinstance(need, int):
+            return super().alloc(need)
+        if not need:
+            return []
+        requests = list({id(request): request for request in need}.values())
+        running = [request for request in requests if request.mamba_pool_idx is None]
+        second = [r for r in requests if self.enable_mamba_extra_buffer and r.mamba_checkpoint_idx is None]
+        num_states = len(running) + len(second)
+        if num_states > self.mamba_pool.available_size():
+            return None
+        rows = super().alloc(requests)
+        if rows is None:
+            return None
+        states = self.mamba_pool.alloc(num_states)
+        assert states is not None, "counted above"
+        ids = states.unbind(0)
+        for request, state in zip(running, ids[: len(running)], strict=True):
+            request.mamba_pool_idx = state
+        for request, state in zip(second, ids[len(running) :], strict=True):
+            request.mamba_checkpoint_idx = state
+        self._map(rows, _stack([request.mamba_pool_idx for request in requests]))
+        row_of = {id(request): row for request, row in zip(requests, rows, strict=True)}
+        return [row_of[id(request)] for request in need]
+
+    def free_mamba_cache(self, request: HybridRequest) -> None:
+        """Give back the request's states, and forget them. DoubleFree where it has none."""
+        held = [request.mamba_pool_idx]
+        if self.enable_mamba_extra_buffer:
+            held.append(request.mamba_checkpoint_idx)
+        states = [state for state in held if state is not None]
+        if not states:
+            raise DoubleFree("the request has no state; it was freed or donated before, or never had one")
+        self.mamba_pool.free(_stack(states))
+        request.mamba_pool_idx = None
+        if self.enable_mamba_extra_buffer:
+            request.mamba_checkpoint_idx = None
+        if request.req_pool_idx is not None:
+            self._map([request.req_pool_idx], states[0].new_zeros(1))
+
+    def checkpoint(self, requests: Sequence[HybridRequest]) -> None:
+        """Keep each request's running state as its checkpoint; it goes on in its other state. No wait, no allocation.
+
+        Each request has a row and two states, and is named once. ConfigError without the extra buffer.
+        """
+        self._need_extra_buffer()
+        rows = [r.req_pool_idx for r in requests if r.req_pool_idx is not None]
+        if len(rows) != len(requests):
+            raise ShapeError(f"{len(requests) - len(rows)} of {len(requests)} requests have no row; alloc them first")
+        if not rows:
+            return
+        running = _stack([request.mamba_pool_idx for request in requests])
+        other = _stack([request.mamba_checkpoint_idx for request in requests])
+        self.mamba_pool.copy_from(running, other)
+        for request in requests:
+            request.mamba_pool_idx, request.mamba_checkpoint_idx = request.mamba_checkpoint_idx, request.mamba_pool_idx
+        self._map(rows, other)
+
+    def take_checkpoint(self, request: HybridRequest) -> torch.Tensor | None:
+        """The state `[1]` of the last checkpoint, now the caller's; the request gets another. None when short."""
+        self._need_extra_buffer()
+        taken = _stack([request.mamba_checkpoint_idx])
+        fresh = self.mamba_pool.alloc(1)
+        if fresh is None:
+            return None
+        request.mamba_checkpoint_idx = fresh[0]
+        return taken
+
+    def get_mamba_indices(self, req_indices: torch.Tensor | int) -> torch.Tensor:
+        """Running states, int64, of rows: in the shape of `req_indices`, 0-dim for one row."""
+        return self.req_index_to_mamba_index_mapping[req_indices]
+
+    def mamba2_layer_cache(self, layer_id: int) -> MambaState:
+        """Views of one Mamba layer, by global id, after waiting for it."""
+        return self.mamba_pool.mamba2_layer_cache(layer_id)
+
+    def clear(self) -> None:
+        """Take all rows and all states back."""
+        super().clear()
+        self.mamba_pool.clear()
+        self.req_index_to_mamba_index_mapping.zero_()
+
+    def check(self) -> None:
+        """Raise InvariantError with all violations of table and states, and free rows that name a state."""
+        violations = []
+        for check in (super().check, self.mamba_pool.check):
+            try:
+                check()
+            except InvariantError as error:
+                violations.extend(error.violations)
+        mapping = self.req_index_to_mamba_index_mapping.tolist()
+        stale = [row for row, state in enumerate(mapping) if state and not self._holds(row)]
+        if stale:
+            violations.append(f"rows {stale[:8]} are free and name states {[mapping[row] for row in stale[:8]]}")
+        states = [state for state in mapping if state]
+        if len(set(states)) != len(states):
+            violations.append("two rows name one state")
+        if violations:
+            raise InvariantError("HybridReqToTokenPool", violations)
+
+    def _give(self, rows: list[int]) -> None:
+        super()._give(rows)
+        if rows:
+            self._map(rows, torch.zeros(len(rows), dtype=torch.int64, device=self.device))
+
+    def _map(self, rows: list[int], states: torch.Tensor) -> None:
+        index = torch.tensor(rows, dtype=torch.int64)
+        if self.device.type == "cuda":
+            # From pageable memory the host would wait for the copy.
+            index = index.pin_memory().to(self.device, non_blocking=True)
+        self.req_index_to_mamba_index_mapping[index] = states
+
+    def _need_extra_buffer(self) -> None:
+        if not self.enable_mamba_extra_buffer:
+            raise ConfigError("checkpoints need a second state a request; set enable_mamba_extra_buffer=True")
+
+
+def _stack(states: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """0-dim ids as one tensor `[n]`."""
+    held = [state.reshape(()) for state in states if state is not None]
+    if len(held) != len(states):
+        raise ShapeError(f"{len(states) - len(held)} of {len(states)} requests have no state; alloc them first")
+    return torch.stack(held)

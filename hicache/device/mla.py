@@ -1,0 +1,106 @@
+"""The device pool of multi-head latent attention: one row a token and layer, from which keys and values are made.
+
+    row   [0, kv_lora_rank) latent, without position   [kv_lora_rank, + qk_rope_head_dim) rotary part of the key
+
+Owns one tensor over all layers. May import what the base may.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hicache.config import kernel_choice
+from hicache.device.base import HasLayerId
+from hicache.device.rows import Row, RowPool
+from hicache.errors import ShapeError
+from hicache.kernels.mla import get_latent, set_latent
+from hicache.kernels.store_kv import store_rows
+
+
+class MLATokenToKVPool(RowPool):
+    """`kv_buffer` `[layers, size + page_size, 1, kv_lora_rank + qk_rope_head_dim]`, from `start_layer` on; zero-filled,
+    in `store_dtype`. The value of a token is the first part of its key."""
+
+    kv_buffer: torch.Tensor
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        layer_num: int,
+        device: str | torch.device,
+        enable_memory_saver: bool,
+        start_layer: int | None = None,
+        end_layer: int | None = None,
+    ) -> None:
+        """ConfigError on sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
+        super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
+        self._positive(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+        self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
+        self.kv_cache_dim = self._row_dim()
+        self._kernels = kernel_choice(self.device)
+        latent, *rest = self._build([Row("kv", self.store_dtype, (1, self.kv_cache_dim)), *self._further_rows()])
+        self.kv_buffer, self._further = latent, rest
+
+    def _row_dim(self) -> int:
+        """Elements of a row."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def _further_rows(self) -> list[Row]:
+        """What a layer stores beside the latent rows."""
+        return []
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Whole rows `[slots, 1, rank + rope]`."""
+        return self._as_read(self._stored[self._wait_for(layer_id)][0])
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """The first `kv_lora_rank` columns of the rows, a view `[slots, 1, rank]`."""
+        return self.get_key_buffer(layer_id)[..., : self.kv_lora_rank]
+
+    def set_kv_buffer(
+        self,
+        layer: HasLayerId | int,
+        loc: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor | None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+    ) -> None:
+        """Store whole rows `cache_k [tokens, 1, rank + rope]`, divided by `k_scale`. `cache_v` is part of them, and
+        not looked at."""
+        buffer = self._stored[self._index(layer)][0]
+        self._check_loc(loc)
+        rows = self._as_given(cache_k, (loc.numel(), *buffer.shape[1:]), k_scale, "cache_k")
+        store_rows(rows, self._as_read(buffer), loc, self._kernels, k_scale)
+
+    def set_mla_kv_buffer(
+        self, layer: HasLayerId | int, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor
+    ) -> None:
+        """Store rows given in two parts, `[tokens, 1, rank]` (or `[tokens, rank]`) and `[tokens, 1, rope]`, in one
+        launch. ShapeError names both sides."""
+        buffer = self._stored[self._index(layer)][0]
+        self._check_loc(loc)
+        nope = self._part(k_nope, loc, self.kv_lora_rank, "k_nope")
+        rope = self._part(k_rope, loc, self.qk_rope_head_dim, "k_rope")
+        set_latent(nope, rope, buffer, loc, self._kernels)
+
+    def get_mla_kv_buffer(
+        self, layer: HasLayerId | int, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows at `loc` in two parts, `[tokens, 1, rank]` and `[tokens, 1, rope]`, new tensors of `dst_dtype` (the
+        pool's without), after waiting for the layer."""
+        self._check_loc(loc)
+        buffer = self._stored[self._wait_for(layer)][0]
+        parts = get_latent(buffer, loc, self.kv_lora_rank, self.qk_rope_head_dim, self._kernels)
+        nope, rope = (self._as_read(part).to(dst_dtype or self.dtype) for part in parts)
+        return nope, rope
+
+    def _part(self, rows: torch.Tensor, loc: torch.Tensor, dim: int, name: str) -> torch.Tensor:
+        if rows.dim() not in (2, 3):
+            raise ShapeError(f"{name} is {tuple(rows.shape)}, the pool takes ({loc.numel()}, 1, {dim})")
+        rows = rows if rows.dim() == 3 else rows[:, None]
+        return self._as_stored(rows, (loc.numel(), 1, dim), None, name)

@@ -1,0 +1,122 @@
+"""A device pool of multi-head attention in 8 bits: int8 or fp8 keys and values, and a float32 scale a token and head.
+
+Scales are set with the token they belong to, so no later write changes what an earlier token reads as. Owns one tensor
+of each kind over all layers. May import what the base may.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from hicache.config import kernel_choice
+from hicache.device.base import HasLayerId
+from hicache.device.rows import Row, RowPool
+from hicache.errors import ConfigError
+from hicache.kernels.quant import dequantise_kv, quantise_kv
+from hicache.kernels.store_kv import cast_rows
+
+_STORED = {"int8": torch.int8, "fp8": torch.uint8}
+
+
+class QuantizedLayer(NamedTuple):
+    """A layer as stored: int8, or uint8 that holds float8_e4m3fn, `[slots, heads, dim]`, and float32 `[slots, heads]`.
+
+    The value of an element is its number times its scale.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+
+class QuantizedKVCache(RowPool):
+    """Keys and values of `dtype`, kept in 8 bits: `kv_dtype` "int8" (scale max|x| / 127) or "fp8" (e4m3, max|x| / 448).
+
+    `get_key_buffer` and its like make new tensors of a whole layer; `get_kv_rows` reads the slots it is given, and
+    `get_quantized_buffer` is for kernels that dequantise themselves.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        head_num: int,
+        head_dim: int,
+        layer_num: int,
+        device: str | torch.device,
+        enable_memory_saver: bool,
+        v_head_dim: int | None = None,
+        start_layer: int | None = None,
+        end_layer: int | None = None,
+        kv_dtype: Literal["int8", "fp8"] = "int8",
+    ) -> None:
+        """ConfigError on sizes below 1, an unknown `kv_dtype` or a `dtype` that is narrow already; OutOfMemory names
+        `device_tokens`."""
+        super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
+        if kv_dtype not in _STORED:
+            raise ConfigError(f"kv_dtype={kv_dtype!r}: choose 'int8' or 'fp8'")
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ConfigError(f"dtype={dtype} is what is read back: set it to the model's, kv_dtype to what is stored")
+        self.head_num, self.head_dim = head_num, head_dim
+        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        self._positive(head_num=head_num, head_dim=head_dim, v_head_dim=self.v_head_dim)
+        self.kv_dtype = kv_dtype
+        self.store_dtype = _STORED[kv_dtype]
+        self._kernels = kernel_choice(self.device)
+        self._build(
+            [
+                Row("k", self.store_dtype, (head_num, head_dim)),
+                Row("v", self.store_dtype, (head_num, self.v_head_dim)),
+                Row("k_scale", torch.float32, (head_num,)),
+                Row("v_scale", torch.float32, (head_num,)),
+            ]
+        )
+
+    def get_quantized_buffer(self, layer_id: int) -> QuantizedLayer:
+        """A layer as stored, after waiting for it. Views, valid as long as the pool."""
+        return QuantizedLayer(*self._stored[self._wait_for(layer_id)])
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """All keys `[slots, heads, dim]` of a layer, dequantised into a new tensor of `dtype`."""
+        layer = self.get_quantized_buffer(layer_id)
+        return dequantise_kv([layer.k], [layer.k_scale], None, self.dtype, self._kernels)[0]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """All values, likewise."""
+        layer = self.get_quantized_buffer(layer_id)
+        return dequantise_kv([layer.v], [layer.v_scale], None, self.dtype, self._kernels)[0]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._read(layer_id, None)
+
+    def get_kv_rows(self, layer_id: int, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at slots `loc`, `[tokens, heads, dim]` of `dtype`, gathered and dequantised in one launch."""
+        self._check_loc(loc)
+        return self._read(layer_id, loc)
+
+    def set_kv_buffer(
+        self,
+        layer: HasLayerId | int,
+        loc: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+    ) -> None:
+        """Quantise and store, in one launch, what the base's would store: rows divided by `k_scale` and `v_scale`."""
+        stored, count = QuantizedLayer(*self._stored[self._index(layer)]), loc.numel()
+        self._check_loc(loc)
+        k_row, v_row = (count, self.head_num, self.head_dim), (count, self.head_num, self.v_head_dim)
+        k, v = self._pair(cache_k, cache_v, k_row, v_row, k_scale, v_scale)
+        if k_scale is not None or v_scale is not None:
+            k, v = cast_rows(k, torch.float32, k_scale), cast_rows(v, torch.float32, v_scale)
+        quantise_kv(k, v, (stored.k, stored.v), (stored.k_scale, stored.v_scale), loc, self._kernels)
+
+    def _read(self, layer_id: int, loc: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.get_quantized_buffer(layer_id)
+        k, v = dequantise_kv((layer.k, layer.v), (layer.k_scale, layer.v_scale), loc, self.dtype, self._kernels)
+        return k, v

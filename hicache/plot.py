@@ -1,0 +1,65 @@
+"""Memory over time as a figure: an optional extra, `pip install hicache[plot]`.
+
+Owns nothing. Importing it works without matplotlib; plotting then says what is missing. May import metrics and errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from hicache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+try:
+    from matplotlib import figure as _figure
+except ImportError:
+    _figure = None
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """One moment: seconds since the start, and per tier (device, host, disk) the bytes in use and free."""
+
+    time_s: float
+    used_bytes: dict[str, int]
+    free_bytes: dict[str, int]
+
+    def __post_init__(self) -> None:
+        if self.used_bytes.keys() != self.free_bytes.keys():
+            raise ConfigError(f"used_bytes of {list(self.used_bytes)} and free_bytes of {list(self.free_bytes)} differ")
+
+
+def plot_memory_usage(history: Sequence[MemorySample]) -> Figure:
+    """Used and free memory of each tier over time, in GiB, one panel a tier. Save it with `figure.savefig(path)`.
+
+    A tier that a sample does not name is left out at that moment. Needs no display. ConfigError where matplotlib is
+    missing, the history is empty, or time runs backwards.
+    """
+    if _figure is None:
+        raise ConfigError("plots need matplotlib, which is not installed; pip install hicache[plot]")
+    if not history:
+        raise ConfigError("the history is empty; give at least one MemorySample")
+    if any(later.time_s < sample.time_s for sample, later in pairwise(history)):
+        raise ConfigError("the history is not in order of time; sort it by time_s")
+    tiers = list(dict.fromkeys(tier for sample in history for tier in sample.used_bytes))
+    figure: Figure = _figure.Figure(figsize=(10, 3 * len(tiers)), layout="constrained")
+    panels = figure.subplots(len(tiers), 1, sharex=True, squeeze=False)[:, 0] if tiers else []
+    for panel, tier in zip(panels, tiers, strict=True):
+        samples = [sample for sample in history if tier in sample.used_bytes]
+        times = [sample.time_s for sample in samples]
+        panel.plot(times, [sample.used_bytes[tier] / _GIB for sample in samples], label="used")
+        panel.plot(times, [sample.free_bytes[tier] / _GIB for sample in samples], label="free")
+        panel.set_title(tier)
+        panel.set_ylabel("GiB")
+        panel.set_ylim(bottom=0)
+        panel.legend()
+    if tiers:
+        panels[-1].set_xlabel("seconds")
+    return figure

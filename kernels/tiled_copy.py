@@ -1,0 +1,247 @@
+"""Rows of all layers moved from slots to slots, as if all were read before any is written.
+
+    buffer[target[i]] = buffer[source[i]]    for every buffer, i in [0, n)
+
+Targets are distinct; sources and targets may share slots in any way. Two kernels, chosen by n:
+
+    few     one launch. A program holds one tile (some columns of one buffer) of all n rows in registers: it loads them,
+            waits for its threads, and stores them. No other program touches that tile.
+    many    a row is at risk where its source is another's target. `_mark` notes i at every target; `_save` copies the
+            rows at risk, usually none, to staging; `_copy` then takes each row from the pool or from staging. Buffers
+            go in groups that bound the staging, and mostly all in one.
+
+The table of addresses, row sizes and strides lies on the device, so buffers may differ in row size. All addressing is
+int64, in words as wide as all rows allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hicache.kernels._triton import WORDS, Kernels, cdiv, check_kernels, jit, power_of_two, tl, widest_word
+
+_FEW_BYTES = 64 << 10  # of one program's rows: 32 registers a thread at 16 warps
+_STAGING_BYTES = 128 << 20
+_WORDS_PER_PROGRAM = 2048
+_MAX_COLS = 256
+_SAVE_SPLITS = 8  # programs that share a block of rows at risk
+
+
+def tile_bytes_for(stride_bytes: int) -> int:
+    """Bytes of a row that a program of the kernel for few rows takes: wide rows in wider tiles."""
+    if stride_bytes >= 8192:
+        return 512
+    return 256 if stride_bytes >= 4096 else 128
+
+
+@jit
+def _buffer(word, table, index, ALIGN: tl.constexpr):
+    """Start, row size and slot stride, in words, of buffer `index`.
+
+    The table counts all three in units of ALIGN words: a factor that the compiler sees lets it join loads.
+    """
+    word_bytes: tl.constexpr = word.dtype.element_ty.primitive_bitwidth // 8
+    address = tl.load(table + index * 3) * (ALIGN * word_bytes)
+    start = tl.multiple_of(address.to(tl.pointer_type(word.dtype.element_ty)), ALIGN * word_bytes)
+    row = tl.load(table + index * 3 + 1) * ALIGN
+    stride = tl.load(table + index * 3 + 2) * ALIGN
+    return start, row, stride
+
+
+@jit
+def _at_risk(stamps, i, slot, mask, generation):
+    """Whether another row of this move (its stamp names `generation`) is written to where row i is read."""
+    stamp = tl.load(stamps + slot, mask=mask, other=0)
+    return mask & ((stamp >> 32) == generation) & ((stamp & 0x7FFFFFFF) != i)
+
+
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["table", "target", "source"])
+def _few_kernel(word, table, target, source, num_rows, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr):
+    # Program (b, c): buffer b, words [c*COLS, (c+1)*COLS) of all rows.
+    start, row, stride = _buffer(word, table, tl.program_id(0).to(tl.int64), ALIGN)
+    i = tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = (i < num_rows)[:, None] & (column < row)[None, :]
+    old = tl.load(source + i, mask=i < num_rows, other=0).to(tl.int64)
+    new = tl.load(target + i, mask=i < num_rows, other=0).to(tl.int64)
+    words = tl.load(start + old[:, None] * stride + column[None, :], mask=inside)
+    tl.debug_barrier()  # every thread has loaded before any stores
+    tl.store(start + new[:, None] * stride + column[None, :], words, mask=inside)
+
+
+@jit(do_not_specialize=["num_rows", "generation"], do_not_specialize_on_alignment=["target"])
+def _mark_kernel(stamps, target, num_rows, generation, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(target + i, mask=i < num_rows, other=0).to(tl.int64)
+    tl.store(stamps + slot, (generation.to(tl.int64) << 32) | i, mask=i < num_rows)
+
+
+@jit(
+    do_not_specialize=["num_rows", "generation", "first", "num_buffers"],
+    do_not_specialize_on_alignment=["table", "source"],
+)
+def _save_kernel(
+    staging,
+    stamps,
+    table,
+    source,
+    num_rows,
+    generation,
+    first,
+    num_buffers,
+    WIDEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    # Program (b, s) of S: rows [b*ROWS, (b+1)*ROWS) at risk, buffers first + s, first + s + S, ... of the group.
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    old = tl.load(source + i, mask=i < num_rows, other=0).to(tl.int64)
+    risk = _at_risk(stamps, i, old, i < num_rows, generation)
+    if tl.max(risk.to(tl.int32), axis=0) > 0:
+        for member in range(tl.program_id(1), num_buffers, tl.num_programs(1)):
+            start, row, stride = _buffer(staging, table, (first + member).to(tl.int64), ALIGN)
+            saved = staging + (num_rows.to(tl.int64) * member + i)[:, None] * WIDEST
+            for begin in range(0, WIDEST, COLS):
+                column = begin + tl.arange(0, COLS)
+                inside = risk[:, None] & (column < row)[None, :]
+                words = tl.load(start + old[:, None] * stride + column[None, :], mask=inside)
+                tl.store(saved + column[None, :], words, mask=inside)
+
+
+@jit(
+    do_not_specialize=["num_rows", "generation", "first"],
+    do_not_specialize_on_alignment=["table", "target", "source"],
+)
+def _copy_kernel(
+    staging,
+    stamps,
+    table,
+    target,
+    source,
+    num_rows,
+    generation,
+    first,
+    WIDEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    # Program (b, q, c): rows [b*ROWS, (b+1)*ROWS), buffer first + q, words [c*COLS, (c+1)*COLS).
+    member = tl.program_id(1).to(tl.int64)
+    start, row, stride = _buffer(staging, table, first + member, ALIGN)
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(2) * COLS + tl.arange(0, COLS)
+    old = tl.load(source + i, mask=i < num_rows, other=0).to(tl.int64)
+    new = tl.load(target + i, mask=i < num_rows, other=0).to(tl.int64)
+    inside = (i < num_rows)[:, None] & (column < row)[None, :]
+    risk = _at_risk(stamps, i, old, i < num_rows, generation)[:, None]
+    saved = staging + (member * num_rows + i)[:, None] * WIDEST + column[None, :]
+    direct = tl.load(start + old[:, None] * stride + column[None, :], mask=inside & (risk == 0))
+    staged = tl.load(saved, mask=inside & risk)
+    tl.store(start + new[:, None] * stride + column[None, :], tl.where(risk, staged, direct), mask=inside)
+
+
+class TiledCopy:
+    """Moves rows between slots of one pool, in all its buffers at once.
+
+    Owns the address table and one int64 stamp a slot; borrows the buffers and keeps them alive. One thread at a time;
+    work goes to the current stream of the buffers' device, and the host never waits.
+    """
+
+    def __init__(self, buffers: Sequence[torch.Tensor], kernels: Kernels, tile_bytes: int | None = None) -> None:
+        """`buffers`: `[slots, ...row]` each, rows contiguous, of equal slots. `tile_bytes` overrides the choice."""
+        check_kernels(kernels)
+        slots = {len(buffer) for buffer in buffers}
+        if len(slots) != 1:
+            raise ValueError(f"buffers of {sorted(slots)} slots: a move needs at least one, and as many slots in each")
+        for index, buffer in enumerate(buffers):
+            if buffer.dim() < 2 or not buffer[:1].is_contiguous():
+                raise ValueError(
+                    f"buffer {index}, {tuple(buffer.shape)}, strides {buffer.stride()}: need rows, each contiguous"
+                )
+        self._buffers, self._kernels = tuple(buffers), kernels
+        self._device, self._generation = buffers[0].device, 0
+        sizes = [(b.data_ptr(), b[0].numel() * b.element_size(), b.stride(0) * b.element_size()) for b in buffers]
+        self._width = widest_word(*(n for size in sizes for n in size))
+        self._align = 2 if self._width == 8 and all(n % 16 == 0 for size in sizes for n in size) else 1
+        self._widest = max(row for _, row, _ in sizes) // self._width
+        self._tile_bytes = tile_bytes or tile_bytes_for(max(stride for _, _, stride in sizes))
+        if kernels == "triton":
+            unit = self._align * self._width
+            table = [(start // unit, row // unit, stride // unit) for start, row, stride in sizes]
+            self._table = torch.tensor(table, dtype=torch.int64, device=self._device)
+            self._stamps = torch.zeros(slots.pop(), dtype=torch.int64, device=self._device)
+
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Rows at slots `source` to slots `target`, int32 or int64 `[n]`. ValueError where they do not fit.
+
+        A slot that is the target of two rows keeps one of them.
+        """
+        if target.shape != source.shape or target.dim() != 1 or {target.device, source.device} != {self._device}:
+            raise ValueError(
+                f"targets {tuple(target.shape)} on {target.device}, sources {tuple(source.shape)} on {source.device}: "
+                f"need as many, in one dimension, on {self._device}"
+            )
+        if not target.numel():
+            return
+        if self._kernels == "torch":
+            for buffer in self._buffers:
+                rows = buffer if buffer.element_size() > 1 else buffer.view(torch.uint8)
+                rows[target] = rows[source]
+            return
+        target, source = target.contiguous(), source.contiguous()
+        with torch.cuda.device_of(target):
+            rows_in_tile = power_of_two(target.numel())
+            if rows_in_tile * min(self._tile_bytes, 128) <= _FEW_BYTES:
+                self._move_few(target, source, rows_in_tile)
+            else:
+                self._move_many(target, source)
+
+    def _move_few(self, target: torch.Tensor, source: torch.Tensor, rows_in_tile: int) -> None:
+        tile = self._tile_bytes
+        while rows_in_tile * tile > _FEW_BYTES:
+            tile //= 2
+        cols = min(power_of_two(self._widest), max(1, tile // self._width))
+        held = rows_in_tile * cols * self._width
+        _few_kernel[(len(self._buffers), cdiv(self._widest, cols))](
+            self._word(),
+            self._table,
+            target,
+            source,
+            target.numel(),
+            ROWS=rows_in_tile,
+            COLS=cols,
+            ALIGN=self._align,
+            num_warps=4 if held <= 16 << 10 else 8 if held <= 32 << 10 else 16,
+        )
+
+    def _move_many(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        num_rows, num_buffers = target.numel(), len(self._buffers)
+        # Stamps of earlier moves name earlier generations; after 2**31 - 1 of them the count starts anew.
+        if self._generation == (1 << 31) - 1:
+            self._stamps.zero_()
+            self._generation = 0
+        self._generation += 1
+        _mark_kernel[(cdiv(num_rows, 1024),)](self._stamps, target, num_rows, self._generation, BLOCK=1024)
+        buffer_bytes = num_rows * self._widest * self._width
+        group = max(1, min(num_buffers, _STAGING_BYTES // buffer_bytes))
+        staging = torch.empty(group * buffer_bytes, dtype=torch.uint8, device=self._device).view(WORDS[self._width])
+        cols = min(power_of_two(self._widest), _MAX_COLS)
+        rows = max(1, _WORDS_PER_PROGRAM // cols)
+        blocks, sizes = cdiv(num_rows, rows), {"WIDEST": self._widest, "ROWS": rows, "COLS": cols, "ALIGN": self._align}
+        for first in range(0, num_buffers, group):
+            members = min(group, num_buffers - first)
+            moved = (source, num_rows, self._generation, first)
+            _save_kernel[(blocks, min(members, _SAVE_SPLITS))](
+                staging, self._stamps, self._table, *moved, members, **sizes
+            )
+            _copy_kernel[(blocks, members, cdiv(self._widest, cols))](
+                staging, self._stamps, self._table, target, *moved, **sizes
+            )
+
+    def _word(self) -> torch.Tensor:
+        """A tensor whose element is a word; the kernel uses its type alone."""
+        return self._stamps[:1].view(WORDS[self._width])

@@ -1,0 +1,189 @@
+"""Frees by pages: what comes back, and that on a GPU nobody waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.alloc import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from hicache.alloc.paged import distinct_first
+from hicache.errors import DoubleFree, ShapeError
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def paged(size: int, page_size: int, need_sort: bool = True, device: str = "cpu") -> PagedTokenToKVPoolAllocator:
+    return PagedTokenToKVPoolAllocator(size, page_size, torch.bfloat16, device, None, need_sort)
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    """Within it, torch raises where it would make the host wait for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@given(ids=st.lists(st.integers(1, 9), min_size=1, max_size=40))
+def test_distinct_ids_stand_first(ids: list[int]) -> None:
+    """The distinct ids come first, ascending, in a tensor of the input's length, with the index of the last."""
+    distinct, last = distinct_first(torch.tensor(ids))
+    assert distinct.numel() == len(ids) and last.shape == (1,)
+    assert distinct[: int(last) + 1].tolist() == sorted(set(ids))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("need_sort", [True, False])
+def test_any_token_frees_its_page(device: str, need_sort: bool) -> None:
+    """Some or all tokens of pages, in any order and repeated, give each page back once."""
+    allocator = paged(40, 4, need_sort, device)
+    slots = allocator.alloc(40)
+    assert slots is not None
+    for tokens, pages in (([3], 1), ([5, 4, 6, 5], 1), ([38, 9, 39, 11, 9], 2), (list(range(12, 24)), 3)):
+        before = allocator.available_size()
+        allocator.free(slots[torch.tensor(tokens, device=device)])
+        assert allocator.available_size() == before + 4 * pages
+        allocator.check()
+    allocator.free_group_begin()
+    for tokens in ([24, 25], [26, 29], [28]):
+        allocator.free(slots[torch.tensor(tokens, device=device)])
+    allocator.free_group_end()
+    assert allocator.available_size() == 36
+    again = allocator.alloc(36)
+    assert again is not None and sorted(again.tolist()) == [s for s in range(4, 44) if s // 4 != 9]
+    allocator.check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("group", [True, False])
+def test_runs_are_counted_by_length(device: str, group: bool) -> None:
+    """Runs from a page's start, one with a page begun or several of whole pages, give back every page they touch."""
+    allocator = paged(80, 4, device=device)
+    slots = allocator.alloc(80)
+    assert slots is not None
+    if group:
+        allocator.free_group_begin()
+    allocator.free_run(slots[:9])
+    allocator.free_run(slots[12:20].to(torch.int32), 8)
+    allocator.free_run(torch.cat((slots[40:48], slots[24:28])))
+    allocator.free_run(slots[:0])
+    allocator.free_run(slots[30:31], 2)
+    if group:
+        assert allocator.available_size() == 0
+        allocator.free_group_end()
+    assert allocator.available_size() == 4 * (3 + 2 + 3 + 1)
+    allocator.check()
+    allocator.free_run(torch.cat((slots[20:24], slots[32:40], slots[48:])), 16)
+    assert allocator.available_size() == 80
+    allocator.check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_run_and_tokens_of_its_pages_in_one_group(device: str) -> None:
+    """A page that a run and single tokens name in one group comes back once."""
+    allocator = paged(40, 4, device=device)
+    slots = allocator.alloc(24)
+    assert slots is not None
+    allocator.free_group_begin()
+    allocator.free_run(slots[:6])
+    allocator.free(slots[6:8])
+    allocator.free_run(slots[10:14], 10)
+    allocator.free_group_end()
+    assert allocator.available_size() == 16 + 4 * 4
+    allocator.check()
+
+
+def test_runs_that_are_none_are_named() -> None:
+    """On the CPU, slots that are no run from a page's start raise ShapeError; a page freed twice raises DoubleFree."""
+    allocator = paged(40, 4)
+    slots = allocator.alloc(40)
+    assert slots is not None
+    with pytest.raises(ShapeError, match="freed as a run"):
+        allocator.free_run(slots[2:9])
+    assert allocator.available_size() == 0
+    allocator.free_run(slots[:8])
+    with pytest.raises(DoubleFree):
+        allocator.free_run(slots[4:12])
+    assert allocator.available_size() == 8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_small_frees_are_joined(device: str) -> None:
+    """Hundreds of frees stay in a bounded number of parts, in the order of the frees, and what was kept is a copy."""
+    allocator = TokenToKVPoolAllocator(500, torch.bfloat16, device, None, True)
+    slots = allocator.alloc(500)
+    assert slots is not None
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(1)).to(device)
+    for i in order.split(2):
+        freed = slots[i]
+        allocator.free(freed)
+        freed.zero_()
+    assert len(allocator._released) <= 65 and allocator.available_size() == 500
+    assert allocator.release_pages.tolist() == slots[order].tolist()
+    allocator.check()
+
+
+@pytest.mark.gpu
+def test_small_allocations_share_a_block() -> None:
+    """On CUDA small allocations are distinct, outlive later calls, keep no more than a block alive, and survive merges,
+    snapshots and frees in between."""
+    allocator = TokenToKVPoolAllocator(5000, torch.bfloat16, "cuda", None, True)
+    held: list[torch.Tensor] = []
+    generator = torch.Generator().manual_seed(1)
+    for step in range(300):
+        n = int(torch.randint(1, 300, (1,), generator=generator))
+        slots = allocator.alloc(n)
+        if slots is not None:
+            assert slots.untyped_storage().nbytes() <= max(8192, n * 8)
+            held.append(slots)
+        if step % 3 == 2 or slots is None:
+            allocator.free(held.pop(step % len(held)))
+        if step % 50 == 7:
+            state = allocator.backup_state()
+            for size in (5, 200, 256):
+                allocator.alloc(size)
+            allocator.restore_state(state)
+        out = torch.cat(held)
+        assert out.unique().numel() == out.numel() and out.numel() + allocator.available_size() == 5000
+        assert int(out.min()) >= 1 and int(out.max()) <= 5000
+        allocator.check()
+
+
+@pytest.mark.gpu
+def test_no_free_waits_for_the_device() -> None:
+    """The pages of 256 requests in a group, as runs or as any tokens, and an extend and a decode: nothing waits."""
+    page, tokens, requests = 64, 640, 256
+    allocator = paged(requests * tokens * 2, page, device="cuda")
+    zeros, ends = torch.zeros(requests, dtype=torch.int64), torch.full((requests,), tokens)
+    on = [x.cuda() for x in (zeros, ends, zeros - 1)]
+    for way in ("runs", "tokens"):
+        with no_wait():
+            slots = allocator.alloc_extend(on[0], zeros, on[1], ends, on[2], requests * tokens)
+            assert slots is not None
+            more = allocator.alloc_decode(on[1] + 1, ends + 1, slots[tokens - 1 :: tokens])
+            assert more is not None
+            allocator.free_group_begin()
+            for part in slots.split(tokens):
+                if way == "runs":
+                    allocator.free_run(part)
+                else:
+                    allocator.free(part)
+            allocator.free(more)
+            allocator.free_group_end()
+        assert allocator.available_size() == requests * tokens * 2
+        allocator.check()
+    with no_wait():
+        slots = allocator.alloc_extend(on[0], zeros, on[1], ends, on[2], requests * tokens)
+        assert slots is not None
+        for part in slots.split(tokens):
+            allocator.free_run(part)
+        assert allocator.available_size() == requests * tokens * 2
+        assert allocator.alloc(requests * tokens * 2) is not None

@@ -1,0 +1,252 @@
+"""Memory of the device tier: how much fits, where it comes from, when it is taken, how full it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from hicache import plot
+from hicache.alloc import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from hicache.device import (
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    Mamba2CacheParams,
+    Mamba2StateShape,
+    MambaPool,
+    MHATokenToKVPool,
+    ReqToTokenPool,
+    SWAKVPool,
+    plan_capacity,
+)
+from hicache.device.memory import LazyColumn, nvlink_pool
+from hicache.errors import ConfigError, OutOfMemory
+from hicache.layout import BufferSpec, PoolLayout
+from hicache.metrics import memory_pressure
+from hicache.plot import MemorySample, plot_memory_usage
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BF16 = torch.bfloat16
+GIB = 1 << 30
+
+
+def has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def lazy_pool(device: str = "cpu", lazy: bool = True) -> MHATokenToKVPool:
+    return MHATokenToKVPool(16, 4, BF16, 2, 8, 3, device, False, v_head_dim=4, start_layer=5, lazy=lazy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_layer_is_allocated_at_its_first_use(device: str) -> None:
+    """Only layers that were used take memory, each once, zero-filled; reads and writes are those of an eager pool."""
+    pool, eager = lazy_pool(device), lazy_pool(device, lazy=False)
+    layer_bytes = 20 * 2 * (8 + 4) * 2
+    assert pool.mem_usage == 0.0 and eager.mem_usage == 3 * layer_bytes / GIB and pool.layout == eager.layout
+    loc = torch.tensor([4, 9], device=device)
+    k, v = torch.randn(2, 2, 8, device=device).to(BF16), torch.randn(2, 2, 4, device=device).to(BF16)
+    for each in (pool, eager):
+        each.set_kv_buffer(6, loc, k, v)
+    assert pool.mem_usage == layer_bytes / GIB
+    assert all(torch.equal(a, b) for a, b in zip(pool.get_kv_buffer(6), eager.get_kv_buffer(6), strict=True))
+    assert pool.mem_usage == layer_bytes / GIB and not pool.get_value_buffer(5).any()
+    assert pool.mem_usage == 2 * layer_bytes / GIB
+    assert isinstance(pool.k_buffer, LazyColumn) and len(pool.k_buffer) == 3
+    assert [b.shape for b in pool.k_buffer[1:]] == [(20, 2, 8)] * 2 and pool.mem_usage == eager.mem_usage
+    assert pool.k_buffer[-1].data_ptr() == pool.layer_buffers(7)[0].data_ptr()
+    assert len(pool.get_contiguous_buf_infos()[0]) == 6
+    with pytest.raises(IndexError):
+        pool.k_buffer[3]
+
+
+def test_a_bad_store_allocates_nothing_else() -> None:
+    """Looking at slots, the layout or the waiter of a lazy pool takes no memory."""
+    pool = lazy_pool()
+    assert pool.layout.token_bytes == 3 * 2 * 12 * 2 and pool.slot_spaces[0].num_slots == 20
+    assert pool.mem_usage == 0.0
+
+
+@pytest.mark.gpu
+def test_no_first_use_within_a_graph() -> None:
+    """A layer first used under capture is refused with both ways out; one used before is stored to at replay."""
+    pool = lazy_pool("cuda")
+    loc = torch.tensor([4, 9], device="cuda")
+    k, v = torch.ones(2, 2, 8, device="cuda", dtype=BF16), torch.ones(2, 2, 4, device="cuda", dtype=BF16)
+    pool.set_kv_buffer(5, loc, k, v)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pool.set_kv_buffer(5, loc, k, v)
+        with pytest.raises(ConfigError, match=r"layer 1 .* run one step before the capture, or .* lazy=False"):
+            pool.set_kv_buffer(6, loc, k, v)
+    k.fill_(3)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool((pool.get_key_buffer(5)[loc] == 3).all())
+
+
+@pytest.mark.skipif(has("torch_memory_saver"), reason="the memory saver is there")
+def test_a_missing_memory_saver_is_named() -> None:
+    """Every pool and table that is asked for the memory saver without its package raises with both ways out."""
+    shape = Mamba2StateShape.create(1, 16, 1, 2, 8, 4, 4)
+    params = Mamba2CacheParams(shape, [0])
+    builders = [
+        lambda: MHATokenToKVPool(8, 1, BF16, 1, 8, 1, "cpu", True, lazy=True),
+        lambda: ReqToTokenPool(4, 8, "cpu", True),
+        lambda: MambaPool(4, params, "cpu", enable_memory_saver=True),
+        lambda: HybridReqToTokenPool(4, 4, 8, "cpu", True, params),
+        lambda: SWAKVPool(8, 8, 1, BF16, 1, 8, [0], [1], "cpu", enable_memory_saver=True),
+        lambda: HybridLinearKVPool(8, BF16, 1, 1, 8, [0], "cpu", enable_memory_saver=True),
+    ]
+    for build in builders:
+        with pytest.raises(ConfigError, match="install it, or set enable_memory_saver=False"):
+            build()
+
+
+def test_custom_memory_pools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown pool says which there are, a missing Mooncake what to install; the CPU has no use for either."""
+    monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "NVLink")
+    assert lazy_pool(lazy=False).mem_usage > 0
+    if not has("mooncake"):
+        with pytest.raises(ConfigError, match=r"mooncake.*install it, or unset HICACHE_CUSTOM_MEM_POOL"):
+            nvlink_pool(torch.device("cuda:0"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(has("mooncake"), reason="Mooncake is there")
+def test_a_pool_from_a_missing_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the setting is honoured: without Mooncake no pool is built, and an unknown name is refused."""
+    monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "nvlink")
+    with pytest.raises(ConfigError, match=r"mooncake.*install it, or unset HICACHE_CUSTOM_MEM_POOL"):
+        lazy_pool("cuda", lazy=False)
+    monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "fabric")
+    with pytest.raises(ConfigError, match="'fabric': set it to nvlink"):
+        lazy_pool("cuda", lazy=False)
+
+
+def kv_layout(page: int = 16) -> PoolLayout:
+    """32 layers, 8 heads of 128, bf16: 128 KiB a token."""
+    layers = tuple(range(32))
+    return PoolLayout(tuple(BufferSpec(name, BF16, (8, 128), "token", layers) for name in "kv"), page)
+
+
+def test_capacity_by_hand() -> None:
+    """Tokens are what the share leaves, less page 0, in whole pages."""
+    token = 128 << 10
+    assert plan_capacity(80 * GIB, 16 * GIB, kv_layout(), mem_fraction_static=0.85) == (
+        (int(80 * GIB * 0.85) - 16 * GIB) // (16 * token) * 16 - 16
+    )
+    assert plan_capacity(80 * GIB, 16 * GIB, kv_layout(1), reserve_ratio=0.1) == int(64 * GIB * 0.9) // token - 1
+    assert plan_capacity(32 * token, 0, kv_layout(), mem_fraction_static=1.0) == 16
+    assert plan_capacity(32 * token + 15 * token, 0, kv_layout(), reserve_ratio=0.0) == 16
+
+
+def test_capacity_is_what_a_pool_takes() -> None:
+    """A pool of the planned size takes no more than the budget, and one page more would."""
+    spec = {"head_num": 2, "head_dim": 8, "layer_num": 3, "device": "cpu", "enable_memory_saver": False}
+    layout = MHATokenToKVPool(size=4, page_size=4, dtype=BF16, **spec).layout
+    size = plan_capacity(100_000, 30_000, layout, reserve_ratio=0.25)
+    pools = [MHATokenToKVPool(size=s, page_size=4, dtype=BF16, **spec) for s in (size, size + 4)]
+    fits, more = (pool.mem_usage * GIB for pool in pools)
+    assert fits <= 70_000 * 0.75 < more
+
+
+def test_rows_of_pages_and_requests_are_counted() -> None:
+    """Rows a page take their share of a page; states are set aside for the requests and the sink."""
+    kv, page = BufferSpec("k", BF16, (50,), "token", (0, 1)), BufferSpec("s", torch.uint8, (7,), "page", (0, 1))
+    state = BufferSpec("temporal", torch.float32, (250,), "request", (2, 3))
+    per_page = 2 * (4 * 100 + 7)
+    assert plan_capacity(100 * per_page, 0, PoolLayout((kv, page), 4), reserve_ratio=0.0) == 99 * 4
+    layout = PoolLayout((kv, page, state), 4)
+    assert plan_capacity(100 * per_page + 11 * 2000, 0, layout, reserve_ratio=0.0, max_requests=10) == 99 * 4
+    with pytest.raises(ConfigError, match="nothing per token"):
+        plan_capacity(GIB, 0, PoolLayout((state,), 1), reserve_ratio=0.0)
+
+
+def test_bad_plans_are_named() -> None:
+    """Both shares or none, shares out of range, and models that leave no room say the numbers and the knob."""
+    for shares in ({}, {"mem_fraction_static": 0.9, "reserve_ratio": 0.1}):
+        with pytest.raises(ConfigError, match="give exactly one of the two"):
+            plan_capacity(GIB, 0, kv_layout(), **shares)
+    with pytest.raises(ConfigError, match=r"mem_fraction_static=1\.5"):
+        plan_capacity(GIB, 0, kv_layout(), mem_fraction_static=1.5)
+    with pytest.raises(ConfigError, match=r"reserve_ratio=1\.0"):
+        plan_capacity(GIB, 0, kv_layout(), reserve_ratio=1.0)
+    with pytest.raises(ConfigError, match="model_bytes=-1"):
+        plan_capacity(GIB, -1, kv_layout(), reserve_ratio=0.1)
+    with pytest.raises(OutOfMemory, match=rf"{GIB} bytes with a model of {GIB} leave 0 .*raise mem_fraction_static"):
+        plan_capacity(GIB, GIB, kv_layout(), mem_fraction_static=0.9)
+    with pytest.raises(OutOfMemory, match="lower reserve_ratio"):
+        plan_capacity(GIB, GIB - 1000, kv_layout(), reserve_ratio=0.1)
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_allocators_tell_how_full_they_are(page: int) -> None:
+    """Total, used, utilisation, pages and free pages follow what is handed out; levels change above their limits."""
+    allocator: TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator
+    if page == 1:
+        allocator = TokenToKVPoolAllocator(100, BF16, "cpu", None, True)
+    else:
+        allocator = PagedTokenToKVPoolAllocator(100 * page + 3, page, BF16, "cpu", None, True)
+    seen = []
+    for _ in range(20):
+        seen.append(allocator.check_memory_pressure())
+        assert allocator.alloc(5 * page) is not None
+    assert [seen.count(level) for level in ("low", "medium", "high", "critical")] == [15, 3, 2, 0]
+    assert allocator.get_stats() == {
+        "total_tokens": 100 * page, "used_tokens": 100 * page, "utilization": 1.0, "num_pages": 100, "free_pages": 0,
+    }  # fmt: skip
+    assert allocator.check_memory_pressure() == "critical"
+    allocator.clear()
+    assert allocator.get_stats()["utilization"] == 0.0 and allocator.get_stats()["free_pages"] == 100
+
+
+def test_pressure_limits() -> None:
+    """The limits themselves belong to the lower level."""
+    levels = {0.0: "low", 0.7: "low", 0.71: "medium", 0.85: "medium", 0.86: "high", 0.95: "high", 0.951: "critical"}
+    assert {u: memory_pressure(u) for u in levels} == levels
+
+
+HISTORY = [
+    MemorySample(0.0, {"device": 1 * GIB, "host": 0}, {"device": 3 * GIB, "host": 8 * GIB}),
+    MemorySample(1.5, {"device": 2 * GIB}, {"device": 2 * GIB}),
+    MemorySample(2.0, {"device": 4 * GIB, "host": 6 * GIB}, {"device": 0, "host": 2 * GIB}),
+]
+
+
+def test_the_plot_shows_used_and_free_by_tier(tmp_path: Path) -> None:
+    """One panel a tier, one line each for used and free, with the samples that name the tier, in GiB; it saves."""
+    pytest.importorskip("matplotlib")
+    figure = plot_memory_usage(HISTORY)
+    assert [axes.get_title() for axes in figure.axes] == ["device", "host"]
+    lines = {
+        (axes.get_title(), line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))
+        for axes in figure.axes
+        for line in axes.get_lines()
+    }
+    assert lines == {
+        ("device", "used"): ([0.0, 1.5, 2.0], [1, 2, 4]),
+        ("device", "free"): ([0.0, 1.5, 2.0], [3, 2, 0]),
+        ("host", "used"): ([0.0, 2.0], [0, 6]),
+        ("host", "free"): ([0.0, 2.0], [8, 2]),
+    }
+    figure.savefig(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="is empty"):
+        plot_memory_usage([])
+    with pytest.raises(ConfigError, match="not in order of time"):
+        plot_memory_usage(HISTORY[::-1])
+
+
+def test_a_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing the module needs no matplotlib; plotting without it says how to install it."""
+    monkeypatch.setattr(plot, "_figure", None)
+    with pytest.raises(ConfigError, match=r"pip install hicache\[plot\]"):
+        plot_memory_usage(HISTORY)
+    with pytest.raises(ConfigError, match="differ"):
+        MemorySample(0.0, {"device": 1}, {"host": 1})

@@ -1,0 +1,338 @@
+"""Hybrid models: attention layers under global ids, and a request table that hands out rows and states together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.device import (
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    Mamba2CacheParams,
+    Mamba2StateShape,
+    MambaPool,
+    SpeculativeMambaState,
+)
+from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ATTENTION, LINEAR = [3, 7], [0, 1, 2, 4]
+SHAPE = Mamba2StateShape.create(1, 16, 1, 2, 8, 4, 4)
+F32 = torch.float32
+
+
+@dataclass(eq=False)
+class Request:
+    req_pool_idx: int | None = None
+    mamba_pool_idx: torch.Tensor | None = field(default=None)
+    mamba_checkpoint_idx: torch.Tensor | None = field(default=None)
+
+
+@dataclass
+class Layer:
+    layer_id: int
+
+
+def params() -> Mamba2CacheParams:
+    return Mamba2CacheParams(SHAPE, LINEAR)
+
+
+def hybrid(device: str = "cpu", **extra: int | bool | MambaPool) -> HybridLinearKVPool:
+    return HybridLinearKVPool(
+        size=16, dtype=F32, page_size=2, head_num=2, head_dim=4, full_attention_layer_ids=ATTENTION, device=device,
+        **extra,
+    )  # fmt: skip
+
+
+def table(size: int = 4, states: int = 6, device: str = "cpu", **extra: int | bool) -> HybridReqToTokenPool:
+    return HybridReqToTokenPool(
+        size=size, mamba_size=states, max_context_len=8, device=device, enable_memory_saver=False,
+        cache_params=params(), **extra,
+    )  # fmt: skip
+
+
+def number(state: torch.Tensor | None) -> int:
+    assert state is not None and state.dim() == 0 and state.dtype == torch.int64
+    return int(state)
+
+
+def rows(pool: HybridReqToTokenPool, requests: list[Request]) -> list[int]:
+    got = pool.alloc(requests)
+    assert got is not None
+    return got
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_attention_layers_by_global_id(device: str) -> None:
+    """Rows stored under global ids are read under them, and lie in dense layers of the pool behind."""
+    pool = hybrid(device)
+    loc = torch.tensor([2, 9], device=device)
+    stored = {}
+    for layer_id in ATTENTION:
+        stored[layer_id] = torch.randn(2, 2, 2, 4, device=device)
+        pool.set_kv_buffer(Layer(layer_id), loc, *stored[layer_id].unbind(1))
+    for dense, layer_id in enumerate(ATTENTION):
+        assert torch.equal(torch.stack([b[loc] for b in pool.get_kv_buffer(layer_id)], 1), stored[layer_id])
+        assert pool._transfer_full_attention_id(layer_id) == dense
+        assert pool.full_kv_pool.get_key_buffer(dense).data_ptr() == pool.get_key_buffer(layer_id).data_ptr()
+    pool.load_cpu_copy(pool.get_cpu_copy(loc), loc + 2)
+    pool.move_kv_cache(loc + 4, loc)
+    for slots in (loc + 2, loc + 4):
+        assert torch.equal(pool.get_value_buffer(7)[slots], stored[7][:, 1])
+
+
+def test_other_layers_are_named() -> None:
+    """An id without attention is a ValueError with the ids there are, wherever it is used."""
+    pool, k = hybrid(), torch.zeros(1, 2, 4)
+    message = r"layer_id=4 not in full attention layers: \[3, 7\]"
+    for call in (
+        lambda: pool.get_key_buffer(4),
+        lambda: pool.get_value_buffer(4),
+        lambda: pool.layer_buffers(4),
+        lambda: pool.set_kv_buffer(Layer(4), torch.tensor([2]), k, k),
+        lambda: pool._transfer_full_attention_id(4),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_latent_rows() -> None:
+    """With use_mla the rows are latent, set and read in two parts; without, that is refused."""
+    pool = hybrid(use_mla=True, kv_lora_rank=6, qk_rope_head_dim=2)
+    loc, nope, rope = torch.tensor([5, 2]), torch.randn(2, 1, 6), torch.randn(2, 1, 2)
+    waited = []
+
+    class Recorder:
+        def wait_until(self, threshold: int) -> None:
+            waited.append(threshold)
+
+    pool.register_layer_transfer_counter(Recorder())
+    pool.set_mla_kv_buffer(7, loc, nope, rope)
+    assert torch.equal(pool.get_key_buffer(7)[loc], torch.cat((nope, rope), -1))
+    got = pool.get_mla_kv_buffer(7, loc, torch.float64)
+    assert torch.equal(got[0], nope.double()) and torch.equal(got[1], rope.double()) and waited == [1, 1]
+    with pytest.raises(ConfigError, match="use_mla=True"):
+        hybrid().set_mla_kv_buffer(7, loc, nope, rope)
+    with pytest.raises(ConfigError, match="kv_lora_rank=None, qk_rope_head_dim=2"):
+        hybrid(use_mla=True, qk_rope_head_dim=2)
+
+
+def test_layouts_and_layer_map() -> None:
+    """The attention layout names global ids; with a state pool its space follows, over other layers."""
+    states = MambaPool(5, params(), "cpu")
+    pool = hybrid(mamba_pool=states)
+    full, mamba = pool.slot_spaces
+    assert full.layout == pool.layout and pool.layout.layers == (3, 7) and full.num_slots == 18
+    assert mamba.layout.layers == tuple(LINEAR) and mamba.num_slots == 6
+    assert full.layer_buffers(7)[0].data_ptr() == pool.get_key_buffer(7).data_ptr()
+    assert [space.name for space in hybrid().slot_spaces] == ["full"]
+    with pytest.raises(ConfigError, match=r"layers \[3\] are given as attention"):
+        hybrid(mamba_pool=MambaPool(5, Mamba2CacheParams(SHAPE, [3, 4]), "cpu"))
+    with pytest.raises(ConfigError, match="set it to False"):
+        hybrid(enable_kvcache_transpose=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("extra", [False, True])
+def test_a_row_and_its_states(device: str, extra: bool) -> None:
+    """Each request gets a row and its own states, zero; the mapping says which; what it has it keeps."""
+    pool = table(device=device, enable_mamba_extra_buffer=extra)
+    first, second = Request(), Request()
+    own = rows(pool, [first, second, first])
+    assert own == [first.req_pool_idx, second.req_pool_idx, first.req_pool_idx]
+    states = [number(r.mamba_pool_idx) for r in (first, second)]
+    indices = pool.get_mamba_indices(torch.tensor(own[:2], device=device))
+    assert indices.tolist() == states and int(pool.get_mamba_indices(own[1])) == states[1]
+    assert pool.mamba_pool.available_size() == (2 if extra else 4)
+    assert (first.mamba_checkpoint_idx is not None) == extra
+    rows(pool, [second, first])
+    assert [number(r.mamba_pool_idx) for r in (first, second)] == states
+    pool.check()
+    pool.free(first)
+    assert first.req_pool_idx is None and number(first.mamba_pool_idx) == states[0]
+    assert int(pool.get_mamba_indices(own[0])) == 0
+    pool.free_mamba_cache(first)
+    assert first.mamba_pool_idx is None and first.mamba_checkpoint_idx is None
+    pool.free_mamba_cache(second)
+    assert int(pool.get_mamba_indices(own[1])) == 0 and pool.mamba_pool.available_size() == 6
+    with pytest.raises(DoubleFree, match="no state"):
+        pool.free_mamba_cache(second)
+    pool.free(second)
+    pool.check()
+
+
+def test_a_state_brought_along_is_kept() -> None:
+    """A request whose state a cache filled before it got a row keeps that state, and its bytes."""
+    pool = table()
+    state = pool.mamba_pool.alloc(1)
+    assert state is not None
+    pool.mamba2_layer_cache(4).temporal[state] = 3.0
+    request = Request(mamba_pool_idx=state[0])
+    row = rows(pool, [request])[0]
+    assert int(pool.get_mamba_indices(row)) == int(state) and pool.mamba_pool.available_size() == 5
+    assert bool((pool.mamba2_layer_cache(4).temporal[pool.get_mamba_indices(row)] == 3).all())
+    assert pool.alloc(2) == [2, 3] and not pool.get_mamba_indices(torch.tensor([2, 3])).any()
+    pool.check()
+
+
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize(("size", "states"), [(2, 9), (9, 3)])
+def test_rows_and_states_or_neither(extra: bool, size: int, states: int) -> None:
+    """Where rows or states are short, no request gets anything, and both tables are as before."""
+    pool = table(size, states, enable_mamba_extra_buffer=extra)
+    held = Request()
+    rows(pool, [held])
+    free = pool.available_size(), pool.mamba_pool.available_size()
+    mapping = pool.req_index_to_mamba_index_mapping.clone()
+    waiting = [Request() for _ in range(3)]
+    assert pool.alloc([held, *waiting]) is None
+    assert all(r.req_pool_idx is None and r.mamba_pool_idx is None and r.mamba_checkpoint_idx is None for r in waiting)
+    assert free == (pool.available_size(), pool.mamba_pool.available_size())
+    assert torch.equal(mapping, pool.req_index_to_mamba_index_mapping)
+    with pytest.raises(InvariantError, match="rows"):
+        pool.alloc([Request(size, torch.tensor(1), torch.tensor(2))])
+    assert free == (pool.available_size(), pool.mamba_pool.available_size())
+    pool.check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_checkpoints_alternate(device: str) -> None:
+    """A checkpoint keeps the running bytes where they are; the request goes on in its other state, from there."""
+    pool = table(device=device, enable_mamba_extra_buffer=True)
+    requests = [Request(), Request()]
+    own = torch.tensor(rows(pool, requests), device=device)
+    cache = pool.mamba2_layer_cache(2)
+
+    def step(value: float) -> None:
+        cache.temporal[pool.get_mamba_indices(own)] += value
+
+    pairs = [{number(r.mamba_pool_idx), number(r.mamba_checkpoint_idx)} for r in requests]
+    step(1.0)
+    for kept in (1.0, 3.0, 5.0):
+        running = [number(r.mamba_pool_idx) for r in requests]
+        pool.checkpoint(requests)
+        assert [number(r.mamba_checkpoint_idx) for r in requests] == running
+        step(2.0)
+        for request, pair in zip(requests, pairs, strict=True):
+            assert {number(request.mamba_pool_idx), number(request.mamba_checkpoint_idx)} == pair
+            assert bool((cache.temporal[request.mamba_checkpoint_idx] == kept).all())
+            assert bool((cache.temporal[request.mamba_pool_idx] == kept + 2).all())
+    taken = pool.take_checkpoint(requests[0])
+    assert taken is not None and int(taken) in pairs[0] and bool((cache.temporal[taken] == 5).all())
+    assert number(requests[0].mamba_checkpoint_idx) not in pairs[0] | pairs[1]
+    pool.checkpoint(requests)
+    assert bool((cache.temporal[taken] == 5).all()) and pool.mamba_pool.available_size() == 1
+    pool.mamba_pool.alloc(1)
+    before = number(requests[1].mamba_checkpoint_idx)
+    assert pool.take_checkpoint(requests[1]) is None and number(requests[1].mamba_checkpoint_idx) == before
+    pool.check()
+    for request in requests:
+        pool.free_mamba_cache(request)
+        pool.free(request)
+    assert pool.mamba_pool.available_size() == 4
+    pool.checkpoint([])
+    pool.clear()
+    assert pool.mamba_pool.available_size() == 6 and pool.available_size() == 4
+    pool.check()
+
+
+def test_wrong_calls_are_named() -> None:
+    """Checkpoints without the extra buffer, or of requests without row or state, and layers that are none, raise."""
+    pool = table()
+    with pytest.raises(ConfigError, match="set enable_mamba_extra_buffer=True"):
+        pool.checkpoint([])
+    with pytest.raises(ConfigError, match="set enable_mamba_extra_buffer=True"):
+        pool.take_checkpoint(Request())
+    pool = table(enable_mamba_extra_buffer=True)
+    with pytest.raises(ShapeError, match="1 of 1 requests have no row"):
+        pool.checkpoint([Request()])
+    with pytest.raises(ShapeError, match="1 of 1 requests have no state"):
+        pool.checkpoint([Request(req_pool_idx=1)])
+    with pytest.raises(ShapeError, match="Mamba layers"):
+        pool.mamba2_layer_cache(3)
+
+
+def test_check_finds_what_is_wrong() -> None:
+    """A free row that names a state, a state of two rows, and what table and states find, come in one list."""
+    pool = table()
+    rows(pool, [Request(), Request()])
+    pool.req_index_to_mamba_index_mapping[4] = 1
+    pool.mamba_pool.free_slots = pool.mamba_pool.free_slots[1:]
+    with pytest.raises(InvariantError) as caught:
+        pool.check()
+    text = str(caught.value)
+    assert "3 free and 2 handed out of 6" in text and "rows [4] are free and name" in text and "two rows name" in text
+
+
+def test_draft_buffers_are_built() -> None:
+    """The table hands the sizes of speculation on to its states."""
+    pool = table(mamba_spec_state_size=3, speculative_num_draft_tokens=2)
+    cache = pool.mamba2_layer_cache(1)
+    assert isinstance(cache, SpeculativeMambaState) and cache.intermediate_ssm.shape == (4, 2, *SHAPE.temporal)
+
+
+@pytest.mark.gpu
+def test_handing_out_does_not_wait() -> None:
+    """Rows, states, checkpoints and frees of a batch never make the host wait for the device."""
+    pool = table(device="cuda", enable_mamba_extra_buffer=True)
+    warm = Request()
+    rows(pool, [warm])
+    pool.checkpoint([warm])
+    pool.free_mamba_cache(warm)
+    pool.free(warm)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        requests = [Request(), Request()]
+        rows(pool, requests)
+        pool.checkpoint(requests)
+        for request in requests:
+            pool.free_mamba_cache(request)
+            pool.free(request)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    pool.check()
+    assert pool.available_size() == 4 and pool.mamba_pool.available_size() == 6
+
+
+@given(st.lists(st.tuples(st.sampled_from("aarsctn"), st.integers(0, 99)), max_size=50))
+def test_any_history_conserves_rows_and_states(history: list[tuple[str, int]]) -> None:
+    """Over any allocs, frees, checkpoints and donations, each row and each state has one owner, and all come back."""
+    pool = table(3, 8, enable_mamba_extra_buffer=True)
+    running: list[Request] = []
+    donated: list[int] = []
+    for action, choice in history:
+        request = running[choice % len(running)] if running else None
+        if action == "a":
+            fresh = [Request() for _ in range(choice % 3)]
+            if pool.alloc([*running[:1], *fresh]) is not None:
+                running += fresh
+        elif action == "r" and request:
+            pool.free_mamba_cache(request)
+            pool.free(request)
+            running.remove(request)
+        elif action == "c":
+            pool.checkpoint(running)
+        elif action == "t" and request:
+            taken = pool.take_checkpoint(request)
+            donated += [] if taken is None else taken.tolist()
+        elif action == "n" and donated:
+            pool.mamba_pool.free(torch.tensor([donated.pop(choice % len(donated))]))
+        elif action == "s" and request:
+            # A finished request donates its running state, and its row goes back.
+            donated.append(number(request.mamba_pool_idx))
+            request.mamba_pool_idx = None
+            pool.free(request)
+            pool.free_mamba_cache(request)
+            running.remove(request)
+        pool.check()
+        states = [number(x) for r in running for x in (r.mamba_pool_idx, r.mamba_checkpoint_idx)] + donated
+        assert len(set(states)) == len(states) == 8 - pool.mamba_pool.available_size()
+        assert pool.available_size() == 3 - len(running)
+        for r in running:
+            assert r.req_pool_idx is not None
+            assert int(pool.get_mamba_indices(r.req_pool_idx)) == number(r.mamba_pool_idx)

@@ -1,0 +1,281 @@
+"""The pool of recurrent states: states are handed out zeroed, copied whole, and come back once."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.device import Mamba2CacheParams, Mamba2StateShape, MambaPool, SpeculativeMambaState
+from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLACES = [
+    ("cpu", "torch"),
+    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
+    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LAYERS = [1, 4, 6]
+SHAPE = Mamba2StateShape.create(
+    tp_world_size=2, intermediate_size=16, n_groups=2, num_heads=4, head_dim=4, state_size=5, conv_kernel=4
+)
+
+
+def pool_of(size: int = 6, device: str = "cpu", **extra: int) -> MambaPool:
+    return MambaPool(size, Mamba2CacheParams(SHAPE, LAYERS), device, **extra)
+
+
+def fill(pool: MambaPool, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for x in (*pool.mamba_cache.conv, pool.mamba_cache.temporal):
+        x.copy_(torch.randn(x.shape, generator=generator))
+
+
+def must(slots: torch.Tensor | None) -> torch.Tensor:
+    assert slots is not None
+    return slots
+
+
+def state(pool: MambaPool, slot: int) -> list[torch.Tensor]:
+    return [buffer[slot].clone().cpu() for layer_id in LAYERS for buffer in pool.layer_buffers(layer_id)]
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tp", "groups", "conv", "temporal"),
+    [(1, 8, 64 + 2 * 8 * 5, 4), (2, 8, 32 + 2 * 4 * 5, 2), (4, 2, 16 + 2 * 5, 1), (4, 1, 16 + 2 * 5, 1)],
+)
+def test_shapes_split_over_ranks(tp: int, groups: int, conv: int, temporal: int) -> None:
+    """Channels and heads split; a group shared by several ranks is kept by each; the window is one below the kernel."""
+    shape = Mamba2StateShape.create(tp, 64, groups, 4, 16, 5, 4)
+    assert shape.conv == ((conv, 3),) and shape.temporal == (temporal, 16, 5)
+
+
+def test_shapes_that_do_not_split_are_named() -> None:
+    """Heads, groups and kernels that do not fit the ranks raise with the numbers."""
+    with pytest.raises(ConfigError, match="num_heads=4 do not split over tp_world_size=3"):
+        Mamba2StateShape.create(3, 66, 3, 4, 16, 5, 4)
+    with pytest.raises(ConfigError, match="n_groups=3 and tp_world_size=2"):
+        Mamba2StateShape.create(2, 64, 3, 4, 16, 5, 4)
+    with pytest.raises(ConfigError, match="conv_kernel=1"):
+        Mamba2StateShape.create(2, 64, 2, 4, 16, 5, 1)
+    with pytest.raises(ConfigError, match="layers"):
+        Mamba2CacheParams(SHAPE, [])
+
+
+def test_dtypes_come_from_argument_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 unless the environment, under either name, or an argument says otherwise; convolutions bfloat16."""
+    params = Mamba2CacheParams(SHAPE, LAYERS)
+    assert (params.temporal_dtype, params.conv_dtype) == (torch.float32, torch.bfloat16)
+    assert params.state_bytes == 3 * (18 * 3 * 2 + 2 * 4 * 5 * 4)
+    monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "bfloat16")
+    assert Mamba2CacheParams(SHAPE, LAYERS).temporal_dtype == torch.bfloat16
+    monkeypatch.setenv("HICACHE_MAMBA_SSM_DTYPE", "float16")
+    assert pool_of().mamba_cache.temporal.dtype == torch.float16
+    assert Mamba2CacheParams(SHAPE, LAYERS, torch.float32).temporal_dtype == torch.float32
+    monkeypatch.setenv("HICACHE_MAMBA_SSM_DTYPE", "int8")
+    with pytest.raises(ConfigError, match="HICACHE_MAMBA_SSM_DTYPE='int8'"):
+        Mamba2CacheParams(SHAPE, LAYERS)
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_states_are_zeroed_and_whole(device: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States 1..size come out once each, zeroed in every layer and tensor; short is None and changes nothing."""
+    monkeypatch.setenv("HICACHE_KERNELS", kernels)
+    pool = pool_of(device=device)
+    fill(pool)
+    before = {slot: state(pool, slot) for slot in range(7)}
+    first = must(pool.alloc(4))
+    assert first.dtype == torch.int64 and pool.available_size() == 2 and pool.alloc(3) is None
+    assert all(not x.any() for slot in first.tolist() for x in state(pool, slot))
+    assert all(equal(state(pool, slot), before[slot]) for slot in {*range(7)} - {*first.tolist()})
+    second = must(pool.alloc(2))
+    assert sorted(first.tolist() + second.tolist()) == [1, 2, 3, 4, 5, 6] and pool.alloc(1) is None
+    assert must(pool.alloc(0)).numel() == 0 and equal(state(pool, 0), before[0])
+    pool.check()
+    pool.free(first[1])
+    pool.free(second)
+    assert pool.available_size() == 3
+    pool.check()
+    pool.clear()
+    assert pool.available_size() == 6
+    pool.check()
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_forks_and_copies_are_whole_states(device: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork is a new state of equal bytes that later writes to its source do not reach; so is a copy."""
+    monkeypatch.setenv("HICACHE_KERNELS", kernels)
+    pool = pool_of(device=device)
+    slots = must(pool.alloc(3))
+    fill(pool)
+    a, b, c = slots.tolist()
+    old = {slot: state(pool, slot) for slot in (a, b, c)}
+    forked = must(pool.fork_from(slots[:2]))
+    (f, g) = forked.tolist()
+    assert equal(state(pool, f), old[a]) and equal(state(pool, g), old[b])
+    assert pool.fork_from(slots[:2]) is None and pool.available_size() == 1
+    pool.copy_from(slots[2], slots[0])
+    assert equal(state(pool, a), old[c]) and equal(state(pool, f), old[a])
+    pool.copy_from(torch.tensor([b, c, b], device=device), torch.tensor([g, 0, 0], device=device))
+    assert equal(state(pool, g), old[b])
+    pool.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts", [None, 3])
+def test_nothing_waits_for_the_device(drafts: int | None) -> None:
+    """alloc, free, fork and copy of states never make the host wait."""
+    pool = MambaPool(6, Mamba2CacheParams(SHAPE, LAYERS), "cuda", speculative_num_draft_tokens=drafts)
+    pool.free(must(pool.fork_from(must(pool.alloc(1)))))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        slots = must(pool.alloc(2))
+        forked = must(pool.fork_from(slots))
+        pool.copy_from(slots, forked)
+        pool.free(forked)
+        pool.free(slots[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    pool.check()
+    assert pool.available_size() == 4
+
+
+def test_bad_calls_raise_and_change_nothing() -> None:
+    """Double frees, foreign states and copies that read what they write raise, and nothing changes."""
+    pool = pool_of()
+    slots = must(pool.alloc(3))
+    fill(pool)
+    before = [state(pool, slot) for slot in range(7)]
+    pool.free(slots[2:])
+    for bad in (slots[2:], torch.tensor([0]), torch.tensor([7]), torch.tensor([-1]), slots, slots[[0, 0]]):
+        with pytest.raises(DoubleFree, match=r"states are 1\.\.6"):
+            pool.free(bad)
+        assert pool.available_size() == 4
+    for src, dst in (([1, 2], [2, 1]), ([1, 1], [2, 2]), ([1, 2], [3, 1])):
+        with pytest.raises(InvariantError, match="another pair"):
+            pool.copy_from(torch.tensor(src), torch.tensor(dst))
+    with pytest.raises(ShapeError, match="2 source states for 1"):
+        pool.copy_from(slots[:2], slots[2:])
+    with pytest.raises(ShapeError, match="ask for 0 or more"):
+        pool.alloc(-1)
+    with pytest.raises(ShapeError, match=r"layer_id=2 is not one of the Mamba layers: \[1, 4, 6\]"):
+        pool.mamba2_layer_cache(2)
+    with pytest.raises(ConfigError, match="raise mamba_size"):
+        pool_of(0)
+    assert all(equal(state(pool, slot), old) for slot, old in enumerate(before))
+    pool.free(torch.empty(0, dtype=torch.int64))
+    pool.check()
+
+
+def test_check_finds_what_is_wrong() -> None:
+    """A state free twice, out of range, or lost is listed."""
+    pool = pool_of()
+    must(pool.alloc(2))
+    good = pool.free_slots
+    for wrong, message in (
+        ([3, 3, 4, 5, 6], "more than once"),
+        ([3, 4, 5, 7], "outside"),
+        ([1, 4, 5, 6], r"\[1\] are"),
+    ):
+        pool.free_slots = torch.tensor(wrong)
+        with pytest.raises(InvariantError, match=message):
+            pool.check()
+    pool.free_slots = good[1:]
+    with pytest.raises(InvariantError, match="3 free and 2 handed out of 6"):
+        pool.check()
+
+
+def test_views_of_a_layer_are_the_pool() -> None:
+    """`mamba2_layer_cache` gives views by global layer id, and waits for its layer by dense index."""
+    pool, waited = pool_of(), []
+
+    class Recorder:
+        def wait_until(self, threshold: int) -> None:
+            waited.append(threshold)
+
+    pool.register_layer_transfer_counter(Recorder())
+    cache = pool.mamba2_layer_cache(4)
+    cache.temporal[3] = 5.0
+    cache.conv[0][2] = 7.0
+    assert bool((pool.mamba_cache.temporal[1, 3] == 5).all()) and bool((pool.mamba_cache.conv[0][1, 2] == 7).all())
+    assert not pool.mamba_cache.temporal[[0, 2]].any() and waited == [1]
+    slots = must(pool.alloc(2))
+    pool.copy_from(slots[:1], slots[1:])
+    assert waited == [1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(("states", "expected"), [(0, 6), (2, 2)])
+def test_draft_buffers(states: int, expected: int) -> None:
+    """Speculation adds a state and a window per draft token, for as many requests as asked, or all."""
+    pool = pool_of(spec_state_size=states, speculative_num_draft_tokens=3)
+    cache = pool.mamba_cache
+    assert isinstance(cache, SpeculativeMambaState)
+    assert cache.intermediate_ssm.shape == (3, expected + 1, 3, *SHAPE.temporal)
+    assert [x.shape for x in cache.intermediate_conv_window] == [(3, expected + 1, 3, *SHAPE.conv[0])]
+    layer = pool.mamba2_layer_cache(6)
+    assert isinstance(layer, SpeculativeMambaState)
+    layer.intermediate_ssm[1, 2] = 4.0
+    assert bool((cache.intermediate_ssm[2, 1, 2] == 4).all())
+    assert pool.mem_usage > pool_of().mem_usage
+    with pytest.raises(ConfigError, match="speculative_num_draft_tokens=-1"):
+        pool_of(speculative_num_draft_tokens=-1)
+
+
+def test_layout_tells_what_is_stored() -> None:
+    """Rows are per request; names, order, dtype and shape are those of the tensors, and a page is one state."""
+    pool = pool_of()
+    (space,) = pool.slot_spaces
+    assert space.layout.layers == tuple(LAYERS) and space.num_slots == 7
+    for layer_id in LAYERS:
+        specs, buffers = space.layout.specs_of(layer_id), space.layer_buffers(layer_id)
+        assert [s.name for s in specs] == ["conv0", "temporal"] and all(s.per == "request" for s in specs)
+        assert [(s.dtype, s.shape) for s in specs] == [(b.dtype, tuple(b.shape[1:])) for b in buffers]
+    assert pool.mem_usage == 7 * pool.cache_params.state_bytes / (1 << 30)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_cpu_copies_come_back(device: str) -> None:
+    """A copy on the CPU written to other states gives the same bytes in all layers."""
+    pool = pool_of(device=device)
+    slots = must(pool.alloc(4))
+    fill(pool)
+    a, b, c, d = slots.tolist()
+    expected = state(pool, a), state(pool, b)
+    copy = pool.get_cpu_copy(slots[:2])
+    pool.load_cpu_copy(copy, slots[2:])
+    assert equal(state(pool, c), expected[0]) and equal(state(pool, d), expected[1])
+    with pytest.raises(ShapeError, match="2 tokens for 1 slots"):
+        pool.load_cpu_copy(copy, slots[0])
+
+
+@given(st.lists(st.tuples(st.sampled_from("akfc"), st.integers(0, 99)), max_size=40))
+def test_any_history_conserves_states(history: list[tuple[str, int]]) -> None:
+    """Over any allocs, forks, frees and copies, each state has one owner who sees only what was put there."""
+    pool = pool_of()
+    held: dict[int, float] = {}
+    for action, choice in history:
+        owners = sorted(held)
+        slot = owners[choice % len(owners)] if owners else 0
+        if action == "a":
+            got = pool.alloc(choice % 3)
+            held.update(dict.fromkeys([] if got is None else got.tolist(), 0.0))
+        elif action == "k" and slot:
+            got = pool.fork_from(torch.tensor(slot))
+            held.update(dict.fromkeys([] if got is None else got.tolist(), held[slot]))
+        elif action == "f" and slot:
+            pool.free(torch.tensor([slot]))
+            del held[slot]
+        elif action == "c" and slot:
+            pool.mamba_cache.temporal[:, slot] = held[slot] = float(choice)
+        assert pool.available_size() == 6 - len(held)
+        assert all(bool((pool.mamba_cache.temporal[:, slot] == value).all()) for slot, value in held.items())
+        pool.check()

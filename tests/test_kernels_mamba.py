@@ -1,0 +1,104 @@
+"""Recurrent states copied and cleared: kernel and twin against plain indexing, byte by byte."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from hicache.kernels.mamba import clear_states, copy_states
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLACES = [
+    ("cpu", "torch"),
+    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
+    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
+    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+]
+# Rows of 2 to 18 432 bytes, none a power of two but the last: words of 1, 2, 4 and 8 bytes, one block and several.
+ROWS = [((1,), torch.bfloat16), ((3, 3), torch.uint8), ((5, 3), torch.float32), ((96, 3), torch.bfloat16)]
+LARGE = [((48, 3, 16), torch.float64), ((2, 16, 16), torch.float32)]
+
+
+def states(shape: tuple[int, ...], dtype: torch.dtype, device: str, layers: int = 3, slots: int = 9) -> torch.Tensor:
+    count = torch.Size((layers, slots, *shape)).numel() * dtype.itemsize
+    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    return raw.view(dtype).view(layers, slots, *shape).to(device)
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu().contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize(("shape", "dtype"), [*ROWS, *LARGE])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_copies_reach_their_slots_only(
+    device: str, kernels: str, shape: tuple[int, ...], dtype: torch.dtype, index: torch.dtype
+) -> None:
+    """Each target holds its source's bytes in every layer and tensor; every other slot stays."""
+    tensors = [states(shape, dtype, device), states((7,), torch.float32, device)]
+    expected = [x.clone() for x in tensors]
+    src, dst = torch.tensor([1, 8, 1, 4]), torch.tensor([3, 2, 6, 4])
+    for x in expected:
+        for s, d in zip(src.tolist(), dst.tolist(), strict=True):
+            x[:, d] = x[:, s]
+    copy_states(tensors, src.to(device, index), dst.to(device, index), kernels)
+    for got, want in zip(tensors, expected, strict=True):
+        assert torch.equal(raw(got), raw(want))
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize(("shape", "dtype"), [*ROWS, *LARGE])
+def test_cleared_states_are_zero(device: str, kernels: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Cleared slots are zero bytes in every layer and tensor, also where one is named twice; others stay."""
+    tensors = [states(shape, dtype, device), states((2, 5), torch.bfloat16, device)]
+    expected = [x.clone() for x in tensors]
+    for x in expected:
+        x[:, [8, 2]] = 0
+    clear_states(tensors, torch.tensor([8, 2, 8], device=device), kernels)
+    for got, want in zip(tensors, expected, strict=True):
+        assert torch.equal(raw(got), raw(want))
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_slices_of_indices_and_nothing(device: str, kernels: str) -> None:
+    """Strided index tensors are read by value; no states, or no tensors, change nothing."""
+    x = states((6,), torch.float32, device)
+    before = x.clone()
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    copy_states([x], nothing, nothing, kernels)
+    clear_states([x], nothing, kernels)
+    clear_states([], torch.tensor([1], device=device), kernels)
+    assert torch.equal(raw(x), raw(before))
+    pairs = torch.tensor([[1, 5], [2, 7]], device=device)
+    copy_states([x], pairs[:, 0], pairs[:, 1], kernels)
+    assert torch.equal(raw(x[:, [5, 7]]), raw(before[:, [1, 2]]))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_two_gib() -> None:
+    """States whose offset passes 2^31 words of their tensor are copied and cleared right."""
+    slots = (1 << 31) // (1 << 20) + 8
+    x = torch.zeros(1, slots, 1 << 20, dtype=torch.int64, device="cuda")
+    x[0, slots - 1] = 7
+    copy_states([x], torch.tensor([slots - 1], device="cuda"), torch.tensor([slots - 3], device="cuda"), "triton")
+    assert bool((x[0, slots - 3] == 7).all()) and not x[0, slots - 2].any() and not x[0, 0].any()
+    clear_states([x], torch.tensor([slots - 1], device="cuda"), "triton")
+    assert not x[0, slots - 1].any() and bool((x[0, slots - 3] == 7).all())
+
+
+def test_wrong_arguments_are_named() -> None:
+    """Tensors and indices that do not fit raise ValueError, and nothing is written."""
+    x = states((6,), torch.float32, "cpu")
+    before, one = x.clone(), torch.tensor([1])
+    with pytest.raises(ValueError, match="as many on both sides"):
+        copy_states([x], one, torch.tensor([1, 2]), "torch")
+    with pytest.raises(ValueError, match="need int32 or int64"):
+        clear_states([x], one.float(), "torch")
+    with pytest.raises(ValueError, match="contiguous"):
+        clear_states([x.transpose(0, 1)], one, "torch")
+    with pytest.raises(ValueError, match="slots on meta, the states on"):
+        clear_states([x], torch.empty(1, dtype=torch.int64, device="meta"), "torch")
+    assert torch.equal(raw(x), raw(before))

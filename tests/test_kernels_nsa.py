@@ -1,0 +1,171 @@
+"""Index keys: the format of a page byte by byte, and quantising against the nearest fp8 values."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from hicache.kernels import nsa
+from hicache.kernels.nsa import (
+    gather_index_keys,
+    gather_index_scales,
+    index_row_bytes,
+    quantise_index_keys,
+    store_index_keys,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLACES = [
+    ("cpu", "torch"),
+    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
+    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
+    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+]
+U8, F32, E4M3 = torch.uint8, torch.float32, torch.float8_e4m3fn
+VALUES = torch.arange(256, dtype=U8).view(E4M3).float().nan_to_num(1e9)  # of each byte; NaN is nearest to nothing
+
+
+def random_buffer(pages: int, page_size: int, device: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(pages)
+    return torch.randint(0, 256, (pages, index_row_bytes(page_size)), dtype=U8, generator=generator).to(device)
+
+
+def with_token(buffer: torch.Tensor, slot: int, page_size: int, key: torch.Tensor, scale: torch.Tensor) -> None:
+    """Put a token's bytes where the format says."""
+    page, token = divmod(slot, page_size)
+    buffer[page, token * 128 : (token + 1) * 128] = key.view(U8)
+    start = page_size * 128 + token * 4
+    buffer[page, start : start + 4] = scale.reshape(1).view(U8)
+
+
+def spread(tokens: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Values over many binades, and a row of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, 128, generator=generator) * torch.exp(2 * torch.randn(tokens, 128, generator=generator))
+    x[tokens // 2] = 0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("page_size", [64, 16, 3, 1])
+@pytest.mark.parametrize("scale_dims", [1, 2])
+def test_keys_and_scales_land_in_their_page(device: str, kernels: str, page_size: int, scale_dims: int) -> None:
+    """A page holds the keys of its tokens and then their scales; no other byte changes."""
+    pages, tokens = 5, 5 if page_size == 1 else 13
+    loc = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(1))[:tokens]
+    keys = torch.randint(0, 256, (tokens, 128), dtype=U8, generator=torch.Generator().manual_seed(2))
+    scales = torch.rand((tokens, 1)[:scale_dims], generator=torch.Generator().manual_seed(3))
+    expected = random_buffer(pages, page_size, "cpu")
+    on = expected.to(device, copy=True)
+    for t, slot in enumerate(loc.tolist()):
+        with_token(expected, slot, page_size, keys[t], scales[t])
+    store_index_keys(keys.view(E4M3).to(device), scales.to(device), on, loc.to(device), page_size, kernels)
+    assert torch.equal(on.cpu(), expected)
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, F32])
+def test_quantised_keys_are_the_nearest(device: str, kernels: str, dtype: torch.dtype) -> None:
+    """The scale is max|x|/448 to the last bit, and each key's byte is one of the fp8 values nearest to x over it."""
+    page_size, tokens = 8, 21
+    x = spread(tokens, dtype, seed=4)
+    loc = torch.randperm(40, generator=torch.Generator().manual_seed(5))[:tokens].to(torch.int32)
+    buffer = random_buffer(5, page_size, "cpu")
+    on = buffer.to(device, copy=True)
+    quantise_index_keys(x.to(device), on, loc.to(device), page_size, kernels)
+    on = on.cpu()
+    for t, slot in enumerate(loc.tolist()):
+        page, token = divmod(slot, page_size)
+        key = on[page, token * 128 : (token + 1) * 128]
+        scale = on.view(F32)[page, page_size * 32 + token]
+        top = float(x[t].float().abs().max())
+        assert scale.item() == torch.tensor([max(top, 2.0**-100)]).div(torch.tensor([448.0])).item()
+        y = x[t].double() / scale.double()
+        distance = (y[:, None] - VALUES[None, :].double()).abs()
+        chosen = distance.gather(1, key.long()[:, None])[:, 0]
+        assert torch.all(chosen <= distance.min(1).values * (1 + 1e-6) + 1e-12)
+        assert top == 0 or VALUES[key.long()].abs().max() == 448
+        with_token(buffer, slot, page_size, key, scale)
+    assert torch.equal(on, buffer)
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_quantising_equals_the_cast_of_torch(device: str, kernels: str) -> None:
+    """Where the scale is one, bytes are those of torch's cast: all fp8 values, ties between them, both signs, zeros."""
+    values = VALUES[VALUES.abs() <= 448].sort().values
+    middles = (values[1:] + values[:-1]) / 2
+    near = torch.cat([middles * (1 + 2.0**-20), middles * (1 - 2.0**-20)])
+    x = torch.cat([values, middles, near, torch.tensor([-0.0, 31.6, 2.0**-10, 3 * 2.0**-10, 2.0**-30])])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 127)).view(-1, 127)
+    x = torch.cat([x, torch.full((len(x), 1), 448.0)], dim=1)
+    buffer = torch.zeros(len(x), index_row_bytes(1), dtype=U8, device=device)
+    quantise_index_keys(x.to(device), buffer, torch.arange(len(x), device=device), 1, kernels)
+    assert torch.equal(buffer[:, :128].cpu(), x.to(E4M3).view(U8))
+    assert buffer.view(F32)[:, 32].tolist() == [1.0] * len(x)
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("page_size", [64, 5, 1])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_gathers_follow_the_pages(device: str, kernels: str, page_size: int, index: torch.dtype) -> None:
+    """Keys and scales of a sequence come out in its order, cut at its length."""
+    buffer = random_buffer(7, page_size, device)
+    pages = [4, 0, 6]
+    for tokens in {0, 1, page_size, 2 * page_size + 1, 3 * page_size}:
+        on = torch.tensor(pages, dtype=index, device=device)
+        keys = gather_index_keys(buffer, on, tokens, page_size, kernels)
+        scales = gather_index_scales(buffer, on, tokens, page_size, kernels)
+        assert keys.shape == (tokens, 128) and scales.shape == (tokens, 4) and keys.dtype == scales.dtype == U8
+        plain = buffer.cpu()
+        for t in range(tokens):
+            page, token = pages[t // page_size], t % page_size
+            assert torch.equal(keys[t].cpu(), plain[page, token * 128 : token * 128 + 128])
+            start = page_size * 128 + token * 4
+            assert torch.equal(scales[t].cpu(), plain[page, start : start + 4])
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_slices_and_no_rows(device: str, kernels: str) -> None:
+    """Keys that are slices of a projection are quantised by value; no keys change nothing."""
+    whole = spread(6, torch.bfloat16, seed=8).repeat(1, 2).to(device)
+    loc = torch.tensor([3, 9, 0, 7, 1, 2], device=device)
+    buffers = [torch.zeros(3, index_row_bytes(4), dtype=U8, device=device) for _ in range(2)]
+    quantise_index_keys(whole[:, 64:192], buffers[0], loc, 4, kernels)
+    quantise_index_keys(whole[:, 64:192].contiguous(), buffers[1], loc, 4, kernels)
+    assert torch.equal(*buffers) and buffers[0].any()
+    quantise_index_keys(whole[:0, :128], buffers[0], loc[:0], 4, kernels)
+    store_index_keys(whole[:0, :128].to(E4M3), whole[:0, 0].float(), buffers[0], loc[:0], 4, kernels)
+    assert torch.equal(*buffers)
+
+
+@pytest.mark.gpu
+def test_hardware_and_arithmetic_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that converts to fp8 itself, the arithmetic for those that do not gives the same bytes."""
+    x = spread(512, F32, seed=6).cuda()
+    loc = torch.arange(512, device="cuda")
+    buffers = [torch.zeros(8, index_row_bytes(64), dtype=U8, device="cuda") for _ in range(2)]
+    quantise_index_keys(x, buffers[0], loc, 64, "triton")
+    monkeypatch.setattr(nsa, "native_floats", lambda device: False)
+    quantise_index_keys(x, buffers[1], loc, 64, "triton")
+    assert torch.equal(*buffers)
+
+
+def test_wrong_arguments_are_named() -> None:
+    """Buffers, keys, scales and lengths that do not fit raise ValueError with both sides, and store nothing."""
+    buffer, loc = torch.zeros(3, index_row_bytes(4), dtype=U8), torch.tensor([1, 5])
+    keys, scales = torch.zeros(2, 128, dtype=U8), torch.ones(2)
+    with pytest.raises(ValueError, match="pages of 528 bytes: 8 tokens a page take 1056"):
+        store_index_keys(keys, scales, buffer, loc, 8, "torch")
+    with pytest.raises(ValueError, match=r"keys \(2, 64\) .* need \(2, 128\)"):
+        store_index_keys(keys[:, :64], scales, buffer, loc, 4, "torch")
+    with pytest.raises(ValueError, match=r"scales \(3,\) for 2 slots"):
+        store_index_keys(keys, torch.ones(3), buffer, loc, 4, "torch")
+    with pytest.raises(ValueError, match=r"scales of torch\.float64: need float8_e4m3fn and float32"):
+        store_index_keys(keys, scales.double(), buffer, loc, 4, "torch")
+    with pytest.raises(ValueError, match=r"torch\.float8_e4m3fn are not to be quantised"):
+        quantise_index_keys(keys.view(E4M3), buffer, loc, 4, "torch")
+    with pytest.raises(ValueError, match="hold no 9 tokens"):
+        gather_index_keys(buffer, torch.tensor([0, 2]), 9, 4, "torch")
+    assert not buffer.any()

@@ -1,0 +1,77 @@
+"""Paged attention in torch against attention over each request's own tokens, and the two formats of a sequence."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hicache.kernels.paged_attention import contiguous_to_paged, paged_attention_forward, paged_to_contiguous
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """One request, token by token and head by head: the last `len(q)` of `len(k)` tokens attend causally."""
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[-1], dtype=torch.float64)
+    group = q.shape[1] // k.shape[1]
+    for i in range(q.shape[0]):
+        end = len(k) - len(q) + i + 1
+        for head in range(q.shape[1]):
+            if end > 0:
+                keys, values = k[:end, head // group].double(), v[:end, head // group].double()
+                out[i, head] = (keys @ q[i, head].double() / math.sqrt(q.shape[2])).softmax(0) @ values
+    return out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("seq_len", [1, 5])
+def test_pages_give_what_the_tokens_give(device: str, page_size: int, heads: int, kv_heads: int, seq_len: int) -> None:
+    """Each request attends to its own tokens up to its own position, wherever its pages are; the rest is not read."""
+    generator = torch.Generator().manual_seed(page_size + heads)
+    lens = torch.tensor([17, 5, 1, 32])
+    pages_each = [-(-int(n) // page_size) for n in lens]
+    order = torch.randperm(sum(pages_each) + 3, generator=generator) + 1
+    slots = (len(order) + 1) * page_size
+    keys, values = torch.full((slots, kv_heads, 8), math.nan), torch.full((slots, kv_heads, 6), math.nan)
+    tables, expected = torch.full((4, max(pages_each) + 2), 9999), []
+    queries = torch.randn(4, seq_len, heads, 8, generator=generator)
+    for b, (num_tokens, num_pages) in enumerate(zip(lens.tolist(), pages_each, strict=True)):
+        mine, order = order[:num_pages], order[num_pages:]
+        tables[b, :num_pages] = mine
+        k, v = (torch.randn(num_tokens, kv_heads, dim, generator=generator) for dim in (8, 6))
+        at = (mine[:, None] * page_size + torch.arange(page_size)).reshape(-1)[:num_tokens]
+        keys[at], values[at] = k, v
+        expected.append(plain(queries[b], k, v))
+    on = [x.to(device) for x in (queries, keys, values, tables, lens)]
+    got = paged_attention_forward(*on, page_size)
+    assert got.shape == (4, seq_len, heads, 6)
+    torch.testing.assert_close(got.cpu().double(), torch.stack(expected), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4, 11])
+@pytest.mark.parametrize("row", [(), (3, 2, 2, 5)])
+def test_formats_convert_both_ways(tokens: int, row: tuple[int, ...]) -> None:
+    """Token t is at its page and offset, all else is zero, and the way back gives the tokens."""
+    x = torch.randn(tokens, *row)
+    table = torch.tensor([5, 0, 3])
+    paged = contiguous_to_paged(x, table, num_pages=6, page_size=4)
+    assert paged.shape == (6, 4, *row)
+    whole = torch.zeros_like(paged)
+    for t in range(tokens):
+        whole[int(table[t // 4]), t % 4] = x[t]
+    assert torch.equal(paged, whole) and torch.equal(paged_to_contiguous(paged, table, tokens), x)
+    with pytest.raises(ValueError, match="need one dimension of at least 4"):
+        paged_to_contiguous(paged, table, 13)
+
+
+def test_wrong_arguments_are_named() -> None:
+    """Heads, sizes and tables that do not fit raise ValueError with both sides."""
+    q, k, table, lens = torch.zeros(1, 1, 4, 8), torch.zeros(9, 3, 8), torch.zeros(1, 2).long(), torch.ones(1).long()
+    with pytest.raises(ValueError, match="kv heads that divide"):
+        paged_attention_forward(q, k, k, table, lens, 4)
+    with pytest.raises(ValueError, match="for each of 1 requests"):
+        paged_attention_forward(q, k[:, :2], k[:, :2], table, torch.ones(2).long(), 4)

@@ -1,0 +1,63 @@
+"""Slot translation between the full and the window space: kernel, twin and a Python loop agree."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from hicache.kernels.swa import translate_slots
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLACES = [
+    ("cpu", "torch"),
+    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
+    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
+    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+]
+
+
+def oracle(mapping: list[int], loc: int) -> int:
+    if loc < 0:
+        return loc
+    return mapping[loc] if loc < len(mapping) else 0
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 1023, 2500])
+def test_every_slot_gives_its_peer(device: str, kernels: str, dtype: torch.dtype, tokens: int) -> None:
+    """Peers come from the mapping; -1 stays, and a slot beyond the mapping is the sink."""
+    generator = torch.Generator().manual_seed(tokens)
+    mapping = torch.randint(0, 1 << 40, (700,), generator=generator)
+    mapping[torch.rand(700, generator=generator) < 0.3] = 0
+    loc = torch.randint(-1, 710, (tokens,), generator=generator).to(dtype)
+    got = translate_slots(mapping.to(device), loc.to(device), kernels)
+    assert got.dtype == torch.int64 and got.tolist() == [oracle(mapping.tolist(), x) for x in loc.tolist()]
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_tables_keep_their_shape(device: str, kernels: str) -> None:
+    """A page table of two dimensions, strided too, comes back in its shape; the input stays."""
+    mapping = torch.arange(100, device=device).flip(0)
+    table = torch.randint(0, 100, (7, 12), device=device, dtype=torch.int32)
+    before = table.clone()
+    for view in (table, table[:, ::3], table.t(), table[:, :0]):
+        got = translate_slots(mapping, view, kernels)
+        assert got.shape == view.shape and torch.equal(got, 99 - view.to(torch.int64))
+    assert torch.equal(table, before)
+
+
+def test_wrong_arguments_are_named() -> None:
+    """Mappings and slots of another type or place raise ValueError with what is needed."""
+    mapping, loc = torch.zeros(4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    for bad in (mapping.int(), mapping[:0], mapping.view(2, 2), torch.zeros(8, dtype=torch.int64)[::2]):
+        with pytest.raises(ValueError, match=r"need int64 \[slots\]"):
+            translate_slots(bad, loc, "torch")
+    with pytest.raises(ValueError, match="need int32 or int64"):
+        translate_slots(mapping, loc.float(), "torch")
+    with pytest.raises(ValueError, match="need int32 or int64 on the device"):
+        translate_slots(mapping, torch.zeros(2, dtype=torch.int64, device="meta"), "torch")
+    with pytest.raises(ValueError, match="choose 'triton' or 'torch'"):
+        translate_slots(mapping, loc, "cuda")  # type: ignore[arg-type]

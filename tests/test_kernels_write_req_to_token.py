@@ -1,0 +1,81 @@
+"""Rows of the request table, prefix and new slots, against plain lists."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+
+from hicache.kernels.write_req_to_token import write_req_to_token_pool
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLACES = [
+    ("cpu", "torch"),
+    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
+    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
+    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+]
+
+
+def write(
+    table: torch.Tensor,
+    rows: list[int],
+    prefixes: list[torch.Tensor],
+    pre: list[int],
+    seq: list[int],
+    new: torch.Tensor,
+    kernels: str,
+) -> None:
+    extend = [s - p for p, s in zip(pre, seq, strict=True)]
+    device = table.device
+    tensors = [torch.tensor(x, dtype=torch.int64, device=device) for x in (rows, pre, seq, extend)]
+    write_req_to_token_pool(
+        table, tensors[0], rows, prefixes, *tensors[1:], (pre, seq), new, kernels
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize(("num_requests", "longest"), [(1, 5), (7, 600), (3, 1500), (140, 9)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_prefix_then_new_slots(device: str, kernels: str, num_requests: int, longest: int, dtype: torch.dtype) -> None:
+    """Row r holds its prefix's slots and then its new ones, and the rest of the table what it held before."""
+    rng = random.Random(longest)
+    pre = [rng.choice([0, longest // 2, rng.randint(0, longest)]) for _ in range(num_requests)]
+    seq = [p + rng.choice([0, 1, rng.randint(0, longest)]) for p in pre]
+    rows = rng.sample(range(1, num_requests + 4), num_requests)
+    before = torch.randint(0, 1 << 20, (num_requests + 4, 2 * longest + 3), dtype=torch.int32)
+    # Longer than the prefix counts: only their front is meant.
+    prefixes = [torch.randint(1, 1 << 30, (p + rng.randint(0, 2),), dtype=dtype) for p in pre]
+    new = torch.randint(1, 1 << 30, (sum(seq) - sum(pre),), dtype=torch.int64)
+    expected, queue = before.tolist(), new.tolist()
+    for row, prefix, p, s in zip(rows, prefixes, pre, seq, strict=True):
+        expected[row][:s] = prefix.tolist()[:p] + queue[: s - p]
+        queue = queue[s - p :]
+    table = before.to(device)
+    write(table, rows, [x.to(device) for x in prefixes], pre, seq, new.to(device), kernels)
+    assert table.tolist() == expected
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_no_requests(device: str, kernels: str) -> None:
+    """An empty batch writes nothing."""
+    table = torch.ones(2, 3, dtype=torch.int32, device=device)
+    write(table, [], [], [], [], torch.empty(0, dtype=torch.int64, device=device), kernels)
+    assert table.eq(1).all()
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_what_does_not_fit_is_named(kernels: str) -> None:
+    """Too few slots, a prefix without slots, and rows that are too short raise ValueError and write nothing."""
+    table = torch.zeros(3, 8, dtype=torch.int32)
+    slots = torch.arange(1, 9)
+    for prefix, pre, seq, new, message in (
+        (slots[:2], [2], [5], slots[:2], "2 new slots for 3 new tokens"),
+        (slots[:1], [2], [5], slots[:3], r"\(slots, tokens\) \[\(1, 2\)\] fall short"),
+        (slots[:2], [2], [9], slots[:7], "rows of 8 columns take sequences of 9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write(table, [1], [prefix], pre, seq, new, kernels)
+    assert not table.any()

@@ -1,0 +1,266 @@
+"""One round trip for every pool: device -> host -> disk -> host -> device, and every byte compared on the way.
+
+A row of `POOLS` builds a pool; the test knows its slot spaces, which is all that transfers, host pages and the page
+store know of it. The bytes expected at each stop are worked out row by row from the layout, in plain Python.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from hicache.config import EngineConfig
+from hicache.device import (
+    AscendMLAPagedTokenToKVPool,
+    AscendTokenToKVPool,
+    DoubleSparseTokenToKVPool,
+    HybridLinearKVPool,
+    Mamba2CacheParams,
+    Mamba2StateShape,
+    MambaPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    NSATokenToKVPool,
+    QuantizedKVCache,
+    SlotSpace,
+    SWAKVPool,
+)
+from hicache.errors import ConfigError
+from hicache.factory import build_transfer
+from hicache.host import HostPagePool
+from hicache.storage import LmdbPageStore
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLACES = [
+    ("cpu", "torch"),
+    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
+    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
+    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+]
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SIZE, LAYERS, START = 76, 3, 2  # tokens, layers, and the first layer's global id
+
+
+def mha(page: int = 4, dtype: torch.dtype = BF16, **extra: int | bool) -> Callable[[str], tuple[SlotSpace, ...]]:
+    return lambda device: (
+        MHATokenToKVPool(SIZE, page, dtype, 2, 8, LAYERS, device, False, start_layer=START, **extra).slot_spaces
+    )
+
+
+def mla(page: int = 4, dtype: torch.dtype = BF16) -> Callable[[str], tuple[SlotSpace, ...]]:
+    return lambda device: (
+        MLATokenToKVPool(SIZE, page, dtype, 24, 8, LAYERS, device, False, start_layer=START).slot_spaces
+    )
+
+
+def nsa(page: int, dtype: torch.dtype = BF16, **extra: int) -> Callable[[str], tuple[SlotSpace, ...]]:
+    return lambda device: (
+        NSATokenToKVPool(SIZE, page, dtype, 24, 8, LAYERS, device, False, start_layer=START, **extra).slot_spaces
+    )
+
+
+def double_sparse(device: str) -> tuple[SlotSpace, ...]:
+    return DoubleSparseTokenToKVPool(SIZE, 4, BF16, 2, 8, LAYERS, device, 3, False, start_layer=START).slot_spaces
+
+
+def ascend_mha(device: str) -> tuple[SlotSpace, ...]:
+    return AscendTokenToKVPool(SIZE, 4, F16, 2, 8, LAYERS, device, False, start_layer=START).slot_spaces
+
+
+def ascend_mla(device: str) -> tuple[SlotSpace, ...]:
+    return AscendMLAPagedTokenToKVPool(SIZE, 4, BF16, 24, 8, LAYERS, device, False, start_layer=START).slot_spaces
+
+
+def quantized(kv_dtype: str) -> Callable[[str], tuple[SlotSpace, ...]]:
+    return lambda device: (
+        QuantizedKVCache(
+            SIZE, 4, BF16, 2, 8, LAYERS, device, False, v_head_dim=12, start_layer=START, kv_dtype=kv_dtype
+        ).slot_spaces
+    )
+
+
+def swa(dtype: torch.dtype = BF16) -> Callable[[str], tuple[SlotSpace, ...]]:
+    return lambda device: SWAKVPool(SIZE, SIZE - 8, 4, dtype, 2, 8, [0, 1, 4], [2, 6], device).slot_spaces
+
+
+def mamba(device: str) -> MambaPool:
+    shape = Mamba2StateShape.create(1, 16, 1, 4, 4, 5, 4)
+    return MambaPool(12, Mamba2CacheParams(shape, [1, 3, 4]), device)
+
+
+def hybrid(**extra: int | bool) -> Callable[[str], tuple[SlotSpace, ...]]:
+    return lambda device: HybridLinearKVPool(SIZE, BF16, 4, 2, 8, [2, 7], device, mamba(device), **extra).slot_spaces
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to build a pool's slot spaces on a device, and the tokens of a host page. A state is a page of its own."""
+
+    build: Callable[[str], tuple[SlotSpace, ...]]
+    host_page: int = 16
+
+
+POOLS = {
+    "mha bf16": Case(mha()),
+    "mha page 1": Case(mha(page=1)),
+    "mha fp8 e4m3": Case(mha(dtype=E4M3)),
+    "mha fp8 e5m2": Case(mha(dtype=E5M2)),
+    "mha fp32, values narrower": Case(mha(dtype=F32, v_head_dim=5)),
+    "mla": Case(mla()),
+    "mla fp8": Case(mla(dtype=E4M3)),
+    "nsa": Case(nsa(4)),
+    "nsa, device page is host page": Case(nsa(16)),
+    "nsa, device page of one": Case(nsa(1), host_page=8),
+    "nsa fp8, wider rows": Case(nsa(8, dtype=E4M3, kv_cache_dim=41)),
+    "double sparse": Case(double_sparse),
+    "ascend mha": Case(ascend_mha),
+    "ascend mla": Case(ascend_mla),
+    "quantized int8": Case(quantized("int8")),
+    "quantized fp8": Case(quantized("fp8")),
+    "swa": Case(swa()),
+    "swa fp8": Case(swa(E4M3)),
+    "mamba": Case(lambda device: mamba(device).slot_spaces),
+    "hybrid linear": Case(hybrid()),
+    "hybrid linear mla": Case(hybrid(use_mla=True, kv_lora_rank=24, qk_rope_head_dim=8)),
+}
+
+# [layer][buffer][row] -> bytes
+Rows = list[list[list[bytes]]]
+
+
+def fill(space: SlotSpace) -> None:
+    """Random bits in every row of every buffer."""
+    generator = torch.Generator().manual_seed(7)
+    for layer in space.layout.layers:
+        for buffer in space.layer_buffers(layer):
+            shape = (*buffer.shape[:-1], buffer.shape[-1] * buffer.element_size())
+            bits = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+            buffer.copy_(bits.to(buffer.device).view(buffer.dtype))
+
+
+def rows_of(space: SlotSpace) -> Rows:
+    everything = []
+    for layer in space.layout.layers:
+        buffers = []
+        for spec, buffer in zip(space.layout.specs_of(layer), space.layer_buffers(layer), strict=True):
+            assert (buffer.dtype, tuple(buffer.shape[1:])) == (spec.dtype, spec.shape)
+            flat = buffer.cpu().contiguous().flatten(1).view(torch.uint8).numpy()
+            assert flat.shape[1] == spec.row_bytes
+            buffers.append([row.tobytes() for row in flat])
+        everything.append(buffers)
+    return everything
+
+
+def rows_named(space: SlotSpace, layer: int, slots: list[int]) -> list[list[int]]:
+    """For each buffer of a layer, the rows that hold `slots`: one a slot, or one a device page of them."""
+    page = space.layout.device_page_size
+    named = []
+    for spec in space.layout.specs_of(layer):
+        rows = [slot // page for slot in slots if slot % page == 0] if spec.per == "page" else slots
+        named.append(rows)
+    return named
+
+
+def page_bytes(space: SlotSpace, rows: Rows, slots: list[int]) -> bytes:
+    """A host page that holds `slots`: [layer][buffer][row]."""
+    parts = []
+    for buffers, layer in zip(rows, space.layout.layers, strict=True):
+        for buffer, ids in zip(buffers, rows_named(space, layer, slots), strict=True):
+            parts.extend(buffer[i] for i in ids)
+    return b"".join(parts)
+
+
+def some_pages(space: SlotSpace, host_page: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Source and target slots, disjoint: two host pages each, of scattered whole device pages."""
+    page = space.layout.device_page_size
+    order = torch.randperm(space.num_slots // page - 1, generator=torch.Generator().manual_seed(3)) + 1
+    assert len(order) * page >= 4 * host_page, "the pool is too small for this test"
+    slots = (order[:, None] * page + torch.arange(page)).reshape(-1)[: 4 * host_page].to(device)
+    return slots[: 2 * host_page], slots[2 * host_page :]
+
+
+def through_the_disk(path: Path, host: HostPagePool, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Host pages `source` into a store, and out of it, opened again, into host pages `target`."""
+    keys = [b"page %d" % i for i in range(len(source))]
+
+    def store() -> LmdbPageStore:
+        identity = {"model": "round trip", "layout": host.layout.digest().hex()}
+        return LmdbPageStore(path, identity=identity, page_bytes=host.page_bytes, budget_bytes=16 << 20)
+
+    first = store()
+    assert first.put(list(zip(keys, host.views(source), strict=True))) == [True] * len(keys)
+    first.close()
+    second = store()
+    assert second.get_into(keys, host.views(target)) == [True] * len(keys)
+    second.check()
+    second.close()
+
+
+def one_round_trip(space: SlotSpace, host_page: int, device: str, path: Path) -> None:
+    page = space.layout.device_page_size
+    config = EngineConfig(
+        device_tokens=max(SIZE, host_page), host_bytes=1, host_page_size=host_page, page_size=page, device=device,
+        staging_bytes=1 << 16, transfer_chunk_tokens=host_page,
+    )  # fmt: skip
+    host = HostPagePool(space.layout, host_page, 8 * space.layout.page_bytes(host_page), pin=device == "cuda")
+    backend, counter = build_transfer(config, space, host)
+    assert backend is not None
+    backend.start()
+    try:
+        fill(space)
+        before = rows_of(space)
+        source, target = some_pages(space, host_page, device)
+        down, up = torch.tensor([5, 2]), torch.tensor([3, 6])
+        stored = backend.store(source, down)
+        stored.wait()
+        assert stored.error is None
+        expected = [page_bytes(space, before, part.tolist()) for part in source.split(host_page)]
+        assert [bytes(view) for view in host.views(down)] == expected
+        through_the_disk(path, host, down, up)
+        assert [bytes(view) for view in host.views(up)] == expected
+        host.bytes_of[down] = 0
+        load = backend.load(up, target, counter.begin())
+        load.wait()
+        assert load.error is None and load.num_bytes == stored.num_bytes == 2 * host.page_bytes
+        for buffers, layer in zip(before, space.layout.layers, strict=True):
+            places = zip(
+                buffers, rows_named(space, layer, source.tolist()), rows_named(space, layer, target.tolist()),
+                strict=True,
+            )  # fmt: skip
+            for buffer, old, new in places:
+                for i, row in zip(new, [buffer[i] for i in old], strict=True):
+                    buffer[i] = row
+        assert rows_of(space) == before
+        assert not host.bytes_of[[1, 2, 4, 5, 7]].any()
+    finally:
+        backend.close()
+        host.close()
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("name", POOLS)
+def test_bytes_come_back(device: str, kernels: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random bytes of a pool are in host pages as its layout says, survive the disk and arrive at other slots; all
+    other slots and pages stay as they were."""
+    monkeypatch.setenv("HICACHE_KERNELS", kernels)
+    spaces = POOLS[name].build(device)
+    assert spaces
+    for space in spaces:
+        states = any(spec.per == "request" for spec in space.layout.buffers)
+        one_round_trip(space, 1 if states else POOLS[name].host_page, device, tmp_path / space.name)
+
+
+def test_host_pages_are_whole_device_pages() -> None:
+    """A host page that is no whole number of device pages is refused where rows belong to pages, with both knobs, and
+    accepted where every row belongs to a token."""
+    (space,) = nsa(8)("cpu")
+    with pytest.raises(ConfigError, match=r"page_size=8 tokens, and 12 tokens .* set host_page_size to a multiple"):
+        HostPagePool(space.layout, 12, 1 << 20, pin=False)
+    (space,) = mla(8)("cpu")
+    assert space.layout.page_bytes(12) == 12 * LAYERS * 32 * 2

@@ -1,0 +1,228 @@
+"""The tensor cache over three tiers: what goes in comes out, from whichever tier, within every bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.disk.tensor_head import TensorHead
+from hicache.errors import ConfigError, HiCacheError, InvariantError, ShapeError
+from hicache.storage import LmdbPageStore, StoreMismatch
+from hicache.tensor_cache import HiCache, _name
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BLOCK = 4096
+SMALL = {"l2_bytes": 64 * BLOCK, "disk_bytes": 16 << 20, "block_bytes": BLOCK}
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, (*shape,), generator=generator).to(torch.float32).add(seed).to(dtype)
+
+
+def same(got: torch.Tensor | None, expected: torch.Tensor) -> bool:
+    if got is None or got.dtype != expected.dtype or got.shape != expected.shape:
+        return False
+    flat = (x.cpu().contiguous().reshape(-1).view(torch.uint8) for x in (got, expected))
+    return torch.equal(*flat)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_and_shape_comes_back(device: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Scalars, empty tensors, transposed ones and such of many blocks come back bit for bit from all three tiers."""
+    shapes = [(), (0,), (3, 0, 2), (1,), (7, 5), (3, 1000, 3), (BLOCK - 256,), (BLOCK - 255,)]
+    values = [tensor(*shape, dtype=dtype, seed=i % 2) for i, shape in enumerate(shapes)]
+    values.append(tensor(40, 50, dtype=dtype).t())
+    with HiCache(1, 2, tmp_path, device=device, **SMALL) as cache:
+        for i, value in enumerate(values):
+            cache.put(f"name {i}", value.to(device))
+        cache.check()
+        stats = cache.stats()
+        assert (stats.l1_tensors, stats.l2_tensors, stats.to_l3) == (1, 2, len(values) - 3)
+        for i, value in enumerate(values):
+            got = cache.get(f"name {i}")
+            assert got is not None and got.device.type == device and same(got, value)
+            cache.check()
+
+
+def test_hits_move_up_and_overflow_moves_down_by_recency(tmp_path: Path) -> None:
+    """The tier that has a tensor is the one that recency says, and each hit is counted where it was found."""
+    with HiCache(2, 2, tmp_path, **SMALL) as cache:
+        for name in "abcdef":
+            cache.put(name, tensor(10, seed=ord(name)))
+        for name, tier in (("f", "l1"), ("c", "l2"), ("a", "l3"), ("c", "l1"), ("f", "l2"), ("e", "l2"), ("d", "l3")):
+            before = cache.stats()
+            assert same(cache.get(name), tensor(10, seed=ord(name)))
+            after = cache.stats()
+            hits = {t: getattr(after, f"{t}_hits") - getattr(before, f"{t}_hits") for t in ("l1", "l2", "l3")}
+            assert hits == {t: int(t == tier) for t in hits}, name
+            cache.check()
+        assert cache.get("nothing") is None and cache.get(b"a") is None
+        assert cache.stats().misses == 2 and cache.stats().hit_rate == 7 / 9
+
+
+def test_a_copy_is_kept(tmp_path: Path) -> None:
+    """Writing to what was put, or to the tensor it is a slice of, changes nothing in the cache, nor keeps it alive."""
+    with HiCache(2, 2, tmp_path, **SMALL) as cache:
+        parent = tensor(1000, 8)
+        kept = parent[10:12]
+        expected = kept.clone()
+        cache.put("x", kept)
+        parent.zero_()
+        got = cache.get("x")
+        assert same(got, expected)
+        assert got is not None and got.untyped_storage().nbytes() == expected.nbytes
+
+
+@pytest.mark.parametrize("displace", [0, 1, 3])
+def test_a_name_has_its_latest_tensor(displace: int, tmp_path: Path) -> None:
+    """After an overwrite, the old tensor is found on no tier, however far down it had gone; nor after a restart."""
+    cache = HiCache(1, 1, tmp_path, **SMALL)
+    cache.put("x", tensor(3000, seed=1))
+    for i in range(displace):
+        cache.put(f"other {i}", tensor(10))
+    cache.put("x", tensor(2000, seed=2))
+    assert same(cache.get("x"), tensor(2000, seed=2))
+    for i in range(3):
+        cache.put(f"more {i}", tensor(10))
+    assert same(cache.get("x"), tensor(2000, seed=2))
+    cache.check()
+    cache.close()
+    with HiCache(1, 1, tmp_path, **SMALL) as again:
+        assert same(again.get("x"), tensor(2000, seed=2))
+
+
+def test_everything_is_found_after_a_restart(tmp_path: Path) -> None:
+    """`close` writes what was in memory to disk; another cache over the directory finds all of it."""
+    values = {str(i): tensor(100 * i + 1, seed=i) for i in range(9)}
+    with HiCache(3, 3, tmp_path, **SMALL) as cache:
+        for name, value in values.items():
+            cache.put(name, value)
+    cache.close()
+    with pytest.raises(HiCacheError, match="closed"):
+        cache.get("1")
+    with HiCache(3, 3, tmp_path, **SMALL) as again:
+        again.check()
+        assert all(same(again.get(name), value) for name, value in values.items())
+    with pytest.raises(StoreMismatch):
+        HiCache(3, 3, tmp_path, namespace="another model", **SMALL)
+
+
+def test_every_tier_is_bounded(tmp_path: Path) -> None:
+    """Bytes of L1 and L2 and the file stay within their limits, while ten times as much goes through."""
+    limits = {"l1_bytes": 100_000, "l2_bytes": 64 * BLOCK, "disk_bytes": 2 << 20, "block_bytes": BLOCK}
+    generator = torch.Generator().manual_seed(0)
+    with HiCache(50, 50, tmp_path, **limits) as cache:
+        for i in range(300):
+            cache.put(str(i), torch.randn(10_000 + i, generator=generator))
+            stats = cache.stats()
+            assert stats.l1_bytes <= 100_000 and stats.l2_bytes <= 64 * BLOCK and stats.disk_bytes <= 2 << 20
+        cache.check()
+        assert cache.get("0") is None and cache.get("299") is not None
+
+
+def test_tensors_too_large_for_a_tier(tmp_path: Path) -> None:
+    """A tensor above L2's size goes to disk past it; above L1's bytes it stays alone in L1; without a disk it goes."""
+    large = tensor(100 * BLOCK, dtype=torch.uint8)
+    with HiCache(2, 2, tmp_path, l1_bytes=BLOCK, **SMALL) as cache:
+        cache.put("large", large)
+        assert cache.stats().l1_tensors == 1
+        cache.put("next", tensor(1))
+        assert (cache.stats().l2_tensors, cache.stats().to_l3) == (0, 1)
+        assert same(cache.get("large"), large)
+        cache.check()
+    with HiCache(1, 0, None, **SMALL) as cache:
+        cache.put("a", tensor(1))
+        cache.put("b", tensor(1))
+        assert cache.get("a") is None and cache.stats().dropped == 1
+
+
+def test_what_is_not_whole_is_a_miss(tmp_path: Path) -> None:
+    """A tensor of which one block is gone from the store, or with a foreign head, is a miss; its blocks are deleted."""
+    with HiCache(1, 1, tmp_path, **SMALL) as cache:
+        for name in "abc":
+            cache.put(name, tensor(5 * BLOCK, dtype=torch.uint8))
+    store = LmdbPageStore(
+        tmp_path,
+        identity={"kind": "tensor cache", "format": 1, "namespace": ""},
+        page_bytes=BLOCK,
+        budget_bytes=16 << 20,
+        element_bytes=2,
+    )
+    blocks = store.stats().entries
+    names = {name: _name(name) for name in "abc"}
+    block = torch.empty(BLOCK, dtype=torch.uint8).numpy()
+    assert store.get_into([names["a"]], [block]) == [True]
+    head = TensorHead.unpack(block[:256].tobytes())
+    assert head is not None and store.delete([head.nonce + (3).to_bytes(8, "little")]) == 1
+    assert store.get_into([names["b"]], [block]) == [True]
+    store.delete([names["b"]])
+    block[0] ^= 1
+    assert store.put([(names["b"], block)]) == [True]
+    store.close()
+    with HiCache(1, 1, tmp_path, **SMALL) as cache:
+        assert cache.get("a") is None and cache.get("b") is None
+        assert same(cache.get("c"), tensor(5 * BLOCK, dtype=torch.uint8))
+        assert cache.stats().disk_blocks == blocks - 6
+        cache.check()
+
+
+def test_heads_that_lie_are_refused() -> None:
+    """A head whose sizes do not give its bytes, or of a later version, is read as none."""
+    head = TensorHead.of(tensor(3, 5))
+    packed = bytearray(head.pack())
+    assert len(packed) == 256 and TensorHead.unpack(bytes(packed)) == head
+    for place in (0, 4, 5, 6, 8, 33):
+        broken = bytearray(packed)
+        broken[place] ^= 0x41
+        assert TensorHead.unpack(bytes(broken)) is None, place
+
+
+def test_wrong_input_is_named(tmp_path: Path) -> None:
+    """Sizes that cannot be, and tensors that the format cannot hold, raise with the knob; `check` finds lost blocks."""
+    for wrong in ({"l1_max": 0}, {"l2_max": -1}, {"block_bytes": 100}, {"l2_bytes": BLOCK}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            HiCache(**{"l1_max": 1, "l2_max": 1, "path": tmp_path, **SMALL, **wrong})
+    with HiCache(1, 1, None, **SMALL) as cache:
+        with pytest.raises(ShapeError, match="sparse"):
+            cache.put("x", tensor(2, 2, dtype=torch.float32).to_sparse())
+        with pytest.raises(ShapeError, match="30 dimensions"):
+            cache.put("x", tensor(*[1] * 30))
+        cache.put("a", tensor(1))
+        cache.put("b", tensor(1))
+        cache._l2.clear()
+        with pytest.raises(InvariantError, match="blocks owned"):
+            cache.check()
+
+
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 3 * BLOCK)), max_size=30))
+def test_equals_a_dict(steps: list[tuple[bool, int, int]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With room on disk, any puts and gets answer as a dict would."""
+    expected: dict[str, torch.Tensor] = {}
+    with HiCache(1, 2, tmp_path_factory.mktemp("cache"), **SMALL) as cache:
+        for seed, (is_put, name, size) in enumerate(steps):
+            key = str(name)
+            if is_put:
+                expected[key] = tensor(size, dtype=torch.uint8, seed=seed)
+                cache.put(key, expected[key])
+            elif key in expected:
+                assert same(cache.get(key), expected[key])
+            else:
+                assert cache.get(key) is None
+        cache.check()
