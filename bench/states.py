@@ -1,0 +1,88 @@
+"""Recurrent states and window slots on the device, as shares of a plain copy or fill of the same bytes.
+
+Copies and clears go through the kernel that serves the device; ceiling and case are timed in the same rounds. Values
+are compared outside the timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+from bench.common import Case, Report, gb_per_s, percentile
+from bench.queued import seconds_each
+from hicache.config import kernel_choice
+from hicache.device import Mamba2CacheParams, Mamba2StateShape, MambaPool
+from hicache.kernels.mamba import clear_states, copy_states
+from hicache.kernels.swa import translate_slots
+
+NAME = "states"
+DESCRIPTION = "recurrent states copied and cleared, window slots translated, against plain copies on the device"
+
+MIB = 1 << 20
+# Shares of a plain copy, from these bytes on, on CUDA.
+TARGETS = {2: 0.6, 64: 0.85, 512: 0.85}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--samples", type=int, help="timed rounds (default: 30 on CUDA, 7 else)")
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    device: torch.device = args.device
+    on_cuda = device.type == "cuda"
+    samples = args.samples or (30 if on_cuda else 7)
+    for mib in TARGETS if on_cuda else (2,):
+        _states(report, mib, samples, device)
+    _translation(report, 1 << (20 if on_cuda else 16), samples, device)
+
+
+def _states(report: Report, mib: int, samples: int, device: torch.device) -> None:
+    # About 1 MiB a state: 8 layers of (8, 64, 64) float32 and of 640 x 3 bfloat16.
+    params = Mamba2CacheParams(Mamba2StateShape.create(1, 512, 1, 8, 64, 64, 4), range(8), torch.float32)
+    count = max(1, mib * MIB // params.state_bytes)
+    pool, kernels = MambaPool(2 * count, params, device), kernel_choice(device)
+    tensors = (*pool.mamba_cache.conv, pool.mamba_cache.temporal)
+    order = torch.randperm(2 * count, generator=torch.Generator().manual_seed(0)).to(device) + 1
+    src, dst = order[:count], order[count:]
+    num_bytes = count * params.state_bytes
+    plain_src, plain_dst = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    for x in tensors:
+        x.normal_()
+    copy_states(tensors, src, dst, kernels)
+    if not all(torch.equal(x[:, src], x[:, dst]) for x in tensors):
+        raise AssertionError("states that were copied are not the states they were copied from")
+    variants: dict[str, Callable[[], object]] = {
+        "copy": lambda: copy_states(tensors, src, dst, kernels),
+        "clear": lambda: clear_states(tensors, src, kernels),
+        "raw.copy": lambda: plain_dst.copy_(plain_src),
+        "raw.clear": plain_dst.zero_,
+    }
+    seconds = seconds_each(variants, samples=samples, device=device)
+    if any(x[:, src].any() for x in tensors):
+        raise AssertionError("states that were cleared are not zero")
+    for name in ("copy", "clear"):
+        ceiling = percentile(gb_per_s(num_bytes, seconds[f"raw.{name}"]), 50)
+        target = TARGETS[mib] if device.type == "cuda" else None
+        values = gb_per_s(num_bytes, seconds[name])
+        report.add(Case.of(f"state_{name}.{mib}mib", values, "GB/s", ceiling=ceiling, target=target))
+
+
+def _translation(report: Report, tokens: int, samples: int, device: torch.device) -> None:
+    """Random slots through a mapping; the ceiling copies as many slots, and gathers nothing."""
+    kernels = kernel_choice(device)
+    generator = torch.Generator().manual_seed(0)
+    mapping = torch.randint(0, tokens, (tokens,), generator=generator).to(device)
+    loc = torch.randint(0, tokens, (tokens,), generator=generator).to(device)
+    out = torch.empty_like(loc)
+    if not torch.equal(translate_slots(mapping, loc, kernels), mapping[loc]):
+        raise AssertionError("window slots are not those of the mapping")
+    variants: dict[str, Callable[[], object]] = {
+        "translate": lambda: translate_slots(mapping, loc, kernels),
+        "raw": lambda: out.copy_(loc),
+    }
+    seconds = seconds_each(variants, samples=samples, device=device)
+    ceiling = percentile(gb_per_s(loc.nbytes, seconds["raw"]), 50)
+    report.add(Case.of(f"swa_translate.{tokens}", gb_per_s(loc.nbytes, seconds["translate"]), "GB/s", ceiling=ceiling))
