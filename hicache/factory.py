@@ -32,7 +32,7 @@ def build_engine(config: EngineConfig, model: ModelGeometry | KVCache) -> CacheE
     kind (MLA, NSA, quantised, …) with one set of slots. Raises `ConfigError`, `OutOfMemory`, and what the store raises
     when it was made for another model or layout.
     """
-    device = _device(config)
+    device = _device(config.device)
     pool = _mha_pool(config, model, device) if isinstance(model, ModelGeometry) else _fitting(config, model, device)
     page = config.page_size
     row_len = -(-config.max_context_len // page) * page
@@ -79,24 +79,25 @@ def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCac
         ("device_tokens", pool.size, config.device_tokens // config.page_size * config.page_size),
         ("page_size", pool.page_size, config.page_size),
         ("dtype", pool.dtype, config.torch_dtype),
-        ("device", pool.device, device),
+        ("device", _device(pool.device), device),
     ):
         if of_pool != wanted:
             raise ConfigError(f"the pool has {knob} {of_pool}, the configuration {wanted}; set {knob} to the pool's")
     return pool
 
 
-def _device(config: EngineConfig) -> torch.device:
+def _device(name: str | torch.device) -> torch.device:
+    """The device with its index; ConfigError where torch does not see it."""
     try:
-        device = torch.device(config.device)
+        device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device={config.device!r}: write cpu, cuda or cuda:1") from None
+        raise ConfigError(f"device={name!r}: write cpu, cuda or cuda:1") from None
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={config.device!r}: this engine runs on cpu and cuda")
+        raise ConfigError(f"device={name!r}: this engine runs on cpu and cuda")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ConfigError(f"device={config.device!r}: torch sees {count} CUDA devices; use cpu or a lower index")
+            raise ConfigError(f"device={name!r}: torch sees {count} CUDA devices; use cpu or a lower index")
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device
 

@@ -40,9 +40,25 @@ def scale_of(x, LIMIT: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr):
 
 
 @jit
-def over_scale(x, scale, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """`x / scale[:, None]`, correctly rounded."""
-    return tl.div_rn(x, tl.broadcast_to(scale[:, None], [ROWS, COLS]))
+def quick_division(x, divisor):
+    """`x / divisor`, float32, in a third of a division's instructions where many elements share their divisor.
+
+    By the reciprocal and one correction, whose residual the hardware's fused product makes exact (Markstein,
+    "Computation of elementary functions on the IBM RISC System/6000 processor", 1990): correctly rounded for divisors
+    in (2**-100, 2**100) and |x| above 2**-100; smaller x may be off by one place, which no 8-bit format keeps. NaN
+    stays NaN.
+    """
+    inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), divisor)
+    quotient = x * inverse
+    closer = tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
+    return tl.where(closer == closer, closer, quotient)  # noqa: PLR0124 - an infinite quotient has no correction
+
+
+@jit
+def over_scale(x, scale, ROWS: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr):
+    """`x / scale[:, None]`, correctly rounded as far as 8 bits show it; scales as `scale_of` gives them."""
+    divisor = tl.broadcast_to(scale[:, None], [ROWS, COLS])
+    return quick_division(x, divisor) if NATIVE else tl.div_rn(x, divisor)
 
 
 @jit

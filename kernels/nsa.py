@@ -63,7 +63,7 @@ def _store_kernel(  # noqa: PLR0917 - Triton binds constants by position
     if QUANTISE:
         value = row.to(tl.float32)
         scale = scale_of(value, LIMIT, LEAST, TOKENS)
-        row = to_e4m3(over_scale(value, scale, TOKENS, KEY), NATIVE)
+        row = to_e4m3(over_scale(value, scale, TOKENS, KEY, NATIVE), NATIVE)
     else:
         scale = tl.load(given_scales + t * scale_stride, mask=mask, other=0)
     tl.store(keys + (page * PAGE * (KEY + 4) + token * KEY)[:, None] + column[None, :], row, mask=mask[:, None])

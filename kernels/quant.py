@@ -55,7 +55,7 @@ def _quantise_rows(  # noqa: PLR0917 - Triton binds constants by position
     source = x + (t * token_stride + h * head_stride)[:, None] + column[None, :]
     value = tl.load(source, mask=inside, other=0).to(tl.float32)
     scale = scale_of(value, LIMIT, LEAST, ROWS)
-    value = over_scale(value, scale, ROWS, COLS)
+    value = over_scale(value, scale, ROWS, COLS, NATIVE)
     row = slot * HEADS + h
     target = data + row[:, None] * DIM + column[None, :]
     if FP8:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from hicache.kernels._floats import native_floats, round_to_bfloat16, to_e4m3
+from hicache.kernels._floats import native_floats, quick_division, round_to_bfloat16, to_e4m3
 from hicache.kernels._triton import WORDS, Kernels, cdiv, check_kernels, jit, power_of_two, tl, widest_word
 
 Scale = float | torch.Tensor | None
@@ -85,6 +85,20 @@ def _bounded(x, LIMIT: tl.constexpr):
 
 
 @jit
+def _divided(x, scale, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """`x / scale` in float32, rounded correctly where anything of it remains in the buffer's format."""
+    divisor = tl.full(x.shape, scale, tl.float32)
+    if NATIVE and FORMAT != "":
+        if (scale > 2.0**-100) & (scale < 2.0**100):  # noqa: SIM108 - a branch that all threads take alike
+            out = quick_division(x, divisor)
+        else:
+            out = tl.div_rn(x, divisor)
+    else:
+        out = tl.div_rn(x, divisor)
+    return out
+
+
+@jit
 def _cast_rows(
     source,
     source_stride,
@@ -106,9 +120,9 @@ def _cast_rows(
         inside = mask[:, None] & (column < ROW)[None, :]
         x = tl.load(source + t[:, None] * source_stride + column[None, :], mask=inside, other=0).to(tl.float32)
         if SCALE == "number":
-            x = tl.div_rn(x, tl.full(x.shape, scale, tl.float32))
+            x = _divided(x, scale, FORMAT, NATIVE)
         elif SCALE == "tensor":
-            x = tl.div_rn(x, tl.full(x.shape, tl.load(scale).to(tl.float32), tl.float32))
+            x = _divided(x, tl.load(scale).to(tl.float32), FORMAT, NATIVE)
         to = target + slot[:, None] * target_stride + column[None, :]
         is_number = x == x  # noqa: PLR0124
         if FORMAT == "e4m3":

@@ -137,11 +137,13 @@ def _copy_kernel(
     old = tl.load(source + i, mask=i < num_rows, other=0).to(tl.int64)
     new = tl.load(target + i, mask=i < num_rows, other=0).to(tl.int64)
     inside = (i < num_rows)[:, None] & (column < row)[None, :]
-    risk = _at_risk(stamps, i, old, i < num_rows, generation)[:, None]
-    saved = staging + (member * num_rows + i)[:, None] * WIDEST + column[None, :]
-    direct = tl.load(start + old[:, None] * stride + column[None, :], mask=inside & (risk == 0))
-    staged = tl.load(saved, mask=inside & risk)
-    tl.store(start + new[:, None] * stride + column[None, :], tl.where(risk, staged, direct), mask=inside)
+    risk = _at_risk(stamps, i, old, i < num_rows, generation)
+    word_bytes: tl.constexpr = staging.dtype.element_ty.primitive_bitwidth // 8
+    # Each row is read once, from where it is: half the registers of reading both places and choosing.
+    row_at = tl.where(risk, staging + (member * num_rows + i) * WIDEST, start + old * stride)
+    row_at = tl.multiple_of(row_at, ALIGN * word_bytes)
+    words = tl.load(row_at[:, None] + column[None, :], mask=inside)
+    tl.store(start + new[:, None] * stride + column[None, :], words, mask=inside)
 
 
 class TiledCopy:
