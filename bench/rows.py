@@ -91,7 +91,8 @@ def _latent(num_bytes: int, device: torch.device) -> dict[str, tuple[Run, int]]:
 def _index(num_bytes: int, device: torch.device) -> dict[str, tuple[Run, int]]:
     pages, kernels = num_bytes // (PAGE * KEY * 2), kernel_choice(device)
     count = pages * PAGE
-    loc = _slots(count, 2 * count - 1, device)
+    # As an allocator hands them out: pages in any order, the tokens of a page in theirs.
+    loc = (((_slots(pages, 2 * pages - 1, device))[:, None] * PAGE) + torch.arange(PAGE, device=device)).reshape(-1)
     keys = torch.randn(count, KEY, device=device, dtype=torch.bfloat16)
     buffer, twin = (torch.zeros(2 * pages, index_row_bytes(PAGE), dtype=torch.uint8, device=device) for _ in range(2))
     quantise_index_keys(keys, buffer, loc, PAGE, kernels)

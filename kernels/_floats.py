@@ -51,7 +51,8 @@ def quick_division(x, divisor):
     inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), divisor)
     quotient = x * inverse
     closer = tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
-    return tl.where(closer == closer, closer, quotient)  # noqa: PLR0124 - an infinite quotient has no correction
+    # An infinite quotient has no correction, and that of a zero would lose its sign.
+    return tl.where((closer == closer) & (closer != 0), closer, quotient)  # noqa: PLR0124
 
 
 @jit

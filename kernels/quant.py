@@ -61,8 +61,8 @@ def _quantise_rows(  # noqa: PLR0917 - Triton binds constants by position
     if FP8:
         tl.store(target, to_e4m3(value, NATIVE), mask=inside)
     else:
-        # At 1.5 * 2**23 the last bit of a float32 is a unit: the sum rounds, and the difference is that integer.
-        tl.store(target, ((value + 12582912.0) - 12582912.0).to(tl.int8), mask=inside)
+        # At 1.5 * 2**23 the last bit of a float32 is a unit: the sum rounds, and its last byte is that integer.
+        tl.store(target, (value + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8), mask=inside)
     tl.store(scales + row, scale, mask=mask)
 
 

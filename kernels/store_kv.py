@@ -20,7 +20,7 @@ from hicache.kernels._triton import WORDS, Kernels, cdiv, check_kernels, jit, po
 Scale = float | torch.Tensor | None
 
 _WORDS_PER_PROGRAM = 1024
-_VALUES_PER_PROGRAM = 2048
+_VALUES_PER_PROGRAM = 4096
 _LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
@@ -85,6 +85,12 @@ def _bounded(x, LIMIT: tl.constexpr):
 
 
 @jit
+def _or_nan(x, narrow):
+    """The fp8 bytes `narrow`, or NaN where `x` is; hardware keeps NaN, and bounds the rest, by itself."""
+    return tl.where(x == x, narrow, 0x7F).to(tl.uint8)  # noqa: PLR0124
+
+
+@jit
 def _divided(x, scale, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """`x / scale` in float32, rounded correctly where anything of it remains in the buffer's format."""
     divisor = tl.full(x.shape, scale, tl.float32)
@@ -124,11 +130,12 @@ def _cast_rows(
         elif SCALE == "tensor":
             x = _divided(x, tl.load(scale).to(tl.float32), FORMAT, NATIVE)
         to = target + slot[:, None] * target_stride + column[None, :]
-        is_number = x == x  # noqa: PLR0124
         if FORMAT == "e4m3":
-            tl.store(to, tl.where(is_number, to_e4m3(_bounded(x, 448.0), NATIVE), 0x7F).to(tl.uint8), mask=inside)
+            tl.store(to, to_e4m3(x, NATIVE) if NATIVE else _or_nan(x, to_e4m3(_bounded(x, 448.0), False)), mask=inside)
         elif FORMAT == "e5m2":
-            tl.store(to, tl.where(is_number, _to_e5m2(_bounded(x, 57344.0), NATIVE), 0x7F).to(tl.uint8), mask=inside)
+            tl.store(
+                to, _to_e5m2(x, NATIVE) if NATIVE else _or_nan(x, _to_e5m2(_bounded(x, 57344.0), False)), mask=inside
+            )
         elif NATIVE or target.dtype.element_ty != tl.bfloat16:
             tl.store(to, x.to(target.dtype.element_ty), mask=inside)
         else:

@@ -84,6 +84,7 @@ def _mark_kernel(stamps, target, num_rows, generation, BLOCK: tl.constexpr):
 )
 def _save_kernel(
     staging,
+    found,
     stamps,
     table,
     source,
@@ -96,10 +97,13 @@ def _save_kernel(
     COLS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    # Program (b, s) of S: rows [b*ROWS, (b+1)*ROWS) at risk, buffers first + s, first + s + S, ... of the group.
+    # Program (b, s) of S: rows [b*ROWS, (b+1)*ROWS) at risk, buffers first + s, first + s + S, ... of the group. The
+    # first of them notes in `found` where each row is to be read: its slot, or -1 where it was saved.
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     old = tl.load(source + i, mask=i < num_rows, other=0).to(tl.int64)
     risk = _at_risk(stamps, i, old, i < num_rows, generation)
+    if tl.program_id(1) == 0:
+        tl.store(found + i, tl.where(risk, -1, old), mask=i < num_rows)
     if tl.max(risk.to(tl.int32), axis=0) > 0:
         for member in range(tl.program_id(1), num_buffers, tl.num_programs(1)):
             start, row, stride = _buffer(staging, table, (first + member).to(tl.int64), ALIGN)
@@ -111,18 +115,13 @@ def _save_kernel(
                 tl.store(saved + column[None, :], words, mask=inside)
 
 
-@jit(
-    do_not_specialize=["num_rows", "generation", "first"],
-    do_not_specialize_on_alignment=["table", "target", "source"],
-)
+@jit(do_not_specialize=["num_rows", "first"], do_not_specialize_on_alignment=["table", "target", "found"])
 def _copy_kernel(
     staging,
-    stamps,
+    found,
     table,
     target,
-    source,
     num_rows,
-    generation,
     first,
     WIDEST: tl.constexpr,
     ROWS: tl.constexpr,
@@ -134,13 +133,12 @@ def _copy_kernel(
     start, row, stride = _buffer(staging, table, first + member, ALIGN)
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(2) * COLS + tl.arange(0, COLS)
-    old = tl.load(source + i, mask=i < num_rows, other=0).to(tl.int64)
+    old = tl.load(found + i, mask=i < num_rows, other=0)
     new = tl.load(target + i, mask=i < num_rows, other=0).to(tl.int64)
     inside = (i < num_rows)[:, None] & (column < row)[None, :]
-    risk = _at_risk(stamps, i, old, i < num_rows, generation)
     word_bytes: tl.constexpr = staging.dtype.element_ty.primitive_bitwidth // 8
     # Each row is read once, from where it is: half the registers of reading both places and choosing.
-    row_at = tl.where(risk, staging + (member * num_rows + i) * WIDEST, start + old * stride)
+    row_at = tl.where(old < 0, staging + (member * num_rows + i) * WIDEST, start + old * stride)
     row_at = tl.multiple_of(row_at, ALIGN * word_bytes)
     words = tl.load(row_at[:, None] + column[None, :], mask=inside)
     tl.store(start + new[:, None] * stride + column[None, :], words, mask=inside)
@@ -231,17 +229,17 @@ class TiledCopy:
         buffer_bytes = num_rows * self._widest * self._width
         group = max(1, min(num_buffers, _STAGING_BYTES // buffer_bytes))
         staging = torch.empty(group * buffer_bytes, dtype=torch.uint8, device=self._device).view(WORDS[self._width])
+        found = torch.empty(num_rows, dtype=torch.int64, device=self._device)
         cols = min(power_of_two(self._widest), _MAX_COLS)
         rows = max(1, _WORDS_PER_PROGRAM // cols)
         blocks, sizes = cdiv(num_rows, rows), {"WIDEST": self._widest, "ROWS": rows, "COLS": cols, "ALIGN": self._align}
         for first in range(0, num_buffers, group):
             members = min(group, num_buffers - first)
-            moved = (source, num_rows, self._generation, first)
             _save_kernel[(blocks, min(members, _SAVE_SPLITS))](
-                staging, self._stamps, self._table, *moved, members, **sizes
+                staging, found, self._stamps, self._table, source, num_rows, self._generation, first, members, **sizes
             )
             _copy_kernel[(blocks, members, cdiv(self._widest, cols))](
-                staging, self._stamps, self._table, target, *moved, **sizes
+                staging, found, self._table, target, num_rows, first, **sizes
             )
 
     def _word(self) -> torch.Tensor:
