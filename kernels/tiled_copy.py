@@ -26,7 +26,8 @@ _FEW_BYTES = 64 << 10  # of one program's rows: 32 registers a thread at 16 warp
 _STAGING_BYTES = 128 << 20
 _WORDS_PER_PROGRAM = 2048
 _MAX_COLS = 256
-_SAVE_SPLITS = 8  # programs that share a block of rows at risk
+_SCAN_ROWS = 256  # that a program looks through for rows at risk: few programs, for mostly there are none
+_SAVE_SPLITS = 64  # programs that share the buffers of such a block
 
 
 def tile_bytes_for(stride_bytes: int) -> int:
@@ -93,26 +94,32 @@ def _save_kernel(
     first,
     num_buffers,
     WIDEST: tl.constexpr,
+    SCAN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    # Program (b, s) of S: rows [b*ROWS, (b+1)*ROWS) at risk, buffers first + s, first + s + S, ... of the group. The
+    # Program (b, s) of S: rows [b*SCAN, (b+1)*SCAN) at risk, buffers first + s, first + s + S, ... of the group. The
     # first of them notes in `found` where each row is to be read: its slot, or -1 where it was saved.
-    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(0).to(tl.int64) * SCAN
+    i = block + tl.arange(0, SCAN)
     old = tl.load(source + i, mask=i < num_rows, other=0).to(tl.int64)
     risk = _at_risk(stamps, i, old, i < num_rows, generation)
     if tl.program_id(1) == 0:
         tl.store(found + i, tl.where(risk, -1, old), mask=i < num_rows)
     if tl.max(risk.to(tl.int32), axis=0) > 0:
-        for member in range(tl.program_id(1), num_buffers, tl.num_programs(1)):
-            start, row, stride = _buffer(staging, table, (first + member).to(tl.int64), ALIGN)
-            saved = staging + (num_rows.to(tl.int64) * member + i)[:, None] * WIDEST
-            for begin in range(0, WIDEST, COLS):
-                column = begin + tl.arange(0, COLS)
-                inside = risk[:, None] & (column < row)[None, :]
-                words = tl.load(start + old[:, None] * stride + column[None, :], mask=inside)
-                tl.store(saved + column[None, :], words, mask=inside)
+        for piece in range(0, SCAN, ROWS):
+            n = block + piece + tl.arange(0, ROWS)
+            at = tl.load(source + n, mask=n < num_rows, other=0).to(tl.int64)
+            risky = _at_risk(stamps, n, at, n < num_rows, generation)
+            for member in range(tl.program_id(1), num_buffers, tl.num_programs(1)):
+                start, row, stride = _buffer(staging, table, (first + member).to(tl.int64), ALIGN)
+                saved = staging + (num_rows.to(tl.int64) * member + n)[:, None] * WIDEST
+                for begin in range(0, WIDEST, COLS):
+                    column = begin + tl.arange(0, COLS)
+                    inside = risky[:, None] & (column < row)[None, :]
+                    words = tl.load(start + at[:, None] * stride + column[None, :], mask=inside)
+                    tl.store(saved + column[None, :], words, mask=inside)
 
 
 @jit(do_not_specialize=["num_rows", "first"], do_not_specialize_on_alignment=["table", "target", "found"])
@@ -231,13 +238,14 @@ class TiledCopy:
         staging = torch.empty(group * buffer_bytes, dtype=torch.uint8, device=self._device).view(WORDS[self._width])
         found = torch.empty(num_rows, dtype=torch.int64, device=self._device)
         cols = min(power_of_two(self._widest), _MAX_COLS)
-        rows = max(1, _WORDS_PER_PROGRAM // cols)
+        rows = max(1, min(_SCAN_ROWS, _WORDS_PER_PROGRAM // cols))
         blocks, sizes = cdiv(num_rows, rows), {"WIDEST": self._widest, "ROWS": rows, "COLS": cols, "ALIGN": self._align}
         for first in range(0, num_buffers, group):
             members = min(group, num_buffers - first)
-            _save_kernel[(blocks, min(members, _SAVE_SPLITS))](
-                staging, found, self._stamps, self._table, source, num_rows, self._generation, first, members, **sizes
-            )
+            _save_kernel[(cdiv(num_rows, _SCAN_ROWS), min(members, _SAVE_SPLITS))](
+                staging, found, self._stamps, self._table, source, num_rows, self._generation, first, members,
+                SCAN=_SCAN_ROWS, **sizes,
+            )  # fmt: skip
             _copy_kernel[(blocks, members, cdiv(self._widest, cols))](
                 staging, found, self._table, target, num_rows, first, **sizes
             )
