@@ -46,6 +46,8 @@ from hicache.device import (
 from hicache.engine import CacheEngine, CacheRequest, Held, Hit, Lease, Prefetch
 from hicache.errors import HiCacheError
 from hicache.factory import build_engine
+from hicache.kernels.alloc_extend import alloc_extend_naive
+from hicache.kernels.paged_attention import contiguous_to_paged, paged_attention_forward, paged_to_contiguous
 from hicache.layout import BufferSpec, ModelGeometry, PoolLayout
 from hicache.tensor_cache import HiCache, TensorCacheStats
 from hicache.transfer import LayerTransferCounter
@@ -88,6 +90,7 @@ __all__ = [
     "SWATokenToKVPoolAllocator",
     "TensorCacheStats",
     "TokenToKVPoolAllocator",
+    "alloc_extend_naive",
     "alloc_for_decode",
     "alloc_for_extend",
     "alloc_paged_token_slots_decode",
@@ -96,10 +99,13 @@ __all__ = [
     "alloc_token_slots",
     "available_and_evictable_str",
     "build_engine",
+    "contiguous_to_paged",
     "evict_from_tree_cache",
     "get_last_loc",
     "get_last_loc_torch",
     "get_last_loc_triton",
+    "paged_attention_forward",
+    "paged_to_contiguous",
     "plan_capacity",
     "release_kv_cache",
     "write_cache_indices",
