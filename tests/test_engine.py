@@ -43,6 +43,7 @@ def test_prefix_comes_back_from_device_and_host(device: str, policy: str, page_s
         assert serve(engine, "a", first).cached_len == 0
         again = serve(engine, "b", first)
         assert (again.hit.device, again.cached_len) == (96, 96)
+        assert engine.stats()["admit.hit_rate"] == 96 / 200
         engine.flush()
         for n, other in enumerate(others):
             serve(engine, f"c{n}", other)

@@ -51,6 +51,7 @@ class Admission:
             count("admit.host_hit_tokens", "of them on the host at admission"),
             count("admit.disk_hit_tokens", "of them on the host after a prefetch from disk"),
         ]
+        parts.metrics.gauge("admit.hit_rate", "share of prompt tokens that needed no computing", self._hit_rate)
 
     def acquire(self, request: CacheRequest) -> Lease:
         """See `CacheEngine.acquire`."""
@@ -127,6 +128,9 @@ class Admission:
         self._parts.req_to_token.free(lease.row)
         for load in lease.loads:
             self._loader.let_go(load)
+
+    def _hit_rate(self) -> float:
+        return sum(hits.value for hits in self._hits) / max(1, self._prompt.value)
 
     def _refuse_impossible(self, num_tokens: int) -> None:
         config, allocator = self._parts.config, self._parts.allocator
