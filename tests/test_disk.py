@@ -104,6 +104,23 @@ def test_a_failing_store_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixt
     disk.close()
 
 
+def test_no_error_stops_a_thread(tmp_path: Path) -> None:
+    """Jobs that no store can serve get an answer too, and the threads go on with the next."""
+    disk = tier(tmp_path / "s", readers=1)
+    disk.start()
+    keys, data = pages(1, 1)
+    wrong = (np.zeros((3, 3)),)
+    disk.submit(WriteJob(0, keys, wrong))  # type: ignore[arg-type]
+    disk.submit(ReadJob(0, 0, keys, wrong, threading.Event()))  # type: ignore[arg-type]
+    assert wait_for(disk.drain_writes, 1)[0].ok == (False,)
+    assert wait_for(disk.drain_reads, 1)[0].ok == (False,)
+    disk.submit(WriteJob(1, keys, data))
+    assert wait_for(disk.drain_writes, 1)[0].ok == (True,)
+    disk.submit(FindJob(1, keys))
+    assert wait_for(disk.drain_reads, 1) == [FindDone(1, 1)]
+    disk.close()
+
+
 def test_close_finishes_what_was_queued(tmp_path: Path) -> None:
     """Jobs on the queue when the tier closes are in the store afterwards."""
     disk = tier(tmp_path / "s")

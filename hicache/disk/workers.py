@@ -148,9 +148,9 @@ class DiskTier:
     def _guard(self, call: Callable[[], list[bool]], length: int) -> list[bool]:
         try:
             return call()
-        except (StoreError, OSError, MemoryError) as error:
+        except Exception as error:  # whatever it is, somebody waits for the result
             self.failures += 1
-            log.warning("the disk tier failed: %s", error)
+            log.warning("the disk tier failed: %s", error, exc_info=not isinstance(error, (StoreError, OSError)))
             return [False] * length
 
 
