@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hicache.errors import ConfigError
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 try:
-    from matplotlib import figure as _figure
+    from matplotlib import figure as _matplotlib_figure
+
+    _figure: Any = _matplotlib_figure
 except ImportError:
     _figure = None
 
@@ -50,7 +52,7 @@ def plot_memory_usage(history: Sequence[MemorySample]) -> Figure:
         raise ConfigError("the history is not in order of time; sort it by time_s")
     tiers = list(dict.fromkeys(tier for sample in history for tier in sample.used_bytes))
     figure: Figure = _figure.Figure(figsize=(10, 3 * len(tiers)), layout="constrained")
-    panels = figure.subplots(len(tiers), 1, sharex=True, squeeze=False)[:, 0] if tiers else []
+    panels: Any = figure.subplots(len(tiers), 1, sharex=True, squeeze=False)[:, 0] if tiers else []
     for panel, tier in zip(panels, tiers, strict=True):
         samples = [sample for sample in history if tier in sample.used_bytes]
         times = [sample.time_s for sample in samples]
