@@ -226,3 +226,18 @@ class KVCache(ABC):
     def _wait(self, layer_id: int) -> None:
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(self._index(layer_id))
+
+    def _as_read(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer if self.store_dtype == self.dtype else buffer.view(self.dtype)
+
+    def _check_loc(self, loc: torch.Tensor) -> None:
+        if loc.dim() != 1 or loc.dtype not in (torch.int64, torch.int32) or loc.device != self._placed_on:
+            raise ShapeError(
+                f"loc {tuple(loc.shape)} of {loc.dtype} on {loc.device}: need int64 or int32 slots in one dimension "
+                f"on {self._placed_on}"
+            )
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self._debug and loc.numel() and not capturing:
+            low, high, end = int(loc.min()), int(loc.max()), self.size + self.page_size
+            if low < 0 or high >= end:
+                raise ShapeError(f"slots {low}..{high} are outside the pool's 0..{end - 1}")

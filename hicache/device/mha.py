@@ -148,21 +148,6 @@ class MHATokenToKVPool(KVCache):
         buffers = [buffer for layer_id in self.layer_ids for buffer in self.layer_buffers(layer_id)]
         return TiledCopy(buffers, self._kernels)
 
-    def _as_read(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer if self.store_dtype == self.dtype else buffer.view(self.dtype)
-
-    def _check_loc(self, loc: torch.Tensor) -> None:
-        if loc.dim() != 1 or loc.dtype not in (torch.int64, torch.int32) or loc.device != self._placed_on:
-            raise ShapeError(
-                f"loc {tuple(loc.shape)} of {loc.dtype} on {loc.device}: need int64 or int32 slots in one dimension "
-                f"on {self._placed_on}"
-            )
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self._debug and loc.numel() and not capturing:
-            low, high = int(loc.min()), int(loc.max())
-            if low < 0 or high >= self.size + self.page_size:
-                raise ShapeError(f"slots {low}..{high} are outside the pool's 0..{self.size + self.page_size - 1}")
-
     def _storable(
         self, rows: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, scale: Scale, name: str
     ) -> tuple[torch.Tensor, Scale]:

@@ -91,21 +91,6 @@ class RowPool(KVCache):
         self._wait(index + self.start_layer)
         return index
 
-    def _as_read(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer if self.store_dtype == self.dtype else buffer.view(self.dtype)
-
-    def _check_loc(self, loc: torch.Tensor) -> None:
-        if loc.dim() != 1 or loc.dtype not in (torch.int64, torch.int32) or loc.device != self._placed_on:
-            raise ShapeError(
-                f"loc {tuple(loc.shape)} of {loc.dtype} on {loc.device}: need int64 or int32 slots in one dimension "
-                f"on {self._placed_on}"
-            )
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self._debug and loc.numel() and not capturing:
-            low, high, end = int(loc.min()), int(loc.max()), self.num_slots
-            if low < 0 or high >= end:
-                raise ShapeError(f"slots {low}..{high} are outside the pool's 0..{end - 1}")
-
     def _check_rows(self, rows: torch.Tensor, expected: tuple[int, ...], name: str) -> None:
         """ShapeError unless `rows` are floats of that shape on the pool's device."""
         if tuple(rows.shape) != expected or not rows.is_floating_point() or rows.device != self._placed_on:
