@@ -126,7 +126,8 @@ class EngineConfig:
     """Sizes and policies of one engine.
 
     `device_tokens`: slots of the device tier. `host_bytes`: pinned CPU memory, 0 for no host tier. `page_size`: the
-    device allocator's page, a divisor of `host_page_size`, the unit of identity, backup and disk.
+    device allocator's page, a divisor of `host_page_size`, the unit of identity, backup and disk. `window_tokens` is
+    for models with sliding windows, `mamba_size` and what follows it for those with recurrent layers.
     """
 
     device_tokens: int
@@ -144,6 +145,12 @@ class EngineConfig:
     transfer_chunk_tokens: int = 8192
     staging_bytes: int = 256 << 20
     prefill_tokens_per_s: float = 0.0
+    eviction_policy: str = "lru"
+    window_tokens: int = 0
+    mamba_size: int = 0
+    mamba_chunk_tokens: int = 64
+    mamba_track_interval: int = 256
+    host_states: int = 0
     model_id: str = ""
     salt: str = ""
     disk: DiskConfig | None = field(default=None)
@@ -163,6 +170,15 @@ class EngineConfig:
         _at_least("selective_hits", self.selective_hits, 1)
         _at_least("transfer_chunk_tokens", self.transfer_chunk_tokens, self.host_page_size)
         _at_least("staging_bytes", self.staging_bytes, 1 << 16)
+        for name in ("window_tokens", "mamba_size", "host_states"):
+            _at_least(name, getattr(self, name), 0)
+        _at_least("mamba_chunk_tokens", self.mamba_chunk_tokens, 1)
+        _at_least("mamba_track_interval", self.mamba_track_interval, 1)
+        if self.mamba_track_interval % self.cache_page_size:
+            raise ConfigError(
+                f"mamba_track_interval={self.mamba_track_interval} is no multiple of the cache page of "
+                f"{self.cache_page_size} tokens: states are kept where a page ends"
+            )
         if self.prefetch_timeout_s < 0 or self.prefill_tokens_per_s < 0:
             raise ConfigError("prefetch_timeout_s and prefill_tokens_per_s must not be negative")
         if self.write_policy not in _WRITE_POLICIES:
@@ -247,6 +263,12 @@ _FLAG_HELP = {
     "transfer_chunk_tokens": "tokens of a copy to the host",
     "staging_bytes": "device memory between copies and kernels",
     "prefill_tokens_per_s": "speed of computing; slower loads are not started (0: always load)",
+    "eviction_policy": "which pages go first: lru, lfu, fifo, mru, filo, priority, slru",
+    "window_tokens": "slots of sliding-window layers (0: as many as device_tokens)",
+    "mamba_size": "recurrent states on the device (0: 4 a request)",
+    "mamba_chunk_tokens": "states within a prompt are kept at multiples of this",
+    "mamba_track_interval": "tokens of decoding between two states",
+    "host_states": "recurrent states on the host, out of host_bytes (0: a quarter of it)",
     "model_id": "name or digest of the weights, part of every page's identity",
     "salt": "pages are shared only under the same salt",
     "disk_path": "directory of the store",

@@ -27,9 +27,10 @@ from hicache.flow.evict import Evictor
 from hicache.flow.persist import Persist
 from hicache.flow.prefetch import Prefetch, Prefetcher
 from hicache.flow.restore import Restore
+from hicache.flow.share import Sharing
 from hicache.transfer.counter import LayerTransferCounter
 from hicache.tree.key import pack_tokens
-from hicache.tree.node import Tier, TreeNode
+from hicache.tree.node import Component, Tier, TreeNode
 
 __all__ = ["CacheEngine", "CacheRequest", "Held", "Hit", "Lease", "Prefetch"]
 
@@ -66,7 +67,8 @@ class CacheEngine:
         self._persist = Persist(parts, parts.disk) if parts.disk else None
         self._backup = Backup(parts, self._evictor.host_pages, self._on_host) if parts.host else None
         self._prefetcher = Prefetcher(parts, parts.disk, self._evictor.host_pages) if parts.disk else None
-        self._admission = Admission(parts, self._restore, self._evictor.device_slots, self._consider)
+        self._admission = Admission(parts, self._restore, self._evictor, self._consider)
+        self._sharing = Sharing(parts, self._restore, self._evictor.free_states, self._consider)
         flows: list[Flow | None] = [self._backup, self._restore, self._persist, self._prefetcher]
         self._flows: list[Flow] = [flow for flow in flows if flow is not None]
         self._running = self._closed = False
@@ -97,8 +99,9 @@ class CacheEngine:
         """Start the threads. Nothing moves before."""
         if not self._running:
             self._running = True
-            if self._parts.transfer:
-                self._parts.transfer.start()
+            for transfer in (self._parts.transfer, *(side.transfer for side in self._parts.sides)):
+                if transfer:
+                    transfer.start()
             if self._parts.disk:
                 self._parts.disk.start()
 
@@ -111,7 +114,9 @@ class CacheEngine:
             self.release(lease)
         if self._running:
             self.flush()
-        for part in (self._parts.transfer, self._parts.disk, self._parts.host):
+        parts = self._parts
+        sides = [part for side in parts.sides for part in (side.transfer, side.host)]
+        for part in (parts.transfer, *sides[::2], parts.disk, parts.host, *sides[1::2]):
             if part is not None:
                 part.close()
 
@@ -129,13 +134,14 @@ class CacheEngine:
         tree = self._parts.tree
         packed = pack_tokens(tokens)
         match = tree.match(packed[: max(0, len(packed) - 1)], namespace)
-        disk = 0
+        usable = tree.usable_len(match, match.full_len, on_host=True)
+        device, disk = min(usable, match.device_len), 0
         if self._parts.disk:
-            held = match.device_len + match.host_len
+            held = match.full_len
             whole = max(0, len(packed) - 1) // tree.page_size * tree.page_size
-            keys = tree.keys_of(packed[:whole], namespace)[held // tree.page_size :]
+            keys = tree.names.of_tokens(packed[:whole], namespace)[held // tree.page_size :]
             disk = self._parts.disk.contains(keys) * tree.page_size
-        return Held(match.device_len, match.host_len, disk)
+        return Held(device, usable - device, disk)
 
     def prefetch(
         self, request_id: str, tokens: npt.ArrayLike, namespace: str = "", mode: PrefetchMode | None = None
@@ -173,7 +179,7 @@ class CacheEngine:
             raise ValueError(f"request {request.request_id} holds a lease already; release it first")
         if self._prefetcher:
             self._prefetcher.settle(request.request_id)
-        packed = CacheRequest(request.request_id, pack_tokens(request.tokens), request.namespace)
+        packed = dataclasses.replace(request, tokens=pack_tokens(request.tokens))
         lease = self._admission.acquire(packed)
         lease.on_exit = self.release
         self._leases[request.request_id] = lease
@@ -186,13 +192,35 @@ class CacheEngine:
     def commit(self, lease: Lease, tokens: npt.ArrayLike) -> None:
         """KV of all `tokens`, the sequence so far, is stored (or queued to be): share its whole pages, start backups.
 
-        Call it after every chunk of prefill and at the end. Raises `TransferError` when the prefix failed to load.
+        Call it after every chunk of prefill and at the end. A recurrent state has consumed exactly `tokens`; it is kept
+        where they are whole pages. Raises `TransferError` when the prefix failed to load.
         """
-        self._admission.commit(lease, pack_tokens(tokens))
+        self._sharing.commit(lease, pack_tokens(tokens))
+
+    def next_stop(self, lease: Lease, start: int, end: int) -> int:
+        """Where a pass over the prompt from `start` should end, at most at `end`.
+
+        Before it for hybrid models alone: at the last point below the prompt's end, and at the branching point of a
+        cached prefix, where a state is worth keeping. Commit there.
+        """
+        return self._sharing.next_stop(lease, start, end)
+
+    def track(self, leases: Sequence[Lease]) -> None:
+        """After each step of decoding, before the next `extend`: hybrid models keep a state every
+        `mamba_track_interval` tokens, which the next commit shares. Others: nothing."""
+        if self._parts.states is not None:
+            self._sharing.track(list(leases))
+
+    def begin_forward(self, leases: Sequence[Lease]) -> None:
+        """The coming forward pass is for `leases`: its layers wait for their loads."""
+        parts = self._parts
+        counters = [(Component.FULL, parts.counter), *((side.component, side.counter) for side in parts.sides)]
+        for component, counter in counters:
+            counter.set_consumer({load_id for lease in leases for load_id in lease.load_ids_of(component)})
 
     def release(self, lease: Lease) -> None:
         """End the lease, finished or aborted: unpin the prefix, free the rest. Idempotent."""
-        self._admission.release(lease)
+        self._sharing.release(lease)
         if self._leases.get(lease.request_id) is lease:
             del self._leases[lease.request_id]
 
@@ -229,8 +257,8 @@ class CacheEngine:
     def check(self) -> None:
         """Raise `InvariantError` with everything that is not as `docs/invariants.md` says. For idle moments and
         tests."""
-        under_way = self._backup.pages_under_way if self._backup else 0
-        under_way += self._prefetcher.pages_under_way if self._prefetcher else 0
+        under_way = {at: self._backup.pages_under_way(at) if self._backup else 0 for at in Component}
+        under_way[Component.FULL] += self._prefetcher.pages_under_way if self._prefetcher else 0
         conservation(self._parts, list(self._leases.values()), under_way)
 
     def _add_gauges(self) -> None:

@@ -23,6 +23,7 @@ import torch
 from hicache.errors import ConfigError
 
 Per = Literal["token", "page", "request"]
+LayerKind = Literal["full", "window", "recurrent"]
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,64 @@ class PoolLayout:
 
 
 @dataclass(frozen=True)
+class StateGeometry:
+    """What one recurrent layer keeps of one request: convolution windows and a temporal state."""
+
+    conv: tuple[tuple[int, ...], ...]
+    temporal: tuple[int, ...]
+    conv_dtype: torch.dtype
+    temporal_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if min((size for shape in (*self.conv, self.temporal) for size in shape), default=0) < 1 or not self.temporal:
+            raise ConfigError(f"a state of conv={self.conv}, temporal={self.temporal}: every size must be at least 1")
+
+
+@dataclass(frozen=True)
 class ModelGeometry:
-    """The attention of a model: what the factory needs to build its pool."""
+    """The layers of a model: what the factory needs to build its pools.
+
+    `layer_kinds`: one a layer; () means full attention in every layer. `window`: tokens that a window layer looks back
+    on, itself included. Attention layers, of either kind, have the same heads. ConfigError where the fields disagree.
+    """
 
     layer_num: int
     head_num: int
     head_dim: int
     v_head_dim: int | None = None
+    layer_kinds: tuple[LayerKind, ...] = ()
+    window: int = 0
+    state: StateGeometry | None = None
+
+    def __post_init__(self) -> None:
+        wrong = sorted({str(kind) for kind in self.layer_kinds} - {"full", "window", "recurrent"})
+        if wrong:
+            raise ConfigError(f"layer_kinds names {wrong}; they are 'full', 'window' or 'recurrent'")
+        if len(self.layer_kinds) not in (0, self.layer_num):
+            raise ConfigError(f"layer_kinds has {len(self.layer_kinds)} entries for layer_num={self.layer_num} layers")
+        if self.window < 0 or (self.window > 0) != bool(self.window_layers):
+            raise ConfigError(f"window={self.window} with window layers {list(self.window_layers)}: give both or none")
+        if (self.state is not None) != bool(self.recurrent_layers):
+            raise ConfigError(f"state={self.state} with recurrent layers {list(self.recurrent_layers)}: both or none")
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, by global id."""
+        full: LayerKind = "full"
+        return self.layer_kinds or (full,) * self.layer_num
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Global ids of the layers with full attention."""
+        return self._of_kind("full")
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        return self._of_kind("window")
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        return self._of_kind("recurrent")
+
+    def _of_kind(self, wanted: LayerKind) -> tuple[int, ...]:
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind == wanted)

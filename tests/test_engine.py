@@ -13,7 +13,8 @@ from toy_model import GEOMETRY, compute, config, expected_kv, read, serve
 from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
 from hicache.errors import OutOfRows, OutOfSlots, PrefetchPending, PromptTooLong, TransferError, TryLater
 from hicache.storage.base import StoreMismatch
-from hicache.tree import PageState, RadixTree, TreeNode
+from hicache.tree import PageState, TreeNode
+from hicache.tree.ledger import Ledger
 from hicache.tree.node import TRANSITIONS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -371,13 +372,14 @@ def random_operations(
 def test_random_runs_take_every_way_of_the_state_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Random operations take every transition of the table except those of failed copies, and none outside it."""
     taken: set[tuple[PageState, PageState]] = set()
-    move = RadixTree._move
+    set_state = Ledger.set_state
 
-    def recorded(node: TreeNode, to: PageState) -> None:
-        taken.add((node.state, to))
-        move(node, to)
+    def recorded(self: Ledger, node: TreeNode, to: PageState) -> None:
+        if to is not node.state:
+            taken.add((node.state, to))
+        set_state(self, node, to)
 
-    monkeypatch.setattr(RadixTree, "_move", staticmethod(recorded))
+    monkeypatch.setattr(Ledger, "set_state", recorded)
     for number, policy in enumerate(["write_through", "write_through_selective", "write_back"] * 4):
         random_operations("cpu", policy, 100 + number, tmp_path / str(number), steps=200, computes_fast=number >= 6)
     # Each of these has a test of its own above.

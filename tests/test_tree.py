@@ -45,7 +45,7 @@ class TreeAgainstDict(RuleBasedStateMachine):
             return
         slots = torch.arange(self.next_slot, self.next_slot + len(tokens))
         self.next_slot += len(tokens)
-        result = self.tree.insert(self.tree.root(space), pack_tokens(tokens), slots, Tier.DEVICE)
+        result = self.tree.insert(self.tree.root, pack_tokens(tokens), slots, Tier.DEVICE, space)
         kept = {i for dup in result.duplicates for i in range(dup.start, dup.end)}
         for at, prefix in enumerate(self.prefixes(space, tokens)):
             span = range(at * self.page_size, (at + 1) * self.page_size)
@@ -63,7 +63,7 @@ class TreeAgainstDict(RuleBasedStateMachine):
         prefixes = self.prefixes(space, tokens)
         pages = torch.arange(self.next_page, self.next_page + len(prefixes))
         self.next_page += len(prefixes)
-        result = self.tree.insert(self.tree.root(space), pack_tokens(tokens), pages, Tier.HOST)
+        result = self.tree.insert(self.tree.root, pack_tokens(tokens), pages, Tier.HOST, space)
         assert result.accepted_len == len(tokens)
         for page, prefix in zip(pages.tolist(), prefixes, strict=True):
             self.host.setdefault(prefix, page)
@@ -83,7 +83,7 @@ class TreeAgainstDict(RuleBasedStateMachine):
         length = min(cut // self.page_size * self.page_size, match.device_len)
         node = self.tree.node_at(match, length)
         assert node.depth_tokens == length
-        values = [n.value(Tier.DEVICE) for n in reversed(list(node.path()))]
+        values = [n.held(Tier.DEVICE) for n in reversed(list(node.path()))]
         ours = [s for p in self.prefixes(space, tokens[:length]) for s in self.device[p]]
         assert (torch.cat(values).tolist() if values else []) == ours
         self.tree.lock(node, Tier.DEVICE)
@@ -100,10 +100,11 @@ class TreeAgainstDict(RuleBasedStateMachine):
         node = self.tree.victim(tier)
         if node is None:
             return
-        keep = min(keep * self.page_size, len(node.key) - self.page_size)
+        keep = min(keep * self.page_size, node.num_tokens - self.page_size)
         if keep:
             node = self.tree.cut_tail(node, keep)
-        gone = set(self.tree.drop(node, tier).tolist())
+        (released,) = self.tree.drop(node, tier)
+        gone = set(released.value.tolist())
         if tier is Tier.DEVICE:
             self.device = {p: s for p, s in self.device.items() if not gone & set(s)}
         else:
@@ -125,12 +126,12 @@ def test_match_returns_what_was_inserted(page_size: int) -> None:
     """The longest common whole-page prefix comes back with the slots it was inserted with."""
     tree = make_tree(page_size)
     tokens = np.arange(page_size * 7)
-    tree.insert(tree.root(""), tokens, torch.arange(len(tokens)) + 5, Tier.DEVICE)
+    tree.insert(tree.root, tokens, torch.arange(len(tokens)) + 5, Tier.DEVICE)
     asked = np.concatenate([tokens[: page_size * 3], tokens[:page_size] + 999])
     match = tree.match(asked)
     assert match.device_len == 3 * page_size
     node = tree.node_at(match, match.device_len)
-    assert torch.equal(node.value(Tier.DEVICE), torch.arange(match.device_len) + 5)
+    assert torch.equal(node.held(Tier.DEVICE), torch.arange(match.device_len) + 5)
     assert tree.match(asked, "another").device_len == 0
     tree.check()
 
@@ -139,7 +140,7 @@ def test_match_changes_nothing() -> None:
     """Looking up leaves recency, structure and account as they were."""
     tree = make_tree(2)
     for base in (0, 10, 20):
-        tree.insert(tree.root(""), np.arange(base, base + 8), torch.arange(8) + base + 1, Tier.DEVICE)
+        tree.insert(tree.root, np.arange(base, base + 8), torch.arange(8) + base + 1, Tier.DEVICE)
     oldest, nodes = tree.victim(Tier.DEVICE), tree.num_nodes
     tree.match(np.arange(0, 5))
     assert tree.victim(Tier.DEVICE) is oldest and tree.num_nodes == nodes
@@ -149,15 +150,15 @@ def test_page_keys_do_not_depend_on_splits() -> None:
     """A page's key is a function of the identity, namespace and tokens up to its end alone."""
     tokens = np.arange(16)
     whole, cut = make_tree(2), make_tree(2)
-    node = whole.insert(whole.root("a"), tokens, torch.arange(16) + 1, Tier.DEVICE).node
-    expected = whole.page_keys(node)
-    cut.insert(cut.root("a"), tokens, torch.arange(16) + 1, Tier.DEVICE)
+    node = whole.insert(whole.root, tokens, torch.arange(16) + 1, Tier.DEVICE, "a").node
+    expected = whole.names.of(node)
+    cut.insert(cut.root, tokens, torch.arange(16) + 1, Tier.DEVICE, "a")
     for length in (4, 10):
         cut.node_at(cut.match(tokens[:length], "a"), length)
     deepest = cut.node_at(cut.match(tokens, "a"), 16)
-    keys = [key for at in reversed(list(deepest.path())) for key in cut.page_keys(at)]
-    assert keys == expected == whole.keys_of(tokens, "a")
-    assert set(keys).isdisjoint(whole.keys_of(tokens, "b"))
+    keys = [key for at in reversed(list(deepest.path())) for key in cut.names.of(at)]
+    assert keys == expected == whole.names.of_tokens(tokens, "a")
+    assert set(keys).isdisjoint(whole.names.of_tokens(tokens, "b"))
     other = PageHasher(b"another identity", 2)
     assert set(keys).isdisjoint(other.chain(other.seed("a"), tokens))
 
@@ -166,24 +167,24 @@ def test_pages_are_hashed_once() -> None:
     """However often keys are asked for, each page of a node is hashed once in its life."""
     hasher = PageHasher(b"identity", 2)
     tree = RadixTree(2, hasher)
-    node = tree.insert(tree.root(""), np.arange(12), torch.arange(12) + 1, Tier.DEVICE).node
+    node = tree.insert(tree.root, np.arange(12), torch.arange(12) + 1, Tier.DEVICE).node
     for _ in range(3):
-        tree.page_keys(node)
+        tree.names.of(node)
     tree.node_at(tree.match(np.arange(6)), 6)
-    tree.page_keys(node)
+    tree.names.of(node)
     assert hasher.pages_hashed == 6
 
 
 def test_span_survives_a_split() -> None:
     """A backup under way when its node splits attaches every host page to the tokens it was made for."""
     tree = make_tree(2)
-    node = tree.insert(tree.root(""), np.arange(8), torch.arange(8) + 1, Tier.DEVICE).node
+    node = tree.insert(tree.root, np.arange(8), torch.arange(8) + 1, Tier.DEVICE).node
     tree.lock(node, Tier.DEVICE)
     tree.begin_backup(node, torch.tensor([7, 3, 9, 5]))
     upper = tree.node_at(tree.match(np.arange(4)), 4)
     for at in (upper, node):
         assert tree.end_backup(at, confirmed=True) is None
-    assert upper.value(Tier.HOST).tolist() == [7, 3] and node.value(Tier.HOST).tolist() == [9, 5]
+    assert upper.held(Tier.HOST).tolist() == [7, 3] and node.held(Tier.HOST).tolist() == [9, 5]
     tree.unlock(node, Tier.DEVICE)
     tree.check()
 
@@ -191,7 +192,7 @@ def test_span_survives_a_split() -> None:
 def test_every_state_change_is_in_the_table() -> None:
     """No method can take a node from one state to another except along the table."""
     tree = make_tree(2)
-    node = tree.insert(tree.root(""), np.arange(4), torch.arange(4) + 1, Tier.DEVICE).node
+    node = tree.insert(tree.root, np.arange(4), torch.arange(4) + 1, Tier.DEVICE).node
     assert node.state is PageState.DEVICE
     with pytest.raises(AssertionError):
         tree.begin_load(node, torch.arange(4) + 9)
@@ -205,11 +206,11 @@ def test_every_state_change_is_in_the_table() -> None:
 def test_check_finds_planted_faults() -> None:
     """The audit names each fault: it can fail."""
     tree = make_tree(2)
-    node = tree.insert(tree.root(""), np.arange(4), torch.arange(4) + 1, Tier.DEVICE).node
+    node = tree.insert(tree.root, np.arange(4), torch.arange(4) + 1, Tier.DEVICE).node
     node.locks[Tier.DEVICE] = 1
     with pytest.raises(InvariantError, match="account") as caught:
         tree.check()
-    assert any("recency" in line for line in caught.value.violations)
+    assert any("order" in line for line in caught.value.violations)
     node.locks[Tier.DEVICE] = 0
     node.state = PageState.BOTH
     with pytest.raises(InvariantError, match="state BOTH"):

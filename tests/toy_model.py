@@ -46,7 +46,7 @@ def expected_kv(tokens: np.ndarray, namespace: str = "") -> torch.Tensor:
 def compute(engine: CacheEngine, lease: Lease, tokens: np.ndarray, start: int, end: int) -> None:
     """The forward pass: wait as a model would, then store the KV of positions [start, end)."""
     truth = expected_kv(tokens[:end], lease.namespace)[start:end].to(engine.pool.device)
-    engine.counter.set_consumer(lease.load_ids)
+    engine.begin_forward([lease])
     for layer in range(GEOMETRY.layer_num):
         engine.pool.get_kv_buffer(layer)
         engine.pool.set_kv_buffer(layer, lease.slots_of(start, end), truth[:, layer, 0], truth[:, layer, 1])
@@ -54,7 +54,7 @@ def compute(engine: CacheEngine, lease: Lease, tokens: np.ndarray, start: int, e
 
 def read(engine: CacheEngine, lease: Lease, length: int) -> torch.Tensor:
     """KV of positions [0, length) as attention would see it: float32 [length, layers, 2, heads, dim], on the CPU."""
-    engine.counter.set_consumer(lease.load_ids)
+    engine.begin_forward([lease])
     slots = lease.slots_of(0, length)
     layers = [torch.stack([b[slots] for b in engine.pool.get_kv_buffer(i)], 1) for i in range(GEOMETRY.layer_num)]
     return torch.stack(layers, 1).cpu()

@@ -23,7 +23,6 @@ from hicache.alloc.views import (
     BatchTree,
     CheckpointRequest,
     DecodeBatch,
-    EvictParams,
     ExtendBatch,
     KVRequest,
     PagedAllocator,
@@ -37,6 +36,7 @@ from hicache.config import kernel_choice
 from hicache.errors import InvariantError, OutOfRows, OutOfSlots, OutOfStates, ShapeError
 from hicache.kernels.last_loc import get_last_loc_torch, get_last_loc_triton, last_loc
 from hicache.kernels.write_req_to_token import write_req_to_token_pool, write_req_to_token_pool_triton
+from hicache.values import EvictParams
 
 __all__ = [
     "alloc_for_decode",

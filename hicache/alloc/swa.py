@@ -175,6 +175,35 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self.swa_attn_allocator.free(peers)
         self.full_to_swa_index_mapping[slots] = 0
 
+    def alloc_window(self, full_slots: torch.Tensor) -> bool:
+        """Give full slots (whole pages of them) that have no peer one each; False when the window side is short.
+
+        On the CPU and in debug mode InvariantError where one has a peer.
+        """
+        if full_slots.numel() > self.swa_available_size():
+            return False
+        if (self._debug or self.device.type == "cpu") and self.full_to_swa_index_mapping[full_slots].any():
+            raise InvariantError(type(self).__name__, [f"some of slots {full_slots[:8].tolist()}… have window slots"])
+        self._paired(full_slots, self.swa_attn_allocator.alloc(full_slots.numel()))
+        return True
+
+    def move_window(self, from_slots: torch.Tensor, to_slots: torch.Tensor) -> None:
+        """Pair the window slots of full slots `from_slots` with `to_slots` instead, one to one; whole pages of both.
+
+        No wait for the device. On the CPU and in debug mode InvariantError where one has no window slot to give, or
+        has one already where it is to get one. ShapeError where their numbers or offsets within pages differ.
+        """
+        if from_slots.numel() != to_slots.numel():
+            raise ShapeError(f"window slots of {from_slots.numel()} full slots for {to_slots.numel()} others")
+        if not from_slots.numel():
+            return
+        mapping = self.full_to_swa_index_mapping
+        peers = mapping[from_slots]
+        if self._debug or self.device.type == "cpu":
+            self._check_move(from_slots, peers, to_slots)
+        mapping[to_slots] = peers
+        mapping[from_slots] = 0
+
     def free_group_begin(self) -> None:
         self.full_attn_allocator.free_group_begin()
         self.swa_attn_allocator.free_group_begin()
@@ -275,6 +304,18 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             # A prefix of whole pages needs no last token, which may be out of the window.
             peers = torch.where(needed, peers, -1)
         return peers
+
+    def _check_move(self, from_slots: torch.Tensor, peers: torch.Tensor, to_slots: torch.Tensor) -> None:
+        if (from_slots % self.page_size != to_slots % self.page_size).any():
+            raise ShapeError(f"slots {to_slots[:8].tolist()}… stand at other offsets than {from_slots[:8].tolist()}…")
+        violations = []
+        if (peers == 0).any():
+            violations.append(f"slots {from_slots[peers == 0][:8].tolist()} have no window slots to give")
+        taken = self.full_to_swa_index_mapping[to_slots] != 0
+        if taken.any():
+            violations.append(f"slots {to_slots[taken][:8].tolist()} have window slots already")
+        if violations:
+            raise InvariantError(type(self).__name__, violations)
 
     def _paired(self, full: torch.Tensor | None, swa: torch.Tensor | None) -> torch.Tensor:
         assert full is not None and swa is not None, "room on both sides was counted before"

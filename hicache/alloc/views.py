@@ -1,36 +1,18 @@
 """What batch-level allocation sees of batches, requests, the request table and the prefix tree.
 
-They live in other units, which allocators must not import: any object of these shapes will do. Owns the protocols and
-the frozen values that cross them. May import what the base may.
+They live in other units, which allocators must not import: any object of these shapes will do. Owns the protocols.
+May import what the base may.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from hicache.alloc.base import BaseTokenToKVPoolAllocator
-
-
-@dataclass(frozen=True)
-class EvictParams:
-    """How much a tree is asked to give up: tokens, tokens of window state, and recurrent states."""
-
-    num_tokens: int
-    swa_num_tokens: int = 0
-    mamba_num: int = 0
-
-
-@dataclass(frozen=True)
-class EvictResult:
-    """How much it gave up."""
-
-    num_tokens_evicted: int
-    swa_num_tokens_evicted: int = 0
-    mamba_num_evicted: int = 0
+from hicache.values import EvictParams, EvictResult
 
 
 class KVRequest(Protocol):

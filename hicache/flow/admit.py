@@ -1,7 +1,8 @@
 """Admission: a request gets a pinned prefix, slots for the rest and a row, or nothing at all.
 
 Room is counted before anything changes, so a refused request leaves no trace, recency included. What the host holds is
-loaded unless computing it again is estimated to be faster.
+loaded unless computing it again is estimated to be faster. In a hybrid model the request also gets two states, the
+first of which holds what the prefix left behind; in a model with windows, the window slots that the prefix needs.
 """
 
 from __future__ import annotations
@@ -11,39 +12,40 @@ from typing import Protocol
 
 import torch
 
-from hicache.errors import OutOfRows, OutOfSlots, PromptTooLong, TransferBusy, TransferError
-from hicache.flow.base import CacheRequest, Hit, Lease, Load, Parts
+from hicache.errors import OutOfRows, OutOfSlots, OutOfStates, PromptTooLong, TransferBusy
+from hicache.flow.base import CacheRequest, Hit, Lease, Load, LoadPlan, Parts
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.base import Match
-from hicache.tree.key import Tokens
-from hicache.tree.node import Tier, TreeNode
+from hicache.tree.node import Place, Tier, TreeNode
+
+_STATES = 2  # of a request: the one that advances, and the last checkpoint
 
 
 class Loader(Protocol):
     """What admission asks of the flow that restores."""
 
-    def worthwhile(self, num_tokens: int) -> bool: ...
+    def worthwhile(self, num_bytes: int, num_tokens: int) -> bool: ...
     def can_start(self) -> bool: ...
-    def start(self, nodes: list[TreeNode], slots: torch.Tensor) -> None: ...
+    def start(self, plan: LoadPlan, slots: torch.Tensor, state: torch.Tensor | None) -> Load: ...
     def loads_of(self, nodes: list[TreeNode]) -> list[Load]: ...
-    def let_go(self, load: Load) -> None: ...
+
+
+class Room(Protocol):
+    """What admission asks of the flow that evicts."""
+
+    def device_slots(self, num_tokens: int) -> torch.Tensor | None: ...
+    def free_windows(self, num_tokens: int) -> bool: ...
+    def free_states(self, num_states: int) -> bool: ...
 
 
 class Admission:
-    """Makes, grows, commits and ends leases. Owned by the scheduler thread.
+    """Makes and grows leases. Owned by the scheduler thread.
 
-    `device_slots(n)` makes room on the device; `consider(node)` is told about every path that was used or grew.
+    `room` makes room on the device; `consider(node)` is told about every path that was used.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        loader: Loader,
-        device_slots: Callable[[int], torch.Tensor | None],
-        consider: Callable[[TreeNode], None],
-    ) -> None:
-        self._parts, self._loader = parts, loader
-        self._device_slots, self._consider = device_slots, consider
+    def __init__(self, parts: Parts, loader: Loader, room: Room, consider: Callable[[TreeNode], None]) -> None:
+        self._parts, self._loader, self._room, self._consider = parts, loader, room, consider
         count = parts.metrics.counter
         self._prompt = count("admit.prompt_tokens", "tokens of admitted prompts")
         self._hits = [
@@ -56,23 +58,25 @@ class Admission:
     def acquire(self, request: CacheRequest) -> Lease:
         """See `CacheEngine.acquire`."""
         tree, num_tokens = self._parts.tree, len(request.tokens)
-        self._refuse_impossible(num_tokens)
+        self._refuse_impossible(num_tokens, request.reserve_tokens)
         # The last token is always computed: its logits are what the caller wants.
         whole = (num_tokens - 1) // tree.page_size * tree.page_size
         match = tree.match(request.tokens[:whole], request.namespace)
-        load_len = match.host_len if match.host_len and self._loader.worthwhile(match.host_len) else 0
-        need = self._in_pages(num_tokens - match.device_len)
-        self._refuse_now(need, load_len, match)
+        length, needs_load = self._usable(match)
+        end = num_tokens if request.reserve_tokens is None else min(num_tokens, length + request.reserve_tokens)
+        need = self._in_pages(end - min(length, match.device_len))
+        self._refuse_now(need, length, needs_load, match)
 
-        node = tree.node_at(match, match.device_len + load_len)
-        path = list(reversed(list(node.path())))
-        to_load = [at for at in path if not at.holds(Tier.DEVICE)]
-        pinned = (to_load[0].parent if to_load else node) or node
+        node = tree.node_at(match, length)
+        plan = self._plan(node)
+        lease = Lease(request, node, self._parts.req_to_token.req_to_token)
+        lease.length, lease.branching_len = end, match.full_len if match.full_len > length else 0
+        pinned = (plan.pages[0].parent if plan.pages else node) or node
         tree.lock(pinned, Tier.DEVICE)
         tree.lock(node, Tier.HOST)
-        slots = self._device_slots(need)
+        slots = self._take(lease, plan, need)
         if slots is not None:
-            lease = self._make(request, node, path, to_load, slots)
+            self._fill(lease, plan, slots)
         tree.unlock(node, Tier.HOST)
         tree.unlock(pinned, Tier.DEVICE)
         if slots is None:
@@ -87,53 +91,54 @@ class Admission:
             raise PromptTooLong(lease.length + num_tokens, most, "max_context_len")
         if lease.length + num_tokens > lease.held_len:
             need = self._in_pages(lease.length + num_tokens - lease.held_len)
-            slots = self._device_slots(need)
+            slots = self._room.device_slots(need)
             if slots is None:
                 raise self._out_of_slots(need)
-            self._write(lease, lease.held_len, slots)
+            lease.write(lease.held_len, slots)
             lease.held_len += need
         start, lease.length = lease.length, lease.length + num_tokens
         return lease.slots_of(start, lease.length)
 
-    def commit(self, lease: Lease, tokens: Tokens) -> None:
-        """See `CacheEngine.commit`."""
-        tree = self._parts.tree
-        for load in lease.loads:
-            if load.failed and load.op.done():
-                raise TransferError(f"{lease.request_id}: its prefix could not be loaded: {load.op.error}")
-        start, end = lease.tree_len, min(len(tokens), lease.length) // tree.page_size * tree.page_size
-        if end <= start:
-            return
-        slots = lease.slots_of(start, end)
-        result = tree.insert(lease.node, tokens[start:end], slots, Tier.DEVICE)
-        for twice in result.duplicates:  # another request was first: use its slots, give ours back
-            self._write(lease, start + twice.start, twice.value)
-            self._parts.allocator.free_run(slots[twice.start : twice.end])
-        tree.lock(result.node, Tier.DEVICE)
-        tree.unlock(lease.node, Tier.DEVICE)
-        lease.node, lease.tree_len = result.node, end
-        if result.duplicates:
-            self._join_loads(lease, list(result.node.path()))
-        self._consider(result.node)
-
-    def release(self, lease: Lease) -> None:
-        """See `CacheEngine.release`."""
-        if lease.released:
-            return
-        lease.released = True
-        if lease.held_len > lease.tree_len:
-            self._parts.allocator.free_run(lease.slots_of(lease.tree_len, lease.held_len))
-        self._parts.tree.unlock(lease.node, Tier.DEVICE)
-        self._parts.tree.touch(lease.node, Tier.HOST)
-        self._parts.req_to_token.free(lease.row)
-        for load in lease.loads:
-            self._loader.let_go(load)
-
     def _hit_rate(self) -> float:
         return sum(hits.value for hits in self._hits) / max(1, self._prompt.value)
 
-    def _refuse_impossible(self, num_tokens: int) -> None:
-        config, allocator = self._parts.config, self._parts.allocator
+    # What is there
+
+    def _usable(self, match: Match) -> tuple[int, bool]:
+        """Tokens of the match to start from, and whether that takes a load: what every component can use, less what is
+        not worth one."""
+        tree = self._parts.tree
+        best = tree.usable_len(match, match.full_len, on_host=True)
+        resident = tree.usable_len(match, match.device_len, on_host=False)
+        if best > resident and not self._loader.worthwhile(self._load_bytes(best, match), best - resident):
+            return resident, False
+        return best, best > resident
+
+    def _load_bytes(self, length: int, match: Match) -> int:
+        """About what a load of the first `length` tokens of a match would bring."""
+        parts, num_bytes = self._parts, 0
+        if parts.host is not None:
+            num_bytes = max(0, length - match.device_len) // parts.host.page_tokens * parts.host.page_bytes
+        if parts.windows is not None and parts.windows.host is not None:
+            host = parts.windows.host
+            num_bytes += min(length, parts.windows.rules.window) // host.page_tokens * host.page_bytes
+        if parts.states is not None and parts.states.host is not None:
+            num_bytes += parts.states.host.page_bytes
+        return num_bytes
+
+    def _plan(self, node: TreeNode) -> LoadPlan:
+        """What the device lacks of the prefix that ends with `node`."""
+        pages = [at for at in node.path() if not at.holds(Tier.DEVICE)][::-1]
+        windows: list[TreeNode] = []
+        if self._parts.windows is not None:
+            windows = [at for at in self._parts.windows.rules.reach(node) if not at.holds(Place.SWA_DEVICE)][::-1]
+        state = self._parts.states is not None and not node.is_root and not node.holds(Place.MAMBA_DEVICE)
+        return LoadPlan(node, tuple(pages), tuple(windows), state)
+
+    # Whether it fits
+
+    def _refuse_impossible(self, num_tokens: int, reserve_tokens: int | None) -> None:
+        config, allocator, windows = self._parts.config, self._parts.allocator, self._parts.windows
         if num_tokens < 1:
             raise PromptTooLong(0, config.max_context_len, "the prompt")
         if num_tokens > config.max_context_len:
@@ -141,55 +146,28 @@ class Admission:
         most = allocator.size // allocator.page_size * allocator.page_size
         if num_tokens > most:
             raise PromptTooLong(num_tokens, most, "device_tokens")
+        if windows is not None and self._in_pages(min(num_tokens, reserve_tokens or num_tokens)) > windows.most_tokens:
+            raise PromptTooLong(num_tokens, windows.most_tokens, "window_tokens (or acquire less with reserve_tokens)")
 
-    def _refuse_now(self, need: int, load_len: int, match: Match) -> None:
+    def _refuse_now(self, need: int, length: int, needs_load: bool, match: Match) -> None:
         """Raise, with nothing changed, when the request does not fit at this moment."""
-        tree = self._parts.tree
-        evictable = tree.evictable(Tier.DEVICE) - tree.unlocked_len(match, match.device_len)
-        if need > self._parts.allocator.available_size() + evictable:
+        parts, tree, windows, states = self._parts, self._parts.tree, self._parts.windows, self._parts.states
+        free = parts.allocator.available_size() if windows is None else windows.allocator.full_available_size()
+        if need > free + tree.evictable(Tier.DEVICE) - tree.unlocked_len(match, min(length, match.device_len)):
             raise self._out_of_slots(need)
-        if not self._parts.req_to_token.available_size():
-            raise OutOfRows(self._parts.config.max_requests)
-        if load_len and not self._loader.can_start():
+        if windows is not None:
+            kept = min(length, windows.rules.window + tree.page_size)
+            wanted = need + (kept if needs_load else 0)
+            if wanted > windows.allocator.swa_available_size() + max(0, tree.evictable(Place.SWA_DEVICE) - kept):
+                raise self._out_of_slots(need)
+        if not parts.req_to_token.available_size():
+            raise OutOfRows(parts.config.max_requests)
+        if states is not None:
+            available = states.pool.available_size()
+            if available + max(0, tree.evictable(Place.MAMBA_DEVICE) - min(1, length)) < _STATES:
+                raise OutOfStates(_STATES - available, available)
+        if needs_load and not self._loader.can_start():
             raise TransferBusy(NUM_PRODUCERS)
-
-    def _make(
-        self, request: CacheRequest, node: TreeNode, path: list[TreeNode], to_load: list[TreeNode], slots: torch.Tensor
-    ) -> Lease:
-        """Everything fits: take the row, start the load, pin the path."""
-        rows = self._parts.req_to_token.alloc(1)
-        assert rows is not None
-        lease = Lease(request, node, rows[0], self._parts.req_to_token.req_to_token)
-        resident = [at.value(Tier.DEVICE) for at in path if at.holds(Tier.DEVICE)]
-        device_len = sum(len(value) for value in resident)
-        load_len = sum(len(at.key) for at in to_load)
-        disk_len = sum(len(at.key) for at in to_load if at.from_disk)
-        if resident:
-            self._write(lease, 0, torch.cat(resident))
-        self._write(lease, device_len, slots)
-        if to_load:
-            self._loader.start(to_load, slots[:load_len])
-        self._parts.tree.lock(node, Tier.DEVICE)
-        lease.hit = Hit(device_len, load_len - disk_len, disk_len)
-        lease.cached_len = lease.tree_len = device_len + load_len
-        lease.length, lease.held_len = len(request.tokens), device_len + len(slots)
-        self._join_loads(lease, path)
-        for at in path:
-            at.hit_count += 1
-        self._prompt.value += lease.length
-        for counter, tokens in zip(self._hits, (device_len, load_len - disk_len, disk_len), strict=True):
-            counter.value += tokens
-        return lease
-
-    def _join_loads(self, lease: Lease, path: list[TreeNode]) -> None:
-        for load in self._loader.loads_of(path):
-            if load not in lease.loads:
-                load.users += 1
-                lease.loads.append(load)
-
-    def _write(self, lease: Lease, start: int, slots: torch.Tensor) -> None:
-        """Note the slots of positions [start, start + len(slots)) in the request's row."""
-        self._parts.req_to_token.write((lease.row, slice(start, start + len(slots))), slots.to(torch.int32))
 
     def _in_pages(self, num_tokens: int) -> int:
         page = self._parts.allocator.page_size
@@ -197,3 +175,58 @@ class Admission:
 
     def _out_of_slots(self, need: int) -> OutOfSlots:
         return OutOfSlots(need, self._parts.allocator.available_size(), self._parts.tree.evictable(Tier.DEVICE))
+
+    # Taking it
+
+    def _take(self, lease: Lease, plan: LoadPlan, need: int) -> torch.Tensor | None:
+        """A row, states, `need` slots, and window slots for nodes on the device that lost theirs; all of it or None."""
+        parts, windows = self._parts, self._parts.windows
+        slots = self._room.device_slots(need)
+        if slots is None:
+            return None
+        bare = [node.held(Tier.DEVICE) for node in plan.windows if node.holds(Tier.DEVICE)]
+        fits = parts.states is None or self._room.free_states(_STATES)
+        if fits and bare and windows is not None:
+            full_slots = torch.cat(bare)
+            fits = self._room.free_windows(len(full_slots)) and windows.allocator.alloc_window(full_slots)
+        if not fits or parts.req_to_token.alloc([lease]) is None:
+            parts.allocator.free_run(slots)
+            return None
+        return slots
+
+    def _fill(self, lease: Lease, plan: LoadPlan, slots: torch.Tensor) -> None:
+        """Everything fits: note the slots, start the load, bring the state, pin the path."""
+        parts, node = self._parts, plan.node
+        path = list(node.path())[::-1]
+        resident = [at.held(Tier.DEVICE) for at in path if at.holds(Tier.DEVICE)]
+        device_len, load_len = sum(map(len, resident)), sum(at.num_tokens for at in plan.pages)
+        disk_len = sum(at.num_tokens for at in plan.pages if at.from_disk)
+        if resident:
+            lease.write(0, torch.cat(resident))
+        lease.write(device_len, slots)
+        self._free_needless_windows(plan, slots)
+        state = None if lease.mamba_pool_idx is None else lease.mamba_pool_idx.reshape(1)
+        if not plan.is_empty:
+            lease.join([self._loader.start(plan, slots[:load_len], state if plan.state else None)])
+        if parts.states is not None and state is not None and not plan.state and not node.is_root:
+            parts.states.pool.copy_from(node.held(Place.MAMBA_DEVICE), state)
+        parts.tree.lock(node, Tier.DEVICE)
+        lease.hit = Hit(device_len, load_len - disk_len, disk_len)
+        lease.cached_len = lease.tree_len = device_len + load_len
+        lease.held_len = device_len + len(slots)
+        lease.join(self._loader.loads_of(path))
+        for at in path:
+            at.hit_count += 1
+        self._prompt.value += lease.prompt_len
+        for counter, tokens in zip(self._hits, (device_len, load_len - disk_len, disk_len), strict=True):
+            counter.value += tokens
+
+    def _free_needless_windows(self, plan: LoadPlan, slots: torch.Tensor) -> None:
+        """Loaded pages before the last window came with window slots that nothing will be loaded to."""
+        if self._parts.windows is None:
+            return
+        start = 0
+        for node in plan.pages:
+            if node not in plan.windows:
+                self._parts.windows.allocator.free_swa(slots[start : start + node.num_tokens])
+            start += node.num_tokens

@@ -1,37 +1,47 @@
 """Down, first half: device to host.
 
-A backup locks its nodes on both tiers, takes host pages and submits one copy. Only when the copy is confirmed do the
-nodes count as held by the host; a failed copy leaves them where they were and frees the pages.
+A backup locks its nodes on both tiers, takes host pages and submits one copy for each component. Only when the copy is
+confirmed do the nodes count as held by the host; a failed copy leaves them where they were and frees the pages. Window
+slots and states travel with the pages of their nodes; those that came later follow on their own.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 
-from hicache.flow.base import Parts
+from hicache.flow.base import JointOp, Parts, States, Windows
 from hicache.transfer.base import TransferOp
-from hicache.tree.node import PageState, Span, Tier, TreeNode
-
-log = logging.getLogger(__name__)
+from hicache.tree.node import Component, PageState, Place, Span, Tier, TreeNode
 
 
-class _Copy(Span):
-    def __init__(self, nodes: list[TreeNode], pages: torch.Tensor, op: TransferOp) -> None:
-        super().__init__(nodes)
-        self.pages, self.op = pages, op
+class _Copy:
+    """Copies that were submitted together. A node may split on the way; its parts keep what is pending for them.
+
+    `spans[component]` follows the nodes that are copied, `pages[component]` is written to, `locked` are to unlock.
+    """
+
+    def __init__(self, locked: list[TreeNode]) -> None:
+        self.locked = tuple(locked)
+        self.spans: dict[Component, Span] = {}
+        self.pages: dict[Component, torch.Tensor] = {}
+        self.ops: list[TransferOp] = []
+
+    @cached_property
+    def op(self) -> JointOp:
+        return JointOp(self.ops)
 
 
 class Backup:
-    """`host_pages(n)` makes room on the host; `on_host(nodes)` is told what arrived there."""
+    """`host_pages(n, component)` makes room on the host; `on_host(nodes)` is told what arrived there."""
 
     def __init__(
         self,
         parts: Parts,
-        host_pages: Callable[[int], torch.Tensor | None],
+        host_pages: Callable[[int, Component], torch.Tensor | None],
         on_host: Callable[[list[TreeNode]], None],
     ) -> None:
         self._parts, self._host_pages, self._on_host = parts, host_pages, on_host
@@ -41,28 +51,28 @@ class Backup:
         self._copy_ns = count("backup.copy_ns", "time those copies took")
         self._failures = count("backup.failures", "copies to the host that failed; their nodes stayed on the device")
         self._skipped = count("backup.skipped_tokens", "tokens not backed up because the host had no room")
+        self._skipped_sides = count(
+            "backup.skipped_sides", "windows and states left behind because the host had no room"
+        )
         self._waits = count("backup.waits", "evictions that had to wait for a backup")
 
     def consider(self, node: TreeNode) -> None:
         """Back up what the write policy wants of the path to `node`, in one copy, as far as the host has room."""
         policy, hits = self._parts.config.write_policy, self._parts.config.selective_hits
-        if policy == "write_back":
+        if policy == "write_back" or node.is_root:
             return
-        wanted: list[TreeNode] = []
-        for at in reversed(list(node.path())):
-            if at.state is PageState.DEVICE:
-                if policy == "write_through_selective" and at.hit_count < hits:
-                    break
-                wanted.append(at)
-            elif at.state is PageState.BACKING_UP or at.holds(Tier.HOST):
-                assert not wanted, "a node below one that is only on the device is on the host"
+        wanted = self._only_on_device(node)
+        if policy == "write_through_selective":
+            wanted = wanted[: next((i for i, at in enumerate(wanted) if at.hit_count < hits), len(wanted))]
+        if not wanted and self._lacks_side(node):
+            wanted = [node]
         if wanted:
             self._submit(wanted)
 
     def save(self, node: TreeNode) -> None:
         """Copy a node now, with what it stands on, and wait: write_back's last moment before an eviction."""
         self._waits.value += 1
-        if self._submit([at for at in reversed(list(node.path())) if at.state is PageState.DEVICE]):
+        if self._submit(self._only_on_device(node) or [node]):
             self._under_way[-1].op.wait()
             self.land(len(self._under_way))
 
@@ -78,55 +88,102 @@ class Backup:
         for copy in self._under_way:
             copy.op.wait()
 
-    @property
-    def pages_under_way(self) -> int:
-        """Host pages that wait for their bytes."""
-        return sum(len(copy.pages) for copy in self._under_way)
+    def pages_under_way(self, component: Component) -> int:
+        """Host pages of a component that wait for their bytes."""
+        return sum(len(copy.pages[component]) for copy in self._under_way if component in copy.pages)
+
+    @staticmethod
+    def _only_on_device(node: TreeNode) -> list[TreeNode]:
+        """The end of the path to `node` that has no copy on the host and none under way, root side first."""
+        wanted: list[TreeNode] = []
+        for at in node.path():
+            if at.state is not PageState.DEVICE:
+                break
+            wanted.append(at)
+        return wanted[::-1]
+
+    def _lacks_side(self, node: TreeNode) -> bool:
+        return any(self._to_copy(side, [node]) for side in self._parts.sides)
+
+    def _to_copy(self, side: Windows | States, nodes: list[TreeNode]) -> list[TreeNode]:
+        """Those of `nodes` whose component is on the device alone, with no copy under way."""
+        device, host = Place.of(side.component, Tier.DEVICE), Place.of(side.component, Tier.HOST)
+        return [
+            node
+            for node in nodes
+            if node.holds(device) and not node.holds(host) and node.pending[side.component] is None
+        ]
 
     def _submit(self, nodes: list[TreeNode]) -> bool:
-        tree, host, transfer = self._parts.tree, self._parts.host, self._parts.transfer
-        assert host is not None and transfer is not None
-        last = nodes[-1]
-        num_pages = sum(len(node.key) for node in nodes) // tree.page_size
-        # Locked before room is made: the copy needs its parents to stay on the host, and itself on the device.
-        tree.lock(last, Tier.DEVICE)
-        tree.lock(last, Tier.HOST)
-        pages = self._host_pages(num_pages)
-        if pages is None:
-            tree.unlock(last, Tier.HOST)
-            tree.unlock(last, Tier.DEVICE)
-            self._skipped.value += num_pages * tree.page_size
+        """Start the copies of `nodes`, a piece of one path; False where there is no room or nothing to copy."""
+        tree = self._parts.tree
+        # Locked before room is made: a copy needs its parents to stay on the host, and itself on the device. The lock
+        # of the last covers the full pages of all; states and windows of the others need locks of their own.
+        copy = _Copy(nodes if self._parts.sides else nodes[-1:])
+        for node in copy.locked:
+            tree.lock(node, Tier.DEVICE)
+            tree.lock(node, Tier.HOST)
+        full = [node for node in nodes if node.state is PageState.DEVICE]
+        if full and not self._start(copy, Component.FULL, full):
+            self._skipped.value += sum(node.num_tokens for node in full)
+        else:
+            for side in self._parts.sides:
+                to_copy = self._to_copy(side, nodes)
+                if to_copy and not self._start(copy, side.component, to_copy):
+                    self._skipped_sides.value += len(to_copy)
+        if not copy.ops:
+            self._unlock(copy)
             return False
-        host.begin_read(pages)
-        op = transfer.store(torch.cat([node.value(Tier.DEVICE) for node in nodes]), pages)
-        at = 0
-        for node in nodes:
-            end = at + len(node.key) // tree.page_size
-            tree.begin_backup(node, pages[at:end])
-            at = end
-        self._under_way.append(_Copy(nodes, pages, op))
+        self._under_way.append(copy)
+        return True
+
+    def _start(self, copy: _Copy, component: Component, nodes: list[TreeNode]) -> bool:
+        """Submit what `component` holds of `nodes` on the device, where the host has room."""
+        parts = self._parts
+        side = next((side for side in parts.sides if side.component is component), None)
+        transfer = parts.transfer if side is None else side.transfer
+        values = [node.held(Place.of(component, Tier.DEVICE)) for node in nodes]
+        per_page = 1 if component is Component.MAMBA else parts.tree.page_size
+        pages = self._host_pages(sum(map(len, values)) // per_page, component)
+        if pages is None:
+            return False
+        assert transfer is not None
+        slots = torch.cat(values)
+        parts.host_of(component).begin_read(pages)
+        copy.ops.append(transfer.store(slots if side is None else side.device_ids(slots), pages))
+        copy.pages[component] = pages
+        start = 0
+        for node, value in zip(nodes, values, strict=True):
+            end = start + len(value) // per_page
+            parts.tree.begin_backup(node, pages[start:end], component)
+            start = end
+        copy.spans[component] = Span(nodes)
         return True
 
     def _end(self, copy: _Copy) -> None:
-        tree, host = self._parts.tree, self._parts.host
-        assert host is not None
+        tree, confirmed = self._parts.tree, copy.op.error is None
         copy.op.wait()
-        host.end_read(copy.pages)
         arrived: list[TreeNode] = []
-        for node in copy.nodes:
-            unused = tree.end_backup(node, confirmed=copy.op.error is None)
-            if unused is None:
-                arrived.append(node)
-            else:
-                host.free(unused)
-        copy.leave()
-        last = copy.nodes[-1]
-        if copy.op.error is None:
+        for component, span in copy.spans.items():  # FULL first: the others stand on it
+            host = self._parts.host_of(component)
+            host.end_read(copy.pages[component])
+            for node in span.nodes:
+                unused = tree.end_backup(node, confirmed, component)
+                if unused is not None:
+                    host.free(unused)
+                elif component is Component.FULL:
+                    arrived.append(node)
+            span.leave()
+        if confirmed:
             self._bytes.value += copy.op.num_bytes
             self._copy_ns.value += int(copy.op.seconds() * 1e9)
         else:
             self._failures.value += 1
         if arrived:
             self._on_host(arrived)
-        tree.unlock(last, Tier.HOST)
-        tree.unlock(last, Tier.DEVICE)
+        self._unlock(copy)
+
+    def _unlock(self, copy: _Copy) -> None:
+        for node in copy.locked:
+            self._parts.tree.unlock(node, Tier.HOST)
+            self._parts.tree.unlock(node, Tier.DEVICE)

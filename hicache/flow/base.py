@@ -7,8 +7,9 @@ agree on. This module holds no movement itself, so every flow may import it; no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -16,22 +17,67 @@ import numpy.typing as npt
 import torch
 
 from hicache.alloc.base import BaseTokenToKVPoolAllocator
+from hicache.alloc.swa import SWATokenToKVPoolAllocator
 from hicache.config import EngineConfig
 from hicache.device.base import KVCache
+from hicache.device.hybrid_req import HybridReqToTokenPool
+from hicache.device.mamba import MambaPool
 from hicache.device.req_to_token import ReqToTokenPool
 from hicache.disk.workers import DiskTier
 from hicache.host.pool import HostPagePool
 from hicache.metrics import Metrics
 from hicache.transfer.base import TransferBackend, TransferOp
 from hicache.transfer.counter import LayerTransferCounter
-from hicache.tree.node import Span, TreeNode
+from hicache.tree.base import Released
+from hicache.tree.components import SwaRules
+from hicache.tree.core import RadixTree
+from hicache.tree.node import Component, Place, Span, Tier, TreeNode
 
-from hicache.tree.core import RadixTree  # isort: skip
+
+@dataclass(frozen=True)
+class Windows:
+    """The window side of a sliding-window model. `host` and `transfer` move window slots, not full ones."""
+
+    allocator: SWATokenToKVPoolAllocator
+    rules: SwaRules
+    counter: LayerTransferCounter
+    host: HostPagePool | None = None
+    transfer: TransferBackend | None = None
+    component = Component.SWA
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that one request may take slots for at a time, beside the windows of its prefix."""
+        page = self.allocator.page_size
+        return self.allocator.size_swa // page * page - 2 * self.rules.window
+
+    def device_ids(self, value: torch.Tensor) -> torch.Tensor:
+        """The window slots of full slots."""
+        return self.allocator.translate_loc_from_full_to_swa(value)
+
+
+@dataclass(frozen=True)
+class States:
+    """The recurrent side of a hybrid model. A host page is one state."""
+
+    table: HybridReqToTokenPool
+    counter: LayerTransferCounter
+    host: HostPagePool | None = None
+    transfer: TransferBackend | None = None
+    component = Component.MAMBA
+
+    @property
+    def pool(self) -> MambaPool:
+        return self.table.mamba_pool
+
+    def device_ids(self, value: torch.Tensor) -> torch.Tensor:
+        """States are what the transfer moves."""
+        return value
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything an engine is made of. `host`, `transfer` and `disk` are `None` where the tier is not configured."""
+    """Everything an engine is made of. What is not configured, or the model does not have, is `None`."""
 
     config: EngineConfig
     pool: KVCache
@@ -43,6 +89,40 @@ class Parts:
     host: HostPagePool | None = None
     transfer: TransferBackend | None = None
     disk: DiskTier | None = None
+    windows: Windows | None = None
+    states: States | None = None
+
+    @property
+    def sides(self) -> tuple[Windows | States, ...]:
+        """The components beside full attention."""
+        return tuple(side for side in (self.windows, self.states) if side is not None)
+
+    def give_back(self, released: Sequence[Released]) -> None:
+        """Free what left the tree, each where it came from."""
+        by_place: dict[Place, list[torch.Tensor]] = {}
+        for item in released:
+            by_place.setdefault(item.place, []).append(item.value)
+        for place, values in by_place.items():
+            self._free(place, torch.cat(values))
+
+    def host_of(self, component: Component) -> HostPagePool:
+        """The host pool that pages of a component are in."""
+        side = next((side for side in self.sides if side.component is component), None)
+        host = self.host if side is None else side.host
+        assert host is not None
+        return host
+
+    def _free(self, place: Place, value: torch.Tensor) -> None:
+        if place.tier is Tier.HOST:
+            self.host_of(place.component).free(value)
+        elif place is Place.FULL_DEVICE:
+            self.allocator.free_run(value)
+        elif place is Place.SWA_DEVICE:
+            assert self.windows is not None
+            self.windows.allocator.free_swa(value)
+        else:
+            assert self.states is not None
+            self.states.pool.free(value)
 
 
 class Flow(Protocol):
@@ -57,6 +137,30 @@ class Flow(Protocol):
         ...
 
 
+class JointOp:
+    """Copies that belong together, one a component: done when all are, failed when one is."""
+
+    def __init__(self, ops: Sequence[TransferOp]) -> None:
+        assert ops
+        self._ops = tuple(ops)
+        self.num_bytes = sum(op.num_bytes for op in ops)
+
+    @property
+    def error(self) -> Exception | None:
+        return next((op.error for op in self._ops if op.error is not None), None)
+
+    def done(self) -> bool:
+        return all(op.done() for op in self._ops)
+
+    def wait(self) -> None:
+        for op in self._ops:
+            op.wait()
+
+    def seconds(self) -> float:
+        """Of the longest."""
+        return max(op.seconds() for op in self._ops)
+
+
 @dataclass(frozen=True)
 class Hit:
     """Tokens of a request that need not be computed, by the tier that held them when it was admitted."""
@@ -68,28 +172,65 @@ class Hit:
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """What admission needs to know. `tokens`: int64 ids of the whole prompt; `namespace`: the tenant."""
+    """What admission needs to know. `tokens`: int64 ids of the whole prompt; `namespace`: the tenant.
+
+    `reserve_tokens`: tokens behind the cached prefix that get slots at admission, the others by `extend`; None: all.
+    """
 
     request_id: str
     tokens: npt.NDArray[np.int64]
     namespace: str = ""
+    reserve_tokens: int | None = None
 
 
-class Load(Span):
-    """A load under way: `nodes` get their bytes at `slots`. `users`: leases that read them.
+@dataclass(frozen=True)
+class LoadPlan:
+    """What a load brings for one prefix that ends with `node`.
 
-    A failed load's slots stay out of use until the last user is gone: `orphans`.
+    `pages`: nodes whose full pages are to come; `windows`: nodes whose window pages are, to the peers of their slots;
+    `state`: whether the state at the end of `node` is.
     """
 
-    def __init__(self, nodes: list[TreeNode], slots: torch.Tensor, pages: torch.Tensor, load_id: int, op: TransferOp):
-        super().__init__(nodes)
-        self.slots, self.pages, self.load_id, self.op = slots, pages, load_id, op
+    node: TreeNode
+    pages: tuple[TreeNode, ...]
+    windows: tuple[TreeNode, ...]
+    state: bool
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.pages or self.windows or self.state)
+
+
+class Load:
+    """A load under way. `pages` and `windows` follow the nodes whose full and window pages it brings.
+
+    `users`: leases that read what it brings. A failed load's slots stay out of use until the last is gone: `orphans`.
+    `reading`: the host pages it reads, `load_ids`: its number in the layer counter, each by component.
+    """
+
+    def __init__(self, plan: LoadPlan) -> None:
+        self.node = plan.node
+        self.pages, self.windows = Span(list(plan.pages)), Span(list(plan.windows))
+        self.load_ids: dict[Component, int] = {}
+        self.reading: dict[Component, torch.Tensor] = {}
+        self.ops: list[TransferOp] = []
         self.users = 0
         self.orphans: list[torch.Tensor] = []
+
+    @cached_property
+    def op(self) -> JointOp:
+        return JointOp(self.ops)
 
     @property
     def failed(self) -> bool:
         return self.op.error is not None
+
+    def brings(self, node: TreeNode) -> bool:
+        return node in self.pages.nodes or node in self.windows.nodes
+
+    def leave(self) -> None:
+        self.pages.leave()
+        self.windows.leave()
 
 
 class Lease:
@@ -101,27 +242,55 @@ class Lease:
         [0, tree_len)            slots belong to the tree, pinned through `node`
         [tree_len, length)       slots belong to the lease and hold, or will hold, KV of its own
         [length, held_len)       slots of the last device page that no token uses yet
+
+    In a hybrid model it has two states as well: `mamba_pool_idx`, which the forward advances, and
+    `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing).
     """
 
-    def __init__(self, request: CacheRequest, node: TreeNode, row: int, req_to_token: torch.Tensor) -> None:
+    def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor) -> None:
         self.request_id, self.namespace = request.request_id, request.namespace
-        self.node, self.row = node, row
+        self.prompt_len = len(request.tokens)
+        self.node = node
+        self.req_pool_idx: int | None = None
+        self.mamba_pool_idx: torch.Tensor | None = None
+        self.mamba_checkpoint_idx: torch.Tensor | None = None
         self._table = req_to_token
         self.hit = Hit()
         self.cached_len = self.tree_len = self.length = self.held_len = 0
+        self.checkpoint_len = self.branching_len = 0
         self.loads: list[Load] = []
         self.released = False
         self.on_exit: Callable[[Lease], None] = _no_owner
 
     @property
+    def row(self) -> int:
+        """The row of the request table."""
+        assert self.req_pool_idx is not None
+        return self.req_pool_idx
+
+    @property
     def load_ids(self) -> tuple[int, ...]:
-        """The loads that the forward of this request must wait for, layer by layer."""
-        return tuple(load.load_id for load in self.loads)
+        """The loads of full pages that the forward of this request must wait for, layer by layer."""
+        return self.load_ids_of(Component.FULL)
+
+    def load_ids_of(self, component: Component) -> tuple[int, ...]:
+        return tuple(load.load_ids[component] for load in self.loads if component in load.load_ids)
 
     @property
     def slots(self) -> torch.Tensor:
         """Slots of positions [0, length), int64 on the pool's device."""
         return self.slots_of(0, self.length)
+
+    def write(self, start: int, slots: torch.Tensor) -> None:
+        """Note the slots of positions [start, start + len(slots)) in the request's row."""
+        self._table[self.row, start : start + len(slots)] = slots.to(torch.int32)
+
+    def join(self, loads: Sequence[Load]) -> None:
+        """Wait for these too, and count as their reader."""
+        for load in loads:
+            if load not in self.loads:
+                load.users += 1
+                self.loads.append(load)
 
     def slots_of(self, start: int, end: int) -> torch.Tensor:
         """Slots of positions [start, end), int64 on the pool's device."""

@@ -1,33 +1,47 @@
-"""Every slot, page and row accounted for: the sums that hold whatever happened before.
+"""Every slot, page, state and row accounted for: the sums that hold whatever happened before.
 
-device   free + held by the tree + owned by leases = all slots, and no slot twice
-host     free + held by the tree + waiting for bytes = all pages, and no page twice
+device   free + held by the tree + owned by leases = all, and none twice: slots, window slots and states
+host     free + held by the tree + waiting for bytes = all pages of each component's pool, and no page twice
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from hicache.errors import InvariantError
 from hicache.flow.base import Lease, Parts
-from hicache.tree.node import Tier
+from hicache.host.pool import HostPagePool
+from hicache.tree.node import Component, Place, Tier
+
+_NONE = torch.empty(0, dtype=torch.int64)
 
 
-def conservation(parts: Parts, leases: Sequence[Lease], host_pages_under_way: int) -> None:
-    """Raise `InvariantError` with every violation, those that the parts find in themselves included."""
+def conservation(parts: Parts, leases: Sequence[Lease], under_way: Mapping[Component, int]) -> None:
+    """Raise `InvariantError` with every violation, those that the parts find in themselves included.
+
+    `under_way`: pages of each component's host pool that wait for their bytes.
+    """
     found: list[str] = []
+    hosts: dict[Component, HostPagePool | None] = {Component.FULL: parts.host}
+    hosts.update({side.component: side.host for side in parts.sides})
     checks = [parts.tree.check, parts.allocator.check, parts.req_to_token.check]
-    if parts.host is not None:
-        checks.append(parts.host.check)
+    checks += [host.check for host in hosts.values() if host is not None]
     for check in checks:
         try:
             check()
         except InvariantError as error:
             found.extend(error.violations)
-    found.extend(_device(parts, leases))
-    found.extend(_host(parts, host_pages_under_way))
+    found.extend(_slots(parts, leases))
+    found.extend(_windows(parts, leases))
+    found.extend(_states(parts, leases))
+    for component, host in hosts.items():
+        if host is not None:
+            held = parts.tree.values(Place.of(component, Tier.HOST))
+            waiting = under_way[component]
+            sums = (host.available(), sum(map(len, held)), waiting)
+            found.extend(_account(f"{component.name} pages of the host", sums, host.num_pages, held))
     used = parts.req_to_token.size - parts.req_to_token.available_size()
     if used != len(leases):
         found.append(f"rows: {used} are taken by {len(leases)} leases")
@@ -35,36 +49,51 @@ def conservation(parts: Parts, leases: Sequence[Lease], host_pages_under_way: in
         raise InvariantError("engine", found)
 
 
-def _device(parts: Parts, leases: Sequence[Lease]) -> list[str]:
-    allocator, tree = parts.allocator, parts.tree
+def _owned(leases: Sequence[Lease]) -> list[torch.Tensor]:
+    """Slots of leases, and of failed loads that leases still read."""
     owned = [lease.slots_of(lease.tree_len, lease.held_len) for lease in leases]
     orphaned = {id(load): load.orphans for lease in leases for load in lease.loads}
-    owned += [slots for orphans in orphaned.values() for slots in orphans]
-    held = tree.values(Tier.DEVICE)
+    return owned + [slots for orphans in orphaned.values() for slots in orphans]
+
+
+def _slots(parts: Parts, leases: Sequence[Lease]) -> list[str]:
+    allocator, windows = parts.allocator, parts.windows
+    free = allocator.available_size() if windows is None else windows.allocator.full_available_size()
+    held, owned = parts.tree.values(Tier.DEVICE), _owned(leases)
     total = allocator.size // allocator.page_size * allocator.page_size
-    parts_of = (allocator.available_size(), sum(map(len, held)), sum(map(len, owned)))
-    found = []
-    if sum(parts_of) != total:
-        found.append(f"device: {parts_of[0]} free + {parts_of[1]} in the tree + {parts_of[2]} leased is not {total}")
-    taken = torch.cat([*held, *owned]) if held or owned else torch.empty(0, dtype=torch.int64)
-    if len(taken.unique()) != len(taken):
-        found.append("device: a slot has two owners")
-    if len(taken) and int(taken.min()) < 1:
-        found.append("device: the sink was handed out")
-    return found
+    return _account("slots", (free, sum(map(len, held)), sum(map(len, owned))), total, [*held, *owned])
 
 
-def _host(parts: Parts, under_way: int) -> list[str]:
-    host = parts.host
-    if host is None:
+def _windows(parts: Parts, leases: Sequence[Lease]) -> list[str]:
+    """Window slots: those whose full slot the tree counts a window for, and those of leases."""
+    if parts.windows is None:
         return []
-    held = parts.tree.values(Tier.HOST)
-    pages = torch.cat(held) if held else torch.empty(0, dtype=torch.int64)
+    allocator = parts.windows.allocator
+    peers = [parts.windows.device_ids(value) for value in parts.tree.values(Place.SWA_DEVICE)]
+    owned = [parts.windows.device_ids(slots) for slots in _owned(leases)]
+    owned = [slots[slots > 0] for slots in owned]
+    total = allocator.size_swa // allocator.page_size * allocator.page_size
+    sums = (allocator.swa_available_size(), sum(map(len, peers)), sum(map(len, owned)))
+    return _account("window slots", sums, total, [*peers, *owned])
+
+
+def _states(parts: Parts, leases: Sequence[Lease]) -> list[str]:
+    if parts.states is None:
+        return []
+    pool = parts.states.pool
+    held = parts.tree.values(Place.MAMBA_DEVICE)
+    of_leases = [state for lease in leases for state in (lease.mamba_pool_idx, lease.mamba_checkpoint_idx)]
+    owned = [state.reshape(1) for state in of_leases if state is not None]
+    return _account("states", (pool.available_size(), len(held), len(owned)), pool.size, [*held, *owned])
+
+
+def _account(what: str, sums: tuple[int, int, int], total: int, ids: Sequence[torch.Tensor]) -> list[str]:
     found = []
-    if host.available() + len(pages) + under_way != host.num_pages:
-        found.append(
-            f"host: {host.available()} free + {len(pages)} in the tree + {under_way} waiting is not {host.num_pages}"
-        )
-    if len(pages.unique()) != len(pages):
-        found.append("host: a page has two owners")
+    if sum(sums) != total:
+        found.append(f"{what}: {sums[0]} free + {sums[1]} in the tree + {sums[2]} elsewhere is not {total}")
+    taken = torch.cat(list(ids)) if ids else _NONE
+    if len(taken.unique()) != len(taken):
+        found.append(f"{what}: one has two owners")
+    if len(taken) and int(taken.min()) < 1:
+        found.append(f"{what}: the sink was handed out")
     return found

@@ -82,7 +82,7 @@ class Persist:
     def _fits(self, node: TreeNode) -> bool:
         """Whether locking the node keeps half of the host free of such locks; one node alone always may."""
         assert self._parts.host is not None
-        pages = len(node.key) // self._parts.tree.page_size
+        pages = node.num_tokens // self._parts.tree.page_size
         return not self._locked_pages or self._locked_pages + pages <= self._parts.host.num_pages // 2
 
     def _send(self, node: TreeNode) -> None:
@@ -90,8 +90,8 @@ class Persist:
         assert host is not None
         if node.stored or not node.holds(Tier.HOST) or any(isinstance(span, _Store) for span in node.spans):
             return
-        pages = node.value(Tier.HOST)
-        keys, views = tree.page_keys(node), host.views(pages)
+        pages = node.held(Tier.HOST)
+        keys, views = tree.names.of(node), host.views(pages)
         tree.lock(node, Tier.HOST)
         host.begin_read(pages)
         self._locked_pages += len(pages)

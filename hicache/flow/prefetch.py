@@ -46,8 +46,8 @@ class Prefetch:
 class _Ticket:
     """One prefetch under way. `anchor`: the node, locked on the host, that landed pages are put behind."""
 
-    def __init__(self, handle: Prefetch, anchor: TreeNode, tokens: Tokens, keys: list[bytes]) -> None:
-        self.handle, self.anchor, self.tokens, self.keys = handle, anchor, tokens, keys
+    def __init__(self, handle: Prefetch, anchor: TreeNode, tokens: Tokens, keys: list[bytes], namespace: str) -> None:
+        self.handle, self.anchor, self.tokens, self.keys, self.namespace = handle, anchor, tokens, keys, namespace
         self.pages = torch.empty(0, dtype=torch.int64)
         self.results: dict[int, tuple[bool, ...]] = {}
         self.outstanding = self.landed_pages = self.next_batch = 0
@@ -74,7 +74,7 @@ class Prefetcher:
         match = tree.match(tokens, namespace)
         held = pos = 0
         for node in match.nodes:
-            pos += min(len(node.key), match.device_len + match.host_len - pos)
+            pos += min(node.num_tokens, match.device_len + match.host_len - pos)
             if not (node.holds(Tier.HOST) or node.state is PageState.BACKING_UP):
                 break
             held = pos
@@ -85,7 +85,7 @@ class Prefetcher:
         anchor = tree.node_at(match, held)
         tree.lock(anchor, Tier.HOST)
         rest = tokens[held:whole].copy()
-        ticket = _Ticket(handle, anchor, rest, tree.keys_after(anchor, rest))
+        ticket = _Ticket(handle, anchor, rest, tree.names.after(anchor, rest, namespace), namespace)
         number = next(self._ids)
         if not self._disk.submit(FindJob(number, tuple(ticket.keys))):
             self._refused.value += 1
@@ -184,7 +184,7 @@ class Prefetcher:
         assert host is not None
         step, start = tree.page_size, ticket.landed_pages
         tokens = ticket.tokens[start * step : (start + len(pages)) * step]
-        result = tree.insert(ticket.anchor, tokens, pages, Tier.HOST)
+        result = tree.insert(ticket.anchor, tokens, pages, Tier.HOST, ticket.namespace)
         placed = result.accepted_len // step
         host.end_read(pages[:placed])
         for twice in result.duplicates:
@@ -194,13 +194,12 @@ class Prefetcher:
         for node in result.node.path():
             if node is ticket.anchor:
                 break
-            depth -= len(node.key) // step
+            depth -= node.num_tokens // step
             if id(node) in at:
-                node.page_keys = ticket.keys[depth : depth + len(node.key) // step]
+                node.page_keys = ticket.keys[depth : depth + node.num_tokens // step]
                 node.stored = True
                 node.from_disk = node.state is PageState.HOST
-        tree.lock(result.node, Tier.HOST)
-        tree.unlock(ticket.anchor, Tier.HOST)
+        tree.move_lock(ticket.anchor, result.node, Tier.HOST)
         ticket.anchor = result.node
         ticket.landed_pages += placed
         ticket.handle.landed_tokens += placed * step

@@ -1,7 +1,8 @@
-"""Up: host to device, layer by layer, hidden behind the forward pass.
+"""Up, from the host: pages go back to device slots, layer by layer, while the forward pass that needs them runs.
 
-A load is submitted whole before the forward that needs it; the layer counter tells that forward when each layer is
-there. The tree shows the nodes on the device from submission on, so a second request can share a load under way.
+A load is submitted before the forward is launched. Matches see its nodes on the device at once; whoever uses them waits
+for its layers by the load id. Windows and states come with it: window pages to the window slots of their nodes, a state
+to the request's own, for nobody else can use that one while it advances.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from collections.abc import Callable
 
 import torch
 
-from hicache.flow.base import Load, Parts
-from hicache.tree.node import Tier, TreeNode
+from hicache.flow.base import Load, LoadPlan, Parts
+from hicache.transfer.base import TransferBackend, TransferOp
+from hicache.transfer.counter import LayerTransferCounter
+from hicache.tree.node import Component, Place, Tier, TreeNode
 
-_SMOOTHING = 0.2  # weight of the newest measurement of the link's speed
+_SMOOTHING = 0.2
 
 
 class Restore:
-    """Owned by the scheduler thread. `free_slots` takes back the slots of a failed load."""
+    """Owned by the scheduler thread. `free_slots` gives back the slots of a load that failed."""
 
     def __init__(self, parts: Parts, free_slots: Callable[[torch.Tensor], None]) -> None:
         self._parts, self._free_slots = parts, free_slots
@@ -33,41 +36,46 @@ class Restore:
         parts.metrics.gauge("restore.last_load_s", "the gate's last estimate of a load", lambda: self._estimates_s[0])
         parts.metrics.gauge("restore.last_compute_s", "and of computing the same tokens", lambda: self._estimates_s[1])
 
-    def worthwhile(self, num_tokens: int) -> bool:
-        """Whether loading `num_tokens` beats computing them. Yes, until both speeds are known."""
+    def worthwhile(self, num_bytes: int, num_tokens: int) -> bool:
+        """Whether loading `num_bytes` beats computing `num_tokens`. Yes, until both speeds are known."""
         rate = self._parts.config.prefill_tokens_per_s
         if not rate or not self._bytes_per_s:
             return True
-        load_s = num_tokens * self._parts.pool.layout.token_bytes / self._bytes_per_s
-        compute_s = num_tokens / rate
+        load_s, compute_s = num_bytes / self._bytes_per_s, num_tokens / rate
         self._estimates_s = (load_s, compute_s)
         self._declined.value += load_s > compute_s
         return load_s <= compute_s
 
     def can_start(self) -> bool:
-        return self._parts.counter.can_begin()
+        """Whether a load may start now, whatever it brings."""
+        return all(counter.can_begin() for counter in (self._parts.counter, *(s.counter for s in self._parts.sides)))
 
-    def start(self, nodes: list[TreeNode], slots: torch.Tensor) -> None:
-        """Load host-held `nodes`, a piece of one path, to `slots`."""
-        tree, host, transfer = self._parts.tree, self._parts.host, self._parts.transfer
-        assert host is not None and transfer is not None
-        last = nodes[-1]
-        pages = torch.cat([node.value(Tier.HOST) for node in nodes])
-        tree.lock(last, Tier.HOST)
-        host.begin_read(pages)
-        load_id = self._parts.counter.begin()
-        op = transfer.load(pages, slots, load_id)
-        at = 0
-        for node in nodes:
-            tree.begin_load(node, slots[at : at + len(node.key)])
+    def start(self, plan: LoadPlan, slots: torch.Tensor, state: torch.Tensor | None) -> Load:
+        """Bring what `plan` says; its full pages go to `slots`, the state to `state` `[1]`."""
+        tree = self._parts.tree
+        tree.lock(plan.node, Tier.HOST)
+        load = Load(plan)
+        if plan.pages:
+            self._submit(load, Component.FULL, [node.held(Place.FULL_HOST) for node in plan.pages], slots)
+        start = 0
+        for node in plan.pages:
+            tree.begin_load(node, slots[start : start + node.num_tokens])
             node.from_disk = False
-            at += len(node.key)
-        tree.lock(last, Tier.DEVICE)
-        self._under_way.append(Load(nodes, slots, pages, load_id, op))
+            start += node.num_tokens
+        if plan.windows:
+            for node in plan.windows:
+                tree.attach(node, Place.SWA_DEVICE, node.held(Place.FULL_DEVICE))
+            targets = torch.cat([node.held(Place.SWA_DEVICE) for node in plan.windows])
+            self._submit(load, Component.SWA, [node.held(Place.SWA_HOST) for node in plan.windows], targets)
+        if state is not None:
+            self._submit(load, Component.MAMBA, [plan.node.held(Place.MAMBA_HOST)], state)
+        tree.lock(plan.node, Tier.DEVICE)
+        self._under_way.append(load)
+        return load
 
     def loads_of(self, nodes: list[TreeNode]) -> list[Load]:
-        """The loads under way that bring any of `nodes`, oldest first."""
-        return [load for load in self._under_way if any(node in load.nodes for node in nodes)]
+        """The loads under way that bring anything of `nodes`, oldest first."""
+        return [load for load in self._under_way if any(load.brings(node) for node in nodes)]
 
     def let_go(self, load: Load) -> None:
         """A lease stops reading what `load` brought."""
@@ -87,11 +95,24 @@ class Restore:
         for load in self._under_way:
             load.op.wait()
 
+    def _submit(self, load: Load, component: Component, values: list[torch.Tensor], targets: torch.Tensor) -> None:
+        parts, pages = self._parts, torch.cat(values)
+        side = next((side for side in parts.sides if side.component is component), None)
+        transfer: TransferBackend | None = parts.transfer if side is None else side.transfer
+        counter: LayerTransferCounter = parts.counter if side is None else side.counter
+        assert transfer is not None
+        parts.host_of(component).begin_read(pages)
+        load.load_ids[component] = load_id = counter.begin()
+        slots = targets if side is None else side.device_ids(targets)
+        op: TransferOp = transfer.load(pages, slots, load_id)
+        load.reading[component] = pages
+        load.ops.append(op)
+
     def _end(self, load: Load) -> None:
-        tree, host = self._parts.tree, self._parts.host
-        assert host is not None
+        tree = self._parts.tree
         load.op.wait()
-        host.end_read(load.pages)
+        for component, pages in load.reading.items():
+            self._parts.host_of(component).end_read(pages)
         if load.failed:
             self._failures.value += 1
         else:
@@ -99,13 +120,17 @@ class Restore:
             self._copy_ns.value += int(load.op.seconds() * 1e9)
             speed = load.op.num_bytes / max(load.op.seconds(), 1e-9)
             self._bytes_per_s += (_SMOOTHING if self._bytes_per_s else 1.0) * (speed - self._bytes_per_s)
-        for node in reversed(load.nodes):
+        for node in reversed(load.pages.nodes):
             orphan = tree.end_load(node, confirmed=not load.failed)
             if orphan is not None:
                 load.orphans.append(orphan)
+        if load.failed:
+            for node in load.windows.nodes:
+                if node.holds(Place.SWA_DEVICE):  # on slots that stay: the window never came
+                    self._parts.give_back([tree.detach(node, Place.SWA_DEVICE)])
         load.leave()
-        tree.unlock(load.nodes[-1], Tier.DEVICE)
-        tree.unlock(load.nodes[-1], Tier.HOST)
+        tree.unlock(load.node, Tier.DEVICE)
+        tree.unlock(load.node, Tier.HOST)
         if not load.users:
             self._free_orphans(load)
 

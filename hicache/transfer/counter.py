@@ -12,7 +12,7 @@ May import torch and errors.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -157,3 +157,17 @@ class LayerTransferCounter:
         slot = load_id % len(self._ring)
         assert self._owner[slot] == load_id, f"load {load_id} gave its producer up"
         return self._ring[slot]
+
+
+class LayerRoutes:
+    """For pools whose layers arrive by several transfers: leads each layer to the counter that knows of it.
+
+    `routes[position]`: the counter of a layer of the pool, and the layer's dense index there.
+    """
+
+    def __init__(self, routes: Sequence[tuple[LayerTransferCounter, int]]) -> None:
+        self._routes = tuple(routes)
+
+    def wait_until(self, threshold: int) -> None:
+        counter, layer = self._routes[threshold]
+        counter.wait_until(layer)

@@ -1,12 +1,13 @@
 """The rules of the tree, as functions from the nodes to the list of their violations.
 
-May import hicache.tree.node and hicache.tree.policy.
+May import hicache.tree.node, ledger and policy.
 """
 
 from __future__ import annotations
 
-from hicache.tree.node import PageState, Tier, TreeNode
-from hicache.tree.policy import TierBook
+from hicache.tree.ledger import Book
+from hicache.tree.node import Component, PageState, Place, Tier, TreeNode
+from hicache.tree.policy import RecencyList
 
 _HOLDS = {
     PageState.DEVICE: (True, False),
@@ -15,85 +16,112 @@ _HOLDS = {
     PageState.HOST: (False, True),
     PageState.LOADING: (True, True),
 }
+# Tokens behind one element of a value, by place; the page size for pages.
+_BY_TOKEN = (Place.FULL_DEVICE, Place.SWA_DEVICE)
+_BY_PAGE = (Place.FULL_HOST, Place.SWA_HOST)
 
 
-def structure_violations(roots: dict[str, TreeNode], page_size: int, num_nodes: int) -> list[str]:
-    """Every broken rule, one line each."""
+def structure_violations(root: TreeNode, page_size: int, num_nodes: int) -> list[str]:
+    """Every broken rule of links, keys, states and locks, one line each."""
     found: list[str] = []
     seen = 0
-    for namespace, root in roots.items():
-        if not root.children and not any(root.locks):
-            found.append(f"namespace {namespace!r}: an unlocked root without children was kept")
-        stack = [(root, child_key, child) for child_key, child in root.children.items()]
-        while stack:
-            parent, child_key, node = stack.pop()
-            seen += 1
-            found.extend(_node_violations(parent, child_key, node, page_size))
-            stack.extend((node, key, child) for key, child in node.children.items())
-        for tier in Tier:
-            needed = sum(child.locks[tier] for child in root.children.values())
-            if root.locks[tier] < needed:
-                found.append(f"namespace {namespace!r}: root has fewer {tier.name} locks than its children")
+    stack = [(root, child_key, child) for child_key, child in root.children.items()]
+    while stack:
+        parent, child_key, node = stack.pop()
+        seen += 1
+        found.extend(_link_violations(parent, child_key, node, page_size))
+        found.extend(_value_violations(parent, node, page_size))
+        found.extend(_lock_violations(node))
+        stack.extend((node, key, child) for key, child in node.children.items())
     if seen != num_nodes:
         found.append(f"{seen} nodes are linked, {num_nodes} were counted")
     return found
 
 
-def _node_violations(parent: TreeNode, child_key: bytes, node: TreeNode, page_size: int) -> list[str]:
+def _link_violations(
+    parent: TreeNode, child_key: bytes | tuple[str, bytes], node: TreeNode, page_size: int
+) -> list[str]:
     found: list[str] = []
-    where = f"node at depth {node.depth_tokens}"
+    where = f"node {node.id} at depth {node.depth_tokens}"
     if node.parent is not parent:
         found.append(f"{where}: parent link is wrong")
-    if not len(node.key) or len(node.key) % page_size:
-        found.append(f"{where}: {len(node.key)} tokens are no whole pages of {page_size}")
-    if node.key[:page_size].tobytes() != child_key:
+    if node.depth_tokens != parent.depth_tokens + node.num_tokens:
+        found.append(f"{where}: {node.num_tokens} tokens below depth {parent.depth_tokens}")
+    if node.run is None or not node.num_tokens or node.num_tokens % page_size:
+        found.append(f"{where}: {node.num_tokens} tokens are no whole pages of {page_size}")
+        return found
+    first = node.run.tokens[:page_size].tobytes()
+    if child_key != ((node.namespace, first) if parent.is_root else first):
         found.append(f"{where}: is filed under another first page")
+    if not parent.is_root and parent.namespace != node.namespace:
+        found.append(f"{where}: namespace {node.namespace!r} below {parent.namespace!r}")
+    if node.page_keys is not None and len(node.page_keys) * page_size != node.num_tokens:
+        found.append(f"{where}: {len(node.page_keys)} page keys for {node.num_tokens} tokens")
+    found.extend(f"{where}: follows a span that does not know it" for span in node.spans if node not in span.nodes)
+    return found
+
+
+def _value_violations(parent: TreeNode, node: TreeNode, page_size: int) -> list[str]:
+    found: list[str] = []
+    where = f"node {node.id} at depth {node.depth_tokens}"
     held = (node.holds(Tier.DEVICE), node.holds(Tier.HOST))
     if _HOLDS.get(node.state) != held:
         found.append(f"{where}: state {node.state.name} but (device, host) held is {held}")
-    if (node.pending_pages is not None) != (node.state is PageState.BACKING_UP):
+    if (node.pending[Component.FULL] is not None) != (node.state is PageState.BACKING_UP):
         found.append(f"{where}: pending pages do not fit state {node.state.name}")
-    for tier, stride in ((Tier.DEVICE, 1), (Tier.HOST, page_size)):
-        value = node.values[tier]
-        if value is not None and len(value) * stride != len(node.key):
-            found.append(f"{where}: {len(value)} {tier.name} elements for {len(node.key)} tokens")
-        if value is not None and not (parent.is_root or parent.holds(tier)):
+    for tier in Tier:
+        if node.holds(tier) and not (parent.is_root or parent.holds(tier)):
             found.append(f"{where}: on {tier.name} below a parent that is not")
-        if node.locks[tier] < sum(child.locks[tier] for child in node.children.values()):
-            found.append(f"{where}: fewer {tier.name} locks than its children")
-    if node.page_keys is not None and len(node.page_keys) * page_size != len(node.key):
-        found.append(f"{where}: {len(node.page_keys)} page keys for {len(node.key)} tokens")
-    for span in node.spans:
-        if node not in span.nodes:
-            found.append(f"{where}: follows a span that does not know it")
+        children = sum(child.holds(tier) for child in node.children.values())
+        if node.children_held[tier] != children:
+            found.append(f"{where}: {children} children on {tier.name}, {node.children_held[tier]} were counted")
+    for place in Place:
+        value = node.values[place]
+        if value is None:
+            continue
+        stride = 1 if place in _BY_TOKEN else page_size
+        want = node.num_tokens // stride if place in (*_BY_TOKEN, *_BY_PAGE) else 1
+        if len(value) != want:
+            found.append(f"{where}: {len(value)} {place.name} elements for {node.num_tokens} tokens")
+        if not node.holds(place.tier):
+            found.append(f"{where}: holds {place.name} where it does not hold FULL")
+    swa = node.values[Place.SWA_DEVICE]
+    if swa is not None and node.holds(Tier.DEVICE) and not swa.equal(node.held(Tier.DEVICE)):
+        found.append(f"{where}: window slots of other slots than the node's")
     return found
 
 
-def account_violations(tier: Tier, book: TierBook, holders: list[TreeNode]) -> list[str]:
-    """The sums and the recency order of one tier against the nodes that hold it."""
+def _lock_violations(node: TreeNode) -> list[str]:
+    found = [f"node {node.id}: {node.locks[place]} locks at {place.name}" for place in Place if node.locks[place] < 0]
+    for tier in Tier:
+        full = node.locks[tier]
+        if full < sum(child.locks[tier] for child in node.children.values()):
+            found.append(f"node {node.id}: fewer {tier.name} locks than its children")
+        for component in (Component.SWA, Component.MAMBA):
+            if node.locks[Place.of(component, tier)] > full:
+                found.append(f"node {node.id}: more {component.name} locks than FULL ones on {tier.name}")
+    return found
+
+
+def account_violations(book: Book, holders: list[TreeNode]) -> list[str]:
+    """The sums and the eviction order of one place against the nodes that hold something there."""
     found: list[str] = []
-    free = [node for node in holders if not node.locks[tier]]
-    evictable = sum(len(node.key) for node in free)
-    protected = sum(len(node.key) for node in holders) - evictable
+    place, weight = book.place, book.rules.weight
+    free = [node for node in holders if not node.locks[place]]
+    evictable = sum(map(weight, free))
+    protected = sum(map(weight, holders)) - evictable
     if (book.evictable, book.protected) != (evictable, protected):
         account = f"{book.evictable} evictable + {book.protected} protected"
-        found.append(f"{tier.name}: account says {account}, the nodes {evictable} + {protected}")
-    rank = {id(node): i for i, node in enumerate(book.recency)}
-    if set(rank) != {id(node) for node in free}:
-        found.append(f"{tier.name}: recency order is not exactly the unlocked holders")
-    for node in free:
-        parent = rank.get(id(node.parent), len(rank))
-        if parent < rank.get(id(node), -1):
-            found.append(f"{tier.name}: a parent is older than its child")
-    return found
-
-
-def nodes_below(root: TreeNode) -> list[TreeNode]:
-    """All nodes under a root, in no order."""
-    found: list[TreeNode] = []
-    stack = list(root.children.values())
-    while stack:
-        node = stack.pop()
-        found.append(node)
-        stack.extend(node.children.values())
+        found.append(f"{place.name}: account says {account}, the nodes {evictable} + {protected}")
+    if {id(node) for node in book.order} != {id(node) for node in free}:
+        found.append(f"{place.name}: the eviction order is not exactly the unlocked holders")
+    victim = book.order.victim()
+    if (victim is None) != (not any(book.rules.may_go(node, place.tier) for node in free)):
+        found.append(f"{place.name}: the order names {victim}, {len(free)} nodes are unlocked")
+    if victim is not None and not book.rules.may_go(victim, place.tier):
+        found.append(f"{place.name}: the order names {victim}, which may not go")
+    if isinstance(book.order, RecencyList) and place.component is Component.FULL:
+        rank = {id(node): i for i, node in enumerate(book.order)}
+        older = [node for node in free if rank.get(id(node.parent), len(rank)) < rank.get(id(node), -1)]
+        found.extend(f"{place.name}: the parent of node {node.id} is older than the node" for node in older)
     return found

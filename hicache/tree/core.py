@@ -1,81 +1,106 @@
 """The radix tree: which prefixes are held, by which tier, who needs them, and which goes next.
 
-Owns the nodes, their recency order and the account of tokens per tier. It never calls anyone: insertion returns what
-was already there, dropping returns the slots or pages that became free, and the caller acts on them. One thread, the
-scheduler's, may use it.
+Owns the nodes. It never calls anyone: insertion returns what was already there, dropping returns the slots, pages and
+states that became free, and the caller acts on them. One thread, the scheduler's, may use it.
 
 What holds after every call (`check()` proves it):
-    nodes that hold DEVICE bytes form a prefix of every path, and so do nodes that hold HOST bytes;
-    every node holds bytes in at least one tier;
-    per tier, evictable + protected tokens are the tokens held, and the unlocked holders stand in recency order.
+    nodes that hold FULL on the device form a prefix of every path, and so do nodes that hold FULL on the host;
+    every node holds FULL in at least one tier, and other components only on tiers where it holds FULL;
+    a recurrent state stands at the end of the tokens that it has consumed;
+    per place, evictable + protected is what is held, and exactly the unlocked holders stand in the eviction order.
 
-May import numpy, torch, layout, config and errors.
+May import numpy, torch, errors and the rest of its package.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from hicache.errors import InvariantError
-from hicache.tree.audit import account_violations, nodes_below, structure_violations
-from hicache.tree.base import Duplicate, Inserted, Match
-from hicache.tree.key import PageHasher, Tokens
-from hicache.tree.node import TRANSITIONS, PageState, Tier, TreeNode
-from hicache.tree.policy import TierBook
+from hicache.tree.audit import account_violations, structure_violations
+from hicache.tree.base import Duplicate, Inserted, Match, Released
+from hicache.tree.components import FullRules, Rules
+from hicache.tree.events import EventLog, Medium
+from hicache.tree.key import PageHasher, TokenRun, Tokens, bytes_of
+from hicache.tree.ledger import Book, Ledger
+from hicache.tree.names import PageNames
+from hicache.tree.node import Component, PageState, Place, Tier, TreeNode
 
-_GAIN = {
-    (PageState.GONE, Tier.DEVICE): PageState.DEVICE,
-    (PageState.GONE, Tier.HOST): PageState.HOST,
-    (PageState.HOST, Tier.DEVICE): PageState.BOTH,
-    (PageState.DEVICE, Tier.HOST): PageState.BOTH,
-    (PageState.BACKING_UP, Tier.HOST): PageState.BOTH,
-}
-_LOSE = {
-    (PageState.DEVICE, Tier.DEVICE): PageState.GONE,
-    (PageState.BOTH, Tier.DEVICE): PageState.HOST,
-    (PageState.LOADING, Tier.DEVICE): PageState.HOST,
-    (PageState.BOTH, Tier.HOST): PageState.DEVICE,
-    (PageState.HOST, Tier.HOST): PageState.GONE,
-}
+_MEDIUM: dict[Tier, Medium] = {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}
 
 
 class RadixTree:
-    """See the module. `page_size`: tokens of a tree page. One root a namespace: prefixes never meet across them."""
+    """See the module. `page_size`: tokens of a tree page. Prefixes never meet across namespaces.
 
-    def __init__(self, page_size: int, hasher: PageHasher) -> None:
+    `rules`: components beside FULL. `policy`: the eviction order of every place. With `events`, pages that come and go
+    are told to that log, which costs their keys at once.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        hasher: PageHasher,
+        rules: Sequence[Rules] = (),
+        policy: str = "lru",
+        events: EventLog | None = None,
+    ) -> None:
         self.page_size = page_size
-        self._hasher = hasher
-        self._roots: dict[str, TreeNode] = {}
-        self._books = {Tier.DEVICE: TierBook(Tier.DEVICE, 1), Tier.HOST: TierBook(Tier.HOST, page_size)}
+        self.root = TreeNode(run=TokenRun(np.empty(0, np.int64)))
         self.num_nodes = 0
+        self.names, self._events = PageNames(hasher), events
+        self._ledger = Ledger((FullRules(page_size), *rules), policy)
 
     # Looking
 
     def match(self, tokens: Tokens, namespace: str = "") -> Match:
-        """The longest held prefix of `tokens`, in whole pages. Changes nothing, recency included."""
+        """The longest prefix of `tokens` whose full pages are held. Changes nothing, recency included."""
         nodes: list[TreeNode] = []
-        last_len = device_len = host_len = 0
-        node, pos = self._roots.get(namespace), 0
+        last_len = device_len = host_len = pos = 0
+        raw, page = bytes_of(tokens), self.page_size * tokens.itemsize
+        node: TreeNode | None = self.root
         while node is not None and pos < len(tokens):
-            node = node.children.get(self._child_key(tokens, pos))
+            first = raw[pos * tokens.itemsize : pos * tokens.itemsize + page].tobytes()
+            node = node.children.get(first if pos else (namespace, first))
             if node is None:
                 break
-            last_len = self._common_len(node.key, tokens, pos)
+            last_len = self._common_len(node, tokens, raw, pos)
             nodes.append(node)
-            if node.holds(Tier.DEVICE):
+            if node.values[Place.FULL_DEVICE] is not None:
                 device_len += last_len
             else:
                 host_len += last_len
             pos += last_len
-            if last_len < len(node.key):
+            if last_len < node.num_tokens:
                 break
         return Match(namespace, tuple(nodes), last_len, device_len, host_len)
+
+    def usable_len(self, match: Match, limit: int, on_host: bool) -> int:
+        """The longest part of the first `limit` tokens of a match that all components can use.
+
+        `on_host`: window pages and states that only the host holds count, for they can be loaded.
+        """
+        walks = [rules.walk() for rules in self._ledger.rules[1:]]
+        if not walks:
+            return min(limit, match.full_len)
+        best = pos = 0
+        for node in match.nodes:
+            length = min(node.num_tokens if node is not match.nodes[-1] else match.last_len, limit - pos)
+            if length <= 0:
+                break
+            pos += length
+            ends = [walk.ends_in(node, length, on_host) for walk in walks]  # each has to see every node
+            if all(ends):
+                best = pos
+        return best
 
     def unlocked_len(self, match: Match, length: int) -> int:
         """How many of the first `length` matched tokens count as evictable on the device until someone locks them."""
         tokens = pos = 0
         for node in match.nodes:
-            used = min(len(node.key), length - pos)
+            used = min(node.num_tokens, length - pos)
             if used <= 0:
                 break
             if node.holds(Tier.DEVICE) and not node.locks[Tier.DEVICE]:
@@ -83,278 +108,289 @@ class RadixTree:
             pos += used
         return tokens
 
-    def page_keys(self, node: TreeNode) -> list[bytes]:
-        """The keys of the node's pages; each is computed once in the life of the page."""
-        missing = []
-        above = node
-        while above.page_keys is None:
-            missing.append(above)
-            assert above.parent is not None
-            above = above.parent
-        for below in reversed(missing):
-            assert above.page_keys is not None
-            below.page_keys = self._hasher.chain(above.page_keys[-1], below.key)
-            above = below
-        assert node.page_keys is not None
-        return node.page_keys
+    def nodes(self) -> list[TreeNode]:
+        """All nodes but the root, parents first."""
+        found = list(self.root.children.values())
+        for node in found:
+            found.extend(node.children.values())
+        return found
 
-    def keys_of(self, tokens: Tokens, namespace: str) -> list[bytes]:
-        """Keys of the whole pages of a prompt, held or not."""
-        return self._hasher.chain(self._hasher.seed(namespace), tokens)
+    def values(self, place: int) -> list[torch.Tensor]:
+        """What every node holds at `place`: for audits, in no order."""
+        return [node.held(place) for node in self.nodes() if node.holds(place)]
 
-    def values(self, tier: Tier) -> list[torch.Tensor]:
-        """What every node holds on `tier`: for audits, in no order."""
-        return [n.value(tier) for root in self._roots.values() for n in nodes_below(root) if n.holds(tier)]
+    def book(self, place: int) -> Book:
+        """The account of a place: `evictable` and `protected`, in tokens, or in states for MAMBA."""
+        return self._ledger.books[Place(place)]
 
-    def evictable(self, tier: Tier) -> int:
-        return self._books[tier].evictable
+    def evictable(self, place: int) -> int:
+        return self.book(place).evictable
 
-    def protected(self, tier: Tier) -> int:
-        return self._books[tier].protected
+    def protected(self, place: int) -> int:
+        return self.book(place).protected
 
     # Growing
 
-    def root(self, namespace: str) -> TreeNode:
-        """The root of a namespace, made when missing. It goes again when it is unlocked and has no child."""
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = TreeNode(torch.empty(0, dtype=torch.int64).numpy(), None)
-            root.page_keys = [self._hasher.seed(namespace)]
-        return root
-
     def node_at(self, match: Match, length: int) -> TreeNode:
         """The node that ends after the first `length` tokens of the match; splits one when it has to."""
-        node, pos = self.root(match.namespace), 0
+        node, pos = self.root, 0
         for below in match.nodes:
             if pos == length:
                 break
-            take = min(len(below.key), length - pos)
-            node = below if take == len(below.key) else self._split(below, take)
+            take = min(below.num_tokens, length - pos)
+            node = below if take == below.num_tokens else self._split(below, take)
             pos += take
         assert pos == length, f"asked for {length} tokens of a match of {pos}"
         return node
 
-    def insert(self, parent: TreeNode, tokens: Tokens, value: torch.Tensor, tier: Tier) -> Inserted:
-        """Hold whole pages `tokens`, which follow `parent`, on `tier` as `value` (slots or pages). `value` is
-        copied."""
-        stride = self._books[tier].stride
+    def insert(
+        self,
+        parent: TreeNode,
+        tokens: Tokens,
+        value: torch.Tensor,
+        tier: Tier,
+        namespace: str = "",
+        window_from: int | None = None,
+    ) -> Inserted:
+        """Hold whole pages `tokens`, which follow `parent`, on `tier` as `value` (slots or pages). `value` is copied.
+
+        `window_from`, on the device: tokens from there on have window slots paired with their slots. A split is made
+        there. A recurrent state is attached to `Inserted.node` by `attach`.
+        """
         gained: list[TreeNode] = []
         duplicates: list[Duplicate] = []
+        raw, stride = bytes_of(tokens), 1 if tier is Tier.DEVICE else self.page_size
         node, pos = parent, 0
+        namespace = namespace if parent.is_root else parent.namespace
         while pos < len(tokens):
             if tier is Tier.HOST and not (node.is_root or node.holds(Tier.HOST)):
                 break
-            child = node.children.get(self._child_key(tokens, pos))
-            if child is None:
-                child = self._link(TreeNode(tokens[pos:].copy(), node))
-            else:
-                common = self._common_len(child.key, tokens, pos)
-                child = child if common == len(child.key) else self._split(child, common)
-            end = pos + len(child.key)
+            limit = len(tokens) if window_from is None or pos >= window_from else window_from
+            child = self._child(node, tokens, raw, pos, limit, namespace)
+            end = pos + child.num_tokens
+            windows = window_from is not None and pos >= window_from
             if child.holds(tier):
-                duplicates.append(Duplicate(pos, end, child.value(tier)))
+                adopts = windows and not child.holds(Place.SWA_DEVICE)
+                duplicates.append(Duplicate(pos, end, child.held(tier), adopts))
+                if adopts:
+                    self._ledger.gain(child, Place.SWA_DEVICE, child.held(tier).clone())
             elif tier is Tier.HOST and child.state is PageState.BACKING_UP:
                 break
             else:
                 child.hit_count = max(1, child.hit_count)
-                self._gain(child, tier, value[pos // stride : end // stride].clone())
+                self._gain(child, Place.of(Component.FULL, tier), value[pos // stride : end // stride].clone())
+                if windows:
+                    self._ledger.gain(child, Place.SWA_DEVICE, child.held(tier))
                 gained.append(child)
             node, pos = child, end
         return Inserted(node, tuple(gained), tuple(duplicates), pos)
+
+    def attach(self, node: TreeNode, place: Place, value: torch.Tensor) -> bool:
+        """Give `node` window slots or a state that it may lack; False where it has them, and `value` stays the
+        caller's.
+
+        A state has consumed exactly the tokens up to the end of `node`.
+        """
+        assert node.holds(place.tier), "no component is held where FULL is not"
+        if node.holds(place):
+            return False
+        self._ledger.gain(node, place, value.reshape(-1).clone())
+        return True
+
+    def detach(self, node: TreeNode, place: Place) -> Released:
+        """Undo `attach`, whoever needs the node: what should have come there did not."""
+        return Released(place, self._ledger.lose(node, place), node.num_tokens)
 
     def cut_tail(self, node: TreeNode, keep: int) -> TreeNode:
         """Split `node` after its first `keep` tokens; returns the part behind them."""
         self._split(node, keep)
         return node
 
-    def keys_after(self, node: TreeNode, tokens: Tokens) -> list[bytes]:
-        """Keys of the whole pages `tokens` would have below `node`."""
-        return self._hasher.chain(self.page_keys(node)[-1], tokens)
+    def cut_head(self, node: TreeNode, num_tokens: int) -> TreeNode:
+        """Split `node` after its first `num_tokens` tokens; returns those."""
+        return self._split(node, num_tokens)
 
     # Copies in flight
 
-    def begin_backup(self, node: TreeNode, pages: torch.Tensor) -> None:
-        """A copy of `node` to host `pages` was submitted."""
-        self._move(node, PageState.BACKING_UP)
-        node.pending_pages = pages.clone()
+    def begin_backup(self, node: TreeNode, pages: torch.Tensor, component: Component = Component.FULL) -> None:
+        """A copy of what `component` holds of `node` to host `pages` was submitted."""
+        if component is Component.FULL:
+            self._ledger.set_state(node, PageState.BACKING_UP)
+        assert node.pending[component] is None
+        node.pending[component] = pages.clone()
 
-    def end_backup(self, node: TreeNode, confirmed: bool) -> torch.Tensor | None:
-        """The copy ended. Confirmed: the host holds the node too. Else the pages come back, to be freed."""
-        pages, node.pending_pages = node.pending_pages, None
-        assert node.parent is not None and pages is not None
-        if confirmed and (node.parent.is_root or node.parent.holds(Tier.HOST)):
-            self._gain(node, Tier.HOST, pages)
+    def end_backup(self, node: TreeNode, confirmed: bool, component: Component = Component.FULL) -> torch.Tensor | None:
+        """The copy ended. Confirmed: the host holds it too. Else the pages come back, to be freed. FULL ends first."""
+        pages, node.pending[component] = node.pending[component], None
+        assert pages is not None and node.parent is not None
+        above = node.parent if component is Component.FULL else node
+        if confirmed and (above.is_root or above.holds(Tier.HOST)):
+            self._gain(node, Place.of(component, Tier.HOST), pages)
             return None
-        self._move(node, PageState.DEVICE)
+        if component is Component.FULL:
+            self._ledger.set_state(node, PageState.DEVICE)
         return pages
 
     def begin_load(self, node: TreeNode, slots: torch.Tensor) -> None:
         """A copy of `node` to device `slots` was submitted; matches see it on the device from now on."""
-        self._move(node, PageState.LOADING)
-        self._account(node, Tier.DEVICE, slots.clone())
+        self._ledger.set_state(node, PageState.LOADING)
+        self._gain(node, Place.FULL_DEVICE, slots.clone())
 
     def end_load(self, node: TreeNode, confirmed: bool) -> torch.Tensor | None:
-        """The copy ended. Failed: the node is on the host only again, and its slots come back."""
+        """The copy ended. Failed: the node is on the host only again, and its slots come back (windows and all)."""
         if confirmed:
-            self._move(node, PageState.BOTH)
+            self._ledger.set_state(node, PageState.BOTH)
             return None
-        return self._lose(node, Tier.DEVICE)
+        self._lose_followers(node)
+        return self._lose(node, Place.FULL_DEVICE)
 
-    # Needing and letting go
+    # Needing and leaving
 
     def lock(self, node: TreeNode, tier: Tier) -> None:
-        """Keep the whole path to `node` on `tier` until `unlock`."""
-        book = self._books[tier]
-        for at in node.path():
-            if not at.locks[tier] and at.holds(tier):
-                book.recency.remove(at)
-                book.evictable -= len(at.key)
-                book.protected += len(at.key)
-            at.locks[tier] += 1
-        self._root_of(node).locks[tier] += 1
+        """Someone needs the prefix that ends with `node` to stay on `tier`, with what its components need of it."""
+        self._ledger.lock(node, tier)
 
     def unlock(self, node: TreeNode, tier: Tier) -> None:
         """Undo one `lock`; what nobody needs any more becomes the newest of the evictable."""
-        book = self._books[tier]
-        root = self._root_of(node)
-        for at in node.path():
-            at.locks[tier] -= 1
-            assert at.locks[tier] >= 0, "unlocked more often than locked"
-            if not at.locks[tier] and at.holds(tier):
-                book.recency.append(at)
-                book.evictable += len(at.key)
-                book.protected -= len(at.key)
-        root.locks[tier] -= 1
-        self._prune_root(root)
+        self._ledger.unlock(node, tier)
+
+    def move_lock(self, old: TreeNode, new: TreeNode, tier: Tier) -> None:
+        """A lock at `old` becomes one at `new`, at the cost of what lies between where `new` continues `old`."""
+        self._ledger.move_lock(old, new, tier)
 
     def touch(self, node: TreeNode, tier: Tier) -> None:
-        """Make the unlocked part of the path to `node` the newest of its tier."""
-        recency = self._books[tier].recency
-        for at in node.path():
-            if at in recency:
-                recency.remove(at)
-                recency.append(at)
+        """A request used the prefix that ends with `node`: tell the eviction orders of its tier."""
+        self._ledger.touch(node, tier)
 
-    def victim(self, tier: Tier) -> TreeNode | None:
-        """The node that should leave `tier` next: held, unlocked, without a child on that tier."""
-        return self._books[tier].recency.oldest()
+    def victim(self, place: int) -> TreeNode | None:
+        """The node that should lose its value at `place` next, if any may."""
+        return self.book(place).order.victim()
 
-    def drop(self, node: TreeNode, tier: Tier) -> torch.Tensor:
-        """Take `node`, unlocked and childless on `tier`, from that tier; returns its slots or pages, to be freed."""
-        assert not node.locks[tier], "dropped a node that is needed"
-        assert not any(child.holds(tier) for child in node.children.values()), "dropped a node with a child on the tier"
-        value = self._lose(node, tier)
-        if node.state is PageState.GONE:
-            self._unlink(node)
-        return value
+    def drop(self, node: TreeNode, place: int) -> list[Released]:
+        """Take the value at `place`, which nobody needs, from `node`; returns all that left the tree, to be freed.
+
+        With FULL go the other components on that tier. A leaf that no match can end in any more leaves wholly, and so
+        does its parent where the same holds then.
+        """
+        where = Place(place)
+        assert not node.locks[where], "dropped what is needed"
+        released: list[Released] = []
+        if where.component is Component.FULL:
+            assert not node.children_held[where.tier], "dropped a node with a child on the tier"
+            self._drop_tier(node, where.tier, released)
+        else:
+            self._release(node, where, released)
+        self._prune(node, released)
+        return released
 
     def check(self) -> None:
         """Raise `InvariantError` with every violation of the rules above."""
-        found = structure_violations(self._roots, self.page_size, self.num_nodes)
-        nodes = [node for root in self._roots.values() for node in nodes_below(root)]
-        for tier, book in self._books.items():
-            found.extend(account_violations(tier, book, [node for node in nodes if node.holds(tier)]))
+        found = structure_violations(self.root, self.page_size, self.num_nodes)
+        nodes = self.nodes()
+        for book in self._ledger.books.values():
+            found.extend(account_violations(book, [node for node in nodes if node.holds(book.place)]))
         if found:
             raise InvariantError("tree", found)
 
     # Inside
 
-    def _child_key(self, tokens: Tokens, pos: int) -> bytes:
-        return tokens[pos : pos + self.page_size].tobytes()
+    def _child(self, node: TreeNode, tokens: Tokens, raw: memoryview, pos: int, limit: int, namespace: str) -> TreeNode:
+        """The child of `node` that tokens[pos:] go on in, found, split off or made, to at most `limit`."""
+        child_key = self._child_key(node, raw, pos, namespace)
+        child = node.children.get(child_key)
+        if child is None:
+            child = TreeNode(run=TokenRun(tokens[pos:limit]), parent=node, namespace=namespace)
+            node.children[child_key] = child
+            self.num_nodes += 1
+            return child
+        common = min(self._common_len(child, tokens, raw, pos), limit - pos)
+        return child if common == child.num_tokens else self._split(child, common)
 
-    def _common_len(self, key: Tokens, tokens: Tokens, pos: int) -> int:
-        """Equal tokens of `key` and `tokens[pos:]`, in whole pages."""
-        length = min(len(key), len(tokens) - pos)
-        same = key[:length] == tokens[pos : pos + length]
-        if not same.all():
-            length = int(same.argmin())
+    def _child_key(self, parent: TreeNode, raw: memoryview, pos: int, namespace: str) -> bytes | tuple[str, bytes]:
+        first = raw[pos * 8 : (pos + self.page_size) * 8].tobytes()
+        return (namespace, first) if parent.is_root else first
+
+    def _key_in_parent(self, node: TreeNode) -> bytes | tuple[str, bytes]:
+        assert node.run is not None and node.parent is not None
+        return self._child_key(node.parent, bytes_of(node.run.tokens), 0, node.namespace)
+
+    def _common_len(self, node: TreeNode, tokens: Tokens, raw: memoryview, pos: int) -> int:
+        """Equal tokens of the node and of `tokens[pos:]`, in whole pages."""
+        assert node.run is not None
+        length = node.run.common_len(tokens, raw, pos)
         return length - length % self.page_size
-
-    def _link(self, node: TreeNode) -> TreeNode:
-        assert node.parent is not None
-        node.parent.children[self._child_key(node.key, 0)] = node
-        self.num_nodes += 1
-        return node
-
-    def _unlink(self, node: TreeNode) -> None:
-        parent = node.parent
-        assert parent is not None and not node.children and not node.spans
-        del parent.children[self._child_key(node.key, 0)]
-        self.num_nodes -= 1
-        if parent.is_root:
-            self._prune_root(parent)
-
-    def _prune_root(self, root: TreeNode) -> None:
-        if not root.children and not any(root.locks):
-            for namespace in [name for name, node in self._roots.items() if node is root]:
-                del self._roots[namespace]
-
-    @staticmethod
-    def _root_of(node: TreeNode) -> TreeNode:
-        while node.parent is not None:
-            node = node.parent
-        return node
 
     def _split(self, lower: TreeNode, at: int) -> TreeNode:
         """Cut `lower` after its first `at` tokens; returns the new node above it.
 
-        lower.key: [0, at) goes to the upper node, [at, len) stays. Locks, state and flags hold for both halves.
+        [0, at) goes to the upper node, [at, end) stays: who knows the node by its end goes on knowing it.
         """
-        upper = TreeNode(lower.key[:at].copy(), lower.parent)
-        upper.locks = list(lower.locks)
+        assert lower.run is not None and lower.parent is not None
+        tokens, parent = lower.run.tokens, lower.parent
+        upper = TreeNode(run=TokenRun(tokens[:at]), parent=parent, namespace=lower.namespace)
+        parent.children[self._key_in_parent(lower)] = upper
         upper.state, upper.stored, upper.from_disk = lower.state, lower.stored, lower.from_disk
-        upper.hit_count = lower.hit_count
-        lower.key = lower.key[at:].copy()
+        upper.hit_count, upper.priority = lower.hit_count, lower.priority
+        upper.creation_time, upper.last_access_time = lower.creation_time, lower.last_access_time
         cut_pages = at // self.page_size
         if lower.page_keys is not None:
             upper.page_keys, lower.page_keys = lower.page_keys[:cut_pages], lower.page_keys[cut_pages:]
-        if lower.pending_pages is not None:
-            upper.pending_pages = lower.pending_pages[:cut_pages].clone()
-            lower.pending_pages = lower.pending_pages[cut_pages:].clone()
-        for tier, book in self._books.items():
-            value = lower.values[tier]
-            if value is not None:
-                upper.values[tier] = value[: at // book.stride].clone()
-                lower.values[tier] = value[at // book.stride :].clone()
-            if lower in book.recency:
-                book.recency.insert_after(upper, lower)
+        lower.run, lower.parent = TokenRun(tokens[at:]), upper
+        self._ledger.split(upper, lower)
+        upper.children[self._key_in_parent(lower)] = lower
         for span in lower.spans:
             span.nodes.insert(span.nodes.index(lower), upper)
             upper.spans.append(span)
-        self._link(upper)
-        lower.parent = upper
-        upper.children[self._child_key(lower.key, 0)] = lower
+        self.num_nodes += 1
         return upper
 
-    @staticmethod
-    def _move(node: TreeNode, to: PageState) -> None:
-        assert to in TRANSITIONS[node.state], f"no way from {node.state} to {to}"
-        node.state = to
+    def _gain(self, node: TreeNode, place: Place, value: torch.Tensor) -> None:
+        self._ledger.gain(node, place, value)
+        if self._events is not None and place.component is Component.FULL:
+            parent = node.parent
+            before = None if parent is None or parent.is_root else self.names.before(node)
+            self._events.stored(node, self.names.of(node), before, _MEDIUM[place.tier])
 
-    def _gain(self, node: TreeNode, tier: Tier, value: torch.Tensor) -> None:
-        self._move(node, _GAIN[node.state, tier])
-        self._account(node, tier, value)
+    def _lose(self, node: TreeNode, place: Place) -> torch.Tensor:
+        if self._events is not None and place.component is Component.FULL:
+            self._events.removed(self.names.of(node), _MEDIUM[place.tier])
+        return self._ledger.lose(node, place)
 
-    def _account(self, node: TreeNode, tier: Tier, value: torch.Tensor) -> None:
-        """Enter a value; an unlocked node becomes the newest, with its path, so that parents stay newer."""
-        book = self._books[tier]
-        assert len(value) * book.stride == len(node.key)
-        node.values[tier] = value
-        if node.locks[tier]:
-            book.protected += len(node.key)
-        else:
-            book.evictable += len(node.key)
-            book.recency.append(node)
-            self.touch(node, tier)
+    def _lose_followers(self, node: TreeNode) -> None:
+        """Take out what is found through the device's full slots and leaves with them."""
+        for rules in self._ledger.rules:
+            place = Place.of(rules.component, Tier.DEVICE)
+            if rules.follows_full_slots and node.holds(place):
+                self._ledger.lose(node, place)
 
-    def _lose(self, node: TreeNode, tier: Tier) -> torch.Tensor:
-        book = self._books[tier]
-        value = node.value(tier)
-        self._move(node, _LOSE[node.state, tier])
-        node.values[tier] = None
-        if node.locks[tier]:
-            book.protected -= len(node.key)
-        else:
-            book.evictable -= len(node.key)
-            book.recency.remove(node)
-        return value
+    def _release(self, node: TreeNode, place: Place, released: list[Released]) -> None:
+        num_tokens = node.num_tokens if place.component is not Component.MAMBA else 0
+        released.append(Released(place, self._lose(node, place), num_tokens))
+
+    def _drop_tier(self, node: TreeNode, tier: Tier, released: list[Released]) -> None:
+        """Take all that `node` holds on `tier`."""
+        if tier is Tier.DEVICE:
+            self._lose_followers(node)
+        for rules in reversed(self._ledger.rules):
+            place = Place.of(rules.component, tier)
+            if node.holds(place):
+                self._release(node, place, released)
+
+    def _prune(self, node: TreeNode, released: list[Released]) -> None:
+        """Unlink `node` where it holds nothing, or is a leaf that nobody needs and no match ends in; then parents."""
+        while not node.is_root and not node.children and not any(node.locks):
+            if not self._useless(node):
+                break
+            for tier in Tier:
+                self._drop_tier(node, tier, released)
+            parent = node.parent
+            assert parent is not None and node.state is PageState.GONE and not node.spans
+            del parent.children[self._key_in_parent(node)]
+            self.num_nodes -= 1
+            node = parent
+
+    def _useless(self, leaf: TreeNode) -> bool:
+        """Whether some component has nothing left of a leaf, on any tier."""
+        return any(
+            not any(leaf.holds(Place.of(rules.component, tier)) for tier in Tier) for rules in self._ledger.rules
+        )

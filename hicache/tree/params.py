@@ -1,0 +1,96 @@
+"""What callers of the public prefix caches hand over and get back, under the field's names.
+
+Owns nothing. May import torch, hicache.values and, of its package, key and node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from hicache.tree.key import RadixKey
+from hicache.tree.node import TreeNode
+from hicache.values import EvictParams, EvictResult
+
+__all__ = [
+    "CacheInitParams",
+    "EvictParams",
+    "EvictResult",
+    "InsertParams",
+    "InsertResult",
+    "MatchPrefixParams",
+    "MatchResult",
+]
+
+
+@dataclass(frozen=True)
+class CacheInitParams:
+    """What a prefix cache is made of. `hicache.tree.views` says what it asks of table and allocator.
+
+    `token_to_kv_pool_allocator` may be None, and `req_to_token_pool` where no request is cached: for simulations.
+    `page_size`, `sliding_window_size` and `mamba_cache_chunk_size` are in tokens. `chunked_prefill_size` is carried for
+    schedulers; no cache reads it.
+    """
+
+    disable: bool
+    req_to_token_pool: Any
+    token_to_kv_pool_allocator: Any
+    page_size: int
+    is_eagle: bool = False
+    eviction_policy: str = "lru"
+    enable_kv_cache_events: bool = False
+    enable_mamba_extra_buffer: bool = False
+    chunked_prefill_size: int | None = None
+    sliding_window_size: int | None = None
+    mamba_cache_chunk_size: int = 64
+
+
+@dataclass(frozen=True)
+class MatchPrefixParams:
+    """`cow_mamba`: `req` shall get a copy of the matched recurrent state as its own."""
+
+    key: RadixKey
+    cow_mamba: bool = False
+    req: Any = None
+
+
+class MatchResult(NamedTuple):
+    """The longest usable prefix.
+
+    `device_indices`: its slots, int64 `[tokens]`. `last_device_node` ends there; `last_host_node` and `host_hit_length`
+    say the same of the host, which these caches do not use. `mamba_branching_seqlen`: where a recurrent state is
+    missing that would have made the match longer, or None.
+    """
+
+    device_indices: torch.Tensor
+    last_device_node: TreeNode
+    last_host_node: TreeNode
+    host_hit_length: int = 0
+    mamba_branching_seqlen: int | None = None
+
+
+@dataclass(frozen=True)
+class InsertParams:
+    """Hold the tokens `key` as `value`, slots int64 `[tokens]`; None takes the token ids for slots.
+
+    `mamba_value`: the state `[1]` that has consumed exactly `key`. `prev_prefix_len`: tokens whose slots the caller has
+    from a match. `swa_evicted_seqlen`: tokens whose window slots are gone. `chunked`: more of the same request follows.
+    """
+
+    key: RadixKey
+    value: torch.Tensor | None = None
+    mamba_value: torch.Tensor | None = None
+    prev_prefix_len: int = 0
+    swa_evicted_seqlen: int = 0
+    chunked: bool = False
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class InsertResult:
+    """`prefix_len`: tokens that were held before. `mamba_exist`: so was the state, and the caller frees its own."""
+
+    prefix_len: int
+    mamba_exist: bool = False
