@@ -89,6 +89,11 @@ class CacheEngine:
         return self._parts.counter
 
     @property
+    def has_windows(self) -> bool:
+        """Whether slots are better taken chunk by chunk (`reserve_tokens`), for window layers have few."""
+        return self._parts.windows is not None
+
+    @property
     def page_size(self) -> int:
         """Tokens of a cache page: the unit of matching, backup and disk."""
         return self._parts.tree.page_size

@@ -65,7 +65,7 @@ def build_engine(config: EngineConfig, model: ModelGeometry | KVCache) -> CacheE
     if isinstance(pool, SWAKVPool) and isinstance(model, ModelGeometry):
         assert isinstance(allocator, SWATokenToKVPoolAllocator)
         window_rules = SwaRules(model.window, config.cache_page_size)
-        windows = Windows(allocator, window_rules, tiers[1][2], tiers[1][0], tiers[1][1])
+        windows = Windows(allocator, window_rules, config.cache_page_size, tiers[1][2], tiers[1][0], tiers[1][1])
         rules.append(window_rules)
         sides = [pool.layers_mapping[layer_id] for layer_id in pool.layer_ids]
         pool.register_layer_transfer_counter(LayerRoutes([(tiers[is_window][2], at) for at, is_window in sides]))

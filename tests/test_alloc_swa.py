@@ -247,6 +247,45 @@ def test_check_finds_what_is_wrong() -> None:
         paired(16, 3, 4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page", [1, 4])
+def test_windows_move_to_other_full_slots(device: str, page: int) -> None:
+    """After a move the peers of the givers are those of the takers, in order, and go back with the takers alone."""
+    allocator = paired(8 * page, 8 * page, page, device)
+    old, new = must(allocator.alloc(3 * page)), must(allocator.alloc(3 * page))
+    allocator.free_swa(old[page:])
+    peers = allocator.translate_loc_from_full_to_swa(new)
+    allocator.move_window(new[page:], old[page:])
+    allocator.move_window(new[:0], old[:0])
+    allocator.check()
+    assert torch.equal(allocator.translate_loc_from_full_to_swa(old[page:]), peers[page:])
+    assert allocator.translate_loc_from_full_to_swa(new).tolist() == peers[:page].tolist() + [0] * (2 * page)
+    allocator.free(new)
+    assert sizes(allocator) == (5 * page, 5 * page)
+    assert torch.equal(allocator.translate_loc_from_full_to_swa(old[page:]), peers[page:])
+    allocator.free(old)
+    assert sizes(allocator) == (8 * page, 8 * page)
+    allocator.check()
+
+
+def test_windows_that_cannot_move_stay() -> None:
+    """Givers without a peer, takers with one, other numbers and other offsets raise, and the mapping stays."""
+    allocator = paired(32, 32, 4)
+    slots = must(allocator.alloc(16))
+    allocator.free_swa(slots[:8])
+    mapping = allocator.full_to_swa_index_mapping.clone()
+    for source, target, error, message in (
+        (slots[:4], slots[4:8], InvariantError, "no window slots to give"),
+        (slots[8:12], slots[12:], InvariantError, "have window slots already"),
+        (slots[8:12], slots[:8], ShapeError, "4 full slots for 8"),
+        (slots[9:13], slots[:4], ShapeError, "other offsets"),
+    ):
+        with pytest.raises(error, match=message):
+            allocator.move_window(source, target)
+        assert torch.equal(mapping, allocator.full_to_swa_index_mapping)
+    allocator.check()
+
+
 def test_stats_are_of_the_fuller_side() -> None:
     """Pressure follows the side that runs out first."""
     allocator = paired(100, 20)
@@ -259,7 +298,7 @@ def test_stats_are_of_the_fuller_side() -> None:
     assert "full:" in allocator.debug_print() and "swa:" in allocator.debug_print()
 
 
-@given(st.lists(st.tuples(st.sampled_from("aaaewfg"), st.integers(0, 1 << 16)), max_size=60), st.sampled_from([1, 4]))
+@given(st.lists(st.tuples(st.sampled_from("aaaewfgm"), st.integers(0, 1 << 16)), max_size=60), st.sampled_from([1, 4]))
 def test_any_history_conserves_slots(history: list[tuple[str, int]], page: int) -> None:
     """Over any allocs, extends, window frees, frees and groups, each slot has one owner and all come back."""
     allocator = paired(12 * page, 7 * page, page)
@@ -280,6 +319,11 @@ def test_any_history_conserves_slots(history: list[tuple[str, int]], page: int) 
             allocator.free(held.pop(choice % len(held)))
             allocator.free_swa(held[choice % len(held)])
             allocator.free_group_end()
+        elif action == "m" and len(held) > 1:
+            source, target = (held[at % len(held)] for at in (choice, choice + 1))
+            give, take = (allocator.translate_loc_from_full_to_swa(slots) > 0 for slots in (source, target))
+            if len(source) == len(target) >= page and len(source) % page == 0 and give.all() and not take.any():
+                allocator.move_window(source, target)
         allocator.check()
         owned = torch.cat(held) if held else torch.empty(0, dtype=torch.int64)
         assert owned.unique().numel() == owned.numel()

@@ -175,6 +175,10 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self.swa_attn_allocator.free(peers)
         self.full_to_swa_index_mapping[slots] = 0
 
+    def alloc_full(self, need_size: int) -> torch.Tensor | None:
+        """`need_size` full slots without window slots, for what lies before every window; None when short."""
+        return self.full_attn_allocator.alloc(need_size)
+
     def alloc_window(self, full_slots: torch.Tensor) -> bool:
         """Give full slots (whole pages of them) that have no peer one each; False when the window side is short.
 

@@ -33,7 +33,7 @@ class Loader(Protocol):
 class Room(Protocol):
     """What admission asks of the flow that evicts."""
 
-    def device_slots(self, num_tokens: int) -> torch.Tensor | None: ...
+    def device_slots(self, num_tokens: int, num_bare: int = 0) -> torch.Tensor | None: ...
     def free_windows(self, num_tokens: int) -> bool: ...
     def free_states(self, num_states: int) -> bool: ...
 
@@ -128,6 +128,8 @@ class Admission:
 
     def _plan(self, node: TreeNode) -> LoadPlan:
         """What the device lacks of the prefix that ends with `node`."""
+        if self._parts.windows is not None:
+            self._parts.windows.narrow(self._parts.tree, node)
         pages = [at for at in node.path() if not at.holds(Tier.DEVICE)][::-1]
         windows: list[TreeNode] = []
         if self._parts.windows is not None:
@@ -156,9 +158,9 @@ class Admission:
         if need > free + tree.evictable(Tier.DEVICE) - tree.unlocked_len(match, min(length, match.device_len)):
             raise self._out_of_slots(need)
         if windows is not None:
-            kept = min(length, windows.rules.window + tree.page_size)
-            wanted = need + (kept if needs_load else 0)
-            if wanted > windows.allocator.swa_available_size() + max(0, tree.evictable(Place.SWA_DEVICE) - kept):
+            missing, kept = self._window_tokens(match, length)
+            wanted = need - max(0, length - match.device_len) + missing
+            if wanted > windows.allocator.swa_available_size() + tree.evictable(Place.SWA_DEVICE) - kept:
                 raise self._out_of_slots(need)
         if not parts.req_to_token.available_size():
             raise OutOfRows(parts.config.max_requests)
@@ -168,6 +170,21 @@ class Admission:
                 raise OutOfStates(_STATES - available, available)
         if needs_load and not self._loader.can_start():
             raise TransferBusy(NUM_PRODUCERS)
+
+    def _window_tokens(self, match: Match, length: int) -> tuple[int, int]:
+        """Of the last window before the end of the first `length` tokens: those to be loaded, those to be pinned."""
+        assert self._parts.windows is not None
+        page, missing, kept = self._parts.tree.page_size, 0, 0
+        start = max(0, length - self._parts.windows.rules.window) // page * page
+        pos = 0
+        for node in match.nodes:
+            overlap = min(pos + node.num_tokens, length) - max(pos, start)
+            if overlap > 0 and not node.holds(Place.SWA_DEVICE):
+                missing += overlap
+            elif overlap > 0 and not node.locks[Place.SWA_DEVICE]:
+                kept += overlap
+            pos += node.num_tokens
+        return missing, kept
 
     def _in_pages(self, num_tokens: int) -> int:
         page = self._parts.allocator.page_size
@@ -179,15 +196,15 @@ class Admission:
     # Taking it
 
     def _take(self, lease: Lease, plan: LoadPlan, need: int) -> torch.Tensor | None:
-        """A row, states, `need` slots, and window slots for nodes on the device that lost theirs; all of it or None."""
+        """A row, states, `need` slots, and window slots for what the last window lacks; all of it or None."""
         parts, windows = self._parts, self._parts.windows
-        slots = self._room.device_slots(need)
+        load_len = sum(node.num_tokens for node in plan.pages)
+        slots = self._room.device_slots(need, load_len)
         if slots is None:
             return None
-        bare = [node.held(Tier.DEVICE) for node in plan.windows if node.holds(Tier.DEVICE)]
         fits = parts.states is None or self._room.free_states(_STATES)
-        if fits and bare and windows is not None:
-            full_slots = torch.cat(bare)
+        if fits and plan.windows and windows is not None:
+            full_slots = _slots_of(plan, slots)
             fits = self._room.free_windows(len(full_slots)) and windows.allocator.alloc_window(full_slots)
         if not fits or parts.req_to_token.alloc([lease]) is None:
             parts.allocator.free_run(slots)
@@ -204,7 +221,6 @@ class Admission:
         if resident:
             lease.write(0, torch.cat(resident))
         lease.write(device_len, slots)
-        self._free_needless_windows(plan, slots)
         state = None if lease.mamba_pool_idx is None else lease.mamba_pool_idx.reshape(1)
         if not plan.is_empty:
             lease.join([self._loader.start(plan, slots[:load_len], state if plan.state else None)])
@@ -221,12 +237,12 @@ class Admission:
         for counter, tokens in zip(self._hits, (device_len, load_len - disk_len, disk_len), strict=True):
             counter.value += tokens
 
-    def _free_needless_windows(self, plan: LoadPlan, slots: torch.Tensor) -> None:
-        """Loaded pages before the last window came with window slots that nothing will be loaded to."""
-        if self._parts.windows is None:
-            return
-        start = 0
-        for node in plan.pages:
-            if node not in plan.windows:
-                self._parts.windows.allocator.free_swa(slots[start : start + node.num_tokens])
-            start += node.num_tokens
+
+def _slots_of(plan: LoadPlan, slots: torch.Tensor) -> torch.Tensor:
+    """The full slots of the nodes whose windows a plan brings; `slots` starts with those of its pages."""
+    of_pages: dict[TreeNode, torch.Tensor] = {}
+    start = 0
+    for node in plan.pages:
+        of_pages[node] = slots[start : start + node.num_tokens]
+        start += node.num_tokens
+    return torch.cat([of_pages[node] if node in of_pages else node.held(Tier.DEVICE) for node in plan.windows])

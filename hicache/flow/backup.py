@@ -64,8 +64,8 @@ class Backup:
         wanted = self._only_on_device(node)
         if policy == "write_through_selective":
             wanted = wanted[: next((i for i, at in enumerate(wanted) if at.hit_count < hits), len(wanted))]
-        if not wanted and self._lacks_side(node):
-            wanted = [node]
+        if not wanted and node.state is not PageState.DEVICE and self._lacks_side(node):
+            wanted = [node]  # its pages went before
         if wanted:
             self._submit(wanted)
 

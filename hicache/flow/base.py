@@ -36,10 +36,14 @@ from hicache.tree.node import Component, Place, Span, Tier, TreeNode
 
 @dataclass(frozen=True)
 class Windows:
-    """The window side of a sliding-window model. `host` and `transfer` move window slots, not full ones."""
+    """The window side of a sliding-window model. `host` and `transfer` move window slots, not full ones.
+
+    `page_tokens`: of a tree page.
+    """
 
     allocator: SWATokenToKVPoolAllocator
     rules: SwaRules
+    page_tokens: int
     counter: LayerTransferCounter
     host: HostPagePool | None = None
     transfer: TransferBackend | None = None
@@ -49,7 +53,14 @@ class Windows:
     def most_tokens(self) -> int:
         """Tokens that one request may take slots for at a time, beside the windows of its prefix."""
         page = self.allocator.page_size
-        return self.allocator.size_swa // page * page - 2 * self.rules.window
+        return self.allocator.size_swa // page * page - self.rules.window - self.page_tokens
+
+    def narrow(self, tree: RadixTree, node: TreeNode) -> None:
+        """Cut the nodes above where the last window before the end of `node` begins, so that no more is kept for it."""
+        reach = list(self.rules.reach(node))
+        spare = sum(at.num_tokens for at in reach) - self.rules.window
+        if spare >= tree.page_size:
+            tree.cut_head(reach[-1], spare // tree.page_size * tree.page_size)
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
         """The window slots of full slots."""

@@ -31,14 +31,22 @@ class Evictor:
         self._windows = count("evict.window_tokens", "tokens whose window slots left the device before their others")
         self._states = count("evict.states", "recurrent states that left the device before their pages")
 
-    def device_slots(self, num_tokens: int) -> torch.Tensor | None:
-        """`num_tokens` slots in whole device pages, after evicting what it takes; `None` when that is not enough."""
+    def device_slots(self, num_tokens: int, num_bare: int = 0) -> torch.Tensor | None:
+        """`num_tokens` slots in whole device pages, after evicting what it takes; `None` when that is not enough.
+
+        In a model with windows the first `num_bare` of them come without window slots.
+        """
         allocator, windows = self._parts.allocator, self._parts.windows
-        full_free = allocator.available_size() if windows is None else windows.allocator.full_available_size()
-        self._free_device(num_tokens - full_free)
-        if windows is not None:
-            self.free_windows(num_tokens)
-        return allocator.alloc(num_tokens)
+        if windows is None:
+            self._free_device(num_tokens - allocator.available_size())
+            return allocator.alloc(num_tokens)
+        self._free_device(num_tokens - windows.allocator.full_available_size())
+        fits = self.free_windows(num_tokens - num_bare)
+        if not fits or num_tokens > windows.allocator.full_available_size():
+            return None
+        bare, paired = windows.allocator.alloc_full(num_bare), allocator.alloc(num_tokens - num_bare)
+        assert bare is not None and paired is not None, "counted above"
+        return torch.cat([bare, paired])
 
     def free_windows(self, num_tokens: int) -> bool:
         """Make `num_tokens` window slots free; False when that cannot be."""

@@ -119,6 +119,8 @@ class Sharing:
         if state is not None and not parts.tree.attach(result.node, Place.MAMBA_DEVICE, state):
             assert parts.states is not None
             parts.states.pool.free(state)
+        if parts.windows is not None:
+            parts.windows.narrow(parts.tree, result.node)
         parts.tree.move_lock(lease.node, result.node, Tier.DEVICE)
         lease.node, lease.tree_len = result.node, end
         if result.duplicates:

@@ -177,7 +177,10 @@ class Scheduler:
             if not active.handle.ready:
                 continue
             request = CacheRequest(
-                active.request.request_id, active.sequence[: active.length], active.request.namespace
+                active.request.request_id,
+                active.sequence[: active.length],
+                active.request.namespace,
+                self._chunk_tokens if self._engine.has_windows else None,
             )
             try:
                 lease = self._engine.acquire(request)
@@ -199,17 +202,23 @@ class Scheduler:
         """Nothing but a transfer can make room while no request runs: give up when that takes too long."""
         if self._prefilling or self._running:
             active.stalled_since_s = 0.0
-            return
+        elif self._waited(active):
+            self._end(active, "failed", error)
+
+    def _waited(self, active: _Active) -> bool:
+        """Whether a request has waited for a transfer longer than any takes."""
         now = self._clock()
         active.stalled_since_s = active.stalled_since_s or now
-        if now - active.stalled_since_s > _STALLED_S:
-            self._end(active, "failed", error)
+        return now - active.stalled_since_s > _STALLED_S
 
     # Work
 
     def _prefill(self, active: _Active) -> None:
         """Run the next chunk of a prompt; the last one brings the first token."""
-        start, end = active.stored, min(active.length, active.stored + self._chunk_tokens)
+        start = active.stored
+        end = self._engine.next_stop(active.held, start, min(active.length, start + self._chunk_tokens))
+        if not self._has_slots(active, end):
+            return
         try:
             logits = self._runner.prefill(active.held, active.sequence, start, end)
             active.stored = end
@@ -226,6 +235,24 @@ class Scheduler:
         self._running.append(active)
         self._append(active, token)
 
+    def _has_slots(self, active: _Active, end: int) -> bool:
+        """Whether a prompt has slots up to `end`; where it gets none, a later step tries again, or others give way."""
+        if end <= active.held.length:
+            return True
+        try:
+            self._engine.extend(active.held, end - active.held.length)
+        except OutOfSlots as error:
+            others = [at for at in (*self._prefilling, *self._running) if at is not active]
+            if others:
+                self._preempt(max([active, *others], key=lambda at: at.arrived_s))
+            elif self._waited(active):
+                self._end(active, "failed", error)
+            else:
+                time.sleep(_IDLE_S)  # what is on its way to the host keeps its slots until it is there
+            return False
+        active.stalled_since_s = 0.0
+        return True
+
     def _decode(self) -> None:
         """One more token for every running request that still has room."""
         batch = self._extend_all()
@@ -238,6 +265,7 @@ class Scheduler:
             for active in batch:
                 self._retry(active, error)
             return
+        self._engine.track([active.held for active in batch])
         how = [active.request.sampling for active in batch]
         tokens = choose_tokens(logits, how, [len(active.generated) for active in batch])
         for active, token in zip(batch, tokens, strict=True):

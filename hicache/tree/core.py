@@ -121,7 +121,7 @@ class RadixTree:
 
     def book(self, place: int) -> Book:
         """The account of a place: `evictable` and `protected`, in tokens, or in states for MAMBA."""
-        return self._ledger.books[Place(place)]
+        return self._ledger.books[place]
 
     def evictable(self, place: int) -> int:
         return self.book(place).evictable
@@ -272,7 +272,7 @@ class RadixTree:
         With FULL go the other components on that tier. A leaf that no match can end in any more leaves wholly, and so
         does its parent where the same holds then.
         """
-        where = Place(place)
+        where = place if isinstance(place, Place) else Place(place)
         assert not node.locks[where], "dropped what is needed"
         released: list[Released] = []
         if where.component is Component.FULL:
@@ -359,7 +359,7 @@ class RadixTree:
     def _lose_followers(self, node: TreeNode) -> None:
         """Take out what is found through the device's full slots and leaves with them."""
         for rules in self._ledger.rules:
-            place = Place.of(rules.component, Tier.DEVICE)
+            place = rules.places[Tier.DEVICE]
             if rules.follows_full_slots and node.holds(place):
                 self._ledger.lose(node, place)
 
@@ -372,7 +372,7 @@ class RadixTree:
         if tier is Tier.DEVICE:
             self._lose_followers(node)
         for rules in reversed(self._ledger.rules):
-            place = Place.of(rules.component, tier)
+            place = rules.places[tier]
             if node.holds(place):
                 self._release(node, place, released)
 
@@ -381,7 +381,7 @@ class RadixTree:
         while not node.is_root and not node.children and not any(node.locks):
             if not self._useless(node):
                 break
-            for tier in Tier:
+            for tier in (Tier.DEVICE, Tier.HOST):
                 self._drop_tier(node, tier, released)
             parent = node.parent
             assert parent is not None and node.state is PageState.GONE and not node.spans
@@ -391,6 +391,8 @@ class RadixTree:
 
     def _useless(self, leaf: TreeNode) -> bool:
         """Whether some component has nothing left of a leaf, on any tier."""
-        return any(
-            not any(leaf.holds(Place.of(rules.component, tier)) for tier in Tier) for rules in self._ledger.rules
-        )
+        for rules in self._ledger.rules:
+            on_device, on_host = rules.places
+            if leaf.values[on_device] is None and leaf.values[on_host] is None:
+                return True
+        return False

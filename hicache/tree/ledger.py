@@ -46,10 +46,8 @@ class Ledger:
 
     def __init__(self, rules: Sequence[Rules], policy: str) -> None:
         self.rules = tuple(rules)
-        self.books = {
-            place: Book(place, rule, policy)
-            for rule in self.rules
-            for place in (Place.of(rule.component, tier) for tier in Tier)
+        self.books: dict[int, Book] = {
+            place: Book(place, rule, policy) for rule in self.rules for place in (rule.places[tier] for tier in Tier)
         }
 
     def set_state(self, node: TreeNode, to: PageState) -> None:
@@ -96,16 +94,16 @@ class Ledger:
     def lock(self, node: TreeNode, tier: Tier) -> None:
         for rules in self.rules:
             for at in rules.to_lock(node, tier):
-                self._lock(at, self.books[Place.of(rules.component, tier)])
+                self._lock(at, self.books[rules.places[tier]])
 
     def unlock(self, node: TreeNode, tier: Tier) -> None:
         for rules in self.rules:
             for at in rules.to_unlock(node, tier):
-                self._unlock(at, self.books[Place.of(rules.component, tier)])
+                self._unlock(at, self.books[rules.places[tier]])
 
     def move_lock(self, old: TreeNode, new: TreeNode, tier: Tier) -> None:
         for rules in self.rules:
-            book = self.books[Place.of(rules.component, tier)]
+            book = self.books[rules.places[tier]]
             to_lock, to_unlock = rules.to_move(old, new, tier)
             for at in to_lock:
                 self._lock(at, book)
@@ -115,12 +113,13 @@ class Ledger:
     def touch(self, node: TreeNode, tier: Tier) -> None:
         """A use of the prefix that ends with `node`. What is locked becomes the newest when it is unlocked."""
         for rules in self.rules:
-            self._use(self.books[Place.of(rules.component, tier)], node)
+            self._use(self.books[rules.places[tier]], node)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """`upper` took the first tokens of `lower`, which holds everything still; share it between the two."""
         at_tokens = upper.num_tokens
-        for place, book in self.books.items():
+        for book in self.books.values():
+            place = book.place
             upper.locks[place] = book.rules.upper_locks(lower.locks[place])
             value = lower.values[place]
             if value is not None:

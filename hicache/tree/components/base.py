@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hicache.tree.node import Component, Tier, TreeNode
+from hicache.tree.node import Component, Place, Tier, TreeNode
 
 
 class Walk(ABC):
@@ -28,6 +28,7 @@ class Rules(ABC):
     """One component of one tree. Scheduler thread only."""
 
     component: Component
+    places: tuple[Place, Place]  # of the component on the device and on the host
     # Whether what it holds on the device is found through the full slots, and so goes when they go.
     follows_full_slots = False
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from hicache.tree.components.base import Rules, Walk
-from hicache.tree.node import Component, Tier, TreeNode
+from hicache.tree.node import Component, Place, Tier, TreeNode
 
 
 class _Anywhere(Walk):
@@ -26,6 +26,7 @@ class FullRules(Rules):
     """`page_size`: tokens of a tree page. A slot a token on the device, a page a tree page on the host."""
 
     component = Component.FULL
+    places = (Place.FULL_DEVICE, Place.FULL_HOST)
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size

@@ -27,6 +27,7 @@ class MambaRules(Rules):
     """A state `[1]` on either tier."""
 
     component = Component.MAMBA
+    places = (Place.MAMBA_DEVICE, Place.MAMBA_HOST)
 
     def walk(self) -> Walk:
         return _States()

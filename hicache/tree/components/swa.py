@@ -32,6 +32,7 @@ class SwaRules(Rules):
     """`window`: tokens that a match must have window state of behind it; `page_size`: tokens of a tree page."""
 
     component = Component.SWA
+    places = (Place.SWA_DEVICE, Place.SWA_HOST)
     follows_full_slots = True
 
     def __init__(self, window: int, page_size: int) -> None:

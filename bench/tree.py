@@ -1,0 +1,195 @@
+"""The prefix tree: matching and inserting against memcmp of the same bytes, evictions against the size of the tree.
+
+    match.*, insert.*        100 000 packed tokens (800 000 bytes); the ceiling is one memcmp of them, timed in turns
+    evict.<policy>.<leaves>  one eviction: name the victim, take it out, account for it; .spread: dearest over cheapest
+    chunk.*                  committing one chunk of a prompt of a million tokens; .growth: last chunks / first chunks
+    hash.*                   pages hashed, for each page of a prompt that was matched, split, extended and named again
+
+Everything runs on the CPU, in one thread, with the garbage collector off as in timeit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from bench.common import BenchUnavailable, Case, Report, interleave, percentile
+from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
+from hicache.tree import PageHasher, RadixTree, Tier
+from hicache.tree.key import Tokens
+from hicache.tree.policy import ORDERS
+
+NAME = "tree"
+DESCRIPTION = "match, insert, evict and commit in the prefix tree, against memcmp and across sizes"
+
+TOKENS = 100_000
+LEAVES = (1_000, 10_000, 100_000)
+TARGETS = {"match.page64": 1.5, "match.page1": 3.0, "insert.page64": 10.0, "insert.page1": 10.0}
+EVICT_SPREAD = 2.0
+CHUNK_GROWTH = 1.25
+_BATCH = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--samples", type=int, default=101, help="timed rounds (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=1_000_000, help="of the chunked prompt")
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    if args.device.type != "cpu":
+        raise BenchUnavailable("the prefix tree lives on the CPU; use --device cpu")
+    for page_size in (64, 1):
+        _match_and_insert(report, page_size, args.samples)
+    for policy in ORDERS:
+        _evictions(report, policy, max(5, args.samples // 5))
+    _chunks(report, args.prompt_tokens)
+    _hashing(report)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _tree(page_size: int, policy: str = "lru") -> RadixTree:
+    return RadixTree(page_size, PageHasher(b"bench", page_size), policy=policy)
+
+
+def _memcmp(a: Tokens, b: Tokens) -> Callable[[], object]:
+    compare = ctypes.CDLL(None).memcmp
+    compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    left, right, size = a.ctypes.data, b.ctypes.data, a.nbytes
+
+    def run() -> None:
+        if compare(left, right, size):
+            raise AssertionError("the tokens differ")
+
+    return run
+
+
+def _match_and_insert(report: Report, page_size: int, samples: int) -> None:
+    rng = np.random.default_rng(page_size)
+    held = rng.integers(0, 150_000, TOKENS // page_size * page_size)
+    asked, slots = held.copy(), torch.arange(1, len(held) + 1)
+    tree, fresh = _tree(page_size), _tree(page_size)
+    tree.insert(tree.root, held, slots, Tier.DEVICE)
+    if tree.match(asked).device_len != len(asked):
+        raise AssertionError("the cached prefix does not match")
+    inserted = fresh.insert(fresh.root, asked, slots, Tier.DEVICE)
+
+    def insert() -> None:
+        nonlocal inserted
+        inserted = fresh.insert(fresh.root, asked, slots, Tier.DEVICE)
+
+    seconds: dict[str, list[float]] = {"memcmp": [], "match": [], "insert": []}
+    memcmp = _memcmp(held, asked)
+    with _no_collection():
+        for _ in range(samples):
+            fresh.drop(inserted.node, Tier.DEVICE)
+            for name, took in interleave(
+                {"memcmp": memcmp, "match": lambda: tree.match(asked), "insert": insert}, samples=1, warmup=0
+            ).items():
+                seconds[name].extend(took)
+    ceiling = percentile(seconds["memcmp"], 50) * 1e6
+    for what in ("match", "insert"):
+        name, values = f"{what}.page{page_size}", [s * 1e6 for s in seconds[what]]
+        note = f"{len(held)} tokens, ceiling: memcmp of their {held.nbytes} bytes"
+        report.add(Case.of(name, values, "us", better="lower", ceiling=ceiling, target=TARGETS[name], note=note))
+
+
+def _evictions(report: Report, policy: str, samples: int) -> None:
+    """Leaves below one common page; each round takes _BATCH out, timed, and puts as many new ones in."""
+    trees = {leaves: _tree(1, policy) for leaves in LEAVES}
+    prefix, slot = np.array([7]), torch.ones(2, dtype=torch.int64)
+    for leaves, tree in trees.items():
+        for leaf in range(leaves):
+            tree.insert(tree.root, np.array([7, 1000 + leaf]), slot, Tier.DEVICE)
+        if tree.match(prefix).device_len != 1:
+            raise AssertionError("the common page is not held")
+    took: dict[int, list[float]] = {leaves: [] for leaves in LEAVES}
+    next_leaf = 1000 + max(LEAVES)
+    with _no_collection():
+        for _ in range(samples):
+            for leaves, tree in trees.items():
+                start = time.perf_counter()
+                for _ in range(_BATCH):
+                    node = tree.victim(Tier.DEVICE)
+                    assert node is not None
+                    tree.drop(node, Tier.DEVICE)
+                took[leaves].append((time.perf_counter() - start) / _BATCH * 1e6)
+                for leaf in range(next_leaf, next_leaf + _BATCH):
+                    tree.insert(tree.root, np.array([7, leaf]), slot, Tier.DEVICE)
+            next_leaf += _BATCH
+    for leaves, tree in trees.items():
+        tree.check()
+        report.add(Case.of(f"evict.{policy}.{leaves}", took[leaves], "us", better="lower", note=f"{_BATCH} at a time"))
+    medians = [percentile(values, 50) for values in took.values()]
+    report.add(
+        Case.of(
+            f"evict.{policy}.spread", [max(medians)], "us", better="lower", ceiling=min(medians), target=EVICT_SPREAD,
+            note="the dearest size, over the cheapest",
+        )
+    )  # fmt: skip
+
+
+def _engine(prompt_tokens: int, chunk: int) -> CacheEngine:
+    config = EngineConfig(
+        device_tokens=prompt_tokens + chunk, page_size=64, max_context_len=prompt_tokens + chunk, max_requests=1,
+        dtype="float16", model_id="bench",
+    )  # fmt: skip
+    return build_engine(config, ModelGeometry(layer_num=1, head_num=1, head_dim=1))
+
+
+def _chunks(report: Report, prompt_tokens: int, chunk: int = 8192) -> None:
+    """A chunked prefill as the scheduler sees it: after each chunk the sequence so far is committed."""
+    rounds: list[list[float]] = []
+    tokens = np.random.default_rng(0).integers(0, 150_000, prompt_tokens)
+    for turn in range(5):
+        with _engine(prompt_tokens, chunk) as engine, _no_collection():
+            lease, took = engine.acquire(CacheRequest(f"r{turn}", tokens)), []
+            for end in range(chunk, prompt_tokens + 1, chunk):
+                start = time.perf_counter()
+                engine.commit(lease, tokens[:end])
+                took.append((time.perf_counter() - start) * 1e6)
+            engine.release(lease)
+            engine.check()
+            if engine.lookup(tokens).device != (prompt_tokens - 1) // 64 * 64 // chunk * chunk:
+                raise AssertionError("not every chunk is held")
+        rounds.append(took)
+    each = [percentile([took[at] for took in rounds], 50) for at in range(len(rounds[0]))]
+    tenth = max(1, len(each) // 10)
+    first, last = percentile(each[:tenth], 50), percentile(each[-tenth:], 50)
+    report.add(Case.of("chunk.commit", each, "us", better="lower", note=f"{len(each)} chunks of {chunk} tokens"))
+    note = "the last tenth of the chunks, over the first tenth"
+    report.add(Case.of("chunk.growth", [last], "us", better="lower", ceiling=first, target=CHUNK_GROWTH, note=note))
+
+
+def _hashing(report: Report, page_size: int = 64, pages: int = 1_500) -> None:
+    """A prompt grown chunk by chunk, split at random, named after every step: each page is hashed once."""
+    hasher = PageHasher(b"bench", page_size)
+    tree, rng = RadixTree(page_size, hasher), np.random.default_rng(3)
+    tokens = rng.integers(0, 150_000, pages * page_size)
+    node, step = tree.root, 100 * page_size
+    for start in range(0, len(tokens), step):
+        part = tokens[start : start + step]
+        node = tree.insert(node, part, torch.arange(1, len(part) + 1), Tier.DEVICE).node
+        tree.names.of(node)
+        match = tree.match(tokens)
+        tree.names.of(tree.node_at(match, int(rng.integers(1, match.device_len // page_size + 1)) * page_size))
+    for at in tree.nodes():
+        tree.names.of(at)
+    note = f"{pages} pages of {page_size} tokens"
+    report.add(Case.of("hash.per_page", [hasher.pages_hashed / pages], "hashes", better="lower", ceiling=1.0,
+                       target=1.0, note=note))  # fmt: skip

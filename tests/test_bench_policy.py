@@ -1,0 +1,207 @@
+"""The replay of traces: hits of every policy against a cache of single blocks, and the optimum against all choices."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import policy as bench
+from bench.common import BenchUnavailable, read_report
+from hicache.tree.key import Tokens
+from hicache.tree.policy import ORDERS
+
+cli = importlib.import_module("bench.__main__")
+
+Prefix = tuple[int, ...]
+
+
+class Block:
+    """One block of a naive cache: which request made it, which used it last, and how many did."""
+
+    def __init__(self, now: int) -> None:
+        self.made = self.used = now
+        self.hits = 1
+
+
+RANKS: dict[str, Callable[[Block], tuple[int, ...]]] = {
+    "lru": lambda b: (b.used,),
+    "lfu": lambda b: (b.hits, b.used),
+    "fifo": lambda b: (b.made,),
+    "mru": lambda b: (-b.used,),
+    "filo": lambda b: (-b.made,),
+    "priority": lambda b: (b.used,),
+    "slru": lambda b: (int(b.hits >= 2), b.used),
+}
+
+
+def naive_hits(requests: list[Tokens], name: str, capacity: int) -> int:
+    """A cache of single blocks, each known by its whole prefix: looks at all of them for every block that goes."""
+    blocks: dict[Prefix, Block] = {}
+    hits = 0
+    for now, request in enumerate(requests):
+        prefixes = [tuple(request[:end].tolist()) for end in range(1, len(request) + 1)]
+        length = next((at for at, prefix in enumerate(prefixes) if prefix not in blocks), len(prefixes))
+        hits += length
+        mine = set(prefixes[:length])
+        for prefix in mine:
+            blocks[prefix].used = now
+            blocks[prefix].hits += 1
+        for prefix in prefixes[length:]:
+            while capacity and len(blocks) >= capacity:
+                parents = {other[:-1] for other in blocks}
+                free = [other for other in blocks if other not in mine and other not in parents]
+                if not free:
+                    break
+                del blocks[min(free, key=lambda other: RANKS[name](blocks[other]))]
+            if capacity and len(blocks) >= capacity:
+                break
+            blocks[prefix] = Block(now)
+            mine.add(prefix)
+    return hits
+
+
+def most_hits(requests: list[Tokens], capacity: int) -> int:
+    """The hits of the best of all choices: after every request, any blocks of those held and brought may stay."""
+    prompts = [[tuple(r[:end].tolist()) for end in range(1, len(r) + 1)] for r in requests]
+
+    @cache
+    def best(now: int, held: frozenset[Prefix]) -> int:
+        if now == len(prompts):
+            return 0
+        prompt = prompts[now]
+        hits = next((at for at, prefix in enumerate(prompt) if prefix not in held), len(prompt))
+        there = sorted(held | set(prompt))
+        stay = combinations(there, min(capacity, len(there)))
+        return hits + max(best(now + 1, frozenset(kept)) for kept in stay)
+
+    return best(0, frozenset())
+
+
+def random_trace(dice: random.Random, num_requests: int, most_blocks: int) -> list[Tokens]:
+    """Prompts over two ids: they share, repeat, extend and shorten each other's prefixes."""
+    return [
+        np.array([dice.randrange(2) for _ in range(dice.randrange(1, most_blocks + 1))]) for _ in range(num_requests)
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(ORDERS))
+def test_the_tree_hits_what_single_blocks_would(name: str) -> None:
+    """Hits equal those of a cache of single blocks at every capacity, one too small for some prompts included."""
+    dice = random.Random(name)
+    trace = random_trace(dice, 150, 8)
+    rates = [naive_hits(trace, name, room) for room in (5, 12, 30, 60, 0)]
+    assert [bench.replay(trace, name, room) for room in (5, 12, 30, 60, 0)] == rates
+    assert len(set(rates)) == len(rates)
+    chats = bench.synthetic_trace(num_requests=60)
+    for room in (100, 400):
+        assert bench.replay(chats, name, room) == naive_hits(chats, name, room) > 0
+
+
+def test_the_optimum_is_the_best_of_all_choices() -> None:
+    """On small traces no choice of what stays gives more hits, and one gives as many."""
+    for seed in range(150):
+        dice = random.Random(seed)
+        trace = random_trace(dice, 6, 4)
+        room = dice.randrange(1, 5)
+        assert bench.optimal_hits(trace, room) == most_hits(trace, room)
+
+
+@pytest.mark.parametrize("room", [50, 300, 1000, bench.UNLIMITED])
+def test_no_policy_hits_more_than_the_optimum(room: int) -> None:
+    """The optimum bounds every policy, and without a limit all hit whatever came before."""
+    trace = bench.synthetic_trace(num_requests=200)
+    optimum = bench.optimal_hits(trace, room)
+    hits = {name: bench.replay(trace, name, room) for name in ORDERS}
+    assert max(hits.values()) <= optimum
+    if room == bench.UNLIMITED:
+        distinct = {tuple(r[:end].tolist()) for r in trace for end in range(1, len(r) + 1)}
+        assert set(hits.values()) == {optimum} == {sum(map(len, trace)) - len(distinct)}
+    else:
+        assert max(hits.values()) < optimum and len(set(hits.values())) > 3
+
+
+def test_equal_ids_behind_different_prefixes_are_different_blocks() -> None:
+    """A block is hit only behind the prefix that it was computed behind."""
+    trace = [np.array(ids) for ids in ([1, 2], [3, 2], [2], [1, 2])]
+    assert bench.optimal_hits(trace, 10) == bench.replay(trace, "lru", 10) == 2
+
+
+def test_the_synthetic_trace_is_always_the_same() -> None:
+    """The same seed gives the same requests, another seed others; the ids are those a trace may have."""
+    first, again, other = (bench.synthetic_trace(100, seed) for seed in (1, 1, 2))
+    assert len(first) == 100
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+    assert all(request.dtype == np.int64 and len(request) and request.min() >= 0 for request in first)
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Requests come in the order of the file with all their ids; those without blocks are left out."""
+    path = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": at, "hash_ids": ids} for at, ids in enumerate([[5, 6], [], [2**32 - 1]])]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [ids.tolist() for ids in bench.read_trace(path)] == [[5, 6], [2**32 - 1]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"hash_ids": []}',
+        "{",
+        "[]",
+        '{"ids": [1]}',
+        '{"hash_ids": [-1]}',
+        '{"hash_ids": [4294967296]}',
+        '{"hash_ids": [[1]]}',
+        '{"hash_ids": ["a"]}',
+        '{"hash_ids": [1.5]}',
+        '{"hash_ids": 7}',
+        None,
+    ],
+)
+def test_what_is_no_trace_is_refused(text: str | None, tmp_path: Path) -> None:
+    """A missing file, one without requests and one with anything but ids raises BenchUnavailable with its name."""
+    path = tmp_path / "trace.jsonl"
+    if text is not None:
+        path.write_text('{"hash_ids": []}\n' + text)
+    with pytest.raises(BenchUnavailable, match=r"trace\.jsonl"):
+        bench.read_trace(path)
+
+
+def test_a_run_keeps_a_rate_for_every_policy_and_capacity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file holds what the table shows, each rate beside the optimum, and no folder of the machine."""
+    trace = bench.synthetic_trace(num_requests=100)
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"hash_ids": ids.tolist()}) + "\n" for ids in trace))
+    arguments = ["--trace", str(path), "--capacities", "60", "500", "0", "--policies", "lru", "filo"]
+    assert cli.main(["run", "policy", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments]) == 0
+    shown = capsys.readouterr().out
+    (file,) = (tmp_path / "out").iterdir()
+    report = read_report(file)
+    assert str(tmp_path) not in file.read_text() and "--trace chats.jsonl" in report.command
+    rooms = {"60": 60, "500": 500, "unlimited": 0}
+    assert [c.name for c in report.cases[1:]] == [f"{p}.{room}" for p in ("lru", "filo", "optimal") for room in rooms]
+    blocks = sum(map(len, trace))
+    assert report.cases[0].value == blocks
+    for case in report.cases[1:]:
+        policy, room = case.name.split(".")
+        optimum = bench.optimal_hits(trace, rooms[room]) / blocks
+        ours = optimum if policy == "optimal" else bench.replay(trace, policy, rooms[room]) / blocks
+        assert (case.value, case.ceiling) == (ours, optimum)
+        assert f"{case.value:.4f}" in next(line for line in shown.splitlines() if line.split()[:1] == [policy])
+
+
+def test_a_negative_capacity_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says so, and nothing is written."""
+    out = tmp_path / "out"
+    assert cli.main(["run", "policy", "--device", "cpu", "--out", str(out), "--capacities", "10", "-5"]) == 2
+    assert "--capacities -5" in capsys.readouterr().err and not out.exists()
