@@ -57,8 +57,7 @@ class RadixTree:
 
     def match(self, tokens: Tokens, namespace: str = "") -> Match:
         """The longest prefix of `tokens` whose full pages are held. Changes nothing, recency included."""
-        nodes: list[TreeNode] = []
-        last_len = device_len = host_len = pos = 0
+        nodes, last_len, device_len, host_len, pos = list[TreeNode](), 0, 0, 0, 0
         raw, page = bytes_of(tokens), self.page_size * tokens.itemsize
         node: TreeNode | None = self.root
         while node is not None and pos < len(tokens):
@@ -82,10 +81,9 @@ class RadixTree:
 
         `on_host`: window pages and states that only the host holds count, for they can be loaded.
         """
-        walks = [rules.walk() for rules in self._ledger.rules[1:]]
+        walks, best, pos = [rules.walk() for rules in self._ledger.rules[1:]], 0, 0
         if not walks:
             return min(limit, match.full_len)
-        best = pos = 0
         for node in match.nodes:
             length = min(node.num_tokens if node is not match.nodes[-1] else match.last_len, limit - pos)
             if length <= 0:
@@ -120,7 +118,7 @@ class RadixTree:
         return [node.held(place) for node in self.nodes() if node.holds(place)]
 
     def book(self, place: int) -> Book:
-        """The account of a place: `evictable` and `protected`, in tokens, or in states for MAMBA."""
+        """The account of a place, in tokens, or in states for MAMBA."""
         return self._ledger.books[place]
 
     def evictable(self, place: int) -> int:
@@ -272,7 +270,7 @@ class RadixTree:
         With FULL go the other components on that tier. A leaf that no match can end in any more leaves wholly, and so
         does its parent where the same holds then.
         """
-        where = place if isinstance(place, Place) else Place(place)
+        where = Place(place)
         assert not node.locks[where], "dropped what is needed"
         released: list[Released] = []
         if where.component is Component.FULL:
@@ -347,8 +345,8 @@ class RadixTree:
     def _gain(self, node: TreeNode, place: Place, value: torch.Tensor) -> None:
         self._ledger.gain(node, place, value)
         if self._events is not None and place.component is Component.FULL:
-            parent = node.parent
-            before = None if parent is None or parent.is_root else self.names.before(node)
+            first = node.parent is None or node.parent.is_root
+            before = None if first else self.names.before(node)
             self._events.stored(node, self.names.of(node), before, _MEDIUM[place.tier])
 
     def _lose(self, node: TreeNode, place: Place) -> torch.Tensor:
@@ -377,14 +375,18 @@ class RadixTree:
                 self._release(node, place, released)
 
     def _prune(self, node: TreeNode, released: list[Released]) -> None:
-        """Unlink `node` where it holds nothing, or is a leaf that nobody needs and no match ends in; then parents."""
-        while not node.is_root and not node.children and not any(node.locks):
-            if not self._useless(node):
-                break
-            for tier in (Tier.DEVICE, Tier.HOST):
-                self._drop_tier(node, tier, released)
+        """Unlink `node` where it holds nothing, or is a leaf that nobody needs and no match ends in; then parents.
+
+        A lock on a tier where a node holds nothing does not keep it; it is undone as ever, for the path stays.
+        """
+        while not node.is_root and not node.children:
+            if node.state is not PageState.GONE:
+                if any(node.locks) or not self._useless(node):
+                    break
+                for tier in (Tier.DEVICE, Tier.HOST):
+                    self._drop_tier(node, tier, released)
             parent = node.parent
-            assert parent is not None and node.state is PageState.GONE and not node.spans
+            assert parent is not None and not node.spans
             del parent.children[self._key_in_parent(node)]
             self.num_nodes -= 1
             node = parent

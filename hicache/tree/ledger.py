@@ -68,6 +68,7 @@ class Ledger:
             book.protected += weight
             return
         book.evictable += weight
+        node.used()
         book.order.insert(node)
         if place.component is Component.FULL:
             self._use(book, node.parent)

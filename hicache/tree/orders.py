@@ -13,7 +13,7 @@ import heapq
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from hicache.tree.node import TreeNode
 
@@ -140,7 +140,7 @@ class EvictionStrategy(ABC):
 
     @abstractmethod
     def get_priority(self, node: TreeNode) -> Priority:
-        """The node with the lowest goes first."""
+        """The node with the lowest goes first. All of one strategy are of one length."""
 
 
 class PriorityHeap:
@@ -154,7 +154,8 @@ class PriorityHeap:
 
     def __init__(self, strategy: EvictionStrategy, may_go: MayGo) -> None:
         self._strategy, self._may_go = strategy, may_go
-        self._heap: list[tuple[Priority, int, TreeNode]] = []
+        # (*priority, sequence number, node), flat: a comparison that has to follow pointers costs much of a large heap.
+        self._heap: list[tuple[Any, ...]] = []
         self._sequence = itertools.count()
         # The sequence number of the entry that speaks for each node in the order.
         self._current: dict[TreeNode, int] = {}
@@ -192,8 +193,10 @@ class PriorityHeap:
         self.lock(node)
 
     def victim(self) -> TreeNode | None:
+        node: TreeNode
         while self._heap:
-            _, sequence, node = self._heap[0]
+            first = self._heap[0]
+            sequence, node = first[-2], first[-1]
             if self._current.get(node) == sequence:
                 if self._may_go(node):
                     return node
@@ -216,7 +219,9 @@ class PriorityHeap:
         if self._may_go(node):
             self._current[node] = sequence = next(self._sequence)
             self._num_current += 1
-            heapq.heappush(self._heap, (self._strategy.get_priority(node), sequence, node))
+            priority = self._strategy.get_priority(node)
+            front = priority if isinstance(priority, tuple) else (priority,)
+            heapq.heappush(self._heap, (*front, sequence, node))
         else:
             self._current[node] = _NO_ENTRY
         self._compact()
@@ -224,5 +229,5 @@ class PriorityHeap:
     def _compact(self) -> None:
         """Rebuild the heap when more than half of it is stale, so that each stale entry pays for one other."""
         if len(self._heap) > 2 * self._num_current + _SPARE_ENTRIES:
-            self._heap = [entry for entry in self._heap if self._current.get(entry[2]) == entry[1]]
+            self._heap = [entry for entry in self._heap if self._current.get(entry[-1]) == entry[-2]]
             heapq.heapify(self._heap)
