@@ -174,11 +174,11 @@ def test_a_local_model_is_served(tmp_path: Path) -> None:
 
 
 def test_an_unsupported_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A local model with sliding windows is refused with the layer type, before anything is served."""
+    """A local model with sliding windows is refused with the reason, before anything is served."""
     _save_model(tmp_path, hf.MistralConfig(**_SIZE, **_HEADS, sliding_window=8))
     capsys.readouterr()
     assert main(["demo", *SMALL, "--model", str(tmp_path)]) == 2
-    assert "sliding_attention" in _one_line(capsys.readouterr().err)
+    assert "has windows or recurrent layers" in _one_line(capsys.readouterr().err)
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,7 @@ class KVAudit:
         if back >= end:
             return
         keys = self._page_keys(lease.namespace, tokens[: end * page_size])
-        self._engine.counter.set_consumer(lease.load_ids)
+        self._engine.begin_forward([lease])
         digests = self._digests(lease.slots[back * page_size : end * page_size])
         for page, digest in zip(range(back, end), digests, strict=True):
             if page < new:

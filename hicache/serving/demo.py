@@ -20,7 +20,7 @@ import transformers
 from rich.console import Console
 
 from hicache.config import EngineConfig
-from hicache.errors import ConfigError, PromptTooLong
+from hicache.errors import ConfigError, PromptTooLong, UnsupportedModel
 from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
 from hicache.serving.drive import Job, serve_cached, serve_without_cache
@@ -120,9 +120,15 @@ def _prepare(flags: argparse.Namespace, console: Console) -> Job:
     if dtype.itemsize == 1:
         dtype = torch.bfloat16  # of the model; the pool alone stores 8 bits
     loaded = load_local(flags.model, dtype, device) if flags.model else random_model(flags.seed, dtype, device)
+    geometry = check_supported(loaded.model)
+    if geometry.window_layers or geometry.recurrent_layers:
+        raise UnsupportedModel(
+            f"{type(loaded.model).__name__} has windows or recurrent layers, which the disk does not keep yet, and the "
+            "demo shows all three tiers; serve it with Scheduler and ModelRunner over device and host"
+        )
     job = Job(
         loaded=loaded,
-        geometry=check_supported(loaded.model),
+        geometry=geometry,
         talks=_conversations(flags, shape, loaded, console),
         max_new_tokens=flags.max_new_tokens,
         concurrency=flags.concurrency,

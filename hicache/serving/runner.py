@@ -1,7 +1,12 @@
 """The reference model runner: one forward pass of a transformers model over the engine's slots.
 
 Two shapes of work: a chunk of one request's prompt behind its cached prefix, and one more token for a batch of requests
-of different lengths. Before each pass it tells the layer counter which loads the pass depends on.
+of different lengths. Before each pass it tells the engine which requests the pass is for, so that layers wait for what
+those are loading.
+
+    position p of a request is read by      layers with full attention    in passes over tokens >= p
+                                            window layers                 in passes over tokens [p, p + window)
+    the state slot of a request holds       the state after all tokens that passes were made over, in order
 
 Owns the model. May import transformers, torch, the engine and what stands below it.
 """
@@ -10,29 +15,47 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache.engine import CacheEngine, Lease
+from hicache.device.base import KVCache
+from hicache.device.hybrid_req import HybridReqToTokenPool
+from hicache.device.req_to_token import ReqToTokenPool
+from hicache.engine import Lease
 from hicache.errors import ShapeError
 from hicache.layout import ModelGeometry
-from hicache.serving.cache import BatchSlots, PoolCache
-from hicache.serving.support import attention_kernel, attention_mask, check_supported
+from hicache.serving.cache import BatchSlots, BatchStates, Keys, PoolCache
+from hicache.serving.support import attention_kernel, attention_mask, check_supported, mask_argument
 
 # A mask of 64 Mi entries is 256 MiB once the CPU's attention has turned it into float32; a GPU has more room.
 _MASK_ENTRIES = {"cpu": 1 << 26, "cuda": 1 << 28}
 
 
+class ForwardEngine(Protocol):
+    """What the runner asks of an engine."""
+
+    @property
+    def pool(self) -> KVCache: ...
+
+    @property
+    def req_to_token(self) -> ReqToTokenPool: ...
+
+    def begin_forward(self, leases: Sequence[Lease]) -> None:
+        """The coming pass is for `leases`: its layers wait for their loads."""
+        ...
+
+
 class ModelRunner:
-    """Runs `model` over the pool of `engine`. Scheduler thread only.
+    """Runs `model` over the pools of `engine`. Scheduler thread only.
 
     `geometry`: what `check_supported(model)` found, where the caller has asked already. Model and pool share a device.
+    Raises ShapeError where the engine was built for another model.
     """
 
-    def __init__(self, model: Any, engine: CacheEngine, geometry: ModelGeometry | None = None) -> None:
+    def __init__(self, model: Any, engine: ForwardEngine, geometry: ModelGeometry | None = None) -> None:
         self._model = model.eval()
         self._engine = engine
         self._geometry = geometry or check_supported(model)
@@ -40,6 +63,7 @@ class ModelRunner:
         self._device = torch.device(model.device)
         if self._device.type != engine.pool.device.type:
             raise ShapeError(f"the model is on {self._device}, the pool on {engine.pool.device}; set device to match")
+        self._states = self._checked_table()
         self._mask_entries = _MASK_ENTRIES.get(self._device.type, _MASK_ENTRIES["cpu"])
         self._last_only: dict[str, Any] = {}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
@@ -50,21 +74,22 @@ class ModelRunner:
         """Compute and store KV of tokens [start, end); [0, start) is stored or being loaded.
 
         `tokens`: int64 [at least end], the request's sequence. Returns float32 logits [vocab] of token end - 1.
-        Raises TransferError where a load that the prefix waits for failed.
+        The request's state has consumed [0, start) before and [0, end) after; at start = 0 its state slot is not read.
+        Window layers read [start - window + 1, end). Raises TransferError where a load that the prefix waits for
+        failed: then the state slot is as it was.
         """
         if not 0 <= start < end <= min(len(tokens), lease.length):
             raise ShapeError(f"prefill of [{start}, {end}) of {len(tokens)} tokens in a lease of {lease.length} slots")
-        slots = lease.slots
-        self._engine.counter.set_consumer(lease.load_ids)
+        self._engine.begin_forward([lease])
+        rows = torch.tensor([lease.row], device=self._device)
         logits = torch.empty(0)
         while start < end:
-            # The mask has (stop - start) * stop entries; without a prefix attention is causal by itself.
-            stop = end if not start else min(end, start + max(1, self._mask_entries // end))
+            # Without a prefix attention is causal by itself, where no window cuts it off.
+            unmasked = end if not self._geometry.window else self._geometry.window
+            stop = min(end, start + max(unmasked if start == 0 else 1, self._mask_entries // end))
             input_ids = torch.from_numpy(tokens[start:stop]).to(self._device)[None]
             positions = torch.arange(start, stop, device=self._device)[None]
-            mask = attention_mask(positions, stop, self._kernel, self._model.dtype) if start else None
-            batch = BatchSlots(slots[start:stop], slots[None, :stop], start)
-            logits = self._forward(input_ids, positions, mask, batch)
+            logits = self._forward(rows, input_ids, positions, stop, masked=start > 0 or stop > unmasked)
             start = stop
         return logits[0]
 
@@ -72,34 +97,87 @@ class ModelRunner:
     def decode(self, leases: Sequence[Lease], tokens: Sequence[int]) -> torch.Tensor:
         """Compute and store KV of one token a request: `tokens[i]`, the last of the `leases[i].length` of its sequence.
 
-        Returns float32 logits [requests, vocab]. Raises TransferError as `prefill` does.
+        Returns float32 logits [requests, vocab]. Each state has consumed all tokens but the last before, and all
+        after; window layers read the last `window` tokens. Raises TransferError as `prefill` does.
         """
+        self._engine.begin_forward(leases)
         lengths = [lease.length for lease in leases]
-        kv_len = max(lengths)
-        self._engine.counter.set_consumer(tuple({load_id for lease in leases for load_id in lease.load_ids}))
+        kv_len, least = max(lengths), min(lengths)
         rows = torch.tensor([lease.row for lease in leases], device=self._device)
         positions = torch.tensor(lengths, device=self._device)[:, None] - 1
-        # Columns [length, kv_len) of a row hold whatever an earlier request left there: slot 0 instead.
-        table = self._engine.req_to_token.req_to_token[rows, :kv_len].long()
-        table.masked_fill_(torch.arange(kv_len, device=self._device) > positions, 0)
-        mask = None
-        if min(lengths) < kv_len:
-            mask = attention_mask(positions, kv_len, self._kernel, self._model.dtype)
-        batch = BatchSlots(table.gather(1, positions)[:, 0], table, kv_len - 1)
-        return self._forward(torch.tensor(tokens, device=self._device)[:, None], positions, mask, batch)
+        input_ids = torch.tensor(tokens, device=self._device)[:, None]
+        # Shorter sequences are padded, in windows that they do not fill and in full attention.
+        most = kv_len if self._geometry.full_layers else min(kv_len, self._geometry.window)
+        return self._forward(rows, input_ids, positions, kv_len, masked=least < most, begins=least == 1)
 
     def _forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, batch: BatchSlots
+        self,
+        rows: torch.Tensor,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_len: int,
+        masked: bool,
+        begins: bool = False,
     ) -> torch.Tensor:
-        """float32 logits [B, vocab] of the last token of each sequence."""
-        cache = PoolCache(self._engine.pool, range(self._geometry.layer_num), batch)
+        """One pass over `input_ids` at `positions`, both [B, n], of the requests in `rows`, the longest of `kv_len`.
+
+        `masked`: whether attention is more than causal. `begins`: whether a sequence of a batch may begin here.
+        Returns float32 logits [B, vocab] of the last tokens.
+        """
+        geometry, num_new = self._geometry, positions.shape[1]
+        last = positions[:, -1:]
+        masks: dict[str, torch.Tensor | None] = {}
+        full = window = states = None
+        if geometry.full_layers:
+            full = self._keys(rows, last, torch.arange(kv_len, device=self._device)[None])
+            masks["full_attention"] = self._mask(positions, full) if masked else None
+        if geometry.window_layers:
+            num_keys = min(kv_len, geometry.window + num_new - 1)
+            window = self._keys(rows, last, last - num_keys + 1 + torch.arange(num_keys, device=self._device))
+            masks["sliding_attention"] = self._mask(positions, window, geometry.window) if masked else None
+        if self._states is not None:
+            fresh = positions[:, 0] == 0 if begins else None
+            states = BatchStates(self._states, self._states.get_mamba_indices(rows), fresh)
+        new_slots = self._engine.req_to_token.req_to_token[rows[:, None], positions].flatten().long()
+        cache = PoolCache(self._engine.pool, geometry, BatchSlots(new_slots, kv_len - num_new, full, window, states))
         output = self._model(
             input_ids=input_ids,
             position_ids=positions,
-            attention_mask=mask,
+            attention_mask=mask_argument(masks),
             past_key_values=cache,
             use_cache=True,
             **self._last_only,
         )
+        cache.store_states()
         logits: torch.Tensor = output.logits[:, -1]
         return logits.float()
+
+    def _keys(self, rows: torch.Tensor, last: torch.Tensor, positions: torch.Tensor) -> Keys:
+        """Where the keys at `positions` [B or 1, keys] lie; what is outside of [0, last] is padding.
+
+        Columns behind a row's last token hold whatever an earlier request left there.
+        """
+        outside = (positions < 0) | (positions > last)
+        slots = self._engine.req_to_token.req_to_token[rows[:, None], positions.clamp(min=0)]
+        return Keys(positions, slots.long().masked_fill_(outside, 0))
+
+    def _mask(self, positions: torch.Tensor, keys: Keys, window: int = 0) -> torch.Tensor:
+        return attention_mask(positions, keys.positions, self._kernel, self._model.dtype, window)
+
+    def _checked_table(self) -> HybridReqToTokenPool | None:
+        """The table of states, where the model has any; ShapeError where pools and model do not fit."""
+        pool, table, geometry = self._engine.pool, self._engine.req_to_token, self._geometry
+        attention = sorted({*geometry.full_layers, *geometry.window_layers})
+        if list(pool.layer_ids) != attention:
+            raise ShapeError(
+                f"the pool keeps layers {list(pool.layer_ids)}, and the model attends in {attention}; build the engine "
+                "with the geometry of this model"
+            )
+        if not geometry.recurrent_layers:
+            return None
+        if not isinstance(table, HybridReqToTokenPool) or table.mamba_pool.layers != geometry.recurrent_layers:
+            raise ShapeError(
+                f"the model has recurrent layers {list(geometry.recurrent_layers)}, and the request table keeps no "
+                "state for them; build the engine with the geometry of this model"
+            )
+        return table
