@@ -125,13 +125,15 @@ class DiskConfig:
 class EngineConfig:
     """Sizes and policies of one engine.
 
-    `device_tokens`: slots of the device tier. `host_bytes`: pinned CPU memory, 0 for no host tier. `page_size`: the
-    device allocator's page, a divisor of `host_page_size`, the unit of identity, backup and disk. `window_tokens` is
-    for models with sliding windows, `mamba_size` and what follows it for those with recurrent layers.
+    `device_tokens`: slots of the device tier. `host_bytes`: pinned CPU memory, or `host_ratio` times that of the device
+    tier; 0 for no host tier. `page_size`: the device allocator's page, a divisor of `host_page_size`, the unit of
+    identity, backup and disk. `window_tokens` is for models with sliding windows, `mamba_size` and what follows it for
+    those with recurrent layers.
     """
 
     device_tokens: int
     host_bytes: int = 0
+    host_ratio: float = 0.0
     page_size: int = 16
     host_page_size: int = 64
     max_requests: int = 64
@@ -167,6 +169,10 @@ class EngineConfig:
         _at_least("max_requests", self.max_requests, 1)
         _at_least("max_context_len", self.max_context_len, self.cache_page_size)
         _at_least("host_bytes", self.host_bytes, 0)
+        if self.host_ratio < 0 or (self.host_ratio and self.host_bytes):
+            raise ConfigError(
+                f"host_ratio={self.host_ratio} with host_bytes={self.host_bytes}: give one of them, not below 0"
+            )
         _at_least("selective_hits", self.selective_hits, 1)
         _at_least("transfer_chunk_tokens", self.transfer_chunk_tokens, self.host_page_size)
         _at_least("staging_bytes", self.staging_bytes, 1 << 16)
@@ -185,8 +191,8 @@ class EngineConfig:
             raise ConfigError(f"write_policy={self.write_policy!r}: choose one of {', '.join(_WRITE_POLICIES)}")
         if self.prefetch_mode not in _PREFETCH_MODES:
             raise ConfigError(f"prefetch_mode={self.prefetch_mode!r}: choose one of {', '.join(_PREFETCH_MODES)}")
-        if self.disk is not None and not self.host_bytes:
-            raise ConfigError("the disk tier passes through pinned host pages; set host_bytes above 0")
+        if self.disk is not None and not self.has_host:
+            raise ConfigError("the disk tier passes through pinned host pages; set host_bytes or host_ratio above 0")
         if self.disk is not None and not self.model_id:
             raise ConfigError("the disk tier needs model_id (a name or digest of the weights) to tell caches apart")
         parse_dtype(self.dtype)
@@ -194,7 +200,12 @@ class EngineConfig:
     @property
     def cache_page_size(self) -> int:
         """Tokens of a tree page: the host page where there is a host tier, else the device page."""
-        return self.host_page_size if self.host_bytes else self.page_size
+        return self.host_page_size if self.has_host else self.page_size
+
+    @property
+    def has_host(self) -> bool:
+        """Whether there is a host tier."""
+        return bool(self.host_bytes or self.host_ratio)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -250,6 +261,7 @@ class EngineConfig:
 _FLAG_HELP = {
     "device_tokens": "slots of the device tier",
     "host_bytes": "CPU memory of the host tier, like 8GiB; 0: none",
+    "host_ratio": "instead of host_bytes: times the memory of the device tier",
     "page_size": "tokens of a device page; divides host_page_size",
     "host_page_size": "tokens of a host page, the unit of matching, backup and disk",
     "max_requests": "requests admitted at a time",

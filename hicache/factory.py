@@ -30,6 +30,7 @@ from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
 from hicache.flow.base import Parts, States, Windows
 from hicache.host import HostPagePool
+from hicache.host.memory import available_bytes, host_budget
 from hicache.kernels.page_copy import PageMover
 from hicache.layout import ModelGeometry, PoolLayout
 from hicache.metrics import Metrics
@@ -164,22 +165,24 @@ def _pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device, t
 
 
 def _hosts(config: EngineConfig, spaces: tuple[SlotSpace, ...]) -> list[HostPagePool | None]:
-    """A host pool for each set of slots, out of `host_bytes`: as many window pages as full ones; states as set."""
-    if not config.host_bytes:
+    """A host pool for each set of slots, out of the tier's budget: as many window pages as full ones; states as set."""
+    if not config.has_host:
         return [None] * len(spaces)
+    device_bytes = sum(buffer.nbytes for s in spaces for at in s.layout.layers for buffer in s.layer_buffers(at))
+    total = host_budget(config.host_bytes, config.host_ratio, device_bytes, available_bytes())
     page_tokens = [_page_tokens(config, space) for space in spaces]
     page_bytes = [space.layout.page_bytes(n) for space, n in zip(spaces, page_tokens, strict=True)]
-    shares = [config.host_bytes]
+    shares = [total]
     if spaces[-1].name == "mamba":
         num_states = config.host_states + 1 if config.host_states else None
-        of_states = num_states * page_bytes[1] if num_states else config.host_bytes // _HOST_SHARE_OF_STATES
-        shares = [config.host_bytes - of_states, of_states]
+        of_states = num_states * page_bytes[1] if num_states else total // _HOST_SHARE_OF_STATES
+        shares = [total - of_states, of_states]
     elif len(spaces) > 1:
-        num_pages = config.host_bytes // sum(page_bytes)
+        num_pages = total // sum(page_bytes)
         shares = [num_pages * at for at in page_bytes]
-    pin = spaces[0].device.type == "cuda"
+    pin, knob = spaces[0].device.type == "cuda", "host_bytes" if config.host_bytes else "host_ratio"
     return [
-        HostPagePool(space.layout, tokens, share, pin=pin)
+        HostPagePool(space.layout, tokens, share, pin=pin, device=space.device, knob=knob)
         for space, tokens, share in zip(spaces, page_tokens, shares, strict=True)
     ]
 

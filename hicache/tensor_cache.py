@@ -105,7 +105,9 @@ class HiCache:
         self.l1_max, self.l2_max, self.l1_bytes, self.block_bytes = l1_max, l2_max, l1_bytes, block_bytes
         self.device = torch.device(device)
         spec = BufferSpec("block", torch.uint8, (block_bytes,), "token", (0,))
-        self._host = HostPagePool(PoolLayout((spec,), 1), 1, l2_bytes, pin=self.device.type == "cuda")
+        self._host = HostPagePool(
+            PoolLayout((spec,), 1), 1, l2_bytes, pin=self.device.type == "cuda", device=self.device, knob="l2_bytes"
+        )
         try:
             self._store = None if path is None else _open_store(path, namespace, block_bytes, disk_bytes)
         except BaseException:

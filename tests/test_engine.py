@@ -11,7 +11,7 @@ import torch
 from toy_model import GEOMETRY, compute, config, expected_kv, read, serve
 
 from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
-from hicache.errors import OutOfRows, OutOfSlots, PrefetchPending, PromptTooLong, TransferError, TryLater
+from hicache.errors import ConfigError, OutOfRows, OutOfSlots, PrefetchPending, PromptTooLong, TransferError, TryLater
 from hicache.storage.base import StoreMismatch
 from hicache.tree import PageState, TreeNode
 from hicache.tree.ledger import Ledger
@@ -74,6 +74,20 @@ def test_all_three_tiers_and_a_restart(device: str, tmp_path: Path) -> None:
             assert (hits[0].disk > 0) == (run == 1)
             assert engine.lookup(prompts[0]).disk + engine.lookup(prompts[0]).host > 0
             empty(engine)
+
+
+def test_the_host_tier_by_ratio() -> None:
+    """`host_ratio` sizes the host tier as a multiple of the device's memory; with `host_bytes` beside it, it is refused."""
+    with build_engine(config(host_bytes=0, host_ratio=2.0), GEOMETRY) as engine:
+        device_bytes = sum(b.nbytes for layer in range(3) for b in engine.pool.layer_buffers(layer))
+        pages = 2 * device_bytes // engine._parts.host.page_bytes  # type: ignore[union-attr]
+        assert engine.stats()["host.free_pages"] == pages - 1  # and the sink
+        serve(engine, "a", prompt(1, 60))
+        engine.flush()
+        assert engine.stats()["host.evictable_tokens"] == 56
+        empty(engine)
+    with pytest.raises(ConfigError, match="host_ratio"):
+        config(host_ratio=1.0)
 
 
 def test_namespaces_never_meet(tmp_path: Path) -> None:

@@ -1,56 +1,172 @@
 """One block of CPU memory, pinned once, from which all host pages are cut.
 
-Owns the mapping and its registration with CUDA. Pinning goes by chunks of whole pages: a copy must not cross a chunk's
-end, because CUDA registers each on its own. May import torch, host.memory, config and errors.
+Owns the mapping and its registration with CUDA. The pages are there before they are pinned: threads near the GPU touch
+them in parallel, for finding and clearing pages is the slow part and the driver does it with one thread. Pinning goes
+by chunks of whole rows: a copy must not cross a chunk's end, because CUDA registers each on its own. May import torch,
+numpy, host.memory, host.numa and errors.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import mmap
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hicache.errors import OutOfMemory
 from hicache.host.memory import require
+from hicache.host.numa import cpus_near, pci_address, run_near
 
-_CHUNK_BYTES = 4 << 30
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 << 30
+TOUCH_BYTES = 32 << 20  # what a thread touches at a time: whole huge pages, and many more pieces than threads
+
+
+class Registry(Protocol):
+    """Who page-locks memory: CUDA, or a stand-in for it."""
+
+    def near(self) -> frozenset[int]:
+        """CPUs from which the memory should be touched first; empty for no preference."""
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        """Page-lock `[address, address + num_bytes)`; None, or why it cannot be."""
+
+    def unregister(self, address: int) -> str | None:
+        """Undo the registration that began at `address`; None, or why it cannot be."""
+
+
+class CudaRegistry:
+    """Page-locks for every GPU of the process, near `device` (None: the current one)."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+        self._cudart: Any = torch.cuda.cudart()
+
+    def near(self) -> frozenset[int]:
+        return cpus_near(pci_address(self._device), os.sched_getaffinity(0))
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        return self._call(self._cudart.cudaHostRegister, address, num_bytes, 0)
+
+    def unregister(self, address: int) -> str | None:
+        return self._call(self._cudart.cudaHostUnregister, address)
+
+    def _call(self, function: Callable[..., Any], *arguments: int) -> str | None:
+        # Under the engine's device: a call under another would make a context there, which takes memory.
+        with torch.cuda.device(self._device):
+            status = function(*arguments)
+            if int(status) == 0:
+                return None
+            # CUDA shows the error of a failed call to this thread's next kernel launch too; let that be this one.
+            try:
+                torch.ones(1, device=self._device)
+            except RuntimeError as error:
+                log.debug("left behind by a failed registration: %s", error)
+        return f"CUDA error {int(status)}, {self._cudart.cudaGetErrorString(status)}"
 
 
 class PinnedArena:
-    """`rows` rows of `row_bytes` bytes: `data` is uint8 [rows, row_bytes], page-locked when `pin`.
+    """`rows` rows of `row_bytes` bytes: `data` is uint8 [rows, row_bytes], zeros, page-locked when `pin`.
 
-    Built and closed by the engine's thread; copies into it come from transfer streams and disk readers.
+    Row r lies in chunk r // `rows_per_chunk`. Without `pin` the memory is taken as it is written; with it, all of it is
+    there when the constructor returns, and a forked child does not see it. Built and closed by the engine's thread;
+    copies into it come from transfer streams and disk readers. `knob` is the setting that an OutOfMemory names.
     """
 
-    def __init__(self, rows: int, row_bytes: int, *, pin: bool, knob: str = "host_bytes") -> None:
+    def __init__(
+        self,
+        rows: int,
+        row_bytes: int,
+        *,
+        pin: bool,
+        knob: str = "host_bytes",
+        device: torch.device | None = None,
+        registry: Registry | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
         total = rows * row_bytes
         require(total, knob)
-        self.rows_per_chunk = max(1, _CHUNK_BYTES // row_bytes)
-        self._map = mmap.mmap(-1, max(total, 1))
-        self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._pinned: list[int] = []
-        self.data = torch.frombuffer(self._map, dtype=torch.uint8)[:total].view(rows, row_bytes)
+        self.rows_per_chunk = _rows_per_chunk(row_bytes, chunk_bytes)
+        mapping = _map(total, knob)
+        self.data = torch.frombuffer(mapping, dtype=torch.uint8)[:total].view(rows, row_bytes)
+        self._unpin: Callable[[], object] = _nothing
         if pin:
-            self._pin(knob)
+            # After a fork the next write to a page would copy it, and leave the device with the page as it was.
+            mapping.madvise(mmap.MADV_DONTFORK)
+            self._pin(CudaRegistry(device) if registry is None else registry, knob)
 
-    def _pin(self, knob: str) -> None:
-        runtime = torch.cuda.cudart()
-        rows, row_bytes = self.data.shape
-        for first in range(0, rows, self.rows_per_chunk):
-            start = self.data.data_ptr() + first * row_bytes
-            length = min(self.rows_per_chunk, rows - first) * row_bytes
-            status = runtime.cudaHostRegister(start, length, 0)
-            if int(status) != 0:
-                self.close()
-                raise OutOfMemory(
-                    f"cannot pin {length} bytes of CPU memory ({status}); lower {knob} or raise ulimit -l"
-                )
-            self._pinned.append(start)
+    def _pin(self, registry: Registry, knob: str) -> None:
+        pinned: list[int] = []
+        # Also when the arena is dropped without a close: unmapped memory that is still registered cannot be used again.
+        self._unpin = unpin = weakref.finalize(self, _unregister, registry, pinned)
+        unpin.atexit = False  # the driver is quicker at it
+        try:
+            touch(self.data.view(-1).numpy(), registry.near())
+            rows, row_bytes = self.data.shape
+            for first in range(0, rows, self.rows_per_chunk):
+                start = self.data.data_ptr() + first * row_bytes
+                length = min(self.rows_per_chunk, rows - first) * row_bytes
+                failed = registry.register(start, length)
+                if failed is not None:
+                    raise OutOfMemory(
+                        f"cannot pin {length} of {rows * row_bytes} bytes of CPU memory ({failed}); "
+                        f"lower {knob} or raise ulimit -l"
+                    )
+                pinned.append(start)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Unpin. The memory itself goes with the last tensor that refers to it."""
-        runtime = torch.cuda.cudart() if self._pinned else None
-        for start in self._pinned:
-            assert runtime is not None
-            runtime.cudaHostUnregister(start)
-        self._pinned.clear()
+        """Unpin; again is harmless. The memory itself goes with the last tensor that refers to it."""
+        self._unpin()
+
+
+def touch(memory: npt.NDArray[np.uint8], cpus: frozenset[int]) -> None:
+    """Write a zero to every page of fresh `memory`, uint8 [bytes], from threads on `cpus` (empty: anywhere)."""
+    pieces = [memory[start : start + TOUCH_BYTES] for start in range(0, len(memory), TOUCH_BYTES)]
+    run_near(_touch_piece, pieces, cpus)
+
+
+def _touch_piece(piece: npt.NDArray[np.uint8]) -> None:
+    piece[:: mmap.PAGESIZE] = 0  # numpy lets other threads run meanwhile
+
+
+def _map(num_bytes: int, knob: str) -> mmap.mmap:
+    """Fresh zeros. Private: anonymous memory that is shared belongs to tmpfs, which seldom has huge pages."""
+    try:
+        mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # overcommit is off, or an address space limit
+        raise OutOfMemory(f"cannot map {num_bytes} bytes of CPU memory ({error}); lower {knob}") from None
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:
+    """Rows of at most `chunk_bytes`, but at least so many that a chunk ends where a page of the system does.
+
+    CUDA locks whole pages of the system, and refuses one that another chunk has locked.
+    """
+    whole = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
+    return max(1, chunk_bytes // (row_bytes * whole)) * whole
+
+
+def _unregister(registry: Registry, pinned: list[int]) -> None:
+    while pinned:
+        failed = registry.unregister(pinned.pop())
+        if failed is not None:
+            log.warning("cannot unpin a chunk of CPU memory: %s", failed)
+
+
+def _nothing() -> None:
+    """What there is to unpin of an arena that is not pinned."""

@@ -108,7 +108,7 @@ def serve_without_cache(job: Job, config: EngineConfig, turns: Sequence[Turn], s
     """
     page = config.page_size
     device_tokens = -(-job.longest // page) * page * job.concurrency
-    bare = dataclasses.replace(config, host_bytes=0, disk=None, device_tokens=device_tokens)
+    bare = dataclasses.replace(config, host_bytes=0, host_ratio=0.0, disk=None, device_tokens=device_tokens)
 
     def make(index: int) -> Request | None:
         turn = turns[index]

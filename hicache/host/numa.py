@@ -1,0 +1,78 @@
+"""Which CPUs stand next to a GPU, and threads that run there.
+
+Memory belongs to the NUMA node whose CPU touches it first. Across nodes a pinned copy shares the link between sockets,
+so the arena's pages are first touched near the GPU that will read them. What the machine does not tell leads to "no
+preference", never to an error. May import torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+SYS = Path("/sys")
+MAX_THREADS = 16  # clearing pages is bound by memory bandwidth, which fewer cores than this use up
+
+Item = TypeVar("Item")
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Where a CUDA device sits, as sysfs writes it (`0000:dc:00.0`); None where this torch does not tell."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    try:
+        domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    except AttributeError:
+        return None
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+def cpus_near(address: str | None, allowed: Collection[int], sys: Path = SYS) -> frozenset[int]:
+    """Those of the `allowed` CPUs on the node of the PCI device at `address`; empty for no preference.
+
+    No preference: one node only, an unknown device or node (-1), or a node whose CPUs are all taken from us.
+    """
+    nodes = sys / "devices" / "system" / "node"
+    if address is None or len(list(nodes.glob("node[0-9]*"))) < 2:
+        return frozenset()
+    try:
+        node = int((sys / "bus" / "pci" / "devices" / address / "numa_node").read_text())
+        cpus = parse_cpu_list((nodes / f"node{node}" / "cpulist").read_text())
+    except (OSError, ValueError):
+        return frozenset()
+    return cpus & frozenset(allowed)
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """`0-2,8` -> {0, 1, 2, 8}; empty text, a node without CPUs, is the empty set. ValueError for anything else."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, dash, last = part.partition("-")
+        cpus.update(range(int(first), int(last if dash else first) + 1))
+    return frozenset(cpus)
+
+
+def run_near(work: Callable[[Item], object], items: Iterable[Item], cpus: Collection[int]) -> None:
+    """Call `work` on every item from threads of its own, bound to `cpus` where there are any.
+
+    Returns when all are done; raises the first error. The caller's own affinity, and that of other threads, stays.
+    """
+    items = list(items)
+    num_threads = max(1, min(MAX_THREADS, len(items), len(cpus or os.sched_getaffinity(0))))
+    with ThreadPoolExecutor(num_threads, "hicache-touch", _bind, (cpus,)) as threads:
+        for _ in threads.map(work, items):
+            pass
+
+
+def _bind(cpus: Collection[int]) -> None:
+    """Bind this thread alone (0 names the calling thread); without CPUs, leave it where it is."""
+    if not cpus:
+        return
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError:  # the CPUs were taken from us since they were listed: no preference
+        return

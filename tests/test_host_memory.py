@@ -1,0 +1,396 @@
+"""The memory behind the host tier: what may be taken, where it lies, and that all of it is there and pinned."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import resource
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hicache.errors import ConfigError, OutOfMemory
+from hicache.host.arena import TOUCH_BYTES, CudaRegistry, PinnedArena
+from hicache.host.memory import RESERVE_BYTES, available_bytes, host_budget, require
+from hicache.host.numa import cpus_near, parse_cpu_list, pci_address, run_near
+
+GIB = 1 << 30
+UNLIMITED_V1 = "9223372036854771712"
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    """A tree of files that stands for a part of a machine."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def machine(root: Path, membership: str, groups: dict[str, str]) -> int:
+    """What `available_bytes` says on a machine with 64 GiB to take and these control groups."""
+    meminfo = f"MemTotal:       131072000 kB\nMemFree:         1000 kB\nMemAvailable:   {64 << 20} kB"
+    proc = write(root / "proc", {"meminfo": meminfo, "self/cgroup": membership})
+    return available_bytes(proc, write(root / "cgroup", groups))
+
+
+def group_v2(path: str, limit: int | str, used: int, **more: int | str) -> dict[str, str]:
+    files = {"memory.max": limit, "memory.current": used, **{k.replace("_", "."): v for k, v in more.items()}}
+    return {f"{path}/{name}": str(value) for name, value in files.items()}
+
+
+def group_v1(path: str, limit: int | str, used: int) -> dict[str, str]:
+    return {f"{path}/memory.limit_in_bytes": str(limit), f"{path}/memory.usage_in_bytes": str(used)}
+
+
+def test_a_machine_without_groups_gives_what_it_has(tmp_path: Path) -> None:
+    """Without any control group the machine's own figure counts, and a machine that does not tell is an error."""
+    assert machine(tmp_path, "0::/", {}) == 64 * GIB
+    (tmp_path / "proc/self/cgroup").unlink()
+    assert available_bytes(tmp_path / "proc", tmp_path / "nowhere") == 64 * GIB
+    write(tmp_path / "proc", {"meminfo": "MemFree: 12 kB"})
+    with pytest.raises(OSError, match="has no MemAvailable"):
+        available_bytes(tmp_path / "proc", tmp_path / "nowhere")
+
+
+V2_CASES = {
+    "own group": ("0::/a/b", group_v2("a/b", 9 * GIB, 2 * GIB) | group_v2("a", "max", 30 * GIB), 7 * GIB),
+    "parent": ("0::/a/b", group_v2("a/b", "max", GIB) | group_v2("a", 5 * GIB, 2 * GIB), 3 * GIB),
+    "grandparent": (
+        "0::/a/b/c",
+        group_v2("a/b/c", 8 * GIB, GIB) | group_v2("a/b", "max", GIB) | group_v2("a", 4 * GIB, 3 * GIB),
+        GIB,
+    ),
+    "mount point": ("0::/of/the/machine", group_v2(".", 3 * GIB, 2 * GIB), GIB),
+    "throttled": ("0::/a", group_v2("a", 9 * GIB, GIB, memory_high=4 * GIB), 3 * GIB),
+    "sibling": ("0::/a", group_v2("a", "max", GIB) | group_v2("ab", 2 * GIB, GIB), 64 * GIB),
+    "outside": ("0::/../b", group_v2("a", 2 * GIB, GIB) | group_v2("../b", 2 * GIB, GIB), 64 * GIB),
+    "over its limit": ("0::/a", group_v2("a", 2 * GIB, 3 * GIB), 0),
+    "wider than the machine": ("0::/a", group_v2("a", 500 * GIB, GIB), 64 * GIB),
+}
+
+
+@pytest.mark.parametrize(("membership", "groups", "expected"), V2_CASES.values(), ids=V2_CASES)
+def test_groups_of_version_2(tmp_path: Path, membership: str, groups: dict[str, str], expected: int) -> None:
+    """The tightest limit from our group up to the mount point counts, by what it leaves and not by its size."""
+    assert machine(tmp_path, membership, groups) == expected
+
+
+V1_CASES = {
+    "own group": ("4:memory:/a/b", group_v1("memory/a/b", 6 * GIB, 2 * GIB), 4 * GIB),
+    "beside another": ("4:cpu,memory:/a", group_v1("memory/a", 6 * GIB, GIB), 5 * GIB),
+    "parent": (
+        "9:pids:/x\n4:memory:/a/b",
+        group_v1("memory/a/b", UNLIMITED_V1, GIB) | group_v1("memory/a", 3 * GIB, GIB),
+        2 * GIB,
+    ),
+    "mount point": ("4:memory:/docker/1234\n0::/", group_v1("memory", 2 * GIB, GIB), GIB),
+    "unlimited": ("4:memory:/a", group_v1("memory/a", UNLIMITED_V1, GIB), 64 * GIB),
+    "of another controller": ("4:cpu:/a\n3:memory:/b", group_v1("memory/a", GIB, 0), 64 * GIB),
+}
+
+
+@pytest.mark.parametrize(("membership", "groups", "expected"), V1_CASES.values(), ids=V1_CASES)
+def test_groups_of_version_1(tmp_path: Path, membership: str, groups: dict[str, str], expected: int) -> None:
+    """The memory controller's groups count under their own file names, those of other controllers do not."""
+    assert machine(tmp_path, membership, groups) == expected
+
+
+def test_cached_files_count_as_free(tmp_path: Path) -> None:
+    """A group filled by cached file pages has room; what it uses otherwise has not, in both versions."""
+    stat = f"anon {5 * GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}\nfile_mapped {GIB}\nodd line here"
+    assert machine(tmp_path / "2", "0::/a", group_v2("a", 8 * GIB, 8 * GIB) | {"a/memory.stat": stat}) == 3 * GIB
+    # The plain fields of version 1 leave child groups out.
+    stat = f"inactive_file {7 * GIB}\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}"
+    groups = group_v1("memory/a", 8 * GIB, 7 * GIB) | {"memory/a/memory.stat": stat}
+    assert machine(tmp_path / "1", "4:memory:/a", groups) == 3 * GIB
+
+
+def test_this_machine_has_a_figure() -> None:
+    """On the machine that runs this, the budget is above nothing and at most all memory there is."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < available_bytes() <= total
+
+
+def test_a_budget_is_bytes_or_a_ratio() -> None:
+    """The tier has the bytes asked for or the ratio's share of the device tier, to the last byte that fits."""
+    assert host_budget(0, 0.0, 8 * GIB, 0) == 0
+    assert host_budget(5 * GIB, 0.0, 8 * GIB, 5 * GIB + RESERVE_BYTES) == 5 * GIB
+    assert host_budget(0, 2.5, 8 * GIB, 20 * GIB + RESERVE_BYTES) == 20 * GIB
+    with pytest.raises(OutOfMemory, match=f"lower host_bytes to at most {5 * GIB - 1}$"):
+        host_budget(5 * GIB, 0.0, 8 * GIB, 5 * GIB + RESERVE_BYTES - 1)
+    with pytest.raises(OutOfMemory, match=r"lower host_ratio to at most 2\.499$"):
+        host_budget(0, 2.5, 8 * GIB, 20 * GIB + RESERVE_BYTES - 1)
+    require(5 * GIB, "l2_bytes", 5 * GIB + RESERVE_BYTES)
+    with pytest.raises(OutOfMemory, match="lower l2_bytes to at most 0"):
+        require(1, "l2_bytes", 0)
+
+
+@pytest.mark.parametrize("device_bytes", [1, 999, 3 * GIB + 7, 140 * GIB])
+def test_the_ratio_that_is_proposed_fits(device_bytes: int) -> None:
+    """Whoever follows the message of a ratio that did not fit gets a tier, or is told that none is left."""
+    available = RESERVE_BYTES + 7 * GIB // 3
+    with pytest.raises(OutOfMemory) as caught:
+        host_budget(0, 1e12, device_bytes, available)
+    proposed = float(str(caught.value).rsplit(" ", 1)[1])
+    assert host_budget(0, proposed, device_bytes, available) <= available - RESERVE_BYTES
+    assert proposed >= 0.999 * (available - RESERVE_BYTES) / device_bytes - 0.001
+
+
+@pytest.mark.parametrize(
+    ("asked", "ratio", "message"),
+    [
+        (-1, 0.0, "host_bytes=-1 is below 0"),
+        (0, -0.5, "host_ratio=-0.5 is no size"),
+        (0, float("nan"), "host_ratio=nan is no size"),
+        (0, float("inf"), "host_ratio=inf is no size"),
+        (GIB, 1.0, "set one of them"),
+        (0, 1e-12, "raise host_ratio"),
+    ],
+)
+def test_sizes_that_are_none(asked: int, ratio: float, message: str) -> None:
+    """Negative and undefined sizes, two at once and less than a byte are refused by name."""
+    with pytest.raises(ConfigError, match=message):
+        host_budget(asked, ratio, GIB, 64 * GIB)
+
+
+def test_cpu_lists() -> None:
+    """The kernel's lists are read as it writes them: single CPUs, ranges, nothing; anything else is an error."""
+    assert parse_cpu_list("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
+    assert parse_cpu_list("5") == {5}
+    assert parse_cpu_list("\n") == frozenset()
+    for wrong in ("a", "1-", "-1", "1 2"):
+        with pytest.raises(ValueError, match="invalid literal"):
+            parse_cpu_list(wrong)
+
+
+TWO_NODES = {
+    "devices/system/node/node0/cpulist": "0-3,8-11",
+    "devices/system/node/node1/cpulist": "4-7,12-15",
+    "bus/pci/devices/0000:17:00.0/numa_node": "0",
+    "bus/pci/devices/0000:dc:00.0/numa_node": "1",
+    "bus/pci/devices/0000:01:00.0/numa_node": "-1",
+    "bus/pci/devices/0000:02:00.0/numa_node": "2",
+}
+
+
+def test_the_cpus_of_a_gpu_are_those_of_its_node(tmp_path: Path) -> None:
+    """Of the CPUs we may use, those on the GPU's node are near; where nothing is known of it, none is preferred."""
+    sys, all_cpus = write(tmp_path, TWO_NODES), range(16)
+    assert cpus_near("0000:17:00.0", all_cpus, sys) == {0, 1, 2, 3, 8, 9, 10, 11}
+    assert cpus_near("0000:dc:00.0", all_cpus, sys) == {4, 5, 6, 7, 12, 13, 14, 15}
+    assert cpus_near("0000:dc:00.0", {0, 1, 5}, sys) == {5}
+    assert cpus_near("0000:dc:00.0", {0, 1}, sys) == frozenset(), "a node all of whose CPUs are taken from us"
+    for unknown in ("0000:01:00.0", "0000:02:00.0", "0000:99:00.0", None):
+        assert cpus_near(unknown, all_cpus, sys) == frozenset()
+    write(tmp_path, {"devices/system/node/node1/cpulist": ""})
+    assert cpus_near("0000:dc:00.0", all_cpus, sys) == frozenset(), "a node of memory alone"
+
+
+def test_one_node_is_no_preference(tmp_path: Path) -> None:
+    """Where all memory is equally far, nothing is bound."""
+    one = {name: text for name, text in TWO_NODES.items() if "node1" not in name}
+    assert cpus_near("0000:17:00.0", range(16), write(tmp_path, one)) == frozenset()
+    assert cpus_near("0000:17:00.0", range(16), tmp_path / "nowhere") == frozenset()
+
+
+def test_work_runs_on_the_cpus_given_and_leaves_ours() -> None:
+    """Every item is worked on once, by bound threads that are not the caller, whose own CPUs stay as they are."""
+    before = os.sched_getaffinity(0)
+    for cpus in (frozenset({min(before)}), frozenset[int]()):
+        seen: list[tuple[int, set[int], bool]] = []
+
+        def work(item: int, seen: list[tuple[int, set[int], bool]] = seen) -> None:
+            seen.append((item, os.sched_getaffinity(0), threading.current_thread() is threading.main_thread()))
+
+        run_near(work, range(40), cpus)
+        assert sorted(item for item, _, _ in seen) == list(range(40))
+        assert all(on == (cpus or before) and not ours for _, on, ours in seen)
+        assert os.sched_getaffinity(0) == before
+    run_near(work, [], cpus)
+    with pytest.raises(ZeroDivisionError):
+        run_near(lambda item: 1 // item, [1, 0, 1], frozenset())
+
+
+def test_work_on_cpus_that_are_gone_is_done_all_the_same() -> None:
+    """CPUs that vanished since they were listed are a lost preference, not a failure."""
+    done: list[int] = []
+    run_near(done.append, range(5), frozenset({1 << 14}))
+    assert sorted(done) == list(range(5))
+
+
+def flags_at(address: int) -> set[str]:
+    """The kernel's flags of the mapping that holds an address; see proc_pid_smaps(5)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            first, _, last = name.partition("-")
+            inside = int(first, 16) <= address < int(last, 16)
+        elif inside and name == "VmFlags:":
+            return set(rest.split())
+    raise OSError(f"no mapping holds {address:#x}")
+
+
+def resident_pages(address: int, num_bytes: int) -> int:
+    """How many of the system's pages in a range of whole pages are in memory."""
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as entries:
+        entries.seek(address // mmap.PAGESIZE * 8)
+        return int((np.frombuffer(entries.read(num_bytes // mmap.PAGESIZE * 8), np.uint64) >> 63).sum())
+
+
+class Pins:
+    """Stands for CUDA: keeps what is registered as it would, and fails at the call that it is told to."""
+
+    def __init__(self, fail_at: int | None = None, error: Exception | None = None) -> None:
+        self.fail_at, self.error = fail_at, error
+        self.held: dict[int, int] = {}
+        self.most: list[tuple[int, int]] = []
+
+    def near(self) -> frozenset[int]:
+        return frozenset({min(os.sched_getaffinity(0))})
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        if len(self.held) == self.fail_at:
+            if self.error is not None:
+                raise self.error
+            return "out of something"
+        locked = range(address // mmap.PAGESIZE, -(-(address + num_bytes) // mmap.PAGESIZE))
+        for other, length in self.held.items():
+            theirs = range(other // mmap.PAGESIZE, -(-(other + length) // mmap.PAGESIZE))
+            if locked.start < theirs.stop and theirs.start < locked.stop:
+                return "already registered"
+        self.held[address] = num_bytes
+        self.most = sorted(self.held.items())
+        return None
+
+    def unregister(self, address: int) -> str | None:
+        return None if self.held.pop(address, None) is not None else "not registered"
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "chunk_bytes"),
+    [(64, 1 << 16, 1 << 20), (65, 1 << 16, 1 << 20), (3000, 24, 1), (100, 3 * 4096 + 512, 100_000), (1, 7, 1 << 20)],
+)
+def test_chunks_cover_the_arena_once(rows: int, row_bytes: int, chunk_bytes: int) -> None:
+    """Registered chunks tile the arena, end between rows, and no two share a page of the system."""
+    pins = Pins()
+    arena = PinnedArena(rows, row_bytes, pin=True, registry=pins, chunk_bytes=chunk_bytes)
+    start, step = arena.data.data_ptr(), arena.rows_per_chunk * row_bytes
+    firsts = range(0, rows * row_bytes, step)
+    assert [(start + at, min(step, rows * row_bytes - at)) for at in firsts] == pins.most
+    assert not arena.data.any()
+    arena.close()
+    arena.close()
+    assert not pins.held
+
+
+def test_memory_is_there_before_it_is_pinned() -> None:
+    """When the first chunk is registered every page is resident already, huge pages were asked for, and no child will
+    see them; without pinning nothing is taken before it is written."""
+    rows, row_bytes = 3 * TOUCH_BYTES // (1 << 20) + 5, 1 << 20
+    seen: list[tuple[int, set[str]]] = []
+
+    class Watching(Pins):
+        def register(self, address: int, num_bytes: int) -> str | None:
+            seen.append((resident_pages(address, num_bytes), flags_at(address)))
+            return super().register(address, num_bytes)
+
+    arena = PinnedArena(rows, row_bytes, pin=True, registry=Watching())
+    [(resident, flags)] = seen
+    assert resident == rows * row_bytes // mmap.PAGESIZE
+    assert "dc" in flags and "sh" not in flags
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in flags
+    arena.close()
+    lazy = PinnedArena(rows, row_bytes, pin=False)
+    assert resident_pages(lazy.data.data_ptr(), rows * row_bytes) == 0
+    lazy.data[2] = 1
+    assert 0 < resident_pages(lazy.data.data_ptr(), rows * row_bytes) <= 4 * row_bytes // mmap.PAGESIZE
+    assert "dc" not in flags_at(lazy.data.data_ptr())
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 3])
+def test_a_failure_halfway_unpins_what_was_pinned(fail_at: int) -> None:
+    """Whether CUDA refuses a chunk or raises, nothing stays registered, and a refusal names the knob."""
+    refusing = Pins(fail_at)
+    with pytest.raises(
+        OutOfMemory, match=r"cannot pin 1048576 of 4194304 bytes .*\(out of something\); lower l2_bytes"
+    ):
+        PinnedArena(64, 1 << 16, pin=True, knob="l2_bytes", registry=refusing, chunk_bytes=1 << 20)
+    assert len(refusing.most) == fail_at and not refusing.held
+    raising = Pins(fail_at, RuntimeError("no driver"))
+    with pytest.raises(RuntimeError, match="no driver"):
+        PinnedArena(64, 1 << 16, pin=True, registry=raising, chunk_bytes=1 << 20)
+    assert len(raising.most) == fail_at and not raising.held
+
+
+def test_an_arena_that_is_dropped_is_unpinned() -> None:
+    """Without a close, what was registered does not outlive the arena, for its addresses will be used again."""
+    pins = Pins()
+    arena = PinnedArena(8, 1 << 16, pin=True, registry=pins)
+    assert pins.held
+    del arena
+    gc.collect()
+    assert not pins.held
+
+
+def test_an_unpin_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Closing goes on to the other chunks and says what could not be undone."""
+    pins = Pins()
+    arena = PinnedArena(64, 1 << 16, pin=True, registry=pins, chunk_bytes=1 << 20)
+    del pins.held[arena.data.data_ptr() + (2 << 20)]
+    arena.close()
+    assert not pins.held
+    assert [record.getMessage() for record in caplog.records] == ["cannot unpin a chunk of CPU memory: not registered"]
+
+
+def test_memory_that_cannot_be_mapped_names_the_knob() -> None:
+    """An address space limit is an OutOfMemory like any other."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), limits[1]))
+    try:
+        with pytest.raises(OutOfMemory, match=r"cannot map 134217728 bytes .* lower host_bytes"):
+            PinnedArena(128, 1 << 20, pin=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_pinned() -> None:
+    """Every row of every chunk is page-locked as CUDA sees it and travels whole, and is page-locked no more after
+    close."""
+    arena = PinnedArena(64, 1 << 20, pin=True, chunk_bytes=24 << 20)
+    assert arena.rows_per_chunk == 24
+    assert all(row.is_pinned() for row in arena.data)
+    source = torch.randint(0, 255, (64, 1 << 20), dtype=torch.uint8)
+    arena.data.copy_(source)
+    for row in (0, 23, 24, 63):
+        assert torch.equal(arena.data[row].cuda(non_blocking=True).cpu(), source[row])
+    arena.close()
+    assert not any(arena.data[row].is_pinned() for row in (0, 23, 24, 63))
+
+
+@pytest.mark.gpu
+def test_a_refused_registration_harms_no_kernel() -> None:
+    """What CUDA refuses is said in its words, and the next kernel of this thread runs as if nothing had been."""
+    arena = PinnedArena(4, 1 << 20, pin=True)
+    refused = CudaRegistry().register(arena.data.data_ptr(), 1 << 20)
+    assert refused is not None and refused.startswith("CUDA error ")
+    assert torch.arange(1000, device="cuda").sum().item() == 499500
+    arena.close()
+    assert CudaRegistry().unregister(arena.data.data_ptr()) is not None
+    assert torch.arange(1000, device="cuda").sum().item() == 499500
+
+
+@pytest.mark.gpu
+def test_the_cpus_near_this_gpu_are_ours() -> None:
+    """The GPU's address is one that sysfs knows, and the CPUs near it, where any are preferred, are allowed to us."""
+    address, known = pci_address(torch.device("cuda", 0)), Path("/sys/bus/pci/devices")
+    assert address is None or not known.exists() or (known / address).exists()
+    assert CudaRegistry().near() <= os.sched_getaffinity(0)
