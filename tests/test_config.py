@@ -49,7 +49,7 @@ def test_python_yaml_and_flags_agree(tmp_path: Path) -> None:
         ({"write_policy": "sometimes"}, "choose one of write_through, write_through_selective, write_back"),
         ({"prefetch_mode": "never"}, "choose one of best_effort"),
         ({"host_bytes": -1}, "host_bytes=-1 is below 0"),
-        ({"disk": DiskConfig(path="/x")}, "set host_bytes above 0"),
+        ({"disk": DiskConfig(path="/x")}, "set host_bytes or host_ratio above 0"),
         ({"disk": DiskConfig(path="/x"), "host_bytes": 1 << 20}, "needs model_id"),
     ],
 )

@@ -77,7 +77,7 @@ def test_all_three_tiers_and_a_restart(device: str, tmp_path: Path) -> None:
 
 
 def test_the_host_tier_by_ratio() -> None:
-    """`host_ratio` sizes the host tier as a multiple of the device's memory; with `host_bytes` beside it, it is refused."""
+    """`host_ratio` sizes the host tier as a multiple of the device's memory, and stands alone."""
     with build_engine(config(host_bytes=0, host_ratio=2.0), GEOMETRY) as engine:
         device_bytes = sum(b.nbytes for layer in range(3) for b in engine.pool.layer_buffers(layer))
         pages = 2 * device_bytes // engine._parts.host.page_bytes  # type: ignore[union-attr]
