@@ -26,6 +26,7 @@ from hicache.alloc.views import (
     ExtendBatch,
     KVRequest,
     PagedAllocator,
+    PrefixRequest,
     PrefixTree,
     RequestTable,
     StateRequest,
@@ -277,18 +278,21 @@ def alloc_for_decode(batch: DecodeBatch, token_per_req: int = 1) -> torch.Tensor
 
 
 def release_kv_cache(request: KVRequest, tree: BatchTree, is_insert: bool = True) -> None:
-    """Give back everything a request held: slots (to the tree, with `is_insert`, or free), state and row.
+    """Give back everything a request held: slots (to the tree, with `is_insert`, or free), states and row.
 
-    Without a row there is nothing to do: the request was released before, or refused.
+    Without a row it can hold no more than the states of its match; released before, or refused, nothing.
     """
-    if request.req_pool_idx is None:
-        return
     row, table, allocator = request.req_pool_idx, tree.req_to_token_pool, tree.token_to_kv_pool_allocator
-    # [0, committed) is the tree's business, with the page that `committed` ends in; [start, allocated) is left here.
-    start = -(-request.kv_committed_len // allocator.page_size) * allocator.page_size
-    spare = table.req_to_token[row, start : request.kv_allocated_len].to(torch.int64)
+    if row is None:
+        _free_states(table, request)
+        return
     tree.cache_finished_req(request, is_insert=is_insert)
-    allocator.free_run(spare, start)
+    # [0, committed) was the tree's business, with the page that `committed` ends in; so was a prefix that it holds,
+    # though a request that was called off at once may not have committed it. [start, allocated) is left here.
+    start = -(-request.kv_committed_len // allocator.page_size) * allocator.page_size
+    if isinstance(request, PrefixRequest):
+        start = max(start, request.cache_protected_len)
+    allocator.free_run(table.req_to_token[row, start : request.kv_allocated_len].to(torch.int64), start)
     _free_row(table, request)
 
 
@@ -297,9 +301,21 @@ def _has_state(request: KVRequest) -> bool:
 
 
 def _free_row(table: RequestTable, request: KVRequest, and_state: bool = True) -> None:
-    if and_state and isinstance(table, StateTable) and isinstance(request, StateRequest) and _has_state(request):
-        table.free_mamba_cache(request)
+    if and_state:
+        _free_states(table, request)
     table.free(request)
+
+
+def _free_states(table: RequestTable, request: KVRequest) -> None:
+    """The states that the request has and did not give to a tree."""
+    if not (isinstance(table, StateTable) and isinstance(request, StateRequest)):
+        return
+    if request.mamba_pool_idx is not None or (table.enable_mamba_extra_buffer and _has_checkpoint(request)):
+        table.free_mamba_cache(request)
+
+
+def _has_checkpoint(request: KVRequest) -> bool:
+    return isinstance(request, CheckpointRequest) and request.mamba_checkpoint_idx is not None
 
 
 def _paged(tree: PrefixTree) -> tuple[BaseTokenToKVPoolAllocator, PagedAllocator]:

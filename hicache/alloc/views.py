@@ -29,6 +29,13 @@ class KVRequest(Protocol):
     kv_allocated_len: int
 
 
+@runtime_checkable
+class PrefixRequest(Protocol):
+    """A request that knows how many tokens of its row are the tree's, and not its own to free."""
+
+    cache_protected_len: int
+
+
 class RequestTable(Protocol):
     """The table of rows, as `device.ReqToTokenPool` has it."""
 

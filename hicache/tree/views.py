@@ -31,6 +31,9 @@ class FreeList(SlotAllocator, Protocol):
     def size(self) -> int: ...
 
     @property
+    def page_size(self) -> int: ...
+
+    @property
     def free_pages(self) -> torch.Tensor: ...
 
     @property
@@ -167,3 +170,8 @@ class CheckpointRequest(StateRequest, Protocol):
 def priority_of(request: CachedRequest) -> int:
     """The request's priority, 0 where it has none."""
     return (request.priority or 0) if isinstance(request, RankedRequest) else 0
+
+
+def evicted_window_of(request: CachedRequest) -> int:
+    """Tokens at the front of a request that have no window slots any more."""
+    return request.swa_evicted_seqlen if isinstance(request, WindowRequest) else 0

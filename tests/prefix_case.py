@@ -1,0 +1,264 @@
+"""What the tests of the prefix caches share: requests, caches over real pools, and a runner that computes toys.
+
+The toy attention state of a token is a number that stands for its whole prefix, kept in a table by slot, and once more
+by window slot. The toy recurrent state is a number that a recurrence makes of the tokens consumed, beside their count,
+and lies in a real pool. So what a cache hands out can be compared with what computing from nothing gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hicache import (
+    CacheInitParams,
+    HybridReqToTokenPool,
+    Mamba2CacheParams,
+    Mamba2StateShape,
+    MambaRadixCache,
+    MatchPrefixParams,
+    PagedTokenToKVPoolAllocator,
+    RadixCache,
+    RadixKey,
+    ReqToTokenPool,
+    SWARadixCache,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+    TreeNode,
+    alloc_for_decode,
+    alloc_for_extend,
+)
+
+Cache = RadixCache | SWARadixCache | MambaRadixCache
+
+_MODULUS = 65521  # every state below it is exact in float32
+STATE = Mamba2CacheParams(
+    Mamba2StateShape(conv=((2, 1),), temporal=(1, 1, 2)), layers=[1, 3], temporal_dtype=torch.float32
+)
+
+
+@dataclass(eq=False)
+class Request:
+    """A request as a scheduler has it."""
+
+    origin_input_ids: list[int]
+    extra_key: str | None = None
+    priority: int | None = None
+    output_ids: list[int] = field(default_factory=list)
+    fill_ids: list[int] = field(default_factory=list)
+    prefix_indices: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    last_node: TreeNode = field(default_factory=TreeNode)
+    cache_protected_len: int = 0
+    req_pool_idx: int | None = None
+    kv_committed_len: int = 0
+    kv_allocated_len: int = 0
+    swa_evicted_seqlen: int = 0
+    mamba_pool_idx: torch.Tensor | None = None
+    mamba_checkpoint_idx: torch.Tensor | None = None
+    mamba_last_track_seqlen: int | None = None
+    branching_len: int | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.origin_input_ids + self.output_ids
+
+
+@dataclass
+class Batch:
+    """What `alloc_for_extend` and `alloc_for_decode` take."""
+
+    reqs: list[Request]
+    tree_cache: Cache
+    prefix_lens: list[int]
+    seq_lens_cpu: torch.Tensor
+
+    @property
+    def req_to_token_pool(self) -> ReqToTokenPool:
+        table: ReqToTokenPool = self.tree_cache.req_to_token_pool
+        return table
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        return self.seq_lens_cpu
+
+    @property
+    def req_pool_indices(self) -> torch.Tensor:
+        return torch.tensor([req.req_pool_idx for req in self.reqs])
+
+    @property
+    def extend_lens(self) -> list[int]:
+        return [s - p for p, s in zip(self.prefix_lens, self.seq_lens_cpu.tolist(), strict=True)]
+
+    @property
+    def extend_num_tokens(self) -> int:
+        return sum(self.extend_lens)
+
+
+def full_cache(
+    num_tokens: int = 64, page_size: int = 1, rows: int = 8, columns: int = 512, **more: object
+) -> RadixCache:
+    """A RadixCache over real pools of `num_tokens`."""
+    allocator = _single(num_tokens, page_size)
+    return RadixCache(_params(ReqToTokenPool(rows, columns, "cpu", False), allocator, page_size, more))
+
+
+def swa_cache(
+    num_tokens: int = 64, num_swa: int = 48, window: int = 4, page_size: int = 1, columns: int = 512, **more: object
+) -> SWARadixCache:
+    allocator = SWATokenToKVPoolAllocator(num_tokens, num_swa, page_size, torch.bfloat16, "cpu", None, True)
+    table = ReqToTokenPool(8, columns, "cpu", False)
+    return SWARadixCache(_params(table, allocator, page_size, {"sliding_window_size": window, **more}))
+
+
+def mamba_cache(
+    num_tokens: int = 64,
+    num_states: int = 12,
+    page_size: int = 1,
+    extra_buffer: bool = False,
+    columns: int = 512,
+    chunk: int = 4,
+    **more: object,
+) -> MambaRadixCache:
+    table = HybridReqToTokenPool(
+        size=8,
+        mamba_size=num_states,
+        max_context_len=columns,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=STATE,
+        enable_mamba_extra_buffer=extra_buffer,
+    )
+    settings = {"enable_mamba_extra_buffer": extra_buffer, "mamba_cache_chunk_size": chunk, **more}
+    return MambaRadixCache(_params(table, _single(num_tokens, page_size), page_size, settings))
+
+
+def _single(num_tokens: int, page_size: int) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
+    if page_size == 1:
+        return TokenToKVPoolAllocator(num_tokens, torch.bfloat16, "cpu", None, True)
+    return PagedTokenToKVPoolAllocator(num_tokens, page_size, torch.bfloat16, "cpu", None, True)
+
+
+def _params(table: object, allocator: object, page_size: int, more: dict[str, object]) -> CacheInitParams:
+    disable = bool(more.pop("disable", False))
+    return CacheInitParams(disable, table, allocator, page_size, **more)  # type: ignore[arg-type]
+
+
+def key(tokens: list[int], extra_key: str | None = None) -> MatchPrefixParams:
+    return MatchPrefixParams(RadixKey(tokens, extra_key))
+
+
+def matched(cache: Cache, tokens: list[int], extra_key: str | None = None) -> int:
+    """How many of `tokens` hit now."""
+    return len(cache.match_prefix(key(tokens, extra_key)).device_indices)
+
+
+def recurrence(tokens: list[int]) -> tuple[int, int]:
+    """The toy state of a prefix, computed from nothing: a number and the count of tokens."""
+    number = 0
+    for token in tokens:
+        number = (number * 31 + token + 1) % _MODULUS
+    return number, len(tokens)
+
+
+def prefixes(tokens: list[int], extra_key: str | None = None) -> list[int]:
+    """A number for each prefix of a prompt, the shortest first: the toy attention state of its last token."""
+    at = hash(extra_key)
+    return [at := hash((at, token)) for token in tokens]
+
+
+class Toy:
+    """Runs requests on one cache: what a model would write is written, what it would read is compared."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.allocator = cache.token_to_kv_pool_allocator
+        self.full: dict[int, int] = {}  # slot -> the prefix that it is the attention state of
+        self.window: dict[int, int] = {}
+        self.is_swa, self.is_mamba = isinstance(cache, SWARadixCache), isinstance(cache, MambaRadixCache)
+
+    def admit(self, req: Request, limit: int | None = None) -> int:
+        """Match all but the last token, and lock; returns the length of the hit. May raise OutOfStates."""
+        asked = req.tokens[: len(req.tokens) - 1 if limit is None else limit]
+        params = MatchPrefixParams(RadixKey(asked, req.extra_key), cow_mamba=self.is_mamba, req=req)
+        result = self.cache.match_prefix(params)
+        req.prefix_indices, req.last_node = result.device_indices, result.last_device_node
+        req.cache_protected_len, req.branching_len = len(req.prefix_indices), result.mamba_branching_seqlen
+        self.cache.inc_lock_ref(req.last_node)
+        req.kv_committed_len = req.kv_allocated_len = len(req.prefix_indices)
+        self.check_readable(req, len(req.prefix_indices))
+        return len(req.prefix_indices)
+
+    def refuse(self, req: Request) -> None:
+        """Undo `admit` for a request that got no row."""
+        self.cache.dec_lock_ref(req.last_node)
+
+    def extend(self, req: Request, end: int) -> None:
+        """Compute tokens up to `end`. May raise OutOfSlots, OutOfRows, OutOfStates."""
+        start = len(req.prefix_indices)
+        alloc_for_extend(Batch([req], self.cache, [start], torch.tensor([end])))
+        req.fill_ids = req.tokens[:end]
+        self._compute(req, start, end)
+
+    def decode(self, req: Request, token: int) -> None:
+        """One more token: computes the last that is not computed yet. May raise OutOfSlots."""
+        start = req.kv_committed_len
+        alloc_for_decode(Batch([req], self.cache, [start], torch.tensor([start])), 1)
+        if start == len(req.tokens):
+            req.output_ids.append(token)
+        req.fill_ids = req.tokens[: start + 1]
+        self._compute(req, start, start + 1)
+
+    def leave_window(self, req: Request) -> None:
+        """Give back the window slots that no later token of the request reads, in whole pages."""
+        page = self.cache.page_size
+        assert isinstance(self.cache, SWARadixCache)
+        end = max(0, req.kv_committed_len - self.cache.sliding_window_size) // page * page
+        start = max(req.swa_evicted_seqlen, req.cache_protected_len)
+        if end > start:
+            self.allocator.free_swa(self.row(req, start, end))
+            req.swa_evicted_seqlen = end
+
+    def row(self, req: Request, start: int, end: int) -> torch.Tensor:
+        slots: torch.Tensor = self.cache.req_to_token_pool.req_to_token[req.req_pool_idx, start:end].to(torch.int64)
+        return slots
+
+    def check_readable(self, req: Request, end: int) -> None:
+        """What a model would read after `end` tokens is what computing them from nothing gives."""
+        slots = req.prefix_indices[:end] if req.req_pool_idx is None else self.row(req, 0, end)
+        assert len(slots) == end
+        want = prefixes(req.tokens[:end], req.extra_key)
+        assert [self.full[slot] for slot in slots.tolist()] == want
+        if isinstance(self.cache, SWARadixCache):
+            first = max(0, end - self.cache.sliding_window_size)
+            peers = self.allocator.translate_loc_from_full_to_swa(slots[first:]).tolist()
+            assert all(peers) and [self.window[peer] for peer in peers] == want[first:]
+        if self.is_mamba and req.mamba_pool_idx is not None:
+            assert self.state(req.mamba_pool_idx) == recurrence(req.tokens[:end])
+
+    def state(self, index: torch.Tensor) -> tuple[int, int]:
+        """A state by id, after all its tensors were found to agree."""
+        cache = self.cache.req_to_token_pool.mamba_pool.mamba_cache
+        temporal = cache.temporal[:, int(index)].reshape(len(STATE.layers), 2)
+        conv = cache.conv[0][:, int(index)].reshape(len(STATE.layers), 2)
+        assert torch.equal(temporal[0], temporal[1]) and torch.equal(conv, temporal.remainder(128).to(conv.dtype))
+        return int(temporal[0, 0]), int(temporal[0, 1])
+
+    def _compute(self, req: Request, start: int, end: int) -> None:
+        self.check_readable(req, start)
+        slots, want = self.row(req, 0, end).tolist(), prefixes(req.tokens[:end], req.extra_key)
+        for position in range(start, end):
+            self.full[slots[position]] = want[position]
+        if self.is_swa:
+            peers = self.allocator.translate_loc_from_full_to_swa(torch.tensor(slots[start:end], dtype=torch.int64))
+            self.window.update(zip(peers.tolist(), want[start:end], strict=True))
+        if self.is_mamba:
+            assert req.mamba_pool_idx is not None
+            number, count = self.state(req.mamba_pool_idx)
+            for token in req.tokens[start:end]:
+                number, count = (number * 31 + token + 1) % _MODULUS, count + 1
+            value = torch.tensor([number, count], dtype=torch.float32)
+            states = self.cache.req_to_token_pool.mamba_pool.mamba_cache
+            states.temporal[:, int(req.mamba_pool_idx)] = value.view(1, 1, 2)
+            states.conv[0][:, int(req.mamba_pool_idx)] = value.remainder(128).view(2, 1).to(torch.bfloat16)
+        req.kv_committed_len = req.kv_allocated_len = end
