@@ -27,7 +27,7 @@ from hicache.tree.events import EventLog, Medium
 from hicache.tree.key import PageHasher, TokenRun, Tokens, bytes_of
 from hicache.tree.ledger import Book, Ledger
 from hicache.tree.names import PageNames
-from hicache.tree.node import Component, PageState, Place, Tier, TreeNode
+from hicache.tree.node import Component, PageState, Place, Tier, TreeNode, own
 
 _MEDIUM: dict[Tier, Medium] = {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}
 
@@ -171,12 +171,12 @@ class RadixTree:
                 adopts = windows and not child.holds(Place.SWA_DEVICE)
                 duplicates.append(Duplicate(pos, end, child.held(tier), adopts))
                 if adopts:
-                    self._ledger.gain(child, Place.SWA_DEVICE, child.held(tier).clone())
+                    self._ledger.gain(child, Place.SWA_DEVICE, own(child.held(tier)))
             elif tier is Tier.HOST and child.state is PageState.BACKING_UP:
                 break
             else:
                 child.hit_count = max(1, child.hit_count)
-                self._gain(child, Place.of(Component.FULL, tier), value[pos // stride : end // stride].clone())
+                self._gain(child, Place.of(Component.FULL, tier), own(value[pos // stride : end // stride]))
                 if windows:
                     self._ledger.gain(child, Place.SWA_DEVICE, child.held(tier))
                 gained.append(child)
@@ -192,7 +192,7 @@ class RadixTree:
         assert node.holds(place.tier), "no component is held where FULL is not"
         if node.holds(place):
             return False
-        self._ledger.gain(node, place, value.reshape(-1).clone())
+        self._ledger.gain(node, place, own(value.reshape(-1)))
         return True
 
     def detach(self, node: TreeNode, place: Place) -> Released:
@@ -215,7 +215,7 @@ class RadixTree:
         if component is Component.FULL:
             self._ledger.set_state(node, PageState.BACKING_UP)
         assert node.pending[component] is None
-        node.pending[component] = pages.clone()
+        node.pending[component] = own(pages)
 
     def end_backup(self, node: TreeNode, confirmed: bool, component: Component = Component.FULL) -> torch.Tensor | None:
         """The copy ended. Confirmed: the host holds it too. Else the pages come back, to be freed. FULL ends first."""
@@ -232,7 +232,7 @@ class RadixTree:
     def begin_load(self, node: TreeNode, slots: torch.Tensor) -> None:
         """A copy of `node` to device `slots` was submitted; matches see it on the device from now on."""
         self._ledger.set_state(node, PageState.LOADING)
-        self._gain(node, Place.FULL_DEVICE, slots.clone())
+        self._gain(node, Place.FULL_DEVICE, own(slots))
 
     def end_load(self, node: TreeNode, confirmed: bool) -> torch.Tensor | None:
         """The copy ended. Failed: the node is on the host only again, and its slots come back (windows and all)."""

@@ -88,6 +88,13 @@ TRANSITIONS: dict[PageState, frozenset[PageState]] = {
 }
 
 
+def own(value: torch.Tensor) -> torch.Tensor:
+    """A copy of slots or pages. On the CPU by one thread: torch would have others help, and wait for them to wake."""
+    if value.device.type != "cpu":
+        return value.clone()
+    return torch.from_numpy(value.numpy().copy())
+
+
 class Span:
     """A run of nodes, root side first, that something in flight refers to. A split keeps it whole."""
 

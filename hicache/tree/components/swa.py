@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from hicache.tree.components.base import Rules, Walk
-from hicache.tree.node import Component, Place, Tier, TreeNode
+from hicache.tree.node import Component, Place, Tier, TreeNode, own
 
 
 class _Window(Walk):
@@ -51,7 +51,7 @@ class SwaRules(Rules):
 
     def split(self, value: torch.Tensor, at_tokens: int, tier: Tier) -> tuple[torch.Tensor | None, torch.Tensor]:
         at = at_tokens if tier is Tier.DEVICE else at_tokens // self._page_size
-        return value[:at].clone(), value[at:].clone()
+        return own(value[:at]), own(value[at:])
 
     def to_lock(self, node: TreeNode, tier: Tier) -> Iterator[TreeNode]:
         nodes = list(self.reach(node))
