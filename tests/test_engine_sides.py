@@ -62,9 +62,7 @@ def settled(engine: CacheEngine) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("page_size", [1, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
-def test_prefix_comes_back_from_device_and_host(
-    device: str, policy: str, page_size: int, model: ModelGeometry
-) -> None:
+def test_prefix_comes_back_from_device_and_host(device: str, policy: str, page_size: int, model: ModelGeometry) -> None:
     """A prompt asked again hits up to its last checkpoint on the device, and from the host after others took over."""
     with build_engine(config(device=device, write_policy=policy, page_size=page_size), model) as engine:
         first = prompt(1, 61)
