@@ -7,6 +7,7 @@ is ordinary memory, a memcpy. Bytes are compared outside the timing: what went d
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import torch
 from bench.common import Case, Report, gb_per_s, interleave, percentile, raw_copies
 from hicache import ModelGeometry
 from hicache.config import EngineConfig
-from hicache.device import MHATokenToKVPool
+from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool
 from hicache.factory import build_transfer
 from hicache.host import HostPagePool
 from hicache.transfer import TransferBackend, TransferOp
@@ -24,9 +25,20 @@ from hicache.transfer import TransferBackend, TransferOp
 NAME = "transfer"
 DESCRIPTION = "host <-> device: up, down and both ways, by page size and page order, against a plain copy"
 
-GEOMETRIES = {
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: one row of `rank` + `rope` values a token and layer."""
+
+    layer_num: int
+    rank: int
+    rope: int
+
+
+GEOMETRIES: dict[str, ModelGeometry | Latent] = {
     "gqa8b": ModelGeometry(layer_num=32, head_num=8, head_dim=128),
     "gqa70b_tp4": ModelGeometry(layer_num=80, head_num=2, head_dim=128),
+    "mla": Latent(layer_num=61, rank=512, rope=64),
 }
 # Shares of a plain copy that the transfers are built for, on CUDA.
 TARGETS = {
@@ -39,7 +51,10 @@ TARGETS = {
     "down.page64.contiguous": 0.98,
     "down.page1.random": 0.98,
     "both.total": 0.97,
+    "both.up": 0.90,
 }
+# Both ways at once is named by the layout too, but for this one.
+BOTH_LAYOUT = "page64.contiguous"
 
 
 @dataclass(frozen=True)
@@ -64,10 +79,11 @@ LAYOUTS = [
 class Rig:
     """Pools and backend of one geometry and page size; built anew for each, outside the timing."""
 
-    def __init__(self, geometry: ModelGeometry, layout: Layout, tokens: int, device: torch.device) -> None:
+    def __init__(self, geometry: ModelGeometry | Latent, layout: Layout, tokens: int, device: torch.device) -> None:
         self.tokens = tokens
         size = tokens + tokens // 4
-        token_bytes = geometry.layer_num * geometry.head_num * geometry.head_dim * 2 * 2
+        self.pool = _pool(geometry, size, layout.device_page, device)
+        token_bytes = self.pool.layout.token_bytes
         config = EngineConfig(
             device_tokens=size,
             host_bytes=(size + layout.host_page) * token_bytes,
@@ -76,10 +92,6 @@ class Rig:
             device=str(device),
             staging_bytes=1 << 30,
         )
-        self.pool = MHATokenToKVPool(
-            size, layout.device_page, config.torch_dtype, geometry.head_num, geometry.head_dim, geometry.layer_num,
-            device, enable_memory_saver=False,
-        )  # fmt: skip
         self.host = HostPagePool(self.pool.layout, layout.host_page, config.host_bytes, pin=device.type == "cuda")
         backend, self.counter = build_transfer(config, self.pool, self.host)
         assert backend is not None
@@ -96,6 +108,7 @@ class Rig:
         half = tokens // 2 // layout.host_page
         self.halves = (self.pages[:half], self.pages[half:])
         self.num_bytes = tokens * token_bytes
+        self.up_seconds: list[float] = []  # of what went up while as much went down
 
     def up(self, pages: torch.Tensor, slots: torch.Tensor) -> TransferOp:
         assert self.counter.can_begin()
@@ -108,11 +121,13 @@ class Rig:
         self.backend.store(self.slots, self.pages).wait()
 
     def both(self) -> None:
-        """Half of the tokens go up while the other half goes down."""
+        """Half of the tokens go up while the other half goes down; looked after as a scheduler does, by polling."""
         middle = len(self.halves[0]) * (len(self.slots) // len(self.pages))
-        ops = [self.up(self.halves[0], self.slots[:middle]), self.backend.store(self.slots[middle:], self.halves[1])]
-        for op in ops:
-            op.wait()
+        down = self.backend.store(self.slots[middle:], self.halves[1])
+        up = self.up(self.halves[0], self.slots[:middle])
+        while not (up.done() and down.done()):
+            time.sleep(0)
+        self.up_seconds.append(up.seconds())
 
     def verify(self) -> None:
         """Random bytes go down, the device is poisoned, they come up: equal to the last byte."""
@@ -134,7 +149,7 @@ class Rig:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, help="tokens moved a run (default: 16384 on CUDA, 1024 else)")
+    parser.add_argument("--tokens", type=int, help="tokens moved a run (default: 32768 on CUDA, 1024 else)")
     parser.add_argument("--samples", type=int, help="timed rounds (default: 20 on CUDA, 7 else)")
     parser.add_argument("--geometry", choices=[*GEOMETRIES, "all"], default="all")
 
@@ -142,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, report: Report) -> None:
     device: torch.device = args.device
     on_cuda = device.type == "cuda"
-    tokens = args.tokens or (16384 if on_cuda else 1024)
+    tokens = args.tokens or (32768 if on_cuda else 1024)
     samples = args.samples or (20 if on_cuda else 7)
     names = list(GEOMETRIES) if args.geometry == "all" else [args.geometry]
     for name in names:
@@ -164,9 +179,22 @@ def _measure(report: Report, geometry: str, layout: Layout, tokens: int, samples
         rig.verify()
     finally:
         rig.close()
+    targets = TARGETS if on_cuda and geometry == "gqa8b" else {}
+    both = "" if layout.name == BOTH_LAYOUT else f".{layout.name}"
     for way, of in ceilings.items():
         ceiling = percentile(gb_per_s(raw[of].num_bytes, seconds[f"raw.{of}"]), 50)
-        case = f"both.total.{layout.name}" if way == "both" else f"{way}.{layout.name}"
-        target = TARGETS.get("both.total" if way == "both" else case) if on_cuda and geometry == "gqa8b" else None
+        case = f"both.total{both}" if way == "both" else f"{way}.{layout.name}"
         values = gb_per_s(rig.num_bytes, seconds[way])
-        report.add(Case.of(f"{case}.{geometry}", values, "GB/s", ceiling=ceiling, target=target))
+        report.add(Case.of(f"{case}.{geometry}", values, "GB/s", ceiling=ceiling, target=targets.get(case)))
+    solo = percentile(gb_per_s(rig.num_bytes, seconds["up"]), 50)
+    values, case = gb_per_s(rig.num_bytes // 2, rig.up_seconds[-samples:]), f"both.up{both}"
+    note = "what goes up while as much goes down, over going up alone"
+    report.add(Case.of(f"{case}.{geometry}", values, "GB/s", ceiling=solo, target=targets.get(case), note=note))
+
+
+def _pool(geometry: ModelGeometry | Latent, size: int, page: int, device: torch.device) -> KVCache:
+    if isinstance(geometry, Latent):
+        latent = (geometry.rank, geometry.rope, geometry.layer_num)
+        return MLATokenToKVPool(size, page, torch.bfloat16, *latent, device, enable_memory_saver=False)
+    heads = (geometry.head_num, geometry.head_dim, geometry.layer_num)
+    return MHATokenToKVPool(size, page, torch.bfloat16, *heads, device, enable_memory_saver=False)

@@ -28,6 +28,7 @@ from hicache.flow.persist import Persist
 from hicache.flow.prefetch import Prefetch, Prefetcher
 from hicache.flow.restore import Restore
 from hicache.flow.share import Sharing
+from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
 from hicache.tree.key import pack_tokens
 from hicache.tree.node import Component, Tier, TreeNode
@@ -104,9 +105,8 @@ class CacheEngine:
         """Start the threads. Nothing moves before."""
         if not self._running:
             self._running = True
-            for transfer in (self._parts.transfer, *(side.transfer for side in self._parts.sides)):
-                if transfer:
-                    transfer.start()
+            for _, transfer in self._transfers():
+                transfer.start()
             if self._parts.disk:
                 self._parts.disk.start()
 
@@ -120,8 +120,8 @@ class CacheEngine:
         if self._running:
             self.flush()
         parts = self._parts
-        sides = [part for side in parts.sides for part in (side.transfer, side.host)]
-        for part in (parts.transfer, *sides[::2], parts.disk, parts.host, *sides[1::2]):
+        hosts = (parts.host, *(side.host for side in parts.sides))
+        for part in (*(transfer for _, transfer in self._transfers()), parts.disk, *hosts):
             if part is not None:
                 part.close()
 
@@ -254,10 +254,18 @@ class CacheEngine:
     def stats(self) -> dict[str, float]:
         """Counters and sizes by dotted name; those of the store under `disk.`."""
         values = self._parts.metrics.snapshot()
+        for name, transfer in self._transfers():
+            values.update({f"{name}.{figure}": value for figure, value in transfer.figures().items()})
         if self._parts.disk:
             store = dataclasses.asdict(self._parts.disk.store.stats())
             values.update({f"disk.{name}": float(value) for name, value in store.items()})
         return values
+
+    def _transfers(self) -> list[tuple[str, TransferBackend]]:
+        parts = self._parts
+        named = [("transfer", parts.transfer)]
+        named += [(f"transfer_{side.component.name.lower()}", side.transfer) for side in parts.sides]
+        return [(name, transfer) for name, transfer in named if transfer is not None]
 
     def check(self) -> None:
         """Raise `InvariantError` with everything that is not as `docs/invariants.md` says. For idle moments and

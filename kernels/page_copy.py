@@ -1,25 +1,19 @@
 """Pages between a device pool's scattered rows and a staging buffer in the order of host pages.
 
-A host page is `[layer][buffer][row]` bytes. For a group of layers, staging row p is that part of page p:
-
-    layer g of the group   [g*S, (g+1)*S)             S: bytes of one layer of a page (where layers are alike)
-    buffer b of it         [off_b, off_b + page_tokens/span_b * row_b)
-    row i of it            row_b bytes: row slots[p*page_tokens + i*span_b] // span_b of the buffer
-
-`span_b` is the number of tokens that share a row: 1 where each slot has one, the device page where each page has one. A
-slot a token, so where all spans are 1 the pool's own page size does not matter; else the tokens of a page come as whole
-device pages, in slot order. Rows move as the widest word that divides their sizes, strides and addresses. Buffers of
-one row size and span share a launch; layers that differ in structure are launched alone.
+For a group of layers, staging row p is that part of host page p, `[layer][buffer][row]`; see `kernels._pages` for the
+order of its bytes. Rows move as the widest word that divides their sizes, strides and addresses. Buffers of one row
+size and span share a launch; layers that differ in structure are launched alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from hicache.kernels._triton import WORDS, Kernels, cdiv, check_kernels, jit, power_of_two, tl, widest_word
+from hicache.kernels._pages import PageTable, RowClass, width_within
+from hicache.kernels._triton import WORDS, Kernels, cdiv, jit, power_of_two, tl
 
 _COLS_PER_PROGRAM = 1024
 _WORDS_PER_PROGRAM = 2048
@@ -71,48 +65,19 @@ def _move_kernel(  # noqa: PLR0917 - Triton binds constants by position
         tl.store(pool_row, tl.load(staged, mask=inside), mask=inside)
 
 
-@dataclass(frozen=True)
-class _RowClass:
-    """Buffers of equal row, row stride and span within layers of one structure: what one launch moves.
-
-    `paired`: all their addresses, offsets and sizes are multiples of 16 bytes.
-    """
-
-    row_bytes: int
-    row_stride: int
-    span: int
-    width: int
-    num_buffers: int
-    table: torch.Tensor
-    paired: bool
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """One buffer of one layer: where its rows are, and where they go within the layer of a page."""
-
-    rows: torch.Tensor
-    offset: int
-    row_bytes: int
-    num_rows: int
-    span: int
-    width: int
-
-    @property
-    def kind(self) -> tuple[int, int, int]:
-        """What buffers of one launch have in common."""
-        return self.row_bytes, self.rows.stride(0), self.span
-
-    @property
-    def page_bytes(self) -> int:
-        return self.num_rows * self.row_bytes
+def _on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Launches go to the current device: make it this one, which costs more than asking whether it is."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 class PageMover:
     """Gathers pages from, and scatters them into, the buffers of one pool.
 
-    Owns the table of buffer addresses; borrows the buffers and keeps them alive. Called by one transfer backend; it
-    holds no state between calls, so threads may share it. Work goes to the current stream of the pool's device.
+    Owns the table of buffer addresses (`table`); borrows the buffers and keeps them alive. Called by one transfer
+    backend; it holds no state between calls, so threads may share it. Work goes to the current stream of the pool's
+    device.
     """
 
     def __init__(
@@ -126,31 +91,14 @@ class PageMover:
 
         `spans`: for each of them the number of tokens that share a row, a divisor of `page_tokens`; None: a row a slot.
         """
-        check_kernels(kernels)
-        if page_tokens < 1 or not layer_buffers or not all(layer_buffers):
-            raise ValueError(f"page_tokens={page_tokens} over {len(layer_buffers)} layers: each must hold something")
+        self.table = PageTable(layer_buffers, page_tokens, kernels, spans)
         self.page_tokens = page_tokens
-        self.num_layers = len(layer_buffers)
-        self._kernels = kernels
-        self._buffers = tuple(tuple(buffers) for buffers in layer_buffers)
-        self._device = self._buffers[0][0].device
-        if spans is None:
-            spans = [[1] * len(buffers) for buffers in self._buffers]
-        self._segments = [_segments(b, s, page_tokens) for b, s in zip(self._buffers, spans, strict=True)]
-        self._ends = [0]
-        for segments in self._segments:
-            self._ends.append(self._ends[-1] + sum(s.page_bytes for s in segments))
-        structures = [[s.kind for s in segments] for segments in self._segments]
-        self.uniform = all(structure == structures[0] for structure in structures)
-        self._classes = self._build_classes() if kernels == "triton" else []
+        self.num_layers = len(self.table.segments)
+        self.uniform = self.table.uniform
 
     def group_bytes(self, first_layer: int, num_layers: int) -> int:
         """Bytes that layers [first_layer, first_layer + num_layers) take of one page."""
-        if first_layer < 0 or num_layers < 0 or first_layer + num_layers > self.num_layers:
-            raise ValueError(
-                f"layers [{first_layer}, {first_layer + num_layers}) are not within the pool's {self.num_layers}"
-            )
-        return self._ends[first_layer + num_layers] - self._ends[first_layer]
+        return self.table.group_bytes(first_layer, num_layers)
 
     def gather(self, slots: torch.Tensor, staging: torch.Tensor, first_layer: int, num_layers: int) -> None:
         """Fill staging `[pages, group_bytes]` uint8 from the rows at `slots`, int64 `[pages * page_tokens]`."""
@@ -166,31 +114,28 @@ class PageMover:
         self._check(slots, staging, self.group_bytes(first_layer, num_layers))
         if not slots.numel() or not num_layers:
             return
-        if self._kernels == "torch":
+        ends, classes = self.table.ends, self.table.classes
+        if self.table.kernels == "torch":
             self._move_naive(slots, staging, first_layer, num_layers, gather)
-        elif self.uniform:
-            with torch.cuda.device_of(slots):
-                self._launch(self._classes[0], slots, staging, first_layer, num_layers, gather)
         else:
-            with torch.cuda.device_of(slots):
+            with _on_device(slots.device):
+                if self.uniform:
+                    self._launch(classes[0], slots, staging, first_layer, num_layers, gather)
+                    return
                 for layer in range(first_layer, first_layer + num_layers):
-                    part = staging[:, self._ends[layer] - self._ends[first_layer] :]
-                    self._launch(self._classes[layer], slots, part, 0, 1, gather)
+                    part = staging[:, ends[layer] - ends[first_layer] :]
+                    self._launch(classes[layer], slots, part, 0, 1, gather)
 
     def _check(self, slots: torch.Tensor, staging: torch.Tensor, group_bytes: int) -> None:
-        num_pages = slots.numel() // self.page_tokens
-        if slots.dtype != torch.int64 or slots.dim() != 1 or slots.numel() % self.page_tokens:
-            raise ValueError(
-                f"slots {tuple(slots.shape)} of {slots.dtype}: need int64, one dimension, {self.page_tokens} a page"
-            )
+        num_pages = self.table.num_pages_of(slots)
         if staging.dtype != torch.uint8 or tuple(staging.shape) != (num_pages, group_bytes):
             raise ValueError(
                 f"staging {tuple(staging.shape)} of {staging.dtype}: need uint8 ({num_pages}, {group_bytes})"
             )
-        if (staging.numel() and staging.stride(1) != 1) or (slots.numel() and slots.stride(0) != 1):
-            raise ValueError("the bytes of a staging row, and slots, must be adjacent")
-        if slots.device != self._device or staging.device != self._device:
-            raise ValueError(f"slots on {slots.device}, staging on {staging.device}, the pool on {self._device}")
+        if staging.numel() and staging.stride(1) != 1:
+            raise ValueError("the bytes of a staging row must be adjacent")
+        if staging.device != self.table.device:
+            raise ValueError(f"staging on {staging.device}, the pool on {self.table.device}")
 
     def _move_naive(
         self, slots: torch.Tensor, staging: torch.Tensor, first_layer: int, num_layers: int, gather: bool
@@ -198,11 +143,11 @@ class PageMover:
         """The torch twin of the kernel."""
         num_pages = staging.shape[0]
         for layer in range(first_layer, first_layer + num_layers):
-            start = self._ends[layer] - self._ends[first_layer]
-            for segment in self._segments[layer]:
+            start = self.table.ends[layer] - self.table.ends[first_layer]
+            for segment in self.table.segments[layer]:
                 first = start + segment.offset
                 part = staging[:, first : first + segment.page_bytes]
-                width = _width_within(part, segment.width)
+                width = width_within(part, segment.width)
                 rows, part = segment.rows.view(WORDS[width]), part.view(WORDS[width])
                 at = slots if segment.span == 1 else slots[:: segment.span] // segment.span
                 if gather:
@@ -212,41 +157,9 @@ class PageMover:
                 else:
                     rows.index_copy_(0, at, part.reshape(-1, segment.row_bytes // width))
 
-    def _build_classes(self) -> list[list[_RowClass]]:
-        """Launch plans: one over all layers where they are alike, else one a layer."""
-        if self.uniform:
-            return [self._classes_of(self._segments)]
-        return [self._classes_of([segments]) for segments in self._segments]
-
-    def _classes_of(self, layers: Sequence[Sequence[_Segment]]) -> list[_RowClass]:
-        """Split the buffers of layers of one structure by row size, row stride and span."""
-        members: dict[tuple[int, int, int], list[int]] = {}
-        for index, segment in enumerate(layers[0]):
-            members.setdefault(segment.kind, []).append(index)
-        layer_bytes = sum(s.page_bytes for s in layers[0])
-        classes = []
-        for (row_bytes, row_stride, span), indices in members.items():
-            offsets = [layers[0][i].offset for i in indices]
-            table = [offsets] + [[segments[i].rows.data_ptr() for i in indices] for segments in layers]
-            # A group of several layers steps by layer_bytes; a single layer does not.
-            steps = [layer_bytes] if len(layers) > 1 else []
-            entries = [n for row in table for n in row]
-            classes.append(
-                _RowClass(
-                    row_bytes,
-                    row_stride,
-                    span,
-                    widest_word(*(layers[0][i].width for i in indices), *steps, *entries),
-                    len(indices),
-                    torch.tensor(table, dtype=torch.int64, device=self._device),
-                    all(n % 16 == 0 for n in (row_bytes, row_stride, *steps, *entries)),
-                )
-            )
-        return classes
-
     def _launch(
         self,
-        classes: Sequence[_RowClass],
+        classes: Sequence[RowClass],
         slots: torch.Tensor,
         staging: torch.Tensor,
         first_layer: int,
@@ -254,11 +167,11 @@ class PageMover:
         gather: bool,
     ) -> None:
         """One launch a row class over the group's layers, which are rows of the address table from `first_layer`."""
-        page_stride = staging.stride(0)
-        layer_bytes = self._ends[1] if num_layers > 1 else 0
+        page_stride, address = staging.stride(0), staging.data_ptr()
+        layer_bytes = self.table.ends[1] if num_layers > 1 else 0
         for rows in classes:
-            width = _width_within(staging, rows.width)
-            paired = rows.paired and width == 8 and page_stride % 16 == 0 and staging.data_ptr() % 16 == 0
+            width = width_within(staging, rows.width)
+            paired = rows.paired and width == 8 and page_stride % 16 == 0 and address % 16 == 0
             row_words = rows.row_bytes // width
             cols = min(power_of_two(row_words), _COLS_PER_PROGRAM)
             num_rows = slots.numel() // rows.span
@@ -283,27 +196,3 @@ class PageMover:
                 PAIRS=paired,
                 num_warps=4,
             )
-
-
-def _width_within(staging: torch.Tensor, width: int) -> int:
-    """The widest word, `width` bytes at most, that staging rows of bytes can be read in."""
-    return widest_word(width, staging.stride(0), staging.data_ptr(), int(staging.storage_offset()))
-
-
-def _segments(buffers: Sequence[torch.Tensor], spans: Sequence[int], page_tokens: int) -> list[_Segment]:
-    """The buffers of one layer as `[num_rows, row_bytes]` bytes, with their offsets within a layer of a page."""
-    segments, offset = [], 0
-    for index, (buffer, span) in enumerate(zip(buffers, spans, strict=True)):
-        if buffer.dim() < 2 or not buffer[:1].is_contiguous():
-            raise ValueError(f"buffer {index} of shape {tuple(buffer.shape)}: need [rows, ...row], rows contiguous")
-        if span < 1 or page_tokens % span:
-            raise ValueError(
-                f"buffer {index} has a row for {span} tokens, which are no whole part of a page of {page_tokens}"
-            )
-        rows = buffer.flatten(1).view(torch.uint8)
-        if rows.data_ptr() != buffer.data_ptr():
-            raise ValueError(f"buffer {index} of strides {buffer.stride()} cannot be viewed as rows of bytes")
-        width = widest_word(rows.shape[1], rows.stride(0), rows.data_ptr(), int(rows.storage_offset()))
-        segments.append(_Segment(rows, offset, rows.shape[1], page_tokens // span, span, width))
-        offset += segments[-1].page_bytes
-    return segments

@@ -1,56 +1,25 @@
-"""Transfers and the layer counter: one suite for both backends."""
+"""Transfers, one suite for both backends, and the plans of the one that has a choice."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transfer_case import RIG_LAYERS as LAYERS
+from transfer_case import Rig
 
-from hicache.config import EngineConfig
-from hicache.device import MHATokenToKVPool
-from hicache.errors import TransferError
-from hicache.factory import build_transfer
-from hicache.host import HostPagePool
-from hicache.transfer import LayerTransferCounter, TransferBackend
-from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents
-from hicache.transfer.plan import down_group, runs, spans, up_group
+from hicache.transfer.plan import ASSUMED, Plan, Shape, Way, choose, cut, fewer_steps, group_size, ramped, runs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-LAYERS = 5
 
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
-
-
-class Rig:
-    """A pool, a host pool and the backend between them."""
-
-    def __init__(self, device: torch.device, heads: int, dim: int, v_dim: int, page: int, staging: int) -> None:
-        size, host_page = 512, 16
-        config = EngineConfig(
-            device_tokens=size, host_bytes=1, host_page_size=host_page, page_size=page, device=str(device),
-            staging_bytes=staging, transfer_chunk_tokens=64,
-        )  # fmt: skip
-        self.pool = MHATokenToKVPool(size, page, torch.bfloat16, heads, dim, LAYERS, device, False, v_head_dim=v_dim)
-        page_bytes = self.pool.layout.page_bytes(host_page)
-        self.host = HostPagePool(self.pool.layout, host_page, 33 * page_bytes, pin=device.type == "cuda")
-        backend, self.counter = build_transfer(config, self.pool, self.host)
-        assert backend is not None
-        self.backend: TransferBackend = backend
-        self.backend.start()
-        self.buffers = [b for layer in range(LAYERS) for b in self.pool.layer_buffers(layer)]
-
-    def close(self) -> None:
-        self.backend.close()
-        self.host.close()
 
 
 @pytest.mark.parametrize(("heads", "dim", "v_dim"), [(2, 64, 64), (1, 24, 40), (8, 128, 128)])
@@ -134,106 +103,72 @@ def test_a_store_waits_for_what_was_queued_before(device: torch.device) -> None:
         rig.close()
 
 
-def events(device: torch.device) -> Callable[[int], CpuLayerEvents | CudaLayerEvents]:
-    return CudaLayerEvents if device.type == "cuda" else CpuLayerEvents
+def test_a_load_waits_for_the_last_users_of_its_slots(device: torch.device) -> None:
+    """A load submitted right after a slow forward that read its slots and wrote to them comes after both."""
+    rig = Rig(device, 8, 128, 128, 16, 1 << 20)
+    try:
+        slots, pages = torch.arange(16, 16 + 256, device=device), torch.arange(1, 17)
+        rig.fill()
+        rig.warm_up(slots, pages)
+        truth = [buffer[slots].clone() for buffer in rig.buffers]
+        for value in range(1, 6):
+            for buffer in rig.buffers:
+                buffer.fill_(value)
+            if device.type == "cuda":
+                torch.cuda._sleep(20_000_000)
+            seen = [buffer[slots].clone() for buffer in rig.buffers]
+            for buffer in rig.buffers:
+                buffer.fill_(-value)
+            rig.load(pages, slots)[1].wait()
+            assert all(bool((read == value).all()) for read in seen)
+            assert all(torch.equal(b[slots], kept) for b, kept in zip(rig.buffers, truth, strict=True))
+    finally:
+        rig.close()
 
 
-def slow_producer(
-    device: torch.device, counter: LayerTransferCounter, load_id: int, data: torch.Tensor
-) -> Iterator[None]:
-    """Fill row `layer` of `data` with layer + 1, late, and record each; beside the consumer, as a load does."""
-    if device.type == "cuda":
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for layer in range(counter.num_layers):
-                torch.cuda._sleep(10_000_000)
-                data[layer].fill_(layer + 1)
-                counter.record(load_id, layer)
-        yield
-        stream.synchronize()
-        return
+@pytest.mark.gpu
+def test_a_replayed_graph_needs_the_last_layer() -> None:
+    """A captured forward calls no getter when it is replayed: behind `wait_all()` it reads what a load still under way
+    brings, and without it what was there before."""
+    rig = Rig(torch.device("cuda"), 8, 128, 128, 16, 1 << 20)
+    try:
+        rig.pool.register_layer_transfer_counter(rig.counter)
+        rig.fill()
+        slots, pages = torch.arange(16, 16 + 256, device="cuda"), torch.arange(1, 17)
+        rig.warm_up(slots, pages)
+        truth = [buffer[slots].clone() for buffer in rig.buffers]
+        seen = [torch.empty_like(kept) for kept in truth]
 
-    def work() -> None:
-        for layer in range(counter.num_layers):
-            time.sleep(0.01)
-            data[layer].fill_(layer + 1)
-            counter.record(load_id, layer)
+        def forward() -> None:
+            buffers = [buffer for layer in range(LAYERS) for buffer in rig.pool.get_kv_buffer(layer)]
+            for target, buffer in zip(seen, buffers, strict=True):
+                torch.index_select(buffer, 0, slots, out=target)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    yield
-    thread.join()
-
-
-def test_the_consumer_sees_every_layer(device: torch.device) -> None:
-    """Behind `wait_until(layer)` the layer's data is there, for each of several loads consumed at once."""
-    counter = LayerTransferCounter(4, events(device))
-    loads = [(counter.begin(), torch.zeros(4, 1000, device=device)) for _ in range(2)]
-    running = [slow_producer(device, counter, load_id, data) for load_id, data in loads]
-    for producer in running:
-        next(producer)
-    counter.set_consumer(tuple(load_id for load_id, _ in loads))
-    for layer in range(4):
-        counter.wait_until(layer)
-        for _, data in loads:
-            assert bool((data[layer].clone() == layer + 1).all())
-    for producer in running:
-        next(producer, None)
-
-
-def test_waiting_for_the_last_layer_covers_all(device: torch.device) -> None:
-    """A forward that calls no getter is right behind `wait_all()`."""
-    counter = LayerTransferCounter(4, events(device))
-    load_id, data = counter.begin(), torch.zeros(4, 1000, device=device)
-    producer = slow_producer(device, counter, load_id, data)
-    next(producer)
-    counter.set_consumer(load_id)
-    counter.wait_all()
-    assert data.clone().sum(1).tolist() == [1000.0, 2000.0, 3000.0, 4000.0]
-    next(producer, None)
-
-
-def test_nothing_to_wait_for(device: torch.device) -> None:
-    """-1, no load at all, and loads whose producer moved on return at once."""
-    counter = LayerTransferCounter(2, events(device))
-    counter.wait_until(1)
-    for consumer in (-1, ()):
-        counter.set_consumer(consumer)
-        counter.wait_until(1)
-    first = counter.begin()
-    for load_id in (first, counter.begin(), counter.begin()):
-        for layer in range(2):
-            counter.record(load_id, layer)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    assert counter.begin() == 3
-    counter.set_consumer(first)  # its producer carries load 3 now, which nobody finishes
-    counter.wait_until(1)
-
-
-def test_a_producer_is_reused_only_when_finished(device: torch.device) -> None:
-    """Three loads may be in flight; the fourth needs the first to have recorded its last layer."""
-    counter = LayerTransferCounter(2, events(device))
-    ids = [counter.begin() for _ in range(3)]
-    assert not counter.can_begin()
-    counter.record(ids[0], 0)
-    assert not counter.can_begin()
-    counter.record(ids[0], 1)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    assert counter.can_begin()
-
-
-def test_a_failed_load_reaches_its_consumer(device: torch.device) -> None:
-    """`wait_until` raises what the load failed of, and the producer is free again."""
-    counter = LayerTransferCounter(2, events(device))
-    load_id = counter.begin()
-    counter.fail(load_id, TransferError("the link is down"))
-    counter.set_consumer(load_id)
-    with pytest.raises(TransferError, match="the link is down"):
-        counter.wait_until(0)
-    assert counter.can_begin()
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        rig.counter.set_consumer(-1)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            forward()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            forward()
+        for waits in (False, True):
+            for buffer in rig.buffers:
+                buffer.fill_(-9)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(200_000_000)
+                load_id, op = rig.load(pages, slots)
+            rig.counter.set_consumer(load_id)
+            if waits:
+                rig.counter.wait_all()
+            graph.replay()
+            torch.cuda.current_stream().synchronize()
+            for got, kept in zip(seen, truth, strict=True):
+                assert torch.equal(got, kept) if waits else bool((got == -9).all())
+            op.wait()
+    finally:
+        rig.close()
 
 
 @given(st.lists(st.integers(1, 60), unique=True, max_size=40), st.integers(1, 20))
@@ -251,11 +186,70 @@ def test_runs_cover_pages_in_order(pages: list[int], rows_per_chunk: int) -> Non
         assert end != start or start % rows_per_chunk == 0
 
 
-def test_groups_make_pieces_wide_enough() -> None:
-    """Groups reach 64 KiB where the model has the layers for it, and up moves single layers as soon as they are
-    that wide."""
-    assert up_group(256 << 10, 32) == 1 and up_group(64 << 10, 32) == 1
-    assert up_group(16 << 10, 32) == 4 and up_group(1 << 10, 32) == 32
-    assert down_group(256 << 10, 32) == 4 and down_group(64 << 10, 32) == 8
-    assert down_group(4 << 10, 32) == 16 and down_group(4 << 10, 5) == 5
-    assert spans(10, 4) == [(0, 4), (4, 8), (8, 10)] and spans(0, 4) == []
+LAYERS_32 = Shape(layer_bytes=256 << 10, num_layers=32, num_pages=512, num_runs=1)
+BUFFER = 128 << 20
+
+
+def sizes(plan: Plan) -> list[int]:
+    return [end - first for first, end in plan.groups]
+
+
+@given(st.lists(st.integers(1, 60), unique=True, max_size=20), st.integers(2, 9), st.data())
+def test_a_cut_is_the_same_whole_or_in_parts(pages: list[int], rows_per_chunk: int, data: st.DataObject) -> None:
+    """The runs within any part of a list of pages are the pages of that part, in order, at their positions."""
+    ids = np.array(pages, dtype=np.int64)
+    start = data.draw(st.integers(0, len(pages)))
+    stop = data.draw(st.integers(start, len(pages)))
+    found = cut(ids, rows_per_chunk).within(start, stop) if start < stop else []
+    assert [page + i for page, count, _ in found for i in range(count)] == pages[start:stop]
+    assert [at + i for _, count, at in found for i in range(count)] == list(range(stop - start))
+    assert all(page // rows_per_chunk == (page + count - 1) // rows_per_chunk for page, count, _ in found)
+
+
+def test_plans_cover_every_layer_once() -> None:
+    """Whatever is moved and however it is cut, the groups of a plan are the layers, in order, each once."""
+    for direction in (ASSUMED.up, ASSUMED.down):
+        for layers, layer_bytes in ((1, 64), (5, 1 << 10), (32, 256 << 10), (61, 73728), (80, 64 << 10)):
+            for pages, num_runs in ((1, 1), (7, 7), (512, 1), (512, 512)):
+                for ramp in (True, False):
+                    shape = Shape(layer_bytes, layers, pages, num_runs, grouped=layers != 5)
+                    plan = choose(direction, shape, BUFFER, ramp=ramp)
+                    covered = [layer for first, end in plan.groups for layer in range(first, end)]
+                    assert covered == list(range(layers))
+                    if not shape.grouped:
+                        assert set(sizes(plan)) == {1}
+
+
+def test_plans_choose_the_cheaper_way() -> None:
+    """Runs go by strided copies, scattered pages by batches, and what is too small for either by the kernel."""
+    scattered, few = replace(LAYERS_32, num_runs=512), replace(LAYERS_32, num_pages=1)
+    assert choose(ASSUMED.up, LAYERS_32, BUFFER, ramp=True).method == "strided"
+    assert choose(ASSUMED.up, scattered, BUFFER, ramp=True).method == "batched"
+    assert choose(ASSUMED.up, few, BUFFER, ramp=True).method == "direct"
+    narrow = Shape(layer_bytes=512, num_layers=4, num_pages=4096, num_runs=4096)
+    assert choose(ASSUMED.up, narrow, BUFFER, ramp=True).method == "direct"
+
+
+def test_groups_make_pieces_worth_their_cost() -> None:
+    """A piece costs at most its share of the time of its bytes, in no more layers than that takes or a buffer fits."""
+    free, dear = Way(50e9), Way(50e9, piece_s=1e-6)
+    assert group_size(free, LAYERS_32, BUFFER) == 1
+    assert group_size(dear, LAYERS_32, BUFFER) == 16  # 5 us a layer: 1.5 % is reached at 13 layers
+    assert group_size(dear, LAYERS_32, 16 << 20) == 8  # eight pages must fit
+    assert group_size(dear, replace(LAYERS_32, layer_bytes=2 << 20), BUFFER) == 2
+    assert group_size(free, replace(LAYERS_32, layer_bytes=16 << 10), BUFFER) == 8  # to 128 KiB
+    assert ramped(8, 32) == [1, 2, 4, 8, 8, 8, 1] and ramped(1, 3) == [1, 1, 1] and ramped(4, 2) == [1, 1]
+
+
+def test_groups_grow_where_steps_are_too_many() -> None:
+    """Steps take the host's time: groups double while that makes them fewer, and stay where a buffer bounds them."""
+    assert fewer_steps(1, Way(50e9), LAYERS_32, 256 << 20) == 2  # 32 steps of 3.2 ms beside a copy of 86 ms
+    assert fewer_steps(1, Way(50e9), LAYERS_32, 16 << 20) == 1  # a buffer holds an eighth of a layer: 256 either way
+    assert fewer_steps(1, Way(50e9), replace(LAYERS_32, num_pages=8192), 4 << 30) == 1
+
+
+def test_up_starts_with_one_layer() -> None:
+    """However layers are grouped on the way up, the first comes alone: a forward can begin with it."""
+    for shape in (LAYERS_32, replace(LAYERS_32, num_runs=512), replace(LAYERS_32, layer_bytes=16 << 10)):
+        plan = choose(ASSUMED.up, shape, BUFFER, ramp=True)
+        assert plan.method == "direct" or sizes(plan)[0] == 1

@@ -48,6 +48,10 @@ class TransferBackend(Protocol):
         """Copy device `slots` to host `pages`, after the work already queued on the current stream that wrote them."""
         ...
 
+    def figures(self) -> dict[str, float]:
+        """What was measured of the link and decided with it, by dotted name, for the statistics."""
+        ...
+
     def start(self) -> None: ...
 
     def close(self) -> None:

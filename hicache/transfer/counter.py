@@ -29,8 +29,8 @@ class LayerEvents(Protocol):
         """A new load takes this producer; from here to its last layer it is not finished."""
         ...
 
-    def record(self, layer: int) -> None:
-        """Layer (dense index) has arrived, in the order of the current stream or thread."""
+    def record(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Layer (dense index) has arrived, in the order of `stream` (None: the current one), or of this thread."""
         ...
 
     def fail(self, error: Exception) -> None:
@@ -55,8 +55,8 @@ class CudaLayerEvents:
     def begin(self) -> None:
         self._submitted, self._error = False, None
 
-    def record(self, layer: int) -> None:
-        self._events[layer].record()
+    def record(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        self._events[layer].record(stream)
         self._submitted = layer == len(self._events) - 1
 
     def fail(self, error: Exception) -> None:
@@ -83,7 +83,7 @@ class CpuLayerEvents:
         with self._condition:
             self._recorded, self._error = 0, None
 
-    def record(self, layer: int) -> None:
+    def record(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         with self._condition:
             self._recorded = layer + 1
             self._condition.notify_all()
@@ -132,8 +132,9 @@ class LayerTransferCounter:
         self._next += 1
         return self._owner[slot]
 
-    def record(self, load_id: int, layer: int) -> None:
-        self._events(load_id).record(layer)
+    def record(self, load_id: int, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Layer (dense index) of a load has arrived; see `LayerEvents.record`."""
+        self._events(load_id).record(layer, stream)
 
     def fail(self, load_id: int, error: Exception) -> None:
         self._events(load_id).fail(error)

@@ -1,54 +1,66 @@
-"""The CUDA backend: the copy engine moves whole runs of pages, kernels in device memory do the scattering.
+"""The CUDA backend: the copy engine moves pages, kernels in device memory do the scattering.
 
-Up, per group of layers: a strided copy brings the group's segment of each page into one of a ring of staging buffers, a
-kernel scatters it to the slots, an event a layer is recorded. The whole load is queued before the forward. Down is the
-reverse, at lower stream priority. Nothing here waits for the device, allocates, or loops over pages in Python.
+Up, per group of layers: a copy brings the group's part of each page into one of a ring of staging buffers, a kernel
+scatters it to the slots, an event a layer is recorded. The whole load is queued before the forward. Down is the
+reverse, at lower stream priority, and is held back while a load has not brought its first layer. What is too small for
+that goes by one kernel that reads or writes the host itself. `hicache.transfer.plan` decides. Nothing here waits for
+the device, allocates device memory, or loops over pages in Python.
 
     ring of buffers   copy waits for `free` -> copies -> records `filled` -> kernel waits -> scatters -> records `free`
 
-Figures and the reasons for each choice: docs/performance.md. May import torch, numpy, cuda.bindings, layout, kernels,
-config and errors.
+Figures and the reasons for each choice: docs/performance.md. May import torch, numpy, layout, kernels, config and
+errors.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-from hicache.errors import ConfigError, TransferError
+from hicache.errors import TransferError
+from hicache.kernels.direct_copy import DirectMover
 from hicache.kernels.page_copy import PageMover
+from hicache.transfer.calibrate import measured_rates
+from hicache.transfer.copies import can_batch, copy_batched, copy_strided, need_bindings
 from hicache.transfer.counter import LayerTransferCounter
-from hicache.transfer.plan import Ids, down_group, runs, spans, up_group
-
-try:
-    from cuda.bindings import runtime as cudart
-except ImportError:
-    cudart = None
+from hicache.transfer.plan import Cut, Direction, Ids, Plan, Shape, choose, cut, spans
 
 _RING = 3
-_PAGES_PER_RUN = 4  # shorter runs on average than this go as one batched copy
 
 
 class CudaOp:
-    """A copy on the streams: done when its last event is. Holds the index tensors that the streams still read."""
+    """A copy on the streams: done when its last event is. Holds the index tensors that the streams still read.
 
-    def __init__(self, num_bytes: int, keep: tuple[torch.Tensor, ...]) -> None:
+    `issue`: queues what is held back; called by whoever asks how far the copy is.
+    """
+
+    def __init__(self, num_bytes: int, keep: tuple[torch.Tensor, ...], issue: Callable[[bool], None]) -> None:
         self.num_bytes = num_bytes
         self.error: Exception | None = None
-        self._keep = keep
+        self._keep, self._issue = keep, issue
         self._begin = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
+        self._queued = False
 
     def began(self, stream: torch.cuda.Stream) -> None:
         self._begin.record(stream)
 
     def ended(self, stream: torch.cuda.Stream) -> None:
         self._end.record(stream)
+        self._queued = True
 
     def done(self) -> bool:
-        return bool(self._end.query())
+        if not self._queued:
+            self._issue(False)
+        return self._queued and bool(self._end.query())
 
     def wait(self) -> None:
+        if not self._queued:
+            self._issue(True)
         self._end.synchronize()
 
     def seconds(self) -> float:
@@ -60,6 +72,7 @@ class _Buffer:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.address = self.bytes.data_ptr()
         self.filled = torch.cuda.Event()
         self.free = torch.cuda.Event()  # never recorded counts as free
 
@@ -74,9 +87,24 @@ class _Lane:
         self._ring = [_Buffer(self.buffer_bytes, device) for _ in range(_RING)]
         self._turn = 0
 
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The bytes of one buffer."""
+        return self._ring[0].bytes
+
     def next(self) -> _Buffer:
         self._turn += 1
         return self._ring[self._turn % _RING]
+
+
+@dataclass(frozen=True)
+class _Store:
+    """A store that was asked for: `ready` is recorded behind whatever wrote the slots."""
+
+    op: CudaOp
+    slots: torch.Tensor
+    ids: Ids
+    ready: torch.cuda.Event
 
 
 class CudaTransfer:
@@ -95,121 +123,161 @@ class CudaTransfer:
         staging_bytes: int,
         chunk_tokens: int,
     ) -> None:
-        if cudart is None:
-            raise ConfigError("the CUDA backend needs the package cuda-bindings: pip install cuda-bindings")
+        need_bindings()
         self._host, self._mover, self._counter, self._device = host, mover, counter, device
+        self._direct, self._host_address = DirectMover(mover, host), host.data_ptr()
         self._rows_per_chunk, self._page_tokens = rows_per_chunk, page_tokens
         self._chunk_pages = max(1, chunk_tokens // page_tokens)
-        self._offsets = np.concatenate([[0], np.cumsum(layer_page_bytes)]).astype(np.int64)
-        widest, layers = max(layer_page_bytes), len(layer_page_bytes)
-        single = not mover.uniform
-        self._up_groups = spans(layers, 1 if single else up_group(widest, layers))
-        self._down_groups = spans(layers, 1 if single else down_group(widest, layers))
+        self._offsets = [0, *np.cumsum(layer_page_bytes).tolist()]
+        widest = max(layer_page_bytes)
+        self._shape = Shape(widest, len(layer_page_bytes), 0, 0, mover.uniform)
         with torch.cuda.device(device):
-            self._up = _Lane(staging_bytes // 2, device, -1, self._widest(self._up_groups))
-            self._down = _Lane(staging_bytes // 2, device, 0, self._widest(self._down_groups))
-        self._any_order = cudart.cudaMemcpyAttributes()
-        self._any_order.srcAccessOrder = cudart.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderAny
-        self._stream_order = cudart.cudaMemcpyAttributes()
-        self._stream_order.srcAccessOrder = cudart.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+            # Down, groups are wide and chunks short; up, a layer of many pages at a time takes the fewest calls.
+            self._up = _Lane(staging_bytes * 3 // 4, device, -1, widest)
+            self._down = _Lane(staging_bytes // 4, device, 0, widest)
+        self._rates = measured_rates(host, self._up.buffer, widest, len(layer_page_bytes), self._direct, page_tokens)
+        self._held_back: deque[_Store] = deque()
+        self._first_layer = torch.cuda.Event()  # of the latest load; never recorded counts as there
+        self._counts = {"strided": 0, "batched": 0, "direct": 0, "held_back": 0}
 
     def start(self) -> None:
         """Nothing to start: streams run by themselves."""
 
     def close(self) -> None:
+        self._issue(True)
         for lane in (self._up, self._down):
             lane.copy.synchronize()
             lane.kernel.synchronize()
 
+    def figures(self) -> dict[str, float]:
+        """What the plan assumes of the link, and how many copies went which way."""
+        return {**self._rates.figures(), **{f"copies.{name}": float(count) for name, count in self._counts.items()}}
+
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> CudaOp:
-        op = CudaOp(len(pages) * int(self._offsets[-1]), (slots,))
-        lane, ids = self._up, pages.numpy()
+        op, ids, lane = self._op(pages, slots), pages.numpy(), self._up
         lane.kernel.wait_stream(torch.cuda.current_stream(self._device))
-        op.began(lane.copy)
-        try:
-            for first, end in self._up_groups:
-                for start, stop in self._chunks(lane, first, end, len(ids)):
-                    buffer = lane.next()
-                    lane.copy.wait_event(buffer.free)
-                    staging = self._copy(lane, buffer, ids[start:stop], first, end, up=True)
-                    buffer.filled.record(lane.copy)
-                    lane.kernel.wait_event(buffer.filled)
-                    with torch.cuda.stream(lane.kernel):
-                        self._mover.scatter(staging, self._slots(slots, start, stop), first, end - first)
-                    buffer.free.record(lane.kernel)
-                with torch.cuda.stream(lane.kernel):
+        pages_cut = cut(ids, self._rows_per_chunk)
+        plan = self._plan(self._rates.up, pages_cut, len(ids), lane, ramp=True)
+        op.began(lane.kernel if plan.method == "direct" else lane.copy)
+        self._first_layer = torch.cuda.Event()
+        with torch.cuda.stream(lane.kernel):
+            try:
+                for first, end in plan.groups:
+                    self._load_group(plan, ids, pages_cut, slots, first, end)
                     for layer in range(first, end):
-                        self._counter.record(load_id, layer)
-        except TransferError as error:
-            op.error = error
-            self._counter.fail(load_id, error)
-        op.ended(lane.kernel)
+                        self._counter.record(load_id, layer, lane.kernel)
+                    if not first:
+                        self._first_layer.record(lane.kernel)
+            except (TransferError, RuntimeError) as error:
+                op.error = error
+                self._counter.fail(load_id, error)
+            op.ended(lane.kernel)
         return op
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor) -> CudaOp:
-        op = CudaOp(len(pages) * int(self._offsets[-1]), (slots,))
-        lane, ids = self._down, pages.numpy()
-        lane.kernel.wait_stream(torch.cuda.current_stream(self._device))
-        op.began(lane.kernel)
-        try:
-            for first, end in self._down_groups:
-                for start, stop in self._chunks(lane, first, end, len(ids)):
-                    buffer = lane.next()
-                    lane.kernel.wait_event(buffer.free)
-                    staging = self._staging(buffer, stop - start, first, end)
-                    with torch.cuda.stream(lane.kernel):
-                        self._mover.gather(self._slots(slots, start, stop), staging, first, end - first)
-                    buffer.filled.record(lane.kernel)
-                    lane.copy.wait_event(buffer.filled)
-                    self._copy(lane, buffer, ids[start:stop], first, end, up=False)
-                    buffer.free.record(lane.copy)
-        except TransferError as error:
-            op.error = error
-        op.ended(lane.copy)
+        op, ready = self._op(pages, slots), torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+        self._held_back.append(_Store(op, slots, pages.numpy(), ready))
+        self._issue(False)
+        if self._held_back:
+            self._counts["held_back"] += 1
         return op
 
-    def _widest(self, groups: list[tuple[int, int]]) -> int:
-        return int(max(self._offsets[end] - self._offsets[first] for first, end in groups))
+    def _op(self, pages: torch.Tensor, slots: torch.Tensor) -> CudaOp:
+        return CudaOp(len(pages) * self._offsets[-1], (slots,), self._issue)
+
+    def _plan(self, direction: Direction, pages_cut: Cut, num_pages: int, lane: _Lane, *, ramp: bool) -> Plan:
+        num_runs = len(pages_cut.page) if can_batch() else 1
+        shape = Shape(self._shape.layer_bytes, self._shape.num_layers, num_pages, num_runs, self._shape.grouped)
+        plan = choose(direction, shape, lane.buffer_bytes, ramp=ramp)
+        self._counts[plan.method] += 1
+        return plan
+
+    def _issue(self, whatever: bool) -> None:
+        """Queue the stores that are held back, unless a load waits for its first layer; `whatever`: in any case."""
+        while self._held_back and (whatever or self._first_layer.query()):
+            store, lane = self._held_back.popleft(), self._down
+            lane.kernel.wait_event(store.ready)
+            pages_cut = cut(store.ids, self._rows_per_chunk)
+            plan = self._plan(self._rates.down, pages_cut, len(store.ids), lane, ramp=False)
+            store.op.began(lane.kernel)
+            with torch.cuda.stream(lane.kernel):
+                try:
+                    for first, end in plan.groups:
+                        self._store_group(plan, store, pages_cut, first, end)
+                except (TransferError, RuntimeError) as error:
+                    store.op.error = error
+            store.op.ended(lane.kernel if plan.method == "direct" else lane.copy)
+
+    def _load_group(self, plan: Plan, ids: Ids, pages_cut: Cut, slots: torch.Tensor, first: int, end: int) -> None:
+        lane = self._up
+        if plan.method == "direct":
+            self._direct.load(self._on_device(ids), slots, first, end - first)
+            return
+        for start, stop in self._chunks(lane, first, end, len(ids)):
+            buffer = lane.next()
+            lane.copy.wait_event(buffer.free)
+            if plan.method == "batched":
+                self._copy_batch(lane, buffer, ids[start:stop], first, end, up=True)
+            else:
+                self._copy_runs(lane, buffer, pages_cut.within(start, stop), first, end, up=True)
+            buffer.filled.record(lane.copy)
+            lane.kernel.wait_event(buffer.filled)
+            staging = self._staging(buffer, stop - start, first, end)
+            self._mover.scatter(staging, self._slots(slots, start, stop), first, end - first)
+            buffer.free.record(lane.kernel)
+
+    def _store_group(self, plan: Plan, store: _Store, pages_cut: Cut, first: int, end: int) -> None:
+        lane, ids = self._down, store.ids
+        if plan.method == "direct":
+            self._direct.store(store.slots, self._on_device(ids), first, end - first)
+            return
+        for start, stop in self._chunks(lane, first, end, len(ids)):
+            buffer = lane.next()
+            lane.kernel.wait_event(buffer.free)
+            staging = self._staging(buffer, stop - start, first, end)
+            self._mover.gather(self._slots(store.slots, start, stop), staging, first, end - first)
+            buffer.filled.record(lane.kernel)
+            lane.copy.wait_event(buffer.filled)
+            if plan.method == "batched":
+                self._copy_batch(lane, buffer, ids[start:stop], first, end, up=False)
+            else:
+                self._copy_runs(lane, buffer, pages_cut.within(start, stop), first, end, up=False)
+            buffer.free.record(lane.copy)
+
+    def _on_device(self, ids: Ids) -> torch.Tensor:
+        return torch.from_numpy(ids).pin_memory().to(self._device, non_blocking=True)
 
     def _chunks(self, lane: _Lane, first: int, end: int, num_pages: int) -> list[tuple[int, int]]:
         """Chunks of pages that fit a staging buffer; down they also stay within the chunk of tokens configured."""
-        fit = max(1, lane.buffer_bytes // int(self._offsets[end] - self._offsets[first]))
+        fit = max(1, lane.buffer_bytes // (self._offsets[end] - self._offsets[first]))
         return spans(num_pages, fit if lane is self._up else min(fit, self._chunk_pages))
 
     def _slots(self, slots: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         return slots[start * self._page_tokens : stop * self._page_tokens]
 
     def _staging(self, buffer: _Buffer, num_pages: int, first: int, end: int) -> torch.Tensor:
-        width = int(self._offsets[end] - self._offsets[first])
+        width = self._offsets[end] - self._offsets[first]
         return buffer.bytes[: num_pages * width].view(num_pages, width)
 
-    def _copy(self, lane: _Lane, buffer: _Buffer, ids: Ids, first: int, end: int, *, up: bool) -> torch.Tensor:
+    def _copy_batch(self, lane: _Lane, buffer: _Buffer, ids: Ids, first: int, end: int, *, up: bool) -> None:
         """Queue the copy of layers [first, end) of host pages `ids` from (up) or to (down) the buffer."""
-        staging = self._staging(buffer, len(ids), first, end)
-        width, pitch = staging.shape[1], self._host.shape[1]
-        host = self._host.data_ptr() + int(self._offsets[first])
-        device = buffer.bytes.data_ptr()
-        page, count, position = runs(ids, self._rows_per_chunk)
-        if len(page) * _PAGES_PER_RUN > len(ids) and len(page) > 1:
-            host_at, device_at = host + ids * pitch, device + np.arange(len(ids)) * width
-            # Up, the source is a page that nobody writes: the engine may read it in any order, which is faster.
-            dst, src, order = (device_at, host_at, self._any_order) if up else (host_at, device_at, self._stream_order)
-            status = cudart.cudaMemcpyBatchAsync(
-                dst.tolist(), src.tolist(), [width] * len(ids), len(ids), [order], [0], 1, lane.copy.cuda_stream
-            )
-            _raise_on(status)
-            return staging
-        kind = cudart.cudaMemcpyKind
-        for at, rows, row in zip(page.tolist(), count.tolist(), position.tolist(), strict=True):
-            near, far = device + row * width, host + at * pitch
+        width, pitch = self._offsets[end] - self._offsets[first], self._host.shape[1]
+        host_at = self._host_address + self._offsets[first] + ids * pitch
+        device_at = buffer.address + np.arange(len(ids)) * width
+        # Up, the source is a page that nobody writes: the engine may read it in any order, which is faster.
+        to, of = (device_at, host_at) if up else (host_at, device_at)
+        copy_batched(to, of, width, up, lane.copy.cuda_stream)
+
+    def _copy_runs(
+        self, lane: _Lane, buffer: _Buffer, pages: list[tuple[int, int, int]], first: int, end: int, *, up: bool
+    ) -> None:
+        """The same for runs of pages: (first page, pages, position in the buffer)."""
+        width, pitch, stream = self._offsets[end] - self._offsets[first], self._host.shape[1], lane.copy.cuda_stream
+        for page, rows, position in pages:
+            near = buffer.address + position * width
+            far = self._host_address + self._offsets[first] + page * pitch
             if up:
-                args = (near, width, far, pitch, width, rows, kind.cudaMemcpyHostToDevice)
+                copy_strided(near, width, far, pitch, width, rows, up, stream)
             else:
-                args = (far, pitch, near, width, width, rows, kind.cudaMemcpyDeviceToHost)
-            _raise_on(cudart.cudaMemcpy2DAsync(*args, lane.copy.cuda_stream))
-        return staging
-
-
-def _raise_on(status: tuple[object, ...]) -> None:
-    if int(status[0]) != 0:  # type: ignore[call-overload]
-        raise TransferError(f"the copy engine refused a copy: {status[0]}")
+                copy_strided(far, pitch, near, width, width, rows, up, stream)

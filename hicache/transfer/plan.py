@@ -1,37 +1,190 @@
-"""How a copy is cut: groups of layers, chunks of pages, runs of contiguous host pages. Index arithmetic only.
+"""How a copy is cut and which way it goes: groups of layers, chunks of pages, copy engine or kernel. Arithmetic only.
 
-Measured on PCIe 5 (see docs/performance.md): strided copies reach the link's speed from rows of 64 KiB on, so narrow
-layers travel in groups; on the way down groups near 1 MiB hide the gather kernels.
+Three ways lead between host pages and the device:
 
-May import numpy.
+    strided   one 2-D copy by the copy engine for each run of contiguous pages, into a staging buffer
+    batched   one call of the copy engine for a list of pages, wherever they are, into a staging buffer
+    direct    a kernel with few blocks that reads or writes pinned memory itself: no staging, no calls a page
+
+What each costs a piece (the part of one page that travels at once) and a byte is measured, by
+`hicache.transfer.calibrate`, or assumed (`ASSUMED`). Narrow layers travel in groups, so that pieces are worth their
+cost. Up, the first groups are small: a forward can start when the first layer is there. May import numpy.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
+Method = Literal["strided", "batched", "direct"]
 
-MIN_PIECE_BYTES = 64 << 10
-DOWN_PIECE_BYTES = 1 << 20
-DOWN_MAX_GROUP = 8
+# What a piece may cost, as a share of the time of its bytes: on the device, and of the host that issues it.
+MAX_PIECE_SHARE = 0.015
+MAX_ISSUE_SHARE = 0.03
+STEP_S = 100e-6  # of the host, for one group of one chunk: events, a kernel launch, a copy call
+LAUNCH_S = 30e-6
+CALL_S = 5e-6  # of the host, for one strided copy
+MIN_CHUNK_PAGES = 8
+MIN_PIECE_BYTES = 128 << 10
+MAX_RAMP_BYTES = 1 << 20  # up, pieces stay below: a forward waits for a whole group
 
 
-def up_group(layer_page_bytes: int, num_layers: int) -> int:
-    """Layers that travel up together: one, unless the pieces would be too narrow for the copy engine."""
-    return min(num_layers, max(1, -(-MIN_PIECE_BYTES // layer_page_bytes)))
+@dataclass(frozen=True)
+class Way:
+    """Seconds of a copy: bytes / `bytes_per_s` + pieces * `piece_s`; the host takes pieces * `issue_s` to issue it."""
+
+    bytes_per_s: float
+    piece_s: float = 0.0
+    issue_s: float = 0.0
 
 
-def down_group(layer_page_bytes: int, num_layers: int) -> int:
-    """Layers that travel down together: enough for pieces near 1 MiB, at most 8 unless those would be too narrow."""
-    wide = min(DOWN_MAX_GROUP, DOWN_PIECE_BYTES // layer_page_bytes)
-    return min(num_layers, max(1, wide, -(-MIN_PIECE_BYTES // layer_page_bytes)))
+@dataclass(frozen=True)
+class Direction:
+    """The three ways in one direction."""
+
+    strided: Way
+    batched: Way
+    direct: Way
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the link does."""
+
+    up: Direction
+    down: Direction
+
+    def figures(self) -> dict[str, float]:
+        """GB/s (1e9) and microseconds a piece, by dotted name."""
+        found: dict[str, float] = {}
+        for name, direction in (("up", self.up), ("down", self.down)):
+            for kind, way in (
+                ("strided", direction.strided),
+                ("batched", direction.batched),
+                ("direct", direction.direct),
+            ):
+                found[f"{name}.{kind}_gb_per_s"] = way.bytes_per_s / 1e9
+                found[f"{name}.{kind}_piece_us"] = way.piece_s * 1e6
+                found[f"{name}.{kind}_issue_us"] = way.issue_s * 1e6
+        return found
+
+
+# One H200 on PCIe 5 x16.
+ASSUMED = Rates(
+    up=Direction(Way(55.4e9, 0.03e-6), Way(55.3e9, 0.05e-6, 0.5e-6), Way(51.0e9)),
+    down=Direction(Way(55.3e9, 0.4e-6), Way(55.2e9, 0.6e-6, 0.5e-6), Way(52.5e9)),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`groups`: half-open intervals of layers that travel together, in order."""
+
+    method: Method
+    groups: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is moved. `layer_bytes`: of one layer of one page; `grouped`: whether layers may travel together."""
+
+    layer_bytes: int
+    num_layers: int
+    num_pages: int
+    num_runs: int
+    grouped: bool = True
+
+
+def choose(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool) -> Plan:
+    """The cheapest way for a copy. `buffer_bytes`: of a staging buffer; `ramp`: begin with small groups."""
+    strided_s = shape.num_runs * CALL_S + shape.num_pages * direction.strided.piece_s
+    batched_s = shape.num_pages * max(direction.batched.issue_s, direction.batched.piece_s)
+    method: Method = "strided" if strided_s <= batched_s else "batched"
+    way = direction.strided if method == "strided" else direction.batched
+    group = 1
+    if shape.grouped:
+        group = fewer_steps(group_size(way, shape, buffer_bytes), way, shape, buffer_bytes)
+        if ramp:
+            group = min(group, max(1, MAX_RAMP_BYTES // shape.layer_bytes))
+    sizes = ramped(group, shape.num_layers) if ramp else [group] * -(-shape.num_layers // group)
+    groups = _consecutive(sizes, shape.num_layers)
+    if _direct_s(direction.direct, shape) < _staged_s(way, shape, groups, buffer_bytes):
+        return Plan(
+            "direct",
+            ((0, shape.num_layers),) if shape.grouped else _consecutive([1] * shape.num_layers, shape.num_layers),
+        )
+    return Plan(method, groups)
+
+
+def group_size(way: Way, shape: Shape, buffer_bytes: int) -> int:
+    """Layers that travel together: the smallest power of two whose pieces are worth their cost, or all that fit."""
+    most = max(1, min(shape.num_layers, buffer_bytes // (MIN_CHUNK_PAGES * shape.layer_bytes)))
+    group = 1
+    while group < most:
+        piece_s = group * shape.layer_bytes / way.bytes_per_s
+        wide = group * shape.layer_bytes >= MIN_PIECE_BYTES
+        if wide and way.piece_s <= MAX_PIECE_SHARE * piece_s and way.issue_s <= MAX_ISSUE_SHARE * piece_s:
+            break
+        group *= 2
+    return min(group, most)
+
+
+def fewer_steps(group: int, way: Way, shape: Shape, buffer_bytes: int) -> int:
+    """`group`, doubled while the host would be too long at issuing steps and wider groups take fewer."""
+    link_s = shape.num_layers * shape.num_pages * shape.layer_bytes / way.bytes_per_s
+
+    def steps(group: int) -> int:
+        return -(-shape.num_layers // group) * -(-shape.num_pages * group * shape.layer_bytes // buffer_bytes)
+
+    while steps(group) * STEP_S > MAX_ISSUE_SHARE * link_s and steps(2 * group) < steps(group):
+        group *= 2
+    return min(group, shape.num_layers)
+
+
+def ramped(group: int, num_layers: int) -> list[int]:
+    """Group sizes that double from one layer up to `group`, and stay there."""
+    sizes, size, left = [], 1, num_layers
+    while left > 0:
+        sizes.append(min(size, left))
+        left -= size
+        size = min(2 * size, group)
+    return sizes
 
 
 def spans(total: int, step: int) -> list[tuple[int, int]]:
     """Half-open intervals of at most `step` that cover [0, total)."""
     return [(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Pages as runs of contiguous ids: first page, number of pages, and position among the pages, of each run."""
+
+    page: Ids
+    count: Ids
+    position: Ids
+
+    def within(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """The runs of pages [start, stop), positions counted from `start`."""
+        found = []
+        first = int(np.searchsorted(self.position, start, side="right")) - 1
+        for at in range(first, len(self.page)):
+            position = int(self.position[at])
+            if position >= stop:
+                break
+            skip = max(0, start - position)
+            count = min(stop, position + int(self.count[at])) - position - skip
+            found.append((int(self.page[at]) + skip, count, position + skip - start))
+        return found
+
+
+def cut(pages: Ids, rows_per_chunk: int) -> Cut:
+    """Cut `pages` into runs; see `runs`."""
+    return Cut(*runs(pages, rows_per_chunk))
 
 
 def runs(pages: Ids, rows_per_chunk: int) -> tuple[Ids, Ids, Ids]:
@@ -45,3 +198,24 @@ def runs(pages: Ids, rows_per_chunk: int) -> tuple[Ids, Ids, Ids]:
     position = np.concatenate([[0], np.flatnonzero(breaks) + 1]).astype(np.int64)
     count = np.diff(np.append(position, len(pages))).astype(np.int64)
     return pages[position], count, position
+
+
+def _consecutive(sizes: list[int], num_layers: int) -> tuple[tuple[int, int], ...]:
+    ends = np.minimum(np.cumsum(sizes), num_layers).tolist()
+    return tuple((start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True) if start < end)
+
+
+def _direct_s(way: Way, shape: Shape) -> float:
+    launches = 1 if shape.grouped else shape.num_layers
+    return shape.layer_bytes * shape.num_layers * shape.num_pages / way.bytes_per_s + launches * LAUNCH_S
+
+
+def _staged_s(way: Way, shape: Shape, groups: tuple[tuple[int, int], ...], buffer_bytes: int) -> float:
+    """Until the last byte is there: the slower of link and issuing host, and the first group, which nothing hides."""
+    link_s = host_s = 0.0
+    for first, end in groups:
+        width = (end - first) * shape.layer_bytes
+        steps = -(-shape.num_pages * width // max(buffer_bytes, width))
+        link_s += shape.num_pages * (width / way.bytes_per_s + way.piece_s)
+        host_s += steps * STEP_S + shape.num_pages * way.issue_s
+    return max(link_s, host_s) + STEP_S

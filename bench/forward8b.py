@@ -1,0 +1,146 @@
+"""The forward that transfers hide behind: matrix work and attention of an 8B model's geometry, over the true pool.
+
+Keys and values go into the pool and are read from it through its getters, which wait for their layer, so what the
+transfer brings is what attention reads. A helper of the overlap bench, no model: no embedding, no rotary positions, no
+logits, and one set of random weights for all layers. Those are 436 MB at 8B, far more than any cache holds, so each
+layer reads them from memory as it would read its own.
+
+    attention   tokens [0, P + S) at `slots`: P of the prefix, S new; query i sees [0, P + i]
+
+Where the slots are one run, attention reads the pool in place, as a paged kernel would; else rows are gathered first.
+May import torch and hicache.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from hicache import ModelGeometry
+from hicache.device import KVCache
+
+
+@dataclass(frozen=True)
+class ForwardShape:
+    """Sizes of a model with grouped heads: `heads` of queries, `kv_heads` of keys and values."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        return ModelGeometry(layer_num=self.layers, head_num=self.kv_heads, head_dim=self.head_dim)
+
+
+FULL = ForwardShape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336)
+TINY = ForwardShape(layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
+
+
+@dataclass(frozen=True)
+class Suffix:
+    """S new tokens over a prefix, with all that does not depend on the layer.
+
+    `x` [S, hidden]; `loc` int64 [S]: slots of the new tokens; `slots` int64 [P + S]: of all, in order; `start`: the
+    first of them where they are one run and are read in place, else None; `mask`: which keys a query sees; `gathered`:
+    room for keys and values [P + S, kv_heads, head_dim], where they are gathered.
+    """
+
+    x: torch.Tensor
+    loc: torch.Tensor
+    slots: torch.Tensor
+    start: int | None
+    mask: torch.Tensor
+    gathered: tuple[torch.Tensor, ...]
+
+
+class Forward:
+    """`layers` of norm, attention, norm and gated MLP over one pool; x [S, hidden] in, [S, hidden] out.
+
+    Work goes to the current stream and nothing here waits for the device. The same inputs give the same bits.
+    """
+
+    def __init__(self, shape: ForwardShape, pool: KVCache, prefix_slots: torch.Tensor, new_slots: torch.Tensor) -> None:
+        """`prefix_slots` [P] and `new_slots` [at least S], int64 on the pool's device."""
+        self.shape, self._pool = shape, pool
+        self._prefix_slots, self._new_slots = prefix_slots, new_slots
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self._widths = [q, kv, kv]
+        generator = torch.Generator(pool.device).manual_seed(0)
+
+        def weight(rows: int, columns: int) -> torch.Tensor:
+            values = torch.randn(rows, columns, generator=generator, device=pool.device, dtype=pool.dtype)
+            return values.mul_(1 / math.sqrt(rows))
+
+        self._qkv, self._out = weight(shape.hidden, q + 2 * kv), weight(q, shape.hidden)
+        self._gate_up, self._down = weight(shape.hidden, 2 * shape.mlp), weight(shape.mlp, shape.hidden)
+
+    def suffix(self, num_tokens: int, *, gather: bool = False) -> Suffix:
+        """A batch of `num_tokens` new tokens, the same at every call; `gather` has even one run of slots gathered.
+
+        ValueError where there are fewer new slots. Waits for the device.
+        """
+        if not 0 < num_tokens <= len(self._new_slots):
+            raise ValueError(f"{num_tokens} new tokens for {len(self._new_slots)} slots")
+        device, dtype, shape = self._pool.device, self._pool.dtype, self.shape
+        loc = self._new_slots[:num_tokens]
+        slots = torch.cat([self._prefix_slots, loc])
+        in_one_run = bool((slots.diff() == 1).all())
+        start = int(slots[0]) if in_one_run and not gather else None
+        generator = torch.Generator(device).manual_seed(num_tokens)
+        x = torch.randn(num_tokens, shape.hidden, generator=generator, device=device, dtype=dtype)
+        rows = (len(slots), shape.kv_heads, shape.head_dim)
+        gathered = tuple(torch.empty(rows, device=device, dtype=dtype) for _ in range(2 if start is None else 0))
+        return Suffix(x, loc, slots, start, self._mask(num_tokens, len(slots)), gathered)
+
+    @torch.inference_mode()
+    def __call__(self, suffix: Suffix) -> torch.Tensor:
+        """What the last layer leaves of `suffix.x`, a new tensor; new keys and values are in the pool afterwards."""
+        x = suffix.x
+        with self._flash():
+            for layer in self._pool.layer_ids:
+                x = torch.addmm(x, self._attention(layer, suffix, F.rms_norm(x, x.shape[1:])), self._out)
+                gate, up = (F.rms_norm(x, x.shape[1:]) @ self._gate_up).chunk(2, dim=1)
+                x = torch.addmm(x, F.silu(gate).mul_(up), self._down)
+        return x
+
+    def _attention(self, layer: int, suffix: Suffix, x: torch.Tensor) -> torch.Tensor:
+        """[S, hidden] to [S, heads * head_dim]. Projection and store come before the first wait for the layer."""
+        row = (self.shape.kv_heads, self.shape.head_dim)
+        q, k, v = (x @ self._qkv).split(self._widths, dim=1)
+        self._pool.set_kv_buffer(layer, suffix.loc, k.unflatten(1, row), v.unflatten(1, row))
+        keys = self._rows(suffix, self._pool.get_key_buffer(layer), 0)
+        values = self._rows(suffix, self._pool.get_value_buffer(layer), 1)
+        queries = q.unflatten(1, (self.shape.heads, self.shape.head_dim))
+        q, k, v = (rows.transpose(0, 1)[None] for rows in (queries, keys, values))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=suffix.mask, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+    def _rows(self, suffix: Suffix, buffer: torch.Tensor, which: int) -> torch.Tensor:
+        """Keys or values of all tokens in order, [P + S, kv_heads, head_dim]: the pool's own rows, or gathered."""
+        if suffix.start is not None:
+            return buffer[suffix.start : suffix.start + len(suffix.slots)]
+        words, into = (t.flatten(1).view(torch.int64) for t in (buffer, suffix.gathered[which]))
+        torch.index_select(words, 0, suffix.slots, out=into)
+        return suffix.gathered[which]
+
+    def _mask(self, num_queries: int, num_keys: int) -> torch.Tensor:
+        """Aligned at the last query and key. On CUDA a mark for the flash kernel, which needs no mask in memory."""
+        if self._pool.device.type == "cuda":
+            return causal_lower_right(num_queries, num_keys)
+        return torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+
+    def _flash(self) -> AbstractContextManager[None]:
+        """On CUDA the flash kernel or an error: any other would write out a mask of S x (P + S)."""
+        if self._pool.device.type == "cuda":
+            return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+        return nullcontext()

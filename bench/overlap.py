@@ -1,0 +1,309 @@
+"""How far a load hides behind the forward that needs it, and what it costs the GPU's own work.
+
+A prefix lies on the host; S new tokens are computed over it by a forward of the 8B geometry (bench.forward8b) while the
+transfer brings the prefix layer by layer. Timed in turns, on the host's clock, from the submission of the load to an
+idle device: each half alone, both with an event a layer, and the control: both with one wait for all layers before
+the forward, which can hide nothing. Outputs are compared outside the timing (bench.stage).
+
+    overlap = max(load, compute) / measured       hidden = (load + compute - measured) / min(load, compute)
+
+May import torch, bench.transfer, bench.forward8b, bench.stage and hicache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from bench.common import BenchUnavailable, Case, Report, Timer, interleave, percentile, wall_timer
+from bench.forward8b import FULL, TINY
+from bench.stage import Stage, step_timer
+from bench.transfer import Layout
+from hicache.config import EngineConfig
+from hicache.factory import build_transfer
+from hicache.transfer import LayerTransferCounter, TransferBackend
+
+NAME = "overlap"
+DESCRIPTION = "loads behind a forward of the 8B geometry: time hidden, time added, time to submit"
+
+PAGE = 64
+CONTIGUOUS = Layout("page64.contiguous", PAGE, PAGE, False)
+RANDOM = Layout("page64.random", PAGE, PAGE, True)
+SUFFIXES = (64, 256, 1024, 2048, 4096, 8192)
+RANDOM_SUFFIXES = (1024, 4096)
+
+# What the transfers are built for, on CUDA.
+SUBMIT_MS = 3.0
+MATMUL_TARGET = 1.02
+HOST_PREFIX_TARGET = 1.02
+OVERLAP_TARGET = 0.97
+LONG_COMPUTE = 1.2  # a suffix computes for this many times the load: the load should not show at all
+CONTROL_GAP = 0.3  # hidden share that layer events must add at the suffix nearest to balance
+
+_BUSY_CYCLES = 60_000_000  # 30 ms of device time and more: ten times what a submission may take
+_SHARE_OF_LOAD = 0.9  # matmuls beside a load end before it does
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds of one suffix: medians of each half alone, and every run of both at once and of the control."""
+
+    num_tokens: int
+    load: float
+    compute: float
+    together: tuple[float, ...]
+    control: tuple[float, ...]
+
+    @property
+    def measured(self) -> float:
+        return percentile(self.together, 50)
+
+    @property
+    def imbalance(self) -> float:
+        """0 where load and compute take equally long."""
+        return abs(math.log(self.compute / self.load))
+
+    def hidden(self, runs: Sequence[float]) -> list[float]:
+        """The share of the shorter half that each run hid: 1 all of it, 0 none, below 0 it took longer than both."""
+        return [(self.load + self.compute - run) / min(self.load, self.compute) for run in runs]
+
+    def cases(self, ending: str, *, target: bool) -> list[Case]:
+        longer = max(self.load, self.compute)
+        parts = (("load", self.load), ("compute", self.compute), ("both", self.measured))
+        note = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in parts)
+        name = f"suffix{self.num_tokens}{ending}"
+        shares = [longer / run for run in self.together]
+        goal = OVERLAP_TARGET if target else None
+        control = f"one wait for all layers: {percentile(self.control, 50) * 1e3:.2f} ms"
+        return [
+            Case.of(f"overlap.{name}", shares, "share", ceiling=1.0, target=goal, note=note),
+            Case.of(f"overlap.hidden.{name}", self.hidden(self.together), "share"),
+            Case.of(f"overlap.control.{name}", self.hidden(self.control), "share", better="lower", note=control),
+        ]
+
+
+def host_prefix_case(overlaps: Sequence[Overlap], ending: str, *, target: bool) -> Case | None:
+    """What a prefix on the host adds to the shortest forward that computes clearly longer than the load; None: none."""
+    long = [o for o in overlaps if o.compute >= LONG_COMPUTE * o.load]
+    if not long:
+        return None
+    o = min(long, key=lambda overlap: overlap.num_tokens)
+    note = (
+        f"{o.num_tokens} new tokens, compute {o.compute / o.load:.2f} x transfer; the ceiling is the resident forward"
+    )
+    values, goal = [run * 1e3 for run in o.together], HOST_PREFIX_TARGET if target else None
+    return Case.of(
+        f"forward.host_prefix{ending}", values, "ms", better="lower", ceiling=o.compute * 1e3, target=goal, note=note
+    )
+
+
+def check_control(overlaps: Sequence[Overlap]) -> None:
+    """AssertionError unless layer events hide clearly more than the control where load and compute are most alike."""
+    o = min(overlaps, key=lambda overlap: overlap.imbalance)
+    hidden, control = (percentile(o.hidden(runs), 50) for runs in (o.together, o.control))
+    if not hidden - control > CONTROL_GAP:
+        raise AssertionError(
+            f"{o.num_tokens} new tokens: layer events hide {hidden:.2f} of the shorter half, one wait for all layers "
+            f"{control:.2f}; the difference should be above {CONTROL_GAP}"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--samples", type=int, help="timed rounds (default: 20 on CUDA, 3 else)")
+    parser.add_argument("--prefix-tokens", type=int, help="tokens on the host (default: 32768 on CUDA, 512 else)")
+    parser.add_argument(
+        "--suffixes", type=int, nargs="+", help="new tokens (default: 64 to 8192 on CUDA, 8 and 32 else)"
+    )
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    """The full geometry on CUDA; elsewhere a tiny one, to see that it works: no figure of it means anything."""
+    device: torch.device = args.device
+    on_cuda = device.type == "cuda"
+    samples = args.samples or (20 if on_cuda else 3)
+    prefix_tokens = args.prefix_tokens or (32768 if on_cuda else 512)
+    suffixes = sorted(set(args.suffixes or (SUFFIXES if on_cuda else (8, 32))))
+    if prefix_tokens < PAGE or prefix_tokens % PAGE:
+        raise BenchUnavailable(f"--prefix-tokens {prefix_tokens}: give whole pages of {PAGE}")
+    if suffixes[0] < 1 or suffixes[-1] > prefix_tokens // 4 // PAGE * PAGE:
+        raise BenchUnavailable(f"--suffixes {suffixes}: give 1 to {prefix_tokens // 4 // PAGE * PAGE}")
+    shape, scattered = FULL if on_cuda else TINY, _some_of(suffixes)
+    with torch.cuda.device(device) if on_cuda else nullcontext():
+        try:
+            _stage(report, Stage(shape, CONTIGUOUS, prefix_tokens, device), samples, "", suffixes)
+            _stage(report, Stage(shape, RANDOM, prefix_tokens, device), samples, ".random", scattered)
+        except AssertionError:
+            report.print()  # no file is written: show what was measured until then
+            raise
+
+
+def _stage(report: Report, stage: Stage, samples: int, ending: str, lengths: Sequence[int]) -> None:
+    """All cases of one order of pages; closes the stage."""
+    try:
+        _submit(report, stage, samples, ending)
+        if not ending:
+            _matmul(report, stage, samples)
+            _gather(report, stage, samples, _some_of(lengths)[0])
+        _overlap(report, stage, samples, ending, lengths)
+        stage.rig.verify()
+    finally:
+        stage.close()
+
+
+def _some_of(suffixes: Sequence[int]) -> Sequence[int]:
+    """The lengths that are measured in more ways than one."""
+    return [s for s in suffixes if s in RANDOM_SUFFIXES] or suffixes[:1]
+
+
+def _overlap(report: Report, stage: Stage, samples: int, ending: str, lengths: Sequence[int]) -> None:
+    target, overlaps = stage.device.type == "cuda", []
+    for num_tokens in lengths:
+        steps = stage.steps(stage.forward.suffix(num_tokens))
+        seconds = interleave(steps, samples=samples, warmup=1, timer=step_timer(stage.sync))
+        load, compute = (percentile(seconds[name], 50) for name in ("load", "compute"))
+        overlap = Overlap(num_tokens, load, compute, tuple(seconds["together"]), tuple(seconds["control"]))
+        overlaps.append(overlap)
+        for case in overlap.cases(ending, target=target):
+            report.add(case)
+    host_prefix = host_prefix_case(overlaps, ending, target=target)
+    if host_prefix is not None:
+        report.add(host_prefix)
+    if target:
+        check_control(overlaps)
+
+
+def _gather(report: Report, stage: Stage, samples: int, num_tokens: int) -> None:
+    """What gathering rows costs a forward that could read them in place."""
+    in_place, gathered = (stage.forward.suffix(num_tokens, gather=gather) for gather in (False, True))
+    stage.resident(in_place)
+    expected = stage.output
+    stage.resident(gathered)
+    if not torch.equal(stage.output, expected):
+        raise AssertionError("a forward over gathered rows is not the forward over the same rows in place")
+    variants = {"place": lambda: stage.resident(in_place), "gather": lambda: stage.resident(gathered)}
+    seconds = interleave(variants, samples=samples, warmup=1, sync=stage.sync)
+    values, ceiling = [s * 1e3 for s in seconds["gather"]], percentile(seconds["place"], 50) * 1e3
+    note = "resident; the ceiling reads the pool in place"
+    name = f"forward.gather.suffix{num_tokens}"
+    report.add(Case.of(name, values, "ms", better="lower", ceiling=ceiling, note=note))
+
+
+def _submit(report: Report, stage: Stage, samples: int, ending: str) -> None:
+    """Host time of `backend.load` with the device busy: by the rig's backend, and by one of the default staging."""
+    rig, on_cuda = stage.rig, stage.device.type == "cuda"
+    tokens = f"{rig.tokens >> 10}k" if rig.tokens % 1024 == 0 else str(rig.tokens)
+    contiguous = not ending
+    _time_submit(report, stage, rig.backend, rig.counter, samples, f"submit.{tokens}{ending}", on_cuda and contiguous)
+    if not contiguous:
+        return
+    default = EngineConfig(device_tokens=rig.pool.size, host_page_size=PAGE, device=str(stage.device))
+    backend, counter = build_transfer(default, rig.pool, rig.host)
+    assert backend is not None
+    backend.start()
+    try:
+        name = f"submit.{tokens}.staging{default.staging_bytes >> 20}"
+        _time_submit(report, stage, backend, counter, samples, name, False)
+    finally:
+        backend.close()
+
+
+def _time_submit(
+    report: Report,
+    stage: Stage,
+    backend: TransferBackend,
+    counter: LayerTransferCounter,
+    samples: int,
+    name: str,
+    strict: bool,
+) -> None:
+    """`strict`: there is a target, and a submission that waited for the device is an AssertionError."""
+    rig, on_cuda = stage.rig, stage.device.type == "cuda"
+    values: list[float] = []
+    waited = 0
+    for turn in range(-2, samples):
+        end = _occupy(stage.device) if on_cuda else None
+        load_id = counter.begin()
+        start = time.perf_counter()
+        op = backend.load(rig.pages, rig.slots, load_id)
+        elapsed = time.perf_counter() - start
+        idle = end is not None and end.query()
+        op.wait()
+        if turn >= 0:
+            values.append(elapsed * 1e3)
+            waited += idle
+    if strict and waited:
+        raise AssertionError(
+            f"{name}: {waited} of {samples} submissions returned after the device's own work had ended"
+        )
+    note = f"returned with the device still busy: {samples - waited} of {samples}" if on_cuda else ""
+    ceiling, target = SUBMIT_MS if on_cuda else None, 1.0 if strict else None
+    report.add(Case.of(name, values, "ms", better="lower", ceiling=ceiling, target=target, note=note))
+
+
+def _occupy(device: torch.device) -> torch.cuda.Event:
+    """Keep the idle device busy on the current stream for longer than a submission may take; the event is its end."""
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(_BUSY_CYCLES)
+    end = torch.cuda.Event()
+    end.record()
+    return end
+
+
+def _matmul(report: Report, stage: Stage, samples: int) -> None:
+    """Matmuls back to back on a stream of their own, alone and within a load at full speed."""
+    on_cuda = stage.device.type == "cuda"
+    side = 8192 if on_cuda else 128
+    a, b, c = (torch.randn(side, side, device=stage.device, dtype=torch.bfloat16) for _ in range(3))
+    clock = _stream_clock(stage.device) if on_cuda else wall_timer()
+
+    def seconds_of(count: int) -> float:
+        return clock(lambda: [torch.mm(a, b, out=c) for _ in range(count)])
+
+    alone = interleave({"load": stage.load}, samples=3, warmup=1, sync=stage.sync)["load"]
+    seconds_of(8)
+    count = max(1, int(_SHARE_OF_LOAD * percentile(alone, 50) / (seconds_of(8) / 8)))
+    outlasted: list[bool] = []
+    loads: list[float] = []
+
+    def beside_load() -> float:
+        _, op = stage.submit()
+        seconds = seconds_of(count)
+        outlasted.append(not op.done())
+        op.wait()
+        loads.append(op.seconds())
+        return seconds
+
+    variants = {"alone": lambda: seconds_of(count), "load": beside_load}
+    seconds = interleave(variants, samples=samples, timer=lambda run: cast(float, run()))
+    each = {name: [s / count * 1e3 for s in values] for name, values in seconds.items()}
+    note = (
+        f"{count} of {side}^3 a run; the load took {percentile(loads, 50) * 1e3:.1f} ms beside them, "
+        f"{percentile(alone, 50) * 1e3:.1f} alone, and outlasted them in {sum(outlasted)} of {len(outlasted)} runs"
+    )
+    ceiling, target = percentile(each["alone"], 50), MATMUL_TARGET if on_cuda else None
+    report.add(
+        Case.of("matmul.during_load", each["load"], "ms", better="lower", ceiling=ceiling, target=target, note=note)
+    )
+
+
+def _stream_clock(device: torch.device) -> Timer:
+    """Seconds between two events on a stream of its own; whatever other streams do goes on meanwhile."""
+    stream = torch.cuda.Stream(device)
+
+    def measure(run: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            start.record()
+            run()
+            end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    return measure

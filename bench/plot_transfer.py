@@ -1,0 +1,133 @@
+"""GB/s against page size beside the ceiling, drawn from the result files of the transfer bench.
+
+    python -m bench.plot_transfer [RESULT ...] [--out DIR]
+
+writes `transfer-<machine>.svg` for each `bench/results/transfer-<machine>.json` (default: all of them) into
+`docs/figures`. The same result gives the same bytes. Measures nothing; needs matplotlib: `pip install hicache[plot]`.
+May import bench.common and bench.transfer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.common import RESULTS, ROOT, BenchUnavailable, Case, Report, read_report
+from bench.transfer import LAYOUTS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FIGURES = ROOT / "docs" / "figures"
+WAYS = {"up": "up: host to device", "down": "down: device to host"}
+ORDERS = {"contiguous": "C0", "random": "C1"}
+
+_NAME = re.compile(r"(?P<way>up|down)\.(?P<layout>page\d+\.(?P<order>contiguous|random))\.(?P<geometry>\w+)")
+_BAR = 0.36
+_PAGES = {layout.name: (layout.device_page, layout.host_page) for layout in LAYOUTS}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One measured case: pages of `device_page` and `host_page` tokens in one order, moved one way."""
+
+    geometry: str
+    way: str
+    order: str
+    device_page: int
+    host_page: int
+    case: Case
+
+
+def bars_of(report: Report) -> list[Bar]:
+    """The one-way cases of a transfer result, in its order. BenchUnavailable where there are none."""
+    bars = []
+    for case in report.cases:
+        found = _NAME.fullmatch(case.name)
+        if found and found["layout"] in _PAGES and case.ceiling is not None:
+            bars.append(Bar(found["geometry"], found["way"], found["order"], *_PAGES[found["layout"]], case))
+    if not bars:
+        raise BenchUnavailable(f"the result of {report.bench} on {report.machine} has no transfers to draw")
+    return bars
+
+
+def plot(report: Report) -> Figure:
+    """A row a geometry, a column a way: medians by page size and order, p10 to p90 as whiskers, ceilings as lines.
+
+    The number on a bar is its share of the ceiling. BenchUnavailable where matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise BenchUnavailable("plots need matplotlib, which is not installed; pip install hicache[plot]") from None
+    bars = bars_of(report)
+    geometries = list(dict.fromkeys(bar.geometry for bar in bars))
+    pages = sorted({(bar.device_page, bar.host_page) for bar in bars})
+    figure = Figure(figsize=(10, 0.6 + 3.2 * len(geometries)), layout="constrained")
+    panels: Any = figure.subplots(len(geometries), len(WAYS), sharex=True, sharey=True, squeeze=False)
+    for row, geometry in zip(panels, geometries, strict=True):
+        for panel, (way, title) in zip(row, WAYS.items(), strict=True):
+            _draw(panel, [bar for bar in bars if (bar.geometry, bar.way) == (geometry, way)], pages)
+            panel.set_title(f"{title}, {geometry}")
+        row[0].set_ylabel("GB/s")
+    for panel in panels[-1]:
+        panel.set_xticks(range(len(pages)), [f"{device} / {host}" for device, host in pages])
+        panel.set_xlabel("tokens of a device page / host page")
+    top = max(max(bar.case.p90, bar.case.ceiling or 0.0) for bar in bars)
+    panels[0][0].set_ylim(0, 1.15 * top)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.suptitle(f"Transfers on {report.machine}, commit {report.commit[:12]}")
+    return figure
+
+
+def _draw(panel: Any, bars: Sequence[Bar], pages: Sequence[tuple[int, int]]) -> None:
+    for order, color in ORDERS.items():
+        drawn = [bar for bar in bars if bar.order == order]
+        side = -_BAR / 2 if order == "contiguous" else _BAR / 2
+        at = [pages.index((bar.device_page, bar.host_page)) + side for bar in drawn]
+        cases = [bar.case for bar in drawn]
+        spread = [[case.value - case.p10 for case in cases], [case.p90 - case.value for case in cases]]
+        panel.bar(at, [c.value for c in cases], _BAR, yerr=spread, color=color, capsize=2, label=f"pages {order}")
+        ceilings = [case.ceiling for case in cases]
+        left, right = [x - _BAR / 2 for x in at], [x + _BAR / 2 for x in at]
+        label = "a plain copy in the same process" if order == "contiguous" else None
+        panel.hlines(ceilings, left, right, colors="black", linestyles="dashed", label=label)
+        for x, case in zip(at, cases, strict=True):
+            panel.annotate(f"{case.ratio:.2f}", (x, case.value / 2), ha="center", va="center", color="white")
+
+
+def write(result: Path, folder: Path = FIGURES) -> Path:
+    """Draw one result file into `folder`; returns the figure's path."""
+    report = read_report(result)
+    figure = plot(report)
+    import matplotlib as mpl  # here, as in `plot`: the benches load without it
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"transfer-{report.machine}.svg"
+    with mpl.rc_context({"svg.hashsalt": path.name}):
+        figure.savefig(path, metadata={"Date": None})
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.plot_transfer", description=__doc__.partition("\n")[0])
+    parser.add_argument("results", nargs="*", type=Path, metavar="RESULT", help="default: all in bench/results")
+    parser.add_argument("--out", type=Path, default=FIGURES, metavar="DIR", help="folder of the figures")
+    args = parser.parse_args(argv)
+    try:
+        for result in args.results or sorted(RESULTS.glob("transfer-*.json")):
+            print(write(result, args.out))
+    except (BenchUnavailable, OSError, ValueError) as error:
+        print(f"plot_transfer: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

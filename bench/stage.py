@@ -1,0 +1,127 @@
+"""A prefix on the host, a forward that needs it, and the ways in which the two may follow one another.
+
+Every forward is compared bit by bit with one over a resident prefix, and a prefix that is to be loaded is poisoned
+before; both outside the timing. A helper of the overlap bench. May import torch, bench.transfer and bench.forward8b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from bench.common import Timer, wall_timer
+from bench.forward8b import Forward, ForwardShape, Suffix
+from bench.transfer import Layout, Rig
+from hicache.transfer import TransferOp
+
+_POISON = -7.0
+
+Sync = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A variant with what is done before and after it outside the timing."""
+
+    run: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+    after: Callable[[], object] = lambda: None
+
+    def __call__(self) -> object:
+        return self.run()
+
+
+def step_timer(sync: Sync | None) -> Timer:
+    """Seconds of a `Step`'s run on the host's clock, between two calls of `sync`."""
+    clock = wall_timer(sync)
+
+    def measure(run: Callable[[], object]) -> float:
+        step = run if isinstance(run, Step) else Step(run)
+        step.before()
+        seconds = clock(step.run)
+        step.after()
+        return seconds
+
+    return measure
+
+
+class Stage:
+    """A prefix on the host, its slots on the device, and a forward over them.
+
+    Owns the pools and the backend of a `Rig`. `output` is what the last forward left. Used by one thread.
+    """
+
+    def __init__(self, shape: ForwardShape, layout: Layout, prefix_tokens: int, device: torch.device) -> None:
+        self.rig = Rig(shape.geometry, layout, prefix_tokens, device)
+        self.device, self.shape = device, shape
+        self.sync: Sync | None = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
+        pool = self.rig.pool
+        pool.register_layer_transfer_counter(self.rig.counter)
+        unused = torch.ones(pool.size + pool.page_size, dtype=torch.bool, device=device)
+        unused[: pool.page_size] = False
+        unused[self.rig.slots] = False
+        self.forward = Forward(shape, pool, self.rig.slots, unused.nonzero().flatten())
+        self.output = torch.empty(0, device=device)
+        self.rig.verify()
+
+    def load(self) -> None:
+        self.rig.counter.set_consumer(-1)
+        self.rig.whole_up()
+
+    def resident(self, suffix: Suffix) -> None:
+        self.rig.counter.set_consumer(-1)
+        self.output = self.forward(suffix)
+
+    def together(self, suffix: Suffix) -> None:
+        """Load and forward at once, each layer waiting for its own."""
+        self._behind_load(suffix, wait_all=False)
+
+    def control(self, suffix: Suffix) -> None:
+        """The same without layer events: the forward begins when the last layer is there."""
+        self._behind_load(suffix, wait_all=True)
+
+    def submit(self) -> tuple[int, TransferOp]:
+        counter = self.rig.counter
+        assert counter.can_begin()
+        load_id = counter.begin()
+        return load_id, self.rig.backend.load(self.rig.pages, self.rig.slots, load_id)
+
+    def poison(self) -> None:
+        """Overwrite the prefix on the device."""
+        for layer in self.rig.pool.layer_ids:
+            for buffer in self.rig.pool.layer_buffers(layer):
+                buffer.index_fill_(0, self.rig.slots, _POISON)
+
+    def steps(self, suffix: Suffix) -> dict[str, Step]:
+        """The variants of one suffix; each forward is compared with one over the prefix as it is on the device now."""
+        self.resident(suffix)
+        expected = self.output
+
+        def check() -> None:
+            if not torch.equal(self.output, expected):
+                raise AssertionError(f"{len(suffix.x)} new tokens: the output is not that over a resident prefix")
+
+        return {
+            "load": Step(self.load),
+            "compute": Step(lambda: self.resident(suffix), after=check),
+            "together": Step(lambda: self.together(suffix), self.poison, check),
+            "control": Step(lambda: self.control(suffix), self.poison, check),
+        }
+
+    def close(self) -> None:
+        self.rig.close()
+
+    def _behind_load(self, suffix: Suffix, *, wait_all: bool) -> None:
+        counter = self.rig.counter
+        load_id, op = self.submit()
+        counter.set_consumer(load_id)
+        if wait_all:
+            counter.wait_all()
+            counter.set_consumer(-1)
+        self.output = self.forward(suffix)
+        counter.set_consumer(-1)
+        op.wait()  # the forward waited for its last layer: nothing is left to wait for but the operation's own end
+        if op.error is not None:
+            raise op.error
