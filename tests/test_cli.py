@@ -240,12 +240,15 @@ def test_a_demo_that_dies_leaves_a_store_that_serves(number: signal.Signals, tmp
 
 @pytest.mark.long
 def test_killed_again_and_again(tmp_path: Path) -> None:
-    """Many kills at different moments over one store: never an error, never a wrong byte or token."""
+    """Many kills at different moments over one store: never an error, never a wrong byte or token, and nothing lost of
+    what a run before had finished."""
     store = tmp_path / "store"
-    for num_pages in (1, 2, 5, 9, 14, 3, 20, 1):
+    for run, num_pages in enumerate((1, 2, 5, 9, 14, 3, 20, 1)):
         _run_into(signal.SIGKILL, store, num_pages)
         figures = _demo(tmp_path, "--disk", str(store))
-        assert figures["identical"] is True and figures["first_turns"]["hit_tokens"]["disk"] > 0
+        assert figures["identical"] is True
+        # The first kill may come before the first page is on disk.
+        assert not run or figures["first_turns"]["hit_tokens"]["disk"] > 0
 
 
 @pytest.mark.long
