@@ -238,18 +238,20 @@ def test_groups_make_pieces_worth_their_cost() -> None:
     assert group_size(dear, LAYERS_32, 16 << 20) == 8  # eight pages must fit
     assert group_size(dear, replace(LAYERS_32, layer_bytes=2 << 20), BUFFER) == 2
     assert group_size(free, replace(LAYERS_32, layer_bytes=16 << 10), BUFFER) == 8  # to 128 KiB
-    assert ramped(8, 32) == [1, 2, 4, 8, 8, 8, 1] and ramped(1, 3) == [1, 1, 1] and ramped(4, 2) == [1, 1]
+    assert ramped(1, 8, 32) == [1, 2, 4, 8, 8, 8, 1] and ramped(1, 1, 3) == [1, 1, 1] and ramped(2, 8, 7) == [2, 4, 1]
 
 
 def test_groups_grow_where_steps_are_too_many() -> None:
     """Steps take the host's time: groups double while that makes them fewer, and stay where a buffer bounds them."""
-    assert fewer_steps(1, Way(50e9), LAYERS_32, 256 << 20) == 2  # 32 steps of 3.2 ms beside a copy of 86 ms
-    assert fewer_steps(1, Way(50e9), LAYERS_32, 16 << 20) == 1  # a buffer holds an eighth of a layer: 256 either way
-    assert fewer_steps(1, Way(50e9), replace(LAYERS_32, num_pages=8192), 4 << 30) == 1
+    few = replace(LAYERS_32, num_pages=256)
+    assert fewer_steps(1, Way(50e9), few, 256 << 20) == 2  # 32 steps of 3.2 ms beside a copy of 43 ms
+    assert fewer_steps(1, Way(50e9), few, 8 << 20) == 1  # a buffer holds an eighth of a layer: 256 either way
+    assert fewer_steps(1, Way(50e9), LAYERS_32, 256 << 20) == 1
 
 
-def test_up_starts_with_one_layer() -> None:
-    """However layers are grouped on the way up, the first comes alone: a forward can begin with it."""
-    for shape in (LAYERS_32, replace(LAYERS_32, num_runs=512), replace(LAYERS_32, layer_bytes=16 << 10)):
-        plan = choose(ASSUMED.up, shape, BUFFER, ramp=True)
-        assert plan.method == "direct" or sizes(plan)[0] == 1
+def test_up_starts_with_few_layers() -> None:
+    """However layers are grouped on the way up, the first comes as soon as pieces of 128 KiB allow."""
+    for layer_bytes, first in ((256 << 10, 1), (128 << 10, 1), (64 << 10, 2), (16 << 10, 8)):
+        for num_runs in (1, 512):
+            plan = choose(ASSUMED.up, replace(LAYERS_32, layer_bytes=layer_bytes, num_runs=num_runs), BUFFER, ramp=True)
+            assert plan.method == "direct" or sizes(plan)[0] == first, (layer_bytes, num_runs)

@@ -25,6 +25,7 @@ Method = Literal["strided", "batched", "direct"]
 # What a piece may cost, as a share of the time of its bytes: on the device, and of the host that issues it.
 MAX_PIECE_SHARE = 0.015
 MAX_ISSUE_SHARE = 0.03
+MAX_STEPS_SHARE = 0.05
 STEP_S = 100e-6  # of the host, for one group of one chunk: events, a kernel launch, a copy call
 LAUNCH_S = 30e-6
 CALL_S = 5e-6  # of the host, for one strided copy
@@ -110,7 +111,8 @@ def choose(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool)
         group = fewer_steps(group_size(way, shape, buffer_bytes), way, shape, buffer_bytes)
         if ramp:
             group = min(group, max(1, MAX_RAMP_BYTES // shape.layer_bytes))
-    sizes = ramped(group, shape.num_layers) if ramp else [group] * -(-shape.num_layers // group)
+    first = min(group, -(-MIN_PIECE_BYTES // shape.layer_bytes))
+    sizes = ramped(first, group, shape.num_layers) if ramp else [group] * -(-shape.num_layers // group)
     groups = _consecutive(sizes, shape.num_layers)
     if _direct_s(direction.direct, shape) < _staged_s(way, shape, groups, buffer_bytes):
         return Plan(
@@ -140,14 +142,14 @@ def fewer_steps(group: int, way: Way, shape: Shape, buffer_bytes: int) -> int:
     def steps(group: int) -> int:
         return -(-shape.num_layers // group) * -(-shape.num_pages * group * shape.layer_bytes // buffer_bytes)
 
-    while steps(group) * STEP_S > MAX_ISSUE_SHARE * link_s and steps(2 * group) < steps(group):
+    while steps(group) * STEP_S > MAX_STEPS_SHARE * link_s and steps(2 * group) < steps(group):
         group *= 2
     return min(group, shape.num_layers)
 
 
-def ramped(group: int, num_layers: int) -> list[int]:
-    """Group sizes that double from one layer up to `group`, and stay there."""
-    sizes, size, left = [], 1, num_layers
+def ramped(first: int, group: int, num_layers: int) -> list[int]:
+    """Group sizes that double from `first` layers up to `group`, and stay there."""
+    sizes, size, left = [], first, num_layers
     while left > 0:
         sizes.append(min(size, left))
         left -= size
