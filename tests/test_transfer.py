@@ -233,20 +233,21 @@ def test_plans_choose_the_cheaper_way() -> None:
 def test_groups_make_pieces_worth_their_cost() -> None:
     """A piece costs at most its share of the time of its bytes, in no more layers than that takes or a buffer fits."""
     free, dear = Way(50e9), Way(50e9, piece_s=1e-6)
-    assert group_size(free, LAYERS_32, BUFFER) == 1
-    assert group_size(dear, LAYERS_32, BUFFER) == 16  # 5 us a layer: 1.5 % is reached at 13 layers
-    assert group_size(dear, LAYERS_32, 16 << 20) == 8  # eight pages must fit
-    assert group_size(dear, replace(LAYERS_32, layer_bytes=2 << 20), BUFFER) == 2
-    assert group_size(free, replace(LAYERS_32, layer_bytes=16 << 10), BUFFER) == 8  # to 128 KiB
+    assert group_size(free, LAYERS_32, BUFFER, 0.015) == 1
+    assert group_size(dear, LAYERS_32, BUFFER, 0.015) == 16  # 5 us a layer: 1.5 % is reached at 13 layers
+    assert group_size(dear, LAYERS_32, BUFFER, 0.1) == 2
+    assert group_size(dear, LAYERS_32, 16 << 20, 0.015) == 8  # eight pages must fit
+    assert group_size(dear, replace(LAYERS_32, layer_bytes=2 << 20), BUFFER, 0.015) == 2
+    assert group_size(free, replace(LAYERS_32, layer_bytes=16 << 10), BUFFER, 0.015) == 8  # to 128 KiB
     assert ramped(1, 8, 32) == [1, 2, 4, 8, 8, 8, 1] and ramped(1, 1, 3) == [1, 1, 1] and ramped(2, 8, 7) == [2, 4, 1]
 
 
 def test_groups_grow_where_steps_are_too_many() -> None:
     """Steps take the host's time: groups double while that makes them fewer, and stay where a buffer bounds them."""
-    few = replace(LAYERS_32, num_pages=256)
-    assert fewer_steps(1, Way(50e9), few, 256 << 20) == 2  # 32 steps of 3.2 ms beside a copy of 43 ms
-    assert fewer_steps(1, Way(50e9), few, 8 << 20) == 1  # a buffer holds an eighth of a layer: 256 either way
-    assert fewer_steps(1, Way(50e9), LAYERS_32, 256 << 20) == 1
+    many = replace(LAYERS_32, num_pages=2048)
+    assert fewer_steps(1, Way(50e9), LAYERS_32, 256 << 20) == 2  # 32 steps of 3.2 ms beside a copy of 86 ms
+    assert fewer_steps(1, Way(50e9), LAYERS_32, 16 << 20) == 1  # a buffer holds an eighth of a layer: 256 either way
+    assert fewer_steps(1, Way(50e9), many, 1 << 30) == 1
 
 
 def test_up_starts_with_few_layers() -> None:

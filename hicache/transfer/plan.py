@@ -22,10 +22,10 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 Method = Literal["strided", "batched", "direct"]
 
-# What a piece may cost, as a share of the time of its bytes: on the device, and of the host that issues it.
-MAX_PIECE_SHARE = 0.015
-MAX_ISSUE_SHARE = 0.03
-MAX_STEPS_SHARE = 0.05
+# What a piece may cost, as a share of the time of its bytes: on the device, either way, and of the host that issues it.
+MAX_UP_SHARE = 0.015
+MAX_DOWN_SHARE = 0.005  # nobody waits for the first layer on the way down
+MAX_ISSUE_SHARE = 0.03  # of the host, for pieces and for steps
 STEP_S = 100e-6  # of the host, for one group of one chunk: events, a kernel launch, a copy call
 LAUNCH_S = 30e-6
 CALL_S = 5e-6  # of the host, for one strided copy
@@ -108,7 +108,8 @@ def choose(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool)
     way = direction.strided if method == "strided" else direction.batched
     group = 1
     if shape.grouped:
-        group = fewer_steps(group_size(way, shape, buffer_bytes), way, shape, buffer_bytes)
+        share = MAX_UP_SHARE if ramp else MAX_DOWN_SHARE
+        group = fewer_steps(group_size(way, shape, buffer_bytes, share), way, shape, buffer_bytes)
         if ramp:
             group = min(group, max(1, MAX_RAMP_BYTES // shape.layer_bytes))
     first = min(group, -(-MIN_PIECE_BYTES // shape.layer_bytes))
@@ -122,14 +123,14 @@ def choose(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool)
     return Plan(method, groups)
 
 
-def group_size(way: Way, shape: Shape, buffer_bytes: int) -> int:
-    """Layers that travel together: the smallest power of two whose pieces are worth their cost, or all that fit."""
+def group_size(way: Way, shape: Shape, buffer_bytes: int, share: float) -> int:
+    """Layers that travel together: the smallest power of two whose pieces cost at most `share`, or all that fit."""
     most = max(1, min(shape.num_layers, buffer_bytes // (MIN_CHUNK_PAGES * shape.layer_bytes)))
     group = 1
     while group < most:
         piece_s = group * shape.layer_bytes / way.bytes_per_s
         wide = group * shape.layer_bytes >= MIN_PIECE_BYTES
-        if wide and way.piece_s <= MAX_PIECE_SHARE * piece_s and way.issue_s <= MAX_ISSUE_SHARE * piece_s:
+        if wide and way.piece_s <= share * piece_s and way.issue_s <= MAX_ISSUE_SHARE * piece_s:
             break
         group *= 2
     return min(group, most)
@@ -142,7 +143,7 @@ def fewer_steps(group: int, way: Way, shape: Shape, buffer_bytes: int) -> int:
     def steps(group: int) -> int:
         return -(-shape.num_layers // group) * -(-shape.num_pages * group * shape.layer_bytes // buffer_bytes)
 
-    while steps(group) * STEP_S > MAX_STEPS_SHARE * link_s and steps(2 * group) < steps(group):
+    while steps(group) * STEP_S > MAX_ISSUE_SHARE * link_s and steps(2 * group) < steps(group):
         group *= 2
     return min(group, shape.num_layers)
 
