@@ -1,0 +1,328 @@
+"""What the stress of the transfers stands on: slot spaces of every layout, and tiers that know every byte of theirs.
+
+Truth is kept as content numbers. A bank holds the bytes of each number, as a host page has them and, cut by the layout,
+as the rows of a pool; for every device page and host page a tier knows the number, until something unforeseen (a copy
+that failed) may have written there. So bytes are compared, and never computed by what is tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from hicache.config import EngineConfig
+from hicache.device import (
+    HybridLinearKVPool,
+    Mamba2CacheParams,
+    Mamba2StateShape,
+    MambaPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    NSATokenToKVPool,
+    QuantizedKVCache,
+    SlotSpace,
+    SWAKVPool,
+)
+from hicache.factory import build_transfer
+from hicache.host import HostPagePool
+from hicache.kernels.direct_copy import DirectMover
+from hicache.kernels.page_copy import PageMover
+from hicache.transfer import TransferBackend, TransferOp, cuda
+from hicache.transfer.copies import can_batch
+from hicache.transfer.plan import Direction, Method, Plan, Shape, Way
+
+Ids = np.ndarray
+ON_DEVICE, ON_HOST = 24, 28  # host pages that each tier can hold
+NUM_CONTENTS = 251
+POISON, ZEROS, UNKNOWN = 0, -1, -2
+BF16 = torch.bfloat16
+RIG_LAYERS = 5
+
+
+def mha(device: str) -> tuple[SlotSpace, ...]:
+    return MHATokenToKVPool(ON_DEVICE * 16, 4, BF16, 2, 64, 3, device, False, v_head_dim=24).slot_spaces
+
+
+def wide(device: str) -> tuple[SlotSpace, ...]:
+    """Pieces wide enough for the copy engine, where small ones go by kernels."""
+    return MHATokenToKVPool(ON_DEVICE * 16, 16, BF16, 8, 128, 3, device, False).slot_spaces
+
+
+def narrow(device: str) -> tuple[SlotSpace, ...]:
+    return MHATokenToKVPool(ON_DEVICE * 8, 1, torch.float8_e4m3fn, 1, 8, 5, device, False).slot_spaces
+
+
+def mla(device: str) -> tuple[SlotSpace, ...]:
+    return MLATokenToKVPool(ON_DEVICE * 16, 16, BF16, 24, 8, 3, device, False, start_layer=2).slot_spaces
+
+
+def nsa(device: str) -> tuple[SlotSpace, ...]:
+    return NSATokenToKVPool(ON_DEVICE * 16, 4, BF16, 24, 8, 3, device, False).slot_spaces
+
+
+def quantised(device: str) -> tuple[SlotSpace, ...]:
+    return QuantizedKVCache(ON_DEVICE * 8, 2, BF16, 2, 12, 3, device, False).slot_spaces
+
+
+def swa(device: str) -> tuple[SlotSpace, ...]:
+    return SWAKVPool(ON_DEVICE * 8, ON_DEVICE * 8, 4, BF16, 2, 8, [0, 1, 4], [2, 6], device).slot_spaces
+
+
+def hybrid(device: str) -> tuple[SlotSpace, ...]:
+    states = MambaPool(ON_DEVICE, Mamba2CacheParams(Mamba2StateShape.create(1, 16, 1, 4, 4, 5, 4), [1, 3, 4]), device)
+    return HybridLinearKVPool(ON_DEVICE * 8, BF16, 4, 2, 8, [2, 7], device, states).slot_spaces
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How to build a pool's slot spaces on a device, and the tokens of a host page. A state is a page of its own."""
+
+    build: Callable[[str], tuple[SlotSpace, ...]]
+    host_page: int
+
+
+LAYOUTS = {
+    "mha": Layout(mha, 16),
+    "mha, wide": Layout(wide, 16),
+    "mha fp8, device page 1": Layout(narrow, 8),
+    "mla": Layout(mla, 16),
+    "nsa": Layout(nsa, 16),
+    "quantised": Layout(quantised, 8),
+    "swa": Layout(swa, 8),
+    "hybrid": Layout(hybrid, 8),
+}
+
+
+def before_each_move(monkeypatch: pytest.MonkeyPatch, hook: Callable[[], None]) -> None:
+    """Call `hook` ahead of whatever moves rows of a pool for a backend, on the thread that does."""
+    for owner, name in ((PageMover, "gather"), (PageMover, "scatter"), (DirectMover, "load"), (DirectMover, "store")):
+        original = getattr(owner, name)
+
+        def hooked(self: object, *args: object, _original: Callable[..., None] = original) -> None:
+            hook()
+            _original(self, *args)
+
+        monkeypatch.setattr(owner, name, hooked)
+
+
+def force_ways(monkeypatch: pytest.MonkeyPatch, ways: Sequence[Method]) -> None:
+    """On CUDA, copies go by these ways, at random, whatever would be quickest (small ones always go direct)."""
+    rng, never = random.Random(2), Way(bytes_per_s=1.0, piece_s=1e3, issue_s=1e3)
+    if torch.cuda.is_available():
+        ways = [way for way in ways if way != "batched" or can_batch()]
+        if not ways:
+            pytest.skip("this driver has no batched copies")
+    original = cuda.choose
+
+    def chosen(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool) -> Plan:
+        way = rng.choice(ways)
+        only = {name: getattr(direction, name) if name == way else never for name in ("strided", "batched", "direct")}
+        plan = original(Direction(**only), shape, buffer_bytes, ramp=ramp)
+        assert plan.method == way
+        return plan
+
+    monkeypatch.setattr(cuda, "choose", chosen)
+
+
+class Watch:
+    """Comparisons of a forward. On CUDA they are looked at later: the host must not wait for the device."""
+
+    def __init__(self, on_cuda: bool) -> None:
+        self._pending: list[tuple[torch.Tensor, str]] = []
+        self._at_once = not on_cuda
+
+    def note(self, differs: torch.Tensor, what: str) -> None:
+        self._pending.append((differs, what))
+        if self._at_once or len(self._pending) >= 256:
+            self.settle()
+
+    def settle(self) -> None:
+        """Raise unless all was equal. Waits for the device."""
+        if self._pending:
+            differs = torch.stack([flag for flag, _ in self._pending]).tolist()
+            wrong = [what for (_, what), flag in zip(self._pending, differs, strict=True) if flag]
+            self._pending.clear()
+            assert not wrong, f"a forward read other bytes than the truth: {wrong[:4]}"
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where contents lie on the device: int64 tensors there. `blocks`: device pages, `slots`: all of their slots."""
+
+    contents: torch.Tensor
+    blocks: torch.Tensor
+    slots: torch.Tensor
+
+
+class Tier:
+    """One slot space with its host pool and backend; which content is where, and what is free on the device."""
+
+    def __init__(self, space: SlotSpace, page_tokens: int, staging_bytes: int) -> None:
+        self.space, self.page_tokens, self.device = space, page_tokens, space.device
+        self.on_cuda = space.device.type == "cuda"
+        self.block_tokens = space.layout.device_page_size
+        self.parts = page_tokens // self.block_tokens  # device pages of a host page
+        config = EngineConfig(
+            device_tokens=space.num_slots, host_bytes=1, page_size=self.block_tokens, host_page_size=page_tokens,
+            device=str(space.device), staging_bytes=staging_bytes, transfer_chunk_tokens=2 * page_tokens,
+        )  # fmt: skip
+        page_bytes = space.layout.page_bytes(page_tokens)
+        self.host = HostPagePool(space.layout, page_tokens, (ON_HOST + 1) * page_bytes, pin=self.on_cuda)
+        self.host.arena.rows_per_chunk = 5  # as if memory had been pinned in many pieces, which no copy may cross
+        backend, self.counter = build_transfer(config, space, self.host)
+        assert backend is not None
+        self.backend: TransferBackend = backend
+        self.host.bytes_of.zero_()  # the backend may have tried the link out on it
+        self.rows = [
+            [buffer.flatten(1).view(torch.uint8) for buffer in space.layer_buffers(layer)]
+            for layer in space.layout.layers
+        ]
+        self.on_device = np.full((space.num_slots // self.block_tokens, 2), (ZEROS, 0))  # content, part of its page
+        self.on_host = np.full(ON_HOST + 1, ZEROS)
+        self.free = np.arange(len(self.on_device)) > 0  # block 0 is the sink
+        self._fill_bank()
+
+    def _fill_bank(self) -> None:
+        """`pages`: [contents, page_bytes] in host order; `bank[layer][buffer]`: [contents, rows, row_bytes]."""
+        layout = self.space.layout
+        shape = (NUM_CONTENTS, layout.page_bytes(self.page_tokens))
+        self.pages = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(9))
+        self.bank: list[list[torch.Tensor]] = []
+        start = 0
+        for layer in layout.layers:
+            self.bank.append([])
+            for spec in layout.specs_of(layer):
+                count = self.page_tokens if spec.per == "token" else self.parts
+                part = self.pages[:, start : start + count * spec.row_bytes]
+                self.bank[-1].append(part.reshape(NUM_CONTENTS, count, spec.row_bytes).to(self.device))
+                start += count * spec.row_bytes
+        assert start == self.host.page_bytes
+
+    # Where things are
+
+    def take(self, num_pages: int, rng: np.random.Generator) -> Ids:
+        """Free blocks for some pages: the first run that is long enough, or any, in any order."""
+        count, free = num_pages * self.parts, np.flatnonzero(self.free)
+        starts = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
+        contiguous = len(starts) > 0 and rng.random() < 0.5
+        blocks = free[starts[0] : starts[0] + count] if contiguous else rng.permutation(free)[:count]
+        assert len(blocks) == count
+        self.free[blocks] = False
+        return blocks
+
+    def room(self) -> int:
+        """Pages that free blocks would hold."""
+        return int(self.free.sum()) // self.parts
+
+    def spot(self, blocks: Ids, contents: Ids) -> Spot:
+        slots = (blocks[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1)
+        return Spot(self._upload(contents), self._upload(blocks), self._upload(slots))
+
+    def _upload(self, values: Ids) -> torch.Tensor:
+        """To the device, behind what is queued there; the host waits for nothing."""
+        tensor = torch.from_numpy(values.astype(np.int64))
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.on_cuda else tensor
+
+    def placed(self, blocks: Ids, contents: Ids | int) -> None:
+        """From now on the truth about `blocks` is `contents`, page by page."""
+        self.on_device[blocks, 0] = contents if isinstance(contents, int) else np.repeat(contents, self.parts)
+        self.on_device[blocks, 1] = np.tile(np.arange(self.parts), len(blocks) // self.parts)
+
+    # What a forward does, on the current stream
+
+    def write(self, layer: int, spot: Spot) -> None:
+        for rows, bank in zip(self.rows[layer], self.bank[layer], strict=True):
+            rows[self._at(rows, spot)] = bank[spot.contents].flatten(0, 1)
+
+    def differs(self, layer: int, spot: Spot) -> torch.Tensor:
+        """Whether any row of the layer is not what it should be: bool, 0-dimensional, on the device."""
+        found = [
+            (rows[self._at(rows, spot)] != bank[spot.contents].flatten(0, 1)).any()
+            for rows, bank in zip(self.rows[layer], self.bank[layer], strict=True)
+        ]
+        return torch.stack(found).any()
+
+    def _at(self, rows: torch.Tensor, spot: Spot) -> torch.Tensor:
+        return spot.slots if len(rows) == self.space.num_slots else spot.blocks
+
+    # Comparing everything, when nothing is in flight
+
+    def audit(self) -> None:
+        for layer, (buffers, banks) in enumerate(zip(self.rows, self.bank, strict=True)):
+            for rows, bank in zip(buffers, banks, strict=True):
+                found = rows.cpu().reshape(len(self.on_device), -1)
+                contents, parts = torch.from_numpy(self.on_device).unbind(1)
+                expected = bank.cpu().reshape(NUM_CONTENTS, self.parts, -1)[contents.clamp(min=0), parts]
+                expected[contents == ZEROS] = 0
+                wrong = (found != expected).any(1) & (contents != UNKNOWN)
+                assert not wrong.any(), f"layer {layer}: blocks {wrong.nonzero().flatten().tolist()} are not the truth"
+        contents = torch.from_numpy(self.on_host)
+        expected = self.pages[contents.clamp(min=0)]
+        expected[contents == ZEROS] = 0
+        wrong = (self.host.bytes_of != expected).any(1) & (contents != UNKNOWN)
+        assert not wrong.any(), f"host pages {wrong.nonzero().flatten().tolist()} are not the truth"
+        self.host.check()
+
+
+class Rig:
+    """A pool of `RIG_LAYERS` layers, a host pool and the started backend between them; host pages of 16 tokens."""
+
+    def __init__(self, device: torch.device, heads: int, dim: int, v_dim: int, page: int, staging: int) -> None:
+        size, host_page = 512, 16
+        config = EngineConfig(
+            device_tokens=size, host_bytes=1, host_page_size=host_page, page_size=page, device=str(device),
+            staging_bytes=staging, transfer_chunk_tokens=64,
+        )  # fmt: skip
+        self.pool = MHATokenToKVPool(
+            size, page, torch.bfloat16, heads, dim, RIG_LAYERS, device, False, v_head_dim=v_dim
+        )
+        page_bytes = self.pool.layout.page_bytes(host_page)
+        self.host = HostPagePool(self.pool.layout, host_page, 33 * page_bytes, pin=device.type == "cuda")
+        backend, self.counter = build_transfer(config, self.pool, self.host)
+        assert backend is not None
+        self.backend: TransferBackend = backend
+        self.backend.start()
+        self.buffers = [b for layer in range(RIG_LAYERS) for b in self.pool.layer_buffers(layer)]
+
+    def fill(self) -> None:
+        """Random contents in every buffer."""
+        for buffer in self.buffers:
+            buffer.normal_()
+
+    def warm_up(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
+        """Both ways once, so that nothing is compiled while a test holds the device."""
+        self.backend.store(slots, pages).wait()
+        self.load(pages, slots)[1].wait()
+
+    def load(self, pages: torch.Tensor, slots: torch.Tensor) -> tuple[int, TransferOp]:
+        """Submit a load; its id and the operation."""
+        load_id = self.counter.begin()
+        return load_id, self.backend.load(pages, slots, load_id)
+
+    def close(self) -> None:
+        self.backend.close()
+        self.host.close()
+
+
+@contextlib.contextmanager
+def held(device: torch.device, monkeypatch: pytest.MonkeyPatch, for_s: float = 60.0) -> Iterator[None]:
+    """Transfers submitted within move nothing before it is left, or `for_s` has passed. On CUDA, where the current
+    stream sleeps ahead of them, they are held about half a second: warm up before."""
+    if device.type == "cuda":
+        torch.cuda._sleep(1_000_000_000)
+        yield
+        return
+    gate, opens_by = threading.Event(), time.monotonic() + for_s
+    before_each_move(monkeypatch, lambda: gate.wait(max(0.0, opens_by - time.monotonic())))
+    try:
+        yield
+    finally:
+        gate.set()
