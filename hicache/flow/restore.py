@@ -99,7 +99,7 @@ class Restore:
         parts, pages = self._parts, torch.cat(values)
         side = next((side for side in parts.sides if side.component is component), None)
         transfer: TransferBackend | None = parts.transfer if side is None else side.transfer
-        counter: LayerTransferCounter = parts.counter if side is None else side.counter
+        counter = self._counter_of(component)
         assert transfer is not None
         parts.host_of(component).begin_read(pages)
         load.load_ids[component] = load_id = counter.begin()
@@ -135,6 +135,13 @@ class Restore:
             self._free_orphans(load)
 
     def _free_orphans(self, load: Load) -> None:
+        """Nobody reads the load any more: what failed can be used again, and its failure forgotten."""
         for slots in load.orphans:
             self._free_slots(slots)
         load.orphans.clear()
+        for component, load_id in load.load_ids.items():
+            self._counter_of(component).forget(load_id)
+
+    def _counter_of(self, component: Component) -> LayerTransferCounter:
+        side = next((side for side in self._parts.sides if side.component is component), None)
+        return self._parts.counter if side is None else side.counter

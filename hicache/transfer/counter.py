@@ -118,6 +118,9 @@ class LayerTransferCounter:
         self._owner = [-1] * producers
         self._next = 0
         self._consumed: tuple[LayerEvents, ...] = ()
+        # Of loads whose bytes never came: kept when their producers carry others, until nobody reads them any more.
+        self._failures: dict[int, Exception] = {}
+        self._failed: Exception | None = None
 
     def can_begin(self) -> bool:
         """Whether a producer is free for another load."""
@@ -137,16 +140,25 @@ class LayerTransferCounter:
         self._events(load_id).record(layer, stream)
 
     def fail(self, load_id: int, error: Exception) -> None:
+        """A load ended early: whoever consumes it is told, until `forget`."""
+        self._failures[load_id] = error
         self._events(load_id).fail(error)
+
+    def forget(self, load_id: int) -> None:
+        """Nobody will consume this load again."""
+        self._failures.pop(load_id, None)
 
     def set_consumer(self, load_ids: int | Iterable[int]) -> None:
         """The loads that the coming forward depends on; none of them, or -1: nothing to wait for."""
         ids = (load_ids,) if isinstance(load_ids, int) else tuple(load_ids)
         live = [i for i in ids if i >= 0 and self._owner[i % len(self._ring)] == i]
         self._consumed = tuple(self._events(i) for i in live)
+        self._failed = next((self._failures[i] for i in ids if i in self._failures), None)
 
     def wait_until(self, layer: int) -> None:
-        """Order the consumer behind `layer` (dense index) of every consumed load."""
+        """Order the consumer behind `layer` (dense index) of every consumed load. TransferError where one failed."""
+        if self._failed is not None:
+            raise TransferError(f"the load this batch depends on failed: {self._failed}") from self._failed
         for events in self._consumed:
             events.wait(layer)
 
