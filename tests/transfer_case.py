@@ -37,7 +37,7 @@ from hicache.kernels.direct_copy import DirectMover
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer import TransferBackend, TransferOp, cuda
 from hicache.transfer.copies import can_batch
-from hicache.transfer.plan import Direction, Method, Plan, Shape, Way
+from hicache.transfer.plan import Direction, Method, Plan, Shape, Way, choose
 
 Ids = np.ndarray
 ON_DEVICE, ON_HOST = 24, 28  # host pages that each tier can hold
@@ -101,7 +101,7 @@ LAYOUTS = {
 }
 
 
-def before_each_move(monkeypatch: pytest.MonkeyPatch, hook: Callable[[], None]) -> None:
+def before_each_move(monkeypatch: pytest.MonkeyPatch, hook: Callable[[], object]) -> None:
     """Call `hook` ahead of whatever moves rows of a pool for a backend, on the thread that does."""
     for owner, name in ((PageMover, "gather"), (PageMover, "scatter"), (DirectMover, "load"), (DirectMover, "store")):
         original = getattr(owner, name)
@@ -120,12 +120,11 @@ def force_ways(monkeypatch: pytest.MonkeyPatch, ways: Sequence[Method]) -> None:
         ways = [way for way in ways if way != "batched" or can_batch()]
         if not ways:
             pytest.skip("this driver has no batched copies")
-    original = cuda.choose
 
     def chosen(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool) -> Plan:
         way = rng.choice(ways)
         only = {name: getattr(direction, name) if name == way else never for name in ("strided", "batched", "direct")}
-        plan = original(Direction(**only), shape, buffer_bytes, ramp=ramp)
+        plan = choose(Direction(**only), shape, buffer_bytes, ramp=ramp)
         assert plan.method == way
         return plan
 

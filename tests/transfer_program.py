@@ -104,9 +104,6 @@ class Program:
         wanted = self._some(self._entries(resident=False, on_host=True), 3)
         read = [entry for entry in wanted if self.load(entry, wanted)]
         read += self._some([entry for entry in self._entries(resident=True) if entry not in read], 2)
-        if self.tolerant:  # a failure that has landed is no longer a load to be told of
-            self.land()
-            read = [entry for entry in read if entry.blocks is not None]
         new = self._new_entry(read) if self.rng.random() < 0.8 else None
         self.rng.shuffle(read)  # type: ignore[arg-type]
         if self.forward(read, new) and new is not None:
@@ -254,6 +251,8 @@ class Program:
             tier.placed(blocks, UNKNOWN if op.error else entry.contents)
         if not self._all_well(ops):
             assert not entry.was_read, "a forward was not told that a load it consumed had failed"
+            for tier, load_id in zip(self.tiers, entry.load_ids, strict=True):
+                tier.counter.forget(load_id)
             if self.side is not None:  # its poison may still be on the way
                 torch.cuda.current_stream().wait_stream(self.side)
             self._leave_device(entry)

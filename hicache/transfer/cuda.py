@@ -14,6 +14,7 @@ errors.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +22,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hicache.errors import TransferError
 from hicache.kernels.direct_copy import DirectMover
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer.calibrate import measured_rates
 from hicache.transfer.copies import can_batch, copy_batched, copy_strided, need_bindings
 from hicache.transfer.counter import LayerTransferCounter
 from hicache.transfer.plan import Cut, Direction, Ids, Plan, Shape, choose, cut, spans
+
+log = logging.getLogger(__name__)
 
 _RING = 3
 
@@ -168,9 +170,11 @@ class CudaTransfer:
                         self._counter.record(load_id, layer, lane.kernel)
                     if not first:
                         self._first_layer.record(lane.kernel)
-            except (TransferError, RuntimeError) as error:
+            except Exception as error:  # noqa: BLE001 - kept in `op.error`, and told to whoever consumes the load
+                log.warning("a load could not be queued: %s", error)
                 op.error = error
                 self._counter.fail(load_id, error)
+                lane.kernel.wait_stream(lane.copy)  # it may still read host pages
             op.ended(lane.kernel)
         return op
 
@@ -205,9 +209,13 @@ class CudaTransfer:
                 try:
                     for first, end in plan.groups:
                         self._store_group(plan, store, pages_cut, first, end)
-                except (TransferError, RuntimeError) as error:
+                except Exception as error:  # noqa: BLE001 - kept in `op.error`, which every landing looks at
+                    log.warning("a store could not be queued: %s", error)
                     store.op.error = error
-            store.op.ended(lane.kernel if plan.method == "direct" else lane.copy)
+            # Stores end in the order in which they came, whichever way each went.
+            if plan.method == "direct" or store.op.error is not None:
+                lane.copy.wait_stream(lane.kernel)
+            store.op.ended(lane.copy)
 
     def _load_group(self, plan: Plan, ids: Ids, pages_cut: Cut, slots: torch.Tensor, first: int, end: int) -> None:
         lane = self._up
