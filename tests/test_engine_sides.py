@@ -125,6 +125,22 @@ def test_windows_only_the_host_has_come_back_alone() -> None:
         settled(engine)
 
 
+def test_windows_are_not_paired_for_a_request_that_gets_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where admission fails at its last step, nodes of the tree have not been given window slots that nobody counts."""
+    with build_engine(config(window_tokens=80, device_tokens=512), WINDOWS) as engine:
+        first = prompt(1, 41)
+        for n, tokens in enumerate((first, prompt(2, 41), prompt(3, 41))):
+            serve(engine, f"a{n}", tokens, WINDOWS)
+            engine.flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.req_to_token, "alloc", lambda _: None)
+            with pytest.raises(OutOfSlots):
+                engine.acquire(CacheRequest("b", first))
+        engine.check()
+        assert serve(engine, "c", first, WINDOWS)[0].cached_len == 40
+        settled(engine)
+
+
 def test_long_prompts_pass_through_few_window_slots() -> None:
     """A prompt longer than the window pool is served in chunks; windows behind it give way."""
     with build_engine(config(window_tokens=64, device_tokens=512, max_context_len=512), WINDOWS) as engine:

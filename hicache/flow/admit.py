@@ -203,12 +203,15 @@ class Admission:
         if slots is None:
             return None
         fits = parts.states is None or self._room.free_states(_STATES)
-        if fits and plan.windows and windows is not None:
-            full_slots = _slots_of(plan, slots)
-            fits = self._room.free_windows(len(full_slots)) and windows.allocator.alloc_window(full_slots)
+        full_slots = _slots_of(plan, slots) if plan.windows else slots[:0]
+        if fits and windows is not None:
+            fits = self._room.free_windows(len(full_slots))
         if not fits or parts.req_to_token.alloc([lease]) is None:
             parts.allocator.free_run(slots)
             return None
+        if windows is not None:  # last: nodes of the tree are among them, and keep what they get
+            paired = windows.allocator.alloc_window(full_slots)
+            assert paired, "room was made above"
         return slots
 
     def _fill(self, lease: Lease, plan: LoadPlan, slots: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -92,7 +93,7 @@ class _Link:
     def _way(self, copy: Callable[[int, int, bool], None], up: bool) -> Way:
         """Solve seconds = bytes / rate + pieces * piece_s for the two widths."""
         (w0, n0), (w1, n1) = self._pieces
-        (t0, issue_s), (t1, _) = (self.seconds(lambda w=w, n=n: copy(w, n, up)) for w, n in self._pieces)  # type: ignore[misc]
+        (t0, issue_s), (t1, _) = (self.seconds(partial(copy, w, n, up)) for w, n in self._pieces)
         b0, b1 = w0 * n0, w1 * n1
         piece_s = max(0.0, (b1 * t0 - b0 * t1) / (b1 * n0 - b0 * n1))
         return Way(b1 / max(t1 - n1 * piece_s, 1e-9), piece_s, issue_s / n0)
