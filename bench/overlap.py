@@ -231,7 +231,7 @@ def _time_submit(
         end = _occupy(stage.device) if on_cuda else None
         load_id = counter.begin()
         start = time.perf_counter()
-        op = backend.load(rig.pages, rig.slots, load_id)
+        op = backend.load(rig.pages, rig.chosen, load_id)
         elapsed = time.perf_counter() - start
         idle = end is not None and end.query()
         op.wait()

@@ -86,7 +86,7 @@ class Stage:
         counter = self.rig.counter
         assert counter.can_begin()
         load_id = counter.begin()
-        return load_id, self.rig.backend.load(self.rig.pages, self.rig.slots, load_id)
+        return load_id, self.rig.backend.load(self.rig.pages, self.rig.chosen, load_id)
 
     def poison(self) -> None:
         """Overwrite the prefix on the device."""

@@ -104,7 +104,8 @@ class Rig:
         block = rng.permutation(blocks)[: tokens // layout.device_page] if layout.scattered else np.arange(blocks)
         block = block[: tokens // layout.device_page] + 1
         slots = (block[:, None] * layout.device_page + np.arange(layout.device_page)).reshape(-1)
-        self.slots = torch.from_numpy(slots).to(device)
+        self.chosen = torch.from_numpy(slots)  # as an engine has them: slots are chosen on the host
+        self.slots = self.chosen.to(device)
         half = tokens // 2 // layout.host_page
         self.halves = (self.pages[:half], self.pages[half:])
         self.num_bytes = tokens * token_bytes
@@ -115,16 +116,16 @@ class Rig:
         return self.backend.load(pages, slots, self.counter.begin())
 
     def whole_up(self) -> None:
-        self.up(self.pages, self.slots).wait()
+        self.up(self.pages, self.chosen).wait()
 
     def whole_down(self) -> None:
-        self.backend.store(self.slots, self.pages).wait()
+        self.backend.store(self.chosen, self.pages).wait()
 
     def both(self) -> None:
         """Half of the tokens go up while the other half goes down; looked after as a scheduler does, by polling."""
-        middle = len(self.halves[0]) * (len(self.slots) // len(self.pages))
-        down = self.backend.store(self.slots[middle:], self.halves[1])
-        up = self.up(self.halves[0], self.slots[:middle])
+        middle = len(self.halves[0]) * (len(self.chosen) // len(self.pages))
+        down = self.backend.store(self.chosen[middle:], self.halves[1])
+        up = self.up(self.halves[0], self.chosen[:middle])
         while not (up.done() and down.done()):
             time.sleep(0)
         self.up_seconds.append(up.seconds())

@@ -225,12 +225,13 @@ def _device(name: str | torch.device) -> torch.device:
 
 
 def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> BaseTokenToKVPoolAllocator:
+    """Slots are chosen on the host, so that copies know which of them are runs; window slots, where their peers are."""
     if isinstance(pool, SWAKVPool):
         sizes = (pool.size, pool.size_swa, config.page_size)
         return SWATokenToKVPoolAllocator(*sizes, pool.dtype, device, pool, need_sort=True)
     if config.page_size == 1:
-        return TokenToKVPoolAllocator(pool.size, pool.dtype, device, pool, need_sort=True)
-    return PagedTokenToKVPoolAllocator(pool.size, config.page_size, pool.dtype, device, pool, need_sort=True)
+        return TokenToKVPoolAllocator(pool.size, pool.dtype, "cpu", pool, need_sort=True)
+    return PagedTokenToKVPoolAllocator(pool.size, config.page_size, pool.dtype, "cpu", pool, need_sort=True)
 
 
 def build_transfer(

@@ -180,7 +180,7 @@ class Pools:
     def lease(self, num_tokens: int = 0) -> Lease:
         """A lease of `num_tokens` slots, with a zeroed state where the model has states."""
         request = CacheRequest("r", np.zeros(num_tokens, dtype=np.int64))
-        lease = Lease(request, TreeNode(), self.req_to_token.req_to_token)
+        lease = Lease(request, TreeNode(), self.req_to_token.req_to_token, self.allocator.device)
         assert self.req_to_token.alloc([lease]) is not None
         self.extend(lease, num_tokens)
         return lease

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transfer_case import RIG_LAYERS as LAYERS
 from transfer_case import Rig
 
-from hicache.transfer.plan import ASSUMED, Plan, Shape, Way, choose, cut, fewer_steps, group_size, ramped, runs
+from hicache.transfer.plan import ASSUMED, Plan, Shape, Way, choose, cut, fewer_steps, group_size, ramped
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -176,7 +176,8 @@ def test_runs_cover_pages_in_order(pages: list[int], rows_per_chunk: int) -> Non
     """Runs spell out exactly the pages, in order, each contiguous and within one pinned chunk, and none can be
     longer."""
     ids = np.array(pages, dtype=np.int64)
-    first, count, position = runs(ids, rows_per_chunk)
+    found = cut(ids, rows_per_chunk)
+    first, count, position = found.page, found.count, found.position
     spelled = [page for f, c in zip(first, count, strict=True) for page in range(f, f + c)]
     assert spelled == pages
     assert [int(p) for p in position] == [0, *np.cumsum(count)[:-1].tolist()][: len(position)]
@@ -230,6 +231,17 @@ def test_plans_choose_the_cheaper_way() -> None:
     assert choose(ASSUMED.up, narrow, BUFFER, ramp=True).method == "direct"
 
 
+def test_plans_go_straight_where_calls_are_few() -> None:
+    """Slots that are known to be a few runs are written by the copy engine itself, layer by layer; not where the runs
+    are so many, or the pieces so small, that staging costs less."""
+    few = replace(LAYERS_32, slot_runs=1, num_parts=64)
+    plan = choose(ASSUMED.up, few, BUFFER, ramp=True)
+    assert plan.method == "straight" and sizes(plan) == [1] * 32
+    assert choose(ASSUMED.up, replace(few, slot_runs=200, num_runs=200), BUFFER, ramp=True).method == "batched"
+    small = replace(few, layer_bytes=8 << 10, num_pages=16384)
+    assert choose(ASSUMED.up, small, BUFFER, ramp=True).method == "strided"
+
+
 def test_groups_make_pieces_worth_their_cost() -> None:
     """A piece costs at most its share of the time of its bytes, in no more layers than that takes or a buffer fits."""
     free, dear = Way(50e9), Way(50e9, piece_s=1e-6)
@@ -239,7 +251,8 @@ def test_groups_make_pieces_worth_their_cost() -> None:
     assert group_size(dear, LAYERS_32, 16 << 20, 0.015) == 8  # eight pages must fit
     assert group_size(dear, replace(LAYERS_32, layer_bytes=2 << 20), BUFFER, 0.015) == 2
     assert group_size(free, replace(LAYERS_32, layer_bytes=16 << 10), BUFFER, 0.015) == 8  # to 128 KiB
-    assert ramped(1, 8, 32) == [1, 2, 4, 8, 8, 8, 1] and ramped(1, 1, 3) == [1, 1, 1] and ramped(2, 8, 7) == [2, 4, 1]
+    assert ramped(1, 8, 32) == [1, 2, 4, 8, 8, 2, 4, 2, 1] and ramped(1, 1, 3) == [1, 1, 1]
+    assert ramped(2, 8, 7) == [2, 3, 2] and ramped(2, 8, 3) == [2, 1] and ramped(4, 8, 3) == [3]
 
 
 def test_groups_grow_where_steps_are_too_many() -> None:

@@ -115,6 +115,7 @@ SEAMS += [
         (before_each_move, "strided"),
         (before_each_move, "batched"),
         (before_each_move, "direct"),
+        (before_each_copy_call, "straight"),
         (before_each_copy_call, "strided"),
         (before_each_copy_call, "batched"),
     )
@@ -131,7 +132,7 @@ class Scene:
         self.rig.fill()
         order = torch.from_numpy(np.random.default_rng(2).permutation(24))
         self.pages = order[:11] + 1
-        self.slots = (order[:11, None] * HOST_PAGE + HOST_PAGE + torch.arange(HOST_PAGE)).reshape(-1).to(device)
+        self.slots = (order[:11, None] * HOST_PAGE + HOST_PAGE + torch.arange(HOST_PAGE)).reshape(-1)
         everything = torch.arange(HOST_PAGE, 32 * HOST_PAGE, device=device)
         self.rig.backend.store(everything, torch.arange(1, 32)).wait()
         self.truth = [buffer.clone() for buffer in self.rig.buffers]

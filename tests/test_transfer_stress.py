@@ -22,11 +22,12 @@ from hicache.transfer import LayerTransferCounter, TransferOp
 from hicache.transfer.cpu import CpuOp
 from hicache.transfer.plan import Method
 
-WAYS: list[Method] = ["strided", "batched", "direct"]
+WAYS: list[Method] = ["straight", "strided", "batched", "direct"]
 # On CUDA: bytes of staging, and the ways that copies go, at random. Left to the plan, small ones all go direct.
 PLACES = [
     ("cpu", 1 << 16, ()),
     pytest.param("cuda", 1 << 16, (), marks=pytest.mark.gpu),
+    pytest.param("cuda", 1 << 16, ("straight",), marks=pytest.mark.gpu),
     pytest.param("cuda", 1 << 16, ("strided", "batched"), marks=pytest.mark.gpu),
     pytest.param("cuda", 1 << 20, WAYS, marks=pytest.mark.gpu),
 ]

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -114,7 +114,8 @@ def before_each_move(monkeypatch: pytest.MonkeyPatch, hook: Callable[[], object]
 
 
 def force_ways(monkeypatch: pytest.MonkeyPatch, ways: Sequence[Method]) -> None:
-    """On CUDA, copies go by these ways, at random, whatever would be quickest (small ones always go direct)."""
+    """On CUDA, copies go by these ways, at random, whatever would be quickest. Where slots are no runs, or go down,
+    strided copies stand in for straight ones."""
     rng, never = random.Random(2), Way(bytes_per_s=1.0, piece_s=1e3, issue_s=1e3)
     if torch.cuda.is_available():
         ways = [way for way in ways if way != "batched" or can_batch()]
@@ -123,8 +124,11 @@ def force_ways(monkeypatch: pytest.MonkeyPatch, ways: Sequence[Method]) -> None:
 
     def chosen(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool) -> Plan:
         way = rng.choice(ways)
+        if way == "straight" and shape.slot_runs:
+            return Plan("straight", tuple((layer, layer + 1) for layer in range(shape.num_layers)))
+        way = "strided" if way == "straight" else way
         only = {name: getattr(direction, name) if name == way else never for name in ("strided", "batched", "direct")}
-        plan = choose(Direction(**only), shape, buffer_bytes, ramp=ramp)
+        plan = choose(Direction(**only), replace(shape, slot_runs=0), buffer_bytes, ramp=ramp)
         assert plan.method == way
         return plan
 
@@ -222,8 +226,12 @@ class Tier:
         return int(self.free.sum()) // self.parts
 
     def spot(self, blocks: Ids, contents: Ids) -> Spot:
-        slots = (blocks[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1)
+        slots = self.slots_on_host(blocks).numpy()
         return Spot(self._upload(contents), self._upload(blocks), self._upload(slots))
+
+    def slots_on_host(self, blocks: Ids) -> torch.Tensor:
+        """The slots of blocks as a scheduler that chose them itself has them."""
+        return torch.from_numpy((blocks[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1))
 
     def _upload(self, values: Ids) -> torch.Tensor:
         """To the device, behind what is queued there; the host waits for nothing."""

@@ -163,7 +163,7 @@ class Program:
             for t, (tier, blocks, pages) in enumerate(zip(self.tiers, entry.blocks, entry.pages, strict=True)):
                 tier.host.begin_read(pages)
                 entry.load_ids.append(tier.counter.begin())
-                op = tier.backend.load(pages, tier.spot(blocks, entry.contents).slots, entry.load_ids[-1])
+                op = tier.backend.load(pages, self._slots(tier, blocks), entry.load_ids[-1])
                 entry.loads.append(self._submitted(op, t, "load"))
         entry.was_read = False
         return True
@@ -181,9 +181,14 @@ class Program:
             tier.host.bytes_of[pages] = tier.pages[POISON]
             tier.on_host[pages.numpy()] = UNKNOWN
             tier.host.begin_read(pages)
-            op = tier.backend.store(tier.spot(blocks, entry.contents).slots, pages)
+            op = tier.backend.store(self._slots(tier, blocks), pages)
             entry.stores.append(self._submitted(op, t, "store"))
             entry.writing.append(pages)
+
+    def _slots(self, tier: Tier, blocks: Ids) -> torch.Tensor:
+        """Most often where the host knows them, else on the device."""
+        on_host = self.rng.random() < 0.7
+        return tier.slots_on_host(blocks) if on_host else tier.spot(blocks, blocks).slots
 
     def forward(self, read: Sequence[Entry], new: Entry | None) -> bool:
         """Read entries, whatever of them is still on its way, and write `new`. False: it was told that a load

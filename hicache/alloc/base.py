@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from hicache.config import debug_checks
@@ -156,7 +157,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Move released pages to the free list, in ascending order."""
         self._settle()
         if self._num_released:
-            self.free_pages = torch.cat((self.free_pages, self.release_pages)).sort().values
+            self.free_pages = _sorted(torch.cat((self.free_pages, self.release_pages)))
             self.release_pages = self.free_pages.new_empty(0)
 
     def get_kvcache(self) -> SlotStore | None:
@@ -274,3 +275,10 @@ class BaseTokenToKVPoolAllocator(ABC):
         if self._kvcache is None:
             raise ConfigError("this allocator was built without a pool; pass kvcache to copy what slots hold")
         return self._kvcache
+
+
+def _sorted(ids: torch.Tensor) -> torch.Tensor:
+    """Ascending. On the CPU runs are merged, and there are few: parts that were freed in order."""
+    if ids.device.type != "cpu":
+        return ids.sort().values
+    return torch.from_numpy(np.sort(ids.numpy(), kind="stable"))

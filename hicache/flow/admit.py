@@ -16,7 +16,7 @@ from hicache.errors import OutOfRows, OutOfSlots, OutOfStates, PromptTooLong, Tr
 from hicache.flow.base import CacheRequest, Hit, Lease, Load, LoadPlan, Parts
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.base import Match
-from hicache.tree.node import Place, Tier, TreeNode
+from hicache.tree.node import Place, Tier, TreeNode, joined
 
 _STATES = 2  # of a request: the one that advances, and the last checkpoint
 
@@ -69,7 +69,7 @@ class Admission:
 
         node = tree.node_at(match, length)
         plan = self._plan(node)
-        lease = Lease(request, node, self._parts.req_to_token.req_to_token)
+        lease = Lease(request, node, self._parts.req_to_token.req_to_token, self._parts.allocator.device)
         lease.length, lease.branching_len = end, match.full_len if match.full_len > length else 0
         pinned = (plan.pages[0].parent if plan.pages else node) or node
         tree.lock(pinned, Tier.DEVICE)
@@ -222,7 +222,7 @@ class Admission:
         device_len, load_len = sum(map(len, resident)), sum(at.num_tokens for at in plan.pages)
         disk_len = sum(at.num_tokens for at in plan.pages if at.from_disk)
         if resident:
-            lease.write(0, torch.cat(resident))
+            lease.write(0, joined(resident))
         lease.write(device_len, slots)
         state = None if lease.mamba_pool_idx is None else lease.mamba_pool_idx.reshape(1)
         if not plan.is_empty:
@@ -248,4 +248,4 @@ def _slots_of(plan: LoadPlan, slots: torch.Tensor) -> torch.Tensor:
     for node in plan.pages:
         of_pages[node] = slots[start : start + node.num_tokens]
         start += node.num_tokens
-    return torch.cat([of_pages[node] if node in of_pages else node.held(Tier.DEVICE) for node in plan.windows])
+    return joined([of_pages[node] if node in of_pages else node.held(Tier.DEVICE) for node in plan.windows])

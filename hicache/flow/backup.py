@@ -15,7 +15,7 @@ import torch
 
 from hicache.flow.base import JointOp, Parts, States, Windows
 from hicache.transfer.base import TransferOp
-from hicache.tree.node import Component, PageState, Place, Span, Tier, TreeNode
+from hicache.tree.node import Component, PageState, Place, Span, Tier, TreeNode, joined
 
 
 class _Copy:
@@ -148,7 +148,7 @@ class Backup:
         if pages is None:
             return False
         assert transfer is not None
-        slots = torch.cat(values)
+        slots = joined(values)
         parts.host_of(component).begin_read(pages)
         copy.ops.append(transfer.store(slots if side is None else side.device_ids(slots), pages))
         copy.pages[component] = pages

@@ -31,7 +31,7 @@ from hicache.transfer.counter import LayerTransferCounter
 from hicache.tree.base import Released
 from hicache.tree.components import SwaRules
 from hicache.tree.core import RadixTree
-from hicache.tree.node import Component, Place, Span, Tier, TreeNode
+from hicache.tree.node import Component, Place, Span, Tier, TreeNode, joined
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Parts:
         for item in released:
             by_place.setdefault(item.place, []).append(item.value)
         for place, values in by_place.items():
-            self._free(place, torch.cat(values))
+            self._free(place, joined(values))
 
     def host_of(self, component: Component) -> HostPagePool:
         """The host pool that pages of a component are in."""
@@ -256,9 +256,11 @@ class Lease:
 
     In a hybrid model it has two states as well: `mamba_pool_idx`, which the forward advances, and
     `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing).
+
+    Slots are noted twice: in the request's row, on the pool's device, and where the tree and the allocator keep theirs.
     """
 
-    def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor) -> None:
+    def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor, home: torch.device) -> None:
         self.request_id, self.namespace = request.request_id, request.namespace
         self.prompt_len = len(request.tokens)
         self.node = node
@@ -266,6 +268,7 @@ class Lease:
         self.mamba_pool_idx: torch.Tensor | None = None
         self.mamba_checkpoint_idx: torch.Tensor | None = None
         self._table = req_to_token
+        self._slots = torch.empty(req_to_token.shape[1], dtype=torch.int64, device=home)
         self.hit = Hit()
         self.cached_len = self.tree_len = self.length = self.held_len = 0
         self.checkpoint_len = self.branching_len = 0
@@ -293,8 +296,13 @@ class Lease:
         return self.slots_of(0, self.length)
 
     def write(self, start: int, slots: torch.Tensor) -> None:
-        """Note the slots of positions [start, start + len(slots)) in the request's row."""
-        self._table[self.row, start : start + len(slots)] = slots.to(torch.int32)
+        """Note the slots of positions [start, start + len(slots))."""
+        end = start + len(slots)
+        self._table[self.row, start:end] = on_device(slots, self._table.device)
+        if slots.device.type == "cpu":
+            self._slots.numpy()[start:end] = slots.numpy()
+        else:
+            self._slots[start:end] = slots
 
     def join(self, loads: Sequence[Load]) -> None:
         """Wait for these too, and count as their reader."""
@@ -307,11 +315,22 @@ class Lease:
         """Slots of positions [start, end), int64 on the pool's device."""
         return self._table[self.row, start:end].long()
 
+    def held(self, start: int, end: int) -> torch.Tensor:
+        """The same, where the tree and the allocator keep theirs. A view: whoever keeps it copies it."""
+        return self._slots[start:end]
+
     def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.on_exit(self)
+
+
+def on_device(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`ids` there, int64. From the host through pinned memory, behind what is queued: nothing waits."""
+    if ids.device.type == device.type:
+        return ids
+    return ids.pin_memory().to(device, non_blocking=True)
 
 
 def _no_owner(lease: Lease) -> None:

@@ -51,7 +51,7 @@ def conservation(parts: Parts, leases: Sequence[Lease], under_way: Mapping[Compo
 
 def _owned(leases: Sequence[Lease]) -> list[torch.Tensor]:
     """Slots of leases, and of failed loads that leases still read."""
-    owned = [lease.slots_of(lease.tree_len, lease.held_len) for lease in leases]
+    owned = [lease.held(lease.tree_len, lease.held_len) for lease in leases]
     orphaned = {id(load): load.orphans for lease in leases for load in lease.loads}
     return owned + [slots for orphans in orphaned.values() for slots in orphans]
 

@@ -15,7 +15,7 @@ import torch
 from hicache.flow.base import Load, LoadPlan, Parts
 from hicache.transfer.base import TransferBackend, TransferOp
 from hicache.transfer.counter import LayerTransferCounter
-from hicache.tree.node import Component, Place, Tier, TreeNode
+from hicache.tree.node import Component, Place, Tier, TreeNode, joined
 
 _SMOOTHING = 0.2
 
@@ -65,7 +65,7 @@ class Restore:
         if plan.windows:
             for node in plan.windows:
                 tree.attach(node, Place.SWA_DEVICE, node.held(Place.FULL_DEVICE))
-            targets = torch.cat([node.held(Place.SWA_DEVICE) for node in plan.windows])
+            targets = joined([node.held(Place.SWA_DEVICE) for node in plan.windows])
             self._submit(load, Component.SWA, [node.held(Place.SWA_HOST) for node in plan.windows], targets)
         if state is not None:
             self._submit(load, Component.MAMBA, [plan.node.held(Place.MAMBA_HOST)], state)
@@ -96,7 +96,7 @@ class Restore:
             load.op.wait()
 
     def _submit(self, load: Load, component: Component, values: list[torch.Tensor], targets: torch.Tensor) -> None:
-        parts, pages = self._parts, torch.cat(values)
+        parts, pages = self._parts, joined(values)
         side = next((side for side in parts.sides if side.component is component), None)
         transfer: TransferBackend | None = parts.transfer if side is None else side.transfer
         counter = self._counter_of(component)

@@ -16,7 +16,7 @@ import torch
 from hicache.errors import TransferError
 from hicache.flow.base import Lease, Load, Parts
 from hicache.tree.key import Tokens
-from hicache.tree.node import Place, Tier, TreeNode
+from hicache.tree.node import Place, Tier, TreeNode, own
 
 
 class Loads(Protocol):
@@ -93,7 +93,7 @@ class Sharing:
         lease.released = True
         parts = self._parts
         if lease.held_len > lease.tree_len:
-            parts.allocator.free_run(lease.slots_of(lease.tree_len, lease.held_len))
+            parts.allocator.free_run(lease.held(lease.tree_len, lease.held_len))
         parts.tree.unlock(lease.node, Tier.DEVICE)
         parts.tree.touch(lease.node, Tier.HOST)
         if parts.states is not None:
@@ -107,7 +107,7 @@ class Sharing:
         parts, start = self._parts, lease.tree_len
         if end <= start:
             return
-        slots = lease.slots_of(start, end)
+        slots = own(lease.held(start, end))  # duplicates are written over below
         window_from = None if parts.windows is None else 0
         result = parts.tree.insert(lease.node, tokens[start:end], slots, Tier.DEVICE, lease.namespace, window_from)
         for twice in result.duplicates:  # another request was first: use its slots, give ours back

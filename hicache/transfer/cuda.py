@@ -1,10 +1,12 @@
 """The CUDA backend: the copy engine moves pages, kernels in device memory do the scattering.
 
-Up, per group of layers: a copy brings the group's part of each page into one of a ring of staging buffers, a kernel
-scatters it to the slots, an event a layer is recorded. The whole load is queued before the forward. Down is the
-reverse, at lower stream priority, and is held back while a load has not brought its first layer. What is too small for
-that goes by one kernel that reads or writes the host itself. `hicache.transfer.plan` decides. Nothing here waits for
-the device, allocates device memory, or loops over pages in Python.
+Up, per layer: where slots are known to be runs, copies write to the pool itself. Else, per group of layers: a copy
+brings the group's part of each page into one of a ring of staging buffers, a kernel scatters it to the slots. An event
+a layer is recorded. The whole load is queued before the forward. Down is the reverse, at lower stream priority: what
+fits the ring is queued at once, the rest when somebody next asks how far the store is, so that neither a load nor a
+forward is queued behind all of it; and nothing of it while a load has not brought its first layer. What is too small
+for that goes by one kernel that reads or writes the host itself. `hicache.transfer.plan` decides. Nothing here waits
+for the device, allocates device memory, or loops over pages in Python.
 
     ring of buffers   copy waits for `free` -> copies -> records `filled` -> kernel waits -> scatters -> records `free`
 
@@ -15,9 +17,10 @@ errors.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,10 +31,12 @@ from hicache.transfer.calibrate import measured_rates
 from hicache.transfer.copies import can_batch, copy_batched, copy_strided, need_bindings
 from hicache.transfer.counter import LayerTransferCounter
 from hicache.transfer.plan import Cut, Direction, Ids, Plan, Shape, choose, cut, spans
+from hicache.transfer.straight import SlotRuns, StraightCopier
 
 log = logging.getLogger(__name__)
 
 _RING = 3
+_ENDED = object()
 
 
 class CudaOp:
@@ -109,6 +114,17 @@ class _Store:
     ready: torch.cuda.Event
 
 
+@dataclass(frozen=True)
+class _Load:
+    """A load that is being queued: its plan, its pages as runs, and those with their slots where that is the plan."""
+
+    plan: Plan
+    ids: Ids
+    slots: torch.Tensor
+    pages_cut: Cut
+    slot_runs: SlotRuns | None
+
+
 class CudaTransfer:
     """See `TransferBackend`. `host`: pinned uint8 [pages, page_bytes]; `staging_bytes` is shared by both directions."""
 
@@ -128,19 +144,20 @@ class CudaTransfer:
         need_bindings()
         self._host, self._mover, self._counter, self._device = host, mover, counter, device
         self._direct, self._host_address = DirectMover(mover, host), host.data_ptr()
+        self._straight = StraightCopier(mover, host, rows_per_chunk)
         self._rows_per_chunk, self._page_tokens = rows_per_chunk, page_tokens
         self._chunk_pages = max(1, chunk_tokens // page_tokens)
         self._offsets = [0, *np.cumsum(layer_page_bytes).tolist()]
         widest = max(layer_page_bytes)
-        self._shape = Shape(widest, len(layer_page_bytes), 0, 0, mover.uniform)
+        self._shape = Shape(widest, len(layer_page_bytes), 0, 0, mover.uniform, 0, self._straight.num_parts)
         with torch.cuda.device(device):
             # Down, groups are wide and chunks short; up, a layer of many pages at a time takes the fewest calls.
             self._up = _Lane(staging_bytes * 3 // 4, device, -1, widest)
             self._down = _Lane(staging_bytes // 4, device, 0, widest)
         self._rates = measured_rates(host, self._up.buffer, widest, len(layer_page_bytes), self._direct, page_tokens)
-        self._held_back: deque[_Store] = deque()
+        self._stores: deque[Iterator[None]] = deque()  # each queues one step at a time
         self._first_layer = torch.cuda.Event()  # of the latest load; never recorded counts as there
-        self._counts = {"strided": 0, "batched": 0, "direct": 0, "held_back": 0}
+        self._counts = {"straight": 0, "strided": 0, "batched": 0, "direct": 0, "held_back": 0}
 
     def start(self) -> None:
         """Nothing to start: streams run by themselves."""
@@ -156,108 +173,146 @@ class CudaTransfer:
         return {**self._rates.figures(), **{f"copies.{name}": float(count) for name, count in self._counts.items()}}
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> CudaOp:
-        op, ids, lane = self._op(pages, slots), pages.numpy(), self._up
-        lane.kernel.wait_stream(torch.cuda.current_stream(self._device))
-        pages_cut = cut(ids, self._rows_per_chunk)
-        plan = self._plan(self._rates.up, pages_cut, len(ids), lane, ramp=True)
-        op.began(lane.kernel if plan.method == "direct" else lane.copy)
+        known = slots.numpy() if slots.device.type == "cpu" else None
+        slots = self._on_device(slots)
+        op, lane = self._op(pages, slots), self._up
+        load = self._plan_load(pages.numpy(), slots, known)
+        current = torch.cuda.current_stream(self._device)
+        lane.kernel.wait_stream(current)
+        if load.plan.method == "straight":
+            lane.copy.wait_stream(current)
+        op.began(lane.kernel if load.plan.method == "direct" else lane.copy)
         self._first_layer = torch.cuda.Event()
         with torch.cuda.stream(lane.kernel):
             try:
-                for first, end in plan.groups:
-                    self._load_group(plan, ids, pages_cut, slots, first, end)
+                for first, end in load.plan.groups:
+                    arrived_on = self._load_group(load, first, end)
                     for layer in range(first, end):
-                        self._counter.record(load_id, layer, lane.kernel)
+                        self._counter.record(load_id, layer, arrived_on)
                     if not first:
-                        self._first_layer.record(lane.kernel)
+                        self._first_layer.record(arrived_on)
             except Exception as error:  # noqa: BLE001 - kept in `op.error`, and told to whoever consumes the load
                 log.warning("a load could not be queued: %s", error)
                 op.error = error
                 self._counter.fail(load_id, error)
-                lane.kernel.wait_stream(lane.copy)  # it may still read host pages
+            # Loads end in the order in which they came; and copies may still read host pages when one failed.
+            lane.kernel.wait_stream(lane.copy)
             op.ended(lane.kernel)
         return op
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor) -> CudaOp:
+        slots = self._on_device(slots)
         op, ready = self._op(pages, slots), torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
-        self._held_back.append(_Store(op, slots, pages.numpy(), ready))
-        self._issue(False)
-        if self._held_back:
+        self._stores.append(self._store_steps(_Store(op, slots, pages.numpy(), ready)))
+        if not self._first_layer.query():
             self._counts["held_back"] += 1
+        elif len(self._stores) == 1:
+            self._issue(False, _RING)
         return op
 
     def _op(self, pages: torch.Tensor, slots: torch.Tensor) -> CudaOp:
         return CudaOp(len(pages) * self._offsets[-1], (slots,), self._issue)
 
-    def _plan(self, direction: Direction, pages_cut: Cut, num_pages: int, lane: _Lane, *, ramp: bool) -> Plan:
+    def _plan_load(self, ids: Ids, slots: torch.Tensor, known: Ids | None) -> _Load:
+        """`known`: the values of `slots`, where the host knows them."""
+        pages_cut = cut(ids, self._rows_per_chunk)
+        runs = None if known is None else self._straight.runs(ids, known)
+        plan = self._plan(self._rates.up, pages_cut, len(ids), self._up, ramp=True, slot_runs=len(runs or ()))
+        return _Load(plan, ids, slots, pages_cut, runs)
+
+    def _plan(
+        self, direction: Direction, pages_cut: Cut, num_pages: int, lane: _Lane, *, ramp: bool, slot_runs: int = 0
+    ) -> Plan:
         num_runs = len(pages_cut.page) if can_batch() else 1
-        shape = Shape(self._shape.layer_bytes, self._shape.num_layers, num_pages, num_runs, self._shape.grouped)
+        shape = replace(self._shape, num_pages=num_pages, num_runs=num_runs, slot_runs=slot_runs)
         plan = choose(direction, shape, lane.buffer_bytes, ramp=ramp)
         self._counts[plan.method] += 1
         return plan
 
-    def _issue(self, whatever: bool) -> None:
-        """Queue the stores that are held back, unless a load waits for its first layer; `whatever`: in any case."""
-        while self._held_back and (whatever or self._first_layer.query()):
-            store, lane = self._held_back.popleft(), self._down
-            lane.kernel.wait_event(store.ready)
-            pages_cut = cut(store.ids, self._rows_per_chunk)
-            plan = self._plan(self._rates.down, pages_cut, len(store.ids), lane, ramp=False)
-            store.op.began(lane.kernel)
-            with torch.cuda.stream(lane.kernel):
-                try:
-                    for first, end in plan.groups:
-                        self._store_group(plan, store, pages_cut, first, end)
-                except Exception as error:  # noqa: BLE001 - kept in `op.error`, which every landing looks at
-                    log.warning("a store could not be queued: %s", error)
-                    store.op.error = error
-            # Stores end in the order in which they came, whichever way each went.
-            if plan.method == "direct" or store.op.error is not None:
-                lane.copy.wait_stream(lane.kernel)
-            store.op.ended(lane.copy)
+    def _issue(self, whatever: bool, most_steps: float = math.inf) -> None:
+        """Queue steps of stores, unless a load waits for its first layer; `whatever`: in any case."""
+        while self._stores and most_steps > 0 and (whatever or self._first_layer.query()):
+            if next(self._stores[0], _ENDED) is _ENDED:
+                self._stores.popleft()
+            most_steps -= 1
 
-    def _load_group(self, plan: Plan, ids: Ids, pages_cut: Cut, slots: torch.Tensor, first: int, end: int) -> None:
-        lane = self._up
+    def _store_steps(self, store: _Store) -> Iterator[None]:
+        """Queues one step of a store each time it is resumed."""
+        lane = self._down
+        lane.kernel.wait_event(store.ready)
+        pages_cut = cut(store.ids, self._rows_per_chunk)
+        plan = self._plan(self._rates.down, pages_cut, len(store.ids), lane, ramp=False)
+        store.op.began(lane.kernel)
+        try:
+            for first, end in plan.groups:
+                for start, stop in self._chunks(plan, lane, first, end, len(store.ids)):
+                    with torch.cuda.stream(lane.kernel):
+                        self._store_step(plan, store, pages_cut, (first, end), (start, stop))
+                    yield
+        except Exception as error:  # noqa: BLE001 - kept in `op.error`, which every landing looks at
+            log.warning("a store could not be queued: %s", error)
+            store.op.error = error
+        # Stores end in the order in which they came, whichever way each went.
+        lane.copy.wait_stream(lane.kernel)
+        store.op.ended(lane.copy)
+
+    def _load_group(self, load: _Load, first: int, end: int) -> torch.cuda.Stream:
+        """Queue layers [first, end); returns the stream behind whose end they are there."""
+        lane, plan = self._up, load.plan
+        if plan.method == "straight":
+            assert load.slot_runs is not None
+            for layer in range(first, end):
+                self._straight.load(load.slot_runs, layer, lane.copy.cuda_stream)
+            return lane.copy
         if plan.method == "direct":
-            self._direct.load(self._on_device(ids), slots, first, end - first)
-            return
-        for start, stop in self._chunks(lane, first, end, len(ids)):
+            self._direct.load(self._ids_on_device(load.ids), load.slots, first, end - first)
+            return lane.kernel
+        for start, stop in self._chunks(plan, lane, first, end, len(load.ids)):
             buffer = lane.next()
             lane.copy.wait_event(buffer.free)
             if plan.method == "batched":
-                self._copy_batch(lane, buffer, ids[start:stop], first, end, up=True)
+                self._copy_batch(lane, buffer, load.ids[start:stop], first, end, up=True)
             else:
-                self._copy_runs(lane, buffer, pages_cut.within(start, stop), first, end, up=True)
+                self._copy_runs(lane, buffer, load.pages_cut.within(start, stop), first, end, up=True)
             buffer.filled.record(lane.copy)
             lane.kernel.wait_event(buffer.filled)
             staging = self._staging(buffer, stop - start, first, end)
-            self._mover.scatter(staging, self._slots(slots, start, stop), first, end - first)
+            self._mover.scatter(staging, self._slots(load.slots, start, stop), first, end - first)
             buffer.free.record(lane.kernel)
+        return lane.kernel
 
-    def _store_group(self, plan: Plan, store: _Store, pages_cut: Cut, first: int, end: int) -> None:
-        lane, ids = self._down, store.ids
+    def _store_step(
+        self, plan: Plan, store: _Store, pages_cut: Cut, layers: tuple[int, int], pages: tuple[int, int]
+    ) -> None:
+        """Queue layers [first, end) of the store's pages [start, stop)."""
+        lane, ids, (first, end), (start, stop) = self._down, store.ids, layers, pages
         if plan.method == "direct":
-            self._direct.store(store.slots, self._on_device(ids), first, end - first)
+            self._direct.store(store.slots, self._ids_on_device(ids), first, end - first)
             return
-        for start, stop in self._chunks(lane, first, end, len(ids)):
-            buffer = lane.next()
-            lane.kernel.wait_event(buffer.free)
-            staging = self._staging(buffer, stop - start, first, end)
-            self._mover.gather(self._slots(store.slots, start, stop), staging, first, end - first)
-            buffer.filled.record(lane.kernel)
-            lane.copy.wait_event(buffer.filled)
-            if plan.method == "batched":
-                self._copy_batch(lane, buffer, ids[start:stop], first, end, up=False)
-            else:
-                self._copy_runs(lane, buffer, pages_cut.within(start, stop), first, end, up=False)
-            buffer.free.record(lane.copy)
+        buffer = lane.next()
+        lane.kernel.wait_event(buffer.free)
+        staging = self._staging(buffer, stop - start, first, end)
+        self._mover.gather(self._slots(store.slots, start, stop), staging, first, end - first)
+        buffer.filled.record(lane.kernel)
+        lane.copy.wait_event(buffer.filled)
+        if plan.method == "batched":
+            self._copy_batch(lane, buffer, ids[start:stop], first, end, up=False)
+        else:
+            self._copy_runs(lane, buffer, pages_cut.within(start, stop), first, end, up=False)
+        buffer.free.record(lane.copy)
 
-    def _on_device(self, ids: Ids) -> torch.Tensor:
-        return torch.from_numpy(ids).pin_memory().to(self._device, non_blocking=True)
+    def _on_device(self, ids: torch.Tensor) -> torch.Tensor:
+        """`ids` there, queued on the current stream."""
+        return ids.pin_memory().to(self._device, non_blocking=True) if ids.device.type == "cpu" else ids
 
-    def _chunks(self, lane: _Lane, first: int, end: int, num_pages: int) -> list[tuple[int, int]]:
+    def _ids_on_device(self, ids: Ids) -> torch.Tensor:
+        return self._on_device(torch.from_numpy(ids))
+
+    def _chunks(self, plan: Plan, lane: _Lane, first: int, end: int, num_pages: int) -> list[tuple[int, int]]:
         """Chunks of pages that fit a staging buffer; down they also stay within the chunk of tokens configured."""
+        if plan.method == "direct":
+            return [(0, num_pages)]
         fit = max(1, lane.buffer_bytes // (self._offsets[end] - self._offsets[first]))
         return spans(num_pages, fit if lane is self._up else min(fit, self._chunk_pages))
 

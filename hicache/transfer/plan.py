@@ -1,14 +1,16 @@
 """How a copy is cut and which way it goes: groups of layers, chunks of pages, copy engine or kernel. Arithmetic only.
 
-Three ways lead between host pages and the device:
+Four ways lead between host pages and the device:
 
+    straight  up, where slots are runs: a 2-D copy by the copy engine for each buffer of a layer of a run, to its place
     strided   one 2-D copy by the copy engine for each run of contiguous pages, into a staging buffer
     batched   one call of the copy engine for a list of pages, wherever they are, into a staging buffer
     direct    a kernel with few blocks that reads or writes pinned memory itself: no staging, no calls a page
 
 What each costs a piece (the part of one page that travels at once) and a byte is measured, by
 `hicache.transfer.calibrate`, or assumed (`ASSUMED`). Narrow layers travel in groups, so that pieces are worth their
-cost. Up, the first groups are small: a forward can start when the first layer is there. May import numpy.
+cost. Up, the first and the last groups are small: a forward starts when the first layer is there, and computes the
+last when it is. May import numpy.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
-Method = Literal["strided", "batched", "direct"]
+Method = Literal["straight", "strided", "batched", "direct"]
 
 # What a piece may cost, as a share of the time of its bytes: on the device, either way, and of the host that issues it.
 MAX_UP_SHARE = 0.015
@@ -29,6 +31,7 @@ MAX_ISSUE_SHARE = 0.03  # of the host, for pieces and for steps
 STEP_S = 100e-6  # of the host, for one group of one chunk: events, a kernel launch, a copy call
 LAUNCH_S = 30e-6
 CALL_S = 5e-6  # of the host, for one strided copy
+STAGING_BYTES_PER_S = 1.9e12  # payload of a kernel between staging and slots: it takes memory from whatever computes
 MIN_CHUNK_PAGES = 8
 MIN_PIECE_BYTES = 128 << 10
 MAX_RAMP_BYTES = 1 << 20  # up, pieces stay below: a forward waits for a whole group
@@ -91,13 +94,23 @@ class Plan:
 
 @dataclass(frozen=True)
 class Shape:
-    """What is moved. `layer_bytes`: of one layer of one page; `grouped`: whether layers may travel together."""
+    """What is moved. `layer_bytes`: of one layer of one page; `grouped`: whether layers may travel together.
+
+    `slot_runs`: runs of pages whose slots are runs too, 0 where that is not so or not known; `num_parts`: buffers of
+    all layers.
+    """
 
     layer_bytes: int
     num_layers: int
     num_pages: int
     num_runs: int
     grouped: bool = True
+    slot_runs: int = 0
+    num_parts: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layer_bytes * self.num_layers * self.num_pages
 
 
 def choose(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool) -> Plan:
@@ -114,13 +127,13 @@ def choose(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool)
             group = min(group, max(1, MAX_RAMP_BYTES // shape.layer_bytes))
     first = min(group, -(-MIN_PIECE_BYTES // shape.layer_bytes))
     sizes = ramped(first, group, shape.num_layers) if ramp else [group] * -(-shape.num_layers // group)
-    groups = _consecutive(sizes, shape.num_layers)
-    if _direct_s(direction.direct, shape) < _staged_s(way, shape, groups, buffer_bytes):
-        return Plan(
-            "direct",
-            ((0, shape.num_layers),) if shape.grouped else _consecutive([1] * shape.num_layers, shape.num_layers),
-        )
-    return Plan(method, groups)
+    staged = Plan(method, _consecutive(sizes, shape.num_layers))
+    layers = _consecutive([1] * shape.num_layers, shape.num_layers)
+    direct = Plan("direct", ((0, shape.num_layers),) if shape.grouped else layers)
+    costs = [(_staged_s(way, shape, staged.groups, buffer_bytes), staged), (_direct_s(direction.direct, shape), direct)]
+    if shape.slot_runs:
+        costs.append((_straight_s(direction.strided, shape), Plan("straight", layers)))
+    return min(costs, key=lambda pair: pair[0])[1]
 
 
 def group_size(way: Way, shape: Shape, buffer_bytes: int, share: float) -> int:
@@ -149,13 +162,15 @@ def fewer_steps(group: int, way: Way, shape: Shape, buffer_bytes: int) -> int:
 
 
 def ramped(first: int, group: int, num_layers: int) -> list[int]:
-    """Group sizes that double from `first` layers up to `group`, and stay there."""
-    sizes, size, left = [], first, num_layers
-    while left > 0:
-        sizes.append(min(size, left))
-        left -= size
+    """Group sizes that double from `first` layers up to `group`, and halve again towards the end."""
+    head, tail, size, left = [], [], first, num_layers
+    while size < group and left >= 2 * size:
+        head.append(size)
+        tail.append(size)
+        left -= 2 * size
         size = min(2 * size, group)
-    return sizes
+    middle = [size] * (left // size) + ([left % size] if left % size else [])
+    return head + middle + tail[::-1]
 
 
 def spans(total: int, step: int) -> list[tuple[int, int]]:
@@ -185,22 +200,19 @@ class Cut:
         return found
 
 
-def cut(pages: Ids, rows_per_chunk: int) -> Cut:
-    """Cut `pages` into runs; see `runs`."""
-    return Cut(*runs(pages, rows_per_chunk))
+def cut(pages: Ids, rows_per_chunk: int, also: npt.NDArray[np.bool_] | None = None) -> Cut:
+    """Cut `pages` into runs: where the next id does not follow or lies in another pinned chunk.
 
-
-def runs(pages: Ids, rows_per_chunk: int) -> tuple[Ids, Ids, Ids]:
-    """Cut `pages` where the next id does not follow or lies in another pinned chunk.
-
-    Returns (first page id, number of pages, position in `pages`) of each run.
+    `also` [pages - 1]: where else, between a page and the next.
     """
     if not len(pages):
-        return pages, pages, pages
+        return Cut(pages, pages, pages)
     breaks = (np.diff(pages) != 1) | (pages[1:] % rows_per_chunk == 0)
+    if also is not None:
+        breaks |= also
     position = np.concatenate([[0], np.flatnonzero(breaks) + 1]).astype(np.int64)
     count = np.diff(np.append(position, len(pages))).astype(np.int64)
-    return pages[position], count, position
+    return Cut(pages[position], count, position)
 
 
 def _consecutive(sizes: list[int], num_layers: int) -> tuple[tuple[int, int], ...]:
@@ -210,15 +222,22 @@ def _consecutive(sizes: list[int], num_layers: int) -> tuple[tuple[int, int], ..
 
 def _direct_s(way: Way, shape: Shape) -> float:
     launches = 1 if shape.grouped else shape.num_layers
-    return shape.layer_bytes * shape.num_layers * shape.num_pages / way.bytes_per_s + launches * LAUNCH_S
+    return shape.num_bytes / way.bytes_per_s + launches * LAUNCH_S
+
+
+def _straight_s(way: Way, shape: Shape) -> float:
+    """Link and host one after the other: a forward is launched behind the calls."""
+    pieces_s = shape.num_pages * shape.num_parts * way.piece_s
+    return shape.num_bytes / way.bytes_per_s + pieces_s + shape.slot_runs * shape.num_parts * CALL_S
 
 
 def _staged_s(way: Way, shape: Shape, groups: tuple[tuple[int, int], ...], buffer_bytes: int) -> float:
-    """Until the last byte is there: the slower of link and issuing host, and the first group, which nothing hides."""
+    """Until the last byte is there, and what others wait meanwhile: the slower of link and issuing host, a first step
+    that nothing hides, and the device's memory."""
     link_s = host_s = 0.0
     for first, end in groups:
         width = (end - first) * shape.layer_bytes
         steps = -(-shape.num_pages * width // max(buffer_bytes, width))
         link_s += shape.num_pages * (width / way.bytes_per_s + way.piece_s)
         host_s += steps * STEP_S + shape.num_pages * way.issue_s
-    return max(link_s, host_s) + STEP_S
+    return max(link_s, host_s) + STEP_S + shape.num_bytes / STAGING_BYTES_PER_S

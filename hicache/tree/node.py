@@ -1,15 +1,16 @@
 """A node of the prefix tree: a run of whole pages, and what each component holds of them on each tier.
 
 Owns nothing beyond its own fields; only `RadixTree` changes them. A node is touched by the scheduler thread alone. May
-import torch, errors and hicache.tree.key.
+import numpy, torch, errors and hicache.tree.key.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from hicache.tree.key import RadixKey, TokenRun, key_of
@@ -93,6 +94,13 @@ def own(value: torch.Tensor) -> torch.Tensor:
     if value.device.type != "cpu":
         return value.clone()
     return torch.from_numpy(value.numpy().copy())
+
+
+def joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Slots or pages of several nodes, at least one, as one tensor; on the CPU by one thread, see `own`."""
+    if values[0].device.type != "cpu":
+        return torch.cat(list(values))
+    return torch.from_numpy(np.concatenate([value.numpy() for value in values]))
 
 
 class Span:
