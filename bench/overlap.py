@@ -3,7 +3,8 @@
 A prefix lies on the host; S new tokens are computed over it by a forward of the 8B geometry (bench.forward8b) while the
 transfer brings the prefix layer by layer. Timed in turns, on the host's clock, from the submission of the load to an
 idle device: each half alone, both with an event a layer, and the control: both with one wait for all layers before
-the forward, which can hide nothing. Outputs are compared outside the timing (bench.stage).
+the forward, which can hide nothing. `beside` is the resident forward beside the same load, waiting for none of it: what
+sharing the machine costs, whatever the order. Outputs are compared outside the timing (bench.stage).
 
     overlap = max(load, compute) / measured       hidden = (load + compute - measured) / min(load, compute)
 
@@ -60,6 +61,7 @@ class Overlap:
     compute: float
     together: tuple[float, ...]
     control: tuple[float, ...]
+    beside: tuple[float, ...]
 
     @property
     def measured(self) -> float:
@@ -82,10 +84,12 @@ class Overlap:
         shares = [longer / run for run in self.together]
         goal = OVERLAP_TARGET if target else None
         control = f"one wait for all layers: {percentile(self.control, 50) * 1e3:.2f} ms"
+        beside = f"waiting for no layer: {percentile(self.beside, 50) * 1e3:.2f} ms"
         return [
             Case.of(f"overlap.{name}", shares, "share", ceiling=1.0, target=goal, note=note),
             Case.of(f"overlap.hidden.{name}", self.hidden(self.together), "share"),
             Case.of(f"overlap.control.{name}", self.hidden(self.control), "share", better="lower", note=control),
+            Case.of(f"overlap.beside.{name}", [longer / run for run in self.beside], "share", ceiling=1.0, note=beside),
         ]
 
 
@@ -168,7 +172,8 @@ def _overlap(report: Report, stage: Stage, samples: int, ending: str, lengths: S
         steps = stage.steps(stage.forward.suffix(num_tokens))
         seconds = interleave(steps, samples=samples, warmup=1, timer=step_timer(stage.sync))
         load, compute = (percentile(seconds[name], 50) for name in ("load", "compute"))
-        overlap = Overlap(num_tokens, load, compute, tuple(seconds["together"]), tuple(seconds["control"]))
+        runs = (tuple(seconds[name]) for name in ("together", "control", "beside"))
+        overlap = Overlap(num_tokens, load, compute, *runs)
         overlaps.append(overlap)
         for case in overlap.cases(ending, target=target):
             report.add(case)

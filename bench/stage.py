@@ -82,6 +82,12 @@ class Stage:
         """The same without layer events: the forward begins when the last layer is there."""
         self._behind_load(suffix, wait_all=True)
 
+    def beside(self, suffix: Suffix) -> None:
+        """A forward over the resident prefix that waits for nothing, while the load brings what is there already."""
+        _, op = self.submit()
+        self.resident(suffix)
+        op.wait()
+
     def submit(self) -> tuple[int, TransferOp]:
         counter = self.rig.counter
         assert counter.can_begin()
@@ -108,6 +114,7 @@ class Stage:
             "compute": Step(lambda: self.resident(suffix), after=check),
             "together": Step(lambda: self.together(suffix), self.poison, check),
             "control": Step(lambda: self.control(suffix), self.poison, check),
+            "beside": Step(lambda: self.beside(suffix), after=check),
         }
 
     def close(self) -> None:

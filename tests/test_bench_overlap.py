@@ -115,7 +115,7 @@ def test_every_variant_gives_the_resident_output(stage: Stage) -> None:
     suffix = stage.forward.suffix(16)
     timer = step_timer(stage.sync)
     steps = stage.steps(suffix)
-    assert list(steps) == ["load", "compute", "together", "control"]
+    assert list(steps) == ["load", "compute", "together", "control", "beside"]
     for _ in range(3):
         for name, step in steps.items():
             stage.output = torch.zeros_like(suffix.x)
@@ -175,19 +175,20 @@ def test_what_is_beside_a_step_is_not_timed() -> None:
 
 def test_shares_follow_from_the_seconds() -> None:
     """max over measured, and the hidden share of the shorter half, for every run of both variants."""
-    overlap = Overlap(64, 0.080, 0.020, (0.080, 0.085, 0.100), (0.100, 0.100, 0.110))
-    shares, hidden, control = overlap.cases(".random", target=True)
+    overlap = Overlap(64, 0.080, 0.020, (0.080, 0.085, 0.100), (0.100, 0.100, 0.110), (0.080, 0.080, 0.082))
+    shares, hidden, control, beside = overlap.cases(".random", target=True)
     names = ["overlap.suffix64.random", "overlap.hidden.suffix64.random", "overlap.control.suffix64.random"]
     assert [case.name for case in (shares, hidden, control)] == names
     assert shares.value == pytest.approx(0.080 / 0.085) and shares.met is False and shares.target == 0.97
     assert overlap.hidden(overlap.together) == pytest.approx([1.0, 0.75, 0.0])
     assert hidden.value == pytest.approx(0.75) and control.value == pytest.approx(0.0)
+    assert beside.name == "overlap.beside.suffix64.random" and beside.value == pytest.approx(1.0)
     assert overlap.hidden([0.110]) == pytest.approx([-0.5])
-    assert [case.target for case in overlap.cases("", target=False)] == [None] * 3
+    assert [case.target for case in overlap.cases("", target=False)] == [None] * 4
 
 
 def _overlap(num_tokens: int, compute: float, together: float, control: float) -> Overlap:
-    return Overlap(num_tokens, 1.0, compute, (together,) * 3, (control,) * 3)
+    return Overlap(num_tokens, 1.0, compute, (together,) * 3, (control,) * 3, (together,) * 3)
 
 
 def test_the_host_prefix_is_judged_at_the_shortest_long_forward() -> None:
@@ -219,7 +220,7 @@ def test_a_small_run_has_every_case(tmp_path: Path) -> None:
     lengths = ["suffix8", "suffix16", "suffix8.random"]
     expected = {"submit.256", "submit.256.staging256", "submit.256.random", "matmul.during_load"}
     expected |= {"forward.gather.suffix8"} | {
-        f"overlap.{part}{s}" for part in ("", "hidden.", "control.") for s in lengths
+        f"overlap.{part}{s}" for part in ("", "hidden.", "control.", "beside.") for s in lengths
     }
     names = {case.name for case in report.cases}
     assert names - {"forward.host_prefix", "forward.host_prefix.random"} == expected

@@ -355,7 +355,7 @@ class Program:
 
     def _slow(self) -> None:
         if self.on_cuda:
-            torch.cuda._sleep(int(self.rng.integers(1000, 500_000 if self.fenced else 20_000_000)))
+            torch.cuda._sleep(int(self.rng.integers(1000, 8_000_000 if self.fenced else 20_000_000)))
 
     @contextlib.contextmanager
     def _submitting(self) -> Iterator[None]:

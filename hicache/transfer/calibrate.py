@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from statistics import median
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 _BYTES = 32 << 20
 _LEAST_BYTES = 8 << 20  # of a copy: below this, latency is all that would be seen
 _LAYERS = (1, 8)  # that pieces are made of
-_SAMPLES = 5
+_SAMPLES = 7
 
 
 def measured_rates(
@@ -46,8 +45,9 @@ def measured_rates(
             link = _Link(host, near, list(zip(widths, counts, strict=True)))
             ids = torch.zeros(counts[1], dtype=torch.int64, device=near.device)  # all of them the sink
             slots = torch.zeros(len(ids) * page_tokens, dtype=torch.int64, device=near.device)
-            up_s = link.seconds(lambda: direct.load(ids, slots, 0, num_layers))[0]
-            down_s = link.seconds(lambda: direct.store(slots, ids, 0, num_layers))[0]
+            (up_s, _), (down_s, _) = link.seconds(
+                lambda: direct.load(ids, slots, 0, num_layers), lambda: direct.store(slots, ids, 0, num_layers)
+            )
             return Rates(up=link.direction(True, up_s), down=link.direction(False, down_s))
     except (TransferError, RuntimeError) as error:
         log.warning("the link of %s could not be measured, assuming that of an H200: %s", near.device, error)
@@ -71,29 +71,34 @@ class _Link:
         pages = self._pieces[1][1]
         return Direction(strided, batched, Way(pages * self._pitch / direct_s))
 
-    def seconds(self, copy: Callable[[], None]) -> tuple[float, float]:
-        """Medians of what a copy takes on the device, and of what issuing it takes on the host."""
-        device_s, host_s = [], []
+    def seconds(self, *copies: Callable[[], None]) -> list[tuple[float, float]]:
+        """Of each copy, timed in turns, the least that it takes on the device, and its issuing on the host: whatever
+        else goes on only ever adds to them."""
+        found: list[list[tuple[float, float]]] = [[] for _ in copies]
         with torch.cuda.stream(self._stream):
             for turn in range(_SAMPLES + 1):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                for _ in range(64):  # keeps the stream busy while the copy is issued
-                    self._blocker.zero_()
-                begin.record()
-                start = time.perf_counter()
-                copy()
-                issued = time.perf_counter() - start
-                end.record()
-                end.synchronize()
-                if turn:
-                    device_s.append(begin.elapsed_time(end) / 1e3)
-                    host_s.append(issued)
-        return median(device_s), median(host_s)
+                for copy, samples in zip(copies, found, strict=True):
+                    seconds = self._once(copy)
+                    if turn:
+                        samples.append(seconds)
+        return [(min(device_s for device_s, _ in samples), min(host_s for _, host_s in samples)) for samples in found]
+
+    def _once(self, copy: Callable[[], None]) -> tuple[float, float]:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for _ in range(64):  # keeps the stream busy while the copy is issued
+            self._blocker.zero_()
+        begin.record()
+        start = time.perf_counter()
+        copy()
+        issued = time.perf_counter() - start
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3, issued
 
     def _way(self, copy: Callable[[int, int, bool], None], up: bool) -> Way:
         """Solve seconds = bytes / rate + pieces * piece_s for the two widths."""
         (w0, n0), (w1, n1) = self._pieces
-        (t0, issue_s), (t1, _) = (self.seconds(partial(copy, w, n, up)) for w, n in self._pieces)
+        (t0, issue_s), (t1, _) = self.seconds(*(partial(copy, w, n, up) for w, n in self._pieces))
         b0, b1 = w0 * n0, w1 * n1
         piece_s = max(0.0, (b1 * t0 - b0 * t1) / (b1 * n0 - b0 * n1))
         return Way(b1 / max(t1 - n1 * piece_s, 1e-9), piece_s, issue_s / n0)

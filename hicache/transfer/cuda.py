@@ -36,13 +36,14 @@ from hicache.transfer.straight import SlotRuns, StraightCopier
 log = logging.getLogger(__name__)
 
 _RING = 3
+_STEPS_AT_ONCE = 2  # of a store: they last until a load that is submitted right after it has brought its first layer
 _ENDED = object()
 
 
 class CudaOp:
     """A copy on the streams: done when its last event is. Holds the index tensors that the streams still read.
 
-    `issue`: queues what is held back; called by whoever asks how far the copy is.
+    `issue`: queues what is held back of any copy; called by whoever asks how far this one is.
     """
 
     def __init__(self, num_bytes: int, keep: tuple[torch.Tensor, ...], issue: Callable[[bool], None]) -> None:
@@ -61,8 +62,7 @@ class CudaOp:
         self._queued = True
 
     def done(self) -> bool:
-        if not self._queued:
-            self._issue(False)
+        self._issue(False)
         return self._queued and bool(self._end.query())
 
     def wait(self) -> None:
@@ -116,12 +116,12 @@ class _Store:
 
 @dataclass(frozen=True)
 class _Load:
-    """A load that is being queued: its plan, its pages as runs, and those with their slots where that is the plan."""
+    """A load that is being queued. `slots`, on the device, for kernels; `slot_runs` for copies that go straight."""
 
     plan: Plan
     ids: Ids
-    slots: torch.Tensor
     pages_cut: Cut
+    slots: torch.Tensor
     slot_runs: SlotRuns | None
 
 
@@ -173,11 +173,8 @@ class CudaTransfer:
         return {**self._rates.figures(), **{f"copies.{name}": float(count) for name, count in self._counts.items()}}
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> CudaOp:
-        known = slots.numpy() if slots.device.type == "cpu" else None
-        slots = self._on_device(slots)
-        op, lane = self._op(pages, slots), self._up
-        load = self._plan_load(pages.numpy(), slots, known)
-        current = torch.cuda.current_stream(self._device)
+        load, lane = self._plan_load(pages.numpy(), slots), self._up
+        op, current = self._op(pages, load.slots), torch.cuda.current_stream(self._device)
         lane.kernel.wait_stream(current)
         if load.plan.method == "straight":
             lane.copy.wait_stream(current)
@@ -186,17 +183,16 @@ class CudaTransfer:
         with torch.cuda.stream(lane.kernel):
             try:
                 for first, end in load.plan.groups:
-                    arrived_on = self._load_group(load, first, end)
+                    self._load_group(load, first, end)
                     for layer in range(first, end):
-                        self._counter.record(load_id, layer, arrived_on)
+                        self._counter.record(load_id, layer, lane.kernel)
                     if not first:
-                        self._first_layer.record(arrived_on)
+                        self._first_layer.record(lane.kernel)
             except Exception as error:  # noqa: BLE001 - kept in `op.error`, and told to whoever consumes the load
                 log.warning("a load could not be queued: %s", error)
                 op.error = error
                 self._counter.fail(load_id, error)
-            # Loads end in the order in which they came; and copies may still read host pages when one failed.
-            lane.kernel.wait_stream(lane.copy)
+                lane.kernel.wait_stream(lane.copy)  # it may still read host pages
             op.ended(lane.kernel)
         return op
 
@@ -208,18 +204,18 @@ class CudaTransfer:
         if not self._first_layer.query():
             self._counts["held_back"] += 1
         elif len(self._stores) == 1:
-            self._issue(False, _RING)
+            self._issue(False, _STEPS_AT_ONCE)
         return op
 
     def _op(self, pages: torch.Tensor, slots: torch.Tensor) -> CudaOp:
         return CudaOp(len(pages) * self._offsets[-1], (slots,), self._issue)
 
-    def _plan_load(self, ids: Ids, slots: torch.Tensor, known: Ids | None) -> _Load:
-        """`known`: the values of `slots`, where the host knows them."""
+    def _plan_load(self, ids: Ids, slots: torch.Tensor) -> _Load:
+        """Slots on the host may turn out to be runs; else they go to the device."""
         pages_cut = cut(ids, self._rows_per_chunk)
-        runs = None if known is None else self._straight.runs(ids, known)
+        runs = self._straight.runs(ids, slots.numpy()) if slots.device.type == "cpu" else None
         plan = self._plan(self._rates.up, pages_cut, len(ids), self._up, ramp=True, slot_runs=len(runs or ()))
-        return _Load(plan, ids, slots, pages_cut, runs)
+        return _Load(plan, ids, pages_cut, slots if plan.method == "straight" else self._on_device(slots), runs)
 
     def _plan(
         self, direction: Direction, pages_cut: Cut, num_pages: int, lane: _Lane, *, ramp: bool, slot_runs: int = 0
@@ -257,17 +253,18 @@ class CudaTransfer:
         lane.copy.wait_stream(lane.kernel)
         store.op.ended(lane.copy)
 
-    def _load_group(self, load: _Load, first: int, end: int) -> torch.cuda.Stream:
-        """Queue layers [first, end); returns the stream behind whose end they are there."""
+    def _load_group(self, load: _Load, first: int, end: int) -> None:
+        """Queue layers [first, end): at the end of the kernel stream they are there."""
         lane, plan = self._up, load.plan
         if plan.method == "straight":
             assert load.slot_runs is not None
             for layer in range(first, end):
                 self._straight.load(load.slot_runs, layer, lane.copy.cuda_stream)
-            return lane.copy
+            lane.kernel.wait_stream(lane.copy)
+            return
         if plan.method == "direct":
             self._direct.load(self._ids_on_device(load.ids), load.slots, first, end - first)
-            return lane.kernel
+            return
         for start, stop in self._chunks(plan, lane, first, end, len(load.ids)):
             buffer = lane.next()
             lane.copy.wait_event(buffer.free)
@@ -280,7 +277,6 @@ class CudaTransfer:
             staging = self._staging(buffer, stop - start, first, end)
             self._mover.scatter(staging, self._slots(load.slots, start, stop), first, end - first)
             buffer.free.record(lane.kernel)
-        return lane.kernel
 
     def _store_step(
         self, plan: Plan, store: _Store, pages_cut: Cut, layers: tuple[int, int], pages: tuple[int, int]
