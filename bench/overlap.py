@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 
 from bench.common import BenchUnavailable, Case, Report, Timer, interleave, percentile, wall_timer
 from bench.forward8b import FULL, TINY
@@ -153,7 +155,7 @@ def _stage(report: Report, stage: Stage, samples: int, ending: str, lengths: Seq
     try:
         _submit(report, stage, samples, ending)
         if not ending:
-            _matmul(report, stage, samples)
+            _during_load(report, stage, samples)
             _gather(report, stage, samples, _some_of(lengths)[0])
         _overlap(report, stage, samples, ending, lengths)
         stage.rig.verify()
@@ -261,15 +263,28 @@ def _occupy(device: torch.device) -> torch.cuda.Event:
     return end
 
 
-def _matmul(report: Report, stage: Stage, samples: int) -> None:
-    """Matmuls back to back on a stream of their own, alone and within a load at full speed."""
+def _during_load(report: Report, stage: Stage, samples: int) -> None:
+    """What a load at full speed costs a forward's two kinds of work: matmuls, and attention over a long prefix."""
     on_cuda = stage.device.type == "cuda"
-    side = 8192 if on_cuda else 128
-    a, b, c = (torch.randn(side, side, device=stage.device, dtype=torch.bfloat16) for _ in range(3))
+    side, heads, tokens = (8192, 32, 2048) if on_cuda else (128, 4, 16)
+    make = partial(torch.randn, device=stage.device, dtype=torch.bfloat16)
+    a, b, c = (make(side, side) for _ in range(3))
+    q, k, v = make(1, heads, tokens, 128), *(make(1, heads // 4, 16 * tokens, 128) for _ in range(2))
+    what = f"{heads} heads of 128, {tokens} tokens over {16 * tokens}"
+    _beside_load(report, stage, samples, "matmul", f"{side}^3", lambda: torch.mm(a, b, out=c), MATMUL_TARGET)
+    attend = partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=True)
+    _beside_load(report, stage, samples, "attention", what, attend, None)
+
+
+def _beside_load(
+    report: Report, stage: Stage, samples: int, name: str, what: str, work: Callable[[], object], target: float | None
+) -> None:
+    """`work`, back to back on a stream of its own, alone and within a load at full speed."""
+    on_cuda = stage.device.type == "cuda"
     clock = _stream_clock(stage.device) if on_cuda else wall_timer()
 
     def seconds_of(count: int) -> float:
-        return clock(lambda: [torch.mm(a, b, out=c) for _ in range(count)])
+        return clock(lambda: [work() for _ in range(count)])
 
     alone = interleave({"load": stage.load}, samples=3, warmup=1, sync=stage.sync)["load"]
     seconds_of(8)
@@ -289,12 +304,12 @@ def _matmul(report: Report, stage: Stage, samples: int) -> None:
     seconds = interleave(variants, samples=samples, timer=lambda run: cast(float, run()))
     each = {name: [s / count * 1e3 for s in values] for name, values in seconds.items()}
     note = (
-        f"{count} of {side}^3 a run; the load took {percentile(loads, 50) * 1e3:.1f} ms beside them, "
+        f"{count} of {what} a run; the load took {percentile(loads, 50) * 1e3:.1f} ms beside them, "
         f"{percentile(alone, 50) * 1e3:.1f} alone, and outlasted them in {sum(outlasted)} of {len(outlasted)} runs"
     )
-    ceiling, target = percentile(each["alone"], 50), MATMUL_TARGET if on_cuda else None
+    ceiling, target = percentile(each["alone"], 50), target if on_cuda else None
     report.add(
-        Case.of("matmul.during_load", each["load"], "ms", better="lower", ceiling=ceiling, target=target, note=note)
+        Case.of(f"{name}.during_load", each["load"], "ms", better="lower", ceiling=ceiling, target=target, note=note)
     )
 
 

@@ -218,7 +218,13 @@ def test_a_small_run_has_every_case(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     report = read_report(path)
     lengths = ["suffix8", "suffix16", "suffix8.random"]
-    expected = {"submit.256", "submit.256.staging256", "submit.256.random", "matmul.during_load"}
+    expected = {
+        "submit.256",
+        "submit.256.staging256",
+        "submit.256.random",
+        "matmul.during_load",
+        "attention.during_load",
+    }
     expected |= {"forward.gather.suffix8"} | {
         f"overlap.{part}{s}" for part in ("", "hidden.", "control.", "beside.") for s in lengths
     }

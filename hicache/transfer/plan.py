@@ -31,8 +31,6 @@ MAX_ISSUE_SHARE = 0.03  # of the host, for pieces and for steps
 STEP_S = 100e-6  # of the host, for one group of one chunk: events, a kernel launch, a copy call
 LAUNCH_S = 30e-6
 CALL_S = 5e-6  # of the host, for one strided copy
-EVENT_S = 25e-6  # of the link, for an event between two copies: the first is drained before the second starts
-MAX_EVENT_SHARE = 0.005  # of the link
 STAGING_BYTES_PER_S = 1.9e12  # payload of a kernel between staging and slots: it takes memory from whatever computes
 MIN_CHUNK_PAGES = 8
 MIN_PIECE_BYTES = 128 << 10
@@ -134,7 +132,7 @@ def choose(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool)
     direct = Plan("direct", ((0, shape.num_layers),) if shape.grouped else layers)
     costs = [(_staged_s(way, shape, staged.groups, buffer_bytes), staged), (_direct_s(direction.direct, shape), direct)]
     if shape.slot_runs:
-        costs.append(_straight(direction.strided, shape))
+        costs.append((_straight_s(direction.strided, shape), Plan("straight", layers)))
     return min(costs, key=lambda pair: pair[0])[1]
 
 
@@ -227,18 +225,10 @@ def _direct_s(way: Way, shape: Shape) -> float:
     return shape.num_bytes / way.bytes_per_s + launches * LAUNCH_S
 
 
-def _straight(way: Way, shape: Shape) -> tuple[float, Plan]:
-    """The straight way and its cost: link and host one after the other, for a forward is launched behind the calls.
-
-    Layers are reported in groups, small ones at both ends: an event between copies costs the link a moment.
-    """
-    link_s = shape.num_bytes / way.bytes_per_s + shape.num_pages * shape.num_parts * way.piece_s
-    group = 1
-    while group < shape.num_layers and MAX_EVENT_SHARE * link_s * group / shape.num_layers < EVENT_S:
-        group *= 2
-    groups = _consecutive(ramped(1, group, shape.num_layers), shape.num_layers)
-    calls_s = shape.slot_runs * shape.num_parts * CALL_S
-    return link_s + len(groups) * EVENT_S + calls_s, Plan("straight", groups)
+def _straight_s(way: Way, shape: Shape) -> float:
+    """Link and host one after the other, for a forward is launched behind the calls."""
+    pieces_s = shape.num_pages * shape.num_parts * way.piece_s
+    return shape.num_bytes / way.bytes_per_s + pieces_s + shape.slot_runs * shape.num_parts * CALL_S
 
 
 def _staged_s(way: Way, shape: Shape, groups: tuple[tuple[int, int], ...], buffer_bytes: int) -> float:
