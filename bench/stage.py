@@ -101,7 +101,10 @@ class Stage:
                 buffer.index_fill_(0, self.rig.slots, _POISON)
 
     def steps(self, suffix: Suffix) -> dict[str, Step]:
-        """The variants of one suffix; each forward is compared with one over the prefix as it is on the device now."""
+        """The variants of one suffix; each forward is compared with one over the prefix as it is on the device now.
+
+        Before each, untimed, the forward runs once: a device that was idle before a variant has higher clocks in it.
+        """
         self.resident(suffix)
         expected = self.output
 
@@ -109,12 +112,20 @@ class Stage:
             if not torch.equal(self.output, expected):
                 raise AssertionError(f"{len(suffix.x)} new tokens: the output is not that over a resident prefix")
 
+        def warm() -> None:
+            self.resident(suffix)
+            self.output = torch.zeros_like(expected)
+
+        def poisoned() -> None:
+            warm()
+            self.poison()
+
         return {
-            "load": Step(self.load),
-            "compute": Step(lambda: self.resident(suffix), after=check),
-            "together": Step(lambda: self.together(suffix), self.poison, check),
-            "control": Step(lambda: self.control(suffix), self.poison, check),
-            "beside": Step(lambda: self.beside(suffix), after=check),
+            "load": Step(self.load, warm),
+            "compute": Step(lambda: self.resident(suffix), warm, check),
+            "together": Step(lambda: self.together(suffix), poisoned, check),
+            "control": Step(lambda: self.control(suffix), poisoned, check),
+            "beside": Step(lambda: self.beside(suffix), warm, check),
         }
 
     def close(self) -> None:

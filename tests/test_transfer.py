@@ -234,10 +234,11 @@ def test_plans_choose_the_cheaper_way() -> None:
 def test_plans_go_straight_where_calls_are_few() -> None:
     """Slots that are known to be a few runs are written by the copy engine itself, layer by layer; not
     where the runs are so many, or the pieces so small, that staging costs less."""
-    few = replace(LAYERS_32, slot_runs=1, num_parts=64)
+    few = replace(LAYERS_32, slot_runs=1, num_parts=64, part_bytes=128 << 10)
     plan = choose(ASSUMED.up, few, BUFFER, ramp=True)
     assert plan.method == "straight" and sizes(plan) == [1] * 32
     assert choose(ASSUMED.up, replace(few, slot_runs=200, num_runs=200), BUFFER, ramp=True).method == "batched"
+    assert choose(ASSUMED.up, replace(few, part_bytes=64 << 10), BUFFER, ramp=True).method == "strided"
     small = replace(few, layer_bytes=8 << 10, num_pages=16384)
     assert choose(ASSUMED.up, small, BUFFER, ramp=True).method == "strided"
 

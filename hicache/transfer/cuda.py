@@ -149,7 +149,8 @@ class CudaTransfer:
         self._chunk_pages = max(1, chunk_tokens // page_tokens)
         self._offsets = [0, *np.cumsum(layer_page_bytes).tolist()]
         widest = max(layer_page_bytes)
-        self._shape = Shape(widest, len(layer_page_bytes), 0, 0, mover.uniform, 0, self._straight.num_parts)
+        parts, part_bytes = self._straight.num_parts, self._straight.piece_bytes
+        self._shape = Shape(widest, len(layer_page_bytes), 0, 0, mover.uniform, 0, parts, part_bytes)
         with torch.cuda.device(device):
             # Down, groups are wide and chunks short; up, a layer of many pages at a time takes the fewest calls.
             self._up = _Lane(staging_bytes * 3 // 4, device, -1, widest)

@@ -33,7 +33,7 @@ LAUNCH_S = 30e-6
 CALL_S = 5e-6  # of the host, for one strided copy
 STAGING_BYTES_PER_S = 1.9e12  # payload of a kernel between staging and slots: it takes memory from whatever computes
 MIN_CHUNK_PAGES = 8
-MIN_PIECE_BYTES = 128 << 10
+MIN_PIECE_BYTES = 128 << 10  # narrower rows take the link a third of its speed while the other direction is busy
 MAX_RAMP_BYTES = 1 << 20  # up, pieces stay below: a forward waits for a whole group
 
 
@@ -97,7 +97,7 @@ class Shape:
     """What is moved. `layer_bytes`: of one layer of one page; `grouped`: whether layers may travel together.
 
     `slot_runs`: runs of pages whose slots are runs too, 0 where that is not so or not known; `num_parts`: buffers of
-    all layers.
+    all layers, `part_bytes`: of the smallest of them in one page.
     """
 
     layer_bytes: int
@@ -107,6 +107,7 @@ class Shape:
     grouped: bool = True
     slot_runs: int = 0
     num_parts: int = 0
+    part_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -131,7 +132,7 @@ def choose(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool)
     layers = _consecutive([1] * shape.num_layers, shape.num_layers)
     direct = Plan("direct", ((0, shape.num_layers),) if shape.grouped else layers)
     costs = [(_staged_s(way, shape, staged.groups, buffer_bytes), staged), (_direct_s(direction.direct, shape), direct)]
-    if shape.slot_runs:
+    if shape.slot_runs and shape.part_bytes >= MIN_PIECE_BYTES:
         costs.append((_straight_s(direction.strided, shape), Plan("straight", layers)))
     return min(costs, key=lambda pair: pair[0])[1]
 

@@ -65,6 +65,11 @@ class StraightCopier:
         """Calls that one run takes, over all layers."""
         return sum(map(len, self._layers))
 
+    @property
+    def piece_bytes(self) -> int:
+        """Of the smallest row of a copy: one buffer of one layer of a page."""
+        return min(part.page_bytes for parts in self._layers for part in parts)
+
     def runs(self, pages: Ids, slots: Ids) -> SlotRuns | None:
         """`pages` and `slots` [p * page_tokens] as runs; None where the slots of a page are not adjacent, in order."""
         if not self._able or not len(pages):
