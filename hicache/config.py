@@ -24,10 +24,12 @@ WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 PrefetchMode = Literal["best_effort", "wait_complete", "timeout"]
 Kernels = Literal["triton", "torch"]
 Durability = Literal["relaxed", "commit"]
+Filter = Literal["auto", "none", "planes", "channel_planes"]
 
 _WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 _PREFETCH_MODES = ("best_effort", "wait_complete", "timeout")
 _DURABILITIES = ("relaxed", "commit")
+_FILTERS = ("auto", "none", "planes", "channel_planes")
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -76,6 +78,11 @@ def custom_mem_pool() -> Literal["nvlink"] | None:
     return None
 
 
+def disk_key_text() -> str:
+    """The key of the disk tier as the environment has it, `HICACHE_DISK_KEY`; "" for none. Not to be shown anywhere."""
+    return os.environ.get("HICACHE_DISK_KEY", "")
+
+
 def parse_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ConfigError(f"dtype={name!r}: choose one of {', '.join(_DTYPES)}")
@@ -94,13 +101,18 @@ def parse_bytes(text: str | int) -> int:
     unit = text.strip()[len(digits) :].strip().upper()
     try:
         return int(float(digits) * units[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise ConfigError(f"{text!r} is no size in bytes; write it like 512MiB, 2GB or 1000000") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskConfig:
-    """The disk tier. `path` is a directory of its own; `budget_bytes` bounds the file from the first write."""
+    """The disk tier. `path` is a directory of its own; `budget_bytes` bounds the file from the first write.
+
+    `filter`: how the bytes of a page are ordered before they are packed; "auto" is planes. `key_file` encrypts
+    pages, as the environment's HICACHE_DISK_KEY does. A store that fails, or has a job for longer than `hang_s`, is
+    left alone for `retry_s`, then for twice as long each time, up to `max_retry_s`.
+    """
 
     path: str
     budget_bytes: int = 8 << 30
@@ -108,6 +120,11 @@ class DiskConfig:
     level: int = 1
     readers: int = 4
     queue_jobs: int = 1024
+    filter: Filter = "auto"
+    key_file: str = ""
+    hang_s: float = 10.0
+    retry_s: float = 1.0
+    max_retry_s: float = 300.0
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -119,6 +136,13 @@ class DiskConfig:
         _at_least("disk queue_jobs", self.queue_jobs, 1)
         if not 0 <= self.level <= 22:
             raise ConfigError(f"disk level={self.level}: 0 stores raw, 1 to 22 are zstd levels")
+        if self.filter not in _FILTERS:
+            raise ConfigError(f"disk filter={self.filter!r}: choose one of {', '.join(_FILTERS)}")
+        if self.hang_s <= 0 or not 0 < self.retry_s <= self.max_retry_s:
+            raise ConfigError(
+                f"disk hang_s={self.hang_s}, retry_s={self.retry_s}, max_retry_s={self.max_retry_s}: each must be "
+                f"above 0, and retry_s at most max_retry_s"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +313,11 @@ _FLAG_HELP = {
     "disk_level": "zstd level, 0 stores raw",
     "disk_readers": "reader threads",
     "disk_queue_jobs": "batches that may wait for a thread",
+    "disk_filter": f"order of a page's bytes before packing: {', '.join(_FILTERS)}",
+    "disk_key_file": "file with the key that encrypts pages: 32 bytes, 64 hex digits or base64",
+    "disk_hang_s": "a job that takes longer stops the use of the disk",
+    "disk_retry_s": "how long a disk that failed is left alone at first",
+    "disk_max_retry_s": "how long at most",
 }
 
 

@@ -25,7 +25,7 @@ from hicache.device import (
     SWAKVPool,
 )
 from hicache.device.base import SlotSpace
-from hicache.disk import DiskTier, identity_of, namespace_digest
+from hicache.disk import DiskTier, Limits, cipher_of, identity_of, namespace_digest, page_filter
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
 from hicache.flow.base import Parts, States, Windows
@@ -76,7 +76,7 @@ def build_engine(config: EngineConfig, model: ModelGeometry | KVCache) -> CacheE
         states = States(table, tiers[1][2], tiers[1][0], tiers[1][1])
         rules.append(MambaRules())
         table.mamba_pool.register_layer_transfer_counter(tiers[1][2])
-    page, layout = config.cache_page_size, spaces[0].layout
+    page, layout, metrics = config.cache_page_size, spaces[0].layout, Metrics()
     return CacheEngine(
         Parts(
             config=config,
@@ -85,10 +85,10 @@ def build_engine(config: EngineConfig, model: ModelGeometry | KVCache) -> CacheE
             allocator=allocator,
             tree=RadixTree(page, PageHasher(namespace_digest(config, layout), page), rules, config.eviction_policy),
             counter=counter,
-            metrics=Metrics(),
+            metrics=metrics,
             host=host,
             transfer=transfer,
-            disk=None if host is None else _disk(config, pool, layout, host),
+            disk=None if host is None else _disk(config, layout, host, metrics),
             windows=windows,
             states=states,
         )
@@ -265,16 +265,26 @@ def build_transfer(
     return backend, counter
 
 
-def _disk(config: EngineConfig, pool: KVCache, layout: PoolLayout, host: HostPagePool) -> DiskTier | None:
-    if config.disk is None:
+def _disk(config: EngineConfig, layout: PoolLayout, host: HostPagePool, metrics: Metrics) -> DiskTier | None:
+    disk = config.disk
+    if disk is None:
         return None
     store = LmdbPageStore(
-        config.disk.path,
+        disk.path,
         identity=identity_of(config, layout),
         page_bytes=host.page_bytes,
-        budget_bytes=config.disk.budget_bytes,
-        durability=config.disk.durability,
-        level=config.disk.level,
-        element_bytes=pool.store_dtype.itemsize,
+        budget_bytes=disk.budget_bytes,
+        durability=disk.durability,
+        level=disk.level,
+        filter=page_filter(disk.filter, layout, host.page_tokens),
+        cipher=cipher_of(disk),
     )
-    return DiskTier(store, readers=config.disk.readers, queue_jobs=config.disk.queue_jobs)
+    tier = DiskTier(
+        store,
+        readers=disk.readers,
+        queue_jobs=disk.queue_jobs,
+        full_bytes=host.page_bytes * host.num_pages // 2,  # what may be locked on its way to the store
+        limits=Limits(hang_s=disk.hang_s, retry_s=disk.retry_s, max_retry_s=disk.max_retry_s),
+    )
+    tier.add_gauges(metrics)
+    return tier

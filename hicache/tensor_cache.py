@@ -36,7 +36,7 @@ from hicache.disk.tensor_head import HEAD_BYTES, TENSOR_FORMAT_VERSION, TensorHe
 from hicache.errors import ConfigError, HiCacheError, InvariantError
 from hicache.host import HostPagePool
 from hicache.layout import BufferSpec, PoolLayout
-from hicache.storage import LmdbPageStore, PageBuffer, StoreCorrupt
+from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, StoreCorrupt
 
 _BLOCKS_PER_CALL = 64
 
@@ -353,7 +353,7 @@ def _open_store(path: str | os.PathLike[str], namespace: str, block_bytes: int, 
         identity={"kind": "tensor cache", "format": TENSOR_FORMAT_VERSION, "namespace": namespace},
         page_bytes=block_bytes,
         budget_bytes=disk_bytes,
-        element_bytes=2,
+        filter=PageFilter("planes", 2),
     )
 
 

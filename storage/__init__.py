@@ -16,16 +16,42 @@ from hicache.storage.base import (
     StoreMismatch,
     StoreStats,
 )
+from hicache.storage.cipher import PageCipher
+from hicache.storage.filters import PageFilter
+from hicache.storage.lmdb_reader import LmdbPageReader
 from hicache.storage.lmdb_store import LmdbPageStore
+from hicache.storage.operate import (
+    Fault,
+    StoreDescription,
+    VerifyReport,
+    describe,
+    evict,
+    open_existing,
+    pages,
+    put_values,
+    verify,
+)
 
 __all__ = [
     "Durability",
+    "Fault",
+    "LmdbPageReader",
     "LmdbPageStore",
     "PageBuffer",
+    "PageCipher",
+    "PageFilter",
     "PageStore",
     "StoreCorrupt",
+    "StoreDescription",
     "StoreError",
     "StoreLocked",
     "StoreMismatch",
     "StoreStats",
+    "VerifyReport",
+    "describe",
+    "evict",
+    "open_existing",
+    "pages",
+    "put_values",
+    "verify",
 ]

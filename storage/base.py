@@ -43,7 +43,8 @@ class StoreStats:
 
     `live_bytes`: values that can be read, headers included. `file_bytes`: size of the data file, which `budget_bytes`
     bounds. `put_bytes_raw` and `put_bytes_stored`: pages put, before and after packing. `corrupt`: reads that found
-    bytes which could not be verified. `read_errors`, `write_errors`: calls the medium refused.
+    bytes which could not be verified. `read_errors`, `write_errors`: calls the medium refused. `read_only`: it refused
+    a write, and nothing is written until `revive`.
     """
 
     entries: int
@@ -86,11 +87,19 @@ class PageStore(Protocol):
         """
         ...
 
-    def put(self, items: Sequence[tuple[bytes, PageBuffer]]) -> list[bool]:
+    def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
         """Store pages, contiguous uint8 `[page_bytes]`, evicting others as the budget demands.
 
         True: visible, and durable as the store was configured. A key that is present is not written again and counts
         as used. False: not stored (the medium is full or failed); what was stored before stays as it was.
+        `lag` in [0, 1]: 0, the caller's writer keeps up; 1, its queue is full. A store may pack less to catch up.
+        """
+        ...
+
+    def revive(self) -> bool:
+        """Try to write again after the medium refused; true when the store is writable now, as it may have been before.
+
+        Loses nothing and may be called at any time, as often as the caller likes: it does not wait between attempts.
         """
         ...
 

@@ -1,17 +1,48 @@
 """What must hold in an lmdb page store, as one walk over all of it.
 
-Owns nothing; reads in one transaction. May import numpy, lmdb, the standard library and its siblings below the store.
+Owns nothing; reads in one transaction. May import the standard library, lmdb_tree and lru.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-import numpy as np
-
-from hicache.storage.codec import PageCodec
+from hicache.storage.lmdb_tree import Place
 from hicache.storage.lru import COUNTERS_KEY, PAIR, TICK, Tables
-from hicache.storage.packages import lmdb
+
+_KEYS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """`verify(key, value)` says why a value is not to be trusted, "" if it is; no value is longer than the bound."""
+
+    verify: Callable[[bytes, memoryview], str]
+    max_value_bytes: int
+
+    def reason(self, tables: Tables, key: bytes, place: Place | None, scratch: memoryview) -> str:
+        if place is None:
+            return "not found in its tree"
+        if place.length > self.max_value_bytes:
+            return f"value of {place.length} bytes, longer than a page's"
+        try:
+            return self.verify(key, tables.values.read(place, scratch))
+        except OSError as error:
+            return f"cannot be read: {error}"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Something that does not hold. `key`: the page whose value is not to be trusted. None: an index or counter."""
+
+    reason: str
+    key: bytes | None = None
+
+    def __str__(self) -> str:
+        return self.reason if self.key is None else f"page {self.key.hex()}: {self.reason}"
 
 
 def live_bytes(txn: Any, tables: Tables) -> int:
@@ -19,55 +50,54 @@ def live_bytes(txn: Any, tables: Tables) -> int:
     return int(PAIR.unpack(txn.get(COUNTERS_KEY, db=tables.meta))[1])
 
 
-def violations(tables: Tables, codec: PageCodec, page_bytes: int) -> list[str]:
-    """Every violation found: values that do not verify, indexes or counters that disagree. Reads every byte."""
-    found: list[str] = []
-    try:
-        with tables.env.begin(buffers=True) as txn:
-            total_bytes = _check_values(txn, tables, codec, page_bytes, found)
-            _check_recency(txn, tables, found)
-            if live_bytes(txn, tables) != total_bytes:
-                found.append(f"live_bytes is {live_bytes(txn, tables)}, the values have {total_bytes}")
-    except lmdb.Error as error:
-        found.append(f"the file cannot be read: {error}")
-    return found
+def faults(tables: Tables, verifier: Verifier, seen: Callable[[int], None] = lambda _: None) -> Iterator[Violation]:
+    """Every violation: values that do not verify, indexes or counters that disagree. Reads every byte.
+
+    `seen` is told the size of each value. What lmdb raises, and OSError for a tree that cannot be read, pass through.
+    """
+    scratch = memoryview(bytearray(verifier.max_value_bytes))
+    with tables.env.begin(buffers=True) as txn:
+        total_bytes = 0
+        with txn.cursor(db=tables.pages) as cursor:
+            keys = (bytes(view) for view in cursor.iternext(keys=True, values=False))
+            while batch := list(islice(keys, _KEYS_AT_ONCE)):
+                for key, place in zip(batch, tables.places(txn, batch), strict=True):
+                    value_bytes = 0 if place is None else place.length
+                    total_bytes += value_bytes
+                    seen(value_bytes)
+                    reason = verifier.reason(tables, key, place, scratch)
+                    if reason:
+                        yield Violation(reason, key)
+                    yield from _age_faults(txn, tables, key, value_bytes)
+        yield from _recency_faults(txn, tables)
+        if live_bytes(txn, tables) != total_bytes:
+            yield Violation(f"live_bytes is {live_bytes(txn, tables)}, the values have {total_bytes}")
 
 
-def _check_values(txn: Any, tables: Tables, codec: PageCodec, page_bytes: int, found: list[str]) -> int:
-    """Each value verifies and its age record states its size; returns the sum of the sizes."""
-    total_bytes, scratch = 0, np.empty(page_bytes, dtype=np.uint8)
-    with txn.cursor(db=tables.pages) as cursor:
-        for view, value in cursor:
-            key = bytes(view)
-            total_bytes += len(value)
-            reason = codec.decode_into(key, value, scratch)
-            if reason:
-                found.append(f"page {key.hex()}: {reason}")
-            age = txn.get(key, db=tables.ages)
-            if age is None or len(age) != PAIR.size:
-                found.append(f"page {key.hex()}: no age record")
-            elif PAIR.unpack(age)[1] != len(value):
-                found.append(f"page {key.hex()}: recorded {PAIR.unpack(age)[1]} bytes, stored {len(value)}")
-    return total_bytes
+def _age_faults(txn: Any, tables: Tables, key: bytes, value_bytes: int) -> Iterator[Violation]:
+    """The age record of a page states its size."""
+    age = txn.get(key, db=tables.ages)
+    if age is None or len(age) != PAIR.size:
+        yield Violation(f"page {key.hex()}: no age record")
+    elif PAIR.unpack(age)[1] != value_bytes:
+        yield Violation(f"page {key.hex()}: recorded {PAIR.unpack(age)[1]} bytes, stored {value_bytes}")
 
 
-def _check_recency(txn: Any, tables: Tables, found: list[str]) -> None:
+def _recency_faults(txn: Any, tables: Tables) -> Iterator[Violation]:
     """pages, ages and recency hold the same keys; each tick leads to the key whose age record has it."""
-    counts = {name: txn.stat(table)["entries"] for name, table in _indexes(tables).items()}
+    indexes = {"pages": tables.pages, "ages": tables.ages, "recency": tables.recency}
+    counts = {name: txn.stat(table)["entries"] for name, table in indexes.items()}
     if len(set(counts.values())) > 1:
-        found.append("tables differ in size: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
+        sizes = ", ".join(f"{name} {count}" for name, count in counts.items())
+        yield Violation(f"tables differ in size: {sizes}")
     next_tick = PAIR.unpack(txn.get(COUNTERS_KEY, db=tables.meta))[0]
-    with txn.cursor(db=tables.recency) as cursor:
+    with txn.cursor(db=tables.recency) as cursor, txn.cursor(db=tables.pages) as pages:
         for packed, key in cursor:
             tick = TICK.unpack(packed)[0] if len(packed) == TICK.size else -1
             age = txn.get(key, db=tables.ages)
             if age is None or len(age) != PAIR.size or PAIR.unpack(age)[0] != tick:
-                found.append(f"tick {tick} leads to {bytes(key).hex()}, whose age record differs")
+                yield Violation(f"tick {tick} leads to {bytes(key).hex()}, whose age record differs")
             if not 0 < tick < next_tick:
-                found.append(f"tick {tick} is not below the next tick {next_tick}")
-            if txn.get(key, db=tables.pages) is None:
-                found.append(f"tick {tick} leads to {bytes(key).hex()}, which is no page")
-
-
-def _indexes(tables: Tables) -> dict[str, Any]:
-    return {"pages": tables.pages, "ages": tables.ages, "recency": tables.recency}
+                yield Violation(f"tick {tick} is not below the next tick {next_tick}")
+            if not pages.set_key(key):  # unlike get, this does not touch the value
+                yield Violation(f"tick {tick} leads to {bytes(key).hex()}, which is no page")

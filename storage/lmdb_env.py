@@ -1,11 +1,12 @@
 """An open store directory: its lock, its lmdb environment, and the safe moments to read, close or replace it.
 
-May import lmdb, the standard library, base, check, codec, counters, gate, lmdb_file and lru.
+May import lmdb, the standard library, base, check, counters, gate, lmdb_file, lmdb_meta and lru.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 from hicache.storage import check
 from hicache.storage.base import StoreCorrupt, StoreError
-from hicache.storage.codec import PageCodec
+from hicache.storage.check import Verifier, Violation
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.gate import Gate
 from hicache.storage.lmdb_file import (
@@ -25,6 +26,7 @@ from hicache.storage.lmdb_file import (
     open_tables,
     sync_directory,
 )
+from hicache.storage.lmdb_meta import renumber
 from hicache.storage.lru import Tables
 from hicache.storage.packages import lmdb
 
@@ -35,16 +37,16 @@ T = TypeVar("T")
 class StoreEnv:
     """Owns the writer lock and the tables of one directory, from construction to `close`.
 
-    `read` from any thread; `compact` and `close` from the writer. `tables` changes only while no reader is inside.
-    Raises what `lmdb_file` raises; a failed opening leaves nothing locked, open or changed.
+    `read` from any thread; everything else from the writer. `tables` changes only while no reader is inside. Raises
+    what `lmdb_file` raises; a failed opening leaves nothing locked, open or changed.
     """
 
-    tables: Tables
-
-    def __init__(self, spec: FileSpec, codec: PageCodec, counters: Counters) -> None:
-        self._spec, self._codec, self._counters = spec, codec, counters
+    def __init__(self, spec: FileSpec, verifier: Verifier, counters: Counters) -> None:
+        self._spec, self._verifier, self._counters = spec, verifier, counters
         self._data = spec.path / DATA_FILE
         self._gate = Gate(spec.max_readers)
+        self._tables: Tables | None = None
+        self._least_file_bytes = 0
         self._lock_descriptor = lock_directory(spec.path)
         try:
             self._open()
@@ -56,19 +58,42 @@ class StoreEnv:
     def closed(self) -> bool:
         return self._gate.closed
 
+    @property
+    def tables(self) -> Tables:
+        """The open tables. OSError when the last attempt to open them again failed."""
+        if self._tables is None:
+            raise OSError(errno.EIO, f"the store {self._spec.path} could not be opened again")
+        return self._tables
+
     def file_bytes(self) -> int:
         return self._data.stat().st_size
 
-    def read(self, body: Callable[[Any], T], otherwise: T) -> T:
+    def require_whole(self) -> None:
+        """OSError when the file is shorter than it was: touching the map beyond its end would kill the process."""
+        least = self._least_file_bytes  # before the size: a commit may lengthen both meanwhile
+        size = self.file_bytes()
+        if size < least:
+            raise OSError(errno.EIO, f"{self._data} was cut from {least} to {size} bytes from outside")
+
+    def committed(self) -> None:
+        """Note how long the file has to be from now on. lmdb leaves out free pages at its end: they become a hole."""
+        whole = (self.tables.env.info()["last_pgno"] + 1) * self.tables.psize
+        if self.file_bytes() < whole:
+            os.truncate(self._data, whole)
+        self._least_file_bytes = whole
+
+    def read(self, body: Callable[[Any, Tables], T], otherwise: T) -> T:
         """`body` in a read transaction of its own, buffers valid until it returns.
 
-        When lmdb cannot read, that is counted and logged and the result is `otherwise`.
+        When the file cannot be read, that is counted and logged and the result is `otherwise`.
         """
         with self._gate.shared():
             try:
-                with self.tables.env.begin(buffers=True) as txn:
-                    return body(txn)
-            except lmdb.Error as error:
+                self.require_whole()
+                tables = self.tables
+                with tables.env.begin(buffers=True) as txn:
+                    return body(txn, tables)
+            except (lmdb.Error, OSError) as error:
                 log.warning("cannot read the store %s: %s", self._spec.path, error)
                 self._counters.add(Counts(read_errors=1))
         return otherwise
@@ -77,54 +102,103 @@ class StoreEnv:
         """Wait for the readers inside and keep others out for the duration."""
         return self._gate.exclusive()
 
-    def violations(self) -> list[str]:
+    def poisoned(self) -> bool:
+        """Whether lmdb refuses even to read, as it does after a failed write of its meta page."""
+        try:
+            self.require_whole()
+            with self.tables.env.begin():
+                return False
+        except lmdb.PanicError:
+            return True
+        except (lmdb.Error, OSError):
+            return False
+
+    def clear_dead_readers(self) -> int:
+        """Free the slots of processes that died while reading: they keep freed pages from being used again."""
+        return int(self.tables.env.reader_check())
+
+    def faults(self, verifier: Verifier, seen: Callable[[int], None] = lambda _: None) -> list[Violation]:
+        """All that does not hold; see `check.faults`."""
+        found: list[Violation] = []
         with self._gate.shared():
-            found = check.violations(self.tables, self._codec, self._spec.page_bytes)
-        if self.file_bytes() > self._spec.map_bytes:
-            found.append(f"the file has {self.file_bytes()} bytes, the budget allows {self._spec.map_bytes}")
+            try:
+                self.require_whole()
+                found.extend(check.faults(self.tables, verifier, seen))
+                if self.file_bytes() > self._spec.map_bytes:
+                    found.append(
+                        Violation(f"the file has {self.file_bytes()} bytes, the budget allows {self._spec.map_bytes}")
+                    )
+            except (lmdb.Error, OSError) as error:
+                found.append(Violation(f"the file cannot be read: {error}"))
         return found
 
     def compact(self) -> int:
         """Copy what is live into a new file and let it take the old one's place; returns the bytes saved.
 
-        A crash leaves one or the other whole. Readers go on during the copy and wait for the exchange.
+        A crash leaves one or the other whole. Readers of this process go on during the copy and wait for the exchange;
+        those of others keep the old file until they see the new one.
         """
         before_bytes, copy = self.file_bytes(), self._spec.path / COMPACT_FILE
         try:
             with copy.open("wb") as file:
+                self.require_whole()
                 self.tables.env.copyfd(file.fileno(), compact=True)
                 os.fsync(file.fileno())
-        except (lmdb.Error, OSError) as error:
+            renumber(copy, self.tables.env.info()["last_txnid"])
+            copy_bytes = copy.stat().st_size
+        except (lmdb.Error, OSError, StoreCorrupt) as error:
             copy.unlink(missing_ok=True)
             self._counters.add(Counts(write_errors=1))
             log.warning("cannot compact the store %s: %s; it stays as it is", self._spec.path, error)
             return 0
-        if copy.stat().st_size >= before_bytes:
+        if copy_bytes >= before_bytes:
             copy.unlink()
             return 0
         with self._gate.exclusive():
-            self.tables.env.close()
+            self._shut()
             copy.replace(self._data)
             sync_directory(self._spec.path)
-            self.tables = open_tables(self._spec)
+            self._adopt(open_tables(self._spec))
         return before_bytes - self.file_bytes()
+
+    def reopen(self) -> None:
+        """Open the file anew: after a failed write lmdb may refuse even to read. Raises what opening raises; then every
+        read is a miss until it succeeds."""
+        with self._gate.exclusive():
+            self._shut()
+            self._open()
 
     def close(self) -> None:
         """Wait for readers, then release everything."""
         with self._gate.exclusive(close=True):
-            self.tables.env.close()
+            self._shut()
         os.close(self._lock_descriptor)
+
+    def _shut(self) -> None:
+        if self._tables is not None:
+            self._tables.close()
+            self._tables = None
+
+    def _adopt(self, tables: Tables) -> None:
+        self._tables = tables
+        self.committed()
 
     def _open(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             (self._spec.path / COMPACT_FILE).unlink()
         short_bytes = mend_length(self._spec.path)
         try:
-            self.tables = open_tables(self._spec)
-            if short_bytes is not None and check.violations(self.tables, self._codec, self._spec.page_bytes):
-                self.tables.env.close()
+            self._adopt(open_tables(self._spec))
+            if short_bytes is not None and self._lost_pages():
                 raise StoreCorrupt(f"the store {self._spec.path} is cut short and has lost pages; remove the directory")
         except StoreError:
+            self._shut()
             if short_bytes is not None:  # the next opening must see the file as it was
                 os.truncate(self._data, short_bytes)
             raise
+
+    def _lost_pages(self) -> bool:
+        try:
+            return any(True for _ in check.faults(self.tables, self._verifier))
+        except (lmdb.Error, OSError):
+            return True

@@ -1,36 +1,50 @@
 """The embedded page store: one lmdb file with verified, packed values, bounded in size from its first write.
 
-Ties together the environment (lmdb_env), the write path and budget (lmdb_writer), the use order (lru) and the value
-format (codec). May import numpy, the standard library and its siblings.
+Ties together the environment (lmdb_env), reading (lookup), the write path and budget (lmdb_writer), the use order (lru)
+and the value format (codec). May import numpy, the standard library and its siblings.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import mmap
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from hicache.storage import check
 from hicache.storage.base import Durability, PageBuffer, StoreCorrupt, StoreError, StoreStats
+from hicache.storage.check import Verifier
+from hicache.storage.cipher import SEAL_BYTES, PageCipher
 from hicache.storage.codec import NAMESPACE_BYTES, PageCodec
 from hicache.storage.counters import Counters, Counts
+from hicache.storage.filters import PageFilter
+from hicache.storage.heap import keep_freed_memory
 from hicache.storage.lmdb_env import StoreEnv
-from hicache.storage.lmdb_file import FileSpec, canonical, namespace_digest
+from hicache.storage.lmdb_file import READER_SLOTS, FileSpec
+from hicache.storage.lmdb_record import IdentityRecord, Settings, namespace_digest, sealed_identity
 from hicache.storage.lmdb_writer import Budget, GroupWriter
+from hicache.storage.lookup import Lookup, SealedValues, check_keys, check_page
 from hicache.storage.lru import AccessLog
-from hicache.storage.packages import lmdb, zstandard
+from hicache.storage.packages import require_packages
+from hicache.storage.packer import Packer
 
-log = logging.getLogger("hicache.storage")
-
-_KEYS_PER_READ = 8  # a read transaction pins freed pages: short ones let the writer reuse them
 _DELETES_PER_COMMIT = 4096
+
+
+@dataclass(frozen=True)
+class StoreParts:
+    """What a store is made of, for `hicache.storage.operate`. Whoever changes something holds `writing`."""
+
+    page_bytes: int
+    codec: PageCodec
+    env: StoreEnv
+    writer: GroupWriter
+    counters: Counters
+    budget: Budget
+    writing: threading.Lock
 
 
 class LmdbPageStore:
@@ -39,11 +53,13 @@ class LmdbPageStore:
     `identity` names, in readable fields, everything that decides what a page means; a store made for another one is
     refused. `durability`: "relaxed" syncs the data of each commit, and a power cut may undo the last commit but
     never tears one; "commit" syncs everything before `put` returns. Neither loses anything to the death of the process.
-    `level` 0 stores raw, 1 to 22 are zstd's; `element_bytes` (1, 2, 4, 8) is the width of the numbers in a page, for
-    packing alone. Opening with a smaller budget than before evicts and compacts at once.
+    `level` 0 stores raw, 1 to 22 are zstd's; `filter` arranges the numbers in a page, for packing alone. With `cipher`
+    pages are encrypted, and its key id is part of the identity. Opening with a smaller budget than before evicts and
+    compacts at once.
 
-    A medium that refuses a write turns the store read-only until it is opened again. Raises `StoreError` or one of
-    its kinds when it cannot be opened or is called wrongly. Not to be used across a fork.
+    A medium that refuses a write turns the store read-only until `revive`. Other processes may read beside it
+    (`LmdbPageReader`). Raises `StoreError` or one of its kinds when it cannot be opened or is called wrongly. Not to be
+    used across a fork.
     """
 
     def __init__(
@@ -55,64 +71,76 @@ class LmdbPageStore:
         budget_bytes: int,
         durability: Durability = "relaxed",
         level: int = 1,
-        element_bytes: int = 1,
+        filter: PageFilter = PageFilter(),  # noqa: B008
+        cipher: PageCipher | None = None,
         max_readers: int = 126,
     ) -> None:
-        if lmdb is None or zstandard is None:
-            raise StoreError("the disk tier needs two packages: pip install lmdb zstandard")
         if not identity:
             raise StoreError("a store needs an identity; name the model, the dtype and the layout of its pages")
-        if page_bytes < 1 or durability not in ("relaxed", "commit") or not 1 <= max_readers <= 900:
-            raise StoreError(f"{page_bytes=}, {durability=}, {max_readers=}: one of them is out of range")
-        namespace = namespace_digest(identity)[:NAMESPACE_BYTES]
-        self._codec = PageCodec(page_bytes=page_bytes, namespace=namespace, level=level, element_bytes=element_bytes)
+        record = IdentityRecord(sealed_identity(identity, cipher), page_bytes)
+        self._build(Path(path), record, Settings(budget_bytes, durability, level, filter), cipher, max_readers)
+
+    @classmethod
+    def of_record(
+        cls, path: Path, record: IdentityRecord, settings: Settings, cipher: PageCipher | None
+    ) -> LmdbPageStore:
+        """The store that `record` and `settings` describe. Without the cipher of an encrypted one, pages cannot be put
+        or read, all else can be done."""
+        store = cls.__new__(cls)
+        store._build(path, record, settings, cipher, 126)
+        return store
+
+    def _build(
+        self, path: Path, record: IdentityRecord, settings: Settings, cipher: PageCipher | None, max_readers: int
+    ) -> None:
+        require_packages()
+        keep_freed_memory()
+        page_bytes, budget_bytes = record.page_bytes, settings.budget_bytes
+        if page_bytes < 1 or settings.durability not in ("relaxed", "commit") or not 1 <= max_readers < READER_SLOTS:
+            raise StoreError(
+                f"{page_bytes=}, durability={settings.durability!r}, {max_readers=}: one of them is out of range"
+            )
+        self._codec = codec_of(record, settings, cipher)
         budget = Budget(budget_bytes, self._codec.max_value_bytes + mmap.PAGESIZE, mmap.PAGESIZE)
         least_bytes = budget.least_bytes
         if budget_bytes < least_bytes:
             raise StoreError(f"{budget_bytes=} is too small for pages of {page_bytes} bytes; raise it to {least_bytes}")
-        self._path, self._page_bytes, self._budget = Path(path), page_bytes, budget
+        self._path, self._page_bytes, self._budget = path, page_bytes, budget
+        self._sealed_with = "" if cipher else record.key_id
+        self._max_value_bytes = self._codec.max_value_bytes + (SEAL_BYTES if self._sealed_with else 0)
         self._counters, self._accesses = Counters(), AccessLog()
         self._writing = threading.Lock()
-        spec = FileSpec(
-            path=self._path,
-            page_bytes=page_bytes,
-            map_bytes=budget.map_bytes,
-            durability=durability,
-            max_readers=max_readers,
-            record=canonical(identity, page_bytes),
-        )
-        self._env = StoreEnv(spec, self._codec, self._counters)
+        spec = FileSpec(path, budget.map_bytes, max_readers, record, settings)
+        self._env = StoreEnv(spec, self._verifier(), self._counters)
         self._writer = GroupWriter(self._env, self._accesses, self._counters, budget, str(path))
+        self._lookup = Lookup(self._env, self._codec, page_bytes, self._accesses, self._counters, str(path))
+        self._packer = Packer(self._codec, page_bytes, budget.group_bytes)
         self._shrink_to(budget.map_bytes)
 
+    @property
+    def parts(self) -> StoreParts:
+        self._require_open()
+        return StoreParts(
+            self._page_bytes, self._codec, self._env, self._writer, self._counters, self._budget, self._writing
+        )
+
+    @property
+    def sealed(self) -> SealedValues:
+        self._require_open()
+        return SealedValues(self._env, Verifier(self._codec.verify_stored, self._max_value_bytes))
+
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        _check_keys(keys)
-
-        def look(txn: Any) -> list[bool]:
-            pages = self._env.tables.pages
-            return [txn.get(key, db=pages) is not None and not self._accesses.is_doomed(key) for key in keys]
-
-        return self._env.read(look, [False] * len(keys))
+        return self._lookup.contains(keys)
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
-        _check_keys(keys)
-        if len(keys) != len(buffers):
-            raise StoreError(f"{len(keys)} keys but {len(buffers)} buffers")
-        for buffer in buffers:
-            self._check_page(buffer, writeable=True)
-        found: list[bool] = []
-        for start in range(0, len(keys), _KEYS_PER_READ):
-            part = slice(start, start + _KEYS_PER_READ)
-            found += self._get_part(keys[part], buffers[part])
-        # Oldest first: the first key of the call is to end up as the most recently used.
-        self._accesses.used(key for key, hit in zip(reversed(keys), reversed(found), strict=True) if hit)
-        self._counters.add(Counts(hits=sum(found), misses=len(found) - sum(found)))
-        return found
+        self._require_cipher()
+        return self._lookup.get_into(keys, buffers)
 
-    def put(self, items: Sequence[tuple[bytes, PageBuffer]]) -> list[bool]:
-        _check_keys([key for key, _ in items])
+    def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
+        check_keys([key for key, _ in items])
         for _, page in items:
-            self._check_page(page, writeable=False)
+            check_page(page, self._page_bytes, writeable=False)
+        self._require_cipher()
         with self._writing:
             self._require_open()
             if self._writer.read_only:
@@ -122,7 +150,7 @@ class LmdbPageStore:
             present = self._present(list(pages))
             absent = [key for key in pages if key not in present]
             if absent:
-                stored = self._put_absent(absent, pages, [key for key in pages if key in present])
+                stored = self._put_absent(absent, pages, [key for key in pages if key in present], lag)
             else:
                 stored = []
                 self._accesses.used(pages)
@@ -133,29 +161,17 @@ class LmdbPageStore:
             return [key in kept for key, _ in items]
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        _check_keys(keys)
+        check_keys(keys)
         with self._writing:
             self._require_open()
             starts = range(0, len(keys), _DELETES_PER_COMMIT)
             return sum(self._writer.remove(keys[start : start + _DELETES_PER_COMMIT]) for start in starts)
 
     def stats(self) -> StoreStats:
-        def sizes(txn: Any) -> tuple[int, int]:
-            tables = self._env.tables
-            return txn.stat(tables.pages)["entries"], check.live_bytes(txn, tables)
-
-        entries, live_bytes = self._env.read(sizes, (0, 0))
-        return StoreStats(
-            entries=entries,
-            live_bytes=live_bytes,
-            file_bytes=self._env.file_bytes(),
-            budget_bytes=self._budget.budget_bytes,
-            read_only=self._writer.read_only,
-            **dataclasses.asdict(self._counters.now),
-        )
+        return self._lookup.stats(self._budget.budget_bytes, read_only=self._writer.read_only)
 
     def check(self) -> None:
-        found = self._env.violations()
+        found = [str(fault) for fault in self._env.faults(self._verifier())]
         if found:
             raise StoreCorrupt(f"the store {self._path} has {len(found)} violation(s): " + "; ".join(found), found)
 
@@ -169,51 +185,43 @@ class LmdbPageStore:
             self._require_open()
             self._writer.sync()
 
+    def revive(self) -> bool:
+        with self._writing:
+            self._require_open()
+            return self._writer.revive(self._codec.max_value_bytes)
+
     def close(self) -> None:
         with self._writing:
             if not self._env.closed:
+                self._packer.close()
                 self._writer.sync()
                 self._env.close()
 
-    def _get_part(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
-        """`get_into` for the keys of one read transaction."""
-        found = [False] * len(keys)
-        doomed: list[bytes] = []
-
-        def decode(txn: Any) -> None:
-            for i, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-                value = txn.get(key, db=self._env.tables.pages)
-                reason = "absent" if value is None else self._codec.decode_into(key, value, buffer)
-                found[i] = not reason
-                if reason and value is not None:
-                    log.warning("dropping a page of the store %s that does not verify: %s", self._path, reason)
-                    doomed.append(key)
-
-        self._env.read(decode, None)
-        if doomed:
-            self._accesses.doom(doomed)
-            self._counters.add(Counts(corrupt=len(doomed)))
-        return found
-
     def _put_absent(
-        self, keys: Sequence[bytes], pages: Mapping[bytes, PageBuffer], used: Sequence[bytes]
+        self, keys: Sequence[bytes], pages: Mapping[bytes, PageBuffer], used: Sequence[bytes], lag: float
     ) -> list[bytes]:
         """Encode and commit in groups, in the order given; returns the keys whose commit returned."""
         stored: list[bytes] = []
-        group: list[tuple[bytes, bytes]] = []
+        group: list[tuple[bytes, memoryview]] = []
         group_bytes = 0
-        for i, key in enumerate(keys):
-            group.append((key, self._codec.encode(key, pages[key])))
-            group_bytes += len(group[-1][1])
-            if i + 1 < len(keys) and group_bytes + self._codec.max_value_bytes <= self._budget.group_bytes:
-                continue
-            if not self._writer.put(group, None if stored else used):
-                break
-            self._counters.add(
-                Counts(puts=len(group), put_bytes_raw=len(group) * self._page_bytes, put_bytes_stored=group_bytes)
-            )
-            stored += [key for key, _ in group]
-            group, group_bytes = [], 0
+        values = self._packer.values(keys, pages, lag)
+        try:
+            for i, (key, value) in enumerate(zip(keys, values, strict=True)):
+                group.append((key, value))
+                group_bytes += len(value)
+                if i + 1 < len(keys) and group_bytes + self._codec.max_value_bytes <= self._budget.group_bytes:
+                    continue
+                if not self._writer.put(group, None if stored else used):
+                    break
+                self._counters.add(
+                    Counts(puts=len(group), put_bytes_raw=len(group) * self._page_bytes, put_bytes_stored=group_bytes)
+                )
+                stored += [key for key, _ in group]
+                group, group_bytes = [], 0
+                self._packer.release()
+        finally:
+            values.close()
+            self._packer.release()
         return stored
 
     def _present(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -223,7 +231,7 @@ class LmdbPageStore:
         """Bring a store made with a larger budget down to this one, or refuse it."""
         if self._env.file_bytes() <= map_bytes:
             return
-        self._writer.shrink()
+        self._writer.evict_to(self._budget.limit_bytes)
         self._env.compact()
         file_bytes = self._env.file_bytes()
         if file_bytes > map_bytes:
@@ -233,18 +241,27 @@ class LmdbPageStore:
                 f"budget_bytes={self._budget.budget_bytes}; free disk space, raise the budget, or remove the directory"
             )
 
+    def _verifier(self) -> Verifier:
+        """Verification of all that can be verified: without its cipher a value is not decrypted."""
+        if self._sealed_with:
+            return Verifier(self._codec.verify_stored, self._max_value_bytes)
+        page = np.empty(self._page_bytes, dtype=np.uint8)
+        return Verifier(lambda key, value: self._codec.decode_into(key, value, page), self._codec.max_value_bytes)
+
     def _require_open(self) -> None:
         if self._env.closed:
             raise StoreError("the store is closed; open it again")
 
-    def _check_page(self, page: PageBuffer, *, writeable: bool) -> None:
-        fits = page.dtype == np.uint8 and page.shape == (self._page_bytes,) and page.flags.c_contiguous
-        if not fits or (writeable and not page.flags.writeable):
-            kind = "writable contiguous" if writeable else "contiguous"
-            raise StoreError(f"a page is {kind} uint8 [{self._page_bytes}], got {page.dtype} {list(page.shape)}")
+    def _require_cipher(self) -> None:
+        if self._sealed_with:
+            raise StoreError(
+                f"the store {self._path} is encrypted with the key {self._sealed_with}; open it with its cipher"
+            )
 
 
-def _check_keys(keys: Sequence[bytes]) -> None:
-    for key in keys:
-        if not 1 <= len(key) <= 511:
-            raise StoreError(f"a key has 1 to 511 bytes, this one {len(key)}")
+def codec_of(record: IdentityRecord, settings: Settings, cipher: PageCipher | None) -> PageCodec:
+    """The codec of a store's values."""
+    namespace = namespace_digest(record.identity)[:NAMESPACE_BYTES]
+    return PageCodec(
+        page_bytes=record.page_bytes, namespace=namespace, level=settings.level, filter=settings.filter, cipher=cipher
+    )

@@ -12,7 +12,7 @@ R, 32 file pages, is what a commit needs that only evicts. Without it a full map
 large value finds no neighbouring pages, or a reader holds freed ones, lmdb undoes the commit; then more is evicted,
 down to a floor, and the commit is tried again.
 
-May import lmdb, the standard library, counters, lmdb_env, lmdb_file and lru.
+May import lmdb, the standard library, base, counters, lmdb_env, lmdb_file and lru.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from hicache.storage.base import StoreError
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.lmdb_env import StoreEnv
-from hicache.storage.lru import AccessLog, Ledger
+from hicache.storage.lru import AccessLog, Ledger, slot_bytes
 from hicache.storage.packages import lmdb
 
 log = logging.getLogger("hicache.storage")
@@ -36,6 +37,7 @@ _GROUP_SHARE, _MAX_GROUP_BYTES = 64, 64 << 20  # far below the 512 MiB at which 
 _RESERVE_PAGES = 32
 _FLOOR_SHARE = 4  # a commit that finds no room evicts up to this share of the budget below the limit, not more
 _ATTEMPTS = 6
+_EVICTED_GROUPS = 16
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Budget:
 class GroupWriter:
     """Commits changes to a `StoreEnv`, and folds in what readers noted in `accesses`. One thread.
 
-    Once a commit failed for another reason than room, `read_only` is true and every call does nothing.
+    Once a commit failed for another reason than room, `read_only` is true and every call but `revive` does nothing.
     """
 
     def __init__(self, env: StoreEnv, accesses: AccessLog, counters: Counters, budget: Budget, name: str) -> None:
@@ -80,14 +82,13 @@ class GroupWriter:
         self._budget, self._name = budget, name
         self.read_only = False
 
-    def put(self, group: Sequence[tuple[bytes, bytes]], used: Sequence[bytes] | None = None) -> bool:
+    def put(self, group: Sequence[tuple[bytes, bytes | memoryview]], used: Sequence[bytes] | None = None) -> bool:
         """Store key-value pairs in one commit, evicting as the budget demands. The last is the most recently used.
 
         `used`, present keys of the same call, become the most recently used before, after what readers noted. None:
         readers' notes wait, so that they cannot push out what earlier commits of the same call stored.
         """
-        tables = self._env.tables
-        group_bytes = sum(tables.slot_bytes(len(value)) for _, value in group)
+        group_bytes = sum(slot_bytes(len(value), self._budget.psize) for _, value in group)
         # Evictions come a group at a time: in runs they free neighbouring pages.
         target_bytes = self._budget.limit_bytes - max(group_bytes, self._budget.group_bytes)
 
@@ -96,7 +97,7 @@ class GroupWriter:
                 self._fold_into(ledger)
                 for key in used:
                     ledger.touch(key)
-            if tables.used_bytes(ledger.txn) + group_bytes > self._budget.limit_bytes:
+            if self._env.tables.used_bytes(ledger.txn) + group_bytes > self._budget.limit_bytes:
                 ledger.evict_to(target_bytes)
             for key, value in group:
                 ledger.add(key, value)
@@ -113,9 +114,24 @@ class GroupWriter:
 
         return self._transact(work, 0) or 0
 
-    def shrink(self) -> None:
-        """Evict until the tables fit a budget that may be smaller than it was."""
-        self._transact(lambda ledger: ledger.evict_to(self._budget.limit_bytes), 0)
+    def change(self, work: Callable[[Ledger], T]) -> T | None:
+        """`work` in one commit of its own; None when it was not stored, and then it changed nothing."""
+        return self._transact(work, 0)
+
+    def evict_to(self, used_bytes: int) -> int:
+        """Evict, a few groups to a commit, until the tables need no more than `used_bytes`; returns how many went."""
+        num_evicted, step_bytes = 0, _EVICTED_GROUPS * self._budget.group_bytes
+
+        def work(ledger: Ledger) -> tuple[int, bool]:
+            now_bytes = self._env.tables.used_bytes(ledger.txn)
+            gone = ledger.evict_to(max(used_bytes, now_bytes - step_bytes))
+            return gone, bool(gone) and now_bytes - step_bytes > used_bytes
+
+        goes_on = True
+        while goes_on:
+            gone, goes_on = self._transact(work, 0) or (0, False)
+            num_evicted += gone
+        return num_evicted
 
     def fold(self) -> None:
         """Store what readers noted: uses, and values to drop."""
@@ -127,21 +143,40 @@ class GroupWriter:
         self.fold()
         if not self.read_only:
             try:
+                self._env.require_whole()
                 self._env.tables.env.sync(True)
             except (lmdb.Error, OSError) as error:
                 self._refuse(error)
+
+    def revive(self, value_bytes: int) -> bool:
+        """After a refusal: open the file anew, store a value of `value_bytes` and remove it; true when that worked."""
+        if not self.read_only:
+            return True
+        try:
+            self._env.reopen()
+        except (StoreError, lmdb.Error, OSError) as error:
+            log.warning("the store %s stays read-only: %s", self._name, error)
+            return False
+        self.read_only = False
+        revived = self._transact(lambda ledger: ledger.probe(value_bytes), value_bytes)
+        removed = revived and self._transact(lambda ledger: ledger.probe(0), 0)
+        self.read_only = not removed
+        if removed:
+            log.info("the store %s is writable again", self._name)
+        return not self.read_only
 
     def _transact(self, work: Callable[[Ledger], T], room_bytes: int) -> T | None:
         """Run `work` in one commit; None when it was not stored, and then `work` changed nothing.
 
         When lmdb finds no room the commit is undone and `room_bytes` is evicted, then twice that, and so on; from the
-        second time on without readers, since their transactions keep freed pages from being used.
+        second time on without readers, since their transactions keep freed pages from being used. First of all the
+        slots of dead readers are freed.
         """
         if self.read_only:
             return None
         for attempt in range(_ATTEMPTS):
             try:
-                if not attempt:
+                if not attempt or (attempt == 1 and self._env.clear_dead_readers()):
                     return self._commit(work)
                 with self._env.quiet() if attempt > 1 else contextlib.nullcontext():
                     self._make_room(room_bytes * attempt)
@@ -160,11 +195,13 @@ class GroupWriter:
         return True
 
     def _commit(self, work: Callable[[Ledger], T]) -> T:
+        self._env.require_whole()
         tables = self._env.tables
         with tables.env.begin(write=True) as txn:
             ledger = Ledger(txn, tables)
             result = work(ledger)
             ledger.save()
+        self._env.committed()
         self._accesses.folded(ledger.folded_used, ledger.folded_doomed)
         self._counters.add(Counts(evicted=ledger.num_evicted))
         return result
@@ -179,7 +216,12 @@ class GroupWriter:
         self._commit(lambda ledger: None)
 
     def _refuse(self, error: Exception) -> None:
-        """A medium that failed once is not written again; what it holds is still served."""
+        """A medium that failed is not written until `revive`; what it holds is still served."""
         self.read_only = True
         self._counters.add(Counts(write_errors=1))
-        log.warning("the store %s is read-only from now on: %s; free space and open it again", self._name, error)
+        log.warning("the store %s is read-only from now on: %s; free space or mend the medium", self._name, error)
+        if self._env.poisoned():
+            try:
+                self._env.reopen()
+            except (StoreError, lmdb.Error, OSError) as failure:
+                log.warning("the store %s cannot be read either: %s; open it again", self._name, failure)

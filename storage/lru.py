@@ -1,12 +1,13 @@
 """Which page goes first: use order and sizes, kept in the store itself so that they survive reopening.
 
 Owns the four tables of the lmdb file and every change to them, and the log in which readers note accesses until the
-writer folds them in. May import the standard library; gets its lmdb transactions from the store.
+writer folds them in. May import the standard library, lmdb_meta and lmdb_tree; gets its transactions from the store.
 
     pages    key -> value
     ages     key -> u64 tick, u64 value bytes        (little-endian)
     recency  u64 tick (big-endian, so oldest first) -> key
-    meta     b"store" -> JSON of the format and identity;  b"counters" -> u64 next tick, u64 live bytes
+    meta     b"store", b"settings" -> JSON (see lmdb_record);  b"counters" -> u64 next tick, u64 live bytes
+             b"probe" -> bytes, only while a store finds out whether it can write again
 
 `ages` and `recency` hold the same ticks one to one, so use order changes without touching a page's value.
 """
@@ -21,8 +22,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from hicache.storage.lmdb_meta import TreeRoot
+from hicache.storage.lmdb_tree import Place, ValueFile
+
 TABLE_NAMES = (b"pages", b"ages", b"recency", b"meta")
-COUNTERS_KEY = b"counters"
+COUNTERS_KEY, PROBE_KEY = b"counters", b"probe"
 PAIR = struct.Struct("<QQ")
 TICK = struct.Struct(">Q")
 
@@ -33,14 +37,31 @@ _FOLD_AT_ONCE = 1 << 13
 
 @dataclass(frozen=True)
 class Tables:
-    """An open lmdb environment and the handles of its tables, in the order of `TABLE_NAMES`; `psize` is a file page."""
+    """An open lmdb environment and the handles of its tables, in the order of `TABLE_NAMES`; `psize` is a file page.
+
+    Beware of lmdb's `get` on `pages`: it reads the whole value. `has` and `places` do not.
+    """
 
     env: Any
     psize: int
+    values: ValueFile
     pages: Any
     ages: Any
     recency: Any
     meta: Any
+
+    def close(self) -> None:
+        self.env.close()
+        self.values.close()
+
+    def has(self, txn: Any, key: bytes) -> bool:
+        """Every page has an age record, and nothing else does."""
+        return txn.get(key, db=self.ages) is not None
+
+    def places(self, txn: Any, keys: Sequence[bytes]) -> list[Place | None]:
+        """Where the values lie that `txn`, a read transaction, sees. OSError for a tree that cannot be read."""
+        root = TreeRoot.unpack(txn.get(TABLE_NAMES[0]), self.env.info()["last_pgno"])
+        return self.values.places(root, keys)
 
     def used_bytes(self, txn: Any) -> int:
         """Bytes of the file that the tables need in `txn`, its own changes included and free pages not.
@@ -52,11 +73,12 @@ class Tables:
         tree_pages = sum(stat["branch_pages"] + stat["leaf_pages"] for stat in stats)
         return int((3 * tree_pages + sum(stat["overflow_pages"] for stat in stats)) * self.psize)
 
-    def slot_bytes(self, value_bytes: int) -> int:
-        """About what one entry adds to `used_bytes`, its index records included; rather too much than too little."""
-        if value_bytes < self.psize // 2 - 600:
-            return value_bytes + 600
-        return -(-(value_bytes + 16) // self.psize) * self.psize + 600
+
+def slot_bytes(value_bytes: int, psize: int) -> int:
+    """About what one entry adds to `used_bytes`, its index records included; rather too much than too little."""
+    if value_bytes < psize // 2 - 600:
+        return value_bytes + 600
+    return -(-(value_bytes + 16) // psize) * psize + 600
 
 
 class AccessLog:
@@ -124,9 +146,10 @@ class Ledger:
         self.folded_used, self.folded_doomed = used, doomed
 
     def save(self) -> None:
-        self.txn.put(COUNTERS_KEY, PAIR.pack(self._next_tick, self.live_bytes), db=self._tables.meta)
+        # Never below zero, whatever a damaged record says: what does not fit would keep every later commit from saving.
+        self.txn.put(COUNTERS_KEY, PAIR.pack(self._next_tick, max(0, self.live_bytes)), db=self._tables.meta)
 
-    def add(self, key: bytes, value: bytes) -> None:
+    def add(self, key: bytes, value: bytes | memoryview) -> None:
         """Store a value as the most recently used."""
         self.remove(key)
         self.txn.put(key, value, db=self._tables.pages)
@@ -141,6 +164,14 @@ class Ledger:
             self.txn.delete(TICK.pack(tick), db=self._tables.recency)
             self._stamp(key, value_bytes)
 
+    def probe(self, value_bytes: int) -> bool:
+        """Store a record that means nothing, of `value_bytes`; 0 removes it."""
+        if value_bytes:
+            self.txn.put(PROBE_KEY, bytes(value_bytes), db=self._tables.meta)
+        else:
+            self.txn.delete(PROBE_KEY, db=self._tables.meta)
+        return True
+
     def remove(self, key: bytes) -> bool:
         record = self._record(key)
         if record is not None:
@@ -149,6 +180,28 @@ class Ledger:
             self.txn.delete(key, db=self._tables.ages)
             self.live_bytes -= value_bytes
         return bool(self.txn.delete(key, db=self._tables.pages))
+
+    def rebuild(self, dropped: Sequence[bytes]) -> bool:
+        """Drop pages, and make `ages`, `recency` and the counters anew from the others; the first change of its
+        transaction. The use order is kept for keys whose record has one; the others count as the least recently used.
+        """
+        tables, sizes = self._tables, dict[bytes, tuple[int, int]]()
+        with self.txn.cursor(db=tables.pages) as cursor:
+            keys = cursor.iternext(keys=True, values=False)
+            while batch := list(islice(keys, _FOLD_AT_ONCE)):
+                for key, place in zip(batch, tables.places(self.txn, batch), strict=True):
+                    record = self._record(key)
+                    if place is not None:
+                        sizes[key] = (record[0] if record else 0, place.length)
+        for key in dropped:
+            sizes.pop(key, None)
+            self.txn.delete(key, db=tables.pages)
+        self.txn.drop(tables.ages, delete=False)
+        self.txn.drop(tables.recency, delete=False)
+        self._next_tick, self.live_bytes = 1, sum(value_bytes for _, value_bytes in sizes.values())
+        for key, (_, value_bytes) in sorted(sizes.items(), key=lambda item: item[1][0]):
+            self._stamp(key, value_bytes)
+        return True
 
     def evict_to(self, used_bytes: int) -> int:
         """Remove the least recently used pages until the tables occupy at most `used_bytes`; returns how many went."""
@@ -172,7 +225,13 @@ class Ledger:
         return tick, value_bytes
 
     def _stamp(self, key: bytes, value_bytes: int) -> None:
-        self.txn.put(key, PAIR.pack(self._next_tick, value_bytes), db=self._tables.ages)
         # Ticks only grow: appending packs the table's pages full and needs no search.
-        self.txn.put(TICK.pack(self._next_tick), key, db=self._tables.recency, append=True)
+        if not self.txn.put(TICK.pack(self._next_tick), key, db=self._tables.recency, append=True):
+            self._next_tick = self._last_tick() + 1  # a damaged counter
+            self.txn.put(TICK.pack(self._next_tick), key, db=self._tables.recency, append=True)
+        self.txn.put(key, PAIR.pack(self._next_tick, value_bytes), db=self._tables.ages)
         self._next_tick += 1
+
+    def _last_tick(self) -> int:
+        with self.txn.cursor(db=self._tables.recency) as cursor:
+            return int.from_bytes(cursor.key(), "big") if cursor.last() else 0

@@ -1,13 +1,16 @@
-"""The two packages that an embedded store needs and that may be missing: `lmdb` and `zstandard`, or None.
+"""The packages that an embedded store needs and that may be missing, each itself or None.
 
-Importing `hicache.storage` must work without them; building a store then says what to install. May import the
-standard library.
+`lmdb` and `zstandard` are always needed, `cryptography` (four modules of it) for encrypted pages only. Importing
+`hicache.storage` must work without them; building a store then says what to install. May import the standard library
+and base.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+
+from hicache.storage.base import StoreError
 
 
 def _optional(name: str) -> Any:
@@ -17,5 +20,15 @@ def _optional(name: str) -> Any:
         return None
 
 
+def require_packages() -> None:
+    """Raises `StoreError` when an embedded store cannot be built here."""
+    if lmdb is None or zstandard is None:
+        raise StoreError("the disk tier needs two packages: pip install lmdb zstandard")
+
+
 lmdb: Any = _optional("lmdb")
 zstandard: Any = _optional("zstandard")
+ciphers: Any = _optional("cryptography.hazmat.primitives.ciphers")
+cipher_algorithms: Any = _optional("cryptography.hazmat.primitives.ciphers.algorithms")
+cipher_modes: Any = _optional("cryptography.hazmat.primitives.ciphers.modes")
+crypto_errors: Any = _optional("cryptography.exceptions")

@@ -79,6 +79,30 @@ def test_wrong_files_and_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"filter": "best"}, "disk filter='best': choose one of auto, none, planes, channel_planes"),
+        ({"hang_s": 0.0}, "hang_s=0.0"),
+        ({"retry_s": 0.0}, "retry_s=0.0"),
+        ({"retry_s": 9.0, "max_retry_s": 8.0}, "retry_s at most max_retry_s"),
+        ({"readers": 0}, "disk readers=0 is below 1"),
+        ({"level": 23}, "1 to 22 are zstd levels"),
+    ],
+)
+def test_wrong_settings_of_the_disk_name_the_knob(changes: dict[str, object], line: str) -> None:
+    """Every wrong value of the disk tier raises ConfigError with the knob and what would do."""
+    with pytest.raises(ConfigError, match=line):
+        DiskConfig(path="/x", **changes)  # type: ignore[arg-type]
+
+
+def test_the_settings_of_the_disk_have_flags() -> None:
+    """Order of bytes, key file and times can be given on the command line."""
+    given = flags("--disk-path", "/p", "--disk-filter", "planes", "--disk-key-file", "/k", "--disk-hang-s", "2.5")
+    config = EngineConfig.from_flags(given, device_tokens=64, host_bytes=1 << 20, model_id="m")
+    assert config.disk == DiskConfig(path="/p", filter="planes", key_file="/k", hang_s=2.5)
+
+
+@pytest.mark.parametrize(
     ("text", "size"),
     [("512MiB", 512 << 20), ("2GB", 2 * 10**9), ("1.5k", 1536), ("100", 100), (7, 7), ("3 TB", 3 * 10**12)],
 )

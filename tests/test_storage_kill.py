@@ -77,10 +77,11 @@ def test_kill(tmp_path: Path, durability: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("durability", ["relaxed", "commit"])
 def test_kill_many_times(tmp_path: Path, durability: str) -> None:
-    """The same over 60 deaths."""
-    kill_rounds(tmp_path, durability, 60)
+    """The same over 100 deaths in each mode."""
+    kill_rounds(tmp_path, durability, 100)
 
 
 def test_kill_while_evicting(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from storage_pages import IDENTITY, PAGE_BYTES, found_numbers, key_of, open_store, page_of, put_numbers
 
-from hicache.storage import StoreCorrupt, StoreError, StoreLocked, StoreMismatch
+from hicache.storage import PageFilter, StoreCorrupt, StoreError, StoreLocked, StoreMismatch
 
 SMALL_BUDGET = 100 * PAGE_BYTES
 
@@ -22,7 +22,7 @@ SMALL_BUDGET = 100 * PAGE_BYTES
 @pytest.mark.parametrize("page_bytes", [1, 1000, 4096, 70_000, 1 << 20])
 def test_roundtrip_and_reopen(tmp_path: Path, page_bytes: int, kind: str) -> None:
     """Every page put comes back byte for byte, also after reopening, and absent keys are misses."""
-    with_planes = {"element_bytes": 2} if page_bytes % 2 == 0 else {}
+    with_planes = {"filter": PageFilter("planes", 2)} if page_bytes % 2 == 0 else {}
     store = open_store(tmp_path, page_bytes=page_bytes, **with_planes)
     assert put_numbers(store, range(9), page_bytes, kind) == [True] * 9
     for _ in range(2):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from storage_pages import PAGE_BYTES, found_numbers, key_of, open_store, page_of, put_numbers
 
-from hicache.storage import StoreError
+from hicache.storage import PageFilter, StoreError
 
 BUDGET = 60 * PAGE_BYTES
 
@@ -29,7 +29,7 @@ def run_threads(threads: list[threading.Thread], failures: list[BaseException]) 
 @pytest.mark.parametrize("kind", ["random", "normal"])
 def test_readers_beside_a_writer(tmp_path: Path, kind: str) -> None:
     """Four readers only ever see whole, right pages while a writer stores, evicts, deletes and compacts."""
-    store = open_store(tmp_path, budget_bytes=BUDGET, element_bytes=2, max_readers=3)
+    store = open_store(tmp_path, budget_bytes=BUDGET, filter=PageFilter("planes", 2), max_readers=3)
     pages = {n: page_of(n, kind=kind) for n in range(160)}
     failures: list[BaseException] = []
     done = threading.Event()

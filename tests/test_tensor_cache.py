@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hicache.disk.tensor_head import TensorHead
 from hicache.errors import ConfigError, HiCacheError, InvariantError, ShapeError
-from hicache.storage import LmdbPageStore, StoreMismatch
+from hicache.storage import LmdbPageStore, PageFilter, StoreMismatch
 from hicache.tensor_cache import HiCache, _name
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -163,7 +163,7 @@ def test_what_is_not_whole_is_a_miss(tmp_path: Path) -> None:
         identity={"kind": "tensor cache", "format": 1, "namespace": ""},
         page_bytes=BLOCK,
         budget_bytes=16 << 20,
-        element_bytes=2,
+        filter=PageFilter("planes", 2),
     )
     blocks = store.stats().entries
     names = {name: _name(name) for name in "abc"}

@@ -2,7 +2,8 @@
 
 Pages that reached the host go to the writer thread in batches, locked on the host until the store has acknowledged
 them. At most half of the host tier is locked so; what comes beyond that waits without a lock, and is lost to the disk
-only if the host evicts it before its turn.
+only if the host evicts it before its turn. What the store refuses stays on the host and is not sent again. Pages that a
+hanging writer has stay locked until it returns; nothing else waits for that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections import deque
 
 import torch
 
-from hicache.disk.workers import DiskTier, WriteDone, WriteJob
+from hicache.disk.jobs import Hung, WriteDone, WriteJob
+from hicache.disk.workers import DiskTier
 from hicache.flow.base import Parts
 from hicache.tree.node import Span, Tier, TreeNode
 
@@ -20,11 +22,17 @@ _BATCH_PAGES = 16
 
 
 class _Store(Span):
-    """One node on its way: `jobs` batches are out, `ok` as long as none failed."""
+    """One node on its way: `jobs` batches are out, `ok` as long as none failed. `hung`: those whose writer hangs."""
 
     def __init__(self, node: TreeNode, pages: torch.Tensor, jobs: int) -> None:
         super().__init__([node])
         self.pages, self.jobs, self.ok = pages, jobs, True
+        self.hung: set[int] = set()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it waits for nothing, or for a hanging writer alone. Once it is, it stays so."""
+        return self.jobs == len(self.hung)
 
 
 class Persist:
@@ -35,7 +43,8 @@ class Persist:
         self._tickets = itertools.count()
         self._stores: dict[int, _Store] = {}
         self._backlog: deque[WriteJob] = deque()
-        self._done: deque[WriteDone] = deque()
+        self._done: deque[WriteDone | Hung] = deque()
+        # Of stores that are not settled. What a hanging writer has is not among them: it would hold up all others.
         self._locked_pages = 0
         self._waiting: deque[TreeNode] = deque()
         count = parts.metrics.counter
@@ -59,11 +68,13 @@ class Persist:
         for _ in range(count):
             done = self._done.popleft()
             store = self._stores[done.ticket]
-            store.jobs -= 1
-            store.ok &= all(done.ok)
-            written = sum(done.ok)
-            self._bytes.value += written * self._page_bytes()
-            self._failures.value += len(done.ok) - written
+            was_settled = store.settled
+            if isinstance(done, Hung):
+                store.hung.add(done.batch)
+            else:
+                self._take(store, done)
+            if store.settled and not was_settled:
+                self._locked_pages -= len(store.pages)
             if not store.jobs:
                 self._end(self._stores.pop(done.ticket))
         while self._waiting and self._fits(self._waiting[0]):
@@ -73,11 +84,16 @@ class Persist:
         self._push()
 
     def busy(self) -> bool:
-        return bool(self._stores or self._waiting)
+        return bool(self._waiting or self._locked_pages)
 
-    def _page_bytes(self) -> int:
+    def _take(self, store: _Store, done: WriteDone) -> None:
         assert self._parts.host is not None
-        return self._parts.host.page_bytes
+        store.jobs -= 1
+        store.hung.discard(done.batch)
+        store.ok &= all(done.ok)
+        written = sum(done.ok)
+        self._bytes.value += written * self._parts.host.page_bytes
+        self._failures.value += len(done.ok) - written
 
     def _fits(self, node: TreeNode) -> bool:
         """Whether locking the node keeps half of the host free of such locks; one node alone always may."""
@@ -98,9 +114,9 @@ class Persist:
         ticket = next(self._tickets)
         batches = range(0, len(keys), _BATCH_PAGES)
         self._stores[ticket] = _Store(node, pages.clone(), len(batches))
-        for at in batches:
+        for batch, at in enumerate(batches):
             end = at + _BATCH_PAGES
-            self._backlog.append(WriteJob(ticket, tuple(keys[at:end]), tuple(views[at:end])))
+            self._backlog.append(WriteJob(ticket, tuple(keys[at:end]), tuple(views[at:end]), batch))
 
     def _push(self) -> None:
         while self._backlog and self._disk.submit(self._backlog[0]):
@@ -109,7 +125,6 @@ class Persist:
     def _end(self, store: _Store) -> None:
         assert self._parts.host is not None
         self._parts.host.end_read(store.pages)
-        self._locked_pages -= len(store.pages)
         for node in store.nodes:
             node.stored = store.ok
         store.leave()

@@ -2,7 +2,8 @@
 
 A prefetch extends the prefix that the host holds. It asks the store how far it goes, takes host pages, reads batches
 and lands them in order, each as soon as those before it are in; what was landed stays, however the prefetch ends. Pages
-that were handed to a reader are freed only after the reader gave them back.
+that were handed to a reader are freed only after the reader gave them back: where it hangs, the prefetch ends without
+them, and they return when it does.
 
     find -> (pages of the host) -> read, batch by batch -> tree
 """
@@ -10,15 +11,18 @@ that were handed to a reader are freed only after the reader gave them back.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from hicache.config import PrefetchMode
-from hicache.disk.workers import DiskTier, FindDone, FindJob, ReadDone, ReadJob
+from hicache.disk.jobs import FIND, FindDone, FindJob, Hung, ReadDone, ReadJob
+from hicache.disk.workers import DiskTier
 from hicache.errors import PrefetchPending
 from hicache.flow.base import Parts
 from hicache.tree.key import Tokens
@@ -44,14 +48,27 @@ class Prefetch:
 
 
 class _Ticket:
-    """One prefetch under way. `anchor`: the node, locked on the host, that landed pages are put behind."""
+    """One prefetch under way. `anchor`: the node, locked on the host, that landed pages are put behind.
+
+    `outstanding`: jobs that were not answered; `hung`: the batches of those whose thread hangs.
+    """
 
     def __init__(self, handle: Prefetch, anchor: TreeNode, tokens: Tokens, keys: list[bytes], namespace: str) -> None:
         self.handle, self.anchor, self.tokens, self.keys, self.namespace = handle, anchor, tokens, keys, namespace
         self.pages = torch.empty(0, dtype=torch.int64)
         self.results: dict[int, tuple[bool, ...]] = {}
         self.outstanding = self.landed_pages = self.next_batch = 0
+        self.hung: set[int] = set()
         self.cancelled = threading.Event()
+
+    @property
+    def urgent(self) -> bool:
+        """Whether a request waits for it."""
+        return self.handle.mode != "best_effort"
+
+    @property
+    def read_until_s(self) -> float:
+        return self.handle.deadline_s if self.handle.mode == "timeout" else math.inf
 
 
 class Prefetcher:
@@ -62,7 +79,9 @@ class Prefetcher:
         self._ids = itertools.count()
         self._tickets: dict[int, _Ticket] = {}
         self._by_request: dict[str, _Ticket] = {}
-        self._done: deque[FindDone | ReadDone] = deque()
+        self._done: deque[FindDone | ReadDone | Hung] = deque()
+        # Of prefetches that ended, by ticket and batch: host pages that a hanging thread has.
+        self._left: dict[tuple[int, int], torch.Tensor] = {}
         count = parts.metrics.counter
         self._bytes = count("prefetch.bytes", "bytes of pages that came from the store to the host")
         self._lost = count("prefetch.lost_pages", "pages the store announced and could not give back verified")
@@ -87,7 +106,7 @@ class Prefetcher:
         rest = tokens[held:whole].copy()
         ticket = _Ticket(handle, anchor, rest, tree.names.after(anchor, rest, namespace), namespace)
         number = next(self._ids)
-        if not self._disk.submit(FindJob(number, tuple(ticket.keys))):
+        if not self._disk.submit(FindJob(number, tuple(ticket.keys), ticket.urgent)):
             self._refused.value += 1
             handle.ended = True
             tree.unlock(anchor, Tier.HOST)
@@ -106,10 +125,9 @@ class Prefetcher:
 
     def cancel(self, request_id: str) -> None:
         """Read no further. What readers hold comes back through `land`."""
-        ticket = self._by_request.pop(request_id, None)
+        ticket = self._by_request.get(request_id)
         if ticket is not None:
-            ticket.handle.ended = True
-            ticket.cancelled.set()
+            self._stop(ticket)
 
     def ready(self) -> int:
         self._done.extend(self._disk.drain_reads())
@@ -118,14 +136,19 @@ class Prefetcher:
     def land(self, count: int) -> None:
         for _ in range(count):
             done = self._done.popleft()
+            late = self._left.pop((done.ticket, done.batch), None)
+            if late is not None:
+                self._give_back(late)
+                continue
             ticket = self._tickets[done.ticket]
-            ticket.outstanding -= 1
-            if isinstance(done, FindDone):
-                self._read(done.ticket, ticket, done.num_pages)
+            if isinstance(done, Hung):
+                ticket.hung.add(done.batch)
+                self._stop(ticket)
             else:
-                ticket.results[done.batch] = done.ok
-                self._land_batches(ticket)
-            if not ticket.outstanding:
+                ticket.outstanding -= 1
+                ticket.hung.discard(done.batch)
+                self._take(ticket, done)
+            if ticket.outstanding == len(ticket.hung):
                 self._end(done.ticket, ticket)
 
     def busy(self) -> bool:
@@ -134,7 +157,22 @@ class Prefetcher:
     @property
     def pages_under_way(self) -> int:
         """Host pages taken for reads that have not landed."""
-        return sum(len(t.pages) - t.landed_pages for t in self._tickets.values())
+        return sum(len(t.pages) - t.landed_pages for t in self._tickets.values()) + sum(map(len, self._left.values()))
+
+    def _stop(self, ticket: _Ticket) -> None:
+        """Nobody waits for it, and nothing more is read for it."""
+        ticket.handle.ended = True
+        ticket.cancelled.set()
+        if self._by_request.get(ticket.handle.request_id) is ticket:
+            del self._by_request[ticket.handle.request_id]
+
+    def _take(self, ticket: _Ticket, done: FindDone | ReadDone) -> None:
+        if isinstance(done, FindDone):
+            self._read(done.ticket, ticket, done.num_pages)
+            return
+        self._lost.value += done.asked - sum(done.ok)
+        ticket.results[done.batch] = done.ok
+        self._land_batches(ticket)
 
     def _read(self, number: int, ticket: _Ticket, num_pages: int) -> None:
         """Take pages for what the store holds, as far as the host has room, and queue the reads."""
@@ -156,6 +194,8 @@ class Prefetcher:
                 tuple(ticket.keys[at : len(pages)][:_BATCH_PAGES]),
                 tuple(views[at:end]),
                 ticket.cancelled,
+                ticket.read_until_s,
+                ticket.urgent,
             )
             if not self._disk.submit(job):
                 self._refused.value += 1
@@ -169,8 +209,6 @@ class Prefetcher:
             start = ticket.landed_pages
             pages = ticket.pages[start : start + good]
             accepted = self._insert(ticket, pages) if good else 0
-            if not ticket.cancelled.is_set():
-                self._lost.value += len(ok) - good
             if accepted < len(ok):
                 ticket.cancelled.set()
                 ticket.results.clear()
@@ -207,14 +245,20 @@ class Prefetcher:
         return placed
 
     def _end(self, number: int, ticket: _Ticket) -> None:
-        """All readers are done: give back what did not land."""
+        """All readers are done, but those that hang: give back what did not land and what they do not have."""
+        self._stop(ticket)
+        del self._tickets[number]
+        free = np.arange(len(ticket.pages)) >= ticket.landed_pages
+        for batch in ticket.hung:
+            # A find has no pages; that its answer may still come is all there is to remember.
+            start = len(ticket.pages) if batch == FIND else batch * _BATCH_PAGES
+            self._left[number, batch] = ticket.pages[start : start + _BATCH_PAGES]
+            free[start : start + _BATCH_PAGES] = False
+        self._give_back(ticket.pages[torch.from_numpy(free)])
+        self._parts.tree.unlock(ticket.anchor, Tier.HOST)
+
+    def _give_back(self, pages: torch.Tensor) -> None:
         host = self._parts.host
         assert host is not None
-        rest = ticket.pages[ticket.landed_pages :]
-        host.end_read(rest)
-        host.free(rest)
-        self._parts.tree.unlock(ticket.anchor, Tier.HOST)
-        ticket.handle.ended = True
-        del self._tickets[number]
-        if self._by_request.get(ticket.handle.request_id) is ticket:
-            del self._by_request[ticket.handle.request_id]
+        host.end_read(pages)
+        host.free(pages)

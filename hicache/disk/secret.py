@@ -1,0 +1,48 @@
+"""The key that encrypts stored pages: from a file or the environment, into a cipher, and nowhere else.
+
+No message shows any part of it. May import storage, config and errors.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from pathlib import Path
+
+from hicache.config import DiskConfig, disk_key_text
+from hicache.errors import ConfigError
+from hicache.storage.cipher import PageCipher
+
+KEY_BYTES = 32
+_HEX_DIGITS = 2 * KEY_BYTES
+
+
+def cipher_of(config: DiskConfig) -> PageCipher | None:
+    """The cipher that the settings ask for; None for plain pages. ConfigError where there is no such key, or two."""
+    text = disk_key_text()
+    if text and config.key_file:
+        raise ConfigError("disk key_file and HICACHE_DISK_KEY are both set; give the key in one of them")
+    if text:
+        return PageCipher(_parse(text.encode(), "HICACHE_DISK_KEY"))
+    if not config.key_file:
+        return None
+    try:
+        data = Path(config.key_file).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read disk key_file={config.key_file}: {error.strerror}") from None
+    return PageCipher(data if len(data) == KEY_BYTES else _parse(data, f"disk key_file={config.key_file}"))
+
+
+def _parse(data: bytes, where: str) -> bytes:
+    """64 hex digits, or base64; blanks around are none of it."""
+    text = data.strip()
+    try:
+        key = bytes.fromhex(text.decode()) if len(text) == _HEX_DIGITS else base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ConfigError(
+            f"{where} holds no key: it takes {KEY_BYTES} bytes, {_HEX_DIGITS} hex digits or their base64, "
+            f"as `openssl rand -hex {KEY_BYTES}` writes"
+        )
+    return key

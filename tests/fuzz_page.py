@@ -1,0 +1,65 @@
+"""A coverage-guided fuzzer of the page codec, for atheris: `python fuzz_page.py CORPUS [libFuzzer options]`.
+
+The first byte of an input chooses how the rest becomes a value: as it is, or under a checksum that is made right, so
+that the rules behind the checksum are reached too. Whatever the value, decoding must neither raise nor write outside
+the page, must say the same twice, and must refuse what its own header contradicts.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import atheris
+import numpy as np
+
+with atheris.instrument_imports(include=["hicache.storage"]):
+    from hicache.storage.cipher import PageCipher
+    from hicache.storage.codec import PageCodec
+    from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, seal
+
+PAGE_BYTES, GUARD_BYTES = 256, 32
+NAMESPACE = b"n" * 16
+PLAIN = PageCodec(page_bytes=PAGE_BYTES, namespace=NAMESPACE, level=1)
+# Nobody who made a corpus has this key.
+SECRET = PageCodec(page_bytes=PAGE_BYTES, namespace=NAMESPACE, level=1, cipher=PageCipher(bytes(range(7, 39))))
+
+
+def decode(codec: PageCodec, value: bytes) -> tuple[str, bytes]:
+    room = np.full(PAGE_BYTES + 2 * GUARD_BYTES, 0xA5, dtype=np.uint8)
+    reason = codec.decode_into(b"key", value, room[GUARD_BYTES:-GUARD_BYTES])
+    guards = (room[:GUARD_BYTES], room[-GUARD_BYTES:])
+    if any((guard != 0xA5).any() for guard in guards):
+        raise AssertionError("bytes outside the page changed")
+    return reason, room[GUARD_BYTES:-GUARD_BYTES].tobytes()
+
+
+def mended(data: bytes) -> bytes:
+    """`data` as a value whose namespace, stored length and checksum are right; the other fields are the fuzzer's."""
+    fields, payload = bytearray(data[:FIELD_BYTES].ljust(FIELD_BYTES, b"\0")), data[HEADER_BYTES:]
+    version_1 = fields[4] == 1
+    fields[:4], fields[5] = b"HKVP", 0
+    if version_1:
+        fields[16:24], fields[24:40] = len(payload).to_bytes(8, "little"), NAMESPACE
+    else:
+        fields[12:16], fields[28:44] = len(payload).to_bytes(4, "little"), NAMESPACE
+    return seal(b"key", bytes(fields), payload)
+
+
+def one_input(data: bytes) -> None:
+    value = data[1:] if data[:1] < b"\x01" else mended(data[1:])
+    reason, page = decode(PLAIN, value)
+    if not reason:
+        if decode(PLAIN, value) != ("", page) or PLAIN.verify_stored(b"key", value):
+            raise AssertionError("a second reading differs from the first")
+        raw_at = slice(8, 16) if value[4] == 1 else slice(8, 12)
+        if int.from_bytes(value[raw_at], "little") != PAGE_BYTES or value[4] not in (1, 2):
+            raise AssertionError("a page was made of a header that contradicts it")
+        if not value[6] and value[HEADER_BYTES:] != page:
+            raise AssertionError("a raw page differs from its payload")
+    if not decode(SECRET, value)[0]:
+        raise AssertionError("a page was made without the key")
+
+
+if __name__ == "__main__":
+    atheris.Setup(sys.argv, one_input)
+    atheris.Fuzz()
