@@ -1,6 +1,7 @@
-"""The command line: `hicache demo`. Every error made on purpose is one line on stderr and exit status 2.
+"""The command line: `hicache demo`, `hicache store`. Every error made on purpose is one line on stderr, exit status 2.
 
-Exit status: 0 done, 1 the outcome of the demo is not identical, 2 wrong input, 130 interrupted. May import everything.
+Exit status: 0 done, 1 the outcome of the demo is not identical or a store has faults, 2 wrong input, 130 interrupted.
+May import everything.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
+from hicache import store_command
 from hicache.errors import HiCacheError
 from hicache.storage.base import StoreError
 
@@ -50,6 +52,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     if _missing is None:
         demo.add_flags(serve)
+        serve.set_defaults(run=demo.run)
+    store = commands.add_parser(
+        "store",
+        help="look after a store: stat, ls, verify, compact, evict, export, import",
+        description="Look at a store of pages, verify and mend it, shrink it, carry its pages elsewhere.",
+        allow_abbrev=False,
+    )
+    store_command.add_flags(store)
+    store.set_defaults(run=store_command.run)
     return parser
 
 
@@ -60,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"the demo needs the package {_missing}: pip install 'hicache[serve]'")
     flags = _parser().parse_args(arguments)
     try:
-        return demo.run(flags)
+        return int(flags.run(flags))
     except (HiCacheError, StoreError) as error:
         return _fail(str(error))
     except KeyboardInterrupt:

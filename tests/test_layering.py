@@ -20,7 +20,7 @@ MAX_FUNCTION_LINES = 50
 
 # From the top down. A unit may import itself and every unit of a lower level.
 LEVELS = (
-    ("cli", "__main__", "serving", "integrations", "plot"),
+    ("cli", "__main__", "serving", "store_command", "integrations", "plot"),
     ("engine", "factory", "tensor_cache"),
     ("flow",),
     ("tree", "alloc", "device", "transfer", "host", "disk"),

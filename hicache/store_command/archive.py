@@ -1,0 +1,203 @@
+"""A store's pages in one file or stream, to be carried to another machine.
+
+Pages pass as they are stored: packed, encrypted if they were, each with its own checksum. All integers are
+little-endian; `[a, b)` are the bytes from `a` on, without `b`.
+
+    header  [ 0,  4)      magic, b"HKVA"
+            [ 4,  6)      u16 version, 1
+            [ 6,  8)      u16 0
+            [ 8, 12)      u32 length n of the record, at most 1 MiB
+            [12, 12 + n)  the store's record, JSON: its identity record (docs/disk_format.md) and, as "settings", its
+                          settings record
+            and 4 more    u32 CRC-32, zlib's, over [0, 12 + n)
+    entry   [ 0,  2)      u16 length k of the key, 1 to 511
+            [ 2,  6)      u32 length v of the value
+            [ 6,  6 + k)  the page's key
+            and v more    the value
+    end     [ 0,  2)      u16 0
+            [ 2, 10)      u64 number of entries
+            [10, 14)      u32 CRC-32 over header, entries and [0, 10) of the end, without the values
+
+Entries come least recently used first. Values are left out of the last checksum because each verifies itself, with its
+key: a damaged one is refused alone. Nothing follows the end. No length is trusted: a value is at most a page with its
+overhead. Owns the format. May import the standard library and storage.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from hicache.storage.base import StoreCorrupt, StoreError, StoreMismatch
+from hicache.storage.cipher import SEAL_BYTES
+from hicache.storage.header import HEADER_BYTES
+from hicache.storage.lmdb_record import IdentityRecord, Settings
+
+MAGIC, ARCHIVE_VERSION = b"HKVA", 1
+_START = struct.Struct("<4sHHI")
+_CHECKSUM = struct.Struct("<I")
+_KEY_LENGTH = struct.Struct("<H")
+_VALUE_LENGTH = struct.Struct("<I")
+_COUNT = struct.Struct("<Q")
+_MAX_RECORD_BYTES = 1 << 20
+_MAX_KEY_BYTES = 511
+
+
+class ArchiveWriter:
+    """Writes header, entries and end to `file`, which is unbuffered; `name` is for messages. One thread.
+
+    StoreError when the file refuses. Without `finish` the archive is a truncated one.
+    """
+
+    def __init__(self, file: io.RawIOBase, name: str, identity: IdentityRecord, settings: Settings) -> None:
+        self._file, self._name = file, name
+        self._checksum, self.num_entries = 0, 0
+        self.written_bytes = 0
+        record = json.loads(identity.pack()) | {"settings": json.loads(settings.pack())}
+        packed = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+        header = self._sum(_START.pack(MAGIC, ARCHIVE_VERSION, 0, len(packed)) + packed)
+        self._write(self._sum_after(header))
+
+    def add(self, key: bytes, value: bytes) -> None:
+        head = self._sum(_KEY_LENGTH.pack(len(key)) + _VALUE_LENGTH.pack(len(value)) + key)
+        self._write(head + value)
+        self.num_entries += 1
+
+    def finish(self) -> None:
+        self._write(self._sum_after(self._sum(_KEY_LENGTH.pack(0) + _COUNT.pack(self.num_entries))))
+
+    def _sum(self, data: bytes) -> bytes:
+        self._checksum = zlib.crc32(data, self._checksum)
+        return data
+
+    def _sum_after(self, data: bytes) -> bytes:
+        """`data`, and the checksum that ends with it; the sum goes on over both."""
+        return data + self._sum(_CHECKSUM.pack(self._checksum))
+
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError as error:
+            raise StoreError(
+                f"cannot write the archive {self._name}: {error.strerror}; free space or choose another file"
+            ) from error
+        self.written_bytes += len(data)
+
+
+class ArchiveReader:
+    """The archive in `file`: whose pages they are, and the pages once, from the first to the last. One thread.
+
+    Building it reads the header. Raises `StoreCorrupt` for what is no archive, was cut or damaged, `StoreMismatch` for
+    a newer one, `StoreError` for what cannot be read.
+    """
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._file, self._name = file, name
+        self._checksum = 0
+        self.done_bytes = 0
+        magic, version, reserved, record_bytes = _START.unpack(self._start())
+        if magic != MAGIC:
+            raise StoreCorrupt(f"{name} is no archive of a store; give a file that `hicache store export` wrote")
+        if version != ARCHIVE_VERSION:
+            raise StoreMismatch(
+                f"the archive {name} has version {version}, this release reads {ARCHIVE_VERSION}; update hicache"
+            )
+        if reserved or record_bytes > _MAX_RECORD_BYTES:
+            raise self._damaged("its header makes no sense")
+        record = self._read(record_bytes)
+        self._require_checksum("its header does not match its checksum")
+        self.identity, self.settings = self._parse(record)
+
+    def entries(self) -> Iterator[tuple[bytes, bytes]]:
+        """Keys and values, not verified; what is no whole archive raises where that shows, at the latest at the end."""
+        max_value_bytes = self.identity.page_bytes + HEADER_BYTES + SEAL_BYTES
+        num_entries = 0
+        while key_bytes := _KEY_LENGTH.unpack(self._read(_KEY_LENGTH.size))[0]:
+            value_bytes = _VALUE_LENGTH.unpack(self._read(_VALUE_LENGTH.size))[0]
+            if key_bytes > _MAX_KEY_BYTES or value_bytes > max_value_bytes:
+                raise self._damaged(f"entry {num_entries} has a key of {key_bytes} and a value of {value_bytes} bytes")
+            key = self._read(key_bytes)
+            yield key, self._take(value_bytes)
+            num_entries += 1
+        stated = _COUNT.unpack(self._read(_COUNT.size))[0]
+        self._require_checksum("its entries do not match its checksum")
+        if stated != num_entries:
+            raise self._damaged(f"it has {num_entries} entries and states {stated}")
+        if self._some(1):
+            raise self._damaged("it goes on after its end")
+
+    def _start(self) -> bytes:
+        """The first bytes; what is too short for them is another file, unless it begins like an archive."""
+        data = self._some(_START.size)
+        if len(data) == _START.size:
+            self._checksum = zlib.crc32(data)
+            return data
+        if data and MAGIC.startswith(data[: len(MAGIC)]):
+            raise self._cut()
+        raise StoreCorrupt(f"{self._name} is no archive of a store; give a file that `hicache store export` wrote")
+
+    def _read(self, num_bytes: int) -> bytes:
+        data = self._take(num_bytes)
+        self._checksum = zlib.crc32(data, self._checksum)
+        return data
+
+    def _take(self, num_bytes: int) -> bytes:
+        data = self._some(num_bytes)
+        if len(data) < num_bytes:
+            raise self._cut()
+        return data
+
+    def _some(self, num_bytes: int) -> bytes:
+        try:
+            data = self._file.read(num_bytes)
+        except OSError as error:
+            raise StoreError(f"cannot read the archive {self._name}: {error.strerror}; check the medium") from error
+        self.done_bytes += len(data)
+        return data
+
+    def _require_checksum(self, otherwise: str) -> None:
+        actual = self._checksum
+        if _CHECKSUM.unpack(self._read(_CHECKSUM.size))[0] != actual:
+            raise self._damaged(otherwise)
+
+    def _parse(self, record: bytes) -> tuple[IdentityRecord, Settings]:
+        try:
+            identity = IdentityRecord.unpack(Path(self._name), record)
+            settings = Settings.unpack(json.dumps(json.loads(record)["settings"]).encode(), 0)
+        except StoreMismatch as error:
+            raise StoreMismatch(
+                f"the archive {self._name} comes from a newer store than this release reads; update hicache"
+            ) from error
+        except (StoreCorrupt, ValueError, KeyError, TypeError) as error:
+            raise self._damaged("its record cannot be read") from error
+        if not _makes_sense(identity, settings):
+            raise self._damaged("its record makes no sense")
+        return IdentityRecord(identity.identity, identity.page_bytes), settings
+
+    def _cut(self) -> StoreCorrupt:
+        return StoreCorrupt(
+            f"the archive {self._name} is cut short after {self.done_bytes} bytes; copy or export it anew"
+        )
+
+    def _damaged(self, what: str) -> StoreCorrupt:
+        return StoreCorrupt(f"the archive {self._name} is damaged: {what}; copy or export it anew")
+
+
+def _makes_sense(identity: IdentityRecord, settings: Settings) -> bool:
+    """Whether each field has its type: the checksum tells damage, not what another program wrote."""
+    how = settings.filter
+    numbers = (settings.budget_bytes, settings.level, how.element_bytes, how.tokens, how.channels)
+    texts = (settings.durability, how.kind, *identity.identity)
+    return (
+        bool(identity.identity)
+        and all(isinstance(value, str | int) for value in identity.identity.values())
+        and all(isinstance(number, int) for number in numbers)
+        and all(isinstance(text, str) for text in texts)
+    )

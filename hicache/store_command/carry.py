@@ -1,0 +1,145 @@
+"""Pages out of a store into an archive, and out of an archive into a store.
+
+An archive takes its name only when it is whole. May import the standard library, storage, config, errors and its own
+package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from hicache.errors import ConfigError
+from hicache.storage import LmdbPageStore, PageCipher, StoreError, describe, open_existing, put_values
+from hicache.storage.lmdb_file import DATA_FILE, sync_directory
+from hicache.storage.lmdb_record import KEY_ID_FIELD, IdentityRecord, Settings
+from hicache.storage.operate import StoreDescription
+from hicache.store_command.archive import ArchiveReader
+
+STREAM = "-"
+_MAX_BATCH_PAGES = 256
+
+
+def record_of(found: StoreDescription) -> tuple[IdentityRecord, Settings]:
+    """The records of a store, as an archive carries them."""
+    key_id = {KEY_ID_FIELD: found.key_id} if found.encrypted else {}
+    identity = IdentityRecord({**found.identity, **key_id}, found.page_bytes)
+    return identity, Settings(found.budget_bytes, found.durability, found.level, found.filter)
+
+
+@contextlib.contextmanager
+def destination(name: str, *, force: bool) -> Iterator[io.RawIOBase]:
+    """Where an archive goes: stdout for `-`, else a file that appears under its name when the block ended well."""
+    if name == STREAM:
+        if sys.stdout.isatty():
+            raise ConfigError("an archive is not for a terminal; redirect the output or give a file")
+        with open(sys.stdout.fileno(), "wb", buffering=0, closefd=False) as stream:
+            yield stream
+        return
+    path = Path(name)
+    _require_free(path, force=force)
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    except OSError as error:
+        raise ConfigError(f"cannot write the archive {name}: {error.strerror}; choose another file") from error
+    try:
+        with open(descriptor, "wb", buffering=0) as file:
+            yield file
+            _settle(file, path, Path(temporary), force=force)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def source(name: str) -> Iterator[tuple[BinaryIO, int | None]]:
+    """Where an archive comes from, stdin for `-`, and its size where that is known."""
+    if name == STREAM:
+        if sys.stdin.isatty():
+            raise ConfigError("an archive does not come from a terminal; redirect the input or give a file")
+        yield sys.stdin.buffer, None
+        return
+    try:
+        file = Path(name).open("rb")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"cannot read the archive {name}: {error.strerror}; check the path") from error
+    with file:
+        yield file, os.fstat(file.fileno()).st_size or None
+
+
+def open_target(
+    path: Path, archive: ArchiveReader, cipher: PageCipher | None, budget_bytes: int | None
+) -> tuple[LmdbPageStore, bool]:
+    """The store that an archive's pages go to, and whether it is new. StoreMismatch unless it is of their identity."""
+    if (path / DATA_FILE).exists():
+        if budget_bytes is not None:
+            raise ConfigError(f"--budget is for a new store, and {path} holds one; leave it out")
+        record_of(describe(path))[0].require(path, archive.identity)
+        return open_existing(path, cipher=cipher), False
+    if cipher is not None:
+        identity = {**archive.identity.identity, KEY_ID_FIELD: cipher.key_id}
+        archive.identity.require(path, IdentityRecord(identity, archive.identity.page_bytes))
+    settings = archive.settings
+    budget_bytes = settings.budget_bytes if budget_bytes is None else budget_bytes
+    wanted = Settings(budget_bytes, settings.durability, settings.level, settings.filter)
+    return LmdbPageStore.of_record(path, archive.identity, wanted, cipher), True
+
+
+@dataclass
+class Loader:
+    """Puts pages into a store, one commit at a time. `kept`: pages that are there now; `refused`: why others are not.
+
+    StoreError when the store takes no more; what it took stays.
+    """
+
+    store: LmdbPageStore
+    kept: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    _batch: dict[bytes, bytes] = field(default_factory=dict)
+    _batch_bytes: int = 0
+
+    def add(self, key: bytes, value: bytes) -> None:
+        full = self._batch_bytes + len(value) > self.store.parts.budget.group_bytes
+        # A key that comes again was used meanwhile: its place in the order is the later one.
+        if full or key in self._batch or len(self._batch) == _MAX_BATCH_PAGES:
+            self.flush()
+        self._batch[key] = value
+        self._batch_bytes += len(value)
+
+    def flush(self) -> None:
+        batch = list(self._batch.items())
+        self._batch, self._batch_bytes = {}, 0
+        verify = self.store.sealed.verifier.verify
+        short = 0
+        for (key, value), kept in zip(batch, put_values(self.store, batch), strict=True):
+            reason = "" if kept else verify(key, memoryview(value))
+            self.kept += kept
+            self.refused.update([reason] if reason else [])
+            short += not kept and not reason
+        if short:
+            raise StoreError(f"the store refused {short} pages; free disk space or raise its budget")
+
+
+def _require_free(path: Path, *, force: bool) -> None:
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no regular file; choose another one, or - for the standard output")
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists; choose another file or give --force")
+
+
+def _settle(file: io.RawIOBase, path: Path, temporary: Path, *, force: bool) -> None:
+    """What was written is on the disk before it has its name."""
+    try:
+        os.fsync(file.fileno())
+        _require_free(path, force=force)
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise StoreError(f"cannot write the archive {path}: {error.strerror}; choose another file") from error

@@ -1,0 +1,90 @@
+"""What `hicache store` says while it works: a bar on a terminal, and what the store logged.
+
+Works without rich; then there is no bar. May import rich (optional), the standard library and serving.interrupt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from hicache.serving.interrupt import CalmInterrupt
+
+try:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+except ImportError:
+    _has_rich = False
+else:
+    _has_rich = True
+
+Step: TypeAlias = Callable[[int, int | None], None]
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+class Heard(logging.Handler):
+    """Collects what the store logs, each message once, so that an error stays one line and can name its cause."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        self._log = logging.getLogger("hicache.storage")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage() not in self.messages:
+            self.messages.append(record.getMessage())
+
+    def last(self, otherwise: str) -> str:
+        return self.messages[-1] if self.messages else otherwise
+
+    def __enter__(self) -> Heard:
+        self._log.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._log.removeHandler(self)
+
+
+class Bars:
+    """Progress on stderr, and the moments at which Ctrl-C is heard.
+
+    `during` gives a function to be called with steps done and steps in all (None: not known) after each step; what is
+    done between two calls is never interrupted half-way.
+    """
+
+    def __init__(self, calm: CalmInterrupt, *, wanted: bool) -> None:
+        self._calm = calm
+        self._shown = wanted and _has_rich and sys.stderr.isatty()
+
+    @contextlib.contextmanager
+    def during(self, what: str) -> Iterator[Step]:
+        if not self._shown:
+            yield lambda done, total: self._calm.check()
+        else:
+            parts = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
+                task = progress.add_task(what, total=None)
+
+                def step(done: int, total: int | None) -> None:
+                    progress.update(task, completed=done, total=total)
+                    self._calm.check()
+
+                yield step
+        self._calm.check()
+
+
+def sized(num_bytes: int) -> str:
+    """`3.2 GiB (3435973836 bytes)`; below 1 KiB the bytes alone."""
+    if num_bytes < 1024:
+        return f"{num_bytes} bytes"
+    power = min(len(_UNITS), (num_bytes.bit_length() - 1) // 10)
+    return f"{num_bytes / 1024**power:.1f} {_UNITS[power - 1]} ({num_bytes} bytes)"
+
+
+def columns(rows: list[tuple[str, object]]) -> str:
+    """Names and values, a line each."""
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n".join(f"{name:<{width}}{value}" for name, value in rows)

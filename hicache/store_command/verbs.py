@@ -1,0 +1,298 @@
+"""What `hicache store` does, one function a verb.
+
+Each takes a `Task`, opens what it needs and for no longer than it needs it, and says what came of it. May import
+storage, disk.secret, config, errors and its own package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hicache.config import DiskConfig, parse_bytes
+from hicache.disk.secret import cipher_of
+from hicache.errors import ConfigError
+from hicache.storage import (
+    Fault,
+    LmdbPageReader,
+    LmdbPageStore,
+    PageCipher,
+    StoreError,
+    describe,
+    evict,
+    open_existing,
+    pages,
+    verify,
+)
+from hicache.store_command.archive import ArchiveReader, ArchiveWriter
+from hicache.store_command.carry import STREAM, Loader, destination, open_target, record_of, source
+from hicache.store_command.console import Bars, Heard, columns, sized
+from hicache.store_command.listing import entries
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call: the flags, and where to show progress. `heard`: what the store logged so far."""
+
+    flags: argparse.Namespace
+    bars: Bars
+    heard: Heard
+
+    @property
+    def path(self) -> Path:
+        path = Path(self.flags.path)
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is no directory; give the one that holds the store")
+        return path
+
+    def cipher(self) -> PageCipher | None:
+        return cipher_of(DiskConfig(path=self.flags.path, key_file=self.flags.key_file))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a verb found or did: for programs, for people, and the exit status."""
+
+    figures: dict[str, Any]
+    text: str
+    status: int = 0
+
+
+def stat(task: Task) -> Outcome:
+    found = describe(task.path)
+    figures = dataclasses.asdict(found)
+    raw_bytes = found.entries * found.page_bytes
+    ratio = raw_bytes / found.live_bytes if found.live_bytes else None
+    figures |= {"path": str(found.path), "identity": dict(found.identity), "encrypted": found.encrypted, "ratio": ratio}
+    how = found.filter
+    segment = f" of [{how.tokens}, {how.channels}] elements" if how.tokens else ""
+    width = f", {how.element_bytes} bytes an element" if how.kind != "none" else ""
+    writer = {None: "nobody", 0: "a process that cannot be named"}.get(found.writer_pid, f"process {found.writer_pid}")
+    rows: list[tuple[str, object]] = [
+        ("path", found.path),
+        *((f"identity.{name}", value) for name, value in found.identity.items()),
+        ("format", found.format),
+        ("page", sized(found.page_bytes)),
+        ("filter", f"{how.kind}{width}{segment}"),
+        ("level", found.level),
+        ("durability", found.durability),
+        ("encrypted", f"with the key {found.key_id}" if found.encrypted else "no"),
+        ("entries", found.entries),
+        ("live", sized(found.live_bytes)),
+        ("file", sized(found.file_bytes)),
+        ("budget", sized(found.budget_bytes)),
+        ("ratio", "-" if ratio is None else f"{ratio:.3f} bytes of pages a byte stored"),
+        ("written by", writer),
+    ]
+    return Outcome(figures, columns(rows))
+
+
+def list_pages(task: Task) -> Outcome:
+    limit, newest = task.flags.limit, task.flags.newest
+    if limit is not None and limit < 1:
+        raise ConfigError(f"--limit {limit}: must be at least 1")
+    with _opened_to_read(task) as store:
+        listed = list(entries(store.sealed.env, newest=newest, limit=limit))
+    figures = {
+        "path": str(task.path),
+        "order": "newest" if newest else "oldest",
+        "entries": [{"key": e.key.hex(), "stored_bytes": e.stored_bytes, "codec": e.codec} for e in listed],
+    }
+    return Outcome(figures, "\n".join(f"{e.key.hex()} {e.stored_bytes:>10} {e.codec}" for e in listed))
+
+
+def verify_pages(task: Task) -> Outcome:
+    repair, cipher = task.flags.repair, task.cipher()
+    encrypted = describe(task.path).encrypted
+    with _opened_to_write(task, cipher) as store:
+        with task.bars.during("verifying") as step:
+            report = verify(store, step, repair=repair)
+        left: tuple[Fault, ...] = report.faults
+        if repair and report.faults:
+            with task.bars.during("verifying again") as step:
+                left = verify(store, step).faults
+    figures = {
+        "path": str(task.path),
+        "pages": report.pages,
+        "bytes": report.bytes,
+        "encrypted": encrypted,
+        "decrypted": encrypted and cipher is not None,
+        "repair": repair,
+        "faults": [_fault_figures(fault) for fault in report.faults],
+        "left": len(left),
+    }
+    return Outcome(figures, _verify_text(figures), status=1 if left else 0)
+
+
+def compact(task: Task) -> Outcome:
+    with _opened_to_write(task, task.cipher()) as store:
+        with task.bars.during("compacting"):
+            before_bytes = store.stats().file_bytes
+            saved_bytes = store.compact()
+        _require_written(store, task)
+        after_bytes = store.stats().file_bytes
+    figures = {
+        "path": str(task.path),
+        "before_bytes": before_bytes,
+        "after_bytes": after_bytes,
+        "saved_bytes": saved_bytes,
+    }
+    return Outcome(figures, columns([("file before", sized(before_bytes)), ("file now", sized(after_bytes))]))
+
+
+def evict_pages(task: Task) -> Outcome:
+    to_bytes = parse_bytes(task.flags.to)
+    with _opened_to_write(task, task.cipher()) as store:
+        with task.bars.during("evicting"):
+            num_evicted = evict(store, to_bytes)
+        _require_written(store, task)
+        stats = store.stats()
+    figures = {
+        "path": str(task.path),
+        "to_bytes": to_bytes,
+        "evicted": num_evicted,
+        "entries": stats.entries,
+        "live_bytes": stats.live_bytes,
+        "file_bytes": stats.file_bytes,
+    }
+    rows: list[tuple[str, object]] = [("evicted", num_evicted), ("entries left", stats.entries)]
+    return Outcome(figures, columns([*rows, ("file now", sized(stats.file_bytes))]))
+
+
+def export_pages(task: Task) -> Outcome:
+    name = task.flags.file
+    if name == STREAM and task.flags.json:
+        raise ConfigError("the archive goes to the standard output, and so does --json; leave one of them out")
+    found = describe(task.path)
+    with _opened_to_read(task) as store, destination(name, force=task.flags.force) as file:
+        archive = ArchiveWriter(file, name, *record_of(found))
+        with task.bars.during("exporting") as step:
+            for key, value in pages(store):
+                archive.add(key, value)
+                step(archive.num_entries, max(found.entries, archive.num_entries))
+        if store.stats().read_errors:
+            raise StoreError(f"{task.heard.last(f'cannot read the store {task.path}')}; verify the store")
+        archive.finish()
+    left_out = max(0, found.entries - archive.num_entries)
+    figures = {
+        "path": str(task.path),
+        "file": name,
+        "pages": archive.num_entries,
+        "left_out": left_out,
+        "archive_bytes": archive.written_bytes,
+    }
+    rows: list[tuple[str, object]] = [("exported", f"{archive.num_entries} pages")]
+    if left_out:
+        rows.append(("left out", f"{left_out} pages that are damaged or went meanwhile; verify the store"))
+    return Outcome(figures, columns([*rows, ("archive", sized(archive.written_bytes))]))
+
+
+def import_pages(task: Task) -> Outcome:
+    name, budget = task.flags.file, task.flags.budget
+    with source(name) as (file, file_bytes):
+        archive = ArchiveReader(file, name)
+        store, created = open_target(task.path, archive, task.cipher(), None if budget is None else parse_bytes(budget))
+        loader = Loader(store)
+        try:
+            with task.bars.during("importing") as step:
+                _load(loader, archive, step, file_bytes)
+        except StoreError as error:
+            cause = f" ({task.heard.last('')})" if task.heard.messages else ""
+            raise type(error)(f"{error}{cause}; {loader.kept} pages that came before are imported") from error
+        finally:
+            store_stats = store.stats()
+            store.close()
+    num_refused = sum(loader.refused.values())
+    figures = {
+        "path": str(task.path),
+        "file": name,
+        "created": created,
+        "pages": loader.kept + num_refused,
+        "stored": store_stats.puts,
+        "present": loader.kept - store_stats.puts,
+        "evicted": store_stats.evicted,
+        "refused": num_refused,
+        "reasons": dict(loader.refused),
+    }
+    return Outcome(figures, _import_text(figures), status=1 if num_refused else 0)
+
+
+def _load(loader: Loader, archive: ArchiveReader, step: Any, file_bytes: int | None) -> None:
+    """Whatever ends it, the pages that were read before are put."""
+    try:
+        for key, value in archive.entries():
+            loader.add(key, value)
+            step(archive.done_bytes, file_bytes)
+    finally:
+        loader.flush()
+
+
+def _verify_text(figures: dict[str, Any]) -> str:
+    """A line a fault, and the verdict."""
+    faults, left, repaired = figures["faults"], figures["left"], figures["repair"]
+    lines = []
+    for fault in faults:
+        where = f"page {fault['key']}: " if fault["key"] else ""
+        lines.append(f"{fault['action'] or 'left as it is':<13}  {where}{fault['reason']}")
+    remedy = ""
+    if faults and repaired:
+        remedy = f"; {left} left that cannot be mended, remove the directory" if left else "; the store is whole again"
+    elif faults:
+        remedy = "; --repair drops bad pages and builds indexes anew"
+    verdict = f"{len(faults)} fault(s)" if faults else "no faults"
+    decrypted = ", decrypted too" if figures["decrypted"] else ", not decrypted for want of the key"
+    if not figures["encrypted"]:
+        decrypted = ""
+    lines.append(f"{figures['pages']} pages, {sized(figures['bytes'])}{decrypted}: {verdict}{remedy}")
+    return "\n".join(lines)
+
+
+def _import_text(figures: dict[str, Any]) -> str:
+    rows: list[tuple[str, object]] = [
+        ("imported", f"{figures['stored']} pages, into a {'new' if figures['created'] else 'present'} store"),
+        ("there before", f"{figures['present']} pages"),
+        ("refused", f"{figures['refused']} pages that do not verify"),
+        *((f"  {reason}", count) for reason, count in figures["reasons"].items()),
+    ]
+    if figures["evicted"]:
+        rows.append(("evicted", f"{figures['evicted']} older pages, to stay within the budget"))
+    return columns(rows)
+
+
+def _fault_figures(fault: Fault) -> dict[str, str | None]:
+    return {"key": fault.key.hex() if fault.key else None, "reason": fault.reason, "action": fault.action}
+
+
+@contextlib.contextmanager
+def _opened_to_write(task: Task, cipher: PageCipher | None) -> Iterator[LmdbPageStore]:
+    store = open_existing(task.path, cipher=cipher)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@contextlib.contextmanager
+def _opened_to_read(task: Task) -> Iterator[LmdbPageStore | LmdbPageReader]:
+    """Beside a writer; but an encrypted store without its key as a writer, since a reader insists on the key."""
+    path, cipher = task.path, task.cipher()
+    if cipher is None and describe(path).encrypted:
+        with _opened_to_write(task, None) as store:
+            yield store
+        return
+    reader = LmdbPageReader(path, cipher=cipher)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def _require_written(store: LmdbPageStore, task: Task) -> None:
+    stats = store.stats()
+    if stats.write_errors or stats.read_only:
+        raise StoreError(task.heard.last(f"cannot write the store {task.path}; free disk space"))
