@@ -1,0 +1,354 @@
+"""The disk tier: cold reads, packed reads, writes and look-ups through the store, beside the same bytes raw.
+
+    read.cold          random pages that do not pack, 8 threads, caches dropped before each round; the ceiling is the
+                       same number of bytes by O_DIRECT, in blocks of a page at random places, 8 threads
+    read.packed        the same with synthetic KV that packs: bytes of pages a second over raw bytes read a second
+    write.<mode>       groups of pages until they are as durable as the mode says; the ceiling is a plain file that gets
+                       the same bytes and as many fdatasync calls
+    contains, open     in a store of a million small pages
+    pipeline           documents from disk to device through an engine, beside its slowest leg (bench.disk_pipeline)
+
+A round is cold where the kernel read from the medium what the case did; the note says how much it did read. May import
+numpy, bench.common, bench.disk_pipeline, hicache and hicache.storage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from bench.common import BenchUnavailable, Case, Report, gb_per_s, interleave, percentile
+from bench.disk_pipeline import measure_pipeline
+from hicache.storage import LmdbPageStore, PageBuffer
+from hicache.storage.base import Durability
+from hicache.storage.filters import PageFilter
+
+NAME = "disk"
+DESCRIPTION = "disk tier: cold reads, packed reads, writes and look-ups, against the same bytes raw"
+
+THREADS = 8
+PAGE_TOKENS, CHANNELS = 64, 1024  # of synthetic KV: segments [tokens, channels] of bf16
+TARGETS = {"read.cold": 0.90, "read.packed": 1.2, "write.relaxed": 0.85, "write.commit": 0.85}
+CONTAINS_MS, OPEN_S = 2.0, 1.0
+_DIRECT_ALIGNMENT = 4096
+_GROUP_BYTES = 48 << 20  # one commit of a store of 4 GiB or more
+_GROUPS_PER_PUT = 4
+_SMALL_PAGE = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dir", type=Path, help="folder on the disk to be measured (default: the working directory)")
+    parser.add_argument("--gib", type=float, default=2.0, help="GiB of pages (default: %(default)s)")
+    parser.add_argument("--page-mib", type=int, default=8, help="MiB of a page (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=5, help="timed rounds (default: %(default)s)")
+    parser.add_argument("--small-pages", type=int, default=1_000_000, help="of the large store (default: %(default)s)")
+    parser.add_argument(
+        "--document-tokens", type=int, help="of each of the pipeline's 8 (default: 4096 on CUDA, else 1024)"
+    )
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    page_bytes = args.page_mib << 20
+    num_pages = int(args.gib * (1 << 30)) // page_bytes
+    if num_pages < 2 * THREADS:
+        raise BenchUnavailable(f"--gib {args.gib} is too little for {2 * THREADS} pages of {args.page_mib} MiB")
+    folder = Path(tempfile.mkdtemp(prefix="bench-disk-", dir=args.dir or Path.cwd()))
+    try:
+        _reads(report, folder, page_bytes, num_pages, args.samples)
+        for durability in ("relaxed", "commit"):
+            _writes(report, folder, page_bytes, num_pages // 2, durability, args.samples)
+        _large_store(report, folder, args.small_pages)
+        tokens = args.document_tokens or (4096 if args.device.type == "cuda" else 1024)
+        measure_pipeline(report, folder, args.device, tokens, args.samples)
+    finally:
+        shutil.rmtree(folder)
+
+
+def synthetic_kv(rng: np.random.Generator, page_bytes: int) -> PageBuffer:
+    """bf16 rows whose channels have scales of their own and change slowly from token to token, as keys do."""
+    tokens = page_bytes // 2 // CHANNELS
+    scale = np.exp(rng.normal(0, 1, CHANNELS)).astype(np.float32)
+    noise = rng.standard_normal((tokens, CHANNELS), dtype=np.float32)
+    for t in range(1, tokens):
+        noise[t] = 0.9 * noise[t - 1] + 0.436 * noise[t]
+    return np.frombuffer(((noise * scale).view(np.uint32) >> 16).astype(np.uint16).tobytes(), dtype=np.uint8)
+
+
+def _key(i: int) -> bytes:
+    return i.to_bytes(32, "big")
+
+
+def _open(path: Path, page_bytes: int, num_pages: int, *, filter: PageFilter | None = None) -> LmdbPageStore:
+    return LmdbPageStore(
+        path,
+        identity={"model": "bench"},
+        page_bytes=page_bytes,
+        budget_bytes=int((num_pages + 32) * page_bytes * 1.1) + (64 << 20),
+        filter=filter or PageFilter("planes", 2),
+    )
+
+
+def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, samples: int) -> None:
+    """Cold reads of both kinds, and raw ones, in turns."""
+    rng = np.random.default_rng(0)
+    kinds = {
+        "read.cold": lambda: rng.integers(0, 256, page_bytes, dtype=np.uint8),
+        "read.packed": lambda: synthetic_kv(rng, page_bytes),
+    }
+    kept: dict[str, PageBuffer] = {}
+    for kind, make in kinds.items():
+        store = _open(folder / kind, page_bytes, num_pages)
+        pages = [make() for _ in range(8)]  # told apart by their first bytes
+        for start in range(0, num_pages, 8):
+            items = []
+            for i in range(start, min(start + 8, num_pages)):
+                page = pages[i % 8].copy()
+                page[:8] = np.frombuffer(i.to_bytes(8, "big"), dtype=np.uint8)
+                items.append((_key(i), page))
+            if not all(store.put(items)):
+                raise BenchUnavailable(f"the disk below {folder} has no room for {num_pages} pages")
+        kept[kind] = pages[1]
+        store.close()
+    raw = folder / "raw"
+    _write_file(raw, page_bytes, num_pages)
+    buffers = [np.frombuffer(mmap.mmap(-1, page_bytes), dtype=np.uint8) for _ in range(THREADS)]
+    rounds: dict[str, list[float]] = {"raw": [], **{kind: [] for kind in kinds}}
+    read: dict[str, list[float]] = {name: [] for name in rounds}
+    for turn in range(-1, samples):
+        order = np.random.default_rng(turn + 1).permutation(num_pages)
+        for name, seconds in rounds.items():
+            file = raw if name == "raw" else folder / name / "data.mdb"
+            drop_caches(file)
+            reader = _raw_reader if name == "raw" else _store_reader
+            with reader(folder / name, page_bytes, num_pages) as fetch:
+                before, start = _bytes_read(), time.perf_counter()
+                in_threads([_fetch_all(fetch, order[t::THREADS], buffers[t]) for t in range(THREADS)])
+                elapsed = time.perf_counter() - start
+            if turn >= 0:
+                seconds.append(elapsed)
+                read[name].append((_bytes_read() - before) / (num_pages * page_bytes))
+            if name != "raw":
+                _compare(buffers, kept[name], order)
+    _report_reads(report, rounds, read, num_pages * page_bytes, page_bytes)
+
+
+def _report_reads(
+    report: Report, rounds: dict[str, list[float]], read: dict[str, list[float]], num_bytes: int, page_bytes: int
+) -> None:
+    ceiling = percentile(gb_per_s(num_bytes, rounds["raw"]), 50)
+    report.add(Case.of("read.raw", gb_per_s(num_bytes, rounds["raw"]), "GB/s", note="O_DIRECT, in blocks of a page"))
+    for kind in ("read.cold", "read.packed"):
+        share = percentile(read[kind], 50)
+        data = "random bytes" if kind == "read.cold" else "synthetic KV, bf16"
+        note = f"{data}, pages of {page_bytes >> 20} MiB; read from the medium: {share:.2f} of the pages' bytes"
+        values = gb_per_s(num_bytes, rounds[kind])
+        report.add(Case.of(kind, values, "GB/s", ceiling=ceiling, target=TARGETS[kind], note=note))
+
+
+def _fetch_all(fetch: Callable[[int, PageBuffer], None], pages: Sequence[int], into: PageBuffer) -> Callable[[], None]:
+    def work() -> None:
+        for i in pages:
+            fetch(int(i), into)
+
+    return work
+
+
+@contextmanager
+def _store_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[Callable[[int, PageBuffer], None]]:
+    store = _open(path, page_bytes, num_pages)
+
+    def fetch(i: int, into: PageBuffer) -> None:
+        if store.get_into([_key(i)], [into]) != [True]:
+            raise AssertionError(f"page {i} is missing")
+
+    try:
+        yield fetch
+    finally:
+        store.close()
+
+
+@contextmanager
+def _raw_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[Callable[[int, PageBuffer], None]]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+
+    def fetch(i: int, into: PageBuffer) -> None:
+        if os.preadv(descriptor, [into], i * page_bytes) != page_bytes:
+            raise AssertionError(f"block {i} is cut short")
+
+    try:
+        yield fetch
+    finally:
+        os.close(descriptor)
+
+
+def _compare(buffers: Sequence[PageBuffer], like: PageBuffer, order: Sequence[int]) -> None:
+    """The last page of each thread is the one it asked for; those made like `like` are so to the last byte."""
+    for t, buffer in enumerate(buffers):
+        i = int(order[t::THREADS][-1])
+        if int.from_bytes(buffer[:8].tobytes(), "big") != i:
+            raise AssertionError(f"page {i} holds another page's bytes")
+        if i % 8 == 1 and not np.array_equal(buffer[8:], like[8:]):
+            raise AssertionError(f"page {i} is not what was put")
+
+
+def _write_file(path: Path, page_bytes: int, num_pages: int) -> None:
+    page = np.random.default_rng(1).integers(0, 256, page_bytes, dtype=np.uint8)
+    with path.open("wb") as file:
+        for _ in range(num_pages):
+            file.write(page.data)
+        os.fsync(file.fileno())
+
+
+def drop_caches(file: Path) -> None:
+    """Forget what the kernel keeps of a file that nobody has mapped."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _bytes_read() -> int:
+    """Bytes that the medium gave this process so far."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
+
+
+def in_threads(works: Sequence[Callable[[], None]]) -> None:
+    """Run all at once; the first error is raised here."""
+    errors: list[BaseException] = []
+
+    def guard(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=guard, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _writes(
+    report: Report, folder: Path, page_bytes: int, num_pages: int, durability: Durability, samples: int
+) -> None:
+    """Groups of new pages into a fresh store, and the same bytes into a fresh file."""
+    rng = np.random.default_rng(2)
+    per_group = max(1, _GROUP_BYTES // page_bytes)
+    pages = [rng.integers(0, 256, page_bytes, dtype=np.uint8) for _ in range(per_group)]
+    groups = _cut(num_pages, per_group)
+    syncs = 1 if durability == "relaxed" else 2  # of a commit: its data, and with `commit` the page that names it
+
+    def through_store() -> None:
+        for group in _cut(num_pages, per_group * _GROUPS_PER_PUT):
+            if not all(store.put([(_key(i), pages[i % per_group]) for i in group])):
+                raise AssertionError("a page was not stored")
+
+    def raw() -> None:
+        for group in groups:
+            for i in group:
+                os.pwrite(file, pages[i % per_group].data, i * page_bytes)
+            for _ in range(syncs):
+                os.pwrite(file, b"\0" * _DIRECT_ALIGNMENT, num_pages * page_bytes)
+                os.fdatasync(file)
+
+    seconds: dict[str, list[float]] = {"store": [], "raw": []}
+    for _ in range(samples):
+        for name, work in (("raw", raw), ("store", through_store)):
+            path = folder / f"write-{name}"
+            if name == "raw":
+                file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            else:
+                store = LmdbPageStore(
+                    path,
+                    identity={"model": "bench"},
+                    page_bytes=page_bytes,
+                    budget_bytes=max(4 << 30, 2 * num_pages * page_bytes),
+                    durability=durability,
+                )
+            start = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - start)
+            if name == "raw":
+                os.close(file)
+                path.unlink()
+            else:
+                store.close()
+                shutil.rmtree(path)
+    num_bytes = num_pages * page_bytes
+    ceiling = percentile(gb_per_s(num_bytes, seconds["raw"]), 50)
+    note = f"random bytes, groups of {per_group} pages of {page_bytes >> 20} MiB, {syncs} fdatasync a group"
+    case = f"write.{durability}"
+    values = gb_per_s(num_bytes, seconds["store"])
+    report.add(Case.of(case, values, "GB/s", ceiling=ceiling, target=TARGETS[case], note=note))
+
+
+def _cut(num_pages: int, step: int) -> list[range]:
+    return [range(start, min(start + step, num_pages)) for start in range(0, num_pages, step)]
+
+
+def _large_store(report: Report, folder: Path, num_pages: int) -> None:
+    """Opening a store of many small pages, looking for 1 000 keys, and what both do to the process's memory."""
+    page = np.arange(_SMALL_PAGE, dtype=np.uint8)
+    sizes = {"small": num_pages // 100, "large": num_pages}
+    opened_s: dict[str, list[float]] = {}
+    resident: dict[str, int] = {}
+    for name, count in sizes.items():
+        path = folder / name
+        store = LmdbPageStore(
+            path, identity={"model": "bench"}, page_bytes=_SMALL_PAGE, budget_bytes=count * 6144 + (64 << 20), level=0
+        )
+        for start in range(0, count, 10_000):
+            store.put([(_key(i), page) for i in range(start, min(start + 10_000, count))])
+        if store.stats().entries != count:
+            raise AssertionError(f"{store.stats().entries} of {count} small pages are there")
+        budget_bytes = store.stats().budget_bytes
+        store.close()
+        opened_s[name] = []
+        for _ in range(5):
+            drop_caches(path / "data.mdb")
+            before, start_s = _resident_bytes(), time.perf_counter()
+            store = LmdbPageStore(
+                path, identity={"model": "bench"}, page_bytes=_SMALL_PAGE, budget_bytes=budget_bytes, level=0
+            )
+            opened_s[name].append(time.perf_counter() - start_s)
+            resident[name] = _resident_bytes() - before
+            if name == "large":
+                _contains(report, store, count)
+            store.close()
+    note = f"{num_pages} pages, caches dropped; {num_pages // 100}: {percentile(opened_s['small'], 50) * 1e3:.1f} ms"
+    report.add(Case.of("open.1m", opened_s["large"], "s", better="lower", ceiling=OPEN_S, target=1.0, note=note))
+    grown = [(resident["large"] - resident["small"]) / 1e6]
+    report.add(Case.of("open.1m.memory", grown, "MB", better="lower", note="more than opening a hundredth of it"))
+
+
+def _contains(report: Report, store: LmdbPageStore, count: int) -> None:
+    """Once: half of the keys are there."""
+    if any(case.name == "contains.1000" for case in report.cases):
+        return
+    rng = np.random.default_rng(3)
+    keys = [_key(int(i)) for i in rng.choice(2 * count, 1000, replace=False)]
+    if store.contains(keys) != [int.from_bytes(key, "big") < count for key in keys]:
+        raise AssertionError("contains does not tell what is there")
+    seconds = interleave({"contains": lambda: store.contains(keys)}, samples=31)["contains"]
+    values, note = [s * 1e3 for s in seconds], f"1000 keys in {count} pages, half of them there"
+    report.add(Case.of("contains.1000", values, "ms", better="lower", ceiling=CONTAINS_MS, target=1.0, note=note))
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

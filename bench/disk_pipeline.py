@@ -1,0 +1,129 @@
+"""Documents from disk to device through an engine: how near the whole comes to its slowest leg.
+
+    disk leg    prefetch every document, waiting until the host has it
+    link leg    load every document from the host
+    pipeline    both: a document is admitted, and loaded, as soon as the host has it, while others are still read
+
+Each round begins with a fresh engine over the same store, with nothing cached, neither in the engine nor by the kernel.
+What comes up is compared with what was computed, for one layer of each document, outside the timing. A helper of the
+disk bench. May import torch, bench.common and hicache.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.common import Case, Report, gb_per_s, percentile
+from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
+from hicache.config import DiskConfig
+
+TARGET = 0.95
+GEOMETRY = ModelGeometry(layer_num=32, head_num=8, head_dim=128)
+PAGE = 64
+
+
+def measure_pipeline(report: Report, folder: Path, device: torch.device, tokens: int, samples: int) -> None:
+    """`pipeline` over the slower of the two legs, timed in turns. `tokens`: of a document, whole pages."""
+    documents = 8
+    prompts = [np.random.default_rng(10 + d).integers(1, 1 << 20, tokens + 1) for d in range(documents)]
+    config = EngineConfig(
+        device_tokens=documents * (tokens + 2 * PAGE),
+        host_bytes=(documents * tokens + 2 * PAGE) * 2 * GEOMETRY.layer_num * GEOMETRY.head_num * 128 * 2,
+        page_size=PAGE,
+        host_page_size=PAGE,
+        max_context_len=tokens + 2 * PAGE,
+        device=str(device),
+        model_id="bench",
+        prefetch_mode="wait_complete",
+        disk=DiskConfig(
+            path=str(folder / "pipeline"), budget_bytes=max(256 << 20, documents * tokens * (160 << 10)), readers=8
+        ),
+    )
+    truth = _fill(config, prompts)
+    num_bytes = documents * tokens * 2 * GEOMETRY.layer_num * GEOMETRY.head_num * 128 * 2
+    seconds: dict[str, list[float]] = {"disk": [], "link": [], "pipeline": []}
+    for turn in range(-1, samples):
+        for name, found in _round(config, prompts, truth).items():
+            if turn >= 0:
+                seconds[name].append(found)
+    speeds = {name: gb_per_s(num_bytes, values) for name, values in seconds.items()}
+    legs = {name: percentile(speeds[name], 50) for name in ("disk", "link")}
+    slowest = min(legs.values())
+    note = f"{documents} documents of {tokens} tokens; legs: " + ", ".join(f"{n} {v:.2f} GB/s" for n, v in legs.items())
+    report.add(Case.of("pipeline", speeds["pipeline"], "GB/s", ceiling=slowest, target=TARGET, note=note))
+
+
+@contextmanager
+def _engine(config: EngineConfig) -> Iterator[CacheEngine]:
+    with build_engine(config, GEOMETRY) as engine:
+        yield engine
+
+
+def _fill(config: EngineConfig, prompts: list[np.ndarray]) -> list[torch.Tensor]:
+    """Store every document; returns the keys of its last layer."""
+    truth = []
+    with _engine(config) as engine:
+        for d, prompt in enumerate(prompts):
+            with engine.acquire(CacheRequest(f"fill{d}", prompt)) as lease:
+                for layer in range(GEOMETRY.layer_num):
+                    shape = (len(prompt), GEOMETRY.head_num, GEOMETRY.head_dim)
+                    k, v = (torch.randn(shape, device=engine.pool.device).bfloat16() for _ in range(2))
+                    engine.pool.set_kv_buffer(layer, lease.slots, k, v)
+                truth.append(k[: len(prompt) - 1].cpu())
+                engine.commit(lease, prompt)
+            engine.flush()
+    return truth
+
+
+def _round(config: EngineConfig, prompts: list[np.ndarray], truth: list[torch.Tensor]) -> dict[str, float]:
+    """Seconds of each leg, one after the other, and of the pipeline."""
+    assert config.disk is not None
+    found: dict[str, float] = {}
+    data = Path(config.disk.path) / "data.mdb"
+    for name in ("legs", "pipeline"):
+        descriptor = os.open(data, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+        with _engine(config) as engine:
+            start = time.perf_counter()
+            waiting = {d: engine.prefetch(f"r{d}", prompt) for d, prompt in enumerate(prompts)}
+            leases = []
+            if name == "legs":
+                while not all(handle.ready for handle in waiting.values()):
+                    engine.poll()
+                    time.sleep(0.0002)
+                found["disk"] = time.perf_counter() - start
+                start = time.perf_counter()
+            while waiting:
+                engine.poll()
+                ready = [d for d, handle in waiting.items() if handle.ready and engine.counter.can_begin()]
+                if not ready:
+                    time.sleep(0.0002)
+                    continue
+                del waiting[ready[0]]
+                leases.append((ready[0], engine.acquire(CacheRequest(f"r{ready[0]}", prompts[ready[0]]))))
+            engine.begin_forward([lease for _, lease in leases])
+            engine.counter.wait_all()
+            if engine.pool.device.type == "cuda":
+                torch.cuda.synchronize()
+            found["link" if name == "legs" else "pipeline"] = time.perf_counter() - start
+            _compare(engine, leases, truth)
+    return found
+
+
+def _compare(engine: CacheEngine, leases: list, truth: list[torch.Tensor]) -> None:
+    """Every document came whole from the disk, and its last layer is what was stored."""
+    for d, lease in leases:
+        if lease.hit.disk != len(truth[d]):
+            raise AssertionError(f"document {d}: {lease.hit} of {len(truth[d])} tokens")
+        keys = engine.pool.get_key_buffer(GEOMETRY.layer_num - 1)[lease.slots_of(0, len(truth[d]))]
+        if not torch.equal(keys.cpu(), truth[d]):
+            raise AssertionError(f"document {d} is not what was stored")
+        engine.release(lease)

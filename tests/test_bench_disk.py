@@ -1,0 +1,50 @@
+"""The disk bench in miniature: it runs, compares bytes, and keeps every case under its published name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bench.__main__ as cli
+from bench import disk
+from bench.common import read_report
+
+
+def test_a_small_run_has_every_case(tmp_path: Path) -> None:
+    """Reads, writes, look-ups and the pipeline leave a figure each, and the targets stand in the file."""
+    arguments = ["--gib", "0.0157", "--page-mib", "1", "--samples", "1", "--small-pages", "2000"]
+    arguments += ["--document-tokens", "64", "--dir", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "out")]
+    assert cli.main(["run", "disk", *arguments]) == 0
+    (path,) = (tmp_path / "out").iterdir()
+    cases = {case.name: case for case in read_report(path).cases}
+    names = {"read.raw", "read.cold", "read.packed", "write.relaxed", "write.commit"}
+    assert cases.keys() == names | {"contains.1000", "open.1m", "open.1m.memory", "pipeline"}
+    assert {name: cases[name].target for name in disk.TARGETS} == disk.TARGETS
+    assert cases["pipeline"].target == 0.95 and cases["contains.1000"].ceiling == 2.0
+    assert [p.name for p in tmp_path.iterdir()] == ["out"], "the run left files behind"
+
+
+def test_another_pages_bytes_fail_the_run() -> None:
+    """A read that gives a page's bytes under another page's number is noticed, and so is one changed byte."""
+    like = np.arange(64, dtype=np.uint8)
+    order = np.arange(disk.THREADS)
+    good = [like.copy() for _ in range(disk.THREADS)]
+    for i, page in enumerate(good):
+        page[:8] = np.frombuffer(i.to_bytes(8, "big"), dtype=np.uint8)
+    disk._compare(good, like, order)
+    with pytest.raises(AssertionError, match="another page"):
+        disk._compare(good[::-1], like, order)
+    good[1][20] ^= 1
+    with pytest.raises(AssertionError, match="not what was put"):
+        disk._compare(good, like, order)
+
+
+def test_synthetic_kv_is_bf16_with_scales_by_channel() -> None:
+    """Values are finite, and channels differ in scale as the name says."""
+    page = disk.synthetic_kv(np.random.default_rng(0), 1 << 18)
+    values = (page.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(-1, disk.CHANNELS)
+    assert np.isfinite(values).all()
+    scales = np.abs(values).mean(axis=0)
+    assert scales.max() > 20 * scales.min()
