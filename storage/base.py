@@ -70,7 +70,8 @@ class StoreStats:
 class PageStore(Protocol):
     """Pages of exactly `page_bytes` bytes under keys of 1 to 511 bytes.
 
-    Threads: `contains`, `get_into` and `stats` from any thread, many at a time; the others from one writer thread.
+    Threads: `contains`, `get_into`, `touch` and `stats` from any thread, many at a time; the others from one writer
+    thread.
     Order: within one call the earlier key counts as the more recently used. Callers pass the pages of a prompt from
     its first to its last, and the tail of a prefix is worth nothing without its head, so the tail is to go first.
     """
@@ -85,6 +86,10 @@ class PageStore(Protocol):
         True: the buffer holds verified bytes. False: a miss, and the buffer's content is undefined. Bytes that cannot
         be verified are a miss; they are counted and deleted by the writer's next call. Never raises for what is stored.
         """
+        ...
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Pages that were used, wherever they were served from; returns at once. What is not there is left alone."""
         ...
 
     def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:

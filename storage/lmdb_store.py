@@ -136,6 +136,10 @@ class LmdbPageStore:
         self._require_cipher()
         return self._lookup.get_into(keys, buffers)
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        check_keys(keys)
+        self._accesses.used(reversed(keys))  # oldest first: the first key is to end up as the most recently used
+
     def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
         check_keys([key for key, _ in items])
         for _, page in items:

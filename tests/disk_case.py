@@ -49,6 +49,9 @@ class TroubledStore:
         self.lags.append(lag)
         return self.inner.put(items, lag=lag)
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.inner.touch(keys)
+
     def revive(self) -> bool:
         self._begin("revive", ())
         return self.inner.revive()

@@ -22,7 +22,7 @@ from hicache.disk import DiskTier
 from hicache.serving.request import Request
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
-from hicache.storage import LmdbPageStore, PageBuffer, StoreError
+from hicache.storage import LmdbPageStore, PageBuffer, StoreError, pages
 
 HOST_PAGES = 39  # of the toy's 40, one is the sink
 Troubled = tuple[Clock, list[TroubledStore]]
@@ -319,3 +319,19 @@ def test_an_urgent_prefetch_overtakes_a_speculative_one(troubled: Troubled, tmp_
             assert firsts == [keys[2], keys[1]]
             with engine.acquire(CacheRequest("r2", prompts[2])) as lease:
                 assert lease.hit.disk == 32
+
+
+def test_what_memory_serves_counts_as_used_on_disk(tmp_path: Path) -> None:
+    """A prompt that is served from device or host again is the last that the disk gives up, and its tail goes before
+    its head; a prompt that nobody asks for goes first."""
+    one, two = tokens_of(1), tokens_of(2)
+    with engine_at(tmp_path / "s") as engine:
+        for n, tokens in enumerate((one, two, one)):
+            hit = serve(engine, f"r{n}", tokens).hit
+            engine.flush()
+        assert hit.device + hit.host > 0 and hit.disk == 0
+        store = engine._parts.disk.store
+        store.sync()
+        keys = [engine._parts.tree.names.of_tokens(tokens, "") for tokens in (one, two)]
+        order = [key for key, _ in pages(store)]
+        assert order == keys[1][::-1] + keys[0][::-1] and len(keys[0]) > 4

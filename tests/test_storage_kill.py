@@ -80,8 +80,8 @@ def test_kill(tmp_path: Path, durability: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("durability", ["relaxed", "commit"])
 def test_kill_many_times(tmp_path: Path, durability: str) -> None:
-    """The same over 100 deaths in each mode."""
-    kill_rounds(tmp_path, durability, 100)
+    """The same over 200 deaths in each mode."""
+    kill_rounds(tmp_path, durability, 200)
 
 
 def test_kill_while_evicting(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from storage_pages import IDENTITY, PAGE_BYTES, found_numbers, key_of, open_store, page_of, put_numbers
 
-from hicache.storage import PageFilter, StoreCorrupt, StoreError, StoreLocked, StoreMismatch
+from hicache.storage import PageFilter, StoreCorrupt, StoreError, StoreLocked, StoreMismatch, pages
 
 SMALL_BUDGET = 100 * PAGE_BYTES
 
@@ -285,3 +286,14 @@ def test_missing_packages() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install lmdb zstandard" in done.stdout
+
+
+def test_what_was_touched_goes_last(tmp_path: Path) -> None:
+    """Touched pages are the most recently used, the first key of the call last; touching what is absent does nothing."""
+    with contextlib.closing(open_store(tmp_path)) as store:
+        put_numbers(store, range(6))
+        store.touch([key_of(n) for n in (3, 99, 1)])
+        store.sync()
+        order = [key for key, _ in pages(store)]
+        assert order == [key_of(n) for n in (5, 4, 2, 0, 1, 3)]
+        store.check()

@@ -87,6 +87,10 @@ class DiskTier:
         permit = None if self._reads.refuses() else self._reads.breaker.admit(probes=False)
         return 0 if permit is None else self._find(keys, permit)
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """A request used these pages, the first of its prompt first, whichever tier served them."""
+        self.store.touch(keys)
+
     def drain_reads(self) -> list[FindDone | ReadDone | Hung]:
         return self._reads.drain()
 

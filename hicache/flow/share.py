@@ -96,11 +96,18 @@ class Sharing:
             parts.allocator.free_run(lease.held(lease.tree_len, lease.held_len))
         parts.tree.unlock(lease.node, Tier.DEVICE)
         parts.tree.touch(lease.node, Tier.HOST)
+        if parts.disk is not None:
+            parts.disk.used(self._stored(lease.node))
         if parts.states is not None:
             parts.states.table.free_mamba_cache(lease)
         parts.req_to_token.free(lease)
         for load in lease.loads:
             self._loads.let_go(load)
+
+    def _stored(self, node: TreeNode) -> list[bytes]:
+        """Keys of the pages that the disk has of the prefix that ends with `node`, from its first on."""
+        path = reversed(list(node.path()))
+        return [key for at in path if at.stored for key in self._parts.tree.names.of(at)]
 
     def _share(self, lease: Lease, tokens: Tokens, end: int, state: torch.Tensor | None) -> None:
         """Hand positions [tree_len, end) to the tree, with the state after them, which the tree then owns."""
