@@ -3,13 +3,15 @@
     read.cold          random pages that do not pack, 8 threads, caches dropped before each round; the ceiling is the
                        same number of bytes by O_DIRECT, in blocks of a page at random places, 8 threads
     read.packed        the same with synthetic KV that packs: bytes of pages a second over raw bytes read a second
+    read.trained       and with keys and values of a trained model, where one is installed (bench.trained_kv)
+    pack.<data>.<filter>  bytes of a page over bytes stored
     write.<mode>       groups of pages until they are as durable as the mode says; the ceiling is a plain file that gets
                        the same bytes and as many fdatasync calls
     contains, open     in a store of a million small pages
     pipeline           documents from disk to device through an engine, beside its slowest leg (bench.disk_pipeline)
 
 A round is cold where the kernel read from the medium what the case did; the note says how much it did read. May import
-numpy, bench.common, bench.disk_pipeline, hicache and hicache.storage.
+numpy, bench.common, bench.disk_pipeline, bench.trained_kv, hicache and hicache.storage.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,8 +31,14 @@ import numpy as np
 
 from bench.common import BenchUnavailable, Case, Report, gb_per_s, interleave, percentile
 from bench.disk_pipeline import measure_pipeline
+from bench.trained_kv import CHANNELS as TRAINED_CHANNELS
+from bench.trained_kv import MODEL as TRAINED
+from bench.trained_kv import PAGE_BYTES as TRAINED_PAGE_BYTES
+from bench.trained_kv import TOKENS as TRAINED_TOKENS
+from bench.trained_kv import trained_pages
 from hicache.storage import LmdbPageStore, PageBuffer
 from hicache.storage.base import Durability
+from hicache.storage.codec import PageCodec
 from hicache.storage.filters import PageFilter
 
 NAME = "disk"
@@ -38,7 +46,7 @@ DESCRIPTION = "disk tier: cold reads, packed reads, writes and look-ups, against
 
 THREADS = 8
 PAGE_TOKENS, CHANNELS = 64, 1024  # of synthetic KV: segments [tokens, channels] of bf16
-TARGETS = {"read.cold": 0.90, "read.packed": 1.2, "write.relaxed": 0.85, "write.commit": 0.85}
+TARGETS = {"read.cold": 0.90, "read.packed": 1.2, "read.trained": 1.2, "write.relaxed": 0.85, "write.commit": 0.85}
 CONTAINS_MS, OPEN_S = 2.0, 1.0
 _DIRECT_ALIGNMENT = 4096
 _GROUP_BYTES = 48 << 20  # one commit of a store of 4 GiB or more
@@ -102,13 +110,16 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
     """Cold reads of both kinds, and raw ones, in turns."""
     rng = np.random.default_rng(0)
     kinds = {
-        "read.cold": lambda: rng.integers(0, 256, page_bytes, dtype=np.uint8),
-        "read.packed": lambda: synthetic_kv(rng, page_bytes),
+        "read.cold": [rng.integers(0, 256, page_bytes, dtype=np.uint8) for _ in range(8)],
+        "read.packed": [synthetic_kv(rng, page_bytes) for _ in range(8)],
     }
+    trained = trained_pages(8) if page_bytes == TRAINED_PAGE_BYTES else None
+    if trained is not None:
+        kinds["read.trained"] = trained
+    _packing(report, page_bytes, kinds)
     kept: dict[str, PageBuffer] = {}
-    for kind, make in kinds.items():
+    for kind, pages in kinds.items():  # told apart by their first bytes
         store = _open(folder / kind, page_bytes, num_pages)
-        pages = [make() for _ in range(8)]  # told apart by their first bytes
         for start in range(0, num_pages, 8):
             items = []
             for i in range(start, min(start + 8, num_pages)):
@@ -147,12 +158,25 @@ def _report_reads(
 ) -> None:
     ceiling = percentile(gb_per_s(num_bytes, rounds["raw"]), 50)
     report.add(Case.of("read.raw", gb_per_s(num_bytes, rounds["raw"]), "GB/s", note="O_DIRECT, in blocks of a page"))
-    for kind in ("read.cold", "read.packed"):
+    data_of = {"read.cold": "random bytes", "read.packed": "synthetic KV, bf16", "read.trained": f"{TRAINED}, bf16"}
+    for kind, data in data_of.items():
+        if kind not in rounds:
+            continue
         share = percentile(read[kind], 50)
-        data = "random bytes" if kind == "read.cold" else "synthetic KV, bf16"
         note = f"{data}, pages of {page_bytes >> 20} MiB; read from the medium: {share:.2f} of the pages' bytes"
         values = gb_per_s(num_bytes, rounds[kind])
         report.add(Case.of(kind, values, "GB/s", ceiling=ceiling, target=TARGETS[kind], note=note))
+
+
+def _packing(report: Report, page_bytes: int, kinds: Mapping[str, Sequence[PageBuffer]]) -> None:
+    """How much the pages shrink under each filter."""
+    shapes = {"read.packed": (PAGE_TOKENS, CHANNELS), "read.trained": (TRAINED_TOKENS, TRAINED_CHANNELS)}
+    for kind in (name for name in shapes if name in kinds):
+        by_channel = PageFilter("channel_planes", 2, *shapes[kind])
+        for how in (PageFilter(), PageFilter("planes", 2), by_channel):
+            codec = PageCodec(page_bytes=page_bytes, namespace=bytes(16), level=1, filter=how)
+            shrunk = [page_bytes / len(codec.encode(b"key", page)) for page in kinds[kind]]
+            report.add(Case.of(f"pack.{kind.removeprefix('read.')}.{how.kind}", shrunk, "x"))
 
 
 def _fetch_all(fetch: Callable[[int, PageBuffer], None], pages: Sequence[int], into: PageBuffer) -> Callable[[], None]:

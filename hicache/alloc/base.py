@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
+from hicache.alloc.on_host import all_once_and_flagged, ascending, flag, joined
 from hicache.config import debug_checks
 from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
 from hicache.metrics import PoolStats, Pressure, memory_pressure, pool_stats
@@ -115,7 +115,7 @@ class BaseTokenToKVPoolAllocator(ABC):
             raise RuntimeError("no free group is open")
         group, self._group = self._group, None
         if group:
-            self._land(torch.cat(group))
+            self._land(joined(group))
 
     def available_size(self) -> int:
         """Tokens that can be handed out now, from lengths that the host knows.
@@ -129,7 +129,7 @@ class BaseTokenToKVPoolAllocator(ABC):
     def release_pages(self) -> torch.Tensor:
         """Freed ids, in the order of the frees."""
         if len(self._released) != 1:
-            self.release_pages = torch.cat(self._released) if self._released else self.free_pages.new_empty(0)
+            self.release_pages = joined(self._released) if self._released else self.free_pages.new_empty(0)
         return self._released[0]
 
     @release_pages.setter
@@ -157,7 +157,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Move released pages to the free list, in ascending order."""
         self._settle()
         if self._num_released:
-            self.free_pages = _sorted(torch.cat((self.free_pages, self.release_pages)))
+            self.free_pages = ascending(joined((self.free_pages, self.release_pages)))
             self.release_pages = self.free_pages.new_empty(0)
 
     def get_kvcache(self) -> SlotStore | None:
@@ -227,7 +227,7 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     def _drop_front(self, num_pages: int) -> None:
         if self._owned is not None:
-            self._owned[self.free_pages[:num_pages]] = True
+            flag(self._owned, self.free_pages[:num_pages], True)
         self.free_pages = self.free_pages[num_pages:]
 
     def _land(self, slots: torch.Tensor) -> None:
@@ -242,16 +242,18 @@ class BaseTokenToKVPoolAllocator(ABC):
         nothing."""
         if self._owned is not None:
             self._check_owned(pages, self._owned)
-            self._owned[pages] = False
+            flag(self._owned, pages, False)
         if self.need_sort:
             self._released.append(pages)
             self._num_released += pages.numel()
             if len(self._released) > _MAX_PARTS:
-                self.release_pages = torch.cat(self._released)
+                self.release_pages = joined(self._released)
         else:
-            self.free_pages = torch.cat((self.free_pages, pages))
+            self.free_pages = joined((self.free_pages, pages))
 
     def _check_owned(self, pages: torch.Tensor, owned: torch.Tensor) -> None:
+        if pages.device.type == "cpu" and all_once_and_flagged(owned, pages):
+            return
         outside = pages[(pages < 1) | (pages > self.num_pages)]
         if outside.numel():
             raise DoubleFree(f"pages {outside[:8].tolist()} were freed, but pages are 1..{self.num_pages}")
@@ -275,10 +277,3 @@ class BaseTokenToKVPoolAllocator(ABC):
         if self._kvcache is None:
             raise ConfigError("this allocator was built without a pool; pass kvcache to copy what slots hold")
         return self._kvcache
-
-
-def _sorted(ids: torch.Tensor) -> torch.Tensor:
-    """Ascending. On the CPU runs are merged, and there are few: parts that were freed in order."""
-    if ids.device.type != "cpu":
-        return ids.sort().values
-    return torch.from_numpy(np.sort(ids.numpy(), kind="stable"))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from hicache.alloc.base import AllocatorState, BaseTokenToKVPoolAllocator, SlotStore
+from hicache.alloc.on_host import are_runs, slots_of
 from hicache.config import kernel_choice
 from hicache.errors import InvariantError, ShapeError
 from hicache.kernels.alloc_decode import alloc_decode
@@ -91,7 +92,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         pages = self._take(need_size // self.page_size)
         if pages is None:
             return None
-        return (pages[:, None] * self.page_size + self._offsets).reshape(-1)
+        return slots_of(pages, self.page_size, self._offsets)
 
     def alloc_extend(
         self,
@@ -162,8 +163,6 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             return
         if self._owned is not None:
             self._check_run(slots)
-            self.free(slots)
-            return
         # Tokens [0, P), [P, 2P), ... of the run: the first of each names the page.
         pages = slots[:: self.page_size].to(torch.int64) // self.page_size
         if self._group is None:
@@ -212,6 +211,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     def _check_run(self, slots: torch.Tensor) -> None:
         # Compared where looking is free of waiting, or in debug mode: elsewhere the caller is believed.
+        if slots.device.type == "cpu" and are_runs(slots, self.page_size):
+            return
         pages = slots // self.page_size
         if not torch.equal(pages, pages[:: self.page_size].repeat_interleave(self.page_size)[: len(pages)]):
             raise ShapeError(

@@ -298,11 +298,11 @@ class Lease:
     def write(self, start: int, slots: torch.Tensor) -> None:
         """Note the slots of positions [start, start + len(slots))."""
         end = start + len(slots)
-        self._table[self.row, start:end] = on_device(slots, self._table.device)
-        if slots.device.type == "cpu":
-            self._slots.numpy()[start:end] = slots.numpy()
-        else:
-            self._slots[start:end] = slots
+        for into, values in ((self._slots, slots), (self._table[self.row], on_device(slots, self._table.device))):
+            if into.device.type == "cpu":  # by one thread, see `hicache.tree.node.own`
+                into.numpy()[start:end] = values.numpy()
+            else:
+                into[start:end] = values
 
     def join(self, loads: Sequence[Load]) -> None:
         """Wait for these too, and count as their reader."""
