@@ -132,9 +132,10 @@ def _local_imports(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def _dynamic_imports(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """`import_module` and `__import__` load optional third parties: a module that calls them names no first party in a
-    string, so that a computed name cannot be one.
+    string, so that a computed name cannot be one. The command line loads its commands by name: it is the top, and
+    nothing can import it in a circle.
     """
-    if not _unit(module):
+    if not _unit(module) or module == "hicache.cli":
         return
     texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     names_own = any(re.fullmatch(r"[\w.]+", t) and (t[0] == "." or _first_party(t)) for t in texts)

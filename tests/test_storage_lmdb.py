@@ -289,7 +289,7 @@ def test_missing_packages() -> None:
 
 
 def test_what_was_touched_goes_last(tmp_path: Path) -> None:
-    """Touched pages are the most recently used, the first key of the call last; touching what is absent does nothing."""
+    """Touched pages are the most recently used, the first key of the call last; absent ones change nothing."""
     with contextlib.closing(open_store(tmp_path)) as store:
         put_numbers(store, range(6))
         store.touch([key_of(n) for n in (3, 99, 1)])
