@@ -17,6 +17,7 @@ from hicache.storage.base import (
     StoreStats,
 )
 from hicache.storage.cipher import PageCipher
+from hicache.storage.codec import choose_filter
 from hicache.storage.filters import PageFilter
 from hicache.storage.lmdb_reader import LmdbPageReader
 from hicache.storage.lmdb_store import LmdbPageStore
@@ -48,6 +49,7 @@ __all__ = [
     "StoreMismatch",
     "StoreStats",
     "VerifyReport",
+    "choose_filter",
     "describe",
     "evict",
     "open_existing",

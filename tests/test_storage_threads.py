@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import resource
-import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -153,19 +151,6 @@ def test_file_size_limit(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert put_numbers(store, [5000]) == [True]
     store.close()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("mounting a small file system needs root")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_full_disk(small_disk: Path) -> None:
