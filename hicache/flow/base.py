@@ -257,7 +257,8 @@ class Lease:
     In a hybrid model it has two states as well: `mamba_pool_idx`, which the forward advances, and
     `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing).
 
-    Slots are noted twice: in the request's row, on the pool's device, and where the tree and the allocator keep theirs.
+    Slots are noted in the request's row, on the pool's device, and on the host too, where they were chosen there
+    (`home`, the allocator's device).
     """
 
     def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor, home: torch.device) -> None:
@@ -268,7 +269,7 @@ class Lease:
         self.mamba_pool_idx: torch.Tensor | None = None
         self.mamba_checkpoint_idx: torch.Tensor | None = None
         self._table = req_to_token
-        self._slots = torch.empty(req_to_token.shape[1], dtype=torch.int64, device=home)
+        self._slots = torch.empty(req_to_token.shape[1], dtype=torch.int64) if home.type == "cpu" else None
         self.hit = Hit()
         self.cached_len = self.tree_len = self.length = self.held_len = 0
         self.checkpoint_len = self.branching_len = 0
@@ -297,12 +298,13 @@ class Lease:
 
     def write(self, start: int, slots: torch.Tensor) -> None:
         """Note the slots of positions [start, start + len(slots))."""
-        end = start + len(slots)
-        for into, values in ((self._slots, slots), (self._table[self.row], on_device(slots, self._table.device))):
-            if into.device.type == "cpu":  # by one thread, see `hicache.tree.node.own`
-                into.numpy()[start:end] = values.numpy()
-            else:
-                into[start:end] = values
+        end, row = start + len(slots), self._table[self.row]
+        if self._slots is not None:
+            self._slots.numpy()[start:end] = slots.numpy()  # by one thread, see `hicache.tree.node.own`
+        if row.device.type == "cpu":
+            row.numpy()[start:end] = slots.numpy()
+        else:
+            row[start:end] = on_device(slots, row.device)
 
     def join(self, loads: Sequence[Load]) -> None:
         """Wait for these too, and count as their reader."""
@@ -316,8 +318,8 @@ class Lease:
         return self._table[self.row, start:end].long()
 
     def held(self, start: int, end: int) -> torch.Tensor:
-        """The same, where the tree and the allocator keep theirs. A view: whoever keeps it copies it."""
-        return self._slots[start:end]
+        """The same, where the tree and the allocator keep theirs. May be a view: whoever keeps it copies it."""
+        return self.slots_of(start, end) if self._slots is None else self._slots[start:end]
 
     def __enter__(self) -> Lease:
         return self
