@@ -69,7 +69,7 @@ class CacheEngine:
         self._backup = Backup(parts, self._evictor.host_pages, self._on_host) if parts.host else None
         self._prefetcher = Prefetcher(parts, parts.disk, self._evictor.host_pages) if parts.disk else None
         self._admission = Admission(parts, self._restore, self._evictor, self._consider)
-        self._sharing = Sharing(parts, self._restore, self._evictor.free_states, self._consider)
+        self._sharing = Sharing(parts, self._restore, self._evictor.free_states, self._consider, self._used)
         flows: list[Flow | None] = [self._backup, self._restore, self._persist, self._prefetcher]
         self._flows: list[Flow] = [flow for flow in flows if flow is not None]
         self._running = self._closed = False
@@ -295,6 +295,10 @@ class CacheEngine:
     def _consider(self, node: TreeNode) -> None:
         if self._backup:
             self._backup.consider(node)
+
+    def _used(self, node: TreeNode) -> None:
+        if self._persist:
+            self._persist.used(node)
 
     def _save(self, node: TreeNode) -> None:
         assert self._backup is not None

@@ -335,3 +335,27 @@ def test_what_memory_serves_counts_as_used_on_disk(tmp_path: Path) -> None:
         keys = [engine._parts.tree.names.of_tokens(tokens, "") for tokens in (one, two)]
         order = [key for key, _ in pages(store)]
         assert order == keys[1][::-1] + keys[0][::-1] and len(keys[0]) > 4
+
+
+def test_what_an_outage_kept_from_the_disk_is_sent_again(troubled: Troubled, tmp_path: Path) -> None:
+    """Pages that the store refused go there once it takes writes again and a request uses them; nothing is sent while
+    it does not."""
+    clock, stores = troubled
+    tokens = tokens_of(1)
+    with engine_at(tmp_path / "s") as engine:
+        store = stores[-1]
+        store.trouble = failing(OSError(errno.ENOSPC, "no space left"), "put", "revive")
+        serve(engine, "a", tokens)
+        engine.flush()
+        keys = engine._parts.tree.names.of_tokens(tokens, "")
+        assert not any(store.inner.contains(keys))
+        refused = engine.stats()["persist.failed_pages"]
+        serve(engine, "b", tokens)
+        engine.flush()
+        assert engine.stats()["persist.failed_pages"] == refused == len(keys)
+        store.trouble = lambda verb: None
+        clock.now_s += 10
+        serve(engine, "c", tokens)
+        engine.flush()
+        assert all(store.inner.contains(keys)) and store.verbs("revive") == 1
+        engine.check()

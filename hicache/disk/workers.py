@@ -87,6 +87,11 @@ class DiskTier:
         permit = None if self._reads.refuses() else self._reads.breaker.admit(probes=False)
         return 0 if permit is None else self._find(keys, permit)
 
+    @property
+    def takes_writes(self) -> bool:
+        """Whether a write has a chance now."""
+        return not self._writes.refuses()
+
     def used(self, keys: Sequence[bytes]) -> None:
         """A request used these pages, the first of its prompt first, whichever tier served them."""
         self.store.touch(keys)

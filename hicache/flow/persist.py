@@ -2,8 +2,8 @@
 
 Pages that reached the host go to the writer thread in batches, locked on the host until the store has acknowledged
 them. At most half of the host tier is locked so; what comes beyond that waits without a lock, and is lost to the disk
-only if the host evicts it before its turn. What the store refuses stays on the host and is not sent again. Pages that a
-hanging writer has stay locked until it returns; nothing else waits for that.
+only if the host evicts it before its turn. What the store refuses stays on the host, and is sent again when a request
+that used it ends. Pages that a hanging writer has stay locked until it returns; nothing else waits for that.
 """
 
 from __future__ import annotations
@@ -59,6 +59,15 @@ class Persist:
             else:
                 self._send(node)
         self._push()
+
+    def used(self, node: TreeNode) -> None:
+        """A request used the prefix that ends with `node`: what the disk has of it counts as used, whichever tier
+        served it; what it refused before is sent again."""
+        path = list(node.path())[::-1]
+        self._disk.used([key for at in path if at.stored for key in self._parts.tree.names.of(at)])
+        missed = [at for at in path if not at.stored and at.holds(Tier.HOST)]
+        if missed and self._disk.takes_writes:
+            self.store(missed)
 
     def ready(self) -> int:
         self._done.extend(self._disk.drain_writes())

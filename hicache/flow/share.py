@@ -29,13 +29,20 @@ class Loads(Protocol):
 class Sharing:
     """Commits and ends leases. Owned by the scheduler thread.
 
-    `free_states(n)` makes states free; `consider(node)` is told about every path that grew.
+    `free_states(n)` makes states free; `consider(node)` is told about every path that grew, `used(node)` about those of
+    requests that end.
     """
 
     def __init__(
-        self, parts: Parts, loads: Loads, free_states: Callable[[int], bool], consider: Callable[[TreeNode], None]
+        self,
+        parts: Parts,
+        loads: Loads,
+        free_states: Callable[[int], bool],
+        consider: Callable[[TreeNode], None],
+        used: Callable[[TreeNode], None],
     ) -> None:
-        self._parts, self._loads, self._free_states, self._consider = parts, loads, free_states, consider
+        self._parts, self._loads, self._free_states = parts, loads, free_states
+        self._consider, self._used = consider, used
         count = parts.metrics.counter
         self._skipped_states = count("share.skipped_states", "states not kept because every other was in use")
 
@@ -96,18 +103,12 @@ class Sharing:
             parts.allocator.free_run(lease.held(lease.tree_len, lease.held_len))
         parts.tree.unlock(lease.node, Tier.DEVICE)
         parts.tree.touch(lease.node, Tier.HOST)
-        if parts.disk is not None:
-            parts.disk.used(self._stored(lease.node))
+        self._used(lease.node)
         if parts.states is not None:
             parts.states.table.free_mamba_cache(lease)
         parts.req_to_token.free(lease)
         for load in lease.loads:
             self._loads.let_go(load)
-
-    def _stored(self, node: TreeNode) -> list[bytes]:
-        """Keys of the pages that the disk has of the prefix that ends with `node`, from its first on."""
-        path = reversed(list(node.path()))
-        return [key for at in path if at.stored for key in self._parts.tree.names.of(at)]
 
     def _share(self, lease: Lease, tokens: Tokens, end: int, state: torch.Tensor | None) -> None:
         """Hand positions [tree_len, end) to the tree, with the state after them, which the tree then owns."""
