@@ -79,18 +79,17 @@ def share_lock(path: Path) -> int | None:
 
 def writer_of(path: Path) -> int | None:
     """The process that writes to the store now, 0 when it cannot be named; None: nobody does."""
+    descriptor = share_lock(path)
+    if descriptor is not None:
+        os.close(descriptor)
+        return None
     try:
         descriptor = os.open(path / LOCK_FILE, os.O_RDONLY)
     except OSError:
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        holder = _holder(descriptor)
-        return int(holder) if holder.isdecimal() else 0
-    finally:
-        os.close(descriptor)
-    return None
+    holder = _holder(descriptor)
+    os.close(descriptor)
+    return int(holder) if holder.isdecimal() else 0
 
 
 def mend_length(path: Path) -> int | None:
