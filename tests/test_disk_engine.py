@@ -359,3 +359,24 @@ def test_what_an_outage_kept_from_the_disk_is_sent_again(troubled: Troubled, tmp
         engine.flush()
         assert all(store.inner.contains(keys)) and store.verbs("revive") == 1
         engine.check()
+
+
+def test_a_page_waits_for_its_turn_once(troubled: Troubled, tmp_path: Path) -> None:
+    """However often a prompt is used while the writer is busy with others, its nodes stand in the line once each."""
+    _, stores = troubled
+    with engine_at(tmp_path / "s") as engine:
+        gate = stores[-1].trouble = Gate("put")
+        for seed in range(1, 4):
+            serve(engine, f"a{seed}", tokens_of(seed))
+            engine._backup.wait()
+            engine.poll()
+        waiting = engine._persist._waiting
+        before = len(waiting)
+        assert before > 0, "the host's half was to be locked by then"
+        for n in range(5):
+            for seed in range(1, 4):
+                serve(engine, f"b{n}.{seed}", tokens_of(seed))
+        assert len(waiting) <= before + 1
+        gate.open()
+        engine.flush()
+        engine.check()

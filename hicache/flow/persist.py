@@ -66,7 +66,8 @@ class Persist:
         path = list(node.path())[::-1]
         self._disk.used([key for at in path if at.stored for key in self._parts.tree.names.of(at)])
         missed = [at for at in path if not at.stored and at.holds(Tier.HOST)]
-        if missed and self._disk.takes_writes:
+        # While others wait for their turn, so may these be: a node is to wait once, however often it is used.
+        if missed and not self._waiting and self._disk.takes_writes:
             self.store(missed)
 
     def ready(self) -> int:
