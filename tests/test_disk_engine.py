@@ -366,17 +366,23 @@ def test_a_page_waits_for_its_turn_once(troubled: Troubled, tmp_path: Path) -> N
     _, stores = troubled
     with engine_at(tmp_path / "s") as engine:
         gate = stores[-1].trouble = Gate("put")
-        for seed in range(1, 4):
-            serve(engine, f"a{seed}", tokens_of(seed))
+
+        def use(name: str, seed: int) -> None:
+            serve(engine, name, tokens_of(seed))
             engine._backup.wait()
+            engine._restore.wait()
             engine.poll()
+
+        for seed in range(1, 4):
+            use(f"a{seed}", seed)
         waiting = engine._persist._waiting
         before = len(waiting)
-        assert before > 0, "the host's half was to be locked by then"
         for n in range(5):
             for seed in range(1, 4):
-                serve(engine, f"b{n}.{seed}", tokens_of(seed))
-        assert len(waiting) <= before + 1
+                use(f"b{n}.{seed}", seed)
+        after = len(waiting)
         gate.open()
+        assert before > 0, "the host's half was to be locked by then"
+        assert after <= before + 1
         engine.flush()
         engine.check()
