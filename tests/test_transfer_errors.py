@@ -106,6 +106,17 @@ def before_each_copy_call(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None
         monkeypatch.setattr(copies, "_batch_call", lambda: lambda *args: batched(*args) if passes() else int(unknown))
 
 
+def before_each_upload(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """Slots that are known on the host reach the device through pinned memory, which may run out."""
+    pin = torch.Tensor.pin_memory
+
+    def pinned(ids: torch.Tensor) -> torch.Tensor:
+        fault()
+        return pin(ids)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+
+
 Seam = Callable[[pytest.MonkeyPatch, Fault], None]
 # Where a copy may raise, and the way that copies go: on CUDA there are several.
 SEAMS: list[object] = [("cpu", before_each_move, "direct")]
@@ -118,6 +129,8 @@ SEAMS += [
         (before_each_copy_call, "straight"),
         (before_each_copy_call, "strided"),
         (before_each_copy_call, "batched"),
+        (before_each_upload, "strided"),
+        (before_each_upload, "direct"),
     )
 ]
 HOST_PAGE = 16

@@ -41,15 +41,15 @@ _ENDED = object()
 
 
 class CudaOp:
-    """A copy on the streams: done when its last event is. Holds the index tensors that the streams still read.
+    """A copy on the streams: done when its last event is. Holds the slots it was given, which streams may still read.
 
     `issue`: queues what is held back of any copy; called by whoever asks how far this one is.
     """
 
-    def __init__(self, num_bytes: int, keep: tuple[torch.Tensor, ...], issue: Callable[[bool], None]) -> None:
+    def __init__(self, num_bytes: int, slots: torch.Tensor, issue: Callable[[bool], None]) -> None:
         self.num_bytes = num_bytes
         self.error: Exception | None = None
-        self._keep, self._issue = keep, issue
+        self._slots, self._issue = slots, issue
         self._begin = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
         self._queued = False
@@ -174,21 +174,13 @@ class CudaTransfer:
         return {**self._rates.figures(), **{f"copies.{name}": float(count) for name, count in self._counts.items()}}
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> CudaOp:
-        load, lane = self._plan_load(pages.numpy(), slots), self._up
-        op, current = self._op(pages, load.slots), torch.cuda.current_stream(self._device)
+        op, lane, current = self._op(pages, slots), self._up, torch.cuda.current_stream(self._device)
         lane.kernel.wait_stream(current)
-        if load.plan.method == "straight":
-            lane.copy.wait_stream(current)
-        op.began(lane.kernel if load.plan.method == "direct" else lane.copy)
+        op.began(lane.copy)
         self._first_layer = torch.cuda.Event()
         with torch.cuda.stream(lane.kernel):
             try:
-                for first, end in load.plan.groups:
-                    self._load_group(load, first, end)
-                    for layer in range(first, end):
-                        self._counter.record(load_id, layer, lane.kernel)
-                    if not first:
-                        self._first_layer.record(lane.kernel)
+                self._queue_load(op, self._plan_load(pages.numpy(), slots), load_id, current)
             except Exception as error:  # noqa: BLE001 - kept in `op.error`, and told to whoever consumes the load
                 log.warning("a load could not be queued: %s", error)
                 op.error = error
@@ -198,7 +190,6 @@ class CudaTransfer:
         return op
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor) -> CudaOp:
-        slots = self._on_device(slots)
         op, ready = self._op(pages, slots), torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         self._stores.append(self._store_steps(_Store(op, slots, pages.numpy(), ready)))
@@ -209,7 +200,7 @@ class CudaTransfer:
         return op
 
     def _op(self, pages: torch.Tensor, slots: torch.Tensor) -> CudaOp:
-        return CudaOp(len(pages) * self._offsets[-1], (slots,), self._issue)
+        return CudaOp(len(pages) * self._offsets[-1], slots, self._issue)
 
     def _plan_load(self, ids: Ids, slots: torch.Tensor) -> _Load:
         """Slots on the host may turn out to be runs; else they go to the device."""
@@ -217,6 +208,19 @@ class CudaTransfer:
         runs = self._straight.runs(ids, slots.numpy()) if slots.device.type == "cpu" else None
         plan = self._plan(self._rates.up, pages_cut, len(ids), self._up, ramp=True, slot_runs=len(runs or ()))
         return _Load(plan, ids, pages_cut, slots if plan.method == "straight" else self._on_device(slots), runs)
+
+    def _queue_load(self, op: CudaOp, load: _Load, load_id: int, current: torch.cuda.Stream) -> None:
+        """Queue all layers behind `current`, which may still use the slots, and an event behind each."""
+        lane = self._up
+        if load.plan.method == "straight":
+            lane.copy.wait_stream(current)
+        op.began(lane.kernel if load.plan.method == "direct" else lane.copy)
+        for first, end in load.plan.groups:
+            self._load_group(load, first, end)
+            for layer in range(first, end):
+                self._counter.record(load_id, layer, lane.kernel)
+            if not first:
+                self._first_layer.record(lane.kernel)
 
     def _plan(
         self, direction: Direction, pages_cut: Cut, num_pages: int, lane: _Lane, *, ramp: bool, slot_runs: int = 0
@@ -238,10 +242,12 @@ class CudaTransfer:
         """Queues one step of a store each time it is resumed."""
         lane = self._down
         lane.kernel.wait_event(store.ready)
-        pages_cut = cut(store.ids, self._rows_per_chunk)
-        plan = self._plan(self._rates.down, pages_cut, len(store.ids), lane, ramp=False)
         store.op.began(lane.kernel)
         try:
+            pages_cut = cut(store.ids, self._rows_per_chunk)
+            plan = self._plan(self._rates.down, pages_cut, len(store.ids), lane, ramp=False)
+            with torch.cuda.stream(lane.kernel):
+                store = replace(store, slots=self._on_device(store.slots))
             for first, end in plan.groups:
                 for start, stop in self._chunks(plan, lane, first, end, len(store.ids)):
                     with torch.cuda.stream(lane.kernel):
