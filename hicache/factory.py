@@ -259,6 +259,7 @@ def build_transfer(
         device=pool.device,
         rows_per_chunk=host.arena.rows_per_chunk,
         page_tokens=page_tokens,
+        device_page_tokens=pool.layout.device_page_size,
         staging_bytes=config.staging_bytes,
         chunk_tokens=config.transfer_chunk_tokens,
     )

@@ -183,8 +183,8 @@ def test_runs_cover_pages_in_order(pages: list[int], rows_per_chunk: int) -> Non
     assert [int(p) for p in position] == [0, *np.cumsum(count)[:-1].tolist()][: len(position)]
     for f, c in zip(first, count, strict=True):
         assert f // rows_per_chunk == (f + c - 1) // rows_per_chunk
-    for end, start in zip(first[:-1] + count[:-1], first[1:], strict=True):
-        assert end != start or start % rows_per_chunk == 0
+    for last, pages_of_run, start in zip(first[:-1], count[:-1], first[1:], strict=True):
+        assert last + pages_of_run != start or start % rows_per_chunk == 0
 
 
 LAYERS_32 = Shape(layer_bytes=256 << 10, num_layers=32, num_pages=512, num_runs=1)
@@ -252,8 +252,10 @@ def test_groups_make_pieces_worth_their_cost() -> None:
     assert group_size(dear, LAYERS_32, 16 << 20, 0.015) == 8  # eight pages must fit
     assert group_size(dear, replace(LAYERS_32, layer_bytes=2 << 20), BUFFER, 0.015) == 2
     assert group_size(free, replace(LAYERS_32, layer_bytes=16 << 10), BUFFER, 0.015) == 8  # to 128 KiB
-    assert ramped(1, 8, 32) == [1, 2, 4, 8, 8, 2, 4, 2, 1] and ramped(1, 1, 3) == [1, 1, 1]
-    assert ramped(2, 8, 7) == [2, 3, 2] and ramped(2, 8, 3) == [2, 1] and ramped(4, 8, 3) == [3]
+    assert ramped(1, 8, 32, down=True) == [1, 2, 4, 8, 8, 2, 4, 2, 1] and ramped(1, 1, 3, down=True) == [1, 1, 1]
+    assert ramped(2, 8, 7, down=True) == [2, 3, 2] and ramped(2, 8, 3, down=True) == [2, 1]
+    assert ramped(4, 8, 3, down=True) == [3] and ramped(4, 8, 3, down=False) == [3]
+    assert ramped(1, 8, 32, down=False) == [1, 2, 4, 8, 8, 8, 1] and ramped(1, 1, 3, down=False) == [1, 1, 1]
 
 
 def test_groups_grow_where_steps_are_too_many() -> None:

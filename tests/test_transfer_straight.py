@@ -43,7 +43,7 @@ class Tier:
             "torch",
             [layout.spans_of(layer) for layer in layout.layers],
         )
-        self.copier = StraightCopier(self.mover, self.host.bytes_of, ROWS_PER_CHUNK)
+        self.copier = StraightCopier(self.mover, self.host.bytes_of, ROWS_PER_CHUNK, layout.device_page_size)
 
     def rows(self) -> list[torch.Tensor]:
         layers = self.space.layout.layers
@@ -73,7 +73,7 @@ def test_bytes_land_where_scattering_puts_them(name: str, data: st.DataObject) -
     for rows in tier.rows():
         rows.fill_(9)
     runs = tier.copier.runs(pages, slots)
-    assert runs is not None and sum(runs.cut.count.tolist()) == count
+    assert runs is not None and sum(runs.cut.count) == count
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(straight, "copy_strided", copied)
         for layer in range(tier.mover.num_layers):
@@ -92,13 +92,13 @@ def test_runs_are_as_long_as_they_can_be(name: str) -> None:
     block = tier.page_tokens
     slots = np.arange(block, 5 * block)
     runs = tier.copier.runs(np.array([1, 2, 3, 4]), slots)
-    assert runs is not None and runs.cut.count.tolist() == [4] and runs.first_slot.tolist() == [block]
+    assert runs is not None and runs.cut.count == [4] and runs.first_slot.tolist() == [block]
     for pages, counts in (([3, 4, 5, 6], [2, 2]), ([1, 2, 4, 3], [2, 1, 1])):
         found = tier.copier.runs(np.array(pages), slots)
-        assert found is not None and found.cut.count.tolist() == counts
+        assert found is not None and found.cut.count == counts
     apart = slots + np.repeat([0, 0, block, block], block)
     found = tier.copier.runs(np.array([1, 2, 3, 4]), apart)
-    assert found is not None and found.cut.count.tolist() == [2, 2]
+    assert found is not None and found.cut.count == [2, 2]
 
 
 def test_slots_out_of_order_are_no_runs() -> None:

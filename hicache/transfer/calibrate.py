@@ -19,13 +19,13 @@ import torch
 from hicache.errors import TransferError
 from hicache.kernels.direct_copy import DirectMover
 from hicache.transfer.copies import can_batch, copy_batched, copy_strided
-from hicache.transfer.plan import ASSUMED, Direction, Rates, Way
+from hicache.transfer.plan import ASSUMED, MIN_PIECE_BYTES, Direction, Rates, Way
 
 log = logging.getLogger(__name__)
 
 _BYTES = 32 << 20
 _LEAST_BYTES = 8 << 20  # of a copy: below this, latency is all that would be seen
-_LAYERS = (1, 8)  # that pieces are made of
+_WIDER = 8  # times the narrowest pieces
 _SAMPLES = 7
 
 
@@ -36,7 +36,8 @@ def measured_rates(
 
     The assumed ones where the host is too small to show them or a measurement fails, which is logged.
     """
-    widths = [min(layers * layer_bytes, host.shape[1]) for layers in _LAYERS]
+    layers = -(-MIN_PIECE_BYTES // layer_bytes)  # narrower pieces are avoided, and tell nothing of wider ones
+    widths = [min(times * layers * layer_bytes, host.shape[1]) for times in (1, _WIDER)]
     counts = [min(len(host) - 1, _BYTES // width, near.numel() // width) for width in widths]
     if counts[0] * widths[0] < _LEAST_BYTES or widths[0] == widths[1] or min(counts) < 1:
         return ASSUMED

@@ -20,7 +20,8 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from hicache.kernels.page_copy import PageMover
 from hicache.transfer.calibrate import measured_rates
 from hicache.transfer.copies import can_batch, copy_batched, copy_strided, need_bindings
 from hicache.transfer.counter import LayerTransferCounter
-from hicache.transfer.plan import Cut, Direction, Ids, Plan, Shape, choose, cut, spans
+from hicache.transfer.plan import Cut, Ids, Plan, Shape, choose, cut, spans
 from hicache.transfer.straight import SlotRuns, StraightCopier
 
 log = logging.getLogger(__name__)
@@ -51,26 +52,27 @@ class CudaOp:
         self.error: Exception | None = None
         self._slots, self._issue = slots, issue
         self._begin = torch.cuda.Event(enable_timing=True)
-        self._end = torch.cuda.Event(enable_timing=True)
-        self._queued = False
+        self._end: torch.cuda.Event | None = None  # until all of it is queued
 
     def began(self, stream: torch.cuda.Stream) -> None:
         self._begin.record(stream)
 
     def ended(self, stream: torch.cuda.Stream) -> None:
+        self._end = torch.cuda.Event(enable_timing=True)
         self._end.record(stream)
-        self._queued = True
 
     def done(self) -> bool:
         self._issue(False)
-        return self._queued and bool(self._end.query())
+        return self._end is not None and bool(self._end.query())
 
     def wait(self) -> None:
-        if not self._queued:
+        if self._end is None:
             self._issue(True)
+        assert self._end is not None
         self._end.synchronize()
 
     def seconds(self) -> float:
+        assert self._end is not None
         return float(self._begin.elapsed_time(self._end)) / 1e3
 
 
@@ -114,15 +116,15 @@ class _Store:
     ready: torch.cuda.Event
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Load:
-    """A load that is being queued. `slots`, on the device, for kernels; `slot_runs` for copies that go straight."""
+    """A load that is being queued. Kernels need `slots` on the device, copies that go straight only `slot_runs`."""
 
     plan: Plan
     ids: Ids
-    pages_cut: Cut
     slots: torch.Tensor
-    slot_runs: SlotRuns | None
+    slot_runs: SlotRuns | None = None
+    pages_cut: Cut | None = None
 
 
 class CudaTransfer:
@@ -138,19 +140,26 @@ class CudaTransfer:
         device: torch.device,
         rows_per_chunk: int,
         page_tokens: int,
+        device_page_tokens: int,
         staging_bytes: int,
         chunk_tokens: int,
     ) -> None:
         need_bindings()
         self._host, self._mover, self._counter, self._device = host, mover, counter, device
         self._direct, self._host_address = DirectMover(mover, host), host.data_ptr()
-        self._straight = StraightCopier(mover, host, rows_per_chunk)
+        self._straight = StraightCopier(mover, host, rows_per_chunk, device_page_tokens)
         self._rows_per_chunk, self._page_tokens = rows_per_chunk, page_tokens
         self._chunk_pages = max(1, chunk_tokens // page_tokens)
         self._offsets = [0, *np.cumsum(layer_page_bytes).tolist()]
         widest = max(layer_page_bytes)
-        parts, part_bytes = self._straight.num_parts, self._straight.piece_bytes
-        self._shape = Shape(widest, len(layer_page_bytes), 0, 0, mover.uniform, 0, parts, part_bytes)
+        self._shape = partial(
+            Shape,
+            layer_bytes=widest,
+            num_layers=len(layer_page_bytes),
+            grouped=mover.uniform,
+            num_parts=self._straight.num_parts,
+            part_bytes=self._straight.piece_bytes,
+        )
         with torch.cuda.device(device):
             # Down, groups are wide and chunks short; up, a layer of many pages at a time takes the fewest calls.
             self._up = _Lane(staging_bytes * 3 // 4, device, -1, widest)
@@ -174,19 +183,18 @@ class CudaTransfer:
         return {**self._rates.figures(), **{f"copies.{name}": float(count) for name, count in self._counts.items()}}
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> CudaOp:
-        op, lane, current = self._op(pages, slots), self._up, torch.cuda.current_stream(self._device)
-        lane.kernel.wait_stream(current)
+        op, lane, behind = self._op(pages, slots), self._up, torch.cuda.Event()
+        behind.record(torch.cuda.current_stream(self._device))
+        lane.kernel.wait_event(behind)
         op.began(lane.copy)
-        self._first_layer = torch.cuda.Event()
-        with torch.cuda.stream(lane.kernel):
-            try:
-                self._queue_load(op, self._plan_load(pages.numpy(), slots), load_id, current)
-            except Exception as error:  # noqa: BLE001 - kept in `op.error`, and told to whoever consumes the load
-                log.warning("a load could not be queued: %s", error)
-                op.error = error
-                self._counter.fail(load_id, error)
-                lane.kernel.wait_stream(lane.copy)  # it may still read host pages
-            op.ended(lane.kernel)
+        try:
+            self._queue_load(op, self._plan_load(pages.numpy(), slots), load_id, behind)
+        except Exception as error:  # noqa: BLE001 - kept in `op.error`, and told to whoever consumes the load
+            log.warning("a load could not be queued: %s", error)
+            op.error = error
+            self._counter.fail(load_id, error)
+            lane.kernel.wait_stream(lane.copy)  # it may still read host pages
+        op.ended(lane.kernel)
         return op
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor) -> CudaOp:
@@ -203,33 +211,36 @@ class CudaTransfer:
         return CudaOp(len(pages) * self._offsets[-1], slots, self._issue)
 
     def _plan_load(self, ids: Ids, slots: torch.Tensor) -> _Load:
-        """Slots on the host may turn out to be runs; else they go to the device."""
-        pages_cut = cut(ids, self._rows_per_chunk)
+        """Slots that the host knows may turn out to be runs."""
         runs = self._straight.runs(ids, slots.numpy()) if slots.device.type == "cpu" else None
-        plan = self._plan(self._rates.up, pages_cut, len(ids), self._up, ramp=True, slot_runs=len(runs or ()))
-        return _Load(plan, ids, pages_cut, slots if plan.method == "straight" else self._on_device(slots), runs)
+        if runs is not None:
+            plan = self._plan(self._up, len(ids), len(runs), len(runs))
+            if plan.method == "straight":
+                return _Load(plan, ids, slots, slot_runs=runs)
+        pages_cut = cut(ids, self._rows_per_chunk)
+        return _Load(self._plan(self._up, len(ids), len(pages_cut)), ids, slots, pages_cut=pages_cut)
 
-    def _queue_load(self, op: CudaOp, load: _Load, load_id: int, current: torch.cuda.Stream) -> None:
-        """Queue all layers behind `current`, which may still use the slots, and an event behind each."""
+    def _queue_load(self, op: CudaOp, load: _Load, load_id: int, behind: torch.cuda.Event) -> None:
+        """Queue all layers, and an event behind each. `behind`: what may still use the slots."""
         lane = self._up
         if load.plan.method == "straight":
-            lane.copy.wait_stream(current)
+            lane.copy.wait_event(behind)
         op.began(lane.kernel if load.plan.method == "direct" else lane.copy)
+        self._counts[load.plan.method] += 1
         for first, end in load.plan.groups:
             self._load_group(load, first, end)
             for layer in range(first, end):
                 self._counter.record(load_id, layer, lane.kernel)
             if not first:
+                self._first_layer = torch.cuda.Event()
                 self._first_layer.record(lane.kernel)
 
-    def _plan(
-        self, direction: Direction, pages_cut: Cut, num_pages: int, lane: _Lane, *, ramp: bool, slot_runs: int = 0
-    ) -> Plan:
-        num_runs = len(pages_cut.page) if can_batch() else 1
-        shape = replace(self._shape, num_pages=num_pages, num_runs=num_runs, slot_runs=slot_runs)
-        plan = choose(direction, shape, lane.buffer_bytes, ramp=ramp)
-        self._counts[plan.method] += 1
-        return plan
+    def _plan(self, lane: _Lane, num_pages: int, num_runs: int, slot_runs: int = 0) -> Plan:
+        """For the next power of two of each, so that a plan that was made is likely to serve again."""
+        rates, ramp = (self._rates.up, True) if lane is self._up else (self._rates.down, False)
+        runs = _to_power(num_runs) if can_batch() else 1
+        shape = self._shape(num_pages=_to_power(num_pages), num_runs=runs, slot_runs=_to_power(slot_runs))
+        return choose(rates, shape, lane.buffer_bytes, ramp=ramp)
 
     def _issue(self, whatever: bool, most_steps: float = math.inf) -> None:
         """Queue steps of stores, unless a load waits for its first layer; `whatever`: in any case."""
@@ -245,9 +256,11 @@ class CudaTransfer:
         store.op.began(lane.kernel)
         try:
             pages_cut = cut(store.ids, self._rows_per_chunk)
-            plan = self._plan(self._rates.down, pages_cut, len(store.ids), lane, ramp=False)
+            plan = self._plan(lane, len(store.ids), len(pages_cut))
+            self._counts[plan.method] += 1
             with torch.cuda.stream(lane.kernel):
-                store = replace(store, slots=self._on_device(store.slots))
+                slots = self._on_device(store.slots)
+            store = _Store(store.op, slots, store.ids, store.ready)
             for first, end in plan.groups:
                 for start, stop in self._chunks(plan, lane, first, end, len(store.ids)):
                     with torch.cuda.stream(lane.kernel):
@@ -270,20 +283,30 @@ class CudaTransfer:
             lane.kernel.wait_stream(lane.copy)
             return
         if plan.method == "direct":
-            self._direct.load(self._ids_on_device(load.ids), load.slots, first, end - first)
+            with torch.cuda.stream(lane.kernel):
+                load.slots = self._on_device(load.slots)
+                self._direct.load(self._ids_on_device(load.ids), load.slots, first, end - first)
             return
         for start, stop in self._chunks(plan, lane, first, end, len(load.ids)):
             buffer = lane.next()
             lane.copy.wait_event(buffer.free)
-            if plan.method == "batched":
-                self._copy_batch(lane, buffer, load.ids[start:stop], first, end, up=True)
-            else:
-                self._copy_runs(lane, buffer, load.pages_cut.within(start, stop), first, end, up=True)
+            self._load_staging(load, buffer, (first, end), (start, stop))
             buffer.filled.record(lane.copy)
-            lane.kernel.wait_event(buffer.filled)
-            staging = self._staging(buffer, stop - start, first, end)
-            self._mover.scatter(staging, self._slots(load.slots, start, stop), first, end - first)
+            with torch.cuda.stream(lane.kernel):
+                load.slots = self._on_device(load.slots)  # once, behind the first copy, which need not wait for it
+                lane.kernel.wait_event(buffer.filled)
+                staging = self._staging(buffer, stop - start, first, end)
+                self._mover.scatter(staging, self._slots(load.slots, start, stop), first, end - first)
             buffer.free.record(lane.kernel)
+
+    def _load_staging(self, load: _Load, buffer: _Buffer, layers: tuple[int, int], pages: tuple[int, int]) -> None:
+        """Queue the copy of layers [first, end) of the load's pages [start, stop) into a buffer."""
+        (first, end), (start, stop) = layers, pages
+        if load.plan.method == "batched":
+            self._copy_batch(self._up, buffer, load.ids[start:stop], first, end, up=True)
+            return
+        assert load.pages_cut is not None
+        self._copy_runs(self._up, buffer, load.pages_cut.within(start, stop), first, end, up=True)
 
     def _store_step(
         self, plan: Plan, store: _Store, pages_cut: Cut, layers: tuple[int, int], pages: tuple[int, int]
@@ -347,3 +370,8 @@ class CudaTransfer:
                 copy_strided(near, width, far, pitch, width, rows, up, stream)
             else:
                 copy_strided(far, pitch, near, width, width, rows, up, stream)
+
+
+def _to_power(count: int) -> int:
+    """The least power of two from `count` on; 0 for 0."""
+    return 1 << (count - 1).bit_length() if count else 0

@@ -9,13 +9,15 @@ Four ways lead between host pages and the device:
 
 What each costs a piece (the part of one page that travels at once) and a byte is measured, by
 `hicache.transfer.calibrate`, or assumed (`ASSUMED`). Narrow layers travel in groups, so that pieces are worth their
-cost. Up, the first and the last groups are small: a forward starts when the first layer is there, and computes the
-last when it is. May import numpy.
+cost. Up, the first groups are small, and the last where that takes the host no calls a page: a forward starts when the
+first layer is there, and computes the last when it is. A first copy waits for all of this, on a processor whose caches
+are cold: what is decided again and again is remembered, and lists of pages see few operations. May import numpy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -114,8 +116,9 @@ class Shape:
         return self.layer_bytes * self.num_layers * self.num_pages
 
 
+@lru_cache(maxsize=1024)
 def choose(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool) -> Plan:
-    """The cheapest way for a copy. `buffer_bytes`: of a staging buffer; `ramp`: begin with small groups."""
+    """The cheapest way for a copy. `buffer_bytes`: of a staging buffer; `ramp`: begin with small groups. Remembered."""
     strided_s = shape.num_runs * CALL_S + shape.num_pages * direction.strided.piece_s
     batched_s = shape.num_pages * max(direction.batched.issue_s, direction.batched.piece_s)
     method: Method = "strided" if strided_s <= batched_s else "batched"
@@ -127,7 +130,9 @@ def choose(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool)
         if ramp:
             group = min(group, max(1, MAX_RAMP_BYTES // shape.layer_bytes))
     first = min(group, -(-MIN_PIECE_BYTES // shape.layer_bytes))
-    sizes = ramped(first, group, shape.num_layers) if ramp else [group] * -(-shape.num_layers // group)
+    sizes = [group] * -(-shape.num_layers // group)
+    if ramp:
+        sizes = ramped(first, group, shape.num_layers, down=method == "strided")
     staged = Plan(method, _consecutive(sizes, shape.num_layers))
     layers = _consecutive([1] * shape.num_layers, shape.num_layers)
     direct = Plan("direct", ((0, shape.num_layers),) if shape.grouped else layers)
@@ -162,16 +167,15 @@ def fewer_steps(group: int, way: Way, shape: Shape, buffer_bytes: int) -> int:
     return min(group, shape.num_layers)
 
 
-def ramped(first: int, group: int, num_layers: int) -> list[int]:
-    """Group sizes that double from `first` layers up to `group`, and halve again towards the end."""
-    head, tail, size, left = [], [], first, num_layers
-    while size < group and left >= 2 * size:
+def ramped(first: int, group: int, num_layers: int, *, down: bool) -> list[int]:
+    """Group sizes that double from `first` layers up to `group`, and with `down` halve again towards the end."""
+    head, size, left, sides = [], first, num_layers, 2 if down else 1
+    while size < group and left >= sides * size:
         head.append(size)
-        tail.append(size)
-        left -= 2 * size
+        left -= sides * size
         size = min(2 * size, group)
-    middle = [size] * (left // size) + ([left % size] if left % size else [])
-    return head + middle + tail[::-1]
+    tail = head[::-1] if down else []
+    return head + [size] * (left // size) + ([left % size] if left % size else []) + tail
 
 
 def spans(total: int, step: int) -> list[tuple[int, int]]:
@@ -181,23 +185,37 @@ def spans(total: int, step: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Cut:
-    """Pages as runs of contiguous ids: first page, number of pages, and position among the pages, of each run."""
+    """`pages` as runs of contiguous ids: `position` of the first page of each run among them."""
 
-    page: Ids
-    count: Ids
+    pages: Ids
     position: Ids
 
+    def __len__(self) -> int:
+        return len(self.position)
+
+    @cached_property
+    def page(self) -> list[int]:
+        """The first page of each run."""
+        first: list[int] = self.pages[self.position].tolist()
+        return first
+
+    @cached_property
+    def count(self) -> list[int]:
+        """Pages of each run."""
+        count: list[int] = np.diff(self.position, append=len(self.pages)).tolist()
+        return count
+
     def within(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """The runs of pages [start, stop), positions counted from `start`."""
+        """First page, pages and position of the runs of pages [start, stop), positions counted from `start`."""
         found = []
         first = int(np.searchsorted(self.position, start, side="right")) - 1
-        for at in range(first, len(self.page)):
+        for at in range(first, len(self)):
             position = int(self.position[at])
             if position >= stop:
                 break
             skip = max(0, start - position)
-            count = min(stop, position + int(self.count[at])) - position - skip
-            found.append((int(self.page[at]) + skip, count, position + skip - start))
+            count = min(stop, position + self.count[at]) - position - skip
+            found.append((self.page[at] + skip, count, position + skip - start))
         return found
 
 
@@ -207,13 +225,16 @@ def cut(pages: Ids, rows_per_chunk: int, also: npt.NDArray[np.bool_] | None = No
     `also` [pages - 1]: where else, between a page and the next.
     """
     if not len(pages):
-        return Cut(pages, pages, pages)
-    breaks = (np.diff(pages) != 1) | (pages[1:] % rows_per_chunk == 0)
+        return Cut(pages, pages)
+    later = pages[1:]
+    breaks = later - pages[:-1] != 1
+    breaks |= later % rows_per_chunk == 0
     if also is not None:
         breaks |= also
-    position = np.concatenate([[0], np.flatnonzero(breaks) + 1]).astype(np.int64)
-    count = np.diff(np.append(position, len(pages))).astype(np.int64)
-    return Cut(pages[position], count, position)
+    at = breaks.nonzero()[0]
+    position = np.zeros(len(at) + 1, np.int64)
+    np.add(at, 1, out=position[1:])
+    return Cut(pages, position)
 
 
 def _consecutive(sizes: list[int], num_layers: int) -> tuple[tuple[int, int], ...]:
