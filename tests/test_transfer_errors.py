@@ -12,6 +12,7 @@ from transfer_case import Rig, before_each_move, force_ways, held
 from hicache.errors import TransferError
 from hicache.transfer import copies
 from hicache.transfer.counter import NUM_PRODUCERS
+from hicache.transfer.ids import IdUploader
 from hicache.transfer.plan import Method
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -107,14 +108,14 @@ def before_each_copy_call(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None
 
 
 def before_each_upload(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    """Slots that are known on the host reach the device through pinned memory, which may run out."""
-    pin = torch.Tensor.pin_memory
+    """Slots that are known on the host reach the device through page-locked memory, which may run out."""
+    upload = IdUploader.__call__
 
-    def pinned(ids: torch.Tensor) -> torch.Tensor:
+    def uploaded(self: IdUploader, ids: torch.Tensor) -> torch.Tensor:
         fault()
-        return pin(ids)
+        return upload(self, ids)
 
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    monkeypatch.setattr(IdUploader, "__call__", uploaded)
 
 
 Seam = Callable[[pytest.MonkeyPatch, Fault], None]

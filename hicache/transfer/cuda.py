@@ -31,6 +31,7 @@ from hicache.kernels.page_copy import PageMover
 from hicache.transfer.calibrate import measured_rates
 from hicache.transfer.copies import can_batch, copy_batched, copy_strided, need_bindings
 from hicache.transfer.counter import LayerTransferCounter
+from hicache.transfer.ids import IdUploader
 from hicache.transfer.plan import Cut, Ids, Plan, Shape, choose, cut, spans
 from hicache.transfer.straight import SlotRuns, StraightCopier
 
@@ -147,6 +148,7 @@ class CudaTransfer:
         need_bindings()
         self._host, self._mover, self._counter, self._device = host, mover, counter, device
         self._direct, self._host_address = DirectMover(mover, host), host.data_ptr()
+        self._upload = IdUploader(device, mover.table.kernels)
         self._straight = StraightCopier(mover, host, rows_per_chunk, device_page_tokens)
         self._rows_per_chunk, self._page_tokens = rows_per_chunk, page_tokens
         self._chunk_pages = max(1, chunk_tokens // page_tokens)
@@ -259,7 +261,7 @@ class CudaTransfer:
             plan = self._plan(lane, len(store.ids), len(pages_cut))
             self._counts[plan.method] += 1
             with torch.cuda.stream(lane.kernel):
-                slots = self._on_device(store.slots)
+                slots = self._upload(store.slots)
             store = _Store(store.op, slots, store.ids, store.ready)
             for first, end in plan.groups:
                 for start, stop in self._chunks(plan, lane, first, end, len(store.ids)):
@@ -284,8 +286,8 @@ class CudaTransfer:
             return
         if plan.method == "direct":
             with torch.cuda.stream(lane.kernel):
-                load.slots = self._on_device(load.slots)
-                self._direct.load(self._ids_on_device(load.ids), load.slots, first, end - first)
+                load.slots = self._upload(load.slots)
+                self._direct.load(self._upload(torch.from_numpy(load.ids)), load.slots, first, end - first)
             return
         for start, stop in self._chunks(plan, lane, first, end, len(load.ids)):
             buffer = lane.next()
@@ -293,7 +295,7 @@ class CudaTransfer:
             self._load_staging(load, buffer, (first, end), (start, stop))
             buffer.filled.record(lane.copy)
             with torch.cuda.stream(lane.kernel):
-                load.slots = self._on_device(load.slots)  # once, behind the first copy, which need not wait for it
+                load.slots = self._upload(load.slots)  # once, behind the first copy, which need not wait for it
                 lane.kernel.wait_event(buffer.filled)
                 staging = self._staging(buffer, stop - start, first, end)
                 self._mover.scatter(staging, self._slots(load.slots, start, stop), first, end - first)
@@ -314,7 +316,7 @@ class CudaTransfer:
         """Queue layers [first, end) of the store's pages [start, stop)."""
         lane, ids, (first, end), (start, stop) = self._down, store.ids, layers, pages
         if plan.method == "direct":
-            self._direct.store(store.slots, self._ids_on_device(ids), first, end - first)
+            self._direct.store(store.slots, self._upload(torch.from_numpy(ids)), first, end - first)
             return
         buffer = lane.next()
         lane.kernel.wait_event(buffer.free)
@@ -327,13 +329,6 @@ class CudaTransfer:
         else:
             self._copy_runs(lane, buffer, pages_cut.within(start, stop), first, end, up=False)
         buffer.free.record(lane.copy)
-
-    def _on_device(self, ids: torch.Tensor) -> torch.Tensor:
-        """`ids` there, queued on the current stream."""
-        return ids.pin_memory().to(self._device, non_blocking=True) if ids.device.type == "cpu" else ids
-
-    def _ids_on_device(self, ids: Ids) -> torch.Tensor:
-        return self._on_device(torch.from_numpy(ids))
 
     def _chunks(self, plan: Plan, lane: _Lane, first: int, end: int, num_pages: int) -> list[tuple[int, int]]:
         """Chunks of pages that fit a staging buffer; down they also stay within the chunk of tokens configured."""
