@@ -4,7 +4,8 @@ A prefix lies on the host; S new tokens are computed over it by a forward of the
 transfer brings the prefix layer by layer. Timed in turns, on the host's clock, from the submission of the load to an
 idle device: each half alone, both with an event a layer, and the control: both with one wait for all layers before
 the forward, which can hide nothing. `beside` is the resident forward beside the same load, waiting for none of it: what
-sharing the machine costs, whatever the order. Outputs are compared outside the timing (bench.stage).
+sharing the machine costs, whatever the order. Outputs are compared outside the timing (bench.stage). Forwards run on a
+stream of their own, as those of servers do; `legacy_stream` is what the default one costs.
 
     overlap = max(load, compute) / measured       hidden = (load + compute - measured) / min(load, compute)
 
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 
 from bench.common import BenchUnavailable, Case, Report, Timer, interleave, percentile, wall_timer
 from bench.forward8b import FULL, TINY
-from bench.stage import Stage, step_timer
+from bench.stage import Stage, Step, step_timer
 from bench.transfer import Layout
 from hicache.config import EngineConfig
 from hicache.factory import build_transfer
@@ -141,7 +142,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     if suffixes[0] < 1 or suffixes[-1] > prefix_tokens // 4 // PAGE * PAGE:
         raise BenchUnavailable(f"--suffixes {suffixes}: give 1 to {prefix_tokens // 4 // PAGE * PAGE}")
     shape, scattered = FULL if on_cuda else TINY, _some_of(suffixes)
-    with torch.cuda.device(device) if on_cuda else nullcontext():
+    with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
         try:
             _stage(report, Stage(shape, CONTIGUOUS, prefix_tokens, device), samples, "", suffixes)
             _stage(report, Stage(shape, RANDOM, prefix_tokens, device), samples, ".random", scattered)
@@ -157,6 +158,7 @@ def _stage(report: Report, stage: Stage, samples: int, ending: str, lengths: Seq
         if not ending:
             _during_load(report, stage, samples)
             _gather(report, stage, samples, _some_of(lengths)[0])
+            _legacy_stream(report, stage, samples, _some_of(lengths)[0])
         _overlap(report, stage, samples, ending, lengths)
         stage.rig.verify()
     finally:
@@ -199,6 +201,24 @@ def _gather(report: Report, stage: Stage, samples: int, num_tokens: int) -> None
     values, ceiling = [s * 1e3 for s in seconds["gather"]], percentile(seconds["place"], 50) * 1e3
     note = "resident; the ceiling reads the pool in place"
     name = f"forward.gather.suffix{num_tokens}"
+    report.add(Case.of(name, values, "ms", better="lower", ceiling=ceiling, note=note))
+
+
+def _legacy_stream(report: Report, stage: Stage, samples: int, num_tokens: int) -> None:
+    """What it costs a load and the forward that waits for it when that runs on CUDA's legacy default stream."""
+    if stage.device.type != "cuda":
+        return
+    step = stage.steps(stage.forward.suffix(num_tokens))["together"]
+
+    def legacy() -> None:
+        with torch.cuda.stream(torch.cuda.default_stream(stage.device)):
+            step.run()
+
+    variants = {"own": step, "legacy": Step(legacy, step.before, step.after)}
+    seconds = interleave(variants, samples=samples, warmup=1, timer=step_timer(stage.sync))
+    values, ceiling = [s * 1e3 for s in seconds["legacy"]], percentile(seconds["own"], 50) * 1e3
+    note = "with its load; the ceiling is the same on a stream of its own"
+    name = f"forward.legacy_stream.suffix{num_tokens}"
     report.add(Case.of(name, values, "ms", better="lower", ceiling=ceiling, note=note))
 
 

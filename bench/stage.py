@@ -17,6 +17,7 @@ from bench.transfer import Layout, Rig
 from hicache.transfer import TransferOp
 
 _POISON = -7.0
+_WARM_TOKENS = 2048  # of the longest forward before a variant: 150 ms of an 8B model's work
 
 Sync = Callable[[], object]
 
@@ -103,8 +104,9 @@ class Stage:
     def steps(self, suffix: Suffix) -> dict[str, Step]:
         """The variants of one suffix; each forward is compared with one over the prefix as it is on the device now.
 
-        Before each, untimed, the forward runs once: a device that was idle before a variant has higher clocks in it.
+        Before each, untimed, a forward runs: a device that was idle before a variant has higher clocks in it.
         """
+        before = suffix if len(suffix.x) <= _WARM_TOKENS else self.forward.suffix(_WARM_TOKENS)
         self.resident(suffix)
         expected = self.output
 
@@ -113,7 +115,7 @@ class Stage:
                 raise AssertionError(f"{len(suffix.x)} new tokens: the output is not that over a resident prefix")
 
         def warm() -> None:
-            self.resident(suffix)
+            self.resident(before)
             self.output = torch.zeros_like(expected)
 
         def poisoned() -> None:

@@ -251,7 +251,7 @@ def test_groups_make_pieces_worth_their_cost() -> None:
     assert group_size(dear, LAYERS_32, BUFFER, 0.1) == 2
     assert group_size(dear, LAYERS_32, 16 << 20, 0.015) == 8  # eight pages must fit
     assert group_size(dear, replace(LAYERS_32, layer_bytes=2 << 20), BUFFER, 0.015) == 2
-    assert group_size(free, replace(LAYERS_32, layer_bytes=16 << 10), BUFFER, 0.015) == 8  # to 128 KiB
+    assert group_size(free, replace(LAYERS_32, layer_bytes=16 << 10), BUFFER, 0.015) == 16  # to 256 KiB
     assert ramped(1, 8, 32, down=True) == [1, 2, 4, 8, 8, 2, 4, 2, 1] and ramped(1, 1, 3, down=True) == [1, 1, 1]
     assert ramped(2, 8, 7, down=True) == [2, 3, 2] and ramped(2, 8, 3, down=True) == [2, 1]
     assert ramped(4, 8, 3, down=True) == [3] and ramped(4, 8, 3, down=False) == [3]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -36,6 +37,7 @@ CALL_S = 5e-6  # of the host, for one strided copy
 STAGING_BYTES_PER_S = 1.9e12  # payload of a kernel between staging and slots: it takes memory from whatever computes
 MIN_CHUNK_PAGES = 8
 MIN_PIECE_BYTES = 128 << 10  # narrower rows take the link a third of its speed while the other direction is busy
+WIDE_PIECE_BYTES = 256 << 10  # narrower ones still take it half a percent: only a first group is content with less
 MAX_RAMP_BYTES = 1 << 20  # up, pieces stay below: a forward waits for a whole group
 
 
@@ -148,7 +150,7 @@ def group_size(way: Way, shape: Shape, buffer_bytes: int, share: float) -> int:
     group = 1
     while group < most:
         piece_s = group * shape.layer_bytes / way.bytes_per_s
-        wide = group * shape.layer_bytes >= MIN_PIECE_BYTES
+        wide = group * shape.layer_bytes >= WIDE_PIECE_BYTES
         if wide and way.piece_s <= share * piece_s and way.issue_s <= MAX_ISSUE_SHARE * piece_s:
             break
         group *= 2
@@ -202,8 +204,7 @@ class Cut:
     @cached_property
     def count(self) -> list[int]:
         """Pages of each run."""
-        count: list[int] = np.diff(self.position, append=len(self.pages)).tolist()
-        return count
+        return [end - start for start, end in pairwise([*self.position.tolist(), len(self.pages)])]
 
     def within(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """First page, pages and position of the runs of pages [start, stop), positions counted from `start`."""
