@@ -41,7 +41,7 @@ PAGE = 64
 CONTIGUOUS = Layout("page64.contiguous", PAGE, PAGE, False)
 RANDOM = Layout("page64.random", PAGE, PAGE, True)
 SUFFIXES = (64, 256, 1024, 2048, 4096, 8192)
-RANDOM_SUFFIXES = (1024, 4096)
+RANDOM_SUFFIXES = (1024,)
 
 # What the transfers are built for, on CUDA.
 SUBMIT_MS = 3.0

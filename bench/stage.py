@@ -17,7 +17,7 @@ from bench.transfer import Layout, Rig
 from hicache.transfer import TransferOp
 
 _POISON = -7.0
-_WARM_TOKENS = 2048  # of the longest forward before a variant: 150 ms of an 8B model's work
+_WARM_TOKENS = 1024  # of the longest forward before a variant: 75 ms of an 8B model's work
 
 Sync = Callable[[], object]
 

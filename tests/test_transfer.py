@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 from transfer_case import RIG_LAYERS as LAYERS
 from transfer_case import Rig
 
-from hicache.transfer.plan import ASSUMED, Plan, Shape, Way, choose, cut, fewer_steps, group_size, ramped
+from hicache.transfer.plan import (
+    ASSUMED,
+    Plan,
+    Shape,
+    Way,
+    choose,
+    cut,
+    fewer_steps,
+    group_size,
+    ramped,
+    spans,
+    tapered,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -241,6 +253,18 @@ def test_plans_go_straight_where_calls_are_few() -> None:
     assert choose(ASSUMED.up, replace(few, part_bytes=64 << 10), BUFFER, ramp=True).method == "strided"
     small = replace(few, layer_bytes=8 << 10, num_pages=16384)
     assert choose(ASSUMED.up, small, BUFFER, ramp=True).method == "strided"
+
+
+@given(st.integers(1, 400), st.integers(1, 50), st.integers(0, 60))
+def test_a_tapered_cover_is_a_cover(total: int, step: int, least: int) -> None:
+    """Tapering keeps the order of the pages, touches the last chunk alone, and leaves no more than `least` of it."""
+    chunks = spans(total, step)
+    found = tapered(chunks, least)
+    assert [page for start, stop in found for page in range(start, stop)] == list(range(total))
+    assert found[: len(chunks) - 1] == chunks[:-1] and all(start < stop for start, stop in found)
+    assert found[-1][1] - found[-1][0] <= max(1, least)
+    ends = [stop - start for start, stop in found[len(chunks) - 1 :]]
+    assert ends == sorted(ends, reverse=True)
 
 
 def test_groups_make_pieces_worth_their_cost() -> None:

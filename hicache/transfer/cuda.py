@@ -32,12 +32,13 @@ from hicache.transfer.calibrate import measured_rates
 from hicache.transfer.copies import can_batch, copy_batched, copy_strided, need_bindings
 from hicache.transfer.counter import LayerTransferCounter
 from hicache.transfer.ids import IdUploader
-from hicache.transfer.plan import Cut, Ids, Plan, Shape, choose, cut, spans
+from hicache.transfer.plan import Cut, Ids, Plan, Shape, choose, cut, spans, tapered
 from hicache.transfer.straight import SlotRuns, StraightCopier
 
 log = logging.getLogger(__name__)
 
 _RING = 3
+_LAST_BYTES = 32 << 20  # what a load scatters when all has been copied: 20 us
 _STEPS_AT_ONCE = 2  # of a store: they last until a load that is submitted right after it has brought its first layer
 _ENDED = object()
 
@@ -188,13 +189,13 @@ class CudaTransfer:
         op, lane, behind = self._op(pages, slots), self._up, torch.cuda.Event()
         behind.record(torch.cuda.current_stream(self._device))
         lane.kernel.wait_event(behind)
-        op.began(lane.copy)
         try:
             self._queue_load(op, self._plan_load(pages.numpy(), slots), load_id, behind)
         except Exception as error:  # noqa: BLE001 - kept in `op.error`, and told to whoever consumes the load
             log.warning("a load could not be queued: %s", error)
             op.error = error
             self._counter.fail(load_id, error)
+            op.began(lane.copy)  # it may not have
             lane.kernel.wait_stream(lane.copy)  # it may still read host pages
         op.ended(lane.kernel)
         return op
@@ -214,7 +215,7 @@ class CudaTransfer:
 
     def _plan_load(self, ids: Ids, slots: torch.Tensor) -> _Load:
         """Slots that the host knows may turn out to be runs."""
-        runs = self._straight.runs(ids, slots.numpy()) if slots.device.type == "cpu" else None
+        runs = self._straight.runs(ids, slots.numpy()) if slots.is_cpu else None
         if runs is not None:
             plan = self._plan(self._up, len(ids), len(runs), len(runs))
             if plan.method == "straight":
@@ -331,11 +332,16 @@ class CudaTransfer:
         buffer.free.record(lane.copy)
 
     def _chunks(self, plan: Plan, lane: _Lane, first: int, end: int, num_pages: int) -> list[tuple[int, int]]:
-        """Chunks of pages that fit a staging buffer; down they also stay within the chunk of tokens configured."""
+        """Chunks of pages that fit a staging buffer. Down they also stay within the chunk of tokens configured; up,
+        those of the last layers are ever smaller, for their scattering is hidden behind nothing."""
         if plan.method == "direct":
             return [(0, num_pages)]
-        fit = max(1, lane.buffer_bytes // (self._offsets[end] - self._offsets[first]))
-        return spans(num_pages, fit if lane is self._up else min(fit, self._chunk_pages))
+        width = self._offsets[end] - self._offsets[first]
+        fit = max(1, lane.buffer_bytes // width)
+        if lane is self._down:
+            return spans(num_pages, min(fit, self._chunk_pages))
+        chunks = spans(num_pages, fit)
+        return chunks if self._offsets[end] < self._offsets[-1] else tapered(chunks, _LAST_BYTES // width)
 
     def _slots(self, slots: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         return slots[start * self._page_tokens : stop * self._page_tokens]

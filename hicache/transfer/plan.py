@@ -50,9 +50,9 @@ class Way:
     issue_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Direction:
-    """The three ways in one direction."""
+    """The three ways in one direction. One is no other's equal: plans are remembered by it."""
 
     strided: Way
     batched: Way
@@ -183,6 +183,15 @@ def ramped(first: int, group: int, num_layers: int, *, down: bool) -> list[int]:
 def spans(total: int, step: int) -> list[tuple[int, int]]:
     """Half-open intervals of at most `step` that cover [0, total)."""
     return [(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+def tapered(intervals: list[tuple[int, int]], least: int) -> list[tuple[int, int]]:
+    """The intervals, the last one halved, and the half behind it again, until no more than `least` (or 1) remains."""
+    *found, (start, stop) = intervals
+    while stop - start > max(1, least):
+        found.append((start, (start + stop + 1) // 2))
+        start = found[-1][1]
+    return [*found, (start, stop)]
 
 
 @dataclass(frozen=True)
