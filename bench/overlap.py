@@ -5,7 +5,7 @@ transfer brings the prefix layer by layer. Timed in turns, on the host's clock, 
 idle device: each half alone, both with an event a layer, and the control: both with one wait for all layers before
 the forward, which can hide nothing. `beside` is the resident forward beside the same load, waiting for none of it: what
 sharing the machine costs, whatever the order. Outputs are compared outside the timing (bench.stage). Forwards run on a
-stream of their own, as those of servers do; `legacy_stream` is what the default one costs.
+stream of their own, as those of servers do; `legacy_stream` is one on CUDA's default stream beside it.
 
     overlap = max(load, compute) / measured       hidden = (load + compute - measured) / min(load, compute)
 
@@ -205,7 +205,7 @@ def _gather(report: Report, stage: Stage, samples: int, num_tokens: int) -> None
 
 
 def _legacy_stream(report: Report, stage: Stage, samples: int, num_tokens: int) -> None:
-    """What it costs a load and the forward that waits for it when that runs on CUDA's legacy default stream."""
+    """A load and the forward that waits for it, on CUDA's legacy default stream and on one of their own."""
     if stage.device.type != "cuda":
         return
     step = stage.steps(stage.forward.suffix(num_tokens))["together"]

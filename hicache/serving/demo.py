@@ -79,7 +79,6 @@ def run(flags: argparse.Namespace) -> int:
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-demo-"))
         config = _configure(flags, job, temporary)
         disk = config.disk.path if config.disk is not None else temporary
-        stack.enter_context(_own_stream(config.device))
         sidecar = None if temporary and disk.startswith(temporary) else Path(disk) / AUDIT_FILE
         with build_engine(config, job.geometry) as engine:
             _announce(job, config, console)
@@ -106,15 +105,6 @@ def run(flags: argparse.Namespace) -> int:
     if flags.json is not None:
         Path(flags.json).write_text(json.dumps(report.to_json(), indent=1) + "\n")
     return 0 if report.identical else 1
-
-
-def _own_stream(device: str) -> contextlib.AbstractContextManager[object]:
-    """A stream for forwards: where they wait for layers on CUDA's default stream, loads lose 60 us a layer."""
-    if torch.device(device).type != "cuda":
-        return contextlib.nullcontext()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(stream)
 
 
 def _prepare(flags: argparse.Namespace, console: Console) -> Job:
