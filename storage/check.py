@@ -1,6 +1,6 @@
 """What must hold in an lmdb page store, as one walk over all of it.
 
-Owns nothing; reads in one transaction. May import the standard library, lmdb_tree and lru.
+Owns nothing; reads in one transaction. May import the standard library, direct_read, lmdb_tree and lru.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from hicache.storage.direct_read import aligned_room
 from hicache.storage.lmdb_tree import Place
 from hicache.storage.lru import COUNTERS_KEY, PAIR, TICK, Tables
 
@@ -23,15 +24,21 @@ class Verifier:
     verify: Callable[[bytes, memoryview], str]
     max_value_bytes: int
 
-    def reason(self, tables: Tables, key: bytes, place: Place | None, scratch: memoryview) -> str:
+    def reason(self, tables: Tables, key: bytes, place: Place | None, room: memoryview) -> str:
+        found = self.value(tables, key, place, room)
+        return found if isinstance(found, str) else ""
+
+    def value(self, tables: Tables, key: bytes, place: Place | None, room: memoryview) -> memoryview | str:
+        """The value, within `room` of `aligned_room`, or why it is not what was stored."""
         if place is None:
             return "not found in its tree"
         if place.length > self.max_value_bytes:
             return f"value of {place.length} bytes, longer than a page's"
         try:
-            return self.verify(key, tables.values.read(place, scratch))
+            value = tables.values.read(place, room)
         except OSError as error:
             return f"cannot be read: {error}"
+        return self.verify(key, value) or value
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ def faults(tables: Tables, verifier: Verifier, seen: Callable[[int], None] = lam
 
     `seen` is told the size of each value. What lmdb raises, and OSError for a tree that cannot be read, pass through.
     """
-    scratch = memoryview(bytearray(verifier.max_value_bytes))
+    room = aligned_room(verifier.max_value_bytes)
     with tables.env.begin(buffers=True) as txn:
         total_bytes = 0
         with txn.cursor(db=tables.pages) as cursor:
@@ -65,7 +72,7 @@ def faults(tables: Tables, verifier: Verifier, seen: Callable[[int], None] = lam
                     value_bytes = 0 if place is None else place.length
                     total_bytes += value_bytes
                     seen(value_bytes)
-                    reason = verifier.reason(tables, key, place, scratch)
+                    reason = verifier.reason(tables, key, place, room)
                     if reason:
                         yield Violation(reason, key)
                     yield from _age_faults(txn, tables, key, value_bytes)

@@ -1,7 +1,7 @@
 """Finding and reading pages in an open store, the same for the process that writes it and for those that only read.
 
 Every read is verified; what cannot be read or verified is a miss. Owns each thread's room for one value. May import
-numpy, the standard library, base, codec, counters and lru.
+numpy, the standard library, base, codec, counters, direct_read and lru.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.check import Verifier
 from hicache.storage.codec import PageCodec
 from hicache.storage.counters import Counters, Counts
+from hicache.storage.direct_read import aligned_room
 from hicache.storage.lmdb_tree import Place
 from hicache.storage.lru import AccessLog, Tables
 
@@ -49,7 +50,7 @@ class Room(threading.local):
     """One thread's memory for a value."""
 
     def __init__(self, max_value_bytes: int) -> None:
-        self.value = memoryview(bytearray(max_value_bytes))
+        self.value = aligned_room(max_value_bytes)
 
 
 class Lookup:
@@ -133,7 +134,7 @@ class Lookup:
         """Why the buffer does not hold the page now, "" if it does. OSError where the medium fails."""
         if place is None:
             return "not found in its tree"
-        if place.length > len(self._room.value):
+        if place.length > self._codec.max_value_bytes:
             return f"value of {place.length} bytes, longer than a page's"
         return self._codec.decode_into(key, tables.values.read(place, self._room.value), buffer)
 

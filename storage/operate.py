@@ -19,6 +19,7 @@ from hicache.storage.base import Durability, StoreError
 from hicache.storage.check import Verifier, Violation
 from hicache.storage.cipher import PageCipher
 from hicache.storage.counters import Counters, Counts
+from hicache.storage.direct_read import aligned_room
 from hicache.storage.filters import PageFilter
 from hicache.storage.lmdb_file import writer_of
 from hicache.storage.lmdb_reader import LmdbPageReader, ReaderEnv
@@ -148,13 +149,13 @@ def pages(store: LmdbPageStore | LmdbPageReader) -> Iterator[tuple[bytes, bytes]
     Of a store that is in use, pages that are used meanwhile may come twice, and ones stored meanwhile not at all.
     """
     sealed = store.sealed
-    scratch = memoryview(bytearray(sealed.verifier.max_value_bytes))
+    room = aligned_room(sealed.verifier.max_value_bytes)
     tick = 0
     nothing: list[tuple[bytes, bytes]] = []
     for _ in range(2):  # what was used during the first round has come behind its end
         end = sealed.env.read(_next_tick, 0)
         while tick < end:
-            some = partial(_some_pages, tick=tick, verifier=sealed.verifier, scratch=scratch)
+            some = partial(_some_pages, tick=tick, verifier=sealed.verifier, room=room)
             tick, batch = sealed.env.read(some, (end, nothing))
             yield from batch
 
@@ -209,7 +210,7 @@ def _next_tick(txn: Any, tables: Tables) -> int:
 
 
 def _some_pages(
-    txn: Any, tables: Tables, *, tick: int, verifier: Verifier, scratch: memoryview
+    txn: Any, tables: Tables, *, tick: int, verifier: Verifier, room: memoryview
 ) -> tuple[int, list[tuple[bytes, bytes]]]:
     """The pages of the next few ticks from `tick` on, and the tick to go on from."""
     with txn.cursor(db=tables.recency) as cursor:
@@ -219,8 +220,9 @@ def _some_pages(
     keys = [key for _, key in records]
     found = []
     for key, place in zip(keys, tables.places(txn, keys), strict=True):
-        if place is not None and not verifier.reason(tables, key, place, scratch):
-            found.append((key, bytes(scratch[: place.length])))
+        value = verifier.value(tables, key, place, room)
+        if not isinstance(value, str):
+            found.append((key, bytes(value)))
     return records[-1][0] + 1, found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,16 @@ def open_store(path: Any, **changes: Any) -> LmdbPageStore:
 
 def put_numbers(store: LmdbPageStore, numbers: Any, page_bytes: int = PAGE_BYTES, kind: str = "random") -> list[bool]:
     return store.put([(key_of(n), page_of(n, page_bytes, kind)) for n in numbers])
+
+
+def forget_cached(path: Path) -> None:
+    """Have the kernel drop what it keeps of a file that nobody has mapped pages of."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def found_numbers(store: LmdbPageStore, numbers: Any, page_bytes: int = PAGE_BYTES, kind: str = "random") -> set[int]:

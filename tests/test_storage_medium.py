@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from storage_pages import found_numbers, key_of, open_store, put_numbers
+from storage_pages import forget_cached, found_numbers, key_of, open_store, put_numbers
 
 NUM_PAGES, PAGE_BYTES = 40, 1 << 20
 SETTINGS = {"page_bytes": PAGE_BYTES, "budget_bytes": 80 << 20}
@@ -62,8 +62,7 @@ def main(path: str) -> None:
         assert all(put_numbers(store, range(NUM_PAGES), PAGE_BYTES))
     store = open_store(path, **SETTINGS)
     assert all(store.contains([key_of(n) for n in range(NUM_PAGES)]))
-    descriptor = os.open(Path(path) / "data.mdb", os.O_RDONLY)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    forget_cached(Path(path) / "data.mdb")
     print("ready", flush=True)
     sys.stdin.readline()
     found = found_numbers(store, range(NUM_PAGES), PAGE_BYTES)

@@ -14,6 +14,7 @@ from typing import Any
 
 from hicache.storage.base import StoreError
 from hicache.storage.codec import is_packed
+from hicache.storage.direct_read import aligned_room
 from hicache.storage.header import HEADER_BYTES, MAGIC
 from hicache.storage.lmdb_tree import Place
 from hicache.storage.lookup import Snapshots
@@ -53,18 +54,18 @@ def _in_order(txn: Any, tables: Tables, *, newest: bool, limit: int | None) -> l
 
 
 def _codecs(txn: Any, tables: Tables, *, keys: list[bytes]) -> list[str]:
-    scratch = memoryview(bytearray(HEADER_BYTES))
+    room = aligned_room(HEADER_BYTES)
     # One at a time: asked for several, `places` has the kernel read the values.
-    return [_codec(tables, tables.places(txn, [key])[0], scratch) for key in keys]
+    return [_codec(tables, tables.places(txn, [key])[0], room) for key in keys]
 
 
-def _codec(tables: Tables, place: Place | None, scratch: memoryview) -> str:
+def _codec(tables: Tables, place: Place | None, room: memoryview) -> str:
     if place is None:
         return "gone"
     if place.length < HEADER_BYTES:
         return "unreadable"
     try:
-        head = tables.values.read(Place(place.offset, HEADER_BYTES), scratch)
+        head = tables.values.read(Place(place.offset, HEADER_BYTES), room)
     except OSError:
         return "unreadable"
     if head[: len(MAGIC)] != MAGIC:
