@@ -157,7 +157,8 @@ def _report_reads(
     report: Report, rounds: dict[str, list[float]], read: dict[str, list[float]], num_bytes: int, page_bytes: int
 ) -> None:
     ceiling = percentile(gb_per_s(num_bytes, rounds["raw"]), 50)
-    report.add(Case.of("read.raw", gb_per_s(num_bytes, rounds["raw"]), "GB/s", note="O_DIRECT, in blocks of a page, from read.cold's file"))
+    note = "O_DIRECT, in blocks of a page, from the file of read.cold"
+    report.add(Case.of("read.raw", gb_per_s(num_bytes, rounds["raw"]), "GB/s", note=note))
     data_of = {"read.cold": "random bytes", "read.packed": "synthetic KV, bf16", "read.trained": f"{TRAINED}, bf16"}
     for kind, data in data_of.items():
         if kind not in rounds:
