@@ -1,7 +1,7 @@
 """The disk tier: cold reads, packed reads, writes and look-ups through the store, beside the same bytes raw.
 
     read.cold          random pages that do not pack, 8 threads, caches dropped before each round; the ceiling is the
-                       same file by O_DIRECT, as many bytes in blocks of a page at random places, 8 threads
+                       same number of bytes by O_DIRECT, in blocks of a page at random places, 8 threads
     read.packed        the same with synthetic KV that packs: bytes of pages a second over raw bytes read a second
     read.trained       and with keys and values of a trained model, where one is installed (bench.trained_kv)
     pack.<data>.<filter>  bytes of a page over bytes stored
@@ -117,6 +117,9 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
     if trained is not None:
         kinds["read.trained"] = trained
     _packing(report, page_bytes, kinds)
+    files = {"raw": folder / "raw", **{kind: folder / kind / "data.mdb" for kind in kinds}}
+    # Before the others: below a virtual disk, what was written last may lie in the host's memory.
+    _write_file(files["raw"], page_bytes, num_pages)
     kept: dict[str, PageBuffer] = {}
     for kind, pages in kinds.items():  # told apart by their first bytes
         store = _open(folder / kind, page_bytes, num_pages)
@@ -130,9 +133,6 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
                 raise BenchUnavailable(f"the disk below {folder} has no room for {num_pages} pages")
         kept[kind] = pages[1]
         store.close()
-    files = {kind: folder / kind / "data.mdb" for kind in kinds}
-    # The same bytes of the same file: below a virtual disk another file may lie in another machine's memory, or not.
-    files["raw"] = files["read.cold"]
     buffers = [np.frombuffer(mmap.mmap(-1, page_bytes), dtype=np.uint8) for _ in range(THREADS)]
     rounds: dict[str, list[float]] = {"raw": [], **{kind: [] for kind in kinds}}
     read: dict[str, list[float]] = {name: [] for name in rounds}
@@ -157,7 +157,7 @@ def _report_reads(
     report: Report, rounds: dict[str, list[float]], read: dict[str, list[float]], num_bytes: int, page_bytes: int
 ) -> None:
     ceiling = percentile(gb_per_s(num_bytes, rounds["raw"]), 50)
-    note = "O_DIRECT, in blocks of a page, from the file of read.cold"
+    note = "O_DIRECT, in blocks of a page"
     report.add(Case.of("read.raw", gb_per_s(num_bytes, rounds["raw"]), "GB/s", note=note))
     data_of = {"read.cold": "random bytes", "read.packed": "synthetic KV, bf16", "read.trained": f"{TRAINED}, bf16"}
     for kind, data in data_of.items():
@@ -224,6 +224,14 @@ def _compare(buffers: Sequence[PageBuffer], like: PageBuffer, order: Sequence[in
             raise AssertionError(f"page {i} holds another page's bytes")
         if i % 8 == 1 and not np.array_equal(buffer[8:], like[8:]):
             raise AssertionError(f"page {i} is not what was put")
+
+
+def _write_file(path: Path, page_bytes: int, num_pages: int) -> None:
+    page = np.random.default_rng(1).integers(0, 256, page_bytes, dtype=np.uint8)
+    with path.open("wb") as file:
+        for _ in range(num_pages):
+            file.write(page.data)
+        os.fsync(file.fileno())
 
 
 def drop_caches(file: Path) -> None:
