@@ -1,9 +1,8 @@
 """Long values read past the kernel's memory, where they are not in it already.
 
-A read through the page cache finds memory for every page and copies it once more: on few cores that takes as long as
-unpacking, and on many it is what bounds a fast medium. So the kernel is asked (`cachestat`, Linux 6.5) how much of a
-value it has, and where that is little, or nothing tells, it is left out or relied on as before. May import the standard
-library.
+A read through the page cache finds memory for every page and copies it once more, which takes cores from unpacking. So
+the kernel is asked (`cachestat`, Linux 6.5) how much of a value it has, and where that is little, the value is read
+directly; where nothing tells, as ever. May import the standard library.
 """
 
 from __future__ import annotations
