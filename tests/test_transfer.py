@@ -267,6 +267,11 @@ def test_a_tapered_cover_is_a_cover(total: int, step: int, least: int) -> None:
     assert ends == sorted(ends, reverse=True)
 
 
+def test_nothing_tapers_to_nothing() -> None:
+    """A copy of no pages has no chunks, tapered or not."""
+    assert spans(0, 4) == [] == tapered([], 2)
+
+
 def test_groups_make_pieces_worth_their_cost() -> None:
     """A piece costs at most its share of the time of its bytes, in no more layers than that takes or a buffer fits."""
     free, dear = Way(50e9), Way(50e9, piece_s=1e-6)

@@ -187,6 +187,8 @@ def spans(total: int, step: int) -> list[tuple[int, int]]:
 
 def tapered(intervals: list[tuple[int, int]], least: int) -> list[tuple[int, int]]:
     """The intervals, the last one halved, and the half behind it again, until no more than `least` (or 1) remains."""
+    if not intervals:
+        return []
     *found, (start, stop) = intervals
     while stop - start > max(1, least):
         found.append((start, (start + stop + 1) // 2))
