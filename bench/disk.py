@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.common import BenchUnavailable, Case, Report, gb_per_s, interleave, percentile
-from bench.disk_pipeline import measure_pipeline
+from bench.disk_pipeline import drop_caches, measure_pipeline
 from bench.trained_kv import CHANNELS as TRAINED_CHANNELS
 from bench.trained_kv import MODEL as TRAINED
 from bench.trained_kv import PAGE_BYTES as TRAINED_PAGE_BYTES
@@ -118,7 +118,7 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
         kinds["read.trained"] = trained
     _packing(report, page_bytes, kinds)
     files = {"raw": folder / "raw", **{kind: folder / kind / "data.mdb" for kind in kinds}}
-    # Before the others: below a virtual disk, what was written last may lie in the host's memory.
+    # A file of its own, read once a round as the others are: a virtual disk's host may keep what was just read.
     _write_file(files["raw"], page_bytes, num_pages)
     kept: dict[str, PageBuffer] = {}
     for kind, pages in kinds.items():  # told apart by their first bytes
@@ -157,8 +157,7 @@ def _report_reads(
     report: Report, rounds: dict[str, list[float]], read: dict[str, list[float]], num_bytes: int, page_bytes: int
 ) -> None:
     ceiling = percentile(gb_per_s(num_bytes, rounds["raw"]), 50)
-    note = "O_DIRECT, in blocks of a page"
-    report.add(Case.of("read.raw", gb_per_s(num_bytes, rounds["raw"]), "GB/s", note=note))
+    report.add(Case.of("read.raw", gb_per_s(num_bytes, rounds["raw"]), "GB/s", note="O_DIRECT, in blocks of a page"))
     data_of = {"read.cold": "random bytes", "read.packed": "synthetic KV, bf16", "read.trained": f"{TRAINED}, bf16"}
     for kind, data in data_of.items():
         if kind not in rounds:
@@ -232,16 +231,6 @@ def _write_file(path: Path, page_bytes: int, num_pages: int) -> None:
         for _ in range(num_pages):
             file.write(page.data)
         os.fsync(file.fileno())
-
-
-def drop_caches(file: Path) -> None:
-    """Forget what the kernel keeps of a file that nobody has mapped."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 def _bytes_read() -> int:

@@ -88,9 +88,7 @@ def _round(config: EngineConfig, prompts: list[np.ndarray], truth: list[torch.Te
     found: dict[str, float] = {}
     data = Path(config.disk.path) / "data.mdb"
     for name in ("legs", "pipeline"):
-        descriptor = os.open(data, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+        drop_caches(data)
         with _engine(config) as engine:
             _touch(engine)
             start = time.perf_counter()
@@ -117,6 +115,16 @@ def _round(config: EngineConfig, prompts: list[np.ndarray], truth: list[torch.Te
             found["link" if name == "legs" else "pipeline"] = time.perf_counter() - start
             _compare(engine, leases, truth)
     return found
+
+
+def drop_caches(file: Path) -> None:
+    """Forget what the kernel keeps of a file that nobody has mapped."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _touch(engine: CacheEngine) -> None:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from device_case import PLACES
 
 from hicache.kernels.upload import upload
 from hicache.transfer.ids import IdUploader
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PLACES = [
-    ("cpu", "torch"),
-    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
-    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
-    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
-]
 
 
 @pytest.mark.parametrize(("device", "kernels"), PLACES)

@@ -32,7 +32,7 @@ from hicache.transfer.calibrate import measured_rates
 from hicache.transfer.copies import can_batch, copy_batched, copy_strided, need_bindings
 from hicache.transfer.counter import LayerTransferCounter
 from hicache.transfer.ids import IdUploader
-from hicache.transfer.plan import Cut, Ids, Plan, Shape, choose, cut, spans, tapered
+from hicache.transfer.plan import Cut, Ids, Plan, Shape, choose, cut, power_of_two, spans, tapered
 from hicache.transfer.straight import SlotRuns, StraightCopier
 
 log = logging.getLogger(__name__)
@@ -241,8 +241,8 @@ class CudaTransfer:
     def _plan(self, lane: _Lane, num_pages: int, num_runs: int, slot_runs: int = 0) -> Plan:
         """For the next power of two of each, so that a plan that was made is likely to serve again."""
         rates, ramp = (self._rates.up, True) if lane is self._up else (self._rates.down, False)
-        runs = _to_power(num_runs) if can_batch() else 1
-        shape = self._shape(num_pages=_to_power(num_pages), num_runs=runs, slot_runs=_to_power(slot_runs))
+        runs = power_of_two(num_runs) if can_batch() else 1
+        shape = self._shape(num_pages=power_of_two(num_pages), num_runs=runs, slot_runs=power_of_two(slot_runs))
         return choose(rates, shape, lane.buffer_bytes, ramp=ramp)
 
     def _issue(self, whatever: bool, most_steps: float = math.inf) -> None:
@@ -371,8 +371,3 @@ class CudaTransfer:
                 copy_strided(near, width, far, pitch, width, rows, up, stream)
             else:
                 copy_strided(far, pitch, near, width, width, rows, up, stream)
-
-
-def _to_power(count: int) -> int:
-    """The least power of two from `count` on; 0 for 0."""
-    return 1 << (count - 1).bit_length() if count else 0

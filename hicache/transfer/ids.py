@@ -1,6 +1,6 @@
 """Ids of copies on their way to the device, through page-locked memory that is used again once it has been read.
 
-May import torch, kernels and the rest of its package.
+May import torch, kernels, config and the rest of its package.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hicache.kernels._triton import Kernels, power_of_two
+from hicache.config import Kernels
 from hicache.kernels.upload import upload
+from hicache.transfer.plan import power_of_two
 
 
 @dataclass

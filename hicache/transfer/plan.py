@@ -180,6 +180,11 @@ def ramped(first: int, group: int, num_layers: int, *, down: bool) -> list[int]:
     return head + [size] * (left // size) + ([left % size] if left % size else []) + tail
 
 
+def power_of_two(count: int) -> int:
+    """The least from `count` on; 0 for 0."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
 def spans(total: int, step: int) -> list[tuple[int, int]]:
     """Half-open intervals of at most `step` that cover [0, total)."""
     return [(start, min(start + step, total)) for start in range(0, total, step)]
