@@ -41,7 +41,7 @@ class StoreCorrupt(StoreError):
 class StoreStats:
     """A snapshot. Counters start at zero when the store is opened; sizes describe what is stored now.
 
-    `live_bytes`: values that can be read, headers included. `file_bytes`: size of the data file, which `budget_bytes`
+    `live_bytes`: values that can be read, headers included. `file_bytes`: what the files take, which `budget_bytes`
     bounds. `put_bytes_raw` and `put_bytes_stored`: pages put, before and after packing. `corrupt`: reads that found
     bytes which could not be verified. `read_errors`, `write_errors`: calls the medium refused. `read_only`: it refused
     a write, and nothing is written until `revive`.

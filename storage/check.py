@@ -35,7 +35,7 @@ class Verifier:
         if place.length > self.max_value_bytes:
             return f"value of {place.length} bytes, longer than a page's"
         try:
-            value = tables.values.read(place, room)
+            value = tables.read(place, room)
         except OSError as error:
             return f"cannot be read: {error}"
         return self.verify(key, value) or value
@@ -64,13 +64,15 @@ def faults(tables: Tables, verifier: Verifier, seen: Callable[[int], None] = lam
     """
     room = aligned_room(verifier.max_value_bytes)
     with tables.env.begin(buffers=True) as txn:
-        total_bytes = 0
+        total_bytes, found_places = 0, list[Place]()
         with txn.cursor(db=tables.pages) as cursor:
             keys = (bytes(view) for view in cursor.iternext(keys=True, values=False))
             while batch := list(islice(keys, _KEYS_AT_ONCE)):
                 for key, place in zip(batch, tables.places(txn, batch), strict=True):
                     value_bytes = 0 if place is None else place.length
                     total_bytes += value_bytes
+                    if place is not None and tables.slots is not None:
+                        found_places.append(place._replace(head=b""))
                     seen(value_bytes)
                     reason = verifier.reason(tables, key, place, room)
                     if reason:
@@ -79,6 +81,9 @@ def faults(tables: Tables, verifier: Verifier, seen: Callable[[int], None] = lam
         yield from _recency_faults(txn, tables)
         if live_bytes(txn, tables) != total_bytes:
             yield Violation(f"live_bytes is {live_bytes(txn, tables)}, the values have {total_bytes}")
+        if tables.slots is not None:
+            used = tables.slots.used(found_places)
+            yield from (Violation(reason) for reason in tables.slots.faults(txn, tables.meta, used))
 
 
 def _age_faults(txn: Any, tables: Tables, key: bytes, value_bytes: int) -> Iterator[Violation]:

@@ -1,7 +1,7 @@
 """How a page becomes a value, and a value that page again: filter, zstd, cipher, checksum, in this order.
 
 Owns the packing and each thread's scratch for it; header.py owns the header, docs/disk_format.md describes every byte.
-May import numpy, zstandard, the standard library, base, header, filters, cipher and packages.
+May import numpy, zstandard, the standard library, base, header, filters, cipher, packages and slot_file.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ from hicache.storage.header import (
     MAX_PAGE_BYTES,
     NAMESPACE_BYTES,
     RAW,
+    SLOT_VERSION,
+    TABLE_VERSION,
     ZSTD,
     ValueHeader,
     bound_to,
+    copy_parts,
+    head_of,
     is_packed,
     read_header,
     seal_into,
 )
 from hicache.storage.packages import zstandard
+from hicache.storage.slot_file import Apart
 
 __all__ = ["HEADER_BYTES", "NAMESPACE_BYTES", "RAW", "ZSTD", "PageCodec", "choose_filter", "is_packed"]
 
@@ -58,10 +63,11 @@ class _Contexts(threading.local):
 
 
 def _compressor(page_bytes: int, level: int, how: PageFilter) -> Any:
-    # In arranged numbers short matches are chance, and finding and coding them costs more than it saves. With long
-    # ones and a small table alone the levels up to 3 pack 1.1 to 4 times as fast, and synthetic keys and values no
-    # worse; where tokens repeat, up to 2 % worse. The higher levels are there to find what repeats: they stay as are.
-    numbers = {"min_match": 7, "hash_log": 12, "chain_log": 12} if how.kind != "none" and level <= 3 else {}
+    # In arranged numbers short matches are chance, and finding, coding and copying them costs more than it saves. With
+    # long ones and a tiny table alone the levels up to 3 pack twice as fast as with a table of 2^12, and what they pack
+    # unpacks 1.4 times as fast; keys and values of a trained model come out 2 % larger, synthetic ones 1 % larger or
+    # smaller. The higher levels are there to find what repeats: they stay as are.
+    numbers = {"min_match": 7, "hash_log": 7, "chain_log": 7} if how.kind != "none" and level <= 3 else {}
     settings = zstandard.ZstdCompressionParameters.from_level(
         level, source_size=page_bytes, write_checksum=True, write_content_size=True, **numbers
     )
@@ -114,6 +120,19 @@ class PageCodec:
         `is_packed` tells how it came out. `lag` says how far the writer is behind, from 0, it keeps up, to 1, its queue
         is full: from 0.5 pages are packed at level 1, from 0.9 not at all.
         """
+        fields, parts = self._parts(key, page, lag, TABLE_VERSION)
+        return seal_into(room, key, fields, *parts)
+
+    def encode_apart(self, key: bytes, page: PageBuffer, room: memoryview, *, lag: float = 0.0) -> Apart:
+        """A value in two parts, for a slot. A raw payload is `page` itself, an encrypted one lies in `room`."""
+        fields, parts = self._parts(key, page, lag, SLOT_VERSION)
+        head = head_of(key, fields, *parts)
+        return Apart(head, parts[0] if len(parts) == 1 else room[: copy_parts(room, *parts)])
+
+    def _parts(
+        self, key: bytes, page: PageBuffer, lag: float, version: int
+    ) -> tuple[bytes, tuple[bytes | memoryview, ...]]:
+        """A value's header without its checksum, and its payload in parts."""
         packed = self._pack(page, lag)
         payload = page.data if packed is None else packed
         header = ValueHeader(
@@ -123,12 +142,12 @@ class PageCodec:
             stored_bytes=len(payload) + (SEAL_BYTES if self._cipher else 0),
             filter=_NO_FILTER if packed is None else self._filter,
             namespace=self._namespace,
+            version=version,
         )
         fields = header.pack()
         if self._cipher is None:
-            return seal_into(room, key, fields, payload)
-        sealed = self._cipher.seal(payload, bound_to(key, fields), self._contexts.sealed)
-        return seal_into(room, key, fields, *sealed)
+            return fields, (payload,)
+        return fields, self._cipher.seal(payload, bound_to(key, fields), self._contexts.sealed)
 
     def decode_into(self, key: bytes, value: bytes | memoryview, page: PageBuffer) -> str:
         """Verify `value` and unpack it into `page`, writable contiguous uint8 `[page_bytes]`.
@@ -137,16 +156,19 @@ class PageCodec:
         raises for any `value`, and allocates by `page_bytes` only, never by a length that the value names.
         """
         view = memoryview(value)
-        header = read_header(key, view, self._page_bytes, self._namespace)
+        return self.decode_apart(key, view[:HEADER_BYTES], view[HEADER_BYTES:], page)
+
+    def decode_apart(self, key: bytes, head: bytes | memoryview, payload: memoryview, page: PageBuffer) -> str:
+        """The same for a value in two parts. `payload` may be `page` itself: a raw page is then left where it is."""
+        header = read_header(key, head, payload, self._page_bytes, self._namespace)
         if isinstance(header, str):
             return header
-        payload = view[HEADER_BYTES:]
         if header.encrypted and self._cipher is None:
             return "encrypted page; open the store with its key"
         if self._cipher is not None:
             if not header.encrypted:
                 return "plain page in an encrypted store"
-            plain = self._cipher.unseal(payload, bound_to(key, view[:FIELD_BYTES]), self._contexts.sealed)
+            plain = self._cipher.unseal(payload, bound_to(key, head[:FIELD_BYTES]), self._contexts.sealed)
             if plain is None:
                 return "page does not decrypt: changed, or of another key"
             payload = plain
@@ -159,14 +181,14 @@ class PageCodec:
         which needs no cipher and finds damage, not forgery.
         """
         view = memoryview(value)
-        header = read_header(key, view, self._page_bytes, self._namespace)
+        header = read_header(key, view[:HEADER_BYTES], view[HEADER_BYTES:], self._page_bytes, self._namespace)
         if isinstance(header, str):
             return header
         if header.encrypted:
             return ""
         if self._cipher is not None:
             return "plain page in an encrypted store"
-        return "" if header.codec == RAW else self._inflate(view[HEADER_BYTES:], self._contexts.arranged)
+        return "" if header.codec == RAW else self._inflate(header, view[HEADER_BYTES:], self._contexts.arranged)
 
     def _pack(self, page: PageBuffer, lag: float) -> bytes | None:
         """The page filtered and compressed; None when it is to be stored raw."""
@@ -193,21 +215,26 @@ class PageCodec:
 
     def _unpack(self, header: ValueHeader, payload: memoryview, page: PageBuffer) -> str:
         if header.codec == RAW:
-            np.copyto(page, np.frombuffer(payload, dtype=np.uint8))
+            source = np.frombuffer(payload, dtype=np.uint8)
+            if source.ctypes.data != page.ctypes.data:
+                np.copyto(page, source)
             return ""
         if header.filter.kind == "none":
-            return self._inflate(payload, page)
+            return self._inflate(header, payload, page)
         arranged = self._contexts.arranged
-        reason = self._inflate(payload, arranged)
+        reason = self._inflate(header, payload, arranged)
         if not reason:
             self._contexts.arranger.restore(header.filter, arranged, page)
         return reason
 
-    def _inflate(self, payload: memoryview, target: PageBuffer) -> str:
+    def _inflate(self, header: ValueHeader, payload: memoryview, target: PageBuffer) -> str:
         """Decompress one frame of exactly `page_bytes` into `target`; bounded by it whatever the frame says."""
         try:
-            if zstandard.get_frame_parameters(payload).content_size != self._page_bytes:
+            frame = zstandard.get_frame_parameters(payload)
+            if frame.content_size != self._page_bytes:
                 return "frame of another length"
+            if header.rests_on_frame and not frame.has_checksum:
+                return "frame without a checksum"
             with self._contexts.decompressor.stream_reader(payload) as reader:
                 return _read_exactly(reader, target.data)
         except zstandard.ZstdError as error:

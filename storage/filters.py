@@ -131,7 +131,11 @@ def _split(elements: Elements, planes: PageBuffer) -> None:
 
 
 def _merge(planes: PageBuffer, elements: Elements) -> None:
-    np.copyto(elements, planes[-1])
-    for plane in planes[-2::-1]:
+    if len(planes) == 1:
+        np.copyto(elements, planes[0])
+        return
+    np.multiply(planes[-1], elements.dtype.type(256), out=elements)
+    np.bitwise_or(elements, planes[-2], out=elements)
+    for plane in planes[-3::-1]:
         np.left_shift(elements, 8, out=elements)
         np.bitwise_or(elements, plane, out=elements)

@@ -66,19 +66,21 @@ class StoreEnv:
         return self._tables
 
     def file_bytes(self) -> int:
-        return self._data.stat().st_size
+        """What the files of the tables and of the slots take."""
+        slots = None if self._tables is None else self._tables.slots
+        return self._data.stat().st_size + (0 if slots is None else slots.file.allocated_bytes())
 
     def require_whole(self) -> None:
         """OSError when the file is shorter than it was: touching the map beyond its end would kill the process."""
         least = self._least_file_bytes  # before the size: a commit may lengthen both meanwhile
-        size = self.file_bytes()
+        size = self._data.stat().st_size
         if size < least:
             raise OSError(errno.EIO, f"{self._data} was cut from {least} to {size} bytes from outside")
 
     def committed(self) -> None:
         """Note how long the file has to be from now on. lmdb leaves out free pages at its end: they become a hole."""
-        whole = (self.tables.env.info()["last_pgno"] + 1) * self.tables.psize
-        if self.file_bytes() < whole:
+        whole = self.tables.index_bytes()
+        if self._data.stat().st_size < whole:
             os.truncate(self._data, whole)
         self._least_file_bytes = whole
 
@@ -133,12 +135,12 @@ class StoreEnv:
         return found
 
     def compact(self) -> int:
-        """Copy what is live into a new file and let it take the old one's place; returns the bytes saved.
+        """Copy what is live in the tables into a new file and let it take the old one's place; returns the bytes saved.
 
         A crash leaves one or the other whole. Readers of this process go on during the copy and wait for the exchange;
         those of others keep the old file until they see the new one.
         """
-        before_bytes, copy = self.file_bytes(), self._spec.path / COMPACT_FILE
+        before_bytes, copy = self._data.stat().st_size, self._spec.path / COMPACT_FILE
         try:
             with copy.open("wb") as file:
                 self.require_whole()
@@ -159,7 +161,7 @@ class StoreEnv:
             copy.replace(self._data)
             sync_directory(self._spec.path)
             self._adopt(open_tables(self._spec))
-        return before_bytes - self.file_bytes()
+        return before_bytes - copy_bytes
 
     def reopen(self) -> None:
         """Open the file anew: after a failed write lmdb may refuse even to read. Raises what opening raises; then every

@@ -2,10 +2,11 @@
 
 lmdb trusts its file: a truncated one kills the process on first touch, a foreign one may do worse. So what can be
 checked is checked before lmdb maps it. Owns the writer's lock file and the environment's flags. May import lmdb, the
-standard library, base, lmdb_meta, lmdb_record, lmdb_tree and lru.
+standard library, base, cipher, lmdb_meta, lmdb_record, lmdb_tree, lru, slot_file and slots.
 
     DIR/data.mdb     lmdb's data      DIR/writer.lock   held by the one store that writes; names its process
     DIR/lock.mdb     lmdb's readers   DIR/compact.tmp   a copy being compacted; a left-over is removed
+    DIR/pages.dat    the slots of long values, where a store has them
 
 Readers in other processes register in `lock.mdb`. It is never replaced, so that readers of the old data file and the
 writer of a compacted one agree on the current transaction.
@@ -14,6 +15,7 @@ writer of a compacted one agree on the current transaction.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import os
@@ -22,17 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from hicache.storage.base import StoreCorrupt, StoreError, StoreLocked
+from hicache.storage.cipher import SEAL_BYTES
 from hicache.storage.lmdb_meta import read_meta
-from hicache.storage.lmdb_record import SETTINGS_KEY, STORE_FORMAT, STORE_KEY, IdentityRecord, Settings
+from hicache.storage.lmdb_record import SETTINGS_KEY, STORE_KEY, IdentityRecord, Settings
 from hicache.storage.lmdb_tree import ValueFile
 from hicache.storage.lru import COUNTERS_KEY, PAIR, PROBE_KEY, TABLE_NAMES, Tables
 from hicache.storage.packages import lmdb
+from hicache.storage.slot_file import SLOTS_FILE, SlotFile, whole_blocks
+from hicache.storage.slots import SLOT_TABLE_NAMES, SPACE_KEY, SlotTables, Space
 
 DATA_FILE, LOCK_FILE, READERS_FILE, COMPACT_FILE = "data.mdb", "writer.lock", "lock.mdb", "compact.tmp"
 # Slots for read transactions of all processes at a time; they fit the reader table that is reserved on disk.
 READER_SLOTS = 1000
 _READERS_FILE_BYTES = 64 << 10
-_SHRINKING_BYTES = 16 << 20
+_SHRINKING_BYTES, _SPARE_INDEX_BYTES = 16 << 20, 128 << 10
+MAX_TABLES = len(TABLE_NAMES) + len(SLOT_TABLE_NAMES)
 
 
 def lock_directory(path: Path) -> int:
@@ -112,13 +118,16 @@ def mend_length(path: Path) -> int | None:
 
 @dataclass(frozen=True)
 class FileSpec:
-    """What an environment is opened with: the identity that the store must have, and the settings to be recorded."""
+    """What an environment is opened with: the bound of its files, what of that is for tables beside slots, the identity
+    that the store must have, the settings to be recorded, and the size of pages from which on a new store has slots."""
 
     path: Path
     map_bytes: int
+    index_bytes: int
     max_readers: int
     identity: IdentityRecord
     settings: Settings
+    slots_from_bytes: int
 
 
 def open_tables(spec: FileSpec) -> Tables:
@@ -127,30 +136,38 @@ def open_tables(spec: FileSpec) -> Tables:
     Raises `StoreCorrupt`, `StoreMismatch` or `StoreError`; then nothing stays open and no page was changed.
     """
     env = _open_env(spec)
-    path = spec.path
+    path, is_new = spec.path, False
     try:
         env.reader_check()
-        if env.stat()["entries"] == 0:
+        is_new = env.stat()["entries"] == 0
+        if is_new:
             _create(env, spec)
         else:
             _adopt(env, spec)
-        tables = find_tables(env, path)
+        tables = find_tables(env, path, writable=True)
     except (lmdb.Error, OSError) as error:
         env.close()
-        if isinstance(error, (lmdb.DiskError, lmdb.MapFullError)):
+        if is_new or isinstance(error, (lmdb.DiskError, lmdb.MapFullError)):
             raise StoreError(f"no room for a store at {path}: {error}; free space or choose another path") from error
         raise StoreCorrupt(f"{path} is not a page store: {error}; choose another disk path") from error
     except StoreError:
         env.close()
         raise
-    return tables
+    return tables if tables.slots is None else _with_walls(tables, tables.slots, spec)
 
 
-def find_tables(env: Any, path: Path) -> Tables:
-    """The tables of an open environment that is a store. Raises what lmdb raises when one is missing, and OSError."""
-    handles = [env.open_db(name, create=False) for name in TABLE_NAMES]
-    psize = env.stat()["psize"]
-    return Tables(env, psize, ValueFile(path / DATA_FILE, psize), *handles)
+def find_tables(env: Any, path: Path, *, writable: bool) -> Tables:
+    """The tables of an open environment that is a store. Raises what lmdb raises when one is missing, OSError when a
+    file is, and `StoreError`."""
+    *others, meta = (env.open_db(name, create=False) for name in TABLE_NAMES)
+    with env.begin() as txn:
+        slot_bytes = read_identity(path, txn, meta).slot_bytes
+    slots, psize = None, env.stat()["psize"]
+    if slot_bytes:
+        free, freed = (env.open_db(name, create=False) for name in SLOT_TABLE_NAMES)
+        slots = SlotTables(SlotFile(path / SLOTS_FILE, slot_bytes, writable=writable), free, freed)
+    pages, ages, recency = others
+    return Tables(env, psize, ValueFile(path / DATA_FILE, psize), pages, ages, recency, meta, slots)
 
 
 def read_identity(path: Path, txn: Any, meta: Any) -> IdentityRecord:
@@ -199,7 +216,7 @@ def _open_env(spec: FileSpec) -> Any:
             str(path),
             # A file made with a larger budget needs room beyond its end before anything in it can be evicted.
             map_size=spec.map_bytes if size <= spec.map_bytes else size + size // 64 + _SHRINKING_BYTES,
-            max_dbs=len(TABLE_NAMES),
+            max_dbs=MAX_TABLES,
             max_readers=READER_SLOTS,
             metasync=spec.settings.durability == "commit",
             # Values are long runs of file pages and are read whole: without read-ahead cold reads take 6 times as long.
@@ -212,11 +229,44 @@ def _open_env(spec: FileSpec) -> Any:
 
 
 def _create(env: Any, spec: FileSpec) -> None:
+    slot_bytes = _slots_for(spec)
     with env.begin(write=True) as txn:
         *_, meta = (env.open_db(name, txn=txn) for name in TABLE_NAMES)
-        txn.put(STORE_KEY, spec.identity.pack(), db=meta)
+        if slot_bytes:
+            for name in SLOT_TABLE_NAMES:
+                env.open_db(name, txn=txn)
+            txn.put(SPACE_KEY, Space(0, 0, 0).pack(), db=meta)
+        txn.put(STORE_KEY, dataclasses.replace(spec.identity, slot_bytes=slot_bytes).pack(), db=meta)
         txn.put(SETTINGS_KEY, spec.settings.pack(), db=meta)
         txn.put(COUNTERS_KEY, PAIR.pack(1, 0), db=meta)
+
+
+def _slots_for(spec: FileSpec) -> int:
+    """Size of the slots of a new store, whose file is there then, empty; 0 when its values are to be in the tables."""
+    if spec.identity.page_bytes < spec.slots_from_bytes:
+        return 0
+    slot_bytes = whole_blocks(spec.identity.page_bytes + (SEAL_BYTES if spec.identity.key_id else 0))
+    file = SlotFile(spec.path / SLOTS_FILE, slot_bytes, writable=True, create=True)
+    try:
+        file.cut(0)
+        return slot_bytes if file.can_empty() else 0
+    finally:
+        file.close()
+        sync_directory(spec.path)
+
+
+def _with_walls(tables: Tables, slots: SlotTables, spec: FileSpec) -> Tables:
+    """The bound divided between tables and slots, and the slots tidied up."""
+    map_bytes = max(spec.index_bytes, tables.index_bytes() + _SPARE_INDEX_BYTES)
+    try:
+        tables.env.set_mapsize(map_bytes)
+        with tables.env.begin() as txn:
+            slots.tidy(txn, tables.meta)
+    except (lmdb.Error, OSError) as error:
+        tables.close()
+        raise StoreCorrupt(f"cannot open the slots of {spec.path}: {error}; choose another disk path") from error
+    wall_bytes = spec.map_bytes - spec.index_bytes
+    return dataclasses.replace(tables, slots=dataclasses.replace(slots, wall_bytes=wall_bytes))
 
 
 def _adopt(env: Any, spec: FileSpec) -> None:
@@ -227,10 +277,10 @@ def _adopt(env: Any, spec: FileSpec) -> None:
         settings = txn.get(SETTINGS_KEY, db=meta)
         has_probe = cursor.set_key(PROBE_KEY)
     stored.require(spec.path, spec.identity)
-    if stored.format == STORE_FORMAT and settings == spec.settings.pack() and not has_probe:
+    if stored.format == stored.current_format and settings == spec.settings.pack() and not has_probe:
         return
     # A full disk must not keep a store from being read: the records are as they were, then.
     with contextlib.suppress(lmdb.DiskError, lmdb.MapFullError, OSError), env.begin(write=True) as txn:
-        txn.put(STORE_KEY, spec.identity.pack(), db=meta)
+        txn.put(STORE_KEY, dataclasses.replace(spec.identity, slot_bytes=stored.slot_bytes).pack(), db=meta)
         txn.put(SETTINGS_KEY, spec.settings.pack(), db=meta)
         txn.delete(PROBE_KEY, db=meta)

@@ -24,6 +24,7 @@ from hicache.storage.counters import Counters, Counts
 from hicache.storage.gate import Gate
 from hicache.storage.lmdb_file import (
     DATA_FILE,
+    MAX_TABLES,
     READER_SLOTS,
     find_tables,
     read_identity,
@@ -41,7 +42,7 @@ from hicache.storage.lmdb_record import (
     sealed_identity,
 )
 from hicache.storage.lookup import Lookup, SealedValues
-from hicache.storage.lru import TABLE_NAMES, AccessLog, Tables
+from hicache.storage.lru import AccessLog, Tables
 from hicache.storage.packages import lmdb, require_packages
 
 log = logging.getLogger("hicache.storage")
@@ -76,7 +77,9 @@ class ReaderEnv:
         return self._path
 
     def file_bytes(self) -> int:
-        return self._data.stat().st_size
+        tables = self._tables
+        slots = None if tables is None else tables.slots
+        return self._data.stat().st_size + (0 if slots is None else slots.file.allocated_bytes())
 
     def read(self, body: Callable[[Any, Tables], T], otherwise: T) -> T:
         """`body` in a read transaction of its own, buffers valid until it returns."""
@@ -268,11 +271,11 @@ def _open_tables(path: Path, meta: Meta) -> Tables:
             readonly=True,
             create=False,
             map_size=max(meta.map_bytes, meta.file_bytes),
-            max_dbs=len(TABLE_NAMES),
+            max_dbs=MAX_TABLES,
             max_readers=READER_SLOTS,
         )
         env.reader_check()
-        return find_tables(env, path)
+        return find_tables(env, path, writable=False)
     except (lmdb.Error, OSError) as error:
         if env is not None:
             env.close()

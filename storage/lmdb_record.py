@@ -2,7 +2,8 @@
 
 Both are JSON in the table `meta`. The identity is compared at every opening: pages of another one are worthless. The
 settings may change between openings; they are kept so that an operator can open a store without its engine. Owns both
-records and the format's version. May import the standard library, base, cipher and filters.
+records and the format's version. May import the standard library, base, cipher,
+direct_read and filters.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any
 
 from hicache.storage.base import Durability, StoreCorrupt, StoreError, StoreMismatch
 from hicache.storage.cipher import PageCipher
+from hicache.storage.direct_read import ALIGNMENT
 from hicache.storage.filters import PageFilter
 
-# 1 had no settings, and values of version 1. A program that knows only 1 must not open 2: it would drop all pages.
-STORE_FORMAT = 2
-READABLE_FORMATS = (1, 2)
+# 1 had no settings, and values of version 1; 2 has all values in its tables, 3 has them in slots. A program that knows
+# only an older one must not open a newer: it would drop all pages.
+READABLE_FORMATS = (1, 2, 3)
 STORE_KEY, SETTINGS_KEY = b"store", b"settings"
 KEY_ID_FIELD = "cipher_key"
 
@@ -40,20 +42,30 @@ def namespace_digest(identity: Mapping[str, str | int]) -> bytes:
 
 @dataclass(frozen=True)
 class IdentityRecord:
-    """Whose pages a store holds. `identity` includes the key's id where they are encrypted."""
+    """Whose pages a store holds. `identity` includes the key's id where they are encrypted.
+
+    `slot_bytes`: size of a slot where values are kept in slots; 0 where they are in the tables. A store keeps to one
+    from its making on.
+    """
 
     identity: Mapping[str, str | int]
     page_bytes: int
-    format: int = STORE_FORMAT
+    format: int = 2
+    slot_bytes: int = 0
 
     @property
     def key_id(self) -> str:
         """Id of the key that the pages are encrypted with, "" for none."""
         return str(self.identity.get(KEY_ID_FIELD, ""))
 
+    @property
+    def current_format(self) -> int:
+        """What this version writes for such a store."""
+        return 3 if self.slot_bytes else 2
+
     def pack(self) -> bytes:
-        record = {"format": self.format, "page_bytes": self.page_bytes, "identity": dict(self.identity)}
-        return _canonical(record).encode()
+        record = {"format": self.current_format, "page_bytes": self.page_bytes, "identity": dict(self.identity)}
+        return _canonical(record | ({"slot_bytes": self.slot_bytes} if self.slot_bytes else {})).encode()
 
     @classmethod
     def unpack(cls, path: Path, raw: bytes | None) -> IdentityRecord:
@@ -63,18 +75,23 @@ class IdentityRecord:
         try:
             fields = json.loads(bytes(raw))
             version, page_bytes, identity = fields["format"], fields["page_bytes"], dict(fields["identity"])
-        except (ValueError, TypeError, KeyError):
-            version = page_bytes = identity = None
+            slot_bytes = fields.get("slot_bytes", 0)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            version = page_bytes = slot_bytes = identity = None
         if not isinstance(version, int) or version < 1:
             raise StoreCorrupt(f"the store {path} has an unreadable identity record; choose another disk path")
         if version not in READABLE_FORMATS:
             raise StoreMismatch(
-                f"the store {path} has format {version}, this version reads up to {STORE_FORMAT}; "
+                f"the store {path} has format {version}, this version reads up to {READABLE_FORMATS[-1]}; "
                 "update hicache or use another disk path"
             )
-        if not isinstance(page_bytes, int) or page_bytes < 1 or not isinstance(identity, dict):
+        lengths = isinstance(page_bytes, int) and page_bytes > 0 and isinstance(slot_bytes, int) and slot_bytes >= 0
+        slots_fit = (
+            lengths and not slot_bytes % ALIGNMENT and (page_bytes <= slot_bytes if version == 3 else not slot_bytes)
+        )
+        if not slots_fit or not isinstance(identity, dict):
             raise StoreCorrupt(f"the store {path} has an unreadable identity record; choose another disk path")
-        return cls(identity, page_bytes, version)
+        return cls(identity, page_bytes, version, slot_bytes)
 
     def require(self, path: Path, wanted: IdentityRecord) -> None:
         """Raises `StoreMismatch`, naming both sides of each difference, unless pages of `wanted` are what is stored."""

@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +27,10 @@ from hicache.storage.lmdb_file import READER_SLOTS, FileSpec
 from hicache.storage.lmdb_record import IdentityRecord, Settings, namespace_digest, sealed_identity
 from hicache.storage.lmdb_writer import Budget, GroupWriter
 from hicache.storage.lookup import Lookup, SealedValues, check_keys, check_page
-from hicache.storage.lru import AccessLog
+from hicache.storage.lru import AccessLog, entry_bytes
 from hicache.storage.packages import require_packages
-from hicache.storage.packer import Packer
+from hicache.storage.packer import Packer, Replay
+from hicache.storage.slot_file import LEAST_PAGE_BYTES
 
 _DELETES_PER_COMMIT = 4096
 
@@ -55,7 +56,8 @@ class LmdbPageStore:
     never tears one; "commit" syncs everything before `put` returns. Neither loses anything to the death of the process.
     `level` 0 stores raw, 1 to 22 are zstd's; `filter` arranges the numbers in a page, for packing alone. With `cipher`
     pages are encrypted, and its key id is part of the identity. Opening with a smaller budget than before evicts and
-    compacts at once.
+    compacts at once. A new store keeps pages of `slots_from_bytes` and more in slots of a file of their own, where they
+    are written and read past the kernel's memory, and shorter ones in its tables; an existing one stays as it was made.
 
     A medium that refuses a write turns the store read-only until `revive`. Other processes may read beside it
     (`LmdbPageReader`). Raises `StoreError` or one of its kinds when it cannot be opened or is called wrongly. Not to be
@@ -74,11 +76,13 @@ class LmdbPageStore:
         filter: PageFilter = PageFilter(),  # noqa: B008
         cipher: PageCipher | None = None,
         max_readers: int = 126,
+        slots_from_bytes: int = LEAST_PAGE_BYTES,
     ) -> None:
         if not identity:
             raise StoreError("a store needs an identity; name the model, the dtype and the layout of its pages")
         record = IdentityRecord(sealed_identity(identity, cipher), page_bytes)
-        self._build(Path(path), record, Settings(budget_bytes, durability, level, filter), cipher, max_readers)
+        settings = Settings(budget_bytes, durability, level, filter)
+        self._build(Path(path), record, settings, cipher, max_readers, slots_from_bytes)
 
     @classmethod
     def of_record(
@@ -87,11 +91,17 @@ class LmdbPageStore:
         """The store that `record` and `settings` describe. Without the cipher of an encrypted one, pages cannot be put
         or read, all else can be done."""
         store = cls.__new__(cls)
-        store._build(path, record, settings, cipher, 126)
+        store._build(path, record, settings, cipher, 126, LEAST_PAGE_BYTES)
         return store
 
     def _build(
-        self, path: Path, record: IdentityRecord, settings: Settings, cipher: PageCipher | None, max_readers: int
+        self,
+        path: Path,
+        record: IdentityRecord,
+        settings: Settings,
+        cipher: PageCipher | None,
+        max_readers: int,
+        slots_from_bytes: int,
     ) -> None:
         require_packages()
         keep_freed_memory()
@@ -101,20 +111,23 @@ class LmdbPageStore:
                 f"{page_bytes=}, durability={settings.durability!r}, {max_readers=}: one of them is out of range"
             )
         self._codec = codec_of(record, settings, cipher)
-        budget = Budget(budget_bytes, self._codec.max_value_bytes + mmap.PAGESIZE, mmap.PAGESIZE)
+        value_bytes = self._codec.max_value_bytes + mmap.PAGESIZE
+        budget = Budget(budget_bytes, value_bytes, mmap.PAGESIZE, has_slots=page_bytes >= slots_from_bytes)
         least_bytes = budget.least_bytes
         if budget_bytes < least_bytes:
             raise StoreError(f"{budget_bytes=} is too small for pages of {page_bytes} bytes; raise it to {least_bytes}")
-        self._path, self._page_bytes, self._budget = path, page_bytes, budget
+        self._path, self._page_bytes = path, page_bytes
         self._sealed_with = "" if cipher else record.key_id
         self._max_value_bytes = self._codec.max_value_bytes + (SEAL_BYTES if self._sealed_with else 0)
         self._counters, self._accesses = Counters(), AccessLog()
         self._writing = threading.Lock()
-        spec = FileSpec(path, budget.map_bytes, max_readers, record, settings)
+        spec = FileSpec(path, budget.map_bytes, budget.index_bytes, max_readers, record, settings, slots_from_bytes)
         self._env = StoreEnv(spec, self._verifier(), self._counters)
+        has_slots = self._env.tables.slots is not None
+        self._budget = budget = replace(budget, has_slots=has_slots)
         self._writer = GroupWriter(self._env, self._accesses, self._counters, budget, str(path))
         self._lookup = Lookup(self._env, self._codec, page_bytes, self._accesses, self._counters, str(path))
-        self._packer = Packer(self._codec, page_bytes, budget.group_bytes)
+        self._packer = Packer(self._codec, page_bytes, budget.group_bytes, apart=has_slots)
         self._shrink_to(budget.map_bytes)
 
     @property
@@ -182,7 +195,7 @@ class LmdbPageStore:
     def compact(self) -> int:
         with self._writing:
             self._require_open()
-            return 0 if self._writer.read_only else self._env.compact()
+            return self._writer.compact()
 
     def sync(self) -> None:
         with self._writing:
@@ -206,22 +219,21 @@ class LmdbPageStore:
     ) -> list[bytes]:
         """Encode and commit in groups, in the order given; returns the keys whose commit returned."""
         stored: list[bytes] = []
-        group: list[tuple[bytes, memoryview]] = []
-        group_bytes = 0
+        value_bytes = self._codec.max_value_bytes
+        num_grouped = max(1, self._budget.group_bytes // value_bytes)
         values = self._packer.values(keys, pages, lag)
         try:
-            for i, (key, value) in enumerate(zip(keys, values, strict=True)):
-                group.append((key, value))
-                group_bytes += len(value)
-                if i + 1 < len(keys) and group_bytes + self._codec.max_value_bytes <= self._budget.group_bytes:
-                    continue
-                if not self._writer.put(group, None if stored else used):
+            for start in range(0, len(keys), num_grouped):
+                part = keys[start : start + num_grouped]
+                # Packed while it is written; kept for a commit that has to be repeated.
+                group = Replay(zip(part, values, strict=False))
+                most_bytes = len(part) * entry_bytes(value_bytes, self._budget.psize)
+                if not self._writer.put(group, most_bytes, None if stored else used):
                     break
-                self._counters.add(
-                    Counts(puts=len(group), put_bytes_raw=len(group) * self._page_bytes, put_bytes_stored=group_bytes)
-                )
-                stored += [key for key, _ in group]
-                group, group_bytes = [], 0
+                lengths = [len(value) for _, value in group]
+                raw_bytes = len(lengths) * self._page_bytes
+                self._counters.add(Counts(puts=len(lengths), put_bytes_raw=raw_bytes, put_bytes_stored=sum(lengths)))
+                stored += part
                 self._packer.release()
         finally:
             values.close()
@@ -236,7 +248,7 @@ class LmdbPageStore:
         if self._env.file_bytes() <= map_bytes:
             return
         self._writer.evict_to(self._budget.limit_bytes)
-        self._env.compact()
+        self._writer.compact()
         file_bytes = self._env.file_bytes()
         if file_bytes > map_bytes:
             self._env.close()

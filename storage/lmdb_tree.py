@@ -13,7 +13,7 @@ Owns the layout of tree pages and a descriptor of the file. Integers are little-
            branch: the child's number is low + 2^16 high + 2^32 flags; the first key counts as the lowest
            leaf: low + 2^16 high bytes of data; flags 1: the data is the u64 number of the first of a run of pages
 
-May import the standard library, direct_read and lmdb_meta.
+May import the standard library and lmdb_meta.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hicache.storage.direct_read import ALIGNMENT, DirectReads
 from hicache.storage.lmdb_meta import TreeRoot
 
 _HEAD = struct.Struct("<QHHHH")
@@ -36,10 +35,12 @@ _BRANCH, _LEAF, _IN_A_RUN = 1, 2, 1
 
 
 class Place(NamedTuple):
-    """Bytes [offset, offset + length) of the file."""
+    """A value of `length` bytes, at [offset, offset + length) of the file. With a `head` it begins with that, and the
+    rest is in the file of slots, from `offset` on."""
 
     offset: int
     length: int
+    head: bytes = b""
 
 
 class ValueFile:
@@ -51,33 +52,27 @@ class ValueFile:
     def __init__(self, data: Path, psize: int) -> None:
         self._data, self._psize = data, psize
         self._descriptor = os.open(data, os.O_RDONLY)
-        self._direct = DirectReads(data, self._descriptor)
 
     def close(self) -> None:
-        self._direct.close()
         os.close(self._descriptor)
 
     def places(self, root: TreeRoot, keys: Sequence[bytes]) -> list[Place | None]:
         """Where the values of `keys` are in the tree of a snapshot, None for keys that it does not have.
 
-        With more than one, the kernel starts to read those that are not to be read past its memory.
+        With more than one, the kernel starts to read them.
         """
         found = [self._place(root, key) for key in keys]
         if len(found) > 1:
             for place in found:
-                if place is not None and place.length > self._psize and not self._direct.wants(*place):
+                if place is not None and place.length > self._psize:
                     os.posix_fadvise(self._descriptor, place.offset, place.length, os.POSIX_FADV_WILLNEED)
         return found
 
     def read(self, place: Place, room: memoryview) -> memoryview:
-        """The value, within `room`, of `aligned_room`: as far from its start as it is from an aligned offset."""
-        start = place.offset % ALIGNMENT
-        value = room[start : start + place.length]
+        """The value, at the start of `room`."""
+        value, done = room[: place.length], 0
         if len(value) < place.length:
             raise self._damaged(f"a value of {place.length} bytes")
-        done = 0
-        if self._direct.wants(*place):
-            done = max(0, self._direct.read(room, place.offset - start, start + place.length) - start)
         while done < place.length:
             got = os.preadv(self._descriptor, [value[done:]], place.offset + done)
             if not got:

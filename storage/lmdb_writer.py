@@ -12,6 +12,10 @@ R, 32 file pages, is what a commit needs that only evicts. Without it a full map
 large value finds no neighbouring pages, or a reader holds freed ones, lmdb undoes the commit; then more is evicted,
 down to a floor, and the commit is tried again.
 
+Where values are in slots, the map is for the tables alone: an index share I, 1/64 of the budget or 64 file pages. L is
+lower by I, and what the slots take of the medium stays below M - I, by the same arithmetic: slots are reused two
+commits after they were freed, too, and a commit that would pass the wall is undone as if lmdb had no room.
+
 May import lmdb, the standard library, base, counters, lmdb_env, lmdb_file and lru.
 """
 
@@ -19,14 +23,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from hicache.storage.base import StoreError
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.lmdb_env import StoreEnv
-from hicache.storage.lru import AccessLog, Ledger, slot_bytes
+from hicache.storage.lru import AccessLog, Ledger, Value
 from hicache.storage.packages import lmdb
 
 log = logging.getLogger("hicache.storage")
@@ -35,9 +39,11 @@ T = TypeVar("T")
 _SLACK_SHARE = 25  # the file may pass the budget by 1/25
 _GROUP_SHARE, _MAX_GROUP_BYTES = 64, 64 << 20  # far below the 512 MiB at which lmdb's list of dirty pages is full
 _RESERVE_PAGES = 32
+_INDEX_SHARE, _LEAST_INDEX_PAGES = 64, 64
 _FLOOR_SHARE = 4  # a commit that finds no room evicts up to this share of the budget below the limit, not more
 _ATTEMPTS = 6
 _EVICTED_GROUPS = 16
+_COMMITS_TO_EMPTY = 2  # until a slot that the last commit freed is a hole
 
 
 @dataclass(frozen=True)
@@ -47,16 +53,23 @@ class Budget:
     budget_bytes: int
     value_bytes: int
     psize: int
+    has_slots: bool = False
 
     @property
     def least_bytes(self) -> int:
         """The smallest budget with which eviction works and something is left to be found."""
-        return 16 * self.value_bytes + 2 * _RESERVE_PAGES * self.psize
+        index_bytes = self.index_bytes if self.has_slots else 0
+        return 16 * self.value_bytes + 2 * _RESERVE_PAGES * self.psize + index_bytes
 
     @property
     def map_bytes(self) -> int:
-        """The hard wall: the data file can never pass this size."""
+        """The hard wall: the files can never pass this size."""
         return (self.budget_bytes + self.budget_bytes // _SLACK_SHARE) // self.psize * self.psize
+
+    @property
+    def index_bytes(self) -> int:
+        """What of that is set aside for the tables where values are in slots."""
+        return max(self.budget_bytes // _INDEX_SHARE // self.psize, _LEAST_INDEX_PAGES) * self.psize
 
     @property
     def group_bytes(self) -> int:
@@ -64,7 +77,8 @@ class Budget:
 
     @property
     def limit_bytes(self) -> int:
-        return self.budget_bytes - 3 * self.group_bytes - _RESERVE_PAGES * self.psize
+        index_bytes = self.index_bytes if self.has_slots else 0
+        return self.budget_bytes - 3 * self.group_bytes - _RESERVE_PAGES * self.psize - index_bytes
 
     @property
     def floor_bytes(self) -> int:
@@ -82,28 +96,29 @@ class GroupWriter:
         self._budget, self._name = budget, name
         self.read_only = False
 
-    def put(self, group: Sequence[tuple[bytes, bytes | memoryview]], used: Sequence[bytes] | None = None) -> bool:
+    def put(self, group: Iterable[tuple[bytes, Value]], most_bytes: int, used: Sequence[bytes] | None = None) -> bool:
         """Store key-value pairs in one commit, evicting as the budget demands. The last is the most recently used.
 
-        `used`, present keys of the same call, become the most recently used before, after what readers noted. None:
-        readers' notes wait, so that they cannot push out what earlier commits of the same call stored.
+        `most_bytes`: what they need at most, by `entry_bytes`. `group` is asked for each pair when it is written, and
+        again from the first one on when the commit has to be repeated. `used`, present keys of the same call, become
+        the most recently used before, after what readers noted. None: readers' notes wait, so that they cannot push out
+        what earlier commits of the same call stored.
         """
-        group_bytes = sum(slot_bytes(len(value), self._budget.psize) for _, value in group)
         # Evictions come a group at a time: in runs they free neighbouring pages.
-        target_bytes = self._budget.limit_bytes - max(group_bytes, self._budget.group_bytes)
+        target_bytes = self._budget.limit_bytes - max(most_bytes, self._budget.group_bytes)
 
         def work(ledger: Ledger) -> bool:
             if used is not None:
                 self._fold_into(ledger)
                 for key in used:
                     ledger.touch(key)
-            if self._env.tables.used_bytes(ledger.txn) + group_bytes > self._budget.limit_bytes:
+            if ledger.used_bytes + most_bytes > self._budget.limit_bytes:
                 ledger.evict_to(target_bytes)
             for key, value in group:
                 ledger.add(key, value)
             return True
 
-        return self._transact(work, group_bytes) is not None
+        return self._transact(work, most_bytes) is not None
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Remove keys in one commit; returns how many there were."""
@@ -123,7 +138,7 @@ class GroupWriter:
         num_evicted, step_bytes = 0, _EVICTED_GROUPS * self._budget.group_bytes
 
         def work(ledger: Ledger) -> tuple[int, bool]:
-            now_bytes = self._env.tables.used_bytes(ledger.txn)
+            now_bytes = ledger.used_bytes
             gone = ledger.evict_to(max(used_bytes, now_bytes - step_bytes))
             return gone, bool(gone) and now_bytes - step_bytes > used_bytes
 
@@ -147,6 +162,17 @@ class GroupWriter:
                 self._env.tables.env.sync(True)
             except (lmdb.Error, OSError) as error:
                 self._refuse(error)
+
+    def compact(self) -> int:
+        """Give free space back to the file system; returns the bytes by which the files shrank."""
+        if self.read_only:
+            return 0
+        before_bytes = self._env.file_bytes()
+        for _ in range(_COMMITS_TO_EMPTY):
+            if self._env.tables.slots is not None:
+                self._transact(self._fold_into, 0)
+        self._env.compact()
+        return max(0, before_bytes - self._env.file_bytes())
 
     def revive(self, value_bytes: int) -> bool:
         """After a refusal: open the file anew, store a value of `value_bytes` and remove it; true when that worked."""
@@ -210,7 +236,7 @@ class GroupWriter:
         """Evict `room_bytes` and make the freed pages usable, which lmdb does two commits later."""
 
         def evict(ledger: Ledger) -> None:
-            ledger.evict_to(max(self._budget.floor_bytes, self._env.tables.used_bytes(ledger.txn) - room_bytes))
+            ledger.evict_to(max(self._budget.floor_bytes, ledger.used_bytes - room_bytes))
 
         self._commit(evict)
         self._commit(lambda ledger: None)

@@ -1,7 +1,7 @@
 """Finding and reading pages in an open store, the same for the process that writes it and for those that only read.
 
 Every read is verified; what cannot be read or verified is a miss. Owns each thread's room for one value. May import
-numpy, the standard library, base, codec, counters, direct_read and lru.
+numpy, the standard library, base, codec, counters, direct_read, lru and slot_file.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import numpy as np
 from hicache.storage import check
 from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.check import Verifier
-from hicache.storage.codec import PageCodec
+from hicache.storage.codec import HEADER_BYTES, PageCodec
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.direct_read import aligned_room
 from hicache.storage.lmdb_tree import Place
 from hicache.storage.lru import AccessLog, Tables
+from hicache.storage.slot_file import is_aligned
 
 log = logging.getLogger("hicache.storage")
 T = TypeVar("T")
@@ -136,7 +137,11 @@ class Lookup:
             return "not found in its tree"
         if place.length > self._codec.max_value_bytes:
             return f"value of {place.length} bytes, longer than a page's"
-        return self._codec.decode_into(key, tables.values.read(place, self._room.value), buffer)
+        is_raw = place.length == HEADER_BYTES + self._page_bytes
+        if tables.slots is not None and is_raw and is_aligned(buffer):  # no copy, then
+            tables.slots.file.read(place.offset, self._page_bytes, buffer.data)
+            return self._codec.decode_apart(key, place.head, buffer.data, buffer)
+        return self._codec.decode_into(key, tables.read(place, self._room.value), buffer)
 
 
 def check_keys(keys: Sequence[bytes]) -> None:

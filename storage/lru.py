@@ -1,9 +1,10 @@
 """Which page goes first: use order and sizes, kept in the store itself so that they survive reopening.
 
 Owns the four tables of the lmdb file and every change to them, and the log in which readers note accesses until the
-writer folds them in. May import the standard library, lmdb_meta and lmdb_tree; gets its transactions from the store.
+writer folds them in. May import the standard library, direct_read, lmdb_meta, lmdb_tree, slot_file and slots; gets its
+transactions from the store.
 
-    pages    key -> value
+    pages    key -> value, or a record of where it is (see slots)
     ages     key -> u64 tick, u64 value bytes        (little-endian)
     recency  u64 tick (big-endian, so oldest first) -> key
     meta     b"store", b"settings" -> JSON (see lmdb_record);  b"counters" -> u64 next tick, u64 live bytes
@@ -20,10 +21,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from hicache.storage.lmdb_meta import TreeRoot
 from hicache.storage.lmdb_tree import Place, ValueFile
+from hicache.storage.slot_file import Apart
+from hicache.storage.slots import SlotSpace, SlotTables, oldest_reader
+
+Value: TypeAlias = bytes | memoryview | Apart
 
 TABLE_NAMES = (b"pages", b"ages", b"recency", b"meta")
 COUNTERS_KEY, PROBE_KEY = b"counters", b"probe"
@@ -39,7 +44,8 @@ _FOLD_AT_ONCE = 1 << 13
 class Tables:
     """An open lmdb environment and the handles of its tables, in the order of `TABLE_NAMES`; `psize` is a file page.
 
-    Beware of lmdb's `get` on `pages`: it reads the whole value. `has` and `places` do not.
+    `slots`: where long values are; None where all are in the table `pages`. Beware, then, of lmdb's `get` on `pages`:
+    it reads the whole value. `has` and `places` do not.
     """
 
     env: Any
@@ -49,10 +55,13 @@ class Tables:
     ages: Any
     recency: Any
     meta: Any
+    slots: SlotTables | None = None
 
     def close(self) -> None:
         self.env.close()
         self.values.close()
+        if self.slots is not None:
+            self.slots.file.close()
 
     def has(self, txn: Any, key: bytes) -> bool:
         """Every page has an age record, and nothing else does."""
@@ -60,8 +69,20 @@ class Tables:
 
     def places(self, txn: Any, keys: Sequence[bytes]) -> list[Place | None]:
         """Where the values lie that `txn`, a read transaction, sees. OSError for a tree that cannot be read."""
+        if self.slots is not None:
+            return [self.slots.place(key, txn.get(key, db=self.pages)) for key in keys]
         root = TreeRoot.unpack(txn.get(TABLE_NAMES[0]), self.env.info()["last_pgno"])
         return self.values.places(root, keys)
+
+    def read(self, place: Place, room: memoryview) -> memoryview:
+        """The value at `place`, whole, within `room` of `aligned_room`. OSError for what cannot be read."""
+        if self.slots is not None:
+            return self.slots.read(place, room)
+        return self.values.read(place, room)
+
+    def index_bytes(self) -> int:
+        """Length of the file of the tables, as of the last commit."""
+        return int((self.env.info()["last_pgno"] + 1) * self.psize)
 
     def used_bytes(self, txn: Any) -> int:
         """Bytes of the file that the tables need in `txn`, its own changes included and free pages not.
@@ -74,7 +95,7 @@ class Tables:
         return int((3 * tree_pages + sum(stat["overflow_pages"] for stat in stats)) * self.psize)
 
 
-def slot_bytes(value_bytes: int, psize: int) -> int:
+def entry_bytes(value_bytes: int, psize: int) -> int:
     """About what one entry adds to `used_bytes`, its index records included; rather too much than too little."""
     if value_bytes < psize // 2 - 600:
         return value_bytes + 600
@@ -133,9 +154,20 @@ class Ledger:
     def __init__(self, txn: Any, tables: Tables) -> None:
         self.txn, self._tables = txn, tables
         self._next_tick, self.live_bytes = PAIR.unpack(txn.get(COUNTERS_KEY, db=tables.meta))
+        self._space: SlotSpace | None = None
+        if tables.slots is not None:
+            self._index_bytes = tables.index_bytes()
+            self._space = SlotSpace(txn, tables.slots, tables.meta, oldest_reader(tables.env))
         self.num_evicted = 0
         self.folded_used: list[bytes] = []
         self.folded_doomed: list[bytes] = []
+
+    @property
+    def used_bytes(self) -> int:
+        """What the store needs of the medium with the changes made so far; what is freed does not count."""
+        if self._space is None:
+            return self._tables.used_bytes(self.txn)
+        return self._index_bytes + self._space.used_bytes
 
     def fold(self, used: list[bytes], doomed: list[bytes]) -> None:
         """Take in what readers noted: drop what did not verify, then note the uses, oldest first."""
@@ -148,11 +180,17 @@ class Ledger:
     def save(self) -> None:
         # Never below zero, whatever a damaged record says: what does not fit would keep every later commit from saving.
         self.txn.put(COUNTERS_KEY, PAIR.pack(self._next_tick, max(0, self.live_bytes)), db=self._tables.meta)
+        if self._space is not None:
+            self._space.save()
 
-    def add(self, key: bytes, value: bytes | memoryview) -> None:
+    def add(self, key: bytes, value: Value) -> None:
         """Store a value as the most recently used."""
         self.remove(key)
-        self.txn.put(key, value, db=self._tables.pages)
+        if self._space is not None:
+            apart = value if isinstance(value, Apart) else Apart.of(value)
+            self.txn.put(key, self._space.store(key, apart), db=self._tables.pages)
+        else:
+            self.txn.put(key, value, db=self._tables.pages)
         self._stamp(key, len(value))
         self.live_bytes += len(value)
 
@@ -166,7 +204,10 @@ class Ledger:
 
     def probe(self, value_bytes: int) -> bool:
         """Store a record that means nothing, of `value_bytes`; 0 removes it."""
-        if value_bytes:
+        if value_bytes and self._space is not None:
+            self._space.probe()
+            self.txn.put(PROBE_KEY, b"probe", db=self._tables.meta)
+        elif value_bytes:
             self.txn.put(PROBE_KEY, bytes(value_bytes), db=self._tables.meta)
         else:
             self.txn.delete(PROBE_KEY, db=self._tables.meta)
@@ -179,13 +220,15 @@ class Ledger:
             self.txn.delete(TICK.pack(tick), db=self._tables.recency)
             self.txn.delete(key, db=self._tables.ages)
             self.live_bytes -= value_bytes
+        if self._space is not None:
+            self._space.release(key, self.txn.get(key, db=self._tables.pages))
         return bool(self.txn.delete(key, db=self._tables.pages))
 
     def rebuild(self, dropped: Sequence[bytes]) -> bool:
         """Drop pages, and make `ages`, `recency` and the counters anew from the others; the first change of its
         transaction. The use order is kept for keys whose record has one; the others count as the least recently used.
         """
-        tables, sizes = self._tables, dict[bytes, tuple[int, int]]()
+        tables, sizes, places = self._tables, dict[bytes, tuple[int, int]](), dict[bytes, Place]()
         with self.txn.cursor(db=tables.pages) as cursor:
             keys = cursor.iternext(keys=True, values=False)
             while batch := list(islice(keys, _FOLD_AT_ONCE)):
@@ -193,9 +236,13 @@ class Ledger:
                     record = self._record(key)
                     if place is not None:
                         sizes[key] = (record[0] if record else 0, place.length)
+                        places[key] = place
         for key in dropped:
             sizes.pop(key, None)
+            places.pop(key, None)
             self.txn.delete(key, db=tables.pages)
+        if self._space is not None and tables.slots is not None:
+            self._space.rebuild(tables.slots.used(places.values()))
         self.txn.drop(tables.ages, delete=False)
         self.txn.drop(tables.recency, delete=False)
         self._next_tick, self.live_bytes = 1, sum(value_bytes for _, value_bytes in sizes.values())
@@ -204,9 +251,9 @@ class Ledger:
         return True
 
     def evict_to(self, used_bytes: int) -> int:
-        """Remove the least recently used pages until the tables occupy at most `used_bytes`; returns how many went."""
+        """Remove the least recently used pages until the store needs at most `used_bytes`; returns how many went."""
         num_evicted = 0
-        while self._tables.used_bytes(self.txn) > used_bytes:
+        while self.used_bytes > used_bytes:
             with self.txn.cursor(db=self._tables.recency) as cursor:
                 if not cursor.first():
                     break

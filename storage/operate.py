@@ -27,7 +27,7 @@ from hicache.storage.lmdb_record import KEY_ID_FIELD
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.lmdb_writer import GroupWriter
 from hicache.storage.lookup import check_keys
-from hicache.storage.lru import COUNTERS_KEY, PAIR, TICK, Ledger, Tables
+from hicache.storage.lru import COUNTERS_KEY, PAIR, TICK, Ledger, Tables, entry_bytes
 from hicache.storage.packages import require_packages
 
 _PAGES_AT_ONCE = 8
@@ -196,8 +196,7 @@ def evict(store: LmdbPageStore, to_bytes: int) -> int:
     with parts.writing:
         parts.writer.fold()
         num_evicted = parts.writer.evict_to(to_bytes)
-        if not parts.writer.read_only:
-            parts.env.compact()
+        parts.writer.compact()
     return num_evicted
 
 
@@ -234,7 +233,8 @@ def _touch(ledger: Ledger, keys: Sequence[bytes]) -> bool:
 
 def _put_group(store: LmdbPageStore, group: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
     parts = store.parts
-    if not group or not parts.writer.put(group):
+    most_bytes = sum(entry_bytes(len(value), parts.budget.psize) for _, value in group)
+    if not group or not parts.writer.put(group, most_bytes):
         return []
     stored_bytes = sum(len(value) for _, value in group)
     raw_bytes = len(group) * parts.page_bytes

@@ -9,12 +9,25 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from hicache.storage import LmdbPageStore
 
 # With a value's header and lmdb's own 16 bytes exactly four pages of the file.
 PAGE_BYTES = (16 << 10) - 64
 IDENTITY: dict[str, str | int] = {"model": "tiny", "dtype": "bfloat16", "layout": "ab12", "page_size": 64}
+
+# What a store is opened with to have its values in its tables, or in slots, whatever the size of a page.
+Layout = dict[str, int]
+LAYOUTS: dict[str, Layout] = {"tables": {"slots_from_bytes": 1 << 40}, "slots": {"slots_from_bytes": 1}}
+SLOTS = LAYOUTS["slots"]
+both_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+_INDEX_BYTES = 256 << 10  # the least share of a budget that is for the tables beside slots
+
+
+def budget_of(num_pages: int, layout: Layout, page_bytes: int = PAGE_BYTES) -> int:
+    """A budget with the same room for values in both layouts."""
+    return num_pages * page_bytes + (_INDEX_BYTES if layout == SLOTS else 0)
 
 
 def key_of(number: int) -> bytes:
@@ -39,6 +52,23 @@ def open_store(path: Any, **changes: Any) -> LmdbPageStore:
 
 def put_numbers(store: LmdbPageStore, numbers: Any, page_bytes: int = PAGE_BYTES, kind: str = "random") -> list[bool]:
     return store.put([(key_of(n), page_of(n, page_bytes, kind)) for n in numbers])
+
+
+def values_file(path: Path, layout: Layout) -> Path:
+    """The file of a store that has its values."""
+    return path / ("pages.dat" if layout == SLOTS else "data.mdb")
+
+
+def has_slots(path: Path) -> bool:
+    """Whether values of a store are in slots; it must have some."""
+    slots = path / "pages.dat"
+    return slots.exists() and slots.stat().st_size > 0
+
+
+def blocks_bytes(path: Path) -> int:
+    """What the files of a store take of the medium."""
+    files = (path / name for name in ("data.mdb", "pages.dat"))
+    return sum(file.stat().st_blocks * 512 for file in files if file.exists())
 
 
 def forget_cached(path: Path) -> None:

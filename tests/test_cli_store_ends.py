@@ -172,7 +172,8 @@ def test_an_interrupted_import_keeps_what_it_took(path: Path, tmp_path: Path) ->
 
 def test_an_interrupted_compaction_is_finished(tmp_path: Path) -> None:
     """Ctrl-C while a store is compacted: status 130, no half-made copy, and all pages are there."""
-    store = open_store(tmp_path / "store", page_bytes=LARGE_PAGE_BYTES, budget_bytes=256 << 20)
+    settings = {"page_bytes": LARGE_PAGE_BYTES, "budget_bytes": 256 << 20, "slots_from_bytes": 1 << 40}
+    store = open_store(tmp_path / "store", **settings)
     put_numbers(store, range(LARGE_PAGES), LARGE_PAGE_BYTES)
     store.delete([key_of(number) for number in range(100)])
     store.close()
@@ -185,7 +186,7 @@ def test_an_interrupted_compaction_is_finished(tmp_path: Path) -> None:
     _interrupted(process)
     assert not (tmp_path / "store" / "compact.tmp").exists()
     assert (tmp_path / "store" / "data.mdb").stat().st_size < before_bytes
-    store = open_store(tmp_path / "store", page_bytes=LARGE_PAGE_BYTES, budget_bytes=256 << 20)
+    store = open_store(tmp_path / "store", **settings)
     assert len(found_numbers(store, range(LARGE_PAGES), LARGE_PAGE_BYTES)) == LARGE_PAGES - 100
     store.check()
     store.close()

@@ -9,12 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from storage_pages import found_numbers, key_of, open_store, page_of
+from storage_pages import (
+    Layout,
+    blocks_bytes,
+    both_layouts,
+    budget_of,
+    found_numbers,
+    key_of,
+    open_store,
+    page_of,
+)
 
 from hicache.storage import PageBuffer, describe
 
 PAGE_BYTES = 96 << 10  # above the size from which pages are packed beside the writer
-BUDGET = 100 * PAGE_BYTES
+NUM_BUDGETED = 100  # pages of the budget
 
 
 def mixed_page(number: int) -> PageBuffer:
@@ -29,11 +38,13 @@ def right(number: int, buffer: PageBuffer) -> bool:
 
 
 @pytest.mark.parametrize("num_pages", [700, pytest.param(4000, marks=pytest.mark.long)])
-def test_blocks_stay_within_the_budget(tmp_path: Path, num_pages: int) -> None:
-    """Many times the budget is written while readers hold transactions: the blocks of the file, sampled all the time,
+@both_layouts
+def test_blocks_stay_within_the_budget(tmp_path: Path, layout: Layout, num_pages: int) -> None:
+    """Many times the budget is written while readers hold transactions: the blocks of the files, sampled all the time,
     never pass the budget by 5 %, every put is taken, and what is read is right.
     """
-    store = open_store(tmp_path, page_bytes=PAGE_BYTES, budget_bytes=BUDGET)
+    budget_bytes = budget_of(NUM_BUDGETED, layout, PAGE_BYTES)
+    store = open_store(tmp_path, page_bytes=PAGE_BYTES, budget_bytes=budget_bytes, **layout)
     done, failures, samples, newest = threading.Event(), list[object](), list[int](), [0]
 
     def guarded(body: Callable[[], None]) -> None:
@@ -45,7 +56,7 @@ def test_blocks_stay_within_the_budget(tmp_path: Path, num_pages: int) -> None:
             raise
 
     def sample() -> None:
-        samples.append((tmp_path / "data.mdb").stat().st_blocks * 512)
+        samples.append(blocks_bytes(tmp_path))
 
     def read() -> None:
         numbers = [max(0, newest[0] - 5 * i) for i in range(6)]
@@ -68,7 +79,7 @@ def test_blocks_stay_within_the_budget(tmp_path: Path, num_pages: int) -> None:
         for thread in threads:
             thread.join(60)
     assert not failures and len(samples) > 20
-    assert max(samples) <= 1.05 * BUDGET and written_bytes > 3 * BUDGET * num_pages // 700
+    assert max(samples) <= 1.05 * budget_bytes and written_bytes > 3 * NUM_BUDGETED * PAGE_BYTES * num_pages // 700
     stats = store.stats()
     assert stats.write_errors == stats.read_errors == stats.corrupt == 0 and stats.evicted > num_pages // 2
     store.check()
@@ -103,9 +114,10 @@ def test_a_million_small_pages(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_call_of_many_groups(tmp_path: Path) -> None:
+@both_layouts
+def test_a_call_of_many_groups(tmp_path: Path, layout: Layout) -> None:
     """A call of many commits, packed ahead of them in threads, stores each page under its key, and again afterwards."""
-    store = open_store(tmp_path, page_bytes=PAGE_BYTES)
+    store = open_store(tmp_path, page_bytes=PAGE_BYTES, **layout)
     for first in (0, 200):
         numbers = range(first, first + 200)
         assert store.put([(key_of(n), page_of(n, PAGE_BYTES)) for n in numbers]) == [True] * 200
@@ -114,9 +126,11 @@ def test_a_call_of_many_groups(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_call_larger_than_the_budget(tmp_path: Path) -> None:
+@both_layouts
+def test_a_call_larger_than_the_budget(tmp_path: Path, layout: Layout) -> None:
     """Of a call that does not fit the budget the head stays, and the answer says so."""
-    store = open_store(tmp_path, page_bytes=PAGE_BYTES, budget_bytes=BUDGET)
+    budget_bytes = budget_of(NUM_BUDGETED, layout, PAGE_BYTES)
+    store = open_store(tmp_path, page_bytes=PAGE_BYTES, budget_bytes=budget_bytes, **layout)
     numbers = range(160)
     stored = store.put([(key_of(n), page_of(n, PAGE_BYTES)) for n in numbers])
     kept = stored.count(True)

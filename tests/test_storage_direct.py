@@ -11,16 +11,27 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storage_pages import forget_cached, found_numbers, key_of, open_store, page_of, put_numbers
+from storage_pages import (
+    Layout,
+    both_layouts,
+    forget_cached,
+    found_numbers,
+    key_of,
+    open_store,
+    page_of,
+    put_numbers,
+    values_file,
+)
 
 from hicache.storage.direct_read import ALIGNMENT, LEAST_BYTES, DirectReads, aligned_room
-from hicache.storage.lmdb_tree import Place, ValueFile
+from hicache.storage.slot_file import SlotFile
 
 FILE_BYTES = 3 * LEAST_BYTES + 5 * ALIGNMENT
+HOW = ("cold", "partly cached", "beside a write", "of a reader")
 
 
 class File:
-    """Random bytes on disk, and the two ways to read them."""
+    """Random bytes on disk, and direct reads of them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,7 +39,6 @@ class File:
         path.write_bytes(self.truth)
         self.descriptor = os.open(path, os.O_RDONLY)
         self.direct = DirectReads(path, self.descriptor)
-        self.values = ValueFile(path, ALIGNMENT)
 
     def needs_direct_reads(self) -> None:
         forget_cached(self.path)
@@ -36,7 +46,6 @@ class File:
             pytest.skip("no direct reads here, or the kernel does not tell what it has in memory")
 
     def close(self) -> None:
-        self.values.close()
         self.direct.close()
         os.close(self.descriptor)
 
@@ -54,17 +63,33 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[File]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(offset=st.integers(0, FILE_BYTES - 1), length=st.integers(1, FILE_BYTES), cached=st.booleans())
-def test_a_value_is_the_same_either_way(kept: File, offset: int, length: int, cached: bool) -> None:
-    """Wherever a value begins and ends, up to the file's last byte, and whatever of it the kernel has in memory."""
-    length = min(length, FILE_BYTES - offset)
-    forget_cached(kept.path)
-    if cached:
-        os.pread(kept.descriptor, length // 3, offset)
-    value = kept.values.read(Place(offset, length), aligned_room(length))
-    assert bytes(value) == kept.truth[offset : offset + length]
-    with pytest.raises(OSError, match="damaged"):
-        kept.values.read(Place(offset, FILE_BYTES + ALIGNMENT), aligned_room(length))
+@given(block=st.integers(0, FILE_BYTES // ALIGNMENT), length=st.integers(1, FILE_BYTES), how=st.sampled_from(HOW))
+def test_a_payload_is_the_same_either_way(kept: File, block: int, length: int, how: str) -> None:
+    """Wherever a payload begins and ends, whatever of it the kernel has in memory, and beside a write; zeros behind the
+    file's end."""
+    offset = block * ALIGNMENT
+    with contextlib.closing(SlotFile(kept.path, ALIGNMENT, writable=how != "of a reader")) as slots:
+        if how == "beside a write":
+            slots.write(0, kept.truth[:ALIGNMENT])
+        forget_cached(kept.path)
+        if how == "partly cached":
+            os.pread(kept.descriptor, length // 3, offset)
+        room = aligned_room(length)
+        slots.read(offset, length, room)
+    assert bytes(room[:length]) == kept.truth[offset : offset + length].ljust(length, b"\0")
+
+
+@pytest.mark.parametrize(("how", "through_memory"), [("cold", False), ("beside a write", True), ("of a reader", True)])
+def test_reads_beside_a_writer_are_not_direct(file: File, how: str, through_memory: bool) -> None:
+    """What is read directly is not in the kernel's memory afterwards. While slots are written, and in processes that do
+    not know whether they are, reads go through it: direct ones would hold up the writer."""
+    file.needs_direct_reads()
+    with contextlib.closing(SlotFile(file.path, ALIGNMENT, writable=how != "of a reader")) as slots:
+        if how == "beside a write":
+            slots.write(0, file.truth[:ALIGNMENT])
+        forget_cached(file.path)
+        slots.read(ALIGNMENT, LEAST_BYTES, aligned_room(LEAST_BYTES))
+        assert file.direct.wants(ALIGNMENT, LEAST_BYTES) != through_memory
 
 
 def test_only_long_values_that_are_not_in_memory_go_direct(file: File) -> None:
@@ -99,13 +124,14 @@ def test_what_direct_reads_refuse_is_read_otherwise(file: File) -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "normal"])
-def test_long_pages_come_back_from_the_medium(tmp_path: Path, kind: str) -> None:
+@both_layouts
+def test_long_pages_come_back_from_the_medium(tmp_path: Path, layout: Layout, kind: str) -> None:
     """Cold and warm, one by one and in batches, while more are written: every page to the last byte."""
     page_bytes = 2 * LEAST_BYTES
-    with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=256 << 20)) as store:
+    with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=256 << 20, **layout)) as store:
         for start in range(0, 40, 10):
             put_numbers(store, range(start, start + 10), page_bytes, kind)
-            forget_cached(tmp_path / "data.mdb")
+            forget_cached(values_file(tmp_path, layout))
             for number in range(0, start + 10, 7):
                 assert found_numbers(store, [number], page_bytes, kind) == {number}
             assert found_numbers(store, range(start + 10), page_bytes, kind) == set(range(start + 10))

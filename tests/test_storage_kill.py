@@ -12,16 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
-from storage_pages import PAGE_BYTES, found_numbers, open_store, put_numbers
+from storage_pages import Layout, blocks_bytes, both_layouts, budget_of, found_numbers, open_store, put_numbers
 
 from hicache.storage import StoreLocked
 
 BATCH = 4
-SMALL_BUDGET = 60 * PAGE_BYTES
 
 
-def start_child(path: Path, durability: str, budget_bytes: int) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, str(path), durability, str(budget_bytes)]
+def start_child(path: Path, durability: str, budget_bytes: int, layout: Layout) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, str(path), durability, str(budget_bytes), str(layout["slots_from_bytes"])]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
     )
@@ -48,17 +47,17 @@ def kill(child: subprocess.Popen[str], seconds: float, acknowledged: str) -> lis
     return [start + i for start in starts for i in range(BATCH)]
 
 
-def kill_rounds(path: Path, durability: str, rounds: int) -> None:
+def kill_rounds(path: Path, durability: str, layout: Layout, rounds: int) -> None:
     generator = random.Random(durability)
     acknowledged: set[int] = set()
     waiting: list[subprocess.Popen[str]] = []
     for turn in range(rounds):
         while len(waiting) < min(3, rounds - turn):  # interpreters start slowly: have the next ones ready
-            waiting.append(start_child(path, durability, 4 << 30))
+            waiting.append(start_child(path, durability, 4 << 30, layout))
         child, first = waiting.pop(0), turn * 100_000
         recent = set(kill(child, generator.uniform(0.0, 0.3), let_write(child, first)))
         acknowledged |= recent
-        store = open_store(path, durability=durability, budget_bytes=4 << 30)
+        store = open_store(path, durability=durability, budget_bytes=4 << 30, **layout)
         assert len(recent) >= BATCH
         assert found_numbers(store, sorted(recent)) == recent
         sample = generator.sample(sorted(acknowledged), min(200, len(acknowledged)))
@@ -71,38 +70,46 @@ def kill_rounds(path: Path, durability: str, rounds: int) -> None:
 
 
 @pytest.mark.parametrize("durability", ["relaxed", "commit"])
-def test_kill(tmp_path: Path, durability: str) -> None:
+@both_layouts
+def test_kill(tmp_path: Path, layout: Layout, durability: str) -> None:
     """After SIGKILL at random moments every acknowledged batch is present and right, and a batch is whole or absent."""
-    kill_rounds(tmp_path, durability, 3)
+    kill_rounds(tmp_path, durability, layout, 3)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("durability", ["relaxed", "commit"])
-def test_kill_many_times(tmp_path: Path, durability: str) -> None:
+@both_layouts
+def test_kill_many_times(tmp_path: Path, layout: Layout, durability: str) -> None:
     """The same over 200 deaths in each mode."""
-    kill_rounds(tmp_path, durability, 200)
+    kill_rounds(tmp_path, durability, layout, 200)
 
 
-def test_kill_while_evicting(tmp_path: Path) -> None:
-    """Killed at the budget, the store keeps its last acknowledged pages, its indexes agree and the file is bounded."""
-    child = start_child(tmp_path, "relaxed", SMALL_BUDGET)
-    acknowledgement = let_write(child, 0)
-    with pytest.raises(StoreLocked, match=f"process {child.pid}"):
-        open_store(tmp_path, budget_bytes=SMALL_BUDGET)
-    acknowledged = kill(child, 0.5, acknowledgement)
-    store = open_store(tmp_path, budget_bytes=SMALL_BUDGET)
-    assert found_numbers(store, acknowledged[-20:]) == set(acknowledged[-20:])
-    assert store.stats().file_bytes <= 1.05 * SMALL_BUDGET
-    store.check()
-    assert put_numbers(store, range(10**6, 10**6 + 30)) == [True] * 30
-    store.check()
-    store.close()
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rounds", [1, pytest.param(60, marks=pytest.mark.long)])
+@both_layouts
+def test_kill_while_evicting(tmp_path: Path, layout: Layout, rounds: int) -> None:
+    """Killed at the budget, a store keeps its last acknowledged pages, its indexes agree, and the files are bounded."""
+    budget_bytes, generator = budget_of(60, layout), random.Random(rounds)
+    for turn in range(rounds):
+        child = start_child(tmp_path, "relaxed", budget_bytes, layout)
+        acknowledgement = let_write(child, turn * 100_000)
+        with pytest.raises(StoreLocked, match=f"process {child.pid}"):
+            open_store(tmp_path, budget_bytes=budget_bytes, **layout)
+        acknowledged = kill(child, 0.5 if not turn else generator.uniform(0.0, 0.3), acknowledgement)
+        store = open_store(tmp_path, budget_bytes=budget_bytes, **layout)
+        assert found_numbers(store, acknowledged[-20:]) == set(acknowledged[-20:])
+        assert max(store.stats().file_bytes, blocks_bytes(tmp_path)) <= 1.05 * budget_bytes
+        store.check()
+        again = range(turn * 100_000 + 50_000, turn * 100_000 + 50_030)
+        assert put_numbers(store, again) == [True] * 30 and found_numbers(store, again) == set(again)
+        store.check()
+        store.close()
 
 
-def write_for_ever(path: str, durability: str, budget_bytes: int) -> None:
+def write_for_ever(path: str, durability: str, budget_bytes: int, slots_from_bytes: int) -> None:
     first = int(sys.stdin.readline() or sys.exit())
-    store = open_store(path, durability=durability, budget_bytes=budget_bytes)
+    store = open_store(path, durability=durability, budget_bytes=budget_bytes, slots_from_bytes=slots_from_bytes)
     while True:
         if all(put_numbers(store, range(first, first + BATCH))):
             print(first, flush=True)
@@ -110,4 +117,4 @@ def write_for_ever(path: str, durability: str, budget_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    write_for_ever(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    write_for_ever(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -14,7 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from storage_pages import forget_cached, found_numbers, key_of, open_store, put_numbers
+from storage_pages import (
+    Layout,
+    both_layouts,
+    forget_cached,
+    found_numbers,
+    key_of,
+    open_store,
+    put_numbers,
+    values_file,
+)
 
 NUM_PAGES, PAGE_BYTES = 40, 1 << 20
 SETTINGS = {"page_bytes": PAGE_BYTES, "budget_bytes": 80 << 20}
@@ -38,11 +47,12 @@ def image(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", mount], check=True)
 
 
-def test_a_medium_that_fails_costs_what_it_held(image: Path) -> None:
+@both_layouts
+def test_a_medium_that_fails_costs_what_it_held(image: Path, layout: Layout) -> None:
     """Where half of the medium is lost, the values on it are misses and read errors, all others come back byte for
     byte, also the second time, and the process lives."""
     pipe = subprocess.PIPE
-    command = [sys.executable, __file__, str(image.parent / "mount" / "store")]
+    command = [sys.executable, __file__, str(image.parent / "mount" / "store"), str(layout["slots_from_bytes"])]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=Path(__file__).parent) as child:
         assert child.stdin is not None and child.stdout is not None
         ready = child.stdout.readline()
@@ -56,13 +66,13 @@ def test_a_medium_that_fails_costs_what_it_held(image: Path) -> None:
     assert seen["found_later"] == seen["found"]
 
 
-def main(path: str) -> None:
+def main(path: str, layout: Layout) -> None:
     """Fill a store, forget what the kernel keeps of it, and use it after the medium has failed."""
-    with contextlib.closing(open_store(path, **SETTINGS)) as store:
+    with contextlib.closing(open_store(path, **SETTINGS, **layout)) as store:
         assert all(put_numbers(store, range(NUM_PAGES), PAGE_BYTES))
-    store = open_store(path, **SETTINGS)
+    store = open_store(path, **SETTINGS, **layout)
     assert all(store.contains([key_of(n) for n in range(NUM_PAGES)]))
-    forget_cached(Path(path) / "data.mdb")
+    forget_cached(values_file(Path(path), layout))
     print("ready", flush=True)
     sys.stdin.readline()
     found = found_numbers(store, range(NUM_PAGES), PAGE_BYTES)
@@ -74,4 +84,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], {"slots_from_bytes": int(sys.argv[2])})

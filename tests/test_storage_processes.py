@@ -12,7 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from storage_pages import IDENTITY, PAGE_BYTES, found_numbers, key_of, open_store, put_numbers
+from storage_pages import (
+    IDENTITY,
+    LAYOUTS,
+    PAGE_BYTES,
+    Layout,
+    both_layouts,
+    budget_of,
+    found_numbers,
+    has_slots,
+    key_of,
+    open_store,
+    put_numbers,
+)
 
 from hicache.storage import (
     LmdbPageReader,
@@ -25,7 +37,7 @@ from hicache.storage import (
     describe,
 )
 
-SMALL_BUDGET = 60 * PAGE_BYTES
+NUM_SMALL = 60  # pages of a small budget
 
 
 class Other:
@@ -75,15 +87,21 @@ def start(others: list[Other], *arguments: object) -> Other:
     return others[-1]
 
 
-def test_reader_sees_what_is_committed(tmp_path: Path, others: list[Other]) -> None:
+def start_writer(others: list[Other], path: Path, layout: Layout, budget_bytes: int = 64 << 20) -> Other:
+    return start(others, "write", path, budget_bytes, layout["slots_from_bytes"])
+
+
+@both_layouts
+def test_reader_sees_what_is_committed(tmp_path: Path, others: list[Other], layout: Layout) -> None:
     """A page is there as soon as the writer's put returned, gone when it was deleted, and bytes are always right."""
-    writer = start(others, "write", tmp_path, 64 << 20)
+    writer = start_writer(others, tmp_path, layout)
     reader = LmdbPageReader(tmp_path, identity=IDENTITY)
     for first in range(0, 40, 4):
         assert found_numbers(reader, range(first, first + 4)) == set()
         assert writer.do(f"put {first} {first + 4}") == "4"
         assert reader.contains([key_of(first), key_of(first + 4)]) == [True, False]
         assert found_numbers(reader, range(first, first + 5)) == set(range(first, first + 4))
+    assert has_slots(tmp_path) == (layout == LAYOUTS["slots"])
     assert writer.do("delete 0 10") == "10"
     assert found_numbers(reader, range(40)) == set(range(10, 40))
     stats = reader.stats()
@@ -94,11 +112,12 @@ def test_reader_sees_what_is_committed(tmp_path: Path, others: list[Other]) -> N
 
 
 @pytest.mark.parametrize("num_puts", [4, 5])  # the number of the last transaction is even or odd
-def test_reader_follows_compaction(tmp_path: Path, others: list[Other], num_puts: int) -> None:
+@both_layouts
+def test_reader_follows_compaction(tmp_path: Path, others: list[Other], layout: Layout, num_puts: int) -> None:
     """The reader finds all pages again after each time the file was replaced, and so does the writer: with readers
     alive the transaction numbers go on, whatever the copy begins with.
     """
-    writer = start(others, "write", tmp_path, 64 << 20)
+    writer = start_writer(others, tmp_path, layout)
     reader = LmdbPageReader(tmp_path)
     held: set[int] = set()
     rounds = 3
@@ -118,11 +137,12 @@ def test_reader_follows_compaction(tmp_path: Path, others: list[Other], num_puts
     reader.close()
 
 
-def test_reader_survives_eviction_and_death(tmp_path: Path, others: list[Other]) -> None:
+@both_layouts
+def test_reader_survives_eviction_and_death(tmp_path: Path, others: list[Other], layout: Layout) -> None:
     """Beside a writer that turns over its budget many times a reader sees whole pages or misses; after the writer was
     killed it goes on, and sees what the next writer stores.
     """
-    writer = start(others, "write", tmp_path, SMALL_BUDGET)
+    writer = start_writer(others, tmp_path, layout, budget_of(NUM_SMALL, layout))
     reader = LmdbPageReader(tmp_path)
     hits = 0
     for first in range(0, 600, 6):
@@ -132,7 +152,7 @@ def test_reader_survives_eviction_and_death(tmp_path: Path, others: list[Other])
     writer.kill()
     left = found_numbers(reader, range(600))
     assert left >= set(range(580, 600))
-    writer = start(others, "write", tmp_path, SMALL_BUDGET)
+    writer = start_writer(others, tmp_path, layout, budget_of(NUM_SMALL, layout))
     assert writer.do("put 1000 1010") == "10"
     assert found_numbers(reader, range(1000, 1010)) == set(range(1000, 1010))
     assert writer.do("check") == "clean"
@@ -141,11 +161,12 @@ def test_reader_survives_eviction_and_death(tmp_path: Path, others: list[Other])
 
 
 @pytest.mark.parametrize("rounds", [40, pytest.param(600, marks=pytest.mark.long)])
-def test_reader_beside_compactions(tmp_path: Path, others: list[Other], rounds: int) -> None:
+@both_layouts
+def test_reader_beside_compactions(tmp_path: Path, others: list[Other], layout: Layout, rounds: int) -> None:
     """Reading without a pause while the file is replaced again and again: each look finds right pages, and those that
     the writer never touches every time.
     """
-    writer = start(others, "write", tmp_path, 64 << 20)
+    writer = start_writer(others, tmp_path, layout)
     assert writer.do("put 0 20") == "20"
     reader, looks = LmdbPageReader(tmp_path), 0
     writer.send(f"churn 100 {100 + rounds}")
@@ -159,24 +180,28 @@ def test_reader_beside_compactions(tmp_path: Path, others: list[Other], rounds: 
     reader.close()
 
 
-def test_reader_follows_a_larger_budget(tmp_path: Path, others: list[Other]) -> None:
+@pytest.mark.parametrize(("layout", "num_pages"), [("tables", 200), ("slots", 2200)])
+def test_reader_follows_a_larger_budget(tmp_path: Path, others: list[Other], layout: str, num_pages: int) -> None:
     """A writer with a larger budget grows the file beyond the reader's map; the reader maps it anew."""
-    writer = start(others, "write", tmp_path, SMALL_BUDGET)
+    writer = start_writer(others, tmp_path, LAYOUTS[layout], budget_of(NUM_SMALL, LAYOUTS[layout]))
     assert writer.do("put 0 8") == "8"
     reader = LmdbPageReader(tmp_path)
     assert found_numbers(reader, range(8)) == set(range(8))
+    map_bytes = reader._env._tables.env.info()["map_size"]
     writer.kill()
-    writer = start(others, "write", tmp_path, 8 * SMALL_BUDGET)
-    for first in range(0, 200, 8):
-        writer.do(f"put {first} {first + 8}")
-    assert found_numbers(reader, range(200)) == set(range(200))
+    writer = start_writer(others, tmp_path, LAYOUTS[layout], 96 << 20)
+    for first in range(0, num_pages, 200):
+        assert writer.do(f"put {first} {first + 200}") == "200"
+    assert (tmp_path / "data.mdb").stat().st_size > map_bytes
+    assert found_numbers(reader, range(num_pages)) == set(range(num_pages))
     assert reader.stats().read_errors == 0
     reader.close()
 
 
-def test_dead_reader_frees_its_slot(tmp_path: Path, others: list[Other]) -> None:
+@both_layouts
+def test_dead_reader_frees_its_slot(tmp_path: Path, others: list[Other], layout: Layout) -> None:
     """The pages that a reader pinned when it was killed are used again: no put is refused for want of room."""
-    store = open_store(tmp_path, budget_bytes=SMALL_BUDGET)
+    store = open_store(tmp_path, budget_bytes=budget_of(NUM_SMALL, layout), **layout)
     put_numbers(store, range(40))
     reader = start(others, "pin", tmp_path)
     assert reader.do("pin") == "pinned"
@@ -190,7 +215,7 @@ def test_dead_reader_frees_its_slot(tmp_path: Path, others: list[Other]) -> None
 
 def test_second_writer_is_told_who_writes(tmp_path: Path, others: list[Other]) -> None:
     """A second writer is refused with the process that holds the store; `describe` names it too, and needs no lock."""
-    writer = start(others, "write", tmp_path, 64 << 20)
+    writer = start_writer(others, tmp_path, {"slots_from_bytes": 1 << 20})
     assert writer.do("put 0 3") == "3"
     with pytest.raises(StoreLocked, match=f"in use by process {writer.process.pid}"):
         open_store(tmp_path)
@@ -227,10 +252,11 @@ def test_reader_refuses_what_is_not_its_store(tmp_path: Path, others: list[Other
         LmdbPageReader(tmp_path / "a")
 
 
-def test_store_of_another_identity_takes_the_place(tmp_path: Path) -> None:
+@both_layouts
+def test_store_of_another_identity_takes_the_place(tmp_path: Path, layout: Layout) -> None:
     """When a store of another identity takes the place of the one that is open, a reader misses; it serves nothing."""
     for name, model in (("a", "tiny"), ("b", "huge")):
-        store = open_store(tmp_path / name, identity={**IDENTITY, "model": model})
+        store = open_store(tmp_path / name, identity={**IDENTITY, "model": model}, **layout)
         put_numbers(store, range(4))
         store.close()
     reader = LmdbPageReader(tmp_path / "a")
@@ -259,9 +285,10 @@ def read_only_view(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(tmp_path / "view")], check=True)
 
 
-def test_read_only_mount(tmp_path: Path, read_only_view: Path, others: list[Other]) -> None:
+@both_layouts
+def test_read_only_mount(tmp_path: Path, read_only_view: Path, layout: Layout) -> None:
     """On a read-only mount a reader keeps writers out, as it cannot register, and is refused while one is inside."""
-    store = open_store(tmp_path / "store")
+    store = open_store(tmp_path / "store", **layout)
     put_numbers(store, range(6))
     with pytest.raises(StoreLocked, match="readers cannot register on a read-only mount"):
         LmdbPageReader(read_only_view)
@@ -287,7 +314,8 @@ def churn(store: LmdbPageStore, number: int) -> bool:
 
 def serve(kind: str, path: str, *rest: str) -> None:
     """The other process: obeys one command a line."""
-    store = open_store(path, budget_bytes=int(rest[0])) if kind == "write" else None
+    settings = dict(zip(("budget_bytes", "slots_from_bytes"), map(int, rest), strict=False))
+    store = open_store(path, **settings) if kind == "write" else None
     reader = LmdbPageReader(path) if kind == "pin" else None
     print("ready", flush=True)
     pinned = []

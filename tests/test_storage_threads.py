@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from storage_pages import PAGE_BYTES, found_numbers, key_of, open_store, page_of, put_numbers
+from storage_pages import (
+    LAYOUTS,
+    PAGE_BYTES,
+    SLOTS,
+    Layout,
+    blocks_bytes,
+    both_layouts,
+    budget_of,
+    found_numbers,
+    has_slots,
+    key_of,
+    open_store,
+    page_of,
+    put_numbers,
+)
 
 from hicache.storage import PageFilter, StoreError
 
-BUDGET = 60 * PAGE_BYTES
+NUM_BUDGETED = 60  # pages of the budget
 
 
 def run_threads(threads: list[threading.Thread], failures: list[BaseException]) -> None:
@@ -25,9 +40,11 @@ def run_threads(threads: list[threading.Thread], failures: list[BaseException]) 
 
 
 @pytest.mark.parametrize("kind", ["random", "normal"])
-def test_readers_beside_a_writer(tmp_path: Path, kind: str) -> None:
+@both_layouts
+def test_readers_beside_a_writer(tmp_path: Path, layout: Layout, kind: str) -> None:
     """Four readers only ever see whole, right pages while a writer stores, evicts, deletes and compacts."""
-    store = open_store(tmp_path, budget_bytes=BUDGET, filter=PageFilter("planes", 2), max_readers=3)
+    budget_bytes = budget_of(NUM_BUDGETED, layout)
+    store = open_store(tmp_path, budget_bytes=budget_bytes, filter=PageFilter("planes", 2), max_readers=3, **layout)
     pages = {n: page_of(n, kind=kind) for n in range(160)}
     failures: list[BaseException] = []
     done = threading.Event()
@@ -38,7 +55,7 @@ def test_readers_beside_a_writer(tmp_path: Path, kind: str) -> None:
             for turn in range(120):
                 numbers = [(turn * 4 + i) % 160 for i in range(4)]
                 assert store.put([(key_of(n), pages[n]) for n in numbers]) == [True] * 4
-                assert store.stats().file_bytes <= 1.05 * BUDGET
+                assert store.stats().file_bytes <= 1.05 * budget_bytes
                 if turn % 10 == 9:
                     store.delete([key_of(n) for n in numbers])
                 if turn % 40 == 39:
@@ -74,10 +91,11 @@ def test_readers_beside_a_writer(tmp_path: Path, kind: str) -> None:
     store.close()
 
 
-def test_close_waits_for_readers(tmp_path: Path) -> None:
+@both_layouts
+def test_close_waits_for_readers(tmp_path: Path, layout: Layout) -> None:
     """Closing while threads read neither crashes nor spoils a page: each reader ends with an error that says closed."""
     for _ in range(5):
-        store = open_store(tmp_path)
+        store = open_store(tmp_path, **layout)
         put_numbers(store, range(16))
         failures: list[BaseException] = []
         ended: list[str] = []
@@ -102,32 +120,38 @@ def test_close_waits_for_readers(tmp_path: Path) -> None:
         assert len(ended) == 3 and all("closed" in text for text in ended)
 
 
-def test_stuck_reader_cannot_break_the_budget(tmp_path: Path) -> None:
-    """While one reader pins old pages, puts may be refused but the file stays bounded; afterwards they succeed."""
-    store = open_store(tmp_path, budget_bytes=BUDGET)
-    put_numbers(store, range(50))
-    refused = 0
+@pytest.mark.parametrize(
+    ("layout", "page_bytes", "num_budgeted"),
+    [("tables", PAGE_BYTES, 60), ("slots", PAGE_BYTES, 60), ("slots", 256 << 10, 240)],
+)
+def test_stuck_reader_cannot_break_the_budget(tmp_path: Path, layout: str, page_bytes: int, num_budgeted: int) -> None:
+    """While one reader pins old pages, puts may be refused but the files stay bounded; afterwards they succeed."""
+    budget_bytes = budget_of(num_budgeted, LAYOUTS[layout], page_bytes)
+    store = open_store(tmp_path, page_bytes=page_bytes, budget_bytes=budget_bytes, **LAYOUTS[layout])
+    put_numbers(store, range(num_budgeted - 10), page_bytes)
+    refused, in_a_commit = 0, num_budgeted // 64 or 1
     with store._env.tables.env.begin() as pinned:
         assert pinned is not None
-        for number in range(100, 120):
-            refused += put_numbers(store, [number]).count(False)
-            assert store.stats().file_bytes <= 1.05 * BUDGET
+        for first in range(1000, 1000 + num_budgeted // 3, in_a_commit):
+            refused += False in put_numbers(store, range(first, first + in_a_commit), page_bytes)
+            assert max(store.stats().file_bytes, blocks_bytes(tmp_path)) <= 1.05 * budget_bytes
     assert refused > 0 and store.stats().write_errors == refused and not store.stats().read_only
-    assert put_numbers(store, range(200, 210)) == [True] * 10
-    assert found_numbers(store, range(200, 210)) == set(range(200, 210))
+    assert put_numbers(store, range(2000, 2010), page_bytes) == [True] * 10
+    assert found_numbers(store, range(2000, 2010), page_bytes) == set(range(2000, 2010))
     store.check()
     store.close()
 
 
-def fill_until_refused(path: Path) -> None:
+def fill_until_refused(path: Path, layout: Layout) -> None:
     """The store at `path` meets the end of its medium below its budget, turns read-only and serves what it has."""
-    store = open_store(path)
+    store = open_store(path, **layout)
     stored: list[int] = []
     for number in range(4000):
         if put_numbers(store, [number]) == [False]:
             break
         stored.append(number)
     stats = store.stats()
+    assert has_slots(path) == (layout == SLOTS)
     assert stats.read_only and stats.write_errors == 1 and 10 < len(stored) < 3000
     assert put_numbers(store, [0, 5000]) == [False, False]
     assert store.delete([key_of(0)]) == 0 and store.compact() == 0
@@ -140,12 +164,13 @@ def fill_until_refused(path: Path) -> None:
     again.close()
 
 
-def test_file_size_limit(tmp_path: Path) -> None:
+@both_layouts
+def test_file_size_limit(tmp_path: Path, layout: Layout) -> None:
     """A write that the system refuses turns the store read-only; reads go on, and so does a store opened again."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, hard))
     try:
-        fill_until_refused(tmp_path)
+        fill_until_refused(tmp_path, layout)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     store = open_store(tmp_path)
@@ -153,9 +178,10 @@ def test_file_size_limit(tmp_path: Path) -> None:
     store.close()
 
 
-def test_full_disk(small_disk: Path) -> None:
+@both_layouts
+def test_full_disk(small_disk: Path, layout: Layout) -> None:
     """A full disk turns the store read-only; reads go on, and it opens again on the full disk with everything."""
-    fill_until_refused(small_disk / "store")
+    fill_until_refused(small_disk / "store", layout)
 
 
 def test_compacting_without_room(small_disk: Path) -> None:
@@ -168,3 +194,26 @@ def test_compacting_without_room(small_disk: Path) -> None:
     assert found_numbers(store, range(300)) == {n for n in range(300) if n % 3}
     store.check()
     store.close()
+
+
+def test_compacting_slots_without_room(small_disk: Path) -> None:
+    """Values in slots are not copied: with the disk full, what was deleted is given back, and all else stays."""
+    store = open_store(small_disk / "store", **SLOTS)
+    put_numbers(store, range(300))
+    assert store.delete([key_of(n) for n in range(0, 300, 3)]) == 100
+    fill_up(small_disk / "ballast")
+    before = blocks_bytes(small_disk / "store")
+    assert store.compact() >= 100 * PAGE_BYTES
+    assert blocks_bytes(small_disk / "store") <= before - 100 * PAGE_BYTES
+    assert not store.stats().read_only
+    assert found_numbers(store, range(300)) == {n for n in range(300) if n % 3}
+    assert put_numbers(store, range(300, 350)) == [True] * 50
+    assert found_numbers(store, range(350)) == {n for n in range(300) if n % 3} | set(range(300, 350))
+    store.check()
+    store.close()
+
+
+def fill_up(ballast: Path) -> None:
+    """Leave nothing of a disk but 64 KiB."""
+    free = os.statvfs(ballast.parent)
+    ballast.write_bytes(bytes(free.f_bavail * free.f_bsize - (64 << 10)))

@@ -65,7 +65,7 @@ def _codec(tables: Tables, place: Place | None, room: memoryview) -> str:
     if place.length < HEADER_BYTES:
         return "unreadable"
     try:
-        head = tables.values.read(Place(place.offset, HEADER_BYTES), room)
+        head = place.head or tables.values.read(Place(place.offset, HEADER_BYTES), room)
     except OSError:
         return "unreadable"
     if head[: len(MAGIC)] != MAGIC:
