@@ -1,17 +1,18 @@
 """The disk tier: cold reads, packed reads, writes and look-ups through the store, beside the same bytes raw.
 
     read.cold          random pages that do not pack, 8 threads, caches dropped before each round; the ceiling is the
-                       same number of bytes by O_DIRECT, in blocks of a page at random places, 8 threads
+                       same bytes of the same file by O_DIRECT, in blocks of a page in random order, 8 threads
+    read.raw.busy      that ceiling while as many threads as there are cores unpack pages: what it costs a virtual disk
     read.packed        the same with synthetic KV that packs: bytes of pages a second over raw bytes read a second
     read.trained       and with keys and values of a trained model, where one is installed (bench.trained_kv)
     pack.<data>.<filter>  bytes of a page over bytes stored
-    write.<mode>       groups of pages until they are as durable as the mode says; the ceiling is a plain file that gets
-                       the same bytes and as many fdatasync calls
+    write.<mode>       groups of pages until they are as durable as the mode says, beside plain files that get the same
+                       bytes and as many fdatasync calls (bench.disk_writes)
     contains, open     in a store of a million small pages
     pipeline           documents from disk to device through an engine, beside its slowest leg (bench.disk_pipeline)
 
 A round is cold where the kernel read from the medium what the case did; the note says how much it did read. May import
-numpy, bench.common, bench.disk_pipeline, bench.trained_kv, hicache and hicache.storage.
+numpy, bench.common, bench.disk_pipeline, bench.disk_writes, bench.trained_kv, hicache and hicache.storage.
 """
 
 from __future__ import annotations
@@ -24,33 +25,32 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from bench.common import BenchUnavailable, Case, Report, gb_per_s, interleave, percentile
-from bench.disk_pipeline import drop_caches, measure_pipeline
+from bench.disk_pipeline import drop_caches, in_threads, measure_pipeline
+from bench.disk_writes import measure_writes
 from bench.trained_kv import CHANNELS as TRAINED_CHANNELS
 from bench.trained_kv import MODEL as TRAINED
 from bench.trained_kv import PAGE_BYTES as TRAINED_PAGE_BYTES
 from bench.trained_kv import TOKENS as TRAINED_TOKENS
 from bench.trained_kv import trained_pages
 from hicache.storage import LmdbPageStore, PageBuffer
-from hicache.storage.base import Durability
 from hicache.storage.codec import PageCodec
 from hicache.storage.filters import PageFilter
+from hicache.storage.slot_file import SLOTS_FILE
 
 NAME = "disk"
 DESCRIPTION = "disk tier: cold reads, packed reads, writes and look-ups, against the same bytes raw"
 
 THREADS = 8
 PAGE_TOKENS, CHANNELS = 64, 1024  # of synthetic KV: segments [tokens, channels] of bf16
-TARGETS = {"read.cold": 0.90, "read.packed": 1.2, "read.trained": 1.2, "write.relaxed": 0.85, "write.commit": 0.85}
+TARGETS = {"read.cold": 0.90, "read.packed": 1.2, "read.trained": 1.2}
 CONTAINS_MS, OPEN_S = 2.0, 1.0
-_DIRECT_ALIGNMENT = 4096
-_GROUP_BYTES = 48 << 20  # one commit of a store of 4 GiB or more
-_GROUPS_PER_PUT = 4
 _SMALL_PAGE = 256
 
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     try:
         _reads(report, folder, page_bytes, num_pages, args.samples)
         for durability in ("relaxed", "commit"):
-            _writes(report, folder, page_bytes, num_pages // 2, durability, args.samples)
+            measure_writes(report, folder, page_bytes, num_pages // 2, durability, args.samples)
         _large_store(report, folder, args.small_pages)
         tokens = args.document_tokens or (4096 if args.device.type == "cuda" else 1024)
         measure_pipeline(report, folder, args.device, tokens, args.samples)
@@ -117,9 +117,6 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
     if trained is not None:
         kinds["read.trained"] = trained
     _packing(report, page_bytes, kinds)
-    files = {"raw": folder / "raw", **{kind: folder / kind / "data.mdb" for kind in kinds}}
-    # A file of its own, read once a round as the others are: a virtual disk's host may keep what was just read.
-    _write_file(files["raw"], page_bytes, num_pages)
     kept: dict[str, PageBuffer] = {}
     for kind, pages in kinds.items():  # told apart by their first bytes
         store = _open(folder / kind, page_bytes, num_pages)
@@ -133,22 +130,29 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
                 raise BenchUnavailable(f"the disk below {folder} has no room for {num_pages} pages")
         kept[kind] = pages[1]
         store.close()
+    raw = folder / "read.cold" / SLOTS_FILE
+    if not raw.exists():  # where no holes can be made: the same bytes in a file of their own
+        raw = folder / "raw"
+        _write_file(raw, page_bytes, num_pages)
     buffers = [np.frombuffer(mmap.mmap(-1, page_bytes), dtype=np.uint8) for _ in range(THREADS)]
-    rounds: dict[str, list[float]] = {"raw": [], **{kind: [] for kind in kinds}}
+    rounds: dict[str, list[float]] = {"raw": [], "raw.busy": [], **{kind: [] for kind in kinds}}
     read: dict[str, list[float]] = {name: [] for name in rounds}
     for turn in range(-1, samples):
         order = np.random.default_rng(turn + 1).permutation(num_pages)
-        for name, seconds in rounds.items():
-            drop_caches(files[name])
-            reader, path = (_raw_reader, files[name]) if name == "raw" else (_store_reader, folder / name)
-            with reader(path, page_bytes, num_pages) as fetch:
+        first = (turn + 1) % len(rounds)  # in turns, and in another order each time
+        for name in [*rounds][first:] + [*rounds][:first]:
+            is_raw = name.startswith("raw")
+            beside = partial(_unpacking, kinds["read.packed"][0]) if name == "raw.busy" else nullcontext
+            reader, path = (_raw_reader, raw) if is_raw else (_store_reader, folder / name)
+            drop_caches(path)
+            with reader(path, page_bytes, num_pages) as fetch, beside():
                 before, start = _bytes_read(), time.perf_counter()
                 in_threads([_fetch_all(fetch, order[t::THREADS], buffers[t]) for t in range(THREADS)])
                 elapsed = time.perf_counter() - start
             if turn >= 0:
-                seconds.append(elapsed)
+                rounds[name].append(elapsed)
                 read[name].append((_bytes_read() - before) / (num_pages * page_bytes))
-            if name != "raw":
+            if not is_raw:
                 _compare(buffers, kept[name], order)
     _report_reads(report, rounds, read, num_pages * page_bytes, page_bytes)
 
@@ -158,6 +162,7 @@ def _report_reads(
 ) -> None:
     ceiling = percentile(gb_per_s(num_bytes, rounds["raw"]), 50)
     report.add(Case.of("read.raw", gb_per_s(num_bytes, rounds["raw"]), "GB/s", note="O_DIRECT, in blocks of a page"))
+    report.add(Case.of("read.raw.busy", gb_per_s(num_bytes, rounds["raw.busy"]), "GB/s", ceiling=ceiling))
     data_of = {"read.cold": "random bytes", "read.packed": "synthetic KV, bf16", "read.trained": f"{TRAINED}, bf16"}
     for kind, data in data_of.items():
         if kind not in rounds:
@@ -215,6 +220,28 @@ def _raw_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[Callabl
         os.close(descriptor)
 
 
+@contextmanager
+def _unpacking(page: PageBuffer) -> Iterator[None]:
+    """As many threads as there are cores unpack `page`, over and over."""
+    codec = PageCodec(page_bytes=len(page), namespace=bytes(16), level=1, filter=PageFilter("planes", 2))
+    value, done = codec.encode(b"key", page), threading.Event()
+
+    def unpack() -> None:
+        back = np.empty_like(page)
+        while not done.is_set():
+            codec.decode_into(b"key", value, back)
+
+    threads = [threading.Thread(target=unpack) for _ in range(os.cpu_count() or 1)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
 def _compare(buffers: Sequence[PageBuffer], like: PageBuffer, order: Sequence[int]) -> None:
     """The last page of each thread is the one it asked for; those made like `like` are so to the last byte."""
     for t, buffer in enumerate(buffers):
@@ -239,83 +266,6 @@ def _bytes_read() -> int:
     return int(fields["read_bytes"])
 
 
-def in_threads(works: Sequence[Callable[[], None]]) -> None:
-    """Run all at once; the first error is raised here."""
-    errors: list[BaseException] = []
-
-    def guard(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    threads = [threading.Thread(target=guard, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-def _writes(
-    report: Report, folder: Path, page_bytes: int, num_pages: int, durability: Durability, samples: int
-) -> None:
-    """Groups of new pages into a fresh store, and the same bytes into a fresh file."""
-    rng = np.random.default_rng(2)
-    per_group = max(1, _GROUP_BYTES // page_bytes)
-    pages = [rng.integers(0, 256, page_bytes, dtype=np.uint8) for _ in range(per_group)]
-    groups = _cut(num_pages, per_group)
-    syncs = 1 if durability == "relaxed" else 2  # of a commit: its data, and with `commit` the page that names it
-
-    def through_store() -> None:
-        for group in _cut(num_pages, per_group * _GROUPS_PER_PUT):
-            if not all(store.put([(_key(i), pages[i % per_group]) for i in group])):
-                raise AssertionError("a page was not stored")
-
-    def raw() -> None:
-        for group in groups:
-            for i in group:
-                os.pwrite(file, pages[i % per_group].data, i * page_bytes)
-            for _ in range(syncs):
-                os.pwrite(file, b"\0" * _DIRECT_ALIGNMENT, num_pages * page_bytes)
-                os.fdatasync(file)
-
-    seconds: dict[str, list[float]] = {"store": [], "raw": []}
-    for _ in range(samples):
-        for name, work in (("raw", raw), ("store", through_store)):
-            path = folder / f"write-{name}"
-            if name == "raw":
-                file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-            else:
-                store = LmdbPageStore(
-                    path,
-                    identity={"model": "bench"},
-                    page_bytes=page_bytes,
-                    budget_bytes=max(4 << 30, 2 * num_pages * page_bytes),
-                    durability=durability,
-                )
-            start = time.perf_counter()
-            work()
-            seconds[name].append(time.perf_counter() - start)
-            if name == "raw":
-                os.close(file)
-                path.unlink()
-            else:
-                store.close()
-                shutil.rmtree(path)
-    num_bytes = num_pages * page_bytes
-    ceiling = percentile(gb_per_s(num_bytes, seconds["raw"]), 50)
-    note = f"random bytes, groups of {per_group} pages of {page_bytes >> 20} MiB, {syncs} fdatasync a group"
-    case = f"write.{durability}"
-    values = gb_per_s(num_bytes, seconds["store"])
-    report.add(Case.of(case, values, "GB/s", ceiling=ceiling, target=TARGETS[case], note=note))
-
-
-def _cut(num_pages: int, step: int) -> list[range]:
-    return [range(start, min(start + step, num_pages)) for start in range(0, num_pages, step)]
-
-
 def _large_store(report: Report, folder: Path, num_pages: int) -> None:
     """Opening a store of many small pages, looking for 1 000 keys, and what both do to the process's memory."""
     page = np.arange(_SMALL_PAGE, dtype=np.uint8)
@@ -335,7 +285,7 @@ def _large_store(report: Report, folder: Path, num_pages: int) -> None:
         store.close()
         opened_s[name] = []
         for _ in range(5):
-            drop_caches(path / "data.mdb")
+            drop_caches(path)
             before, start_s = _resident_bytes(), time.perf_counter()
             store = LmdbPageStore(
                 path, identity={"model": "bench"}, page_bytes=_SMALL_PAGE, budget_bytes=budget_bytes, level=0

@@ -12,8 +12,9 @@ disk bench. May import torch, bench.common and hicache.
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -86,9 +87,8 @@ def _round(config: EngineConfig, prompts: list[np.ndarray], truth: list[torch.Te
     """Seconds of each leg, one after the other, and of the pipeline."""
     assert config.disk is not None
     found: dict[str, float] = {}
-    data = Path(config.disk.path) / "data.mdb"
     for name in ("legs", "pipeline"):
-        drop_caches(data)
+        drop_caches(Path(config.disk.path))
         with _engine(config) as engine:
             _touch(engine)
             start = time.perf_counter()
@@ -117,14 +117,34 @@ def _round(config: EngineConfig, prompts: list[np.ndarray], truth: list[torch.Te
     return found
 
 
-def drop_caches(file: Path) -> None:
-    """Forget what the kernel keeps of a file that nobody has mapped."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+def drop_caches(path: Path) -> None:
+    """Forget what the kernel keeps of a file that nobody has mapped, or of all files of a store."""
+    for file in path.iterdir() if path.is_dir() else [path]:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def in_threads(works: Sequence[Callable[[], None]]) -> None:
+    """Run all at once; the first error is raised here."""
+    errors: list[BaseException] = []
+
+    def guard(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=guard, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _touch(engine: CacheEngine) -> None:

@@ -19,9 +19,17 @@ def test_a_small_run_has_every_case(tmp_path: Path) -> None:
     assert cli.main(["run", "disk", *arguments]) == 0
     (path,) = (tmp_path / "out").iterdir()
     cases = {case.name: case for case in read_report(path).cases}
-    names = {"read.raw", "read.cold", "read.packed", "write.relaxed", "write.commit"}
+    writes = {f"write.{mode}{beside}" for mode in ("relaxed", "commit") for beside in ("", ".direct")}
+    names = {"read.raw", "read.raw.busy", "read.cold", "read.packed"} | writes
     names |= {f"pack.packed.{how}" for how in ("none", "planes", "channel_planes")}
-    assert cases.keys() == names | {"contains.1000", "open.1m", "open.1m.memory", "pipeline"}
+    assert cases.keys() == names | {
+        "contains.1000",
+        "open.1m",
+        "open.1m.memory",
+        "pipeline",
+        "mixed.write",
+        "mixed.read",
+    }
     targets = {name: case.target for name, case in cases.items() if name in disk.TARGETS}
     assert targets == {name: target for name, target in disk.TARGETS.items() if name != "read.trained"}
     assert cases["pipeline"].target == 0.95 and cases["contains.1000"].ceiling == 2.0

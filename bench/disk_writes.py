@@ -1,0 +1,175 @@
+"""Group commits of new pages into a fresh store, beside the same bytes into a fresh file, in turns.
+
+    write.<mode>          the ceiling is a plain file written through the kernel's memory, with as many fdatasync calls
+    write.<mode>.direct   the same figures beside a plain file written past it, by O_DIRECT, in blocks of a page
+    mixed.write, .read    the same writes, `relaxed`, while 4 threads read other pages, caches dropped before; and those
+                          reads. The ceiling is writing alone
+
+Pages lie aligned, as those of a host pool do. A helper of the disk bench. May import numpy, bench.common,
+bench.disk_pipeline and hicache.storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from bench.common import Case, Report, gb_per_s, percentile
+from bench.disk_pipeline import drop_caches, in_threads
+from hicache.storage import LmdbPageStore, PageBuffer
+from hicache.storage.base import Durability
+
+TARGET = 0.85
+_GROUP_BYTES = 56 << 20  # of one commit of a store of 4 GiB or more
+_GROUPS_PER_PUT = 4
+_BLOCK_BYTES = 4096
+_READERS = 4
+
+
+def measure_writes(
+    report: Report, folder: Path, page_bytes: int, num_pages: int, durability: Durability, samples: int
+) -> None:
+    """Both cases of one mode; `num_pages` are written each time."""
+    per_group = max(1, _GROUP_BYTES // page_bytes)
+    pages = _aligned_pages(per_group, page_bytes)
+    syncs = 1 if durability == "relaxed" else 2  # of a commit: its data, and with `commit` the page that names it
+    ways = {
+        "raw": lambda: _raw(folder / "write-raw", pages, num_pages, syncs, 0),
+        "direct": lambda: _raw(folder / "write-direct", pages, num_pages, syncs, os.O_DIRECT),
+        "store": lambda: _store(folder / "write-store", pages, num_pages, durability),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(samples):
+        for name, way in ways.items():
+            with way() as (_, write):
+                start = time.perf_counter()
+                write()
+                seconds[name].append(time.perf_counter() - start)
+    num_bytes = num_pages * page_bytes
+    note = f"random bytes, groups of {per_group} pages of {page_bytes >> 20} MiB, {syncs} fdatasync a group"
+    for case, ceiling in ((f"write.{durability}", "raw"), (f"write.{durability}.direct", "direct")):
+        beside = percentile(gb_per_s(num_bytes, seconds[ceiling]), 50)
+        values = gb_per_s(num_bytes, seconds["store"])
+        report.add(Case.of(case, values, "GB/s", ceiling=beside, target=TARGET, note=note))
+    if durability == "relaxed":
+        alone = percentile(gb_per_s(num_bytes, seconds["store"]), 50)
+        _mixed(report, folder / "write-mixed", pages, num_pages, alone, samples)
+
+
+def _mixed(report: Report, path: Path, pages: list[PageBuffer], num_pages: int, alone: float, samples: int) -> None:
+    written: list[float] = []
+    read: list[float] = []
+    num_bytes = num_pages * len(pages[0])
+    for turn in range(samples):
+        with _store(path, pages, num_pages, "relaxed") as (store, write):
+            write(1)
+            drop_caches(path)
+            done, counts = threading.Event(), [0] * _READERS
+            readers = [partial(_read_until, done, store, num_pages, counts, t, len(pages[0])) for t in range(_READERS)]
+
+            def write_beside(done: threading.Event = done, write: Callable[[int], None] = write) -> None:
+                start = time.perf_counter()
+                try:
+                    write(2)
+                finally:
+                    done.set()
+                    written.append(time.perf_counter() - start)
+
+            in_threads([write_beside, *readers])
+            read.append(sum(counts) * len(pages[0]) / written[turn] / 1e9)
+    values = gb_per_s(num_bytes, written)
+    report.add(Case.of("mixed.write", values, "GB/s", ceiling=alone, note=f"beside {_READERS} readers"))
+    report.add(Case.of("mixed.read", read, "GB/s", note="beside one writer"))
+
+
+def _read_until(
+    done: threading.Event, store: LmdbPageStore, num_pages: int, counts: list[int], which: int, page_bytes: int
+) -> None:
+    rng = np.random.default_rng(which)
+    page = np.frombuffer(mmap.mmap(-1, page_bytes), dtype=np.uint8)
+    while not done.is_set():
+        if store.get_into([_key(1, int(rng.integers(num_pages)))], [page]) != [True]:
+            raise AssertionError("a page is missing")
+        counts[which] += 1
+
+
+def _aligned_pages(count: int, page_bytes: int) -> list[PageBuffer]:
+    rng = np.random.default_rng(2)
+    pages = [np.frombuffer(mmap.mmap(-1, page_bytes), dtype=np.uint8) for _ in range(count)]
+    for page in pages:
+        page[:] = rng.integers(0, 256, page_bytes, dtype=np.uint8)
+    return pages
+
+
+def _cut(num_pages: int, step: int) -> list[range]:
+    return [range(start, min(start + step, num_pages)) for start in range(0, num_pages, step)]
+
+
+@contextlib.contextmanager
+def _raw(
+    path: Path, pages: list[PageBuffer], num_pages: int, syncs: int, flags: int
+) -> Iterator[tuple[None, Callable[[], None]]]:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
+    end = len(pages[0]) * num_pages
+
+    def write() -> None:
+        for group in _cut(num_pages, len(pages)):
+            for i in group:
+                os.pwrite(file, pages[i % len(pages)].data, i * len(pages[0]))
+            for _ in range(syncs):
+                os.pwrite(file, pages[0].data[:_BLOCK_BYTES], end)
+                os.fdatasync(file)
+
+    try:
+        yield None, write
+    finally:
+        os.close(file)
+        path.unlink()
+
+
+@contextlib.contextmanager
+def _store(
+    path: Path, pages: list[PageBuffer], num_pages: int, durability: Durability
+) -> Iterator[tuple[LmdbPageStore, Callable[..., None]]]:
+    page_bytes = len(pages[0])
+    store = LmdbPageStore(
+        path,
+        identity={"model": "bench"},
+        page_bytes=page_bytes,
+        budget_bytes=max(4 << 30, 3 * num_pages * page_bytes),
+        durability=durability,
+    )
+
+    def write(salt: int = 0) -> None:
+        for group in _cut(num_pages, len(pages) * _GROUPS_PER_PUT):
+            if not all(store.put([(_key(salt, i), pages[i % len(pages)]) for i in group])):
+                raise AssertionError("a page was not stored")
+
+    try:
+        yield store, write
+        _compare(store, pages, num_pages)
+    finally:
+        store.close()
+        shutil.rmtree(path)
+
+
+def _key(salt: int, i: int) -> bytes:
+    return salt.to_bytes(8, "big") + i.to_bytes(24, "big")
+
+
+def _compare(store: LmdbPageStore, pages: list[PageBuffer], num_pages: int) -> None:
+    """Some pages of the last writing, its last one among them, are there byte for byte."""
+    back = np.empty(len(pages[0]), dtype=np.uint8)
+    salt = next(salt for salt in (2, 0) if store.contains([_key(salt, 0)]) == [True])
+    for i in (*range(0, num_pages, 17), num_pages - 1):
+        if store.get_into([_key(salt, i)], [back]) != [True] or not np.array_equal(back, pages[i % len(pages)]):
+            raise AssertionError(f"page {i} is not what was put")
