@@ -12,9 +12,11 @@ R, 32 file pages, is what a commit needs that only evicts. Without it a full map
 large value finds no neighbouring pages, or a reader holds freed ones, lmdb undoes the commit; then more is evicted,
 down to a floor, and the commit is tried again.
 
-Where values are in slots, the map is for the tables alone: an index share I, 1/64 of the budget or 64 file pages. L is
-lower by I, and what the slots take of the medium stays below M - I, by the same arithmetic: slots are reused two
-commits after they were freed, too, and a commit that would pass the wall is undone as if lmdb had no room.
+Where values are in slots, the map is for the tables alone: an index share I of the budget, enough for pages that pack
+to 16 KiB, between 1/64 and 1/8 of it, and at least 64 file pages. L is lower by I, and what the slots take of the
+medium stays below M - I, by the same arithmetic: slots are reused two commits after they were freed, too, and a commit
+that would pass the wall is undone as if lmdb had no room. Where pages pack even better, the tables are full first: then
+pages go until these need no more than I - R. As leaves of a tree are merged when three quarters are gone, that is most.
 
 May import lmdb, the standard library, base, counters, lmdb_env, lmdb_file and lru.
 """
@@ -39,7 +41,7 @@ T = TypeVar("T")
 _SLACK_SHARE = 25  # the file may pass the budget by 1/25
 _GROUP_SHARE, _MAX_GROUP_BYTES = 64, 64 << 20  # far below the 512 MiB at which lmdb's list of dirty pages is full
 _RESERVE_PAGES = 32
-_INDEX_SHARE, _LEAST_INDEX_PAGES = 64, 64
+_PACKED_BYTES, _INDEX_SHARES, _LEAST_INDEX_PAGES = 16 << 10, (8, 64), 64
 _FLOOR_SHARE = 4  # a commit that finds no room evicts up to this share of the budget below the limit, not more
 _ATTEMPTS = 6
 _EVICTED_GROUPS = 16
@@ -69,7 +71,13 @@ class Budget:
     @property
     def index_bytes(self) -> int:
         """What of that is set aside for the tables where values are in slots."""
-        return max(self.budget_bytes // _INDEX_SHARE // self.psize, _LEAST_INDEX_PAGES) * self.psize
+        share = min(max(self.value_bytes // _PACKED_BYTES, _INDEX_SHARES[0]), _INDEX_SHARES[1])
+        return max(self.budget_bytes // share // self.psize, _LEAST_INDEX_PAGES) * self.psize
+
+    @property
+    def index_limit_bytes(self) -> int:
+        """What the tables may need of that before a commit adds to them."""
+        return self.index_bytes - _RESERVE_PAGES * self.psize
 
     @property
     def group_bytes(self) -> int:
@@ -112,8 +120,8 @@ class GroupWriter:
                 self._fold_into(ledger)
                 for key in used:
                     ledger.touch(key)
-            if ledger.used_bytes + most_bytes > self._budget.limit_bytes:
-                ledger.evict_to(target_bytes)
+            is_full = ledger.used_bytes + most_bytes > self._budget.limit_bytes
+            ledger.evict_to(target_bytes if is_full else ledger.used_bytes, self._budget.index_limit_bytes)
             for key, value in group:
                 ledger.add(key, value)
             return True
@@ -236,7 +244,8 @@ class GroupWriter:
         """Evict `room_bytes` and make the freed pages usable, which lmdb does two commits later."""
 
         def evict(ledger: Ledger) -> None:
-            ledger.evict_to(max(self._budget.floor_bytes, ledger.used_bytes - room_bytes))
+            target_bytes = max(self._budget.floor_bytes, ledger.used_bytes - room_bytes)
+            ledger.evict_to(target_bytes, self._budget.index_limit_bytes)
 
         self._commit(evict)
         self._commit(lambda ledger: None)

@@ -90,7 +90,10 @@ class Tables:
         Pages of values count once. Pages of the trees count three times: a commit may rewrite each of them while the
         commit before it, which still holds on to their old copies, did so too.
         """
-        stats = [txn.stat(table) for table in (self.pages, self.ages, self.recency, self.meta)]
+        tables = [self.pages, self.ages, self.recency, self.meta]
+        if self.slots is not None:
+            tables += [self.slots.free, self.slots.freed]
+        stats = [txn.stat(table) for table in tables]
         tree_pages = sum(stat["branch_pages"] + stat["leaf_pages"] for stat in stats)
         return int((3 * tree_pages + sum(stat["overflow_pages"] for stat in stats)) * self.psize)
 
@@ -250,10 +253,11 @@ class Ledger:
             self._stamp(key, value_bytes)
         return True
 
-    def evict_to(self, used_bytes: int) -> int:
-        """Remove the least recently used pages until the store needs at most `used_bytes`; returns how many went."""
+    def evict_to(self, used_bytes: int, index_bytes: int | None = None) -> int:
+        """Remove the least recently used pages until the store needs at most `used_bytes`, and its tables, where values
+        are in slots, at most `index_bytes` of that; returns how many went."""
         num_evicted = 0
-        while self.used_bytes > used_bytes:
+        while self.used_bytes > used_bytes or self._is_index_above(index_bytes):
             with self.txn.cursor(db=self._tables.recency) as cursor:
                 if not cursor.first():
                     break
@@ -263,6 +267,11 @@ class Ledger:
             num_evicted += 1
         self.num_evicted += num_evicted
         return num_evicted
+
+    def _is_index_above(self, index_bytes: int | None) -> bool:
+        if index_bytes is None or self._space is None:
+            return False
+        return self._tables.used_bytes(self.txn) > index_bytes
 
     def _record(self, key: bytes) -> tuple[int, int] | None:
         packed = self.txn.get(key, db=self._tables.ages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from storage_pages import (
     page_of,
 )
 
-from hicache.storage import PageBuffer, describe
+from hicache.storage import PageBuffer, describe, evict
 
 PAGE_BYTES = 96 << 10  # above the size from which pages are packed beside the writer
 NUM_BUDGETED = 100  # pages of the budget
@@ -138,3 +139,24 @@ def test_a_call_larger_than_the_budget(tmp_path: Path, layout: Layout) -> None:
     assert found_numbers(store, numbers, PAGE_BYTES) == set(range(kept))
     store.check()
     store.close()
+
+
+def test_pages_that_fill_the_tables_first(tmp_path: Path) -> None:
+    """Of pages that pack to next to nothing the tables of a store with slots are full before the slots: the oldest go,
+    every put is taken, and deleting and evicting work."""
+    page_bytes, budget_bytes = 256 << 10, 20 << 20
+    with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=budget_bytes)) as store:
+        page = np.zeros(page_bytes, dtype=np.uint8)
+        for first in range(0, 4_600, 200):
+            items = []
+            for n in range(first, first + 200):
+                items.append((key_of(n), page.copy()))
+                items[-1][1][:8] = np.frombuffer(n.to_bytes(8, "little"), dtype=np.uint8)
+            assert store.put(items) == [True] * 200
+            assert store.stats().file_bytes <= 1.05 * budget_bytes
+        stats = store.stats()
+        assert 0 < stats.evicted < 4_600 and stats.write_errors == 0
+        assert store.get_into([key_of(4_500)], [page]) == [True] and int.from_bytes(page[:8], "little") == 4_500
+        assert store.delete([key_of(n) for n in range(4_500, 4_600)]) == 100
+        store.check()
+        assert evict(store, 0) > 0 and store.stats().entries == 0
