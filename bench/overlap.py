@@ -5,8 +5,7 @@ transfer brings the prefix layer by layer. Timed in turns, on the host's clock, 
 idle device: each half alone, both with an event a layer, and the control: both with one wait for all layers before
 the forward, which can hide nothing. `beside` is the resident forward beside the same load, waiting for none of it: what
 sharing the machine costs, whatever the order. Outputs are compared outside the timing (bench.stage). Forwards run on a
-stream of their own, not the first that the process used, as those of servers do; `first_stream` is one on that first,
-CUDA's default stream, beside it.
+stream of their own, as those of servers do; `legacy_stream` is one on CUDA's default stream beside it.
 
     overlap = max(load, compute) / measured       hidden = (load + compute - measured) / min(load, compute)
 
@@ -143,7 +142,6 @@ def run(args: argparse.Namespace, report: Report) -> None:
     if suffixes[0] < 1 or suffixes[-1] > prefix_tokens // 4 // PAGE * PAGE:
         raise BenchUnavailable(f"--suffixes {suffixes}: give 1 to {prefix_tokens // 4 // PAGE * PAGE}")
     shape, scattered = FULL if on_cuda else TINY, _some_of(suffixes)
-    torch.zeros(1, device=device).add_(1)  # the default stream is the first that launches a kernel
     with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
         try:
             _stage(report, Stage(shape, CONTIGUOUS, prefix_tokens, device), samples, "", suffixes)
@@ -160,7 +158,7 @@ def _stage(report: Report, stage: Stage, samples: int, ending: str, lengths: Seq
         if not ending:
             _during_load(report, stage, samples)
             _gather(report, stage, samples, _some_of(lengths)[0])
-            _first_stream(report, stage, samples, _some_of(lengths)[0])
+            _legacy_stream(report, stage, samples, _some_of(lengths)[0])
         _overlap(report, stage, samples, ending, lengths)
         stage.rig.verify()
     finally:
@@ -206,21 +204,21 @@ def _gather(report: Report, stage: Stage, samples: int, num_tokens: int) -> None
     report.add(Case.of(name, values, "ms", better="lower", ceiling=ceiling, note=note))
 
 
-def _first_stream(report: Report, stage: Stage, samples: int, num_tokens: int) -> None:
-    """A load and the forward that waits for it, on the first stream that the process used and on one of their own."""
+def _legacy_stream(report: Report, stage: Stage, samples: int, num_tokens: int) -> None:
+    """A load and the forward that waits for it, on CUDA's legacy default stream and on one of their own."""
     if stage.device.type != "cuda":
         return
     step = stage.steps(stage.forward.suffix(num_tokens))["together"]
 
-    def first() -> None:
+    def legacy() -> None:
         with torch.cuda.stream(torch.cuda.default_stream(stage.device)):
             step.run()
 
-    variants = {"own": step, "first": Step(first, step.before, step.after)}
+    variants = {"own": step, "legacy": Step(legacy, step.before, step.after)}
     seconds = interleave(variants, samples=samples, warmup=1, timer=step_timer(stage.sync))
-    values, ceiling = [s * 1e3 for s in seconds["first"]], percentile(seconds["own"], 50) * 1e3
+    values, ceiling = [s * 1e3 for s in seconds["legacy"]], percentile(seconds["own"], 50) * 1e3
     note = "with its load; the ceiling is the same on a stream of its own"
-    name = f"forward.first_stream.suffix{num_tokens}"
+    name = f"forward.legacy_stream.suffix{num_tokens}"
     report.add(Case.of(name, values, "ms", better="lower", ceiling=ceiling, note=note))
 
 
