@@ -22,12 +22,14 @@ Layout = dict[str, int]
 LAYOUTS: dict[str, Layout] = {"tables": {"slots_from_bytes": 1 << 40}, "slots": {"slots_from_bytes": 1}}
 SLOTS = LAYOUTS["slots"]
 both_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-_INDEX_BYTES = 256 << 10  # the least share of a budget that is for the tables beside slots
+_INDEX_SHARE, _LEAST_INDEX_BYTES = 8, 256 << 10  # of a budget, at most and at least, for the tables beside slots
 
 
 def budget_of(num_pages: int, layout: Layout, page_bytes: int = PAGE_BYTES) -> int:
-    """A budget with the same room for values in both layouts."""
-    return num_pages * page_bytes + (_INDEX_BYTES if layout == SLOTS else 0)
+    """A budget with about the same room for values in both layouts."""
+    values_bytes = num_pages * page_bytes
+    index_bytes = max(values_bytes // (_INDEX_SHARE - 1), _LEAST_INDEX_BYTES)
+    return values_bytes + (index_bytes if layout == SLOTS else 0)
 
 
 def key_of(number: int) -> bytes:
