@@ -11,6 +11,7 @@ disk bench. May import torch, bench.common and hicache.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -63,6 +64,7 @@ def measure_pipeline(report: Report, folder: Path, device: torch.device, tokens:
 
 @contextmanager
 def _engine(config: EngineConfig) -> Iterator[CacheEngine]:
+    gc.collect()  # a closed engine's memory goes with its cycles of references, and two of them may not fit
     with build_engine(config, GEOMETRY) as engine:
         yield engine
 
