@@ -52,7 +52,7 @@ def one_input(data: bytes) -> None:
         if decode(PLAIN, value) != ("", page) or PLAIN.verify_stored(b"key", value):
             raise AssertionError("a second reading differs from the first")
         raw_at = slice(8, 16) if value[4] == 1 else slice(8, 12)
-        if int.from_bytes(value[raw_at], "little") != PAGE_BYTES or value[4] not in (1, 2):
+        if int.from_bytes(value[raw_at], "little") != PAGE_BYTES or value[4] not in (1, 2, 3):
             raise AssertionError("a page was made of a header that contradicts it")
         if not value[6] and value[HEADER_BYTES:] != page:
             raise AssertionError("a raw page differs from its payload")

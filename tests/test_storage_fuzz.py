@@ -119,7 +119,7 @@ def frames(max_bytes: int) -> st.SearchStrategy[bytes]:
 
 NONSENSE = st.fixed_dictionaries(
     {
-        "version": st.sampled_from([1, 2, 2, 2, 3]),
+        "version": st.sampled_from([1, 2, 2, 3, 3, 4]),
         "codec": st.integers(0, 3),
         "flags": st.sampled_from([0, 0, 1, 2, 255]),
         "raw_bytes": st.sampled_from([PAGE, PAGE, PAGE, 0, PAGE - 1, PAGE + 1, 2**32 - 1]),
@@ -148,7 +148,7 @@ def check_nonsense(drawn: dict[str, int | bytes]) -> None:
     for name, codec in CODECS.items():
         reason, page = decode_guarded(codec, value)
         if not reason:
-            assert "encrypted" not in name and d["flags"] == 0 and d["version"] in (1, 2)
+            assert "encrypted" not in name and d["flags"] == 0 and d["version"] in (1, 2, 3)
             assert d["raw_bytes"] == PAGE and len(value) == HEADER_BYTES + stored
             assert d["codec"] > 0 or page == payload
 
