@@ -1,8 +1,8 @@
 """Which page goes first: use order and sizes, kept in the store itself so that they survive reopening.
 
 Owns the four tables of the lmdb file and every change to them, and the log in which readers note accesses until the
-writer folds them in. May import the standard library, direct_read, lmdb_meta, lmdb_tree, slot_file and slots; gets its
-transactions from the store.
+writer folds them in. May import the standard library, lmdb_meta, lmdb_tree, slot_file and slots; gets its transactions
+from the store.
 
     pages    key -> value, or a record of where it is (see slots)
     ages     key -> u64 tick, u64 value bytes        (little-endian)
