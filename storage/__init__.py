@@ -15,6 +15,7 @@ from hicache.storage.base import (
     StoreLocked,
     StoreMismatch,
     StoreStats,
+    StoreTreesDamaged,
 )
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import choose_filter
@@ -32,6 +33,7 @@ from hicache.storage.operate import (
     put_values,
     verify,
 )
+from hicache.storage.rescue import rescue
 
 __all__ = [
     "Durability",
@@ -48,6 +50,7 @@ __all__ = [
     "StoreLocked",
     "StoreMismatch",
     "StoreStats",
+    "StoreTreesDamaged",
     "VerifyReport",
     "choose_filter",
     "describe",
@@ -55,5 +58,6 @@ __all__ = [
     "open_existing",
     "pages",
     "put_values",
+    "rescue",
     "verify",
 ]

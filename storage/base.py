@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -35,6 +36,19 @@ class StoreCorrupt(StoreError):
     def __init__(self, message: str, violations: Sequence[str] = ()) -> None:
         self.violations = tuple(violations)
         super().__init__(message)
+
+
+class StoreTreesDamaged(StoreCorrupt):
+    """The tables of a store must not be walked; `rescue` builds them anew from what can still be read.
+
+    `reason`: the first fault of them, without the remedy.
+    """
+
+    def __init__(self, data: Path, fault: str) -> None:
+        self.reason = f"the tables are damaged ({fault})"
+        super().__init__(
+            f"the tables of {data} are damaged ({fault}); verify the store with repair, or remove the directory"
+        )
 
 
 @dataclass(frozen=True)

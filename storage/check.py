@@ -8,13 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from hicache.storage.direct_read import aligned_room
 from hicache.storage.lmdb_tree import Place
 from hicache.storage.lru import COUNTERS_KEY, PAIR, TICK, Tables
 
 _KEYS_AT_ONCE = 8
+
+
+class Values(Protocol):
+    """Where values are read from."""
+
+    def read(self, place: Place, room: memoryview) -> memoryview: ...
 
 
 @dataclass(frozen=True)
@@ -24,18 +30,18 @@ class Verifier:
     verify: Callable[[bytes, memoryview], str]
     max_value_bytes: int
 
-    def reason(self, tables: Tables, key: bytes, place: Place | None, room: memoryview) -> str:
-        found = self.value(tables, key, place, room)
+    def reason(self, values: Values, key: bytes, place: Place | None, room: memoryview) -> str:
+        found = self.value(values, key, place, room)
         return found if isinstance(found, str) else ""
 
-    def value(self, tables: Tables, key: bytes, place: Place | None, room: memoryview) -> memoryview | str:
+    def value(self, values: Values, key: bytes, place: Place | None, room: memoryview) -> memoryview | str:
         """The value, within `room` of `aligned_room`, or why it is not what was stored."""
         if place is None:
             return "not found in its tree"
         if place.length > self.max_value_bytes:
             return f"value of {place.length} bytes, longer than a page's"
         try:
-            value = tables.read(place, room)
+            value = values.read(place, room)
         except OSError as error:
             return f"cannot be read: {error}"
         return self.verify(key, value) or value

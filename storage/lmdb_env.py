@@ -9,6 +9,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,13 +21,15 @@ from hicache.storage.gate import Gate
 from hicache.storage.lmdb_file import (
     COMPACT_FILE,
     DATA_FILE,
+    RESCUE_FOLDER,
     FileSpec,
     lock_directory,
     mend_length,
     open_tables,
+    require_trees,
     sync_directory,
 )
-from hicache.storage.lmdb_meta import renumber
+from hicache.storage.lmdb_meta import read_meta, renumber
 from hicache.storage.lru import Tables
 from hicache.storage.packages import lmdb
 
@@ -120,11 +123,13 @@ class StoreEnv:
         return int(self.tables.env.reader_check())
 
     def faults(self, verifier: Verifier, seen: Callable[[int], None] = lambda _: None) -> list[Violation]:
-        """All that does not hold; see `check.faults`."""
+        """All that does not hold; see `check.faults`. Raises `StoreCorrupt` for tables that lmdb must not walk."""
         found: list[Violation] = []
         with self._gate.shared():
             try:
                 self.require_whole()
+                with self.tables.env.begin() as txn:
+                    require_trees(self._spec.path, read_meta(self._data, txn.id()), whole=True)
                 found.extend(check.faults(self.tables, verifier, seen))
                 if self.file_bytes() > self._spec.map_bytes:
                     found.append(
@@ -188,8 +193,10 @@ class StoreEnv:
     def _open(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             (self._spec.path / COMPACT_FILE).unlink()
+        shutil.rmtree(self._spec.path / RESCUE_FOLDER, ignore_errors=True)
         short_bytes = mend_length(self._spec.path)
         try:
+            require_trees(self._spec.path, read_meta(self._data))
             self._adopt(open_tables(self._spec))
             if short_bytes is not None and self._lost_pages():
                 raise StoreCorrupt(f"the store {self._spec.path} is cut short and has lost pages; remove the directory")

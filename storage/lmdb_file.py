@@ -2,11 +2,12 @@
 
 lmdb trusts its file: a truncated one kills the process on first touch, a foreign one may do worse. So what can be
 checked is checked before lmdb maps it. Owns the writer's lock file and the environment's flags. May import lmdb, the
-standard library, base, cipher, lmdb_meta, lmdb_record, lmdb_tree, lru, slot_file and slots.
+standard library, base, cipher, lmdb_meta, lmdb_record, lmdb_tree, lru, slot_file, slots and tree_check.
 
     DIR/data.mdb     lmdb's data      DIR/writer.lock   held by the one store that writes; names its process
     DIR/lock.mdb     lmdb's readers   DIR/compact.tmp   a copy being compacted; a left-over is removed
     DIR/pages.dat    the slots of long values, where a store has them
+    DIR/rescue.tmp/  tables that are being built anew; left-overs are removed
 
 Readers in other processes register in `lock.mdb`. It is never replaced, so that readers of the old data file and the
 writer of a compacted one agree on the current transaction.
@@ -23,21 +24,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache.storage.base import StoreCorrupt, StoreError, StoreLocked
+from hicache.storage.base import StoreCorrupt, StoreError, StoreLocked, StoreTreesDamaged
 from hicache.storage.cipher import SEAL_BYTES
-from hicache.storage.lmdb_meta import read_meta
+from hicache.storage.lmdb_meta import Meta, read_meta
 from hicache.storage.lmdb_record import SETTINGS_KEY, STORE_KEY, IdentityRecord, Settings
 from hicache.storage.lmdb_tree import ValueFile
 from hicache.storage.lru import COUNTERS_KEY, PAIR, PROBE_KEY, TABLE_NAMES, Tables
 from hicache.storage.packages import lmdb
 from hicache.storage.slot_file import SLOTS_FILE, SlotFile, whole_blocks
 from hicache.storage.slots import SLOT_TABLE_NAMES, SPACE_KEY, SlotTables, Space
+from hicache.storage.tree_check import trees_fault
 
 DATA_FILE, LOCK_FILE, READERS_FILE, COMPACT_FILE = "data.mdb", "writer.lock", "lock.mdb", "compact.tmp"
+RESCUE_FOLDER = "rescue.tmp"
 # Slots for read transactions of all processes at a time; they fit the reader table that is reserved on disk.
 READER_SLOTS = 1000
 _READERS_FILE_BYTES = 64 << 10
 _SHRINKING_BYTES, _SPARE_INDEX_BYTES = 16 << 20, 128 << 10
+_TREES_AT_OPENING_BYTES = 64 << 20  # about 0.1 s
 MAX_TABLES = len(TABLE_NAMES) + len(SLOT_TABLE_NAMES)
 
 
@@ -116,6 +120,23 @@ def mend_length(path: Path) -> int | None:
     return size
 
 
+def require_trees(path: Path, meta: Meta | None, *, whole: bool = False) -> None:
+    """Look at the trees of a snapshot before lmdb walks them; it must be held, or nobody write. Large ones are looked
+    at only where the `whole` is asked for, and then so are the pages with which long values begin.
+
+    Raises `StoreTreesDamaged`, and `StoreError` where the medium fails.
+    """
+    data = path / DATA_FILE
+    if meta is None:
+        return
+    try:
+        fault = trees_fault(data, meta, most_bytes=None if whole else _TREES_AT_OPENING_BYTES, heads=whole)
+    except OSError as error:
+        raise StoreError(f"cannot read {data}: {error}; mend the medium or choose another disk path") from error
+    if fault:
+        raise StoreTreesDamaged(data, fault)
+
+
 @dataclass(frozen=True)
 class FileSpec:
     """What an environment is opened with: the bound of its files, what of that is for tables beside slots, the identity
@@ -141,7 +162,8 @@ def open_tables(spec: FileSpec) -> Tables:
         env.reader_check()
         is_new = env.stat()["entries"] == 0
         if is_new:
-            _create(env, spec)
+            with env.begin(write=True) as txn:
+                create_tables(env, txn, dataclasses.replace(spec.identity, slot_bytes=_slots_for(spec)), spec.settings)
         else:
             _adopt(env, spec)
         tables = find_tables(env, path, writable=True)
@@ -167,7 +189,7 @@ def find_tables(env: Any, path: Path, *, writable: bool) -> Tables:
         free, freed = (env.open_db(name, create=False) for name in SLOT_TABLE_NAMES)
         slots = SlotTables(SlotFile(path / SLOTS_FILE, slot_bytes, writable=writable), free, freed)
     pages, ages, recency = others
-    return Tables(env, psize, ValueFile(path / DATA_FILE, psize), pages, ages, recency, meta, slots)
+    return Tables(env, psize, ValueFile(Path(env.path()) / DATA_FILE, psize), pages, ages, recency, meta, slots)
 
 
 def read_identity(path: Path, txn: Any, meta: Any) -> IdentityRecord:
@@ -228,17 +250,16 @@ def _open_env(spec: FileSpec) -> Any:
         raise StoreError(f"cannot open the store {path}: {error}; choose another disk path") from error
 
 
-def _create(env: Any, spec: FileSpec) -> None:
-    slot_bytes = _slots_for(spec)
-    with env.begin(write=True) as txn:
-        *_, meta = (env.open_db(name, txn=txn) for name in TABLE_NAMES)
-        if slot_bytes:
-            for name in SLOT_TABLE_NAMES:
-                env.open_db(name, txn=txn)
-            txn.put(SPACE_KEY, Space(0, 0, 0).pack(), db=meta)
-        txn.put(STORE_KEY, dataclasses.replace(spec.identity, slot_bytes=slot_bytes).pack(), db=meta)
-        txn.put(SETTINGS_KEY, spec.settings.pack(), db=meta)
-        txn.put(COUNTERS_KEY, PAIR.pack(1, 0), db=meta)
+def create_tables(env: Any, txn: Any, identity: IdentityRecord, settings: Settings) -> None:
+    """The tables and records of a store without a page."""
+    *_, meta = (env.open_db(name, txn=txn) for name in TABLE_NAMES)
+    if identity.slot_bytes:
+        for name in SLOT_TABLE_NAMES:
+            env.open_db(name, txn=txn)
+        txn.put(SPACE_KEY, Space(0, 0, 0).pack(), db=meta)
+    txn.put(STORE_KEY, identity.pack(), db=meta)
+    txn.put(SETTINGS_KEY, settings.pack(), db=meta)
+    txn.put(COUNTERS_KEY, PAIR.pack(1, 0), db=meta)
 
 
 def _slots_for(spec: FileSpec) -> int:

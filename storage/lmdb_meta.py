@@ -27,15 +27,16 @@ from hicache.storage.base import StoreCorrupt
 
 _META = struct.Struct("<QHHI II8xQ IHHQQQQQ IHHQQQQQ QQ".replace(" ", ""))
 _TABLE = struct.Struct("<IHHQQQQQ")
-_PAGE = struct.Struct("<QHH")
 _NUMBERS = struct.Struct("<Q")
 _TRANSACTION_AT = 144
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
-_BRANCH, _LEAF, _META_PAGE = 1, 2, 8
+_META_PAGE = 8
 _INTEGER_KEYS, _NO_ROOT, _MAX_DEPTH = 8, (1 << 64) - 1, 32
 
 
-class _Table(NamedTuple):
+class TableRecord(NamedTuple):
+    """The tree of one table, as a meta page or the table of tables has it."""
+
     pad: int
     flags: int
     depth: int
@@ -44,6 +45,17 @@ class _Table(NamedTuple):
     overflow_pages: int
     entries: int
     root: int
+
+    @staticmethod
+    def num_bytes() -> int:
+        return _TABLE.size
+
+    @classmethod
+    def unpack(cls, record: bytes | memoryview | None) -> TableRecord:
+        """OSError for one of another length."""
+        if record is None or len(record) != _TABLE.size:
+            raise OSError(errno.EIO, "the record of a table is damaged")
+        return cls(*_TABLE.unpack(record))
 
     def fits(self, last_page: int) -> bool:
         if self.root == _NO_ROOT:
@@ -62,9 +74,7 @@ class TreeRoot(NamedTuple):
     @classmethod
     def unpack(cls, record: bytes | memoryview | None, last_page: int) -> TreeRoot:
         """From the record that the table of tables holds. OSError for one that cannot be right."""
-        if record is None or len(record) != _TABLE.size:
-            raise OSError(errno.EIO, "the record of a table is damaged")
-        table = _Table(*_TABLE.unpack(record))
+        table = TableRecord.unpack(record)
         if not table.fits(last_page):
             raise OSError(errno.EIO, "the record of a table is damaged")
         return cls(table.root, table.depth, last_page)
@@ -78,8 +88,8 @@ class Meta(NamedTuple):
     magic: int
     version: int
     map_bytes: int
-    free: _Table
-    main: _Table
+    free: TableRecord
+    main: TableRecord
     last_page: int
     transaction: int
 
@@ -95,11 +105,13 @@ class Meta(NamedTuple):
     @classmethod
     def unpack(cls, raw: bytes) -> Meta:
         number, _, flags, _, magic, version, map_bytes, *rest = _META.unpack_from(raw)
-        return cls(number, flags, magic, version, map_bytes, _Table(*rest[:8]), _Table(*rest[8:16]), *rest[16:])
+        return cls(
+            number, flags, magic, version, map_bytes, TableRecord(*rest[:8]), TableRecord(*rest[8:16]), *rest[16:]
+        )
 
 
-def read_meta(data: Path) -> Meta | None:
-    """The meta page that counts; None for a file that is absent or empty.
+def read_meta(data: Path, transaction: int | None = None) -> Meta | None:
+    """The meta page that counts, or that of `transaction`; None where there is none, and for a file without bytes.
 
     Raises `StoreCorrupt` for what is no lmdb file, is of another version, or has a head that cannot be right.
     """
@@ -127,9 +139,11 @@ def read_meta(data: Path) -> Meta | None:
                     f"{data} has lmdb's file format {meta.version}, this version reads {_VERSION}; "
                     "update lmdb or choose another disk path"
                 )
-        reason = next(_faults(metas, file.fileno()), "")
+    reason = next(_faults(metas), "")
     if reason:
         raise StoreCorrupt(f"the head of {data} is damaged ({reason}); remove the directory or restore it from a copy")
+    if transaction is not None:
+        return next((meta for meta in metas if meta.transaction == transaction), None)
     return max(metas, key=lambda meta: meta.transaction)
 
 
@@ -155,7 +169,7 @@ def renumber(data: Path, transaction: int) -> None:
         os.fsync(file.fileno())
 
 
-def _faults(metas: list[Meta], descriptor: int) -> Iterator[str]:
+def _faults(metas: list[Meta]) -> Iterator[str]:
     """Why lmdb must not be given this file."""
     for index, meta in enumerate(metas):
         if meta.number != index or not meta.page_flags & _META_PAGE:
@@ -174,9 +188,3 @@ def _faults(metas: list[Meta], descriptor: int) -> Iterator[str]:
         yield "flags of tables"
     if not newest.free.fits(newest.last_page) or not newest.main.fits(newest.last_page):
         yield "tables beyond the file"
-    for root in (newest.free.root, newest.main.root):
-        if root != _NO_ROOT:
-            head = os.pread(descriptor, _PAGE.size, root * newest.psize)
-            number, _, flags = _PAGE.unpack(head) if len(head) == _PAGE.size else (root, 0, _LEAF)
-            if number != root or flags not in (_BRANCH, _LEAF):
-                yield f"page {root} is not the root that it should be"

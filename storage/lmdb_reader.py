@@ -28,6 +28,7 @@ from hicache.storage.lmdb_file import (
     READER_SLOTS,
     find_tables,
     read_identity,
+    require_trees,
     reserve_readers_file,
     share_lock,
     writer_of,
@@ -143,7 +144,8 @@ class ReaderEnv:
                 meta = read_meta(self._data)
                 if meta is None or stat.st_size < meta.file_bytes:
                     raise StoreCorrupt(f"{self._data} is cut short; open the store for writing once, which verifies it")
-                tables = _open_tables(self._path, meta)
+                # What takes the place of a file was written by lmdb just now.
+                tables = _open_tables(self._path, meta, is_first=self._inode is None)
             except FileNotFoundError as error:
                 raise StoreError(f"there is no store at {self._path}; check the path") from error
             except StoreCorrupt:
@@ -261,7 +263,7 @@ def _keep_writers_out(path: Path) -> int | None:
     return descriptor
 
 
-def _open_tables(path: Path, meta: Meta) -> Tables:
+def _open_tables(path: Path, meta: Meta, *, is_first: bool) -> Tables:
     env = None
     try:
         with contextlib.suppress(OSError):  # a read-only mount needs none
@@ -275,10 +277,15 @@ def _open_tables(path: Path, meta: Meta) -> Tables:
             max_readers=READER_SLOTS,
         )
         env.reader_check()
+        if is_first:
+            with env.begin() as txn:  # holds the snapshot
+                require_trees(path, read_meta(path / DATA_FILE, txn.id()))
         return find_tables(env, path, writable=False)
-    except (lmdb.Error, OSError) as error:
+    except (lmdb.Error, OSError, StoreError) as error:
         if env is not None:
             env.close()
+        if isinstance(error, StoreError):
+            raise
         if isinstance(error, (lmdb.NotFoundError, lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError)):
             raise StoreCorrupt(f"{path} is not a page store: {error}; choose another disk path") from error
         raise StoreError(

@@ -60,7 +60,7 @@ class StoreDescription:
 @dataclass(frozen=True)
 class Fault:
     """Something that did not hold. `key` None: an index or a counter. `action`: "" without repair, "dropped", "index
-    rebuilt", or "kept" when the store could not be changed."""
+    rebuilt", or "kept" when the store could not be changed; "tables rebuilt" where they had to be before all else."""
 
     key: bytes | None
     reason: str
@@ -125,7 +125,8 @@ def verify(
     """Look at every value, index record and counter. `progress` is told pages done and pages in all.
 
     With `repair` values that do not verify are dropped, and indexes and counters that disagree are built anew from the
-    pages that are left; their use order is kept as far as it is known.
+    pages that are left; their use order is kept as far as it is known. Raises `StoreTreesDamaged` for tables that must
+    not be walked: then close the store and `rescue` it.
     """
     parts = store.parts
     sizes: list[int] = []

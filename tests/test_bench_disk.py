@@ -26,6 +26,7 @@ def test_a_small_run_has_every_case(tmp_path: Path) -> None:
         "contains.1000",
         "open.1m",
         "open.1m.memory",
+        "open.trees",
         "pipeline",
         "mixed.write",
         "mixed.read",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ GOLDEN = {
     "stat": "path format identity page_bytes filter level durability budget_bytes key_id entries live_bytes file_bytes "
     "writer_pid encrypted ratio",
     "ls": "path order entries",
-    "verify": "path pages bytes encrypted decrypted repair faults left",
+    "verify": "path pages bytes encrypted decrypted repair rescued faults left",
     "compact": "path before_bytes after_bytes saved_bytes",
     "evict": "path to_bytes evicted entries live_bytes file_bytes",
     "export": "path file pages left_out archive_bytes",
@@ -192,22 +193,30 @@ def test_export_leaves_damaged_pages_out(path: Path, tmp_path: Path, capsys: pyt
     assert here(capsys, "import", tmp_path / "copy", tmp_path / "a")["stored"] == 23
 
 
-def test_a_file_that_cannot_be_read(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the root of its pages destroyed nothing is exported as if it were all, verify says what it met, and a repair
-    that mends nothing says so."""
+def test_tables_that_are_damaged(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the root of its pages destroyed a store is refused, by name and with the remedy; --repair builds its tables
+    anew from the leaves, and says so."""
+    before = [entry["key"] for entry in here(capsys, "ls", path)["entries"]]
     reader = LmdbPageReader(path)
     last_page = (path / "data.mdb").stat().st_size // 4096
     root = reader.sealed.env.read(lambda txn, _: TreeRoot.unpack(txn.get(b"pages"), last_page).root, 0)
     reader.close()
     with (path / "data.mdb").open("r+b") as file:
-        file.seek(root * 4096 + 10)
-        file.write(bytes(2))
-    assert f"is damaged: page {root}" in refused(capsys, "export", path, tmp_path / "a")
+        file.seek(root * 4096)
+        file.write(b"another")
+    for verb, *more in (["stat"], ["ls"], ["verify"], ["compact"], ["export", tmp_path / "a"]):
+        said = refused(capsys, verb, path, *more)
+        assert f"are damaged (a page of pages has a damaged head: page {root})" in said and "with repair" in said
     assert not (tmp_path / "a").exists()
-    assert "cannot be read" in here(capsys, "verify", path, status=1)["faults"][0]["reason"]
-    assert main(["store", "verify", str(path), "--repair"]) == 1
-    out, err = capsys.readouterr()
-    assert "kept" in out and "cannot be mended" in out and "is read-only from now on" in err
+    copy = tmp_path / "copy"
+    shutil.copytree(path, copy)
+    mended = here(capsys, "verify", path, "--repair")
+    assert mended["rescued"] == mended["pages"] and mended["left"] == 0
+    assert [(fault["key"], fault["action"]) for fault in mended["faults"]] == [(None, "tables rebuilt")]
+    assert here(capsys, "verify", path)["faults"] == []
+    assert main(["store", "verify", str(copy), "--repair"]) == 0
+    assert "tables rebuilt" in capsys.readouterr().out
+    assert {entry["key"] for entry in here(capsys, "ls", path)["entries"]} >= set(before)
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])

@@ -135,8 +135,11 @@ def test_short_file_without_loss(tmp_path: Path) -> None:
     """A data file that lacks only free pages at its end, as lmdb may leave it, opens whole; else it is refused."""
     store = open_store(tmp_path)
     put_numbers(store, range(20))
-    put_numbers(store, [100])
-    store.delete([key_of(100)])
+    put_numbers(store, range(100, 105))
+    store.delete([key_of(number) for number in range(100, 105)])
+    store.touch([key_of(0)])  # the next commits, which use free pages again: the lowest
+    store.sync()
+    store.touch([key_of(1)])
     store.close()
     data = tmp_path / "data.mdb"
     whole = data.read_bytes()

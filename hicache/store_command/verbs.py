@@ -23,10 +23,13 @@ from hicache.storage import (
     LmdbPageStore,
     PageCipher,
     StoreError,
+    StoreTreesDamaged,
+    VerifyReport,
     describe,
     evict,
     open_existing,
     pages,
+    rescue,
     verify,
 )
 from hicache.store_command.archive import ArchiveReader, ArchiveWriter
@@ -108,14 +111,18 @@ def list_pages(task: Task) -> Outcome:
 
 def verify_pages(task: Task) -> Outcome:
     repair, cipher = task.flags.repair, task.cipher()
+    rescued: int | None = None
+    first: tuple[Fault, ...] = ()
+    try:
+        report, left = _verify_once(task, cipher)
+    except StoreTreesDamaged as error:
+        if not repair:
+            raise
+        with task.bars.during("building tables anew"):
+            rescued = rescue(task.path)
+        first = (Fault(None, error.reason, "tables rebuilt"),)
+        report, left = _verify_once(task, cipher)
     encrypted = describe(task.path).encrypted
-    with _opened_to_write(task, cipher) as store:
-        with task.bars.during("verifying") as step:
-            report = verify(store, step, repair=repair)
-        left: tuple[Fault, ...] = report.faults
-        if repair and report.faults:
-            with task.bars.during("verifying again") as step:
-                left = verify(store, step).faults
     figures = {
         "path": str(task.path),
         "pages": report.pages,
@@ -123,10 +130,23 @@ def verify_pages(task: Task) -> Outcome:
         "encrypted": encrypted,
         "decrypted": encrypted and cipher is not None,
         "repair": repair,
-        "faults": [_fault_figures(fault) for fault in report.faults],
+        "rescued": rescued,
+        "faults": [_fault_figures(fault) for fault in (*first, *report.faults)],
         "left": len(left),
     }
     return Outcome(figures, _verify_text(figures), status=1 if left else 0)
+
+
+def _verify_once(task: Task, cipher: PageCipher | None) -> tuple[VerifyReport, tuple[Fault, ...]]:
+    """The first look, mending what it finds if that is asked for, and what is left to be mended."""
+    repair = task.flags.repair
+    with _opened_to_write(task, cipher) as store:
+        with task.bars.during("verifying") as step:
+            report = verify(store, step, repair=repair)
+        if not repair or not report.faults:
+            return report, report.faults
+        with task.bars.during("verifying again") as step:
+            return report, verify(store, step).faults
 
 
 def compact(task: Task) -> Outcome:
@@ -238,7 +258,7 @@ def _verify_text(figures: dict[str, Any]) -> str:
     lines = []
     for fault in faults:
         where = f"page {fault['key']}: " if fault["key"] else ""
-        lines.append(f"{fault['action'] or 'left as it is':<13}  {where}{fault['reason']}")
+        lines.append(f"{fault['action'] or 'left as it is':<14}  {where}{fault['reason']}")
     remedy = ""
     if faults and repaired:
         remedy = f"; {left} left that cannot be mended, remove the directory" if left else "; the store is whole again"
