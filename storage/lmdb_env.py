@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hicache.storage import check
-from hicache.storage.base import StoreCorrupt, StoreError
+from hicache.storage.base import StoreCorrupt, StoreError, StoreTreesDamaged
 from hicache.storage.check import Verifier, Violation
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.gate import Gate
@@ -123,7 +123,7 @@ class StoreEnv:
         return int(self.tables.env.reader_check())
 
     def faults(self, verifier: Verifier, seen: Callable[[int], None] = lambda _: None) -> list[Violation]:
-        """All that does not hold; see `check.faults`. Raises `StoreCorrupt` for tables that lmdb must not walk."""
+        """All that does not hold; see `check.faults`. Raises `StoreTreesDamaged` for tables that lmdb must not walk."""
         found: list[Violation] = []
         with self._gate.shared():
             try:
@@ -199,7 +199,7 @@ class StoreEnv:
             require_trees(self._spec.path, read_meta(self._data))
             self._adopt(open_tables(self._spec))
             if short_bytes is not None and self._lost_pages():
-                raise StoreCorrupt(f"the store {self._spec.path} is cut short and has lost pages; remove the directory")
+                raise StoreTreesDamaged(self._data, "the file is cut short and has lost pages")
         except StoreError:
             self._shut()
             if short_bytes is not None:  # the next opening must see the file as it was

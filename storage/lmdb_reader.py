@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hicache.storage.base import PageBuffer, StoreCorrupt, StoreError, StoreLocked, StoreStats
+from hicache.storage.base import PageBuffer, StoreCorrupt, StoreError, StoreLocked, StoreStats, StoreTreesDamaged
 from hicache.storage.check import Verifier
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import NAMESPACE_BYTES, PageCodec
@@ -142,8 +142,10 @@ class ReaderEnv:
             try:
                 stat = self._data.stat()
                 meta = read_meta(self._data)
-                if meta is None or stat.st_size < meta.file_bytes:
-                    raise StoreCorrupt(f"{self._data} is cut short; open the store for writing once, which verifies it")
+                if meta is None:
+                    raise StoreCorrupt(f"{self._data} is empty; open the store for writing once")
+                if stat.st_size < meta.file_bytes:  # of free pages alone, perhaps: who opens it for writing finds out
+                    raise StoreTreesDamaged(self._data, "the file is cut short")
                 # What takes the place of a file was written by lmdb just now.
                 tables = _open_tables(self._path, meta, is_first=self._inode is None)
             except FileNotFoundError as error:

@@ -29,7 +29,7 @@ PSIZE = 4096
 BRANCH, LEAF, RUN = 1, 2, 4
 PAGE_BYTES = 2048 - 64  # short: trees with many leaves
 SETTINGS: dict[str, Any] = {"page_bytes": PAGE_BYTES, "budget_bytes": 4 << 20, "level": 0}
-NUM_PAGES = 350  # numbers from 60 on
+NUM_PAGES, NUM_IN_SLOTS = 350, 307  # that are there: numbers from 60 on, with slots the later ones
 
 
 def make(path: Path, layout: Layout) -> None:
@@ -40,6 +40,9 @@ def make(path: Path, layout: Layout) -> None:
         store.delete([key_of(number) for number in range(60)])
         assert found_numbers(store, range(100, 200), PAGE_BYTES) == set(range(100, 200))
         assert all(put_numbers(store, range(400, 410), PAGE_BYTES))
+        for number in range(400, 404):  # small commits, which use free pages again, far from the end
+            store.touch([key_of(number)])
+            store.sync()
 
 
 class Trees:
