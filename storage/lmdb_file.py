@@ -2,7 +2,7 @@
 
 lmdb trusts its file: a truncated one kills the process on first touch, a foreign one may do worse. So what can be
 checked is checked before lmdb maps it. Owns the writer's lock file and the environment's flags. May import lmdb, the
-standard library, base, cipher, lmdb_meta, lmdb_record, lmdb_tree, lru, slot_file, slots and tree_check.
+standard library, base, cipher, direct_read, lmdb_meta, lmdb_record, lmdb_tree, lru, slot_file, slots and tree_check.
 
     DIR/data.mdb     lmdb's data      DIR/writer.lock   held by the one store that writes; names its process
     DIR/lock.mdb     lmdb's readers   DIR/compact.tmp   a copy being compacted; a left-over is removed
@@ -26,6 +26,7 @@ from typing import Any
 
 from hicache.storage.base import StoreCorrupt, StoreError, StoreLocked, StoreTreesDamaged
 from hicache.storage.cipher import SEAL_BYTES
+from hicache.storage.direct_read import ALIGNMENT
 from hicache.storage.lmdb_meta import Meta, read_meta
 from hicache.storage.lmdb_record import SETTINGS_KEY, STORE_KEY, IdentityRecord, Settings
 from hicache.storage.lmdb_tree import ValueFile
@@ -267,6 +268,7 @@ def _slots_for(spec: FileSpec) -> int:
     if spec.identity.page_bytes < spec.slots_from_bytes:
         return 0
     slot_bytes = whole_blocks(spec.identity.page_bytes + (SEAL_BYTES if spec.identity.key_id else 0))
+    _require_unused(spec.path / SLOTS_FILE)
     file = SlotFile(spec.path / SLOTS_FILE, slot_bytes, writable=True, create=True)
     try:
         file.cut(0)
@@ -274,6 +276,13 @@ def _slots_for(spec: FileSpec) -> int:
     finally:
         file.close()
         sync_directory(spec.path)
+
+
+def _require_unused(file: Path) -> None:
+    """A store that is being made may have left a block of zeros here; what else there is is not ours to remove."""
+    with contextlib.suppress(FileNotFoundError), file.open("rb") as there:
+        if any(there.read(ALIGNMENT)) or there.read(1):
+            raise StoreError(f"{file} is there, but no store; move it away or choose another disk path")
 
 
 def _with_walls(tables: Tables, slots: SlotTables, spec: FileSpec) -> Tables:

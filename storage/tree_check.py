@@ -188,8 +188,9 @@ class _Walk:
 
     def __init__(self, descriptor: int, meta: Meta) -> None:
         self._descriptor, self._meta, self._psize = descriptor, meta, meta.psize
-        self._first: list[Ints] = []  # of each run of pages that is in use, or free
-        self._count: list[Ints] = []
+        nothing = np.empty(0, dtype=np.int64)
+        self._first: list[Ints] = [nothing]  # of each run of pages that is in use, or free
+        self._count: list[Ints] = [nothing]
         self._tables: list[tuple[str, TableRecord]] = []
 
     def run(self, most_bytes: int | None, heads: bool) -> None:

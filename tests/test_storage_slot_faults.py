@@ -188,5 +188,21 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         store.check()
 
 
+@pytest.mark.parametrize("content", [b"somebody's", bytes(4096) + b"\1", bytes(4097)])
+def test_slots_without_their_tables(tmp_path: Path, content: bytes) -> None:
+    """What has the name of the slots' file where no store is, is not overwritten; what a store left that was killed
+    while it was made is."""
+    file = tmp_path / "pages.dat"
+    file.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"pages\.dat is there, but no store; move it away"):
+            open_slots(tmp_path, **SETTINGS)
+        assert file.read_bytes() == content
+    file.write_bytes(bytes(4096))
+    make(tmp_path)
+    with contextlib.closing(open_slots(tmp_path, **SETTINGS)) as store:
+        assert found_of(store) == ALL
+
+
 if __name__ == "__main__":
     print_outcomes(Path(sys.argv[1]))

@@ -85,6 +85,14 @@ def test_what_lmdb_writes_is_sound(tmp_path: Path, layout: Layout, page_bytes: i
     assert fault_of(tmp_path) == "" and looks == 20
 
 
+def test_a_file_without_tables_is_sound(tmp_path: Path) -> None:
+    """As a process leaves it that dies while it makes a store."""
+    lmdb.open(str(tmp_path)).close()
+    assert fault_of(tmp_path) == ""
+    with contextlib.closing(open_store(tmp_path)) as store:
+        assert put_numbers(store, [1]) == [True]
+
+
 def leaf(trees: Trees, name: bytes = b"ages", index: int = 3) -> int:
     return trees.leaves(name)[index]
 
