@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -336,12 +336,7 @@ def run(kind: str, page: int, max_examples: int, steps: int) -> None:
     machine = type(f"{kind}{page}", (CacheMachine,), {"kind": kind, "page": page})
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=max_examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+        settings=settings(max_examples=max_examples, stateful_step_count=steps, derandomize=max_examples < 100),
     )
 
 

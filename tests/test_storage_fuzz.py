@@ -174,7 +174,7 @@ def test_well_sealed_nonsense(drawn: dict[str, int | bytes]) -> None:
 
 @pytest.mark.long
 @given(st.binary(max_size=2 * PAGE), st.booleans())
-@settings(max_examples=20_000)
+@settings(max_examples=20_000, derandomize=False)
 def test_arbitrary_bytes_long(tail: bytes, headed: bool) -> None:
     """As above, many more."""
     check_bytes(b"HKVP\x02\x00" + tail if headed else tail)
@@ -182,7 +182,7 @@ def test_arbitrary_bytes_long(tail: bytes, headed: bool) -> None:
 
 @pytest.mark.long
 @given(NONSENSE)
-@settings(max_examples=20_000)
+@settings(max_examples=20_000, derandomize=False)
 def test_well_sealed_nonsense_long(drawn: dict[str, int | bytes]) -> None:
     """As above, many more."""
     check_nonsense(drawn)
