@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from child_case import in_child
 from slot_case import MEMORY, SLOT_BYTES, closed_slots, open_slots
 from slot_faults import ALL, FAULTS, NUM_PAGES, NUM_RANDOM, SETTINGS, behind, make
 from storage_pages import found_numbers, key_of, put_numbers
@@ -77,30 +76,6 @@ def mend(store: LmdbPageStore, gone: list[int]) -> None:
     assert found_of(store) == ALL
 
 
-def outcome_of(path: Path, mode: str) -> dict[str, Any]:
-    """`use` in a process of its own, within bounds of time and memory: what became of it."""
-    result = path.parent / "result"
-    result.unlink(missing_ok=True)
-    child = os.fork()
-    if child == 0:
-        said: dict[str, Any] = {"failed": "it ended"}
-        try:
-            signal.alarm(60)
-            resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-            os.close(2)
-            said = use(path, mode)
-        except Exception:  # noqa: BLE001 - whatever it is, the test reports it
-            said = {"failed": traceback.format_exc()}
-        finally:
-            result.write_text(json.dumps(said))
-            os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status):
-        return {"failed": f"signal {os.WTERMSIG(status)}"}
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
-
-
 def print_outcomes(path: Path) -> None:
     """What becomes of each fault, and which pages it is to cost."""
     source, copy = path / "source", path / "copy"
@@ -112,7 +87,8 @@ def print_outcomes(path: Path) -> None:
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(source, copy)
             fault.plant(copy)
-            print(json.dumps([name, mode, lost, outcome_of(copy, mode)]), flush=True)
+            outcome = in_child(partial(use, copy, mode), path / "result")
+            print(json.dumps([name, mode, lost, outcome]), flush=True)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +109,7 @@ def test_a_fault_costs_what_it_hit(
     """Whether it is read first or verified: no crash, no wrong byte; what was hit is missed, counted once and deleted,
     all else is served; verification names and mends it, a second one finds nothing, and the store takes pages again."""
     fault, (lost, said) = FAULTS[name], outcomes[name, mode]
-    assert "failed" not in said, said["failed"]
+    assert not {"failed", "error"} & said.keys(), said
     if fault.refused:
         assert said.get("refused", "").startswith("StoreCorrupt: ") and fault.refused in said["refused"], said
         return

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 import lmdb
 import pytest
 import tree_damage
+from child_case import in_child
 from storage_pages import (
     LAYOUTS,
     PAGE_BYTES,
@@ -27,7 +28,7 @@ from storage_pages import (
     open_store,
     put_numbers,
 )
-from tree_damage import BRANCH, LEAF, NUM_IN_SLOTS, NUM_PAGES, PSIZE, RUN, SETTINGS, Trees, in_child, make
+from tree_damage import BRANCH, LEAF, NUM_IN_SLOTS, NUM_PAGES, PSIZE, RUN, SETTINGS, Trees, make
 
 from hicache.storage import (
     LmdbPageReader,

@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import resource
 import shutil
-import signal
 import struct
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lmdb
+from child_case import in_child
 from storage_pages import LAYOUTS, Layout, found_numbers, key_of, open_store, put_numbers
 
-from hicache.storage import StoreError, StoreTreesDamaged, rescue, verify
+from hicache.storage import StoreTreesDamaged, rescue, verify
 from hicache.storage.lmdb_meta import TableRecord, read_meta
 
 PSIZE = 4096
@@ -161,31 +158,6 @@ def use(path: Path, layout: Layout) -> dict[str, Any]:
     said["takes"] = all(put_numbers(store, range(5000, 5010), PAGE_BYTES))
     store.close()
     return said
-
-
-def in_child(work: Callable[[], dict[str, Any]], result: Path) -> dict[str, Any]:
-    """What `work` says, in a process of its own, within bounds of time and memory, or what became of it."""
-    result.unlink(missing_ok=True)
-    child = os.fork()
-    if child == 0:
-        said: dict[str, Any] = {"failed": "it ended"}
-        try:
-            signal.alarm(60)
-            resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-            os.close(2)
-            said = work()
-        except StoreError as error:
-            said = {"error": f"{type(error).__name__}: {error}"}
-        except Exception:  # noqa: BLE001 - whatever it is, the test reports it
-            said = {"failed": traceback.format_exc()}
-        finally:
-            result.write_text(json.dumps(said))
-            os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status):
-        return {"failed": f"signal {os.WTERMSIG(status)}"}
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
 
 
 def outcomes(folder: Path, layout: Layout, seeds: range) -> Iterator[tuple[int, dict[str, Any]]]:
