@@ -170,11 +170,13 @@ class _Order:
         before = last.at(slice(None, -1)) if self._last is None else _joined([self._last, last.at(slice(None, -1))])
         next_pages = slice(1 if self._last is None else 0, None)
         _require(before.are_below(least.at(next_pages)), numbers[next_pages], what)
-        self._below.append(keys)
+        if not is_leaf:
+            self._below.append(keys)
         self._last = last.at(slice(-1, None))
         self._done += len(numbers)
 
     def descend(self) -> None:
+        """From a level of branches."""
         self._least = _joined(self._below)
         self._below, self._last, self._done = [], None, 0
 
@@ -238,8 +240,9 @@ class _Walk:
                 if is_free_list:
                     self._note_free(nodes)
             self._note(level, np.ones_like(level))
-            level = np.concatenate(below) if below else level[:0]
-            order.descend()
+            if not is_leaf:
+                level = np.concatenate(below)
+                order.descend()
         if counted != [table.branch_pages, table.leaf_pages, table.overflow_pages, table.entries]:
             raise _Damaged(f"{name} has other pages or entries than its record says")
 
