@@ -457,6 +457,7 @@ def test_no_damage_ends_the_process(layout: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_damage_ends_the_process_for_longer(layout: str) -> None:
-    campaign(layout, range(1000, 2500))
+    campaign(layout, range(1000, 2000))
