@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=5, help="timed rounds (default: %(default)s)")
     parser.add_argument("--small-pages", type=int, default=1_000_000, help="of the large store (default: %(default)s)")
     parser.add_argument(
-        "--document-tokens", type=int, help="of each of the pipeline's 8 (default: 4096 on CUDA, else 1024)"
+        "--document-tokens", type=int, help="of each of the pipeline's 16 (default: 2048 on CUDA, else 1024)"
     )
 
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         for durability in ("relaxed", "commit"):
             measure_writes(report, folder, page_bytes, num_pages // 2, durability, args.samples)
         _large_store(report, folder, args.small_pages)
-        tokens = args.document_tokens or (4096 if args.device.type == "cuda" else 1024)
+        tokens = args.document_tokens or (2048 if args.device.type == "cuda" else 1024)
         measure_pipeline(report, folder, args.device, tokens, args.samples)
     finally:
         shutil.rmtree(folder)

@@ -27,13 +27,14 @@ from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, buil
 from hicache.config import DiskConfig
 
 TARGET = 0.95
+DOCUMENTS = 16  # the load of the last one has nothing to hide behind
 GEOMETRY = ModelGeometry(layer_num=32, head_num=8, head_dim=128)
 PAGE = 64
 
 
 def measure_pipeline(report: Report, folder: Path, device: torch.device, tokens: int, samples: int) -> None:
     """`pipeline` over the slower of the two legs, timed in turns. `tokens`: of a document, whole pages."""
-    documents = 8
+    documents = DOCUMENTS
     prompts = [np.random.default_rng(10 + d).integers(1, 1 << 20, tokens + 1) for d in range(documents)]
     config = EngineConfig(
         device_tokens=documents * (tokens + 2 * PAGE),
