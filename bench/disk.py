@@ -270,7 +270,7 @@ def _large_store(report: Report, folder: Path, num_pages: int) -> None:
     """Opening a store of many small pages, looking for 1 000 keys, and what both do to the process's memory."""
     page = np.arange(_SMALL_PAGE, dtype=np.uint8)
     # The trees of the middle one are about as large as may be for them to be looked at when the store is opened.
-    sizes = {"small": num_pages // 100, "middle": num_pages // 5, "large": num_pages}
+    sizes = {"small": num_pages // 100, "middle": num_pages // 16, "large": num_pages}
     opened_s: dict[str, list[float]] = {}
     resident: dict[str, int] = {}
     for name, count in sizes.items():
@@ -298,7 +298,7 @@ def _large_store(report: Report, folder: Path, num_pages: int) -> None:
             store.close()
     note = f"{num_pages} pages, caches dropped; {num_pages // 100}: {percentile(opened_s['small'], 50) * 1e3:.1f} ms"
     report.add(Case.of("open.1m", opened_s["large"], "s", better="lower", ceiling=OPEN_S, target=1.0, note=note))
-    note = f"{num_pages // 5} pages, caches dropped; all pages of their trees are looked at"
+    note = f"{num_pages // 16} pages, caches dropped; all pages of their trees are looked at"
     report.add(Case.of("open.trees", opened_s["middle"], "s", better="lower", ceiling=OPEN_S, target=1.0, note=note))
     grown = [(resident["large"] - resident["small"]) / 1e6]
     report.add(Case.of("open.1m.memory", grown, "MB", better="lower", note="more than opening a hundredth of it"))

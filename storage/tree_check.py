@@ -30,6 +30,7 @@ _BRANCH, _LEAF, _RUN_PAGE = 1, 2, 4  # flags of pages
 _IN_A_RUN, _IS_TABLE = 1, 2  # flags of nodes in leaves
 _HEAD_BYTES, _NODE_BYTES, _NUMBER_BYTES, _MAX_KEY_BYTES = 16, 8, 8, 511
 _PAGES_AT_ONCE = 2048
+_MOST_BETWEEN = 16  # pages between two that are wanted, which are read with them
 _COMPARED_BYTES = 64  # of a key; what comes behind is taken to be in order
 
 Ints = npt.NDArray[np.int64]
@@ -249,10 +250,19 @@ class _Walk:
     def _batches(self, numbers: Ints) -> Iterator[tuple[Ints, Bytes]]:
         for start in range(0, len(numbers), _PAGES_AT_ONCE):
             part = numbers[start : start + _PAGES_AT_ONCE]
+            self._announce(part)
             pages = np.empty((len(part), self._psize), dtype=np.uint8)
             for number, page in zip(part.tolist(), pages, strict=True):
                 self._read(page, number * self._psize)
             yield part, pages
+
+    def _announce(self, numbers: Ints) -> None:
+        """Have the kernel begin to read these pages, and what little lies between them."""
+        pages = np.sort(numbers)
+        ends = np.flatnonzero(np.append(np.diff(pages) > _MOST_BETWEEN, True))
+        for first, last in zip(pages[np.append(0, ends[:-1] + 1)].tolist(), pages[ends].tolist(), strict=True):
+            length = (last + 1 - first) * self._psize
+            os.posix_fadvise(self._descriptor, first * self._psize, length, os.POSIX_FADV_WILLNEED)
 
     def _read(self, room: Bytes, offset: int) -> None:
         done, view = 0, room.data
