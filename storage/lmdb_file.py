@@ -42,7 +42,7 @@ RESCUE_FOLDER = "rescue.tmp"
 READER_SLOTS = 1000
 _READERS_FILE_BYTES = 64 << 10
 _SHRINKING_BYTES, _SPARE_INDEX_BYTES = 16 << 20, 128 << 10
-_TREES_AT_OPENING_BYTES = 64 << 20  # about 0.1 s
+_TREES_AT_OPENING_BYTES = 64 << 20  # about a quarter of a second from a cold disk
 MAX_TABLES = len(TABLE_NAMES) + len(SLOT_TABLE_NAMES)
 
 
