@@ -19,6 +19,7 @@ import torch
 from hicache.config import PrefetchMode
 from hicache.device.base import KVCache
 from hicache.device.req_to_token import ReqToTokenPool
+from hicache.errors import DuplicateRequest, ForeignLease, LeaseEnded, NotRunning
 from hicache.flow.admit import Admission
 from hicache.flow.backup import Backup
 from hicache.flow.base import CacheRequest, Flow, Hit, Lease, Parts
@@ -30,8 +31,8 @@ from hicache.flow.restore import Restore
 from hicache.flow.share import Sharing
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
-from hicache.tree.key import pack_tokens
 from hicache.tree.node import Component, Tier, TreeNode
+from hicache.validation import valid_count, valid_mode, valid_namespace, valid_request_id, valid_tokens
 
 __all__ = ["CacheEngine", "CacheRequest", "Held", "Hit", "Lease", "Prefetch"]
 
@@ -58,13 +59,18 @@ def one_rank(counts: Sequence[int]) -> Sequence[int]:
 
 class CacheEngine:
     """One hierarchical cache. Build it with `hicache.factory.build_engine`; use it in a `with`, or `start` and
-    `close` it."""
+    `close` it.
+
+    Every verb checks its arguments first, and a call that raises has changed nothing: `InvalidTokens` for tokens that
+    are no run of ids, `InvalidArgument` for what else is of the wrong kind or out of range, `LeaseEnded` and
+    `ForeignLease` for a lease that the engine does not hold, `NotRunning` before `start` and after `close`.
+    """
 
     def __init__(self, parts: Parts, agree: Agreement = one_rank) -> None:
         self._parts, self._agree = parts, agree
         self._leases: dict[str, Lease] = {}
         self._evictor = Evictor(parts, self._save if parts.config.write_policy == "write_back" and parts.host else None)
-        self._restore = Restore(parts, parts.allocator.free_run)
+        self._restore = Restore(parts)
         self._persist = Persist(parts, parts.disk) if parts.disk else None
         self._backup = Backup(parts, self._evictor.host_pages, self._on_host) if parts.host else None
         self._prefetcher = Prefetcher(parts, parts.disk, self._evictor.host_pages) if parts.disk else None
@@ -102,7 +108,9 @@ class CacheEngine:
     # Life
 
     def start(self) -> None:
-        """Start the threads. Nothing moves before."""
+        """Start the threads. Nothing moves before. Idempotent; NotRunning once the engine was closed."""
+        if self._closed:
+            raise NotRunning(closed=True)
         if not self._running:
             self._running = True
             for _, transfer in self._transfers():
@@ -118,7 +126,7 @@ class CacheEngine:
         for lease in list(self._leases.values()):
             self.release(lease)
         if self._running:
-            self.flush()
+            self._settle()
         parts = self._parts
         hosts = (parts.host, *(side.host for side in parts.sides))
         for part in (*(transfer for _, transfer in self._transfers()), parts.disk, *hosts):
@@ -136,14 +144,14 @@ class CacheEngine:
 
     def lookup(self, tokens: npt.ArrayLike, namespace: str = "") -> Held:
         """Tokens each tier holds of the prompt, of those that need not be computed. No side effect."""
-        tree = self._parts.tree
-        packed = pack_tokens(tokens)
-        match = tree.match(packed[: max(0, len(packed) - 1)], namespace)
+        self._require_running()
+        packed, namespace, tree = valid_tokens(tokens), valid_namespace(namespace), self._parts.tree
+        match = tree.match(packed[:-1], namespace)
         usable = tree.usable_len(match, match.full_len, on_host=True)
         device, disk = min(usable, match.device_len), 0
         if self._parts.disk:
             held = match.full_len
-            whole = max(0, len(packed) - 1) // tree.page_size * tree.page_size
+            whole = (len(packed) - 1) // tree.page_size * tree.page_size
             keys = tree.names.of_tokens(packed[:whole], namespace)[held // tree.page_size :]
             disk = self._parts.disk.contains(keys) * tree.page_size
         return Held(device, usable - device, disk)
@@ -156,17 +164,22 @@ class CacheEngine:
         `mode` (default: the configuration's): best_effort never makes the request wait, wait_complete until the end,
         timeout for `prefetch_timeout_s`.
         """
-        config = self._parts.config
-        handle = Prefetch(request_id, mode or config.prefetch_mode, time.monotonic() + config.prefetch_timeout_s)
+        self._require_running()
+        packed, namespace, config = valid_tokens(tokens), valid_namespace(namespace), self._parts.config
+        mode = config.prefetch_mode if mode is None else valid_mode(mode)
+        handle = Prefetch(valid_request_id(request_id), mode, time.monotonic() + config.prefetch_timeout_s)
         if self._prefetcher is None:
             handle.ended = True
         else:
-            packed = pack_tokens(tokens)
-            self._prefetcher.start(handle, packed[: max(0, len(packed) - 1)], namespace)
+            self._prefetcher.start(handle, packed[:-1], namespace)
         return handle
 
     def poll(self) -> None:
         """Land what has finished. Call it once a step; it never blocks."""
+        self._require_running()
+        self._land()
+
+    def _land(self) -> None:
         counts = self._agree([flow.ready() for flow in self._flows])
         for flow, count in zip(self._flows, counts, strict=True):
             if count:
@@ -177,30 +190,37 @@ class CacheEngine:
     def acquire(self, request: CacheRequest) -> Lease:
         """Admit a request: its held prefix is pinned, slots for the rest are taken, loads are submitted.
 
-        Raises `OutOfSlots`, `OutOfRows`, `TransferBusy` or `PrefetchPending` (all `TryLater`; nothing changed) and
-        `PromptTooLong` (never fits).
+        Raises `OutOfSlots`, `OutOfRows`, `OutOfStates`, `TransferBusy` or `PrefetchPending` (all `TryLater`; nothing
+        changed), `PromptTooLong` (never fits) and `DuplicateRequest`.
         """
+        self._require_running()
+        request = _valid_request(request)
         if request.request_id in self._leases:
-            raise ValueError(f"request {request.request_id} holds a lease already; release it first")
+            raise DuplicateRequest(request.request_id)
         if self._prefetcher:
             self._prefetcher.settle(request.request_id)
-        packed = dataclasses.replace(request, tokens=pack_tokens(request.tokens))
-        lease = self._admission.acquire(packed)
+        lease = self._admission.acquire(request)
         lease.on_exit = self.release
         self._leases[request.request_id] = lease
         return lease
 
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
-        """Slots for `num_tokens` more tokens of the request, int64 on the pool's device. Raises `OutOfSlots`."""
-        return self._admission.extend(lease, num_tokens)
+        """Slots for `num_tokens` more tokens of the request, int64 on the pool's device.
+
+        Raises `OutOfSlots`, and `PromptTooLong` beyond `max_context_len`.
+        """
+        self._require_held(lease)
+        return self._admission.extend(lease, valid_count("num_tokens", num_tokens))
 
     def commit(self, lease: Lease, tokens: npt.ArrayLike) -> None:
         """KV of all `tokens`, the sequence so far, is stored (or queued to be): share its whole pages, start backups.
 
         Call it after every chunk of prefill and at the end. A recurrent state has consumed exactly `tokens`; it is kept
-        where they are whole pages. Raises `TransferError` when the prefix failed to load.
+        where they are whole pages. Raises `TransferError` when the prefix failed to load, `TokensMismatch` where they
+        do not begin with the lease's prompt, and `InvalidTokens` where there are more than it has slots for.
         """
-        self._sharing.commit(lease, pack_tokens(tokens))
+        self._require_held(lease)
+        self._sharing.commit(lease, valid_tokens(tokens, minimum=0))
 
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
         """Where a pass over the prompt from `start` should end, at most at `end`.
@@ -208,26 +228,39 @@ class CacheEngine:
         Before it for hybrid models alone: at the last point below the prompt's end, and at the branching point of a
         cached prefix, where a state is worth keeping. Commit there.
         """
+        self._require_held(lease)
         return self._sharing.next_stop(lease, start, end)
 
     def track(self, leases: Sequence[Lease]) -> None:
         """After each step of decoding, before the next `extend`: hybrid models keep a state every
         `mamba_track_interval` tokens, which the next commit shares. Others: nothing."""
+        self._require_held(*leases)
         if self._parts.states is not None:
             self._sharing.track(list(leases))
 
     def begin_forward(self, leases: Sequence[Lease]) -> None:
-        """The coming forward pass is for `leases`: its layers wait for their loads."""
+        """The coming forward pass is for `leases`: its layers wait for their loads.
+
+        Call it before each pass that reads, also between two of one lease: `commit` may have put slots in place of the
+        lease's that another request's load still fills.
+        """
+        self._require_held(*leases)
         parts = self._parts
         counters = [(Component.FULL, parts.counter), *((side.component, side.counter) for side in parts.sides)]
         for component, counter in counters:
             counter.set_consumer({load_id for lease in leases for load_id in lease.load_ids_of(component)})
 
     def release(self, lease: Lease) -> None:
-        """End the lease, finished or aborted: unpin the prefix, free the rest. Idempotent."""
+        """End the lease, finished or aborted: unpin the prefix, free the rest. Idempotent; works on a closed engine.
+
+        Raises `ForeignLease`.
+        """
+        if lease.released:
+            return
+        if self._leases.get(lease.request_id) is not lease:
+            raise ForeignLease(lease.request_id)
         self._sharing.release(lease)
-        if self._leases.get(lease.request_id) is lease:
-            del self._leases[lease.request_id]
+        del self._leases[lease.request_id]
 
     def cancel(self, request_id: str) -> None:
         """The request is gone: end its prefetch and its lease, whichever there is."""
@@ -241,11 +274,15 @@ class CacheEngine:
 
     def flush(self) -> None:
         """Wait until everything under way has ended and landed: after it, what was committed is where it should be."""
+        self._require_running()
+        self._settle()
+
+    def _settle(self) -> None:
         while True:
             if self._backup:
                 self._backup.wait()
             self._restore.wait()
-            self.poll()
+            self._land()
             waiting = (self._persist and self._persist.busy()) or (self._prefetcher and self._prefetcher.busy())
             if not waiting and not any(flow.ready() for flow in self._flows):
                 return
@@ -272,7 +309,7 @@ class CacheEngine:
         tests."""
         under_way = {at: self._backup.pages_under_way(at) if self._backup else 0 for at in Component}
         under_way[Component.FULL] += self._prefetcher.pages_under_way if self._prefetcher else 0
-        conservation(self._parts, list(self._leases.values()), under_way)
+        conservation(self._parts, list(self._leases.values()), self._restore.under_way(), under_way)
 
     def _add_gauges(self) -> None:
         gauge, tree, allocator, host = (
@@ -289,6 +326,20 @@ class CacheEngine:
         if host is not None:
             gauge("host.free_pages", "pages nobody holds", host.available)
             gauge("host.evictable_tokens", "on the host, needed by nobody", lambda: tree.evictable(Tier.HOST))
+
+    # What every verb asks first
+
+    def _require_running(self) -> None:
+        if self._closed or not self._running:
+            raise NotRunning(self._closed)
+
+    def _require_held(self, *leases: Lease) -> None:
+        self._require_running()
+        for lease in leases:
+            if lease.released:
+                raise LeaseEnded(lease.request_id)
+            if self._leases.get(lease.request_id) is not lease:
+                raise ForeignLease(lease.request_id)
 
     # Between the flows
 
@@ -307,3 +358,16 @@ class CacheEngine:
     def _on_host(self, nodes: list[TreeNode]) -> None:
         if self._persist:
             self._persist.store([node for node in nodes if node.holds(Tier.HOST)])
+
+
+def _valid_request(request: CacheRequest) -> CacheRequest:
+    """The same, its tokens packed. Raises `InvalidTokens` and `InvalidArgument`."""
+    reserve = request.reserve_tokens
+    return dataclasses.replace(
+        request,
+        request_id=valid_request_id(request.request_id),
+        tokens=valid_tokens(request.tokens, "tokens of the prompt"),
+        namespace=valid_namespace(request.namespace),
+        reserve_tokens=None if reserve is None else valid_count("reserve_tokens", reserve),
+        priority=valid_count("priority", request.priority, minimum=None),
+    )

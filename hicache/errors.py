@@ -66,6 +66,52 @@ class PromptTooLong(HiCacheError, ValueError):
         super().__init__(f"a prompt of {tokens} tokens can never fit in {limit}; raise {knob} to at least {tokens}")
 
 
+class InvalidTokens(HiCacheError, ValueError):
+    """Token ids are no one-dimensional run of integers that a key can hold."""
+
+
+class InvalidArgument(HiCacheError, ValueError):
+    """An argument of a call is of the wrong kind or out of range; the message names it and what it takes."""
+
+
+class TokensMismatch(HiCacheError, ValueError):
+    """The tokens of a commit are not those that the lease was made for; the message names the first that differs."""
+
+    def __init__(self, request_id: str, position: int, given: int, held: int) -> None:
+        super().__init__(
+            f"{request_id}: token {position} of the commit is {given}, the lease was made for {held}; "
+            f"commit the sequence that begins with the lease's prompt"
+        )
+
+
+class LeaseEnded(HiCacheError, RuntimeError):
+    """The lease was released or its request cancelled: its slots may be another's by now. Acquire again."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"the lease of {request_id} has ended, by release or cancel; nothing was changed")
+
+
+class ForeignLease(HiCacheError, ValueError):
+    """The lease belongs to another engine."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"the lease of {request_id} is of another engine; nothing was changed")
+
+
+class DuplicateRequest(HiCacheError, ValueError):
+    """The request id holds a lease already."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request {request_id} holds a lease already; release it first, or use another request_id")
+
+
+class NotRunning(HiCacheError, RuntimeError):
+    """The engine was not started, or is closed."""
+
+    def __init__(self, closed: bool) -> None:
+        super().__init__("the engine is closed; build another" if closed else "the engine is not started; call start()")
+
+
 class OutOfMemory(HiCacheError, MemoryError):
     """A tier does not fit in the machine's memory."""
 

@@ -69,11 +69,11 @@ def verify(engine: CacheEngine, lease: Lease, tokens: np.ndarray, length: int, g
             assert torch.equal(held.temporal[index].cpu(), temporal)
             continue
         start = max(0, length - geometry.window) if kind == "window" else 0
+        keys, values = pool.get_kv_buffer(layer)  # waits for the layer, and says so where its load failed
         slots = lease.slots_of(start, length).to(device)
         if isinstance(pool, SWAKVPool) and pool.layers_mapping[layer][1]:
             slots = pool.translate_loc_from_full_to_swa(slots)
             assert bool((slots > 0).all()), "a window slot that is needed is gone"
-        keys, values = pool.get_kv_buffer(layer)
         truth = rows(layer, tokens, lease.namespace, start, length)
         assert torch.equal(torch.stack([keys[slots], values[slots]], 1).cpu(), truth)
 

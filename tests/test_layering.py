@@ -24,7 +24,7 @@ LEVELS = (
     ("engine", "factory", "tensor_cache"),
     ("flow",),
     ("tree", "alloc", "device", "transfer", "host", "disk"),
-    ("layout", "values"),
+    ("layout", "values", "validation"),
     ("config", "metrics"),
     ("errors",),
     ("kernels", "storage"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from hicache.errors import InvariantError
 from hicache.tree import Component, MambaRules, PageHasher, Place, RadixTree, Released, SwaRules, Tier, TreeNode
 from hicache.tree.base import Match
 from hicache.tree.key import pack_tokens
+from hicache.tree.node import PageState, Span
 
 Prefix = tuple[str, tuple[int, ...]]
 SPACES = st.sampled_from(["", "tenant"])
@@ -32,6 +34,18 @@ ASKED = st.lists(st.integers(0, 2), max_size=7)
 PAIRED = (Place.FULL_DEVICE, Place.SWA_DEVICE)
 
 
+class _Flight:
+    """Copies that began together, of a run of `nodes`: where each prefix goes, and the spans that follow its nodes."""
+
+    def __init__(self, nodes: list[TreeNode]) -> None:
+        self.nodes = tuple(nodes)
+        self.ids: dict[Component, dict[Prefix, int]] = {}
+        self.spans: dict[Component, Span] = {}
+
+    def note(self, component: Component, ids: Iterable[tuple[Prefix, int]]) -> None:
+        self.ids.setdefault(component, {}).update(ids)
+
+
 class ComponentsAgainstDicts(RuleBasedStateMachine):
     """What the tree holds at each place, and how far a prefix can be used, is what dictionaries of prefixes say."""
 
@@ -39,6 +53,9 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
         super().__init__()
         self.held: dict[Place, dict[Prefix, int]] = {place: {} for place in Place}
         self.locked: list[tuple[TreeNode, Tier]] = []
+        self.prompts: list[tuple[str, list[int]]] = []  # that were committed
+        self.backups: list[_Flight] = []  # in flight, oldest first
+        self.loads: list[_Flight] = []
         self.next_id = 1
 
     @initialize(
@@ -76,18 +93,23 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
         bare = min(bare, len(pages) - 1)
         window_from = bare * self.page if self.swa else None
         result = self.tree.insert(self.tree.root, tokens, slots, Tier.DEVICE, space, window_from)
+        self.prompts.append((space, pages))
+        all_prefixes = self.prefixes(space, pages)
+        in_flight = {prefix for load in self.loads for prefix in load.ids.get(Component.FULL, ())}
+        accepted = next((i for i, prefix in enumerate(all_prefixes) if prefix in in_flight), len(pages))
+        assert result.accepted_len == accepted * self.page
         adopted = {at for dup in result.duplicates if dup.adopts_window for at in range(dup.start, dup.end)}
         full, windows = self.held[Place.FULL_DEVICE], self.held[Place.SWA_DEVICE]
-        for at, prefix in enumerate(self.prefixes(space, pages)):
+        for at, prefix in enumerate(all_prefixes[:accepted]):
             first = at * self.page
             was_there = prefix in full
             full.setdefault(prefix, int(slots[first]))
             if self.swa and at >= bare:
                 assert (first in adopted) == (was_there and prefix not in windows)
                 windows[prefix] = full[prefix]
-        if self.mamba and (keep or not result.node.children):
+        if self.mamba and accepted == len(pages) and (keep or not result.node.children):
             state = self.ids(1)
-            end = self.prefixes(space, pages)[-1]
+            end = all_prefixes[-1]
             assert self.tree.attach(result.node, Place.MAMBA_DEVICE, state) == (
                 end not in self.held[Place.MAMBA_DEVICE]
             )
@@ -120,25 +142,118 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
         windows = not self.swa or all(has(Component.SWA, p) for p in prefixes[start:])
         return windows and (not self.mamba or has(Component.MAMBA, prefixes[-1]))
 
-    @rule(space=SPACES, pages=PROMPTS, ok=st.booleans())
-    def back_up(self, space: str, pages: list[int], ok: bool) -> None:
-        """A path goes to the host with all that its nodes hold; the copy may fail."""
-        match = self.matched(space, pages)
+    @precondition(lambda self: self.prompts)
+    @rule(which=st.integers(0, 3), end=st.integers(1, 6))
+    def split(self, which: int, end: int) -> None:
+        """A request that shares the first pages of a prompt cuts the node that they end in, copies in flight or not."""
+        match = self.matched(*self.prompt(which, end))
+        self.tree.node_at(match, match.full_len)
+
+    def prompt(self, which: int, end: int = 6) -> tuple[str, list[int]]:
+        """The first pages of one of the prompts that were committed last."""
+        space, pages = self.prompts[-1 - which % len(self.prompts)]
+        return space, pages[:end]
+
+    @precondition(lambda self: self.prompts)
+    @rule(which=st.integers(0, 3), end=st.integers(1, 6))
+    def begin_backup(self, which: int, end: int) -> None:
+        """What only the device holds of a path starts on its way to the host, each component by itself."""
+        match = self.matched(*self.prompt(which, end))
         if not match.device_len:
             return
         node = self.tree.node_at(match, match.device_len)
-        path = [at for at in node.path() if at.holds(Tier.DEVICE)][::-1]
-        for component in {place.component for place in self.places}:
+        fresh = list(itertools.takewhile(lambda at: at.state is PageState.DEVICE, node.path()))[::-1]
+        copy = _Flight(fresh or [node])
+        for component in sorted({place.component for place in self.places}):
             device, host = Place.of(component, Tier.DEVICE), Place.of(component, Tier.HOST)
-            for at in path:
-                if at.holds(device) and not at.holds(host) and (component is Component.FULL or at.holds(Tier.HOST)):
-                    count = 1 if component is Component.MAMBA else at.num_tokens // self.page
-                    target = self.ids(count)
-                    self.tree.begin_backup(at, target, component)
-                    back = self.tree.end_backup(at, ok, component)
-                    assert (back is None) == ok
-                    if ok:
-                        self.note(at, host, target)
+            nodes = [
+                at for at in copy.nodes if at.holds(device) and not at.holds(host) and at.pending[component] is None
+            ]
+            for at in nodes:
+                ids = self.ids(1 if component is Component.MAMBA else at.num_tokens // self.page)
+                self.tree.begin_backup(at, ids, component)
+                copy.note(component, zip(self.pages_of(at, component), ids.tolist(), strict=True))
+            copy.spans[component] = Span(nodes, component)
+        for at in copy.nodes:
+            self.tree.lock(at, Tier.DEVICE)
+            self.tree.lock(at, Tier.HOST)
+        self.backups.append(copy)
+
+    @precondition(lambda self: self.backups)
+    @rule(ok=st.booleans())
+    def end_backup(self, ok: bool) -> None:
+        """The oldest backup arrives, or fails: the pages of each prefix are where its copy wrote, however its node was
+        split since; nothing counts as held whose parent does not."""
+        copy = self.backups.pop(0)
+        for component, span in copy.spans.items():
+            host = Place.of(component, Tier.HOST)
+            for node in span.nodes:
+                below = node.parent if component is Component.FULL else node
+                stands = below is not None and (below.is_root or below.holds(Tier.HOST))
+                prefixes = list(self.pages_of(node, component))
+                want = [copy.ids[component].pop(prefix) for prefix in prefixes]
+                back = self.tree.end_backup(node, ok, component)
+                assert (back is None) == (ok and stands)
+                assert (node.held(host) if back is None else back).tolist() == want
+                if back is None:
+                    self.held[host].update(zip(prefixes, want, strict=True))
+            assert not copy.ids.get(component), "pages of a copy that no node waits for"
+            span.leave()
+        for node in copy.nodes:
+            self.tree.unlock(node, Tier.HOST)
+            self.tree.unlock(node, Tier.DEVICE)
+
+    @precondition(lambda self: self.prompts)
+    @rule(which=st.integers(0, 3), end=st.integers(1, 6))
+    def begin_load(self, which: int, end: int) -> None:
+        """What only the host holds of a usable prefix starts on its way to the device: full pages, and windows to the
+        same slots."""
+        match = self.matched(*self.prompt(which, end))
+        node = self.tree.node_at(match, self.tree.usable_len(match, match.full_len, on_host=True))
+        lacking = [at for at in node.path() if not at.holds(Tier.DEVICE)][::-1]
+        windows = [at for rules in self.rules if isinstance(rules, SwaRules) for at in rules.reach(node)][::-1]
+        windows = [at for at in windows if not at.holds(Place.SWA_DEVICE)]
+        if not lacking and not windows:
+            return
+        load = _Flight([node])
+        self.tree.lock(node, Tier.HOST)
+        for at in lacking:
+            slots = self.ids(at.num_tokens)
+            self.tree.begin_load(at, slots)
+            self.note(at, Place.FULL_DEVICE, slots[:: self.page])
+            load.note(Component.FULL, ((prefix, 0) for prefix in self.pages_of(at, Component.FULL)))
+        for at in windows:
+            self.tree.attach(at, Place.SWA_DEVICE, at.held(Tier.DEVICE))
+            self.note(at, Place.SWA_DEVICE, at.held(Tier.DEVICE)[:: self.page])
+        self.tree.lock(node, Tier.DEVICE)
+        load.spans = {Component.FULL: Span(lacking), Component.SWA: Span(windows, Component.SWA)}
+        self.loads.append(load)
+
+    @precondition(lambda self: self.loads)
+    @rule(ok=st.booleans())
+    def end_load(self, ok: bool) -> None:
+        """The oldest load arrives; or it fails, and with it those after it, which may stand on its nodes."""
+        ended = self.loads[:1] if ok else self.loads[::-1]
+        self.loads = self.loads[1:] if ok else []
+        for load in ended:
+            for node in reversed(load.spans[Component.FULL].nodes):
+                prefixes = list(self.pages_of(node, Component.FULL))
+                for prefix in prefixes:
+                    del load.ids[Component.FULL][prefix]
+                slots = self.tree.end_load(node, ok)
+                assert (slots is None) == ok
+                if slots is not None:
+                    assert slots[:: self.page].tolist() == [self.held[Place.FULL_DEVICE].pop(at) for at in prefixes]
+                    for prefix in prefixes:
+                        self.held[Place.SWA_DEVICE].pop(prefix, None)
+            assert not load.ids.get(Component.FULL), "pages of a load that no node waits for"
+            for node in [] if ok else load.spans[Component.SWA].nodes:
+                if node.holds(Place.SWA_DEVICE):
+                    self.forget(self.tree.detach(node, Place.SWA_DEVICE))
+            for span in load.spans.values():
+                span.leave()
+            self.tree.unlock(load.nodes[0], Tier.DEVICE)
+            self.tree.unlock(load.nodes[0], Tier.HOST)
 
     def matched(self, space: str, pages: list[int]) -> Match:
         return self.tree.match(self.tokens(pages), space)
@@ -180,6 +295,13 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
     def unlock(self, which: int) -> None:
         self.tree.unlock(*self.locked.pop(which % len(self.locked)))
 
+    @rule()
+    def demote(self) -> None:
+        """All that the host holds too, and nobody needs, leaves the device."""
+        while (node := self.tree.victim(Place.FULL_DEVICE)) is not None and node.holds(Tier.HOST):
+            for released in self.tree.drop(node, Place.FULL_DEVICE):
+                self.forget(released)
+
     @rule(which=st.integers(0, 5), keep=st.integers(0, 3))
     def evict(self, which: int, keep: int) -> None:
         place = self.places[which % len(self.places)]
@@ -220,6 +342,10 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
         """Everything can be unlocked and evicted, to the last node."""
         if not getattr(self, "tree", None):
             return
+        while self.backups:
+            self.end_backup(ok=False)
+        while self.loads:
+            self.end_load(ok=True)
         for node, tier in self.locked:
             self.tree.unlock(node, tier)
         self.tree.check()

@@ -74,11 +74,13 @@ class Admission:
         pinned = (plan.pages[0].parent if plan.pages else node) or node
         tree.lock(pinned, Tier.DEVICE)
         tree.lock(node, Tier.HOST)
-        slots = self._take(lease, plan, need)
-        if slots is not None:
-            self._fill(lease, plan, slots)
-        tree.unlock(node, Tier.HOST)
-        tree.unlock(pinned, Tier.DEVICE)
+        try:
+            slots = self._take(lease, plan, need)
+            if slots is not None:
+                self._fill(lease, plan, slots)
+        finally:
+            tree.unlock(node, Tier.HOST)
+            tree.unlock(pinned, Tier.DEVICE)
         if slots is None:
             raise self._out_of_slots(need)
         self._consider(node)
@@ -141,14 +143,13 @@ class Admission:
 
     def _refuse_impossible(self, num_tokens: int, reserve_tokens: int | None) -> None:
         config, allocator, windows = self._parts.config, self._parts.allocator, self._parts.windows
-        if num_tokens < 1:
-            raise PromptTooLong(0, config.max_context_len, "the prompt")
         if num_tokens > config.max_context_len:
             raise PromptTooLong(num_tokens, config.max_context_len, "max_context_len")
         most = allocator.size // allocator.page_size * allocator.page_size
         if num_tokens > most:
             raise PromptTooLong(num_tokens, most, "device_tokens")
-        if windows is not None and self._in_pages(min(num_tokens, reserve_tokens or num_tokens)) > windows.most_tokens:
+        reserved = num_tokens if reserve_tokens is None else min(num_tokens, reserve_tokens)
+        if windows is not None and self._in_pages(reserved) > windows.most_tokens:
             raise PromptTooLong(num_tokens, windows.most_tokens, "window_tokens (or acquire less with reserve_tokens)")
 
     def _refuse_now(self, need: int, length: int, needs_load: bool, match: Match) -> None:
@@ -226,9 +227,12 @@ class Admission:
         lease.write(device_len, slots)
         state = None if lease.mamba_pool_idx is None else lease.mamba_pool_idx.reshape(1)
         if not plan.is_empty:
-            lease.join([self._loader.start(plan, slots[:load_len], state if plan.state else None)])
+            load = self._loader.start(plan, slots[:load_len], state if plan.state else None)
+            lease.join([load])
+            lease.state_load = load if plan.state else None
         if parts.states is not None and state is not None and not plan.state and not node.is_root:
-            parts.states.pool.copy_from(node.held(Place.MAMBA_DEVICE), state)
+            with parts.states.copying():
+                parts.states.pool.copy_from(node.held(Place.MAMBA_DEVICE), state)
         parts.tree.lock(node, Tier.DEVICE)
         lease.hit = Hit(device_len, load_len - disk_len, disk_len)
         lease.cached_len = lease.tree_len = device_len + load_len
@@ -236,6 +240,7 @@ class Admission:
         lease.join(self._loader.loads_of(path))
         for at in path:
             at.hit_count += 1
+        parts.tree.prioritise(node, lease.priority)
         self._prompt.value += lease.prompt_len
         for counter, tokens in zip(self._hits, (device_len, load_len - disk_len, disk_len), strict=True):
             counter.value += tokens

@@ -123,19 +123,25 @@ class Backup:
         for node in copy.locked:
             tree.lock(node, Tier.DEVICE)
             tree.lock(node, Tier.HOST)
+        try:
+            self._start_all(copy, nodes)
+        finally:
+            if copy.ops:
+                self._under_way.append(copy)
+            else:
+                self._unlock(copy)
+        return bool(copy.ops)
+
+    def _start_all(self, copy: _Copy, nodes: list[TreeNode]) -> None:
+        """Submit what each component holds of `nodes` on the device alone, FULL first: the others stand on it."""
         full = [node for node in nodes if node.state is PageState.DEVICE]
         if full and not self._start(copy, Component.FULL, full):
             self._skipped.value += sum(node.num_tokens for node in full)
-        else:
-            for side in self._parts.sides:
-                to_copy = self._to_copy(side, nodes)
-                if to_copy and not self._start(copy, side.component, to_copy):
-                    self._skipped_sides.value += len(to_copy)
-        if not copy.ops:
-            self._unlock(copy)
-            return False
-        self._under_way.append(copy)
-        return True
+            return
+        for side in self._parts.sides:
+            to_copy = self._to_copy(side, nodes)
+            if to_copy and not self._start(copy, side.component, to_copy):
+                self._skipped_sides.value += len(to_copy)
 
     def _start(self, copy: _Copy, component: Component, nodes: list[TreeNode]) -> bool:
         """Submit what `component` holds of `nodes` on the device, where the host has room."""
@@ -157,12 +163,12 @@ class Backup:
             end = start + len(value) // per_page
             parts.tree.begin_backup(node, pages[start:end], component)
             start = end
-        copy.spans[component] = Span(nodes)
+        copy.spans[component] = Span(nodes, component)
         return True
 
     def _end(self, copy: _Copy) -> None:
+        copy.op.wait()  # before its end nothing is known of its error
         tree, confirmed = self._parts.tree, copy.op.error is None
-        copy.op.wait()
         arrived: list[TreeNode] = []
         for component, span in copy.spans.items():  # FULL first: the others stand on it
             host = self._parts.host_of(component)
@@ -179,9 +185,9 @@ class Backup:
             self._copy_ns.value += int(copy.op.seconds() * 1e9)
         else:
             self._failures.value += 1
+        self._unlock(copy)
         if arrived:
             self._on_host(arrived)
-        self._unlock(copy)
 
     def _unlock(self, copy: _Copy) -> None:
         for node in copy.locked:

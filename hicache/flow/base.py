@@ -8,6 +8,7 @@ agree on. This module holds no movement itself, so every flow may import it; no 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -80,6 +81,10 @@ class States:
     @property
     def pool(self) -> MambaPool:
         return self.table.mamba_pool
+
+    def copying(self, *leases: Lease) -> AbstractContextManager[None]:
+        """For copies of states on the device: they wait for what loads the states of `leases`, and for nothing else."""
+        return self.counter.consuming({load_id for lease in leases for load_id in lease.load_ids_of(self.component)})
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
         """States are what the transfer moves."""
@@ -167,6 +172,10 @@ class JointOp:
         for op in self._ops:
             op.wait()
 
+    def wait_outcome(self) -> None:
+        for op in self._ops:
+            op.wait_outcome()
+
     def seconds(self) -> float:
         """Of the longest."""
         return max(op.seconds() for op in self._ops)
@@ -186,12 +195,14 @@ class CacheRequest:
     """What admission needs to know. `tokens`: int64 ids of the whole prompt; `namespace`: the tenant.
 
     `reserve_tokens`: tokens behind the cached prefix that get slots at admission, the others by `extend`; None: all.
+    `priority`: under `eviction_policy="priority"`, what the request uses or adds has at least this one from then on.
     """
 
     request_id: str
     tokens: npt.NDArray[np.int64]
     namespace: str = ""
     reserve_tokens: int | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -215,26 +226,37 @@ class LoadPlan:
 class Load:
     """A load under way. `pages` and `windows` follow the nodes whose full and window pages it brings.
 
-    `users`: leases that read what it brings. A failed load's slots stay out of use until the last is gone: `orphans`.
+    `users`: leases and later loads that read what it brings. A failed load's slots stay out of use until the last is
+    gone: `orphans`. `stands_on`: loads under way that bring what this one continues; it fails with them.
     `reading`: the host pages it reads, `load_ids`: its number in the layer counter, each by component.
+    `orphan_states`: those of a lease that was released before the load had written to one of them.
     """
 
-    def __init__(self, plan: LoadPlan) -> None:
-        self.node = plan.node
-        self.pages, self.windows = Span(list(plan.pages)), Span(list(plan.windows))
+    def __init__(self, plan: LoadPlan, stands_on: Sequence[Load]) -> None:
+        self.node, self.stands_on = plan.node, tuple(stands_on)
+        self.pages, self.windows = Span(list(plan.pages)), Span(list(plan.windows), Component.SWA)
         self.load_ids: dict[Component, int] = {}
         self.reading: dict[Component, torch.Tensor] = {}
         self.ops: list[TransferOp] = []
         self.users = 0
+        self.landed = self.abandoned = False
+        self._cause: Exception | None = None
         self.orphans: list[torch.Tensor] = []
+        self.orphan_states: list[torch.Tensor] = []
 
     @cached_property
     def op(self) -> JointOp:
         return JointOp(self.ops)
 
     @property
-    def failed(self) -> bool:
-        return self.op.error is not None
+    def error(self) -> Exception | None:
+        """Why it failed; of a load that failed with another, why that did. Final after `wait_outcome`."""
+        below = (load.error for load in self.stands_on)
+        return self._cause or self.op.error or next((error for error in below if error is not None), None)
+
+    def land(self) -> None:
+        """It has ended, and so has all that it stands on."""
+        self._cause, self.stands_on, self.landed = self.error, (), True
 
     def brings(self, node: TreeNode) -> bool:
         return node in self.pages.nodes or node in self.windows.nodes
@@ -254,8 +276,14 @@ class Lease:
         [tree_len, length)       slots belong to the lease and hold, or will hold, KV of its own
         [length, held_len)       slots of the last device page that no token uses yet
 
+    `tokens` are the prompt's, and those behind it whose slots the tree got.
+
     In a hybrid model it has two states as well: `mamba_pool_idx`, which the forward advances, and
-    `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing).
+    `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing). `state_load` brings
+    the first of them, where the prefix left it on the host.
+
+    Read the slots of a forward behind its `begin_forward`: where another request committed the same tokens first,
+    `commit` puts its slots in place of ours, and those may still be loading.
 
     Slots are noted in the request's row, on the pool's device, and on the host too, where they were chosen there
     (`home`, the allocator's device).
@@ -263,7 +291,8 @@ class Lease:
 
     def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor, home: torch.device) -> None:
         self.request_id, self.namespace = request.request_id, request.namespace
-        self.prompt_len = len(request.tokens)
+        self.prompt_len, self.priority = len(request.tokens), request.priority
+        self.tokens = np.array(request.tokens, np.int64)
         self.node = node
         self.req_pool_idx: int | None = None
         self.mamba_pool_idx: torch.Tensor | None = None
@@ -274,6 +303,7 @@ class Lease:
         self.cached_len = self.tree_len = self.length = self.held_len = 0
         self.checkpoint_len = self.branching_len = 0
         self.loads: list[Load] = []
+        self.state_load: Load | None = None
         self.released = False
         self.on_exit: Callable[[Lease], None] = _no_owner
 
@@ -320,6 +350,12 @@ class Lease:
     def held(self, start: int, end: int) -> torch.Tensor:
         """The same, where the tree and the allocator keep theirs. May be a view: whoever keeps it copies it."""
         return self.slots_of(start, end) if self._slots is None else self._slots[start:end]
+
+    def take_states(self) -> list[torch.Tensor]:
+        """Its states, each `[1]`, which it no longer has."""
+        states = [state.reshape(1) for state in (self.mamba_pool_idx, self.mamba_checkpoint_idx) if state is not None]
+        self.mamba_pool_idx = self.mamba_checkpoint_idx = None
+        return states
 
     def __enter__(self) -> Lease:
         return self

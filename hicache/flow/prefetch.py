@@ -102,15 +102,14 @@ class Prefetcher:
             handle.ended = True
             return
         anchor = tree.node_at(match, held)
-        tree.lock(anchor, Tier.HOST)
         rest = tokens[held:whole].copy()
         ticket = _Ticket(handle, anchor, rest, tree.names.after(anchor, rest, namespace), namespace)
         number = next(self._ids)
         if not self._disk.submit(FindJob(number, tuple(ticket.keys), ticket.urgent)):
             self._refused.value += 1
             handle.ended = True
-            tree.unlock(anchor, Tier.HOST)
             return
+        tree.lock(anchor, Tier.HOST)
         ticket.outstanding = 1
         self._tickets[number] = self._by_request[handle.request_id] = ticket
 

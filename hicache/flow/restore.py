@@ -8,7 +8,6 @@ to the request's own, for nobody else can use that one while it advances.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import torch
 
@@ -21,10 +20,10 @@ _SMOOTHING = 0.2
 
 
 class Restore:
-    """Owned by the scheduler thread. `free_slots` gives back the slots of a load that failed."""
+    """Owned by the scheduler thread."""
 
-    def __init__(self, parts: Parts, free_slots: Callable[[torch.Tensor], None]) -> None:
-        self._parts, self._free_slots = parts, free_slots
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self._under_way: deque[Load] = deque()
         self._bytes_per_s = 0.0
         self._estimates_s = (0.0, 0.0)
@@ -54,7 +53,9 @@ class Restore:
         """Bring what `plan` says; its full pages go to `slots`, the state to `state` `[1]`."""
         tree = self._parts.tree
         tree.lock(plan.node, Tier.HOST)
-        load = Load(plan)
+        load = Load(plan, self.loads_of(list(plan.node.path())))
+        for below in load.stands_on:
+            below.users += 1
         if plan.pages:
             self._submit(load, Component.FULL, [node.held(Place.FULL_HOST) for node in plan.pages], slots)
         start = 0
@@ -77,11 +78,14 @@ class Restore:
         """The loads under way that bring anything of `nodes`, oldest first."""
         return [load for load in self._under_way if any(load.brings(node) for node in nodes)]
 
+    def under_way(self) -> list[Load]:
+        """The loads that have not landed, oldest first."""
+        return list(self._under_way)
+
     def let_go(self, load: Load) -> None:
-        """A lease stops reading what `load` brought."""
+        """A lease, or a load that stands on it, stops reading what `load` brought."""
         load.users -= 1
-        if not load.users:
-            self._free_orphans(load)
+        self._forget_unread(load)
 
     def ready(self) -> int:
         return next((i for i, load in enumerate(self._under_way) if not load.op.done()), len(self._under_way))
@@ -111,33 +115,59 @@ class Restore:
     def _end(self, load: Load) -> None:
         tree = self._parts.tree
         load.op.wait()
+        stood_on = load.stands_on
+        load.land()
         for component, pages in load.reading.items():
             self._parts.host_of(component).end_read(pages)
-        if load.failed:
-            self._failures.value += 1
+        if load.error is None:
+            self._count(load)
+            for node in load.pages.nodes:
+                tree.end_load(node, confirmed=True)
+            load.leave()
         else:
-            self._bytes.value += load.op.num_bytes
-            self._copy_ns.value += int(load.op.seconds() * 1e9)
-            speed = load.op.num_bytes / max(load.op.seconds(), 1e-9)
-            self._bytes_per_s += (_SMOOTHING if self._bytes_per_s else 1.0) * (speed - self._bytes_per_s)
-        for node in reversed(load.pages.nodes):
-            orphan = tree.end_load(node, confirmed=not load.failed)
-            if orphan is not None:
-                load.orphans.append(orphan)
-        if load.failed:
-            for node in load.windows.nodes:
-                if node.holds(Place.SWA_DEVICE):  # on slots that stay: the window never came
-                    self._parts.give_back([tree.detach(node, Place.SWA_DEVICE)])
-        load.leave()
+            self._failures.value += 1
+            # Deepest first: what stands on the load leaves the device before it does.
+            for other in reversed(self._under_way):
+                if other.error is not None:
+                    self._abandon(other)
+            self._abandon(load)
         tree.unlock(load.node, Tier.DEVICE)
         tree.unlock(load.node, Tier.HOST)
-        if not load.users:
-            self._free_orphans(load)
+        if load.orphan_states:
+            assert self._parts.states is not None
+            self._parts.states.pool.free(torch.cat(load.orphan_states))
+            load.orphan_states.clear()
+        for below in stood_on:
+            self.let_go(below)
+        self._forget_unread(load)
 
-    def _free_orphans(self, load: Load) -> None:
-        """Nobody reads the load any more: what failed can be used again, and its failure forgotten."""
+    def _count(self, load: Load) -> None:
+        seconds = load.op.seconds()
+        self._bytes.value += load.op.num_bytes
+        self._copy_ns.value += int(seconds * 1e9)
+        speed = load.op.num_bytes / max(seconds, 1e-9)
+        self._bytes_per_s += (_SMOOTHING if self._bytes_per_s else 1.0) * (speed - self._bytes_per_s)
+
+    def _abandon(self, load: Load) -> None:
+        """Take what a failed load was to bring off the device. Its slots stay out of use as long as they are read."""
+        if load.abandoned:
+            return
+        load.abandoned, tree = True, self._parts.tree
+        for node in reversed(load.pages.nodes):
+            orphan = tree.end_load(node, confirmed=False)
+            assert orphan is not None
+            load.orphans.append(orphan)
+        for node in load.windows.nodes:
+            if node.holds(Place.SWA_DEVICE):  # on slots that stay: the window never came
+                self._parts.give_back([tree.detach(node, Place.SWA_DEVICE)])
+        load.leave()
+
+    def _forget_unread(self, load: Load) -> None:
+        """Once it has landed and nobody reads it any more: what failed can be used again, and its failure forgotten."""
+        if load.users or not load.landed:
+            return
         for slots in load.orphans:
-            self._free_slots(slots)
+            self._parts.allocator.free_run(slots)
         load.orphans.clear()
         for component, load_id in load.load_ids.items():
             self._counter_of(component).forget(load_id)

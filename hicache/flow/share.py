@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from hicache.errors import TransferError
+from hicache.errors import InvalidTokens, TokensMismatch, TransferError
 from hicache.flow.base import Lease, Load, Parts
 from hicache.tree.key import Tokens
 from hicache.tree.node import Place, Tier, TreeNode, own
@@ -22,7 +23,6 @@ from hicache.tree.node import Place, Tier, TreeNode, own
 class Loads(Protocol):
     """What sharing asks of the flow that restores."""
 
-    def loads_of(self, nodes: list[TreeNode]) -> list[Load]: ...
     def let_go(self, load: Load) -> None: ...
 
 
@@ -58,22 +58,24 @@ class Sharing:
 
     def commit(self, lease: Lease, tokens: Tokens) -> None:
         """See `CacheEngine.commit`."""
-        for load in lease.loads:
-            if load.failed and load.op.done():
-                raise TransferError(f"{lease.request_id}: its prefix could not be loaded: {load.op.error}")
-        num_tokens, page, states = min(len(tokens), lease.length), self._parts.tree.page_size, self._parts.states
+        _require_sequence(lease, tokens)
+        if len(tokens) > lease.tree_len:
+            _require_loaded(lease)
+        num_tokens, page, states = len(tokens), self._parts.tree.page_size, self._parts.states
         if states is None:
             self._share(lease, tokens, num_tokens // page * page, None)
             return
         if lease.tree_len < lease.checkpoint_len <= num_tokens and lease.mamba_checkpoint_idx is not None:
-            state, lease.mamba_checkpoint_idx = lease.mamba_checkpoint_idx.reshape(1), None
-            self._share(lease, tokens, lease.checkpoint_len, state)
+            checkpoint, lease.mamba_checkpoint_idx = lease.mamba_checkpoint_idx.reshape(1), None
+            self._share(lease, tokens, lease.checkpoint_len, checkpoint)
         # The running state has consumed exactly these tokens; it can be kept only where a page ends too.
         if num_tokens % page or num_tokens <= lease.tree_len:
             return
         assert lease.mamba_pool_idx is not None
         if self._free_states(1):
-            self._share(lease, tokens, num_tokens, states.pool.fork_from(lease.mamba_pool_idx))
+            with states.copying(lease):
+                state = states.pool.fork_from(lease.mamba_pool_idx)
+            self._share(lease, tokens, num_tokens, state)
         else:
             self._skipped_states.value += 1
 
@@ -89,14 +91,13 @@ class Sharing:
                 lease.mamba_checkpoint_idx = spare[0]
         able = [lease for lease in due if lease.mamba_checkpoint_idx is not None]
         self._skipped_states.value += len(due) - len(able)
-        states.table.checkpoint(able)
+        with states.copying(*able):
+            states.table.checkpoint(able)
         for lease in able:
             lease.checkpoint_len = lease.length
 
     def release(self, lease: Lease) -> None:
         """See `CacheEngine.release`."""
-        if lease.released:
-            return
         lease.released = True
         parts = self._parts
         if lease.held_len > lease.tree_len:
@@ -104,11 +105,19 @@ class Sharing:
         parts.tree.unlock(lease.node, Tier.DEVICE)
         parts.tree.touch(lease.node, Tier.HOST)
         self._used(lease.node)
-        if parts.states is not None:
-            parts.states.table.free_mamba_cache(lease)
+        self._free_own_states(lease)
         parts.req_to_token.free(lease)
         for load in lease.loads:
             self._loads.let_go(load)
+
+    def _free_own_states(self, lease: Lease) -> None:
+        """Free the lease's states; where a load may still write to one, when that has landed."""
+        states, load = lease.take_states(), lease.state_load
+        if load is not None and not load.op.done():
+            load.orphan_states += states
+        elif states:
+            assert self._parts.states is not None
+            self._parts.states.pool.free(torch.cat(states))
 
     def _share(self, lease: Lease, tokens: Tokens, end: int, state: torch.Tensor | None) -> None:
         """Hand positions [tree_len, end) to the tree, with the state after them, which the tree then owns."""
@@ -118,19 +127,43 @@ class Sharing:
         slots = own(lease.held(start, end))  # duplicates are written over below
         window_from = None if parts.windows is None else 0
         result = parts.tree.insert(lease.node, tokens[start:end], slots, Tier.DEVICE, lease.namespace, window_from)
+        end, offered = start + result.accepted_len, end  # what another request is loading can be shared once it is here
         for twice in result.duplicates:  # another request was first: use its slots, give ours back
             lease.write(start + twice.start, twice.value)
             ours = slots[twice.start : twice.end]
             if twice.adopts_window and parts.windows is not None:
                 parts.windows.allocator.move_window(ours, twice.value)
             parts.allocator.free_run(ours)
-        if state is not None and not parts.tree.attach(result.node, Place.MAMBA_DEVICE, state):
+        if state is not None and (end < offered or not parts.tree.attach(result.node, Place.MAMBA_DEVICE, state)):
             assert parts.states is not None
             parts.states.pool.free(state)
         if parts.windows is not None:
             parts.windows.narrow(parts.tree, result.node)
         parts.tree.move_lock(lease.node, result.node, Tier.DEVICE)
         lease.node, lease.tree_len = result.node, end
-        if result.duplicates:
-            lease.join(self._loads.loads_of(list(result.node.path())))
+        if end > len(lease.tokens):
+            lease.tokens = tokens[:end].copy()
+        parts.tree.prioritise(result.node, lease.priority)
         self._consider(result.node)
+
+
+def _require_loaded(lease: Lease) -> None:
+    """TransferError where the prefix of the lease failed to load: what was computed on it must not be shared."""
+    for load in lease.loads:
+        if load.error is None:
+            load.op.wait_outcome()
+        if load.error is not None:
+            raise TransferError(f"{lease.request_id}: its prefix could not be loaded: {load.error}")
+
+
+def _require_sequence(lease: Lease, tokens: Tokens) -> None:
+    """InvalidTokens where a token has no slot yet, TokensMismatch where one is not the lease's."""
+    if len(tokens) > lease.length:
+        raise InvalidTokens(
+            f"{lease.request_id}: {len(tokens)} tokens were committed, the lease has slots for {lease.length}; "
+            f"extend it before the forward"
+        )
+    known = min(len(tokens), len(lease.tokens))
+    if not np.array_equal(tokens[:known], lease.tokens[:known]):
+        at = int((tokens[:known] != lease.tokens[:known]).argmax())
+        raise TokensMismatch(lease.request_id, at, int(tokens[at]), int(lease.tokens[at]))

@@ -29,6 +29,10 @@ class TransferOp(Protocol):
         """Block until `done()`."""
         ...
 
+    def wait_outcome(self) -> None:
+        """Block until `error` is final: where a submitted copy cannot fail any more, not at all."""
+        ...
+
     def seconds(self) -> float:
         """How long the copy took, once done."""
         ...

@@ -12,7 +12,8 @@ May import torch and errors.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -154,6 +155,16 @@ class LayerTransferCounter:
         live = [i for i in ids if i >= 0 and self._owner[i % len(self._ring)] == i]
         self._consumed = tuple(self._events(i) for i in live)
         self._failed = next((self._failures[i] for i in ids if i in self._failures), None)
+
+    @contextmanager
+    def consuming(self, load_ids: Iterable[int]) -> Iterator[None]:
+        """`set_consumer` for the duration: for what is queued beside the coming forward and depends on other loads."""
+        before = self._consumed, self._failed
+        self.set_consumer(load_ids)
+        try:
+            yield
+        finally:
+            self._consumed, self._failed = before
 
     def wait_until(self, layer: int) -> None:
         """Order the consumer behind `layer` (dense index) of every consumed load. TransferError where one failed."""

@@ -51,6 +51,9 @@ class CpuOp:
     def wait(self) -> None:
         self._ended.wait()
 
+    def wait_outcome(self) -> None:
+        self.wait()
+
     def seconds(self) -> float:
         return self._seconds
 

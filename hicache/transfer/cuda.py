@@ -73,6 +73,11 @@ class CudaOp:
         assert self._end is not None
         self._end.synchronize()
 
+    def wait_outcome(self) -> None:
+        """A copy can fail only while it is queued: of a load that is before `load` returns."""
+        if self._end is None:
+            self._issue(True)
+
     def seconds(self) -> float:
         assert self._end is not None
         return float(self._begin.elapsed_time(self._end)) / 1e3

@@ -58,6 +58,10 @@ def _link_violations(
     if node.page_keys is not None and len(node.page_keys) * page_size != node.num_tokens:
         found.append(f"{where}: {len(node.page_keys)} page keys for {node.num_tokens} tokens")
     found.extend(f"{where}: follows a span that does not know it" for span in node.spans if node not in span.nodes)
+    followed = {span.component for span in node.spans}
+    for component in Component:
+        if node.pending[component] is not None and component not in followed:
+            found.append(f"{where}: {component.name} pages are pending and no copy follows the node")
     return found
 
 

@@ -49,7 +49,8 @@ class Duplicate:
 class Inserted:
     """`node` ends where the insertion did; `gained` took the new value, `duplicates` kept theirs.
 
-    `accepted_len`: tokens placed; less than offered when host pages had no host parent to stand on.
+    `accepted_len`: tokens placed; less than offered where host pages had no host parent to stand on, or where a copy to
+    the tier was in flight.
     """
 
     node: TreeNode

@@ -152,8 +152,9 @@ class RadixTree:
     ) -> Inserted:
         """Hold whole pages `tokens`, which follow `parent`, on `tier` as `value` (slots or pages). `value` is copied.
 
-        `window_from`, on the device: tokens from there on have window slots paired with their slots. A split is made
-        there. A recurrent state is attached to `Inserted.node` by `attach`.
+        Stops where a copy to `tier` is in flight, for that may fail (`Inserted.accepted_len`). `window_from`, on the
+        device: tokens from there on have window slots paired with their slots; a split is made there. A recurrent state
+        is attached to `Inserted.node` by `attach`.
         """
         gained: list[TreeNode] = []
         duplicates: list[Duplicate] = []
@@ -167,6 +168,8 @@ class RadixTree:
             child = self._child(node, tokens, raw, pos, limit, namespace)
             end = pos + child.num_tokens
             windows = window_from is not None and pos >= window_from
+            if tier is Tier.DEVICE and child.state is PageState.LOADING:
+                break
             if child.holds(tier):
                 adopts = windows and not child.holds(Place.SWA_DEVICE)
                 duplicates.append(Duplicate(pos, end, child.held(tier), adopts))
@@ -260,6 +263,10 @@ class RadixTree:
         """A request used the prefix that ends with `node`: tell the eviction orders of its tier."""
         self._ledger.touch(node, tier)
 
+    def prioritise(self, node: TreeNode, priority: int) -> None:
+        """A request of `priority` uses the prefix that ends with `node`: no node of it has a lower one from now on."""
+        self._ledger.prioritise(node, priority)
+
     def victim(self, place: int) -> TreeNode | None:
         """The node that should lose its value at `place` next, if any may."""
         return self.book(place).order.victim()
@@ -336,9 +343,6 @@ class RadixTree:
         lower.run, lower.parent = TokenRun(tokens[at:]), upper
         self._ledger.split(upper, lower)
         upper.children[self._key_in_parent(lower)] = lower
-        for span in lower.spans:
-            span.nodes.insert(span.nodes.index(lower), upper)
-            upper.spans.append(span)
         self.num_nodes += 1
         return upper
 
@@ -393,8 +397,4 @@ class RadixTree:
 
     def _useless(self, leaf: TreeNode) -> bool:
         """Whether some component has nothing left of a leaf, on any tier."""
-        for rules in self._ledger.rules:
-            on_device, on_host = rules.places
-            if leaf.values[on_device] is None and leaf.values[on_host] is None:
-                return True
-        return False
+        return any(not any(leaf.holds(place) for place in rules.places) for rules in self._ledger.rules)

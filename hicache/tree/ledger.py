@@ -46,6 +46,7 @@ class Ledger:
 
     def __init__(self, rules: Sequence[Rules], policy: str) -> None:
         self.rules = tuple(rules)
+        self._at_node_end = {rule.component for rule in self.rules if rule.at_node_end}
         self.books: dict[int, Book] = {
             place: Book(place, rule, policy) for rule in self.rules for place in (rule.places[tier] for tier in Tier)
         }
@@ -116,6 +117,15 @@ class Ledger:
         for rules in self.rules:
             self._use(self.books[rules.places[tier]], node)
 
+    def prioritise(self, node: TreeNode, priority: int) -> None:
+        """Raise what the path to `node` has less of. Its rank may change without a use, as when its last child goes."""
+        for at in node.path():
+            if at.priority < priority:
+                at.priority = priority
+                for book in self.books.values():
+                    if at in book.order:
+                        book.order.expose(at)
+
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """`upper` took the first tokens of `lower`, which holds everything still; share it between the two."""
         at_tokens = upper.num_tokens
@@ -133,6 +143,10 @@ class Ledger:
                 halves = rules.split(pending, at_tokens, Tier.HOST)
                 upper.pending[rules.component], lower.pending[rules.component] = halves
         upper.children_held = [int(lower.holds(tier)) for tier in Tier]
+        for span in lower.spans:
+            if span.component not in self._at_node_end:
+                span.nodes.insert(span.nodes.index(lower), upper)
+                upper.spans.append(span)
 
     def free_to_leave(self, node: TreeNode) -> bool:
         """Whether nobody needs anything that `node` holds."""

@@ -104,10 +104,10 @@ def joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Span:
-    """A run of nodes, root side first, that something in flight refers to. A split keeps it whole."""
+    """A run of nodes, root side first, of whose `component` a copy is in flight. A split keeps it whole."""
 
-    def __init__(self, nodes: list[TreeNode]) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: list[TreeNode], component: Component = Component.FULL) -> None:
+        self.nodes, self.component = nodes, component
         for node in nodes:
             node.spans.append(self)
 

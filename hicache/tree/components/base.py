@@ -31,6 +31,8 @@ class Rules(ABC):
     places: tuple[Place, Place]  # of the component on the device and on the host
     # Whether what it holds on the device is found through the full slots, and so goes when they go.
     follows_full_slots = False
+    # Whether a value, and a lock on it, belongs to the end of its node alone: a split leaves it with the lower half.
+    at_node_end = False
 
     @abstractmethod
     def walk(self) -> Walk:
@@ -50,7 +52,7 @@ class Rules(ABC):
 
     def upper_locks(self, locks: int) -> int:
         """How many of the locks of a node are also of the front half that is split off it."""
-        return locks
+        return 0 if self.at_node_end else locks
 
     def may_go(self, node: TreeNode, tier: Tier) -> bool:
         """Whether an unlocked node may lose its value on `tier`: any may, but of FULL (see there)."""

@@ -28,6 +28,7 @@ class MambaRules(Rules):
 
     component = Component.MAMBA
     places = (Place.MAMBA_DEVICE, Place.MAMBA_HOST)
+    at_node_end = True
 
     def walk(self) -> Walk:
         return _States()
@@ -42,6 +43,3 @@ class MambaRules(Rules):
     def split(self, value: torch.Tensor, at_tokens: int, tier: Tier) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The state stays with the lower half, which ends where the node did."""
         return None, value
-
-    def upper_locks(self, locks: int) -> int:
-        return 0

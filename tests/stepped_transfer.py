@@ -1,0 +1,94 @@
+"""Copies that start when a test says so: the CPU backend with its two threads replaced by queues.
+
+A copy runs whole, on the test's thread, when it is stepped or waited for; until then it is in flight. So what happens
+while a copy is in flight, and how long it is, follow from the test alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from hicache import CacheEngine
+from hicache.transfer import CpuTransfer
+from hicache.transfer.cpu import CpuOp
+
+
+class _Link:
+    """One direction: copies in the order of their submission. `fails`: what those that run from now on raise."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[CpuOp, Callable[[], None]]] = deque()
+        self.fails: Exception | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def start(self) -> None:
+        """No thread."""
+
+    def put(self, op: CpuOp, copy: Callable[[], None]) -> None:
+        self._waiting.append((op, copy))
+        op.wait = lambda: self.run_until(op)  # type: ignore[method-assign]
+
+    def step(self) -> None:
+        op, copy = self._waiting.popleft()
+        op.run(copy)
+
+    def run_until(self, op: CpuOp) -> None:
+        while not op.done():
+            self.step()
+
+    def run_all(self) -> None:
+        while self._waiting:
+            self.step()
+
+    def close(self) -> None:
+        self.run_all()
+
+
+class SteppedTransfers:
+    """All copies of an engine, of every component. Build it before the engine starts."""
+
+    def __init__(self, engine: CacheEngine) -> None:
+        self.up: list[_Link] = []
+        self.down: list[_Link] = []
+        for _, transfer in engine._transfers():
+            assert isinstance(transfer, CpuTransfer)
+            up, down = _Link(), _Link()
+            transfer._up, transfer._down = up, down  # type: ignore[assignment]
+            self._break(transfer, up, down)
+            self.up.append(up)
+            self.down.append(down)
+
+    @property
+    def links(self) -> list[_Link]:
+        """Those with copies in flight."""
+        return [link for link in (*self.up, *self.down) if len(link)]
+
+    def finish_loads(self) -> None:
+        """What a forward does when it waits for its layers."""
+        for link in self.up:
+            link.run_all()
+
+    def finish(self) -> None:
+        for link in (*self.up, *self.down):
+            link.run_all()
+
+    @staticmethod
+    def _break(transfer: CpuTransfer, up: _Link, down: _Link) -> None:
+        """Have the copies of a link that fails fail as they move bytes, half-way through a load."""
+        mover = transfer._mover
+        scatter, gather = mover.scatter, mover.gather
+
+        def scattering(staging: object, slots: object, first_layer: int, num_layers: int) -> None:
+            if up.fails is not None and first_layer == transfer._num_layers - 1:
+                raise up.fails
+            scatter(staging, slots, first_layer, num_layers)  # type: ignore[arg-type]
+
+        def gathering(*args: object) -> None:
+            if down.fails is not None:
+                raise down.fails
+            gather(*args)  # type: ignore[arg-type]
+
+        mover.scatter, mover.gather = scattering, gathering  # type: ignore[method-assign,assignment]
