@@ -29,7 +29,7 @@ def test_what_is_stored_is_read(device: str, kernels: str, dtype: torch.dtype, m
     k, v, label = (normal(3, 2, n, seed=n).to(device) for n in (8, 9, 3))
     v = v[..., :8]
     before = [x.clone() for x in (k, v, label)]
-    pool.set_kv_buffer(1, loc, k, v, 0.5, torch.tensor([2.0], device=device), cache_label=label)
+    pool.set_kv_buffer(1, loc, k, v, label, 0.5, torch.tensor([2.0], device=device))
     assert all(torch.equal(x, y) for x, y in zip((k, v, label), before, strict=True))
     got = (*pool.get_kv_buffer(1), pool.get_label_buffer(1))
     for buffer, rows in zip(got, (k.float() / 0.5, v.float() / 2, label.float()), strict=True):
@@ -65,8 +65,10 @@ def test_getters_wait_for_their_layer() -> None:
 def test_wrong_input_is_named() -> None:
     """Missing or misshapen labels, keys and sizes are named with both sides, and nothing is stored."""
     pool, loc, k = pool_of(), torch.tensor([4, 5]), normal(2, 2, 8)
-    with pytest.raises(ShapeError, match=r"cache_label is missing, the pool takes \(2, 2, 3\)"):
+    with pytest.raises(ShapeError, match=r"cache_label is None, the pool takes \(2, 2, 3\)"):
         pool.set_kv_buffer(0, loc, k, k)
+    with pytest.raises(ShapeError, match=r"cache_label is 0.5, the pool takes \(2, 2, 3\)"):
+        pool.set_kv_buffer(0, loc, k, k, 0.5)
     with pytest.raises(ShapeError, match=r"cache_label is \(2, 2, 8\) .* takes \(2, 2, 3\)"):
         pool.set_kv_buffer(0, loc, k, k, cache_label=k)
     with pytest.raises(ShapeError, match=r"cache_v is \(1, 2, 8\) .* takes \(2, 2, 8\)"):

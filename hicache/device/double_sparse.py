@@ -58,15 +58,15 @@ class DoubleSparseTokenToKVPool(RowPool):
         """Labels `[slots, head_num, heavy_channel_num]` of a layer, after waiting for it."""
         return self._as_read(self.label_buffer[self._wait_for(layer_id)])
 
-    def set_kv_buffer(
+    def set_kv_buffer(  # type: ignore[override]  # the field's callers pass the label fifth, where others have a scale
         self,
         layer: HasLayerId | int,
         loc: torch.Tensor,
         cache_k: torch.Tensor,
         cache_v: torch.Tensor,
+        cache_label: torch.Tensor | None = None,
         k_scale: float | torch.Tensor | None = None,
         v_scale: float | torch.Tensor | None = None,
-        cache_label: torch.Tensor | None = None,
     ) -> None:
         """As the base's, with the labels of the keys, `[tokens, head_num, heavy_channel_num]`, which are stored as they
         are: they choose tokens by their order, and a scale does not change that. ShapeError without them."""
@@ -75,8 +75,10 @@ class DoubleSparseTokenToKVPool(RowPool):
         row = (count, self.head_num, self.head_dim)
         k, v = self._pair(cache_k, cache_v, row, row, k_scale, v_scale)
         expected = (count, self.head_num, self.heavy_channel_num)
-        if cache_label is None:
-            raise ShapeError(f"cache_label is missing, the pool takes {expected}; pass the heavy channels of the keys")
+        if not isinstance(cache_label, torch.Tensor):
+            raise ShapeError(
+                f"cache_label is {cache_label}, the pool takes {expected}; pass the heavy channels of the keys"
+            )
         label = self._as_given(cache_label, expected, None, "cache_label")
         buffers = [self._as_read(buffer) for buffer in self._stored[index]]
         store_kv(k, v, buffers[0], buffers[1], loc, self._kernels, k_scale, v_scale)
