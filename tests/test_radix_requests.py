@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from prefix_case import Batch, Request, Toy, full_cache, key, matched
+from prefix_case import Batch, Cache, Request, Toy, full_cache, key, mamba_cache, matched, swa_cache
 from radix_case import insert
 
 from hicache import (
@@ -214,6 +214,38 @@ def test_priorities_of_requests_reach_the_prefix() -> None:
     assert [node.priority for node in cache._tree.nodes() if node.num_tokens == 3] == [5, 2] and prefix.priority == 5
     cache.evict(EvictParams(1))
     assert [matched(cache, tokens) for tokens in ([1, 2, 3, 4, 5], [7, 8, 9])] == [5, 0]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("make", [full_cache, swa_cache, mamba_cache])
+def test_a_request_that_adds_no_page_raises_its_prefix(make: Callable[..., Cache], ends: bool) -> None:
+    """A request whose own tokens fill no page lends its priority to the prefix it used, as it grows and as it ends, and
+    what others left at a lesser one goes first."""
+    cache = make(page_size=4, eviction_policy="priority")
+    toy = Toy(cache)
+    run(toy, list(range(8)), priority=1)
+    run(toy, list(range(50, 58)), priority=2)
+    req = Request([*range(8), 99, 98], priority=5)
+    assert toy.admit(req) == 8
+    toy.extend(req, 10)
+    if not ends:
+        cache.cache_unfinished_req(req)
+    release_kv_cache(req, cache, is_insert=ends)
+    cache.evict(EvictParams(1))
+    assert [matched(cache, tokens) for tokens in (list(range(8)), list(range(50, 58)))] == [8, 0]
+    cache.sanity_check()
+
+
+def test_what_is_not_inserted_raises_nothing() -> None:
+    """A request that leaves nothing in the tree leaves priorities as they were."""
+    cache = full_cache(page_size=4, eviction_policy="priority")
+    toy = Toy(cache)
+    run(toy, list(range(8)), priority=1)
+    req = Request([*range(8), 99], priority=5)
+    toy.admit(req)
+    toy.extend(req, 9)
+    release_kv_cache(req, cache, is_insert=False)
+    assert [node.priority for node in cache._tree.nodes()] == [1]
 
 
 def test_out_of_memory_shows_the_tree(caplog: pytest.LogCaptureFixture) -> None:

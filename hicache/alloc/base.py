@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -50,6 +50,9 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     `release_pages` is kept in parts and joined when somebody looks at it, so that a free costs what it frees.
 
+    An allocator of one's own defines `clear`, `alloc` and `free`, and keeps its free slots as it likes; the rest works
+    on `free_pages` and `release_pages`, where it has them.
+
     Frees of what is not handed out raise `DoubleFree` on CPU tensors and with HICACHE_DEBUG=1; elsewhere finding
     them would make the host wait for the device, and `check()` finds them.
     """
@@ -83,9 +86,13 @@ class BaseTokenToKVPoolAllocator(ABC):
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """`need_size` slots, int64, or None when short; None changes nothing, 0 is an empty tensor."""
 
-    @abstractmethod
-    def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """The page ids that freeing `slots` gives back, in a tensor of their own."""
+    def alloc_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """Slots that sequences grow by, within their pages and in new ones. NotImplementedError without pages."""
+        raise self._has_no_pages()
+
+    def alloc_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """One slot more for each sequence. NotImplementedError without pages."""
+        raise self._has_no_pages()
 
     def free(self, free_index: torch.Tensor) -> None:
         """Take slots back; in a group, when the group ends. Copies what it keeps. Raises DoubleFree."""
@@ -151,7 +158,8 @@ class BaseTokenToKVPoolAllocator(ABC):
     def restore_state(self, state: AllocatorState) -> None:
         """Go back to a snapshot: what was handed out since then is free again."""
         self.free_pages, self.release_pages = state.free_pages, state.release_pages
-        self._mark_owned()
+        if self._owned is not None:
+            self._mark_owned()
 
     def merge_and_sort_free(self) -> None:
         """Move released pages to the free list, in ascending order."""
@@ -229,6 +237,13 @@ class BaseTokenToKVPoolAllocator(ABC):
         if self._owned is not None:
             flag(self._owned, self.free_pages[:num_pages], True)
         self.free_pages = self.free_pages[num_pages:]
+
+    def _has_no_pages(self) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} has no pages; use alloc, or a paged allocator")
+
+    def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """The page ids that freeing `slots` gives back, in a tensor of their own."""
+        raise NotImplementedError(f"{type(self).__name__} inherits free; it has to say which pages slots are of")
 
     def _land(self, slots: torch.Tensor) -> None:
         """Give back the pages of slots that were freed."""

@@ -18,14 +18,13 @@ from typing import Literal, overload
 import numpy as np
 import torch
 
-from hicache.alloc.base import AllocatorState, BaseTokenToKVPoolAllocator
+from hicache.alloc.base import AllocatorState
 from hicache.alloc.views import (
     BatchTree,
     CheckpointRequest,
     DecodeBatch,
     ExtendBatch,
     KVRequest,
-    PagedAllocator,
     PrefixRequest,
     PrefixTree,
     RequestTable,
@@ -59,8 +58,13 @@ __all__ = [
 log = logging.getLogger("hicache.alloc")
 
 
-def evict_from_tree_cache(tree: PrefixTree, num_tokens: int) -> None:
-    """Have the tree give up what `num_tokens` tokens are short of, on either side where there are two."""
+def evict_from_tree_cache(tree: PrefixTree | None, num_tokens: int) -> None:
+    """Have the tree give up what `num_tokens` tokens are short of, on either side where there are two.
+
+    Without a tree nothing happens.
+    """
+    if tree is None:
+        return
     allocator = tree.token_to_kv_pool_allocator
     if isinstance(allocator, WindowAllocator):
         full = max(0, num_tokens - allocator.full_available_size())
@@ -72,12 +76,8 @@ def evict_from_tree_cache(tree: PrefixTree, num_tokens: int) -> None:
 
 
 def available_and_evictable_str(tree: PrefixTree) -> str:
-    """What could be had now, for messages."""
-    allocator = tree.token_to_kv_pool_allocator
-    sides = ""
-    if isinstance(allocator, WindowAllocator):
-        sides = f" (full {allocator.full_available_size()}, window {allocator.swa_available_size()})"
-    return f"{allocator.available_size()} tokens available{sides}, {tree.evictable_size()} evictable"
+    """What could be allocated now, for messages."""
+    return tree.available_and_evictable_str()
 
 
 def alloc_req_slots(table: RequestTable, reqs: Sequence[KVRequest], tree: PrefixTree | None = None) -> list[int]:
@@ -145,13 +145,13 @@ def alloc_paged_token_slots_extend(
     backup_state: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, AllocatorState]:
     """As the allocator's `alloc_extend`, with room made first; `backup_state` as in `alloc_token_slots`."""
-    allocator, paged = _paged(tree)
+    allocator = tree.token_to_kv_pool_allocator
     size = allocator.page_size
     prefix, seq = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
     new_pages = int((-(-seq // size) + -prefix // size).sum())
     evict_from_tree_cache(tree, new_pages * size)
     state = allocator.backup_state() if backup_state else None
-    slots = paged.alloc_extend(prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens)
+    slots = allocator.alloc_extend(prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens)
     if slots is None:
         raise _out_of_slots(tree, new_pages * size)
     return slots if state is None else (slots, state)
@@ -165,7 +165,7 @@ def alloc_paged_token_slots_decode(
     token_per_req: int = 1,
 ) -> torch.Tensor:
     """`token_per_req` slots a request, request after request; `seq_lens` count the new tokens. Raises OutOfSlots."""
-    allocator, paged = _paged(tree)
+    allocator = tree.token_to_kv_pool_allocator
     before = seq_lens_cpu - token_per_req
     if token_per_req != 1:
         num_tokens = token_per_req * seq_lens_cpu.numel()
@@ -175,7 +175,7 @@ def alloc_paged_token_slots_decode(
         return slots
     new_pages = int(np.count_nonzero(before.numpy() % allocator.page_size == 0))
     evict_from_tree_cache(tree, new_pages * allocator.page_size)
-    taken = paged.alloc_decode(seq_lens, seq_lens_cpu, last_loc)
+    taken = allocator.alloc_decode(seq_lens, seq_lens_cpu, last_loc)
     if taken is None:
         raise _out_of_slots(tree, new_pages * allocator.page_size)
     return taken
@@ -189,26 +189,35 @@ def get_last_loc(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, pre
 def write_cache_indices(
     out_cache_loc: torch.Tensor,
     req_pool_indices: torch.Tensor,
-    req_pool_indices_cpu: Sequence[int],
+    req_pool_indices_cpu: Sequence[int] | torch.Tensor,
     prefix_lens: torch.Tensor,
-    prefix_lens_cpu: Sequence[int],
+    prefix_lens_cpu: Sequence[int] | torch.Tensor,
     seq_lens: torch.Tensor,
-    seq_lens_cpu: Sequence[int],
+    seq_lens_cpu: Sequence[int] | torch.Tensor,
     extend_lens: torch.Tensor,
+    extend_lens_cpu: Sequence[int] | torch.Tensor,
     prefix_tensors: Sequence[torch.Tensor],
-    table: RequestTable,
+    req_to_token_pool: RequestTable,
 ) -> None:
-    """Fill the rows of a batch with prefix and new slots, in one launch. ShapeError where counts disagree."""
+    """Fill the rows of a batch with prefix and new slots, in one launch.
+
+    Rows and lengths are integer `[requests]` on the table's device, and what ends in `_cpu` says the same on the host:
+    a sequence of ints, or a CPU tensor. ShapeError where counts disagree.
+    """
+    rows, prefix, seq, extend = map(_as_list, (req_pool_indices_cpu, prefix_lens_cpu, seq_lens_cpu, extend_lens_cpu))
+    if [p + n for p, n in zip(prefix, extend, strict=False)] != seq:
+        raise ShapeError(f"prefix_lens {prefix} and extend_lens {extend} do not add up to seq_lens {seq}")
+    table = req_to_token_pool
     try:
         write_req_to_token_pool(
             table.req_to_token,
             req_pool_indices,
-            req_pool_indices_cpu,
+            rows,
             prefix_tensors,
             prefix_lens,
             seq_lens,
             extend_lens,
-            (prefix_lens_cpu, seq_lens_cpu),
+            (prefix, seq),
             out_cache_loc,
             kernel_choice(table.req_to_token.device),
         )
@@ -242,14 +251,15 @@ def alloc_for_extend(batch: ExtendBatch) -> tuple[torch.Tensor, torch.Tensor, li
             taken = alloc_paged_token_slots_extend(tree, *lens, last, batch.extend_num_tokens)
             assert isinstance(taken, torch.Tensor), "no state was asked for"
             slots = taken
-    except (OutOfSlots, ShapeError, InvariantError):
+    except (OutOfSlots, ShapeError, InvariantError, NotImplementedError):
         for req, had_state in newcomers.values():
             _free_row(table, req, and_state=not had_state)
         raise
     row_ids = _to_device(torch.tensor(rows, dtype=torch.int64), device)
     write_cache_indices(
-        slots, row_ids, rows, prefix_lens, batch.prefix_lens, batch.seq_lens, seq_lens_cpu, extend_lens, prefixes, table
-    )
+        slots, row_ids, rows, prefix_lens, batch.prefix_lens, batch.seq_lens, seq_lens_cpu, extend_lens,
+        batch.extend_lens, prefixes, table,
+    )  # fmt: skip
     return slots, row_ids, rows
 
 
@@ -318,12 +328,8 @@ def _has_checkpoint(request: KVRequest) -> bool:
     return isinstance(request, CheckpointRequest) and request.mamba_checkpoint_idx is not None
 
 
-def _paged(tree: PrefixTree) -> tuple[BaseTokenToKVPoolAllocator, PagedAllocator]:
-    """The tree's allocator, as what it is and as one of pages."""
-    allocator = tree.token_to_kv_pool_allocator
-    if not isinstance(allocator, PagedAllocator):
-        raise ShapeError(f"{type(allocator).__name__} has no pages; use alloc_token_slots, or a paged allocator")
-    return allocator, allocator
+def _as_list(values: Sequence[int] | torch.Tensor) -> list[int]:
+    return values.tolist() if isinstance(values, torch.Tensor) else list(values)
 
 
 def _check_lens(batch: ExtendBatch, prefixes: Sequence[torch.Tensor], seq_lens: Sequence[int], columns: int) -> None:

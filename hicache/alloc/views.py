@@ -100,6 +100,8 @@ class PrefixTree(Protocol):
 
     def evictable_size(self) -> int: ...
 
+    def available_and_evictable_str(self) -> str: ...
+
     def pretty_print(self) -> str: ...
 
 
@@ -112,25 +114,6 @@ class BatchTree(PrefixTree, Protocol):
     def cache_finished_req(self, req: KVRequest, is_insert: bool = True) -> None:
         """Keep or free the slots of the tokens [0, kv_committed_len), and unlock the prefix; the row stays."""
         ...
-
-
-@runtime_checkable
-class PagedAllocator(Protocol):
-    """An allocator that grows sequences within their pages."""
-
-    def alloc_extend(
-        self,
-        prefix_lens: torch.Tensor,
-        prefix_lens_cpu: torch.Tensor,
-        seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor,
-        last_loc: torch.Tensor,
-        extend_num_tokens: int,
-    ) -> torch.Tensor | None: ...
-
-    def alloc_decode(
-        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
-    ) -> torch.Tensor | None: ...
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """Keys: tokens as packed memory, and the names under which pages are known outside this process.
 
 Tokens are packed as int64. In a tree of bigrams an element is a pair, (first << 32) | second, so the tree itself knows
-of one kind only.
+of one kind only. Two pairs share an element unless both ids are from 0 to 2^31 - 1, so bigrams take no other ids.
 
 A page's key is a SHA-256 chain over an identity, a namespace and every token up to the page's end, so two pages share a
 key only when model, layout, tenant and the whole prefix are the same:
@@ -17,21 +17,72 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hicache.errors import InvalidTokens
+
 Tokens = npt.NDArray[np.int64]
+TokenSource = Callable[[int, int], Tokens]  # tokens [start, end) of a sequence, packed
 
 _ITEM = 8
+_BIGRAM_ID_BITS = 31
+_MAX_ID = np.iinfo(np.int64).max
 _BIGRAM, _ESCAPE = "\x01", "\x00"
 
 
 def pack_tokens(tokens: npt.ArrayLike) -> Tokens:
-    """Any sequence of token ids as one packed, contiguous int64 buffer; no copy when it already is one."""
-    return np.ascontiguousarray(tokens, dtype=np.int64)
+    """Any sequence of token ids as one packed, contiguous int64 buffer; no copy when it already is one.
+
+    InvalidTokens where that would change an id: for what is no run of integers, and for integers beyond int64.
+    """
+    ids = np.asarray(tokens)
+    if ids.ndim != 1:
+        raise InvalidTokens(f"token ids have the shape {list(ids.shape)}; give one dimension")
+    return _as_int64(ids)
+
+
+def pack_bigrams(first: Tokens, second: Tokens) -> Tokens:
+    """Pairs of packed ids, element by element, as (first << 32) | second.
+
+    InvalidTokens for ids outside [0, 2^31), for their pairs would read as other pairs.
+    """
+    # No bit beyond the lowest 31 is set in the union of all ids exactly where each id is in range.
+    if (np.bitwise_or.reduce(first) | np.bitwise_or.reduce(second)) >> _BIGRAM_ID_BITS:
+        ids = np.concatenate((first, second))
+        raise InvalidTokens(
+            f"a key of bigrams has ids from {ids.min()} to {ids.max()}; give ids from 0 to {(1 << _BIGRAM_ID_BITS) - 1}"
+        )
+    return first << 32 | second
+
+
+def neighbours(tokens: Tokens) -> Tokens:
+    """Pairs of neighbours, one fewer than tokens, as `pack_bigrams` has them."""
+    return pack_bigrams(tokens[:-1], tokens[1:])
+
+
+def joined_tokens(first: Sequence[int], second: Sequence[int]) -> TokenSource:
+    """Tokens [start, end) of two sequences after each other, at the cost of those tokens."""
+
+    def run(start: int, end: int) -> Tokens:
+        split = len(first)
+        if end <= split:
+            return pack_tokens(first[start:end])
+        tail = pack_tokens(second[max(0, start - split) : end - split])
+        return np.concatenate((pack_tokens(first[start:]), tail)) if start < split else tail
+
+    return run
+
+
+def _as_int64(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    if ids.size and ids.dtype.kind not in "iu":
+        raise InvalidTokens(f"token ids are of type {ids.dtype}; give integers of at most {_MAX_ID}")
+    if ids.dtype == np.uint64 and ids.size and int(ids.max()) > _MAX_ID:
+        raise InvalidTokens(f"the largest token id is {ids.max()}; give integers of at most {_MAX_ID}")
+    return np.ascontiguousarray(ids, dtype=np.int64)
 
 
 class RadixKey:
@@ -76,9 +127,14 @@ class RadixKey:
         return _BIGRAM + text if self.is_bigram else text
 
     def packed(self) -> Tokens:
-        """int64 `[len]`; pairs as (first << 32) | second."""
-        packed = pack_tokens(self.token_ids) if len(self) else np.empty(0, np.int64)
-        return packed[:, 0] << 32 | packed[:, 1] if self.is_bigram and len(self) else packed
+        """int64 `[len]`; pairs as in `pack_bigrams`. InvalidTokens where ids cannot be packed."""
+        if not self.is_bigram or not len(self):
+            return pack_tokens(self.token_ids)
+        pairs = np.asarray(self.token_ids)
+        if pairs.ndim != 2 or pairs.shape[1] != 2:
+            raise InvalidTokens(f"a key of bigrams has the shape {list(pairs.shape)}; give pairs of token ids")
+        ids = _as_int64(pairs)
+        return pack_bigrams(ids[:, 0], ids[:, 1])
 
     def as_bigrams(self) -> RadixKey:
         """The pairs of neighbours, one fewer than tokens; itself where it is of pairs already."""

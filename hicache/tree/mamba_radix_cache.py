@@ -28,6 +28,7 @@ import torch
 
 from hicache.errors import ConfigError, InvariantError, OutOfStates, ShapeError
 from hicache.tree.components import MambaRules, Rules
+from hicache.tree.key import TokenSource
 from hicache.tree.node import Component, Place, Tier, TreeNode
 from hicache.tree.params import (
     CacheInitParams,
@@ -37,7 +38,7 @@ from hicache.tree.params import (
     MatchPrefixParams,
     MatchResult,
 )
-from hicache.tree.request_cache import BasePrefixCache, TokenSource
+from hicache.tree.request_cache import BasePrefixCache
 from hicache.tree.views import CachedRequest, CheckpointRequest, StateRequest, StateTable
 
 
@@ -120,6 +121,10 @@ class MambaRadixCache(BasePrefixCache):
 
     def supports_mamba(self) -> bool:
         return True
+
+    def available_and_evictable_str(self) -> str:
+        states = f"{self._pool.available_size()} states available, {self.mamba_evictable_size()} evictable"
+        return f"{super().available_and_evictable_str()}; {states}"
 
     def _rules(self) -> Sequence[Rules]:
         return (MambaRules(),)

@@ -246,7 +246,8 @@ class TreeNode:
 
     @property
     def evicted(self) -> bool:
-        return self.value is None
+        """Whether the device holds nothing of it. The root of a tree is not evicted, so that climbing ends there."""
+        return self.value is None and not (self.is_root and self.run is not None)
 
     @property
     def backuped(self) -> bool:

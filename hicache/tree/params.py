@@ -1,6 +1,6 @@
 """What callers of the public prefix caches hand over and get back, under the field's names.
 
-Owns nothing. May import torch, hicache.values and, of its package, key and node.
+Owns nothing. May import torch, errors, hicache.values and, of its package, key and node.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hicache.errors import ConfigError
 from hicache.tree.key import RadixKey
 from hicache.tree.node import TreeNode
 from hicache.values import EvictParams, EvictResult
@@ -25,13 +26,24 @@ __all__ = [
 ]
 
 
+_NO_EFFECT = (
+    "tp_cache_group",
+    "enable_metrics",
+    "pp_rank",
+    "pp_size",
+    "disable_finished_insert",
+    "cache_ttl_seconds",
+)
+
+
 @dataclass(frozen=True)
 class CacheInitParams:
     """What a prefix cache is made of. `hicache.tree.views` says what it asks of table and allocator.
 
     `token_to_kv_pool_allocator` may be None, and `req_to_token_pool` where no request is cached: for simulations.
     `page_size`, `sliding_window_size` and `mamba_cache_chunk_size` are in tokens. `chunked_prefill_size` is carried for
-    schedulers; no cache reads it.
+    schedulers; no cache reads it. The fields from `tp_cache_group` on are there for schedulers that pass them, and take
+    their defaults alone: one rank, no metrics of the tree's own, finished requests inserted, no expiry.
     """
 
     disable: bool
@@ -45,6 +57,19 @@ class CacheInitParams:
     chunked_prefill_size: int | None = None
     sliding_window_size: int | None = None
     mamba_cache_chunk_size: int = 64
+    tp_cache_group: Any = None
+    enable_metrics: bool = False
+    pp_rank: int = 0
+    pp_size: int = 1
+    disable_finished_insert: bool = False
+    cache_ttl_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        """ConfigError where a caller asks for what these caches do not do."""
+        for name in _NO_EFFECT:
+            given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if given != default:
+                raise ConfigError(f"{name}={given!r} has no effect on these caches yet; leave it at {default!r}")
 
 
 @dataclass(frozen=True)

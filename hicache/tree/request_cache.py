@@ -11,10 +11,9 @@ and the rest of its package.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hicache.errors import ConfigError, InvariantError, ShapeError
@@ -22,7 +21,7 @@ from hicache.tree.base import Inserted, Match
 from hicache.tree.components import Rules
 from hicache.tree.core import RadixTree
 from hicache.tree.events import EventLog, KVCacheEvent
-from hicache.tree.key import PageHasher, RadixKey, Tokens, pack_tokens
+from hicache.tree.key import PageHasher, RadixKey, Tokens, TokenSource, joined_tokens, neighbours, pack_tokens
 from hicache.tree.node import Component, Place, Tier, TreeNode
 from hicache.tree.params import (
     CacheInitParams,
@@ -39,8 +38,6 @@ from hicache.tree.views import CachedRequest, evicted_window_of, priority_of
 
 # Blocks are named for routers, which compare them across processes: by their tokens and nothing else.
 _IDENTITY = b""
-
-TokenSource = Callable[[int, int], Tokens]
 
 
 class BasePrefixCache(ABC):
@@ -130,7 +127,8 @@ class BasePrefixCache(ABC):
         """
         num_tokens, known_len = len(req.fill_ids), self._depth(req)
         if not self.disable:
-            self._hand_over(req, _joined(req.fill_ids, ()), num_tokens, chunked)
+            self._hand_over(req, joined_tokens(req.fill_ids, ()), num_tokens, chunked)
+            raise_priority(req.last_node, priority_of(req))
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
         req.prefix_indices = self._prefixes.grown(req, row, known_len, num_tokens)
 
@@ -143,7 +141,8 @@ class BasePrefixCache(ABC):
         assert row is not None, "the request has no row"
         if is_insert and not self.disable:
             known = min(num_tokens, len(req.origin_input_ids) + len(req.output_ids))
-            self._hand_over_last(req, _joined(req.origin_input_ids, req.output_ids), known)
+            self._hand_over_last(req, joined_tokens(req.origin_input_ids, req.output_ids), known)
+            raise_priority(req.last_node, priority_of(req))
         # [start, num_tokens) did not go to the tree: its partial page, what may not be kept, or all.
         start = req.cache_protected_len = self._depth(req)
         self._slots.free(self._row(row, start, max(start, num_tokens)), start)
@@ -151,7 +150,20 @@ class BasePrefixCache(ABC):
         self._end(req)
         self.dec_lock_ref(req.last_node)
 
-    # Sizes and texts
+    # Kinds, sizes and texts
+
+    def is_tree_cache(self) -> bool:
+        return True
+
+    def is_chunk_cache(self) -> bool:
+        """Whether it keeps a request's chunks and shares nothing; none of these does."""
+        return False
+
+    def supports_swa(self) -> bool:
+        return False
+
+    def supports_mamba(self) -> bool:
+        return False
 
     def evictable_size(self) -> int:
         """Tokens of full attention that eviction could free now."""
@@ -174,6 +186,10 @@ class BasePrefixCache(ABC):
     def all_values_flatten(self) -> torch.Tensor:
         """All slots that the tree holds, int64, in no order."""
         return self._flat(Place.FULL_DEVICE)
+
+    def available_and_evictable_str(self) -> str:
+        """What could be allocated now, for messages."""
+        return f"{self._slots.available_str()}, {self.evictable_size()} evictable"
 
     def pretty_print(self) -> str:
         """Prints the tree, and returns what it printed."""
@@ -290,7 +306,7 @@ class BasePrefixCache(ABC):
     def _packed(self, key: RadixKey) -> tuple[Tokens, str]:
         """A key's tokens, or pairs of them in a cache of bigrams, and its namespace."""
         if self.is_eagle and not key.is_bigram:
-            return _bigrams(pack_tokens(key.token_ids)), self._namespace(key.extra_key)
+            return neighbours(pack_tokens(key.token_ids)), self._namespace(key.extra_key)
         return key.packed(), key.namespace
 
     def _namespace(self, extra_key: str | None) -> str:
@@ -319,7 +335,7 @@ class BasePrefixCache(ABC):
         if end <= start:
             return
         offered = self._row(row, start, end)
-        run = _bigrams(tokens(start, end + 1)) if self.is_eagle else tokens(start, end)
+        run = neighbours(tokens(start, end + 1)) if self.is_eagle else tokens(start, end)
         window_from = self._window_from(evicted_window_of(req), start, end)
         inserted = self._tree.insert(old, run, offered, Tier.DEVICE, self._namespace(req.extra_key), window_from)
         self._give_back(inserted, offered, start)
@@ -341,41 +357,31 @@ class BasePrefixCache(ABC):
 
     @staticmethod
     def _mark(above: TreeNode, inserted: Inserted, priority: int, chunked: bool) -> None:
-        """Count the use of nodes below `above` that were there, and raise priorities on the whole path.
-
-        No node ranks below its children, so the way up ends at the first that ranks as high.
-        """
-        fresh = set(inserted.gained)
-        below = True
+        """Give new nodes their priority, raise that of the path to them, and count the use of nodes below `above` that
+        were there."""
+        fresh, reached = set(inserted.gained), inserted.node
+        for node in inserted.gained:
+            node.priority = priority
+        if inserted.gained and inserted.gained[0].parent is not None:
+            reached = inserted.gained[0].parent
+        raise_priority(reached, priority)
         for node in inserted.node.path():
-            below = below and node is not above
-            if node in fresh:
-                node.priority = priority
-                continue
-            if not below and node.priority >= priority:
-                return
-            node.priority = max(node.priority, priority)
-            node.hit_count += below and not chunked
+            if node is above:
+                break
+            node.hit_count += node not in fresh and not chunked
+
+
+def raise_priority(node: TreeNode, priority: int) -> None:
+    """A request of this priority used the prefix that ends with `node`: no node of the path ranks lower from now on.
+
+    Eviction orders learn of it when they are next told of a node, which for a locked one is its unlocking.
+    """
+    for at in node.path():
+        if at.priority >= priority:
+            return  # no node ranks below its children, so nor does anything above
+        at.priority = priority
 
 
 def _held_before(inserted: Inserted) -> int:
     """Tokens from the start of an insertion that were held already. On one tier what is new lies below what is old."""
     return inserted.duplicates[-1].end if inserted.duplicates else 0
-
-
-def _bigrams(tokens: Tokens) -> Tokens:
-    """Pairs of neighbours, packed as in `RadixKey.packed`."""
-    return tokens[:-1] << 32 | tokens[1:]
-
-
-def _joined(first: Sequence[int], second: Sequence[int]) -> TokenSource:
-    """Tokens [start, end) of two sequences after each other, at the cost of those tokens."""
-
-    def run(start: int, end: int) -> Tokens:
-        split = len(first)
-        if end <= split:
-            return pack_tokens(first[start:end])
-        tail = pack_tokens(second[max(0, start - split) : end - split])
-        return np.concatenate((pack_tokens(first[start:]), tail)) if start < split else tail
-
-    return run

@@ -38,6 +38,16 @@ class SlotReturn:
         else:
             self._allocator.free(slots)
 
+    def available_str(self) -> str:
+        """How many tokens the allocator has free, of each kind where there are two."""
+        if self._free_list is None:
+            return "tokens of an unknown number available"
+        windows = self._windows
+        text = f"{self._free_list.available_size()} tokens available"
+        if windows is None:
+            return text
+        return f"{text} (full {windows.full_available_size()}, window {windows.swa_available_size()})"
+
     def take(self, released: list[Released]) -> None:
         """What left the tree: slots, or the window's part of them alone. States are others' business."""
         for gone in released:

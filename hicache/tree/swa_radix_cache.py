@@ -74,6 +74,9 @@ class SWARadixCache(BasePrefixCache):
     def supports_swa(self) -> bool:
         return True
 
+    def available_and_evictable_str(self) -> str:
+        return f"{super().available_and_evictable_str()} (window {self.swa_evictable_size()})"
+
     def _rules(self) -> Sequence[Rules]:
         # A new tree: the old one's locks are not its own.
         self._window = SwaRules(self.sliding_window_size, self.page_size)
