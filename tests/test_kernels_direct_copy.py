@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_kernels_page_copy import INTERPRETED, PLACES, POOLS, U8, build, host_pages, page_bytes, random_bytes, rows_of
+from transfer_case import StreamGate
 
 from hicache.kernels import direct_copy
 from hicache.kernels.direct_copy import DirectMover
@@ -303,19 +304,21 @@ def test_a_copy_makes_no_one_wait() -> None:
     slots = torch.randperm(256, device="cuda").repeat_interleave(16) * 16 + torch.arange(16, device="cuda").repeat(256)
     pages = torch.randperm(256, device="cuda") + 1
     turned = pages.flip(0).contiguous()
-    direct.load(pages, slots, 0, 8)  # compiles, which takes longer than the stream will sleep
+    direct.load(pages, slots, 0, 8)  # compiles, which the host waits for
     direct.store(slots, pages, 0, 8)
     torch.cuda.synchronize()
     assert torch.equal(host, expected)
+    gate = StreamGate()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(100_000_000)
+            gate.hold(stream)
             direct.load(pages, slots, 0, 8)
             direct.store(slots, turned, 0, 8)
             assert not stream.query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+        gate.open()
     stream.synchronize()
     expected[turned.cpu()] = expected[pages.cpu()]
     assert torch.equal(host, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from device_case import PLACES
+from transfer_case import StreamGate
 
 from hicache.kernels.upload import upload
 from hicache.transfer.ids import IdUploader
@@ -37,15 +38,22 @@ def test_memory_is_used_again_only_when_it_was_read(kernels: str) -> None:
     """With the stream held up, many lists are sent, of growing lengths; each arrives whole, and the caller may change
     its own at once. Afterwards the same memory serves again."""
     device = torch.device("cuda", torch.cuda.current_device())
+    lengths = [1 + 300 * turn for turn in range(20)]
+    compiles = IdUploader(device, kernels)  # type: ignore[arg-type]  # which the host waits for
+    for length in lengths:
+        compiles(torch.arange(length))
     uploader = IdUploader(device, kernels)  # type: ignore[arg-type]
     for _ in range(2):
-        torch.cuda._sleep(200_000_000)
+        torch.cuda.synchronize()
+        gate = StreamGate()
+        gate.hold(torch.cuda.current_stream())
         sent, arrived = [], []
-        for turn in range(20):
-            ids = torch.arange(1 + 300 * turn) * (turn + 1)
+        for turn, length in enumerate(lengths):
+            ids = torch.arange(length) * (turn + 1)
             sent.append(ids.clone())
             arrived.append(uploader(ids))
             ids.fill_(-1)
+        gate.open()
         assert all(torch.equal(there.cpu(), ids) for there, ids in zip(arrived, sent, strict=True))
         assert len(uploader._envelopes) == 20
     torch.cuda.synchronize()

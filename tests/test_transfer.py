@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transfer_case import RIG_LAYERS as LAYERS
-from transfer_case import Rig
+from transfer_case import Rig, StreamGate
 
 from hicache.transfer.plan import (
     ASSUMED,
@@ -168,14 +168,17 @@ def test_a_replayed_graph_needs_the_last_layer() -> None:
             for buffer in rig.buffers:
                 buffer.fill_(-9)
             torch.cuda.synchronize()
+            gate = StreamGate()
+            gate.hold(side)
             with torch.cuda.stream(side):
-                torch.cuda._sleep(200_000_000)
                 load_id, op = rig.load(pages, slots)
             rig.counter.set_consumer(load_id)
             if waits:
                 rig.counter.wait_all()
+                gate.open()
             graph.replay()
             torch.cuda.current_stream().synchronize()
+            gate.open()
             for got, kept in zip(seen, truth, strict=True):
                 assert torch.equal(got, kept) if waits else bool((got == -9).all())
             op.wait()

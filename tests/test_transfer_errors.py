@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -54,12 +55,13 @@ def test_closing_finishes_what_is_in_flight(device: torch.device, monkeypatch: p
         rig.fill()
         source, target = torch.arange(16, 80, device=device), torch.arange(160, 224, device=device)
         rig.warm_up(source, torch.arange(1, 5))
-        with held(device, monkeypatch, for_s=0.1):
+        with held(device, monkeypatch) as let_go:
             ops = [
                 rig.load(torch.arange(1, 5), target)[1],
                 rig.backend.store(source, torch.arange(5, 9)),
             ]
             assert not any(op.done() for op in ops)
+            threading.Timer(0.05, let_go).start()
             rig.backend.close()
             assert all(op.done() and op.error is None for op in ops)
         assert all(torch.equal(buffer[source], buffer[target]) for buffer in rig.buffers)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from transfer_case import LAYOUTS, before_each_move, force_ways
+from transfer_case import LAYOUTS, CopiesWhenNeeded, Lanes, Move, at_each_move, before_each_move, force_ways
 from transfer_program import Program
 
 from hicache.kernels.page_copy import PageMover
@@ -88,6 +87,26 @@ def test_every_byte_is_where_it_should_be(
     check_it_was_stress(program, 300)
 
 
+@pytest.mark.parametrize("name", ["mha", "swa"])
+@pytest.mark.parametrize("tolerant", [False, True])
+def test_the_program_is_that_of_its_seed(name: str, tolerant: bool) -> None:
+    """However late copies are, the same loads, stores and forwards are submitted and land in the same order, failures
+    among them; another seed is another program."""
+    histories = []
+    for seed, needed in ((7, False), (7, True), (8, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            if tolerant:
+                fail_now_and_then(patch, 0.06)
+            if needed:
+                CopiesWhenNeeded(patch)
+            else:
+                dawdle(patch, "cpu")
+            program = Program(LAYOUTS[name], "cpu", seed, tolerant=tolerant)
+            stress(program, 120)
+            histories.append((program.history, program.counts))
+    assert histories[0] == histories[1] != histories[2]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ways", [("strided",), ("batched",), ("direct",), WAYS])
 @pytest.mark.parametrize("staging_bytes", [1 << 16, 1 << 20, 1 << 24])
@@ -117,15 +136,14 @@ def test_every_byte_for_longer(
 
 
 def fail_now_and_then(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    rng, lock = random.Random(4), threading.Lock()
+    """Which moves of a lane fail follows from how many came before in that lane."""
+    lanes = Lanes(4)
 
-    def hook() -> None:
-        with lock:
-            fails = rng.random() < share
-        if fails:
+    def hook(move: Move) -> None:
+        if lanes.of(move.lane).random() < share:
             raise RuntimeError("the link is down")
 
-    before_each_move(monkeypatch, hook)
+    at_each_move(monkeypatch, hook)
 
 
 def amid_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str, steps: int) -> None:
@@ -165,7 +183,6 @@ def test_closing_finishes_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, dev
         program.run(60)
         pending: list[TransferOp] = []
         while len(pending) < 2:
-            program.land()
             program.serve()
             pending = [op for ops in program.lanes.values() for op in ops]
         program.watch.settle()
@@ -231,6 +248,9 @@ def writes_one_row_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PageMover, "scatter", generous)
 
 
+# What is wrong on the device is seen by the first that looks at it: a forward, the store of it, or an audit.
+WRONG_BYTES = "a forward read other bytes|left other bytes|are not the truth"
+
 MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "the consumer does not wait": (reads_without_waiting, "a forward read other bytes"),
     "layers are reported too early": (reports_every_layer_with_the_first, "a forward read other bytes"),
@@ -247,7 +267,7 @@ def test_the_program_finds_mistakes(monkeypatch: pytest.MonkeyPatch, name: str) 
     """A backend that makes one mistake does not get through the program, which says what it saw."""
     mistake, message = MISTAKES[name]
     mistake(monkeypatch)
-    dawdle(monkeypatch, "cpu")
+    CopiesWhenNeeded(monkeypatch)
     program = Program(LAYOUTS["mha"], "cpu", 6, tolerant=mistake is never_fails)
     with pytest.raises(AssertionError, match=message):
         stress(program, 400)
@@ -259,8 +279,8 @@ def test_the_program_finds_a_missing_fence(monkeypatch: pytest.MonkeyPatch, way:
     """A load that does not know of what was queued before it, for it was submitted on an unrelated stream, is
     overwritten, and the program says so."""
     force_ways(monkeypatch, [way])
-    program = Program(LAYOUTS["mha"], "cuda", 6, fenced=False)
-    with pytest.raises(AssertionError, match="a forward read other bytes"):
+    program = Program(LAYOUTS["mha"], "cuda", 6, late="poison")
+    with pytest.raises(AssertionError, match=WRONG_BYTES):
         stress(program, 200)
 
 
@@ -270,6 +290,6 @@ def test_the_program_finds_a_forward_that_does_not_wait(monkeypatch: pytest.Monk
     """Layer events that nobody waits for are noticed on the GPU too."""
     force_ways(monkeypatch, [way])
     reads_without_waiting(monkeypatch)
-    program = Program(LAYOUTS["mha"], "cuda", 6)
-    with pytest.raises(AssertionError, match="a forward read other bytes"):
+    program = Program(LAYOUTS["mha"], "cuda", 6, late="loads")
+    with pytest.raises(AssertionError, match=WRONG_BYTES):
         stress(program, 200)

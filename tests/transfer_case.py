@@ -8,9 +8,9 @@ that failed) may have written there. So bytes are compared, and never computed b
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,8 +35,9 @@ from hicache.factory import build_transfer
 from hicache.host import HostPagePool
 from hicache.kernels.direct_copy import DirectMover
 from hicache.kernels.page_copy import PageMover
-from hicache.transfer import TransferBackend, TransferOp, cuda
+from hicache.transfer import TransferBackend, TransferOp, cpu, cuda
 from hicache.transfer.copies import can_batch
+from hicache.transfer.counter import CpuLayerEvents
 from hicache.transfer.plan import Direction, Method, Plan, Shape, Way, choose
 
 Ids = np.ndarray
@@ -101,29 +102,169 @@ LAYOUTS = {
 }
 
 
-def before_each_move(monkeypatch: pytest.MonkeyPatch, hook: Callable[[], object]) -> None:
+@dataclass(frozen=True)
+class Move:
+    """A call that moves rows of a pool: up to the device or down from it, of which pool, from which layer on."""
+
+    up: bool
+    num_layers: int
+    layer_bytes: int
+    first_layer: int
+
+    @property
+    def lane(self) -> str:
+        """The direction and the pool: moves of one lane come in the order in which their copies were submitted."""
+        return f"{self.up} {self.num_layers} {self.layer_bytes}"
+
+
+def at_each_move(monkeypatch: pytest.MonkeyPatch, hook: Callable[[Move], object]) -> None:
     """Call `hook` ahead of whatever moves rows of a pool for a backend, on the thread that does."""
     for owner, name in ((PageMover, "gather"), (PageMover, "scatter"), (DirectMover, "load"), (DirectMover, "store")):
         original = getattr(owner, name)
 
-        def hooked(self: object, *args: object, _original: Callable[..., None] = original) -> None:
-            hook()
-            _original(self, *args)
+        def hooked(
+            self: PageMover | DirectMover,
+            a: torch.Tensor,
+            b: torch.Tensor,
+            first: int,
+            count: int,
+            _original: Callable[..., None] = original,
+            _up: bool = name in ("scatter", "load"),
+        ) -> None:
+            mover = self if isinstance(self, PageMover) else self._mover
+            hook(Move(_up, mover.num_layers, mover.group_bytes(0, 1), first))
+            _original(self, a, b, first, count)
 
         monkeypatch.setattr(owner, name, hooked)
+
+
+def before_each_move(monkeypatch: pytest.MonkeyPatch, hook: Callable[[], object]) -> None:
+    """The same for a hook that treats all alike."""
+    at_each_move(monkeypatch, lambda move: hook())
+
+
+class Lanes:
+    """Random numbers by lane, so that what one lane draws does not depend on how far another has got."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._lock = seed, threading.Lock()
+        self._lanes: dict[str, random.Random] = {}
+
+    def of(self, lane: str) -> random.Random:
+        with self._lock:
+            return self._lanes.setdefault(lane, random.Random(f"{self._seed} {lane}"))
+
+
+class CopiesWhenNeeded:
+    """On the CPU, a layer moves only when a consumer waits for it, or when somebody waits for its copy or a later one
+    of its lane to end. So whoever does not wait comes too early, each time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._changed, self._running = threading.Condition(), threading.local()
+        self._of_lane: dict[cpu._Lane, list[cpu.CpuOp]] = {}
+        self._loads: dict[CpuLayerEvents, cpu.CpuOp] = {}
+        self._ended: set[cpu.CpuOp] = set()  # somebody waits for their end
+        self._layer: dict[cpu.CpuOp, int] = {}  # the last layer that a consumer waits for
+        at_each_move(monkeypatch, self._hold)
+        run, put, close = cpu.CpuOp.run, cpu._Lane.put, cpu._Lane.close
+        end, wait, load = cpu.CpuOp.wait, CpuLayerEvents.wait, cpu.CpuTransfer.load
+
+        def running(op: cpu.CpuOp, copy: Callable[[], None]) -> None:
+            self._running.op = op
+            run(op, copy)
+
+        def queued(lane: cpu._Lane, op: cpu.CpuOp, copy: Callable[[], None]) -> None:
+            with self._changed:
+                self._of_lane.setdefault(lane, []).append(op)
+            put(lane, op, copy)
+
+        def ending(op: cpu.CpuOp) -> None:
+            self._end_all_to(op)
+            end(op)
+
+        def closing(lane: cpu._Lane) -> None:
+            for op in self._of_lane.get(lane, [])[-1:]:
+                self._end_all_to(op)
+            close(lane)
+
+        def loaded(backend: cpu.CpuTransfer, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> cpu.CpuOp:
+            op = load(backend, pages, slots, load_id)
+            events = backend._counter._events(load_id)
+            assert isinstance(events, CpuLayerEvents)
+            self._loads[events] = op
+            return op
+
+        def waiting(events: CpuLayerEvents, layer: int) -> None:
+            op = self._loads.get(events)
+            if op is not None and events._recorded <= layer and events._error is None:
+                self._need(op, layer)
+            wait(events, layer)
+
+        monkeypatch.setattr(cpu.CpuOp, "run", running)
+        monkeypatch.setattr(cpu._Lane, "put", queued)
+        monkeypatch.setattr(cpu.CpuOp, "wait", ending)
+        monkeypatch.setattr(cpu._Lane, "close", closing)
+        monkeypatch.setattr(cpu.CpuTransfer, "load", loaded)
+        monkeypatch.setattr(CpuLayerEvents, "wait", waiting)
+
+    def _hold(self, move: Move) -> None:
+        op = self._running.op
+        with self._changed:
+            self._changed.wait_for(lambda: op in self._ended or self._layer.get(op, -1) >= move.first_layer)
+
+    def _need(self, op: cpu.CpuOp, layer: int) -> None:
+        with self._changed:
+            self._ended.update(self._before(op))
+            self._layer[op] = max(layer, self._layer.get(op, -1))
+            self._changed.notify_all()
+
+    def _end_all_to(self, op: cpu.CpuOp) -> None:
+        with self._changed:
+            self._ended.update((*self._before(op), op))
+            self._changed.notify_all()
+
+    def _before(self, op: cpu.CpuOp) -> list[cpu.CpuOp]:
+        lane = next(ops for ops in self._of_lane.values() if op in ops)
+        return lane[: lane.index(op)]
+
+
+class StreamGate:
+    """Holds CUDA streams until it is opened, or `patience_s` has passed: what waits for them wrongly must not wait for
+    ever. On the device, not by a kernel that sleeps: how long the host takes does not matter."""
+
+    def __init__(self, patience_s: float = 60.0) -> None:
+        self._flag = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.opened_by_itself = False
+        self._timer = threading.Timer(patience_s, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """What is queued on `stream` from here on waits for the gate."""
+        wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
+        wait.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+        assert wait(stream.cuda_stream, self._flag.data_ptr(), 1, 0) == 0, "the driver has no waits on memory"
+
+    def open(self) -> None:
+        self._timer.cancel()
+        self._flag[0] = 1
+
+    def _give_up(self) -> None:
+        self.opened_by_itself = True
+        self._flag[0] = 1
 
 
 def force_ways(monkeypatch: pytest.MonkeyPatch, ways: Sequence[Method]) -> None:
     """On CUDA, copies go by these ways, at random, whatever would be quickest. Where slots are no runs, or go down,
     strided copies stand in for straight ones."""
-    rng, never = random.Random(2), Way(bytes_per_s=1.0, piece_s=1e3, issue_s=1e3)
+    lanes, never = Lanes(2), Way(bytes_per_s=1.0, piece_s=1e3, issue_s=1e3)
     if torch.cuda.is_available():
         ways = [way for way in ways if way != "batched" or can_batch()]
         if not ways:
             pytest.skip("this driver has no batched copies")
 
     def chosen(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool) -> Plan:
-        way = rng.choice(ways)
+        way = lanes.of(f"{ramp} {shape.num_layers} {shape.layer_bytes}").choice(ways)
         if way == "straight" and shape.slot_runs:
             return Plan("straight", tuple((layer, layer + 1) for layer in range(shape.num_layers)))
         way = "strided" if way == "straight" else way
@@ -320,16 +461,20 @@ class Rig:
 
 
 @contextlib.contextmanager
-def held(device: torch.device, monkeypatch: pytest.MonkeyPatch, for_s: float = 60.0) -> Iterator[None]:
-    """Transfers submitted within move nothing before it is left, or `for_s` has passed. On CUDA, where the current
-    stream sleeps ahead of them, they are held about half a second: warm up before."""
+def held(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Transfers submitted within move nothing before it is left, or what it yields is called. On CUDA the current
+    stream is held ahead of them, and with it whatever makes the host wait for the device: warm up before."""
     if device.type == "cuda":
-        torch.cuda._sleep(1_000_000_000)
-        yield
+        stream_gate = StreamGate()
+        stream_gate.hold(torch.cuda.current_stream(device))
+        try:
+            yield stream_gate.open
+        finally:
+            stream_gate.open()
         return
-    gate, opens_by = threading.Event(), time.monotonic() + for_s
-    before_each_move(monkeypatch, lambda: gate.wait(max(0.0, opens_by - time.monotonic())))
+    gate = threading.Event()
+    before_each_move(monkeypatch, lambda: gate.wait(60))
     try:
-        yield
+        yield gate.set
     finally:
         gate.set()

@@ -1,12 +1,15 @@
 """A program that moves pages at random between a small device tier and a small host tier, and knows every byte.
 
+    land      before every step: wait for the oldest loads and stores, as many as are drawn, and look at what they left
     serve     load what is on the host alone; a forward reads it layer by layer as it arrives, beside what is on the
               device, and writes something new, whose backup is submitted at once
     load      without a reader          demote     give up what is idle on one of the tiers
     backup    what has no copy          audit      wait for all, compare every row and page of both tiers
 
-Slots and host pages are handed out again as soon as the operations that used them are done. On CUDA sleeping kernels
-stand before what a forward, or a load's predecessor, writes, so that whoever does not wait for it comes too early.
+What is done, and in which order, follows from the seed alone: how many operations land is drawn, never read off the
+clock, and nothing else asks whether a copy has ended. Slots and host pages are handed out again as soon as the
+operations that used them have landed. On CUDA sleeping kernels stand before what a forward, or a load's predecessor,
+writes, so that whoever does not wait for it comes too early. The same seed is the same program on either device.
 """
 
 from __future__ import annotations
@@ -15,16 +18,19 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
-from transfer_case import NUM_CONTENTS, ON_HOST, POISON, UNKNOWN, Ids, Layout, Spot, Tier, Watch
+from transfer_case import NUM_CONTENTS, ON_HOST, POISON, UNKNOWN, Ids, Layout, Spot, StreamGate, Tier, Watch
 
 from hicache.errors import TransferError
 from hicache.transfer import TransferOp
+from hicache.transfer.counter import NUM_PRODUCERS
 
 LARGE = 17  # pages, more than the smallest staging buffers hold
 SIZES = (1, 1, 2, 3, 5, 7, 11, LARGE)
+LANDS = 0.45  # the chance that one more operation of a kind lands before a step
 
 
 @dataclass(eq=False)
@@ -49,12 +55,16 @@ class Entry:
 
 
 class Program:
-    """See the module. `counts` says what happened. `tolerant`: copies may fail. Without `fenced`, on CUDA, a load is
-    submitted where it cannot know of what was queued before it: a mistake that the program must notice."""
+    """See the module. `counts` and `history` say what happened. `tolerant`: copies may fail.
+
+    On CUDA, something may be held back until a mistake that is looked for has done its harm. `late="poison"`: a load is
+    submitted where it cannot know of what was queued before it, and that is held until the load is done.
+    `late="loads"`: loads are held until the forward that consumes them has read.
+    """
 
     def __init__(
         self, layout: Layout, device: str, seed: int, *, staging_bytes: int = 1 << 16, tolerant: bool = False,
-        fenced: bool = True,
+        late: Literal["", "poison", "loads"] = "",
     ) -> None:  # fmt: skip
         self.rng = np.random.default_rng(seed)
         self.tiers = [
@@ -67,8 +77,12 @@ class Program:
         )
         self.entries: list[Entry] = []
         self.lanes: dict[tuple[int, str], deque[TransferOp]] = {}
+        self.flights: dict[str, deque[Entry]] = {"load": deque(), "store": deque()}  # submitted and not landed
         self.counts: Counter[str] = Counter()
-        self.tolerant, self.fenced, self.on_cuda = tolerant, fenced, device == "cuda"
+        self.history: list[tuple[str, list[int]]] = []
+        self.tolerant, self.late, self.on_cuda = tolerant, late, device == "cuda"
+        self.gates: list[StreamGate] = []
+        self.patience_s = 1.0  # doubled where a gate was opened before what it waited for
         self.watch = Watch(self.on_cuda)
         self.side = torch.cuda.Stream() if self.on_cuda else None
         self._next_content = 0
@@ -78,12 +92,12 @@ class Program:
             torch.cuda.synchronize()
 
     def run(self, steps: int) -> None:
-        """`steps` random actions, then an audit."""
+        """`steps` random actions, each after some operations have landed; then an audit."""
         actions: list[tuple[float, Callable[[], None]]] = [
             (0.60, self.serve), (0.14, self.load_one), (0.16, self.demote), (0.07, self.backup_one), (0.03, self.audit),
         ]  # fmt: skip
         for step in range(steps):
-            self.land()
+            self.land_some()
             chosen = self.rng.choice(len(actions), p=[weight for weight, _ in actions])
             try:
                 actions[chosen][1]()
@@ -114,6 +128,7 @@ class Program:
     def load_one(self) -> None:
         for entry in self._some(self._entries(resident=False, on_host=True), 1):
             self.load(entry, [entry])
+            self._open_gates()
 
     def backup_one(self) -> None:
         for entry in self._some([e for e in self._entries(resident=True, on_host=False) if e.idle], 1):
@@ -128,11 +143,9 @@ class Program:
 
     def audit(self) -> None:
         """Wait for everything, and compare everything."""
-        for ops in self.lanes.values():
-            for op in ops:
-                op.wait()
-                assert op.done()
-        self.land()
+        for way, entries in self.flights.items():
+            while entries:
+                self.land(way)
         self.watch.settle()
         if self.on_cuda:
             torch.cuda.synchronize()
@@ -148,24 +161,23 @@ class Program:
 
     def load(self, entry: Entry, keep: Sequence[Entry]) -> bool:
         """Submit the load of an entry to poisoned slots; False where a tier is full or its loads are."""
-        if not all(tier.counter.can_begin() for tier in self.tiers):
+        if len(self.flights["load"]) == NUM_PRODUCERS:
             self.counts["refused"] += 1
             return False
+        assert all(tier.counter.can_begin() for tier in self.tiers), "a load that has landed keeps its producer"
         if not self._room_on_device(len(entry.contents), keep):
             return False
         assert entry.pages is not None
         entry.blocks = [tier.take(len(entry.contents), self.rng) for tier in self.tiers]
-        if not self.fenced:
-            self._poison(entry)
-        with self._submitting():
-            if self.fenced:
-                self._poison(entry)
+        with self._submitting(entry):
             for t, (tier, blocks, pages) in enumerate(zip(self.tiers, entry.blocks, entry.pages, strict=True)):
                 tier.host.begin_read(pages)
                 entry.load_ids.append(tier.counter.begin())
                 op = tier.backend.load(pages, self._slots(tier, blocks), entry.load_ids[-1])
                 entry.loads.append(self._submitted(op, t, "load"))
         entry.was_read = False
+        self.flights["load"].append(entry)
+        self.history.append(("load", entry.contents.tolist()))
         return True
 
     def backup(self, entry: Entry, keep: Sequence[Entry]) -> None:
@@ -184,6 +196,8 @@ class Program:
             op = tier.backend.store(self._slots(tier, blocks), pages)
             entry.stores.append(self._submitted(op, t, "store"))
             entry.writing.append(pages)
+        self.flights["store"].append(entry)
+        self.history.append(("store", entry.contents.tolist()))
 
     def _slots(self, tier: Tier, blocks: Ids) -> torch.Tensor:
         """Most often where the host knows them, else on the device."""
@@ -194,7 +208,8 @@ class Program:
         """Read entries, whatever of them is still on its way, and write `new`. False: it was told that a load
         failed."""
         self._slow()
-        self.counts["overlaps"] += any(not op.done() for entry in read for op in entry.loads)
+        self.counts["overlaps"] += any(entry.loads for entry in read)
+        self.history.append(("forward", [int(content) for entry in read for content in entry.contents]))
         spots: list[list[Spot]] = []
         for t, tier in enumerate(self.tiers):
             tier.counter.set_consumer({entry.load_ids[t] for entry in read if entry.load_ids} or -1)
@@ -215,23 +230,36 @@ class Program:
         except TransferError as error:
             self._refused(read, new, error)
             return False
+        finally:
+            self._open_gates()
         for entry in read:
             entry.was_read = True
         self.counts["forwards"] += 1
         return True
 
-    def land(self) -> None:
-        """Take note of what has ended, and look at what came down."""
-        for (t, way), ops in self.lanes.items():
+    def land_some(self) -> None:
+        """Land the oldest loads and the oldest stores, a random number of each."""
+        for way, entries in self.flights.items():
+            while entries and self.rng.random() < LANDS:
+                self.land(way)
+
+    def land(self, way: str) -> None:
+        """Wait for the oldest load or store, and look at what it left."""
+        entry = self.flights[way].popleft()
+        for (t, kind), ops in self.lanes.items():
             done = [op.done() for op in reversed(ops)]  # newest first: an older one must have ended before
-            assert done == sorted(done), f"{way}s of tier {t} ended out of order"
-            while ops and ops[0].done():
-                ops.popleft()
-        for entry in list(self.entries):
-            if entry.stores and all(op.done() for op in entry.stores):
-                self._end_store(entry)
-            if entry.loads and all(op.done() for op in entry.loads):
-                self._end_load(entry)
+            assert done == sorted(done), f"{kind}s of tier {t} ended out of order"
+        for op in entry.loads if way == "load" else entry.stores:
+            if not op.done():
+                op.wait()
+            assert op.done()
+        for t in range(len(self.tiers)):
+            self.lanes[t, way].popleft()
+        self.history.append((f"end of {way}", entry.contents.tolist()))
+        if way == "load":
+            self._end_load(entry)
+        else:
+            self._end_store(entry)
 
     def _end_store(self, entry: Entry) -> None:
         ops, pages = entry.stores, entry.writing
@@ -354,17 +382,49 @@ class Program:
         self.counts["told"] += 1
 
     def _slow(self) -> None:
+        cycles = int(self.rng.integers(1000, 8_000_000))
         if self.on_cuda:
-            torch.cuda._sleep(int(self.rng.integers(1000, 8_000_000 if self.fenced else 20_000_000)))
+            torch.cuda._sleep(cycles)
 
     @contextlib.contextmanager
-    def _submitting(self) -> Iterator[None]:
-        """The stream that a load is submitted on: the forwards' own, or another behind it, which they know nothing
-        of."""
-        if self.side is None or (self.fenced and self.rng.random() < 0.5):
+    def _submitting(self, entry: Entry) -> Iterator[None]:
+        """The stream that a load is submitted on, behind what poisons its slots: the forwards' own, or another behind
+        it."""
+        beside = self.rng.random() < 0.5
+        if self.side is None or not (beside or self.late):
+            self._poison(entry)
             yield
             return
-        if self.fenced:
-            self.side.wait_stream(torch.cuda.current_stream())
+        main = torch.cuda.current_stream()
+        if self.late == "poison":
+            self._hold(main)
+            self._poison(entry)
+        elif self.late == "loads":
+            self._poison(entry)
+            self.side.wait_stream(main)
+            self._hold(self.side)
+        else:
+            self.side.wait_stream(main)
         with torch.cuda.stream(self.side):
+            if not self.late:
+                self._poison(entry)
             yield
+        if self.late == "poison":
+            for op in entry.loads:
+                op.wait()
+            self._open_gates()
+
+    def _hold(self, stream: torch.cuda.Stream) -> None:
+        self.gates.append(StreamGate(self.patience_s))
+        self.gates[-1].hold(stream)
+
+    def _open_gates(self) -> None:
+        """Let go what was held back. Where a gate opened by itself, what it should have outlasted took longer or waited
+        for it: more patience, and a stream in another queue of the hardware, may show which."""
+        if self.gates and self.late == "loads":
+            torch.cuda.current_stream().synchronize()
+        for gate in self.gates:
+            gate.open()
+        if any(gate.opened_by_itself for gate in self.gates):
+            self.patience_s, self.side = min(2 * self.patience_s, 30.0), torch.cuda.Stream()
+        self.gates.clear()
