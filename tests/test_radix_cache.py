@@ -101,7 +101,8 @@ def test_bigrams_take_no_ids_that_collide(tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens", [[1.5, 2.0], [[1, 2], [3, 4]], np.array([1 << 63], np.uint64), [1 << 70], ["a"], [True, False]]
+    "tokens",
+    [[1.5, 2.0], [[1, 2], [3, 4]], np.array([1 << 63], np.uint64), [1 << 70], ["a"], [True, False], [1, [2, 3]]],
 )
 def test_keys_hold_integers(tokens: Any) -> None:
     """What packing would change, so that another prompt could hit it, is refused by name."""

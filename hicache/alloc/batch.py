@@ -144,7 +144,10 @@ def alloc_paged_token_slots_extend(
     extend_num_tokens: int,
     backup_state: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, AllocatorState]:
-    """As the allocator's `alloc_extend`, with room made first; `backup_state` as in `alloc_token_slots`."""
+    """As the allocator's `alloc_extend`, with room made first; `backup_state` as in `alloc_token_slots`.
+
+    NotImplementedError where the allocator has no pages.
+    """
     allocator = tree.token_to_kv_pool_allocator
     size = allocator.page_size
     prefix, seq = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
@@ -164,7 +167,10 @@ def alloc_paged_token_slots_decode(
     last_loc: torch.Tensor,
     token_per_req: int = 1,
 ) -> torch.Tensor:
-    """`token_per_req` slots a request, request after request; `seq_lens` count the new tokens. Raises OutOfSlots."""
+    """`token_per_req` slots a request, request after request; `seq_lens` count the new tokens.
+
+    Raises OutOfSlots, and NotImplementedError where the allocator has no pages.
+    """
     allocator = tree.token_to_kv_pool_allocator
     before = seq_lens_cpu - token_per_req
     if token_per_req != 1:

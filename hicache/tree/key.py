@@ -39,7 +39,7 @@ def pack_tokens(tokens: npt.ArrayLike) -> Tokens:
 
     InvalidTokens where that would change an id: for what is no run of integers, and for integers beyond int64.
     """
-    ids = np.asarray(tokens)
+    ids = _as_array(tokens)
     if ids.ndim != 1:
         raise InvalidTokens(f"token ids have the shape {list(ids.shape)}; give one dimension")
     return _as_int64(ids)
@@ -75,6 +75,13 @@ def joined_tokens(first: Sequence[int], second: Sequence[int]) -> TokenSource:
         return np.concatenate((pack_tokens(first[start:]), tail)) if start < split else tail
 
     return run
+
+
+def _as_array(tokens: npt.ArrayLike) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(tokens)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidTokens(f"token ids cannot be read as an array: {error}") from error
 
 
 def _as_int64(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -130,7 +137,7 @@ class RadixKey:
         """int64 `[len]`; pairs as in `pack_bigrams`. InvalidTokens where ids cannot be packed."""
         if not self.is_bigram or not len(self):
             return pack_tokens(self.token_ids)
-        pairs = np.asarray(self.token_ids)
+        pairs = _as_array(self.token_ids)
         if pairs.ndim != 2 or pairs.shape[1] != 2:
             raise InvalidTokens(f"a key of bigrams has the shape {list(pairs.shape)}; give pairs of token ids")
         ids = _as_int64(pairs)
