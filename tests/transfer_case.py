@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -232,8 +234,16 @@ class StreamGate:
     """Holds CUDA streams until it is opened, or `patience_s` has passed: what waits for them wrongly must not wait for
     ever. On the device, not by a kernel that sleeps: how long the host takes does not matter."""
 
+    # All flags of a process, each used once, for a stream may look at one long after the gate was opened. Taken before
+    # anything is held: page-locking memory may wait for the device.
+    _flags: ClassVar[torch.Tensor | None] = None
+    _next: ClassVar[Iterator[int]] = itertools.count()
+
     def __init__(self, patience_s: float = 60.0) -> None:
-        self._flag = torch.zeros(1, dtype=torch.int32).pin_memory()
+        if StreamGate._flags is None:
+            StreamGate._flags = torch.zeros(1 << 16, dtype=torch.int32).pin_memory()
+        at = next(self._next)
+        self._flag = StreamGate._flags[at : at + 1]
         self.opened_by_itself = False
         self._timer = threading.Timer(patience_s, self._give_up)
         self._timer.daemon = True
