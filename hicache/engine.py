@@ -366,8 +366,8 @@ def _valid_request(request: CacheRequest) -> CacheRequest:
     return dataclasses.replace(
         request,
         request_id=valid_request_id(request.request_id),
-        tokens=valid_tokens(request.tokens, "tokens of the prompt"),
+        tokens=valid_tokens(request.tokens),
         namespace=valid_namespace(request.namespace),
         reserve_tokens=None if reserve is None else valid_count("reserve_tokens", reserve),
-        priority=valid_count("priority", request.priority, minimum=None),
+        priority=valid_count("priority", request.priority),
     )

@@ -1,7 +1,7 @@
 """What every verb of the engine checks of its arguments before it changes anything.
 
 Each function returns the value in the form that the flows take, or raises an error that names both sides. Owns nothing.
-May import config, errors and what stands below them.
+May import tree, config and errors.
 """
 
 from __future__ import annotations
@@ -14,29 +14,19 @@ import numpy.typing as npt
 
 from hicache.config import PrefetchMode
 from hicache.errors import InvalidArgument, InvalidTokens
+from hicache.tree.key import Tokens, pack_tokens
 
 _MODES = get_args(PrefetchMode)
-_MAX_ID = np.iinfo(np.int64).max
 
 
-def valid_tokens(tokens: npt.ArrayLike, what: str = "tokens", *, minimum: int = 1) -> npt.NDArray[np.int64]:
+def valid_tokens(tokens: npt.ArrayLike, minimum: int = 1) -> Tokens:
     """At least `minimum` token ids as contiguous int64 `[n]`; no copy where they are. Raises `InvalidTokens`."""
-    try:
-        ids = np.asarray(tokens)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise InvalidTokens(f"{what} cannot be read as an array of ids: {error}") from error
-    if ids.ndim != 1:
-        raise InvalidTokens(f"{what} have the shape {list(ids.shape)}; give one dimension of token ids")
+    ids = pack_tokens(tokens)
     if len(ids) < minimum:
-        raise InvalidTokens(f"{what} are empty; give at least one token id")
-    if not len(ids):
-        return np.empty(0, np.int64)
-    if ids.dtype.kind not in "iu":
-        raise InvalidTokens(f"{what} are of type {ids.dtype}; give integers from 0 to {_MAX_ID}")
-    lowest, highest = int(ids.min()), int(ids.max())
-    if lowest < 0 or highest > _MAX_ID:
-        raise InvalidTokens(f"{what} have ids from {lowest} to {highest}; give integers from 0 to {_MAX_ID}")
-    return np.ascontiguousarray(ids, dtype=np.int64)
+        raise InvalidTokens("there are no tokens; give at least one token id")
+    if len(ids) and ids.min() < 0:
+        raise InvalidTokens(f"the lowest token id is {ids.min()}; give ids of at least 0")
+    return ids
 
 
 def valid_namespace(namespace: str) -> str:
@@ -66,14 +56,14 @@ def valid_mode(mode: PrefetchMode) -> PrefetchMode:
     return mode
 
 
-def valid_count(name: str, value: Any, minimum: int | None = 0) -> int:
-    """A whole number of at least `minimum` (None: any), of any integer type but bool. Raises `InvalidArgument`."""
+def valid_count(name: str, value: Any) -> int:
+    """A whole number of at least 0, of any integer type but bool. Raises `InvalidArgument`."""
     try:
         count = operator.index(value)
     except TypeError:
         count = None
     if count is None or isinstance(value, (bool, np.bool_)):
         raise InvalidArgument(f"{name}={value!r} is of type {type(value).__name__}; give a whole number")
-    if minimum is not None and count < minimum:
-        raise InvalidArgument(f"{name}={count} is below {minimum}")
+    if count < 0:
+        raise InvalidArgument(f"{name}={count} is below 0")
     return count

@@ -35,11 +35,11 @@ BAD_TOKENS = {
     "a list of floats": ([1.0, 2.0], "float64"),
     "booleans": (np.ones(40, bool), "bool"),
     "text": (["a", "b"], "<U1"),
-    "a negative id": (np.array([1, -2, 3]), "from -2 to 3"),
-    "an id beyond int64": (np.full(40, 2**63 + 5, np.uint64), "from 9223372036854775813"),
+    "a negative id": (np.array([1, -2, 3]), "lowest token id is -2"),
+    "an id beyond int64": (np.full(40, 2**63 + 5, np.uint64), "largest token id is 9223372036854775813"),
     "a ragged list": ([[1, 2], [3]], "cannot be read"),
-    "nothing": (np.empty(0, np.int64), "empty"),
-    "an empty list": ([], "empty"),
+    "nothing": (np.empty(0, np.int64), "no tokens"),
+    "an empty list": ([], "no tokens"),
 }
 BAD_NAMESPACES = {"a lone surrogate": "\ud800", "none": None, "a number": 5, "bytes": b"tenant"}
 
@@ -77,7 +77,7 @@ def test_tokens_that_are_no_run_of_ids_are_refused(what: str, engine: CacheEngin
     unchanged(engine, lambda: engine.prefetch("a", bad), InvalidTokens, message)
     unchanged(engine, lambda: engine.acquire(CacheRequest("a", bad)), InvalidTokens, message)
     with engine.acquire(CacheRequest("b", TOKENS)) as lease:
-        if message != "empty":  # of a request that has computed nothing yet, nothing is committed
+        if message != "no tokens":  # of a request that has computed nothing yet, nothing is committed
             unchanged(engine, lambda: engine.commit(lease, bad), InvalidTokens, message)
 
 
@@ -105,7 +105,7 @@ def test_numbers_and_names_out_of_range_are_refused(engine: CacheEngine) -> None
     request: Any = CacheRequest
     for reserve in (-5, 2.5, True, "8"):
         unchanged(engine, lambda at=reserve: engine.acquire(request("a", TOKENS, "", at)), InvalidArgument, "reserve_")
-    for priority in (1.5, None, "high"):
+    for priority in (-1, 1.5, None, "high"):
         bad = request("a", TOKENS, priority=priority)
         unchanged(engine, lambda at=bad: engine.acquire(at), InvalidArgument, "priority=")
     for name in (None, 5, b"a"):

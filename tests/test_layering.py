@@ -21,10 +21,10 @@ MAX_FUNCTION_LINES = 50
 # From the top down. A unit may import itself and every unit of a lower level.
 LEVELS = (
     ("cli", "__main__", "serving", "store_command", "integrations", "plot"),
-    ("engine", "factory", "tensor_cache"),
+    ("engine", "factory", "tensor_cache", "validation"),
     ("flow",),
     ("tree", "alloc", "device", "transfer", "host", "disk"),
-    ("layout", "values", "validation"),
+    ("layout", "values"),
     ("config", "metrics"),
     ("errors",),
     ("kernels", "storage"),

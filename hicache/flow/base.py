@@ -195,7 +195,8 @@ class CacheRequest:
     """What admission needs to know. `tokens`: int64 ids of the whole prompt; `namespace`: the tenant.
 
     `reserve_tokens`: tokens behind the cached prefix that get slots at admission, the others by `extend`; None: all.
-    `priority`: under `eviction_policy="priority"`, what the request uses or adds has at least this one from then on.
+    `priority`, from 0: under `eviction_policy="priority"`, what the request uses or adds has at least this one from
+    then on.
     """
 
     request_id: str

@@ -118,13 +118,14 @@ class Ledger:
             self._use(self.books[rules.places[tier]], node)
 
     def prioritise(self, node: TreeNode, priority: int) -> None:
-        """Raise what the path to `node` has less of. Its rank may change without a use, as when its last child goes."""
+        """Raise what the path to `node` has less of. Ranks change without a use, as where a node's last child goes."""
         for at in node.path():
-            if at.priority < priority:
-                at.priority = priority
-                for book in self.books.values():
-                    if at in book.order:
-                        book.order.expose(at)
+            if at.priority >= priority:
+                return  # no node ranks below its children, so nor does anything above
+            at.priority = priority
+            for book in self.books.values():
+                if at in book.order:
+                    book.order.expose(at)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """`upper` took the first tokens of `lower`, which holds everything still; share it between the two."""

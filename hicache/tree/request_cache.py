@@ -128,7 +128,7 @@ class BasePrefixCache(ABC):
         num_tokens, known_len = len(req.fill_ids), self._depth(req)
         if not self.disable:
             self._hand_over(req, joined_tokens(req.fill_ids, ()), num_tokens, chunked)
-            raise_priority(req.last_node, priority_of(req))
+            self._tree.prioritise(req.last_node, priority_of(req))
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
         req.prefix_indices = self._prefixes.grown(req, row, known_len, num_tokens)
 
@@ -142,7 +142,7 @@ class BasePrefixCache(ABC):
         if is_insert and not self.disable:
             known = min(num_tokens, len(req.origin_input_ids) + len(req.output_ids))
             self._hand_over_last(req, joined_tokens(req.origin_input_ids, req.output_ids), known)
-            raise_priority(req.last_node, priority_of(req))
+            self._tree.prioritise(req.last_node, priority_of(req))
         # [start, num_tokens) did not go to the tree: its partial page, what may not be kept, or all.
         start = req.cache_protected_len = self._depth(req)
         self._slots.free(self._row(row, start, max(start, num_tokens)), start)
@@ -355,8 +355,7 @@ class BasePrefixCache(ABC):
             at.hit_count += 1
         self._tree.touch(node, Tier.DEVICE)
 
-    @staticmethod
-    def _mark(above: TreeNode, inserted: Inserted, priority: int, chunked: bool) -> None:
+    def _mark(self, above: TreeNode, inserted: Inserted, priority: int, chunked: bool) -> None:
         """Give new nodes their priority, raise that of the path to them, and count the use of nodes below `above` that
         were there."""
         fresh, reached = set(inserted.gained), inserted.node
@@ -364,22 +363,11 @@ class BasePrefixCache(ABC):
             node.priority = priority
         if inserted.gained and inserted.gained[0].parent is not None:
             reached = inserted.gained[0].parent
-        raise_priority(reached, priority)
+        self._tree.prioritise(reached, priority)
         for node in inserted.node.path():
             if node is above:
                 break
             node.hit_count += node not in fresh and not chunked
-
-
-def raise_priority(node: TreeNode, priority: int) -> None:
-    """A request of this priority used the prefix that ends with `node`: no node of the path ranks lower from now on.
-
-    Eviction orders learn of it when they are next told of a node, which for a locked one is its unlocking.
-    """
-    for at in node.path():
-        if at.priority >= priority:
-            return  # no node ranks below its children, so nor does anything above
-        at.priority = priority
 
 
 def _held_before(inserted: Inserted) -> int:
