@@ -25,7 +25,7 @@ from unittest import mock
 import numpy as np
 from disk_case import Clock, Gate, TroubledStore, failing
 from sides_case import STATES, WINDOWS, compute, config, verify
-from stepped_transfer import SteppedTransfers
+from stepped_transfer import SleepingTransfers, SteppedTransfers
 
 import hicache.factory
 from hicache import CacheEngine, CacheRequest, DiskConfig, Lease, ModelGeometry, Prefetch, build_engine
@@ -52,7 +52,7 @@ class _Live:
 class EngineFuzz:
     """One engine under one history. `folder`: for the store of an engine with a disk."""
 
-    def __init__(self, kind: str, seed: int, folder: Path | None = None) -> None:
+    def __init__(self, kind: str, seed: int, folder: Path | None = None, device: str = "cpu") -> None:
         self.kind, self.model, self.rng = kind, MODELS[kind], np.random.default_rng([seed, len(kind)])
         self.stems = [self.rng.integers(0, 4, 64) for _ in range(5)]
         self.stems += [np.concatenate([stem[:32], self.rng.integers(0, 4, 32)]) for stem in self.stems[:3]]
@@ -60,10 +60,11 @@ class EngineFuzz:
         self.live: dict[str, _Live] = {}
         self.ended: list[Lease] = []
         self.waiting: dict[str, tuple[Prefetch, CacheRequest]] = {}
+        self.device = device
         self.names = (f"r{n}" for n in itertools.count())
         with self._patched():
             self.engine = build_engine(self._settings(folder), self.model)
-        self.transfers = SteppedTransfers(self.engine)
+        self.transfers = SteppedTransfers(self.engine) if device == "cpu" else SleepingTransfers(self.engine)
         self.engine.start()
 
     def run(self, num_steps: int) -> None:
@@ -205,6 +206,8 @@ class EngineFuzz:
     def break_link(self) -> None:
         """Copies of one direction and component fail from now on, or no more."""
         links = [*self.transfers.up, *self.transfers.down]
+        if not links:
+            return
         link = links[self.rng.integers(len(links))]
         link.fails = None if link.fails or self.rng.random() < 0.3 else RuntimeError("the link is down")
         self._broke = self._broke or link.fails is not None
@@ -259,6 +262,7 @@ class EngineFuzz:
         disk = folder and DiskConfig(path=str(folder / "store"), budget_bytes=1 << 20, readers=2)
         return config(
             disk=disk,
+            device=self.device,
             write_policy=str(rng.choice(POLICIES)),
             page_size=int(rng.choice([1, 2, 4, 8])),
             host_bytes=int(rng.choice([14, 24, 40])) * 8 * 256,
@@ -355,10 +359,10 @@ def _refused(call: object, kind: type[HiCacheError] = HiCacheError) -> None:
     raise AssertionError("a call that no engine takes was taken")
 
 
-def run(kind: str, seed: int, num_steps: int) -> CacheEngine:
+def run(kind: str, seed: int, num_steps: int, device: str = "cpu") -> CacheEngine:
     """One history; of a model with full attention alone, over a disk in each second."""
     with tempfile.TemporaryDirectory() as folder:
-        fuzz = EngineFuzz(kind, seed, Path(folder) if kind == "full" and seed % 2 else None)
+        fuzz = EngineFuzz(kind, seed, Path(folder) if kind == "full" and seed % 2 else None, device)
         fuzz.run(num_steps)
         return fuzz.engine
 
@@ -369,6 +373,7 @@ def main() -> int:
     parser.add_argument("--kind", choices=list(MODELS), action="append")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--device", default="cpu")
     flags = parser.parse_args()
     logging.disable(logging.ERROR)
     until_s, found, number = time.monotonic() + flags.seconds, 0, 0
@@ -378,7 +383,7 @@ def main() -> int:
                 print(f"{number} histories of {flags.steps} steps, {found} findings")
                 return int(bool(found))
             try:
-                run(kind, seed, flags.steps)
+                run(kind, seed, flags.steps, flags.device)
             except Exception as error:  # noqa: BLE001 - printed and counted; the next history may find another
                 found += 1
                 print(f"--kind {kind} --seed {seed}: {type(error).__name__}: {error}", flush=True)

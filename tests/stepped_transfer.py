@@ -1,7 +1,8 @@
 """Copies that start when a test says so: the CPU backend with its two threads replaced by queues.
 
 A copy runs whole, on the test's thread, when it is stepped or waited for; until then it is in flight. So what happens
-while a copy is in flight, and how long it is, follow from the test alone.
+while a copy is in flight, and how long it is, follow from the test alone. On CUDA the streams of copies sleep when a
+test says so, and nothing fails.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from hicache import CacheEngine
-from hicache.transfer import CpuTransfer
+from hicache.transfer import CpuTransfer, CudaTransfer
 from hicache.transfer.cpu import CpuOp
 
 
@@ -92,3 +95,30 @@ class SteppedTransfers:
             gather(*args)  # type: ignore[arg-type]
 
         mover.scatter, mover.gather = scattering, gathering  # type: ignore[method-assign,assignment]
+
+
+class SleepingTransfers:
+    """The same of an engine on CUDA, as far as that goes: copies that come later, by the device's own clock."""
+
+    up: tuple[_Link, ...] = ()
+    down: tuple[_Link, ...] = ()
+
+    def __init__(self, engine: CacheEngine) -> None:
+        transfers = [transfer for _, transfer in engine._transfers() if isinstance(transfer, CudaTransfer)]
+        self._streams = [s for t in transfers for lane in (t._up, t._down) for s in (lane.copy, lane.kernel)]
+
+    @property
+    def links(self) -> list[SleepingTransfers]:
+        return [self]
+
+    def step(self) -> None:
+        """Let the stream whose turn it is sleep for some milliseconds."""
+        self._streams.append(self._streams.pop(0))
+        with torch.cuda.stream(self._streams[0]):
+            torch.cuda._sleep(20_000_000)
+
+    def finish_loads(self) -> None:
+        """A forward on the device waits for its layers there."""
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()

@@ -276,12 +276,13 @@ def test_a_copy_down_that_fails_at_its_end_is_no_copy() -> None:
     settled(engine)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("seed", range(8))
-def test_random_histories(kind: str, seed: int) -> None:
+def test_random_histories(device: str, kind: str, seed: int) -> None:
     """Splits, aborts, failing and hanging copies and disks in any order: every pass reads the truth, every account
     holds at every step, and at the end everything is given back."""
-    run(kind, seed, 120)
+    run(kind, seed, 120, device)
 
 
 @pytest.mark.long
