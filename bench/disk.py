@@ -41,8 +41,8 @@ from bench.trained_kv import TOKENS as TRAINED_TOKENS
 from bench.trained_kv import trained_pages
 from hicache.storage import LmdbPageStore, PageBuffer
 from hicache.storage.codec import PageCodec
+from hicache.storage.directory import SLOTS_FILE
 from hicache.storage.filters import PageFilter
-from hicache.storage.slot_file import SLOTS_FILE
 
 NAME = "disk"
 DESCRIPTION = "disk tier: cold reads, packed reads, writes and look-ups, against the same bytes raw"

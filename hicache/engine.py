@@ -6,6 +6,7 @@ belongs to one thread, the scheduler's. May import flow and everything below it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -39,11 +40,15 @@ __all__ = ["CacheEngine", "CacheRequest", "Held", "Hit", "Lease", "Prefetch"]
 
 @dataclass(frozen=True)
 class Held:
-    """Tokens of a prompt that each tier would serve now: device first, then host, then disk, without a gap."""
+    """Tokens of a prompt that each tier would serve now: device first, then host, then disk, without a gap.
+
+    `disk_known`: whether the store answered in time; else `disk` is 0, and it may hold more.
+    """
 
     device: int
     host: int
     disk: int
+    disk_known: bool = True
 
 
 class Agreement(Protocol):
@@ -119,19 +124,25 @@ class CacheEngine:
                 self._parts.disk.start()
 
     def close(self) -> None:
-        """Release every lease, finish what is under way, stop the threads, close the store. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        for lease in list(self._leases.values()):
-            self.release(lease)
-        if self._running:
-            self._settle()
+        """Release every lease, finish what is under way, stop the threads, close the store.
+
+        Waits for a disk that hangs no longer than twice its `hang_s`: what is left then, a later call finishes.
+        """
         parts = self._parts
+        was_closed, self._closed = self._closed, True
+        if was_closed:
+            if parts.disk is not None:
+                parts.disk.close()
+            return
         hosts = (parts.host, *(side.host for side in parts.sides))
-        for part in (*(transfer for _, transfer in self._transfers()), parts.disk, *hosts):
-            if part is not None:
-                part.close()
+        with contextlib.ExitStack() as ending:  # each part is closed, whatever becomes of those before it
+            for part in (*reversed(hosts), parts.disk, *(transfer for _, transfer in reversed(self._transfers()))):
+                if part is not None:
+                    ending.callback(part.close)
+            for lease in list(self._leases.values()):
+                self.release(lease)
+            if self._running:
+                self._settle()
 
     def __enter__(self) -> CacheEngine:
         self.start()
@@ -142,19 +153,22 @@ class CacheEngine:
 
     # Before admission
 
-    def lookup(self, tokens: npt.ArrayLike, namespace: str = "") -> Held:
-        """Tokens each tier holds of the prompt, of those that need not be computed. No side effect."""
+    def lookup(self, tokens: npt.ArrayLike, namespace: str = "", disk_wait_s: float = 0.05) -> Held:
+        """Tokens each tier holds of the prompt, of those that need not be computed. No side effect.
+
+        Waits at most `disk_wait_s` for the store, which `Held.disk_known` tells of.
+        """
         self._require_running()
         packed, namespace, tree = valid_tokens(tokens), valid_namespace(namespace), self._parts.tree
         match = tree.match(packed[:-1], namespace)
         usable = tree.usable_len(match, match.full_len, on_host=True)
-        device, disk = min(usable, match.device_len), 0
+        device, pages = min(usable, match.device_len), 0 if self._parts.disk is None else None
         if self._parts.disk:
             held = match.full_len
             whole = (len(packed) - 1) // tree.page_size * tree.page_size
             keys = tree.names.of_tokens(packed[:whole], namespace)[held // tree.page_size :]
-            disk = self._parts.disk.contains(keys) * tree.page_size
-        return Held(device, usable - device, disk)
+            pages = self._parts.disk.contains(keys, disk_wait_s)
+        return Held(device, usable - device, (pages or 0) * tree.page_size, disk_known=pages is not None)
 
     def prefetch(
         self, request_id: str, tokens: npt.ArrayLike, namespace: str = "", mode: PrefetchMode | None = None

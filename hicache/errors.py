@@ -1,13 +1,14 @@
 """Every error the engine raises: one class a cause, and each message names the knob that remedies it.
 
-Owns nothing. May import `hicache.storage` (whose own errors stand below these), and is imported by everything above it.
+Owns nothing. May import `hicache.storage`, whose own errors and `HiCacheError`, the base of them all, stand below; is
+imported by everything above it.
 """
 
 from __future__ import annotations
 
+from hicache.storage import base
 
-class HiCacheError(Exception):
-    """Base of all errors raised on purpose. The command line prints it as one line and exits with 2."""
+HiCacheError = base.HiCacheError
 
 
 class ConfigError(HiCacheError, ValueError):

@@ -285,7 +285,7 @@ def _disk(config: EngineConfig, layout: PoolLayout, host: HostPagePool, metrics:
         readers=disk.readers,
         queue_jobs=disk.queue_jobs,
         full_bytes=host.page_bytes * host.num_pages // 2,  # what may be locked on its way to the store
-        limits=Limits(hang_s=disk.hang_s, retry_s=disk.retry_s, max_retry_s=disk.max_retry_s),
+        limits=Limits(disk.hang_s, disk.retry_s, disk.max_retry_s, close_s=disk.hang_s),
     )
     tier.add_gauges(metrics)
     return tier

@@ -1,7 +1,7 @@
 """The contract of a page store: what the disk tier (or a remote one) promises, whatever keeps the bytes.
 
-A page store knows keys and bytes, never tensors. Owns the protocol, its errors and its statistics. May import numpy
-and the standard library; stands below the engine, which wraps these errors into its own.
+A page store knows keys and bytes, never tensors. Owns the protocol, its errors and its statistics, and the base of all
+errors of hicache, for nothing stands below. May import numpy and the standard library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ PageBuffer: TypeAlias = npt.NDArray[np.uint8]
 Durability: TypeAlias = Literal["relaxed", "commit"]
 
 
-class StoreError(Exception):
+class HiCacheError(Exception):
+    """Base of all errors raised on purpose, here and in `hicache.errors`. The command line prints it as one line and
+    exits with 2."""
+
+
+class StoreError(HiCacheError):
     """A store cannot be opened or was called wrongly; the message names the remedy."""
 
 
@@ -53,7 +58,7 @@ class StoreTreesDamaged(StoreCorrupt):
 
 @dataclass(frozen=True)
 class StoreStats:
-    """A snapshot. Counters start at zero when the store is opened; sizes describe what is stored now.
+    """A snapshot. Counters start at zero when the store is opened; sizes are those after the last commit.
 
     `live_bytes`: values that can be read, headers included. `file_bytes`: what the files take, which `budget_bytes`
     bounds. `put_bytes_raw` and `put_bytes_stored`: pages put, before and after packing. `corrupt`: reads that found
@@ -126,7 +131,13 @@ class PageStore(Protocol):
         """Remove pages; returns how many there were."""
         ...
 
-    def stats(self) -> StoreStats: ...
+    def stats(self) -> StoreStats:
+        """What is known in memory: never waits for the medium, nor raises for what became of it."""
+        ...
+
+    def thread_read_errors(self) -> int:
+        """Reads that the medium refused to the calling thread so far; each was a miss. Never waits for the medium."""
+        ...
 
     def check(self) -> None:
         """Verify every value, index and counter, in a quiet moment. Raises `StoreCorrupt` once, with all violations."""

@@ -21,14 +21,25 @@ class Counts:
     write_errors: int = 0
 
 
+class _OfThread(threading.local):
+    read_errors = 0
+
+
 class Counters:
     """The running `Counts`; any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now = Counts()
+        self._of_thread = _OfThread()
+
+    @property
+    def thread_read_errors(self) -> int:
+        """Of `read_errors`, those that the calling thread added."""
+        return self._of_thread.read_errors
 
     def add(self, more: Counts) -> None:
+        self._of_thread.read_errors += more.read_errors
         with self._lock:
             fields = dataclasses.fields(Counts)
             self._now = Counts(*(getattr(self._now, f.name) + getattr(more, f.name) for f in fields))

@@ -1,6 +1,7 @@
 """An open store directory: its lock, its lmdb environment, and the safe moments to read, close or replace it.
 
-May import lmdb, the standard library, base, check, counters, gate, lmdb_file, lmdb_meta and lru.
+May import lmdb, the standard library, base, check, counters, directory, gate, lmdb_file, lmdb_meta, lookup, lru and
+reader_table.
 """
 
 from __future__ import annotations
@@ -14,24 +15,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hicache.storage import check
-from hicache.storage.base import StoreCorrupt, StoreError, StoreTreesDamaged
+from hicache.storage.base import StoreError, StoreTreesDamaged
 from hicache.storage.check import Verifier, Violation
 from hicache.storage.counters import Counters, Counts
+from hicache.storage.directory import COMPACT_FILE, DATA_FILE, PRIVATE_FILE_MODE, RESCUE_FOLDER, WriterLock
 from hicache.storage.gate import Gate
-from hicache.storage.lmdb_file import (
-    COMPACT_FILE,
-    DATA_FILE,
-    RESCUE_FOLDER,
-    FileSpec,
-    lock_directory,
-    mend_length,
-    open_tables,
-    require_trees,
-    sync_directory,
-)
+from hicache.storage.lmdb_file import FileSpec, mend_length, open_tables, require_trees, sync_directory
 from hicache.storage.lmdb_meta import read_meta, renumber
+from hicache.storage.lookup import Sizes, sizes_of
 from hicache.storage.lru import Tables
-from hicache.storage.packages import lmdb
+from hicache.storage.packages import lmdb, medium_errors, opening_errors
+from hicache.storage.reader_table import ReaderTable
 
 log = logging.getLogger("hicache.storage")
 T = TypeVar("T")
@@ -40,8 +34,9 @@ T = TypeVar("T")
 class StoreEnv:
     """Owns the writer lock and the tables of one directory, from construction to `close`.
 
-    `read` from any thread; everything else from the writer. `tables` changes only while no reader is inside. Raises
-    what `lmdb_file` raises; a failed opening leaves nothing locked, open or changed.
+    `read` and `sizes` from any thread; everything else from the writer. `tables` changes only while no reader is
+    inside. What is open is known by its descriptors: files that took the place of the locked ones are left alone.
+    Raises what `lmdb_file` raises; a failed opening leaves nothing locked, open or changed.
     """
 
     def __init__(self, spec: FileSpec, verifier: Verifier, counters: Counters) -> None:
@@ -50,12 +45,12 @@ class StoreEnv:
         self._gate = Gate(spec.max_readers)
         self._tables: Tables | None = None
         self._least_file_bytes = 0
-        self._lock_descriptor = lock_directory(spec.path)
-        try:
+        self._sizes = Sizes()
+        with contextlib.ExitStack() as held:
+            self._lock = held.enter_context(contextlib.closing(WriterLock(spec.path)))
+            held.enter_context(contextlib.closing(ReaderTable(spec.path)))
             self._open()
-        except BaseException:
-            os.close(self._lock_descriptor)
-            raise
+            self._held = held.pop_all()
 
     @property
     def closed(self) -> bool:
@@ -69,23 +64,31 @@ class StoreEnv:
         return self._tables
 
     def file_bytes(self) -> int:
-        """What the files of the tables and of the slots take."""
-        slots = None if self._tables is None else self._tables.slots
-        return self._data.stat().st_size + (0 if slots is None else slots.file.allocated_bytes())
+        return self.tables.file_bytes()
+
+    def sizes(self) -> Sizes:
+        """Those after the last commit; never waits for the medium."""
+        return self._sizes
 
     def require_whole(self) -> None:
         """OSError when the file is shorter than it was: touching the map beyond its end would kill the process."""
         least = self._least_file_bytes  # before the size: a commit may lengthen both meanwhile
-        size = self._data.stat().st_size
+        size = self.tables.values.file_bytes()
         if size < least:
             raise OSError(errno.EIO, f"{self._data} was cut from {least} to {size} bytes from outside")
 
-    def committed(self) -> None:
-        """Note how long the file has to be from now on. lmdb leaves out free pages at its end: they become a hole."""
+    def require_changeable(self) -> None:
+        """OSError when the file was cut short, or is not the one in the directory any more."""
+        self._lock.require_same()
+        self.require_whole()
+
+    def committed(self, entries: int, live_bytes: int) -> None:
+        """Note what was committed, and how long the file has to be from now on. lmdb leaves out free pages at its end:
+        they become a hole."""
         whole = self.tables.index_bytes()
-        if self._data.stat().st_size < whole:
-            os.truncate(self._data, whole)
+        self.tables.values.lengthen(whole)
         self._least_file_bytes = whole
+        self._sizes = Sizes(entries, live_bytes, self.file_bytes())
 
     def read(self, body: Callable[[Any, Tables], T], otherwise: T) -> T:
         """`body` in a read transaction of its own, buffers valid until it returns.
@@ -96,9 +99,10 @@ class StoreEnv:
             try:
                 self.require_whole()
                 tables = self.tables
+                tables.values.warm_head()
                 with tables.env.begin(buffers=True) as txn:
                     return body(txn, tables)
-            except (lmdb.Error, OSError) as error:
+            except medium_errors as error:
                 log.warning("cannot read the store %s: %s", self._spec.path, error)
                 self._counters.add(Counts(read_errors=1))
         return otherwise
@@ -115,7 +119,7 @@ class StoreEnv:
                 return False
         except lmdb.PanicError:
             return True
-        except (lmdb.Error, OSError):
+        except medium_errors:
             return False
 
     def clear_dead_readers(self) -> int:
@@ -135,7 +139,7 @@ class StoreEnv:
                     found.append(
                         Violation(f"the file has {self.file_bytes()} bytes, the budget allows {self._spec.map_bytes}")
                     )
-            except (lmdb.Error, OSError) as error:
+            except medium_errors as error:
                 found.append(Violation(f"the file cannot be read: {error}"))
         return found
 
@@ -145,15 +149,17 @@ class StoreEnv:
         A crash leaves one or the other whole. Readers of this process go on during the copy and wait for the exchange;
         those of others keep the old file until they see the new one.
         """
-        before_bytes, copy = self._data.stat().st_size, self._spec.path / COMPACT_FILE
+        copy = self._spec.path / COMPACT_FILE
         try:
-            with copy.open("wb") as file:
-                self.require_whole()
+            self.require_changeable()
+            before_bytes = self.tables.values.file_bytes()
+            with open(copy, "wb", opener=_private) as file:
                 self.tables.env.copyfd(file.fileno(), compact=True)
                 os.fsync(file.fileno())
             renumber(copy, self.tables.env.info()["last_txnid"])
             copy_bytes = copy.stat().st_size
-        except (lmdb.Error, OSError, StoreCorrupt) as error:
+            self._lock.require_same()
+        except opening_errors as error:
             copy.unlink(missing_ok=True)
             self._counters.add(Counts(write_errors=1))
             log.warning("cannot compact the store %s: %s; it stays as it is", self._spec.path, error)
@@ -170,7 +176,8 @@ class StoreEnv:
 
     def reopen(self) -> None:
         """Open the file anew: after a failed write lmdb may refuse even to read. Raises what opening raises; then every
-        read is a miss until it succeeds."""
+        read is a miss until it succeeds. OSError, and nothing is changed, when the locked directory is gone."""
+        self._lock.require_same()
         with self._gate.exclusive():
             self._shut()
             self._open()
@@ -179,7 +186,7 @@ class StoreEnv:
         """Wait for readers, then release everything."""
         with self._gate.exclusive(close=True):
             self._shut()
-        os.close(self._lock_descriptor)
+            self._held.close()
 
     def _shut(self) -> None:
         if self._tables is not None:
@@ -188,7 +195,13 @@ class StoreEnv:
 
     def _adopt(self, tables: Tables) -> None:
         self._tables = tables
-        self.committed()
+        try:
+            self._lock.require_same()  # it may have been replaced since that was seen last
+            with tables.env.begin() as txn:
+                self._sizes = sizes_of(txn, tables)
+            self.committed(self._sizes.entries, self._sizes.live_bytes)
+        except medium_errors as error:
+            raise StoreError(f"cannot open the store {self._spec.path}: {error}; mend the medium") from error
 
     def _open(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -200,7 +213,7 @@ class StoreEnv:
             self._adopt(open_tables(self._spec))
             if short_bytes is not None and self._lost_pages():
                 raise StoreTreesDamaged(self._data, "the file is cut short and has lost pages")
-        except StoreError:
+        except BaseException:
             self._shut()
             if short_bytes is not None:  # the next opening must see the file as it was
                 os.truncate(self._data, short_bytes)
@@ -209,5 +222,9 @@ class StoreEnv:
     def _lost_pages(self) -> bool:
         try:
             return any(True for _ in check.faults(self.tables, self._verifier))
-        except (lmdb.Error, OSError):
+        except medium_errors:
             return True
+
+
+def _private(file: str, flags: int) -> int:
+    return os.open(file, flags, PRIVATE_FILE_MODE)

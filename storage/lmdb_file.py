@@ -1,106 +1,58 @@
-"""The files of an lmdb page store: who owns the directory, whether it is ours, and opening it without a crash.
+"""The files of an lmdb page store: whether they are ours, and opening them without a crash.
 
 lmdb trusts its file: a truncated one kills the process on first touch, a foreign one may do worse. So what can be
-checked is checked before lmdb maps it. Owns the writer's lock file and the environment's flags. May import lmdb, the
-standard library, base, cipher, direct_read, lmdb_meta, lmdb_record, lmdb_tree, lru, slot_file, slots and tree_check.
+checked is checked before lmdb maps it. Owns the environment's flags. May import lmdb, the standard library, base,
+cipher, direct_read, directory, lmdb_meta, lmdb_record, lmdb_tree, lru, reader_table, slot_file, slots and tree_check.
 
-    DIR/data.mdb     lmdb's data      DIR/writer.lock   held by the one store that writes; names its process
+    DIR/data.mdb     lmdb's data      DIR/writer.lock   held by the one store that writes (see directory)
     DIR/lock.mdb     lmdb's readers   DIR/compact.tmp   a copy being compacted; a left-over is removed
     DIR/pages.dat    the slots of long values, where a store has them
     DIR/rescue.tmp/  tables that are being built anew; left-overs are removed
 
-Readers in other processes register in `lock.mdb`. It is never replaced, so that readers of the old data file and the
-writer of a compacted one agree on the current transaction.
+Readers in other processes register in `lock.mdb` (see reader_table). It is never replaced while anyone has the store
+open, so that readers of the old data file and the writer of a compacted one agree on the current transaction.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache.storage.base import StoreCorrupt, StoreError, StoreLocked, StoreTreesDamaged
+from hicache.storage.base import StoreCorrupt, StoreError, StoreTreesDamaged
 from hicache.storage.cipher import SEAL_BYTES
 from hicache.storage.direct_read import ALIGNMENT
+from hicache.storage.directory import DATA_FILE, PRIVATE_FILE_MODE, SLOTS_FILE, writer_of
 from hicache.storage.lmdb_meta import Meta, read_meta
 from hicache.storage.lmdb_record import SETTINGS_KEY, STORE_KEY, IdentityRecord, Settings
 from hicache.storage.lmdb_tree import ValueFile
 from hicache.storage.lru import COUNTERS_KEY, PAIR, PROBE_KEY, TABLE_NAMES, Tables
-from hicache.storage.packages import lmdb
-from hicache.storage.slot_file import SLOTS_FILE, SlotFile, whole_blocks
+from hicache.storage.packages import lmdb, medium_errors
+from hicache.storage.reader_table import READER_SLOTS
+from hicache.storage.slot_file import SlotFile, whole_blocks
 from hicache.storage.slots import SLOT_TABLE_NAMES, SPACE_KEY, SlotTables, Space
 from hicache.storage.tree_check import trees_fault
 
-DATA_FILE, LOCK_FILE, READERS_FILE, COMPACT_FILE = "data.mdb", "writer.lock", "lock.mdb", "compact.tmp"
-RESCUE_FOLDER = "rescue.tmp"
-# Slots for read transactions of all processes at a time; they fit the reader table that is reserved on disk.
-READER_SLOTS = 1000
-_READERS_FILE_BYTES = 64 << 10
+__all__ = [
+    "DATA_FILE",
+    "MAX_TABLES",
+    "FileSpec",
+    "create_tables",
+    "find_tables",
+    "mend_length",
+    "open_tables",
+    "read_identity",
+    "require_trees",
+    "sync_directory",
+    "writer_of",
+]
+
 _SHRINKING_BYTES, _SPARE_INDEX_BYTES = 16 << 20, 128 << 10
 _TREES_AT_OPENING_BYTES = 64 << 20  # about a quarter of a second from a cold disk
 MAX_TABLES = len(TABLE_NAMES) + len(SLOT_TABLE_NAMES)
-
-
-def lock_directory(path: Path) -> int:
-    """Create the directory if need be and take its writer lock; returns the descriptor that holds it.
-
-    The kernel releases the lock with the process, however it ends. Raises `StoreLocked` or `StoreError`.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    except (FileExistsError, NotADirectoryError):
-        raise StoreError(f"the disk path {path} is not a directory; choose another path") from None
-    except OSError as error:
-        raise StoreError(f"cannot write to the disk path {path}: {error.strerror}; choose another path") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = _holder(descriptor)
-        os.close(descriptor)
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise StoreLocked(
-                f"the store {path} is in use by process {holder}; close it there or choose another path"
-            ) from None
-        raise StoreError(f"cannot lock the disk path {path}: {error.strerror}; choose a local directory") from error
-    with contextlib.suppress(OSError):  # on a full disk the name is missing from a message, nothing else
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
-    return descriptor
-
-
-def share_lock(path: Path) -> int | None:
-    """Keep writers out while the returned descriptor is open; None when one is inside, or for want of a file."""
-    try:
-        descriptor = os.open(path / LOCK_FILE, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def writer_of(path: Path) -> int | None:
-    """The process that writes to the store now, 0 when it cannot be named; None: nobody does."""
-    descriptor = share_lock(path)
-    if descriptor is not None:
-        os.close(descriptor)
-        return None
-    try:
-        descriptor = os.open(path / LOCK_FILE, os.O_RDONLY)
-    except OSError:
-        return None
-    holder = _holder(descriptor)
-    os.close(descriptor)
-    return int(holder) if holder.isdecimal() else 0
 
 
 def mend_length(path: Path) -> int | None:
@@ -168,10 +120,12 @@ def open_tables(spec: FileSpec) -> Tables:
         else:
             _adopt(env, spec)
         tables = find_tables(env, path, writable=True)
-    except (lmdb.Error, OSError) as error:
+    except medium_errors as error:
         env.close()
         if is_new or isinstance(error, (lmdb.DiskError, lmdb.MapFullError)):
             raise StoreError(f"no room for a store at {path}: {error}; free space or choose another path") from error
+        if isinstance(error, SystemError):
+            raise StoreError(f"lmdb failed to open {path}: {error}; try again") from error
         raise StoreCorrupt(f"{path} is not a page store: {error}; choose another disk path") from error
     except StoreError:
         env.close()
@@ -186,11 +140,16 @@ def find_tables(env: Any, path: Path, *, writable: bool) -> Tables:
     with env.begin() as txn:
         slot_bytes = read_identity(path, txn, meta).slot_bytes
     slots, psize = None, env.stat()["psize"]
-    if slot_bytes:
-        free, freed = (env.open_db(name, create=False) for name in SLOT_TABLE_NAMES)
-        slots = SlotTables(SlotFile(path / SLOTS_FILE, slot_bytes, writable=writable), free, freed)
+    values = ValueFile(Path(env.path()) / DATA_FILE, psize, writable=writable)
+    try:
+        if slot_bytes:
+            free, freed = (env.open_db(name, create=False) for name in SLOT_TABLE_NAMES)
+            slots = SlotTables(SlotFile(path / SLOTS_FILE, slot_bytes, writable=writable), free, freed)
+    except BaseException:
+        values.close()
+        raise
     pages, ages, recency = others
-    return Tables(env, psize, ValueFile(Path(env.path()) / DATA_FILE, psize), pages, ages, recency, meta, slots)
+    return Tables(env, psize, values, pages, ages, recency, meta, slots)
 
 
 def read_identity(path: Path, txn: Any, meta: Any) -> IdentityRecord:
@@ -198,23 +157,6 @@ def read_identity(path: Path, txn: Any, meta: Any) -> IdentityRecord:
     counters = txn.get(COUNTERS_KEY, db=meta)
     raw = txn.get(STORE_KEY, db=meta) if counters is not None and len(counters) == PAIR.size else None
     return IdentityRecord.unpack(path, raw)
-
-
-def reserve_readers_file(path: Path) -> None:
-    """lmdb makes its reader table a sparse file and maps it writable: on a full disk the first write to a hole would
-    kill the process. Reserved ahead, a full disk is an error here. A whole one is not opened: closing it would release
-    the locks that this process may hold on it."""
-    readers = path / READERS_FILE
-    if readers.exists() and readers.stat().st_size >= _READERS_FILE_BYTES:
-        return
-    descriptor = os.open(readers, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        missing = max(0, _READERS_FILE_BYTES - size)
-        if os.pwrite(descriptor, bytes(missing), size) < missing:
-            raise OSError(errno.ENOSPC, "no space left for the reader table")
-    finally:
-        os.close(descriptor)
 
 
 def sync_directory(path: Path) -> None:
@@ -226,14 +168,9 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _holder(descriptor: int) -> str:
-    return os.pread(descriptor, 20, 0).decode("ascii", "replace").strip() or "unknown"
-
-
 def _open_env(spec: FileSpec) -> Any:
     path = spec.path
     try:
-        reserve_readers_file(path)
         size = (path / DATA_FILE).stat().st_size if (path / DATA_FILE).exists() else 0
         return lmdb.open(
             str(path),
@@ -241,13 +178,14 @@ def _open_env(spec: FileSpec) -> Any:
             map_size=spec.map_bytes if size <= spec.map_bytes else size + size // 64 + _SHRINKING_BYTES,
             max_dbs=MAX_TABLES,
             max_readers=READER_SLOTS,
+            mode=PRIVATE_FILE_MODE,
             metasync=spec.settings.durability == "commit",
             # Values are long runs of file pages and are read whole: without read-ahead cold reads take 6 times as long.
             readahead=True,
         )
     except (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError) as error:
         raise StoreCorrupt(f"{path} is not a page store of this version: {error}; choose another disk path") from error
-    except (lmdb.Error, OSError) as error:
+    except medium_errors as error:
         raise StoreError(f"cannot open the store {path}: {error}; choose another disk path") from error
 
 
@@ -287,12 +225,12 @@ def _require_unused(file: Path) -> None:
 
 def _with_walls(tables: Tables, slots: SlotTables, spec: FileSpec) -> Tables:
     """The bound divided between tables and slots, and the slots tidied up."""
-    map_bytes = max(spec.index_bytes, tables.index_bytes() + _SPARE_INDEX_BYTES)
     try:
+        map_bytes = max(spec.index_bytes, tables.index_bytes() + _SPARE_INDEX_BYTES)
         tables.env.set_mapsize(map_bytes)
         with tables.env.begin() as txn:
             slots.tidy(txn, tables.meta)
-    except (lmdb.Error, OSError) as error:
+    except medium_errors as error:
         tables.close()
         raise StoreCorrupt(f"cannot open the slots of {spec.path}: {error}; choose another disk path") from error
     wall_bytes = spec.map_bytes - spec.index_bytes

@@ -1,6 +1,7 @@
 """Reading a store that another process may be writing.
 
-lmdb keeps the pages of an open read transaction from being used again, by a slot in `lock.mdb` that all processes map.
+lmdb keeps the pages of an open read transaction from being used again, by a slot in the table of readers, which all
+processes map (see reader_table).
 A writer that compacts replaces the data file: readers keep the old one until they see that its inode changed. Owns the
 environment of such a reader. May import lmdb, the standard library and its siblings below the store.
 """
@@ -21,18 +22,9 @@ from hicache.storage.check import Verifier
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import NAMESPACE_BYTES, PageCodec
 from hicache.storage.counters import Counters, Counts
+from hicache.storage.directory import DATA_FILE, share_lock, writer_of
 from hicache.storage.gate import Gate
-from hicache.storage.lmdb_file import (
-    DATA_FILE,
-    MAX_TABLES,
-    READER_SLOTS,
-    find_tables,
-    read_identity,
-    require_trees,
-    reserve_readers_file,
-    share_lock,
-    writer_of,
-)
+from hicache.storage.lmdb_file import MAX_TABLES, find_tables, read_identity, require_trees
 from hicache.storage.lmdb_meta import Meta, read_meta
 from hicache.storage.lmdb_record import (
     KEY_ID_FIELD,
@@ -42,9 +34,10 @@ from hicache.storage.lmdb_record import (
     namespace_digest,
     sealed_identity,
 )
-from hicache.storage.lookup import Lookup, SealedValues
+from hicache.storage.lookup import Lookup, SealedValues, Sizes, sizes_of
 from hicache.storage.lru import AccessLog, Tables
-from hicache.storage.packages import lmdb, require_packages
+from hicache.storage.packages import lmdb, medium_errors, opening_errors, require_packages
+from hicache.storage.reader_table import READER_SLOTS, ReaderTable
 
 log = logging.getLogger("hicache.storage")
 T = TypeVar("T")
@@ -65,22 +58,24 @@ class ReaderEnv:
         self._tables: Tables | None = None
         self._inode: tuple[int, int] | None = None
         self._least_file_bytes = 0
-        self._shared_lock = _keep_writers_out(path)
-        try:
+        with contextlib.ExitStack() as held:
+            held.callback(self._shut)
+            self._registers = not _is_read_only(path)
+            if self._registers:
+                held.enter_context(contextlib.closing(ReaderTable(path)))
+            elif (descriptor := _keep_writers_out(path)) is not None:
+                held.callback(os.close, descriptor)
             self._open()
             self.identity, self.settings = self._records()
-        except BaseException:
-            self.close()
-            raise
+            self._held = held.pop_all()
 
     @property
     def path(self) -> Path:
         return self._path
 
-    def file_bytes(self) -> int:
-        tables = self._tables
-        slots = None if tables is None else tables.slots
-        return self._data.stat().st_size + (0 if slots is None else slots.file.allocated_bytes())
+    def sizes(self) -> Sizes:
+        """Of what is committed now; all 0 where it cannot be read."""
+        return self.read(sizes_of, Sizes())
 
     def read(self, body: Callable[[Any, Tables], T], otherwise: T) -> T:
         """`body` in a read transaction of its own, buffers valid until it returns."""
@@ -90,11 +85,12 @@ class ReaderEnv:
                 self._follow(force=isinstance(reason, lmdb.MapResizedError))
                 with self._gate.shared():
                     tables = self._require_whole()
+                    tables.values.warm_head()
                     with tables.env.begin(buffers=True) as txn:
                         return body(txn, tables)
             except (lmdb.MapResizedError, lmdb.ReadersFullError, _Replaced) as error:
                 reason = error
-            except (lmdb.Error, OSError) as error:
+            except medium_errors as error:
                 reason = error
                 break
         log.warning("cannot read the store %s: %s", self._path, reason)
@@ -103,10 +99,7 @@ class ReaderEnv:
 
     def close(self) -> None:
         with self._gate.exclusive(close=True):
-            self._shut()
-        if self._shared_lock is not None:
-            os.close(self._shared_lock)
-            self._shared_lock = None
+            self._held.close()
 
     def _require_whole(self) -> Tables:
         """The tables, when the file is the one that is open and none of it was cut off."""
@@ -147,7 +140,7 @@ class ReaderEnv:
                 if stat.st_size < meta.file_bytes:  # of free pages alone, perhaps: who opens it for writing finds out
                     raise StoreTreesDamaged(self._data, "the file is cut short")
                 # What takes the place of a file was written by lmdb just now.
-                tables = _open_tables(self._path, meta, is_first=self._inode is None)
+                tables = _open_tables(self._path, meta, is_first=self._inode is None, registers=self._registers)
             except FileNotFoundError as error:
                 raise StoreError(f"there is no store at {self._path}; check the path") from error
             except StoreCorrupt:
@@ -169,7 +162,7 @@ class ReaderEnv:
             with tables.env.begin() as txn:
                 identity = read_identity(self._path, txn, tables.meta)
                 settings = Settings.unpack(txn.get(SETTINGS_KEY, db=tables.meta), tables.env.info()["map_size"])
-        except (lmdb.Error, OSError) as error:
+        except medium_errors as error:
             raise StoreCorrupt(f"cannot read the store {self._path}: {error}; choose another disk path") from error
         return identity, settings
 
@@ -248,28 +241,29 @@ class _Unkept(AccessLog):
         del keys
 
 
-def _keep_writers_out(path: Path) -> int | None:
-    """On a read-only mount lmdb has no table of readers, and a writer would use pages again that are being read."""
+def _is_read_only(path: Path) -> bool:
+    """Whether the store is on a read-only mount."""
     try:
-        read_only = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
     except OSError as error:
         raise StoreError(f"there is no store at {path}: {error.strerror}; check the path") from error
-    if not read_only:
-        return None
+
+
+def _keep_writers_out(path: Path) -> int | None:
+    """On a read-only mount no table of readers can be made, and a writer would use pages again that are being read."""
     descriptor = share_lock(path)
     if descriptor is None and (holder := writer_of(path)) is not None:
+        name = f"process {holder}" if holder else "a process that cannot be named"
         raise StoreLocked(
-            f"process {holder} writes to the store {path}, and readers cannot register on a read-only mount; "
+            f"{name} writes to the store {path}, and readers cannot register on a read-only mount; "
             "mount it writable, or close the store there"
         )
     return descriptor
 
 
-def _open_tables(path: Path, meta: Meta, *, is_first: bool) -> Tables:
+def _open_tables(path: Path, meta: Meta, *, is_first: bool, registers: bool) -> Tables:
     env = None
     try:
-        with contextlib.suppress(OSError):  # a read-only mount needs none
-            reserve_readers_file(path)
         env = lmdb.open(
             str(path),
             readonly=True,
@@ -277,13 +271,14 @@ def _open_tables(path: Path, meta: Meta, *, is_first: bool) -> Tables:
             map_size=max(meta.map_bytes, meta.file_bytes),
             max_dbs=MAX_TABLES,
             max_readers=READER_SLOTS,
+            lock=registers,
         )
         env.reader_check()
         if is_first:
             with env.begin() as txn:  # holds the snapshot
                 require_trees(path, read_meta(path / DATA_FILE, txn.id()))
         return find_tables(env, path, writable=False)
-    except (lmdb.Error, OSError, StoreError) as error:
+    except opening_errors as error:
         if env is not None:
             env.close()
         if isinstance(error, StoreError):
@@ -291,6 +286,5 @@ def _open_tables(path: Path, meta: Meta, *, is_first: bool) -> Tables:
         if isinstance(error, (lmdb.NotFoundError, lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError)):
             raise StoreCorrupt(f"{path} is not a page store: {error}; choose another disk path") from error
         raise StoreError(
-            f"cannot open the store {path} for reading: {error}; it takes the right to write lock.mdb, and no other "
-            "store object for it in this process"
+            f"cannot open the store {path} for reading: {error}; it takes no other store object for it in this process"
         ) from error

@@ -23,13 +23,14 @@ from hicache.storage.counters import Counters, Counts
 from hicache.storage.filters import PageFilter
 from hicache.storage.heap import keep_freed_memory
 from hicache.storage.lmdb_env import StoreEnv
-from hicache.storage.lmdb_file import READER_SLOTS, FileSpec
+from hicache.storage.lmdb_file import FileSpec
 from hicache.storage.lmdb_record import IdentityRecord, Settings, namespace_digest, sealed_identity
 from hicache.storage.lmdb_writer import Budget, GroupWriter
 from hicache.storage.lookup import Lookup, SealedValues, check_keys, check_page
 from hicache.storage.lru import AccessLog, entry_bytes
 from hicache.storage.packages import require_packages
 from hicache.storage.packer import Packer, Replay
+from hicache.storage.reader_table import READER_SLOTS
 from hicache.storage.slot_file import LEAST_PAGE_BYTES
 
 _DELETES_PER_COMMIT = 4096
@@ -123,9 +124,18 @@ class LmdbPageStore:
         self._writing = threading.Lock()
         spec = FileSpec(path, budget.map_bytes, budget.index_bytes, max_readers, record, settings, slots_from_bytes)
         self._env = StoreEnv(spec, self._verifier(), self._counters)
+        try:
+            self._set_up(budget, path)
+        except BaseException:
+            self._env.close()
+            raise
+
+    def _set_up(self, budget: Budget, path: Path) -> None:
+        """What works on the open environment."""
         has_slots = self._env.tables.slots is not None
         self._budget = budget = replace(budget, has_slots=has_slots)
         self._writer = GroupWriter(self._env, self._accesses, self._counters, budget, str(path))
+        page_bytes = self._page_bytes
         self._lookup = Lookup(self._env, self._codec, page_bytes, self._accesses, self._counters, str(path))
         self._packer = Packer(self._codec, page_bytes, budget.group_bytes, apart=has_slots)
         self._shrink_to(budget.map_bytes)
@@ -185,7 +195,11 @@ class LmdbPageStore:
             return sum(self._writer.remove(keys[start : start + _DELETES_PER_COMMIT]) for start in starts)
 
     def stats(self) -> StoreStats:
+        self._require_open()
         return self._lookup.stats(self._budget.budget_bytes, read_only=self._writer.read_only)
+
+    def thread_read_errors(self) -> int:
+        return self._counters.thread_read_errors
 
     def check(self) -> None:
         found = [str(fault) for fault in self._env.faults(self._verifier())]
@@ -251,7 +265,6 @@ class LmdbPageStore:
         self._writer.compact()
         file_bytes = self._env.file_bytes()
         if file_bytes > map_bytes:
-            self._env.close()
             raise StoreError(
                 f"cannot shrink the store {self._path} from {file_bytes} bytes to "
                 f"budget_bytes={self._budget.budget_bytes}; free disk space, raise the budget, or remove the directory"

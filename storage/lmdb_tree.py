@@ -32,6 +32,7 @@ _HEAD = struct.Struct("<QHHHH")
 _NODE = struct.Struct("<HHHH")
 _NUMBER = struct.Struct("<Q")
 _BRANCH, _LEAF, _IN_A_RUN = 1, 2, 1
+_META_PAGES = 2
 
 
 class Place(NamedTuple):
@@ -49,12 +50,26 @@ class ValueFile:
     Raises OSError for what cannot be read and for tree pages that make no sense.
     """
 
-    def __init__(self, data: Path, psize: int) -> None:
+    def __init__(self, data: Path, psize: int, *, writable: bool = False) -> None:
         self._data, self._psize = data, psize
-        self._descriptor = os.open(data, os.O_RDONLY)
+        self._descriptor = os.open(data, os.O_RDWR if writable else os.O_RDONLY)
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+    def file_bytes(self) -> int:
+        """Length of the file that is open, whatever its path leads to now."""
+        return os.fstat(self._descriptor).st_size
+
+    def lengthen(self, file_bytes: int) -> None:
+        """Make a file that is shorter `file_bytes` long, by a hole."""
+        if self.file_bytes() < file_bytes:
+            os.ftruncate(self._descriptor, file_bytes)
+
+    def warm_head(self) -> None:
+        """Have the kernel hold the two meta pages. lmdb looks at them while it keeps Python's interpreter lock: where
+        the medium hangs, they are waited for here, without it."""
+        os.pread(self._descriptor, _META_PAGES * self._psize, 0)
 
     def places(self, root: TreeRoot, keys: Sequence[bytes]) -> list[Place | None]:
         """Where the values of `keys` are in the tree of a snapshot, None for keys that it does not have.

@@ -18,7 +18,7 @@ medium stays below M - I, by the same arithmetic: slots are reused two commits a
 that would pass the wall is undone as if lmdb had no room. Where pages pack even better, the tables are full first: then
 pages go until these need no more than I - R. As leaves of a tree are merged when three quarters are gone, that is most.
 
-May import lmdb, the standard library, base, counters, lmdb_env, lmdb_file and lru.
+May import lmdb, the standard library, base, counters, lmdb_env and lru.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hicache.storage.base import StoreError
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.lmdb_env import StoreEnv
 from hicache.storage.lru import AccessLog, Ledger, Value
-from hicache.storage.packages import lmdb
+from hicache.storage.packages import lmdb, medium_errors, opening_errors
 
 log = logging.getLogger("hicache.storage")
 T = TypeVar("T")
@@ -166,9 +165,9 @@ class GroupWriter:
         self.fold()
         if not self.read_only:
             try:
-                self._env.require_whole()
+                self._env.require_changeable()
                 self._env.tables.env.sync(True)
-            except (lmdb.Error, OSError) as error:
+            except medium_errors as error:
                 self._refuse(error)
 
     def compact(self) -> int:
@@ -188,7 +187,7 @@ class GroupWriter:
             return True
         try:
             self._env.reopen()
-        except (StoreError, lmdb.Error, OSError) as error:
+        except opening_errors as error:
             log.warning("the store %s stays read-only: %s", self._name, error)
             return False
         self.read_only = False
@@ -217,7 +216,7 @@ class GroupWriter:
                     return self._commit(work)
             except lmdb.MapFullError:
                 continue
-            except (lmdb.Error, OSError) as error:
+            except medium_errors as error:
                 self._refuse(error)
                 return None
         self._counters.add(Counts(write_errors=1))
@@ -229,13 +228,16 @@ class GroupWriter:
         return True
 
     def _commit(self, work: Callable[[Ledger], T]) -> T:
-        self._env.require_whole()
+        self._env.require_changeable()
         tables = self._env.tables
+        tables.values.warm_head()
         with tables.env.begin(write=True) as txn:
+            tables.resolve(txn)
             ledger = Ledger(txn, tables)
             result = work(ledger)
             ledger.save()
-        self._env.committed()
+            entries = txn.stat(tables.pages)["entries"]
+        self._env.committed(entries, ledger.live_bytes)
         self._accesses.folded(ledger.folded_used, ledger.folded_doomed)
         self._counters.add(Counts(evicted=ledger.num_evicted))
         return result
@@ -258,5 +260,5 @@ class GroupWriter:
         if self._env.poisoned():
             try:
                 self._env.reopen()
-            except (StoreError, lmdb.Error, OSError) as failure:
+            except opening_errors as failure:
                 log.warning("the store %s cannot be read either: %s; open it again", self._name, failure)

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,12 +31,25 @@ T = TypeVar("T")
 _KEYS_PER_READ = 8  # a read transaction pins freed pages: short ones let the writer reuse them
 
 
+class Sizes(NamedTuple):
+    """How many values there are, the sum of their sizes, and what the files take."""
+
+    entries: int = 0
+    live_bytes: int = 0
+    file_bytes: int = 0
+
+
+def sizes_of(txn: Any, tables: Tables) -> Sizes:
+    """Those of a snapshot, and of the files now."""
+    return Sizes(txn.stat(tables.pages)["entries"], check.live_bytes(txn, tables), tables.file_bytes())
+
+
 class Snapshots(Protocol):
     """An open file that can be read, one snapshot at a time."""
 
     def read(self, body: Callable[[Any, Tables], T], otherwise: T) -> T: ...
 
-    def file_bytes(self) -> int: ...
+    def sizes(self) -> Sizes: ...
 
 
 @dataclass(frozen=True)
@@ -92,18 +105,8 @@ class Lookup:
         return found
 
     def stats(self, budget_bytes: int, *, read_only: bool) -> StoreStats:
-        def sizes(txn: Any, tables: Tables) -> tuple[int, int]:
-            return txn.stat(tables.pages)["entries"], check.live_bytes(txn, tables)
-
-        entries, live_bytes = self._env.read(sizes, (0, 0))
-        return StoreStats(
-            entries=entries,
-            live_bytes=live_bytes,
-            file_bytes=self._env.file_bytes(),
-            budget_bytes=budget_bytes,
-            read_only=read_only,
-            **dataclasses.asdict(self._counters.now),
-        )
+        counts = dataclasses.asdict(self._counters.now)
+        return StoreStats(**self._env.sizes()._asdict(), budget_bytes=budget_bytes, read_only=read_only, **counts)
 
     def _get_part(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
         """`get_into` for the keys of one read transaction."""

@@ -63,6 +63,17 @@ class Tables:
         if self.slots is not None:
             self.slots.file.close()
 
+    def file_bytes(self) -> int:
+        """What the files of the tables and of the slots take now."""
+        return self.values.file_bytes() + (0 if self.slots is None else self.slots.file.allocated_bytes())
+
+    def resolve(self, txn: Any) -> None:
+        """Look the roots of all tables up. A cursor does so while it keeps Python's interpreter lock: where the medium
+        hangs, they are waited for here, without it."""
+        slots = () if self.slots is None else (self.slots.free, self.slots.freed)
+        for table in (self.pages, self.ages, self.recency, self.meta, *slots):
+            txn.stat(table)
+
     def has(self, txn: Any, key: bytes) -> bool:
         """Every page has an age record, and nothing else does."""
         return txn.get(key, db=self.ages) is not None

@@ -14,19 +14,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hicache.storage import check
 from hicache.storage.base import Durability, StoreError
 from hicache.storage.check import Verifier, Violation
 from hicache.storage.cipher import PageCipher
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.direct_read import aligned_room
+from hicache.storage.directory import writer_of
 from hicache.storage.filters import PageFilter
-from hicache.storage.lmdb_file import writer_of
 from hicache.storage.lmdb_reader import LmdbPageReader, ReaderEnv
 from hicache.storage.lmdb_record import KEY_ID_FIELD
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.lmdb_writer import GroupWriter
-from hicache.storage.lookup import check_keys
+from hicache.storage.lookup import check_keys, sizes_of
 from hicache.storage.lru import COUNTERS_KEY, PAIR, TICK, Ledger, Tables, entry_bytes
 from hicache.storage.packages import require_packages
 
@@ -81,7 +80,7 @@ def describe(path: str | os.PathLike[str]) -> StoreDescription:
     require_packages()
     env = ReaderEnv(Path(path), 1, Counters())
     try:
-        sizes = env.read(_sizes, None)
+        sizes = env.read(sizes_of, None)
         if sizes is None:
             raise StoreError(f"cannot read the store {path}; verify it")
         stored, settings = env.identity, env.settings
@@ -95,9 +94,7 @@ def describe(path: str | os.PathLike[str]) -> StoreDescription:
             durability=settings.durability,
             budget_bytes=settings.budget_bytes,
             key_id=stored.key_id,
-            entries=sizes[0],
-            live_bytes=sizes[1],
-            file_bytes=env.file_bytes(),
+            **sizes._asdict(),
             writer_pid=writer_of(Path(path)),
         )
     finally:
@@ -131,7 +128,7 @@ def verify(
     parts = store.parts
     sizes: list[int] = []
     with parts.writing:
-        total = parts.env.read(_sizes, (0, 0))[0]
+        total = parts.env.sizes().entries
 
         def seen(value_bytes: int) -> None:
             sizes.append(value_bytes)
@@ -199,10 +196,6 @@ def evict(store: LmdbPageStore, to_bytes: int) -> int:
         num_evicted = parts.writer.evict_to(to_bytes)
         parts.writer.compact()
     return num_evicted
-
-
-def _sizes(txn: Any, tables: Tables) -> tuple[int, int]:
-    return txn.stat(tables.pages)["entries"], check.live_bytes(txn, tables)
 
 
 def _next_tick(txn: Any, tables: Tables) -> int:

@@ -32,3 +32,8 @@ ciphers: Any = _optional("cryptography.hazmat.primitives.ciphers")
 cipher_algorithms: Any = _optional("cryptography.hazmat.primitives.ciphers.algorithms")
 cipher_modes: Any = _optional("cryptography.hazmat.primitives.ciphers.modes")
 crypto_errors: Any = _optional("cryptography.exceptions")
+
+# What a call of lmdb raises when it fails: its own errors, those of the operating system, and SystemError, where its
+# binding reports a failure without saying which.
+medium_errors: tuple[type[Exception], ...] = (OSError, SystemError, *((lmdb.Error,) if lmdb else ()))
+opening_errors: tuple[type[Exception], ...] = (StoreError, *medium_errors)

@@ -25,22 +25,15 @@ from hicache.storage.base import StoreCorrupt, StoreError
 from hicache.storage.check import Verifier
 from hicache.storage.cipher import SEAL_BYTES
 from hicache.storage.direct_read import aligned_room
+from hicache.storage.directory import DATA_FILE, PRIVATE_FILE_MODE, PRIVATE_FOLDER_MODE, RESCUE_FOLDER, WriterLock
 from hicache.storage.header import HEADER_BYTES
-from hicache.storage.lmdb_file import (
-    DATA_FILE,
-    MAX_TABLES,
-    RESCUE_FOLDER,
-    create_tables,
-    find_tables,
-    lock_directory,
-    sync_directory,
-)
+from hicache.storage.lmdb_file import MAX_TABLES, create_tables, find_tables, sync_directory
 from hicache.storage.lmdb_meta import Meta, read_meta, renumber
 from hicache.storage.lmdb_record import SETTINGS_KEY, STORE_KEY, IdentityRecord, Settings
 from hicache.storage.lmdb_store import codec_of
 from hicache.storage.lmdb_tree import Place, ValueFile
 from hicache.storage.lru import PAIR, TICK, Ledger, Tables
-from hicache.storage.packages import lmdb, require_packages
+from hicache.storage.packages import lmdb, medium_errors, require_packages
 from hicache.storage.slots import SlotRecord, SlotTables
 
 log = logging.getLogger("hicache.storage")
@@ -61,18 +54,18 @@ def rescue(path: str | os.PathLike[str]) -> int:
     path = Path(path)
     if not (path / DATA_FILE).exists():
         raise StoreError(f"there is no store at {path}; check the path")
-    lock = lock_directory(path)
+    lock = WriterLock(path)
     copy = path / RESCUE_FOLDER
     try:
         meta = read_meta(path / DATA_FILE)
         if meta is None:
             raise StoreCorrupt(f"{path / DATA_FILE} is empty; remove the directory")
         return _Rescue(path, meta).build(copy)
-    except (lmdb.Error, OSError) as error:
+    except medium_errors as error:
         raise StoreError(f"cannot build the tables of {path} anew: {error}; free space or mend the medium") from error
     finally:
         shutil.rmtree(copy, ignore_errors=True)
-        os.close(lock)
+        lock.close()
 
 
 class _Node(NamedTuple):
@@ -129,9 +122,10 @@ class _Rescue:
     def build(self, copy: Path) -> int:
         """Write the new tables to `copy` and let it take the old file's place."""
         shutil.rmtree(copy, ignore_errors=True)
-        copy.mkdir()
+        copy.mkdir(mode=PRIVATE_FOLDER_MODE)
         map_bytes = 2 * (self._path / DATA_FILE).stat().st_size + _SPARE_BYTES
-        with lmdb.open(str(copy), lock=False, map_size=map_bytes, max_dbs=MAX_TABLES) as env:
+        options = {"lock": False, "map_size": map_bytes, "max_dbs": MAX_TABLES, "mode": PRIVATE_FILE_MODE}
+        with lmdb.open(str(copy), **options) as env:
             with env.begin(write=True) as txn:
                 create_tables(env, txn, self._identity, self._settings)
             tables = find_tables(env, self._path, writable=True)

@@ -5,7 +5,7 @@ copied meanwhile, and what was written lately can be read from there. Read past 
 (direct_read), but not while slots are written: file systems like ext4 hold up a write until all direct reads of the
 file have ended, and those that come later until it has. A slot that holds less than its size, or nothing, is a hole
 behind that. Owns the file's descriptors; which slots are in use is in slots.py. May import numpy, the standard library,
-base, direct_read and header.
+base, direct_read, directory and header.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 
 from hicache.storage.base import PageBuffer
 from hicache.storage.direct_read import ALIGNMENT, DirectReads
+from hicache.storage.directory import PRIVATE_FILE_MODE
 from hicache.storage.header import HEADER_BYTES
 
-SLOTS_FILE = "pages.dat"
 LEAST_PAGE_BYTES = 256 << 10  # of a page that gets a slot of its own: calls for smaller ones cost more than copies
 _PIECE_BYTES = 1 << 20
 _QUIET_S = 0.25  # without a write, until reads are direct again
@@ -67,7 +67,9 @@ class SlotFile:
 
     def __init__(self, data: Path, slot_bytes: int, *, writable: bool, create: bool = False) -> None:
         self._data, self.slot_bytes = data, slot_bytes
-        self._file = os.open(data, (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT if create else 0), 0o644)
+        self._file = os.open(
+            data, (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT if create else 0), PRIVATE_FILE_MODE
+        )
         # Another process than the writer does not know when it writes.
         self._direct = DirectReads(data, self._file) if writable else None
         self._written_s = -math.inf

@@ -62,6 +62,9 @@ class TroubledStore:
     def stats(self) -> StoreStats:
         return self.inner.stats()
 
+    def thread_read_errors(self) -> int:
+        return self.inner.thread_read_errors()
+
     def check(self) -> None:
         self.inner.check()
 

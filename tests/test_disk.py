@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from disk_case import PAGE_BYTES, Clock, pages, troubled_tier, wait_for
+from disk_case import PAGE_BYTES, PATIENCE_S, Clock, pages, troubled_tier, wait_for
 
 from hicache.disk import DiskTier, FindDone, FindJob, ReadDone, ReadJob, WriteJob
 
@@ -112,5 +112,6 @@ def test_close_finishes_what_was_queued(tmp_path: Path) -> None:
     disk.start()
     disk.close()
     again = tier(tmp_path / "s")
-    assert all(again.contains(keys) == 4 for keys, _ in batches)
+    again.start()
+    assert all(again.contains(keys, PATIENCE_S) == 4 for keys, _ in batches)
     again.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from disk_case import Clock, Gate, TroubledStore, disk_threads, failing, wait_until
+from disk_case import PATIENCE_S, Clock, Gate, TroubledStore, disk_threads, failing, wait_until
 from serving_case import plain_greedy, prompt, tiny_engine, tiny_llama, token_bytes
 from toy_model import GEOMETRY, config, serve
 
@@ -19,10 +19,11 @@ import hicache.factory
 from hicache import CacheEngine, CacheRequest, DiskConfig, Prefetch, build_engine
 from hicache.config import PrefetchMode
 from hicache.disk import DiskTier
+from hicache.engine import Held
 from hicache.serving.request import Request
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
-from hicache.storage import LmdbPageStore, PageBuffer, StoreError, pages
+from hicache.storage import LmdbPageStore, PageBuffer, StoreError, StoreLocked, pages
 
 HOST_PAGES = 39  # of the toy's 40, one is the sink
 Troubled = tuple[Clock, list[TroubledStore]]
@@ -149,7 +150,7 @@ def test_a_prefetch_ends_with_what_landed_when_the_store_fails(troubled: Trouble
         assert serve(engine, "a", tokens).hit.disk == 64
         # While reads are stopped nothing is waited for and nothing is found.
         until_ready(engine, engine.prefetch("b", tokens_of(2)))
-        assert engine.lookup(tokens_of(2)).disk == 0
+        assert engine.lookup(tokens_of(2), disk_wait_s=PATIENCE_S).disk == 0
 
 
 def test_a_prefetch_past_its_time_reads_nothing(troubled: Troubled, tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_a_hanging_write_holds_up_nobody(troubled: Troubled, tmp_path: Path) -> 
         for n in range(7, 12):
             serve(engine, f"c{n}", tokens_of(n))
             engine.flush()
-        assert engine.lookup(tokens_of(0)).host == 0 and engine.lookup(tokens_of(0)).disk == 88
+        assert engine.lookup(tokens_of(0)).host == 0 and engine.lookup(tokens_of(0), disk_wait_s=PATIENCE_S).disk == 88
         stats = engine.stats()
         assert stats["host.free_pages"] + stats["host.evictable_tokens"] / 8 == HOST_PAGES
     assert disk_threads() == []
@@ -386,3 +387,33 @@ def test_a_page_waits_for_its_turn_once(troubled: Troubled, tmp_path: Path) -> N
         assert after <= before + 1
         engine.flush()
         engine.check()
+
+
+def test_the_scheduler_never_waits_for_the_disk(tmp_path: Path, troubled: Troubled) -> None:
+    """While every read and write of the store hangs, lookup says that the disk is not known, and stats and close
+    return; when the store answers again, a later close finishes and the next engine finds what was acknowledged."""
+    clock, stores = troubled
+    settings = DiskConfig(path=str(tmp_path / "s"), budget_bytes=4 << 20, readers=1, hang_s=0.05)
+    engine = build_engine(config(disk=settings), GEOMETRY)
+    engine.start()
+    serve(engine, "a", tokens_of(0))
+    engine.flush()
+    gate = stores[0].trouble = Gate("contains", "get_into", "put")
+    entries = stores[0].inner.stats().entries
+    held = engine.lookup(tokens_of(1), disk_wait_s=0.01)
+    assert (held.disk, held.disk_known) == (0, False)
+    serve(engine, "b", tokens_of(2))
+    wait_until(lambda: (engine.poll(), gate.held == 2)[1])
+    with stores[0].inner._env.quiet():  # nobody can look into its files now
+        stats = engine.stats()
+    assert stats["disk.entries"] == entries > 0
+    clock.now_s += 1
+    engine.close()
+    assert "hicache-disk-writes-0" in disk_threads()
+    with pytest.raises(StoreLocked):
+        engine_at(tmp_path / "s")
+    gate.open()
+    wait_until(lambda: disk_threads() == [])
+    engine.close()
+    with engine_at(tmp_path / "s") as again:
+        assert again.lookup(tokens_of(0), disk_wait_s=PATIENCE_S) == Held(0, 0, 88)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import gc
+import itertools
 import logging
+import math
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from disk_case import Clock, Gate, blank, disk_threads, failing, pages, troubled_tier, wait_for, wait_until
+from disk_case import PATIENCE_S, Clock, Gate, blank, disk_threads, failing, pages, troubled_tier, wait_for, wait_until
 
 from hicache.disk import DiskTier, FindDone, FindJob, Hung, Limits, ReadDone, ReadJob, State, WriteDone, WriteJob
 from hicache.disk.health import Breaker
 from hicache.metrics import Metrics
-from hicache.storage import StoreError
+from hicache.storage import StoreError, StoreLocked
+from hicache.storage.counters import Counts
 
 LIMITS = Limits(retry_s=1, max_retry_s=6, max_failures=3)
 
@@ -131,7 +134,7 @@ def test_failing_writes_stop_and_resume(error: Exception, calls_until_open: int,
     assert [verb for verb, _ in store.calls[-2:]] == ["revive", "put"]
     disk.submit(WriteJob(8, keys, data))
     assert wait_for(disk.drain_writes, 1)[0].ok == (True, True) and store.verbs("revive") == 1
-    assert gauges(disk)["disk.writes_state"] == 0 and disk.contains(keys) == 2
+    assert gauges(disk)["disk.writes_state"] == 0 and disk.contains(keys, PATIENCE_S) == 2
     disk.close()
 
 
@@ -183,12 +186,12 @@ def test_failing_reads_are_misses_and_resume(tmp_path: Path) -> None:
     assert [read() for _ in range(4)] == [ReadDone(1, 0, (False, False), asked=2)] * 3 + [
         ReadDone(1, 0, (False, False), asked=0)
     ]
-    assert found == [2, 2, 2, 0] and disk.contains(keys) == 0
+    assert found == [2, 2, 2, 0] and disk.contains(keys, PATIENCE_S) is None
     clock.now_s += 1
-    assert disk.contains(keys) == 2
-    assert read().asked == 2 and disk.contains(keys) == 0  # the find succeeded and proved nothing
+    assert disk.contains(keys, PATIENCE_S) == 2
+    assert read().asked == 2 and disk.contains(keys, PATIENCE_S) is None  # the find succeeded and proved nothing
     clock.now_s += 1
-    assert disk.contains(keys) == 0
+    assert disk.contains(keys, PATIENCE_S) is None
     clock.now_s += 1
     store.trouble = lambda verb: None
     assert read().ok == (True, True) and gauges(disk)["disk.reads_state"] == 0
@@ -205,13 +208,12 @@ def test_reads_that_the_medium_refuses_count_as_failures(tmp_path: Path) -> None
         disk.submit(ReadJob(n, 0, keys, blank(2), threading.Event()))
     wait_for(disk.drain_reads, 5)
     assert store.verbs("get_into") == 5 and gauges(disk)["disk.reads_state"] == 0
-    stats, errors = store.inner.stats, iter(range(1, 100))
-    store.inner.stats = lambda: dataclasses.replace(stats(), read_errors=next(errors))  # type: ignore[method-assign]
+    errors = itertools.count()
+    store.inner.thread_read_errors = lambda: next(errors)  # type: ignore[method-assign]
     for n in range(5):
         disk.submit(ReadJob(n, 0, keys, blank(2), threading.Event()))
     wait_for(disk.drain_reads, 5)
     assert store.verbs("get_into") == 8 and gauges(disk)["disk.reads_state"] == 2
-    store.inner.stats = stats  # type: ignore[method-assign]
     disk.close()
 
 
@@ -236,7 +238,7 @@ def test_a_hanging_read_is_announced_and_the_others_go_on(readers: int, tmp_path
     announced = disk.drain_reads()
     assert sorted(announced[:readers], key=lambda a: a.ticket) == [Hung(n, n) for n in range(readers)]
     assert announced[readers:] == [ReadDone(readers, readers, (False, False))]
-    assert disk.drain_reads() == [] and disk.contains(keys) == 0
+    assert disk.drain_reads() == [] and disk.contains(keys, PATIENCE_S) is None
     for pause_s in (0, 5):  # after its delay too: no thread is left that could try
         clock.now_s += pause_s
         disk.submit(FindJob(9, keys))
@@ -277,3 +279,64 @@ def test_closing_leaves_a_thread_that_hangs(tmp_path: Path, caplog: pytest.LogCa
     assert disk.close() is True
     with pytest.raises(StoreError):
         store.inner.contains(keys)
+
+
+def test_only_the_thread_that_could_not_read_is_at_fault(tmp_path: Path) -> None:
+    """Of two reads at a time, one of which the medium refuses, that one alone counts as failed, whoever ends first."""
+    disk, store = troubled_tier(tmp_path / "s", clock=Clock(), readers=2)
+    disk.start()
+    (lost, absent), _ = pages(1, 2)
+    refused, judged = threading.Event(), threading.Event()
+
+    def get_into(keys: Sequence[bytes], buffers: Sequence[np.ndarray]) -> list[bool]:
+        if keys[0] == lost:
+            store.inner._counters.add(Counts(read_errors=1))
+            refused.set()
+            assert judged.wait(PATIENCE_S)
+        else:
+            assert refused.wait(PATIENCE_S)
+        return [False]
+
+    store.inner.get_into = get_into  # type: ignore[method-assign]
+    disk.submit(ReadJob(0, 0, (lost,), blank(1), threading.Event()))
+    disk.submit(ReadJob(1, 0, (absent,), blank(1), threading.Event()))
+    assert [answer.ticket for answer in wait_for(disk.drain_reads, 1)] == [1]
+    assert disk.failures == 0, "a page that is not there is no failure"
+    judged.set()
+    wait_for(disk.drain_reads, 1)
+    assert disk.failures == 1
+    disk.close()
+
+
+def test_a_look_at_the_disk_waits_no_longer_than_it_is_told_to(tmp_path: Path) -> None:
+    """While the store does not answer, `contains` says that it does not know, and only the first call waits for it at
+    all; when the store has answered, it knows again."""
+    disk, store = troubled_tier(tmp_path / "s", clock=Clock(), readers=1)
+    disk.start()
+    keys, data = pages(1, 2)
+    disk.submit(WriteJob(0, keys, data))
+    wait_for(disk.drain_writes, 1)
+    gate = store.trouble = Gate("contains")
+    assert disk.contains(keys, 0.01) is None
+    wait_until(lambda: gate.held == 1)
+    assert disk.contains(keys, math.inf) is None, "this call would never return if it waited"
+    assert gate.held == 1 and disk.drain_reads() == []
+    gate.open()
+    wait_until(lambda: disk.contains(keys, PATIENCE_S) == 2)
+    assert disk.contains((), 0) == 0
+    disk.close()
+
+
+def test_closing_ends_later_where_the_store_hangs_while_it_is_closed(tmp_path: Path) -> None:
+    """close() returns although the store does not; a later call finishes, and the path is free."""
+    disk, store = troubled_tier(tmp_path / "s", close_s=0.05)
+    disk.start()
+    let_go, close = threading.Event(), store.inner.close
+    store.inner.close = lambda: (let_go.wait(PATIENCE_S), close())[1]  # type: ignore[method-assign]
+    assert disk.close() is False and disk.close() is False
+    with pytest.raises(StoreLocked):
+        troubled_tier(tmp_path / "s")
+    let_go.set()
+    wait_until(disk.close)
+    again, _ = troubled_tier(tmp_path / "s")
+    again.close()

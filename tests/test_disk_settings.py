@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from disk_case import PATIENCE_S
 from toy_model import GEOMETRY, config, expected_kv, serve
 
 from hicache import CacheEngine, DiskConfig, build_engine
@@ -142,7 +143,7 @@ def test_a_store_is_of_no_use_without_its_key(tmp_path: Path, monkeypatch: pytes
     stored = b"".join(path.read_bytes() for path in (tmp_path / "s").iterdir() if path.is_file())
     assert not any(page[at : at + 32] in stored for at in range(0, len(page), 32))
     with engine_at(tmp_path / "s", **mine) as engine:
-        assert engine.lookup(tokens_of(1)).disk == 48
+        assert engine.lookup(tokens_of(1), disk_wait_s=PATIENCE_S).disk == 48
     messages = []
     with pytest.raises(StoreMismatch) as caught:
         engine_at(tmp_path / "s")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from disk_case import PATIENCE_S
 from toy_model import GEOMETRY, compute, config, expected_kv, read, serve
 
 from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
@@ -72,7 +73,7 @@ def test_all_three_tiers_and_a_restart(device: str, tmp_path: Path) -> None:
                 engine.check()
             assert sum(hit.disk for hit in hits[8:]) > 0
             assert (hits[0].disk > 0) == (run == 1)
-            assert engine.lookup(prompts[0]).disk + engine.lookup(prompts[0]).host > 0
+            assert engine.lookup(prompts[0], disk_wait_s=PATIENCE_S).disk + engine.lookup(prompts[0]).host > 0
             empty(engine)
 
 
@@ -113,9 +114,9 @@ def test_two_salts_share_a_store_and_no_page(tmp_path: Path) -> None:
         engine.flush()
         assert engine.lookup(tokens).device == 72
     with build_engine(config(disk=disk, salt="two"), GEOMETRY) as engine:
-        assert engine.lookup(tokens).disk == 0
+        assert engine.lookup(tokens, disk_wait_s=PATIENCE_S).disk == 0
     with build_engine(config(disk=disk, salt="one"), GEOMETRY) as engine:
-        assert engine.lookup(tokens).disk == 72
+        assert engine.lookup(tokens, disk_wait_s=PATIENCE_S).disk == 72
 
 
 def test_a_store_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -295,7 +296,7 @@ def test_closing_keeps_what_was_committed(tmp_path: Path) -> None:
     engine.close()
     engine.close()
     with build_engine(config(disk=disk), GEOMETRY) as reopened:
-        assert reopened.lookup(tokens).disk == 64
+        assert reopened.lookup(tokens, disk_wait_s=PATIENCE_S).disk == 64
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,10 +9,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from hicache.disk.health import Breaker, Limits, Watch
-from hicache.disk.jobs import Hung, Job, num_bytes
+from hicache.disk.jobs import FindDone, FindJob, Hung, Job, num_bytes
 from hicache.disk.queueing import JobQueue
 from hicache.metrics import Metrics
 
@@ -39,6 +39,7 @@ class Direction(Generic[J, D]):
         self._threads: list[tuple[threading.Thread, Watch[J]]] = []
         self._counting = threading.Lock()
         self._refused = self._hung = 0
+        self._stopped = False
 
     def add_threads(self, count: int, loop: Callable[[Watch[J]], None]) -> None:
         for n in range(count):
@@ -59,12 +60,19 @@ class Direction(Generic[J, D]):
 
     def refuses(self) -> bool:
         """Whether a job has no chance now: the breaker lets none through, or no thread is left to take it."""
-        return self.breaker.refuses() or all(watch.hangs for _, watch in self._threads)
+        return self.breaker.refuses() or self._stopped or all(watch.hangs for _, watch in self._threads)
 
     def refuse(self, job: J) -> None:
         with self._counting:
             self._refused += 1
-        self.done.put(self._nothing(job))
+        self.answer(job, self._nothing(job))
+
+    def answer(self, job: J, answer: D | Hung) -> None:
+        """Put an answer or announcement where it is waited for."""
+        if isinstance(job, FindJob) and job.reply is not None:
+            job.reply.put(cast("FindDone | Hung", answer))
+        else:
+            self.done.put(answer)
 
     def drain(self) -> list[D | Hung]:
         """Answers and announcements, after a look at the threads. While nothing is under way it takes no lock."""
@@ -84,6 +92,7 @@ class Direction(Generic[J, D]):
 
     def stop(self, deadline_s: float) -> bool:
         """Let the threads finish what is queued, until `deadline_s` of `time.monotonic`; true when all have ended."""
+        self._stopped = True
         self.jobs.close()
         for thread, watch in self._threads:
             if thread.is_alive():
@@ -103,4 +112,4 @@ class Direction(Generic[J, D]):
 
     def _announce(self, job: J) -> None:
         self._hung += 1
-        self.done.put(Hung(job.ticket, job.batch))
+        self.answer(job, Hung(job.ticket, job.batch))

@@ -1,13 +1,14 @@
 """What crosses between the scheduler thread and the disk threads: frozen jobs one way, frozen answers the other.
 
 A page's bytes belong to the disk from the submission of a job until its answer (`FindDone`, `ReadDone`, `WriteDone`) is
-drained; every job gets exactly one. `Hung` may come before it, and changes nothing about whose the bytes are. May
-import numpy and the standard library.
+drained; every job gets exactly one. `Hung` may come before it, and changes nothing about whose the bytes are. A find
+with a `reply` is answered there. May import numpy and the standard library.
 """
 
 from __future__ import annotations
 
 import math
+import queue
 import threading
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -21,18 +22,25 @@ FIND = -1  # stands for the number of a batch where a find is meant
 
 @dataclass(frozen=True)
 class FindJob:
-    """How many of `keys`, from the first on, does the store hold without a gap? `urgent`: a request waits for it."""
+    """How many of `keys`, from the first on, does the store hold without a gap? `urgent`: a request waits for it.
+
+    `reply`: where the answer, or `Hung`, goes instead of to those that are drained.
+    """
 
     ticket: int
     keys: tuple[bytes, ...]
     urgent: bool = True
+    reply: queue.SimpleQueue[FindDone | Hung] | None = field(default=None, compare=False)
     batch = FIND
 
 
 @dataclass(frozen=True)
 class FindDone:
+    """`answered`: the store said so; else it was not asked, or could not tell."""
+
     ticket: int
     num_pages: int
+    answered: bool = field(default=True, compare=False)
     batch = FIND
 
 

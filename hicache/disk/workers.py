@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from hicache.disk.direction import Direction
 from hicache.disk.health import LIMITS, Breaker, Limits, Permit, Watch
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _PART_PAGES = 2  # after so many a reader looks whether it should go on
 _GROUP_BYTES = 256 << 20  # of writes that are put together: several commits, each packed during the one before
+_LOOK = -1  # the ticket of a find that the scheduler thread waits for
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # trying again at once would tell nothing new
 
 
@@ -35,8 +38,36 @@ class _Fault(NamedTuple):
     lasting: bool
 
 
+_Judge: TypeAlias = Callable[[list[bool]], "_Fault | None"]
+
+
+class _Closing:
+    """The closing of a store, on a thread of its own: a medium that hangs is waited for as long as the caller likes."""
+
+    def __init__(self, store: PageStore) -> None:
+        self._store = store
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._close, name="hicache-disk-close", daemon=True)
+        self._thread.start()
+
+    def ends_before(self, deadline_s: float) -> bool:
+        """Whether it has ended by `deadline_s` of `time.monotonic`. Raises what the store raised."""
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        if self._error is not None:
+            raise self._error
+        return not self._thread.is_alive()
+
+    def _close(self) -> None:
+        try:
+            self._store.close()
+        except Exception as error:
+            log.exception("the store could not be closed")
+            self._error = error
+
+
 class DiskTier:
-    """Owns the store and its threads. Every method belongs to the scheduler thread.
+    """Owns the store and its threads. Every method belongs to the scheduler thread, and none waits for the medium
+    longer than it is told to: the store is asked on the threads alone, but for what it knows in memory.
 
     `full_bytes`: waiting writes of so many bytes count as a full queue. `clock`: seconds; deadlines of jobs are its.
     """
@@ -53,7 +84,9 @@ class DiskTier:
     ) -> None:
         self.store = store
         self._full_bytes, self._limits, self._clock = full_bytes, limits, clock
-        self._read_errors = self._write_errors = 0
+        self._write_errors = 0  # of the writer thread alone
+        self._late_look: queue.SimpleQueue[FindDone | Hung] | None = None
+        self._closing: _Closing | None = None
         self._reads: Direction[FindJob | ReadJob, FindDone | ReadDone]
         self._reads = Direction("reads", queue_jobs, _found_nothing, limits, clock)
         self._writes: Direction[WriteJob, WriteDone]
@@ -82,10 +115,24 @@ class DiskTier:
         # Batches of a prompt come from the first on, and the queue keeps the order within a priority.
         return self._reads.submit(job, 2 * (not job.urgent) + isinstance(job, ReadJob))
 
-    def contains(self, keys: Sequence[bytes]) -> int:
-        """Keys held from the first on without a gap; looked up on the calling thread. 0 while reads are stopped."""
-        permit = None if self._reads.refuses() else self._reads.breaker.admit(probes=False)
-        return 0 if permit is None else self._find(keys, permit)
+    def contains(self, keys: Sequence[bytes], wait_s: float) -> int | None:
+        """Keys held from the first on without a gap. None where the store cannot tell, or not within `wait_s`: reads
+        are stopped, its readers are busy, or its medium hangs. As long as one call is not answered, others do not wait.
+        """
+        if not keys:
+            return 0
+        if self._reads.refuses() or (self._late_look is not None and self._late_look.empty()):
+            return None
+        reply: queue.SimpleQueue[FindDone | Hung] = queue.SimpleQueue()
+        if not self._reads.submit(FindJob(_LOOK, tuple(keys), reply=reply)):
+            return None
+        self._late_look = reply
+        try:
+            answer = reply.get(timeout=wait_s)
+        except queue.Empty:
+            return None
+        self._late_look = None
+        return answer.num_pages if isinstance(answer, FindDone) and answer.answered else None
 
     @property
     def takes_writes(self) -> bool:
@@ -103,19 +150,28 @@ class DiskTier:
         return self._writes.drain()
 
     def close(self) -> bool:
-        """Finish what is queued, stop the threads, close the store.
+        """Finish what is queued, stop the threads, close the store. What is closed already is left alone.
 
-        Waits at most `close_s` for threads that do not return. False: one is left in the store, which stays open and
-        keeps its path; the memory of the pages that the thread has stays mapped, for its job refers to it, and a later
-        call tries again. Nothing else may use these pages until the process ends.
+        Waits at most `close_s` for threads that do not return, and for the store. False: one is left in the store,
+        which stays open and keeps its path; the memory of the pages that the thread has stays mapped, for its job
+        refers to it, and a later call tries again. Nothing else may use these pages until then. Raises what closing the
+        store raises.
         """
         deadline_s = time.monotonic() + self._limits.close_s
         ended = [direction.stop(deadline_s) for direction in (self._writes, self._reads)]
         if not all(ended):
-            log.warning("the disk tier closes without its store: a thread hangs in it; restart the process to free it")
+            log.warning("the disk tier closes without its store: a thread hangs in it; close it again later")
             return False
-        self.store.close()
-        return True
+        if self._closing is None:
+            self._closing = _Closing(self.store)
+        try:
+            if self._closing.ends_before(deadline_s):
+                return True
+        except BaseException:
+            self._closing = None
+            raise
+        log.warning("the disk tier closes without its store, which hangs while it is closed; close it again later")
+        return False
 
     # On the threads
 
@@ -123,20 +179,16 @@ class DiskTier:
         reads = self._reads
         while (job := reads.jobs.take()) is not None:
             if isinstance(job, ReadJob) and self._is_void(job):
-                reads.done.put(_found_nothing(job))
+                reads.answer(job, _found_nothing(job))
                 continue
             permit = reads.breaker.admit(probes=isinstance(job, ReadJob))
             if permit is None:
                 reads.refuse(job)
                 continue
             watch.begin([job], permit)
-            answer: FindDone | ReadDone
-            if isinstance(job, FindJob):
-                answer = FindDone(job.ticket, self._find(job.keys, permit))
-            else:
-                answer = self._read(job, permit)
+            answer = self._find(job, permit) if isinstance(job, FindJob) else self._read(job, permit)
             watch.end()
-            reads.done.put(answer)
+            reads.answer(job, answer)
 
     def _write_loop(self, watch: Watch[WriteJob]) -> None:
         writes = self._writes
@@ -150,17 +202,18 @@ class DiskTier:
             watch.begin(jobs, permit)
             answers = self._write(jobs, permit)
             watch.end()
-            for answer in answers:
-                writes.done.put(answer)
+            for job, answer in zip(jobs, answers, strict=True):
+                writes.answer(job, answer)
 
     def _is_void(self, job: ReadJob) -> bool:
         """Whether nobody wants the pages any more."""
         return job.cancelled.is_set() or self._clock() >= job.deadline_s
 
-    def _find(self, keys: Sequence[bytes], permit: Permit) -> int:
-        breaker = self._reads.breaker
-        held = _ask(breaker, permit, partial(self.store.contains, keys), self._judge_read, proves=False)
-        return next((i for i, present in enumerate(held) if not present), len(held))
+    def _find(self, job: FindJob, permit: Permit) -> FindDone:
+        judge = self._judge_read()
+        held = _ask(self._reads.breaker, permit, partial(self.store.contains, job.keys), judge, proves=False)
+        num_pages = next((i for i, present in enumerate(held) if not present), len(held))
+        return FindDone(job.ticket, num_pages, answered=bool(held) and judge(held) is None)
 
     def _read(self, job: ReadJob, permit: Permit) -> ReadDone:
         """A part at a time, until nobody wants the rest; what is behind a gap is of no use."""
@@ -168,7 +221,7 @@ class DiskTier:
         while len(ok) < len(job.keys) and all(ok) and not (ok and self._is_void(job)):
             part = slice(len(ok), len(ok) + _PART_PAGES)
             call = partial(self.store.get_into, job.keys[part], job.pages[part])
-            got = _ask(self._reads.breaker, permit, call, self._judge_read)
+            got = _ask(self._reads.breaker, permit, call, self._judge_read())
             ok += got or [False] * len(job.keys[part])
         return ReadDone(job.ticket, job.batch, tuple(ok + [False] * (len(job.keys) - len(ok))), asked=len(ok))
 
@@ -190,12 +243,16 @@ class DiskTier:
             start = end
         return answers
 
-    def _judge_read(self, ok: list[bool]) -> _Fault | None:
-        """A store that cannot read answers with misses: only its own count tells them from pages it does not have."""
-        if all(ok):
-            return None
-        before, self._read_errors = self._read_errors, self.store.stats().read_errors
-        return _Fault("the medium cannot be read", lasting=False) if self._read_errors > before else None
+    def _judge_read(self) -> _Judge:
+        """Of this thread's next call. A store that cannot read answers with misses: only its count of what it could not
+        read for this thread tells them from pages it does not have."""
+        before = self.store.thread_read_errors()
+
+        def judge(ok: list[bool]) -> _Fault | None:
+            is_fault = not all(ok) and self.store.thread_read_errors() > before
+            return _Fault("the medium cannot be read", lasting=False) if is_fault else None
+
+        return judge
 
     def _judge_write(self, ok: list[bool]) -> _Fault | None:
         if all(ok):
@@ -212,7 +269,7 @@ def _ask(
     breaker: Breaker,
     permit: Permit,
     call: Callable[[], list[bool]],
-    judge: Callable[[list[bool]], _Fault | None],
+    judge: _Judge,
     *,
     proves: bool = True,
 ) -> list[bool]:
@@ -235,7 +292,7 @@ def _ask(
 
 def _found_nothing(job: FindJob | ReadJob) -> FindDone | ReadDone:
     if isinstance(job, FindJob):
-        return FindDone(job.ticket, 0)
+        return FindDone(job.ticket, 0, answered=False)
     return ReadDone(job.ticket, job.batch, (False,) * len(job.keys))
 
 

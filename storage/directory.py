@@ -1,0 +1,147 @@
+"""The directory of a store: made private, held by one writer, and known again by what it is rather than by its name.
+
+Owns the writer's lock file and the modes of all files. The kernel releases a lock with its process, however that ends,
+and lists who has it: the file says nothing, so nothing in it can be out of date. May import the standard library, base.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+from pathlib import Path
+
+from hicache.storage.base import StoreError, StoreLocked
+
+log = logging.getLogger("hicache.storage")
+
+DATA_FILE, LOCK_FILE, READERS_FILE, COMPACT_FILE = "data.mdb", "writer.lock", "lock.mdb", "compact.tmp"
+SLOTS_FILE, RESCUE_FOLDER, NEW_READERS_FILE = "pages.dat", "rescue.tmp", "lock.new"
+STORE_FILES = frozenset((DATA_FILE, LOCK_FILE, READERS_FILE, COMPACT_FILE, SLOTS_FILE, RESCUE_FOLDER, NEW_READERS_FILE))
+PRIVATE_FOLDER_MODE, PRIVATE_FILE_MODE = 0o700, 0o600
+_OF_OTHERS = 0o077
+_KERNEL_LOCKS = Path("/proc/locks")
+
+
+class WriterLock:
+    """The right to write to one directory, from construction to `close`. The directory is made if need be, private to
+    its user; an existing one and its files are made so, with a warning. Raises `StoreLocked` or `StoreError`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER_MODE)
+            self._descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, PRIVATE_FILE_MODE)
+        except (FileExistsError, NotADirectoryError):
+            raise StoreError(f"the disk path {path} is not a directory; choose another path") from None
+        except OSError as error:
+            raise StoreError(f"cannot write to the disk path {path}: {error.strerror}; choose another path") from error
+        try:
+            self._lock()
+            _make_private(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def require_same(self) -> None:
+        """OSError when the path no longer leads to the directory that is locked: a store there is another writer's."""
+        held = os.fstat(self._descriptor)
+        try:
+            found = os.stat(self._path / LOCK_FILE)
+        except FileNotFoundError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
+            raise OSError(errno.ESTALE, f"{self._path} was removed or replaced while it was open; open the store again")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreLocked(
+                f"the store {self._path} is in use by {_holder_in_words(self._descriptor)}; close it there or choose "
+                "another path"
+            ) from None
+        except OSError as error:
+            raise StoreError(
+                f"cannot lock the disk path {self._path}: {error.strerror}; choose a local directory"
+            ) from error
+
+
+def share_lock(path: Path) -> int | None:
+    """Keep writers out while the returned descriptor is open; None when one is inside, or for want of a file."""
+    try:
+        descriptor = os.open(path / LOCK_FILE, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def writer_of(path: Path) -> int | None:
+    """The process that writes to the store now, 0 when it cannot be named; None: nobody does."""
+    descriptor = share_lock(path)
+    if descriptor is not None:
+        os.close(descriptor)
+        return None
+    try:
+        descriptor = os.open(path / LOCK_FILE, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return _holder(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _holder(descriptor: int) -> int:
+    """The process that the kernel names as the holder of a lock on the file, 0 where it names none that is alive.
+
+    It names none for a holder in another container, and none at all on network file systems.
+    """
+    held = os.fstat(descriptor)
+    file = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x}:{held.st_ino}"
+    try:
+        rows = [line.split() for line in _KERNEL_LOCKS.read_text().splitlines()]
+    except OSError:
+        return 0
+    pids = [int(row[4]) for row in rows if len(row) == 8 and row[1] == "FLOCK" and row[5] == file]
+    return next((pid for pid in pids if pid > 0 and Path(f"/proc/{pid}").exists()), 0)
+
+
+def _holder_in_words(descriptor: int) -> str:
+    pid = _holder(descriptor)
+    try:
+        user = Path(f"/proc/{pid}").stat().st_uid if pid else os.geteuid()
+    except OSError:
+        pid = 0
+    if not pid:
+        return "a process that cannot be named (in another container, or of another machine)"
+    return f"process {pid}" if user == os.geteuid() else f"process {pid} of user {user}"
+
+
+def _make_private(path: Path) -> None:
+    """Take the rights of others away from the files of a store, and from the directory where it has nothing else."""
+    names = set(os.listdir(path))
+    # What lock.mdb may link to is private by itself; what else is here is not ours to change.
+    ours = [path / name for name in sorted(names & STORE_FILES) if not (path / name).is_symlink()]
+    if names <= STORE_FILES:
+        ours.insert(0, path)
+    for file in ours:
+        mode = stat.S_IMODE(file.stat().st_mode)
+        if not mode & _OF_OTHERS:
+            continue
+        try:
+            file.chmod(mode & ~_OF_OTHERS)
+        except OSError as error:
+            log.warning("other users may read %s (%s); let its owner run chmod go= on it", file, error.strerror)
+        else:
+            log.warning("%s could be read or written by other users; it is private now", file)
