@@ -3,7 +3,8 @@
     base          the contract of a page store, and its errors
     lmdb_store    the embedded one, for the process that writes it; lmdb_reader: for others; lookup: reading, for both
     lmdb_writer   commits and the budget; packer: packing beside them; lru: use order; slots, slot_file: long values
-    lmdb_env      the open directory; lmdb_file: its files; lmdb_record: what it says of itself
+    lmdb_env      the open store; lmdb_file: its files; lmdb_record: what it says of itself
+    directory     who may write to it, and who else may read it: nobody; reader_table: where readers are noted
     codec         a page and its value: header, filters, cipher
     check         what must hold, value by value; operate: what operators do
     tree_check    whether lmdb may walk its file (lmdb_meta, lmdb_tree: the format); rescue: building it anew

@@ -201,6 +201,7 @@ class StoreEnv:
                 self._sizes = sizes_of(txn, tables)
             self.committed(self._sizes.entries, self._sizes.live_bytes)
         except medium_errors as error:
+            self._shut()
             raise StoreError(f"cannot open the store {self._spec.path}: {error}; mend the medium") from error
 
     def _open(self) -> None:

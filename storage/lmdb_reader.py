@@ -59,12 +59,12 @@ class ReaderEnv:
         self._inode: tuple[int, int] | None = None
         self._least_file_bytes = 0
         with contextlib.ExitStack() as held:
-            held.callback(self._shut)
             self._registers = not _is_read_only(path)
             if self._registers:
                 held.enter_context(contextlib.closing(ReaderTable(path)))
             elif (descriptor := _keep_writers_out(path)) is not None:
                 held.callback(os.close, descriptor)
+            held.callback(self._shut)  # before what protects its reads
             self._open()
             self.identity, self.settings = self._records()
             self._held = held.pop_all()

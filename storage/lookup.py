@@ -105,8 +105,9 @@ class Lookup:
         return found
 
     def stats(self, budget_bytes: int, *, read_only: bool) -> StoreStats:
+        sizes = self._env.sizes()._asdict()
         counts = dataclasses.asdict(self._counters.now)
-        return StoreStats(**self._env.sizes()._asdict(), budget_bytes=budget_bytes, read_only=read_only, **counts)
+        return StoreStats(**sizes, budget_bytes=budget_bytes, read_only=read_only, **counts)
 
     def _get_part(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
         """`get_into` for the keys of one read transaction."""
