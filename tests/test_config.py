@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
 
 from hicache import DiskConfig, EngineConfig, ModelGeometry, build_engine
-from hicache.config import kernel_choice, parse_bytes
+from hicache.config import kernel_choice
 from hicache.disk import identity_of, namespace_digest
 from hicache.errors import ConfigError, IdentityError
 from hicache.layout import BufferSpec, PoolLayout
+from hicache.settings import (
+    Choice,
+    FilePath,
+    Number,
+    Setting,
+    Size,
+    Text,
+    Whole,
+    parse_bytes,
+    settings_of,
+)
 
 LAYOUT = PoolLayout((BufferSpec("k", torch.uint8, (2, 8), "token", (0, 1)),), 4)
 
@@ -95,6 +109,91 @@ def test_wrong_settings_of_the_disk_name_the_knob(changes: dict[str, object], li
         DiskConfig(path="/x", **changes)  # type: ignore[arg-type]
 
 
+# What no whole number, no size and no number takes.
+NO_NUMBER = [None, True, "", "x", "nan", "inf", [1], {}, b"1", float("nan"), float("inf"), -float("inf"), 1j]
+WRONG: dict[type[Setting], list[object]] = {
+    Whole: [*NO_NUMBER, 64.0, 64.9, "64.9", -1, 1 << 63, 10**30, "9" * 30, "9" * 5000, 10**5000],
+    Size: [*NO_NUMBER, 64.0, 64.9, "64.9", "64.9B", "1KX", "iB", -1, "-1GB", 1 << 63, "999999999TB", "9" * 5000],
+    Number: [*NO_NUMBER, -1.0, 1e300, 10**400, "1e400"],
+    Text: [None, 1, b"m", ["m"], "\ud800"],
+    Choice: [None, 1, "", "sometimes", ["relaxed"], "\ud800"],
+    FilePath: [None, 1, b"/x", ["/x"], "a\0b", "\ud800"],
+}
+DECLARED = [(cls, name, setting) for cls in (EngineConfig, DiskConfig) for name, setting in settings_of(cls).items()]
+
+
+RIGHT = {"device_tokens": 4096, "host_bytes": 1 << 20, "model_id": "m", "disk": {"path": "/x"}}
+
+
+def plain(cls: type, name: str, value: object) -> dict[str, object]:
+    """Plain values of a whole configuration, right but for the one setting of `cls`."""
+    return {**RIGHT, name: value} if cls is EngineConfig else {**RIGHT, "disk": {"path": "/x", name: value}}
+
+
+@pytest.mark.parametrize(("cls", "name", "setting"), DECLARED, ids=[f"{c.__name__}.{n}" for c, n, _ in DECLARED])
+def test_every_setting_refuses_every_wrong_kind(cls: type, name: str, setting: Setting, tmp_path: Path) -> None:
+    """What a setting does not take is a ConfigError of one short line with its name, through every door alike: built
+    directly, from a mapping, from YAML, from a flag. Nothing is cut, rounded or taken for a number."""
+    required = {"device_tokens": 4096} if cls is EngineConfig else {"path": "/x"}
+    for value in WRONG[type(setting)]:
+        doors: list[Callable[[], object]] = [
+            lambda value=value: cls(**{**required, name: value}),
+            lambda value=value: EngineConfig.from_dict(plain(cls, name, value)),
+        ]
+        if isinstance(value, str) and "\0" not in value:
+            flag = f"--{'disk-' * (cls is DiskConfig)}{name}={value}".replace("_", "-")
+            doors.append(lambda given=flag: EngineConfig.from_flags(flags(given), **RIGHT))
+        if isinstance(value, None | bool | int | float | list) and value not in (10**5000,):
+            file = tmp_path / "engine.yaml"
+            file.write_text(yaml.safe_dump(plain(cls, name, value)))
+            doors.append(lambda file=file: EngineConfig.from_yaml(file))
+        for door in doors:
+            with pytest.raises(ConfigError) as caught:
+                door()
+            line = str(caught.value)
+            assert f"{name}=" in line and len(line) < 400 and "\n" not in line, line
+
+
+def test_numbers_of_other_libraries_are_taken_as_pythons() -> None:
+    """Whole numbers of numpy become Python's, text is read, and a configuration holds values of the declared kinds."""
+    config = EngineConfig(device_tokens=np.int64(4096), host_bytes="1GiB", host_ratio=0)  # type: ignore[arg-type]
+    assert config == EngineConfig(device_tokens=4096, host_bytes=1 << 30)
+    assert type(config.device_tokens) is int and type(config.host_ratio) is float
+
+
+BROKEN_FILES = [
+    b"device_tokens: 4096\ndisk: 5\n",
+    b"device_tokens: 4096\ndisk: [path]\n",
+    b"1: 2\n",
+    b"1: 2\na: 3\n",
+    b"\xff\xfe\x00",
+    b"device_tokens: 4096\nmodel_id: caf\xe9\n",
+    b"[" * 3000 + b"]" * 3000,
+    b"device_tokens: " + b"9" * 5000 + b"\n",
+    b"{a: [\n",
+    b"device_tokens: !!bool maybe\n",
+    b"device_tokens: !!timestamp x\n",
+    b"device_tokens: 2020-01-01\n",
+    b"? [a]\n: 1\n",
+    b"",
+    b"text\n",
+]
+
+
+@pytest.mark.parametrize("content", BROKEN_FILES, ids=lambda content: repr(content[:24]))
+def test_a_broken_file_is_one_line(content: bytes, tmp_path: Path) -> None:
+    """Whatever stands in the file of a configuration, it is read or refused in one line, with the flag as without."""
+    file = tmp_path / "engine.yaml"
+    file.write_bytes(content)
+    for read in (EngineConfig.from_yaml, lambda path: EngineConfig.from_flags(flags("--config", str(path)))):
+        with pytest.raises(ConfigError) as caught:
+            read(file)
+        assert "\n" not in str(caught.value)
+    given = flags("--config", str(file), "--disk-path", "/x")
+    with pytest.raises(ConfigError):
+        EngineConfig.from_flags(given)
+
+
 def test_the_settings_of_the_disk_have_flags() -> None:
     """Order of bytes, key file and times can be given on the command line."""
     given = flags("--disk-path", "/p", "--disk-filter", "planes", "--disk-key-file", "/k", "--disk-hang-s", "2.5")
@@ -104,10 +203,17 @@ def test_the_settings_of_the_disk_have_flags() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("512MiB", 512 << 20), ("2GB", 2 * 10**9), ("1.5k", 1536), ("100", 100), (7, 7), ("3 TB", 3 * 10**12)],
+    [
+        ("512MiB", 512 << 20),
+        ("2GB", 2 * 10**9),
+        ("1.5k", 1536),
+        ("100", 100),
+        ("3 TB", 3 * 10**12),
+        ("9007199254740993", 9007199254740993),
+    ],
 )
-def test_sizes_in_bytes(text: str | int, size: int) -> None:
-    """Decimal and binary units mean what they say."""
+def test_sizes_in_bytes(text: str, size: int) -> None:
+    """Decimal and binary units mean what they say, to the byte at any size."""
     assert parse_bytes(text) == size
     with pytest.raises(ConfigError, match="no size in bytes"):
         parse_bytes(f"{text}x")

@@ -25,7 +25,7 @@ LEVELS = (
     ("flow",),
     ("tree", "alloc", "device", "transfer", "host", "disk"),
     ("layout", "values"),
-    ("config", "metrics"),
+    ("config", "settings", "metrics"),
     ("errors",),
     ("kernels", "storage"),
 )

@@ -9,7 +9,7 @@ import base64
 import binascii
 from pathlib import Path
 
-from hicache.config import DiskConfig, disk_key_text
+from hicache.config import DiskConfig, disk_key
 from hicache.errors import ConfigError
 from hicache.storage.cipher import PageCipher
 
@@ -19,11 +19,11 @@ _HEX_DIGITS = 2 * KEY_BYTES
 
 def cipher_of(config: DiskConfig) -> PageCipher | None:
     """The cipher that the settings ask for; None for plain pages. ConfigError where there is no such key, or two."""
-    text = disk_key_text()
-    if text and config.key_file:
+    key = disk_key()
+    if key and config.key_file:
         raise ConfigError("disk key_file and HICACHE_DISK_KEY are both set; give the key in one of them")
-    if text:
-        return PageCipher(_parse(text.encode(), "HICACHE_DISK_KEY"))
+    if key:
+        return PageCipher(_parse(key, "HICACHE_DISK_KEY"))
     if not config.key_file:
         return None
     try:

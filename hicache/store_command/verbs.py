@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache.config import DiskConfig, parse_bytes
+from hicache.config import DiskConfig
 from hicache.disk.secret import cipher_of
 from hicache.errors import ConfigError
+from hicache.settings import parse_bytes
 from hicache.storage import (
     Fault,
     LmdbPageReader,
