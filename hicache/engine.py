@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,6 +21,7 @@ import torch
 from hicache.config import PrefetchMode
 from hicache.device.base import KVCache
 from hicache.device.req_to_token import ReqToTokenPool
+from hicache.disk import DiskTier
 from hicache.errors import DuplicateRequest, ForeignLease, LeaseEnded, NotRunning
 from hicache.flow.admit import Admission
 from hicache.flow.backup import Backup
@@ -62,6 +64,19 @@ def one_rank(counts: Sequence[int]) -> Sequence[int]:
     return counts
 
 
+_EXIT_S = 5.0
+
+
+def _abandon(transfers: Sequence[TransferBackend], disk: DiskTier | None) -> None:
+    """Stop the threads of an engine that was not closed: at the interpreter's exit, which would otherwise end them
+    inside torch and abort the process, or when the engine is collected. Takes at most `_EXIT_S`."""
+    deadline_s = time.monotonic() + _EXIT_S
+    for transfer in transfers:
+        transfer.abandon(deadline_s)
+    if disk is not None:
+        disk.close(max(0.0, deadline_s - time.monotonic()))
+
+
 class CacheEngine:
     """One hierarchical cache. Build it with `hicache.factory.build_engine`; use it in a `with`, or `start` and
     `close` it.
@@ -84,6 +99,7 @@ class CacheEngine:
         flows: list[Flow | None] = [self._backup, self._restore, self._persist, self._prefetcher]
         self._flows: list[Flow] = [flow for flow in flows if flow is not None]
         self._running = self._closed = False
+        self._finalizer: weakref.finalize[..., CacheEngine] | None = None
         self._add_gauges()
 
     # What a model runner needs
@@ -118,7 +134,9 @@ class CacheEngine:
             raise NotRunning(closed=True)
         if not self._running:
             self._running = True
-            for _, transfer in self._transfers():
+            transfers = [transfer for _, transfer in self._transfers()]
+            self._finalizer = weakref.finalize(self, _abandon, transfers, self._parts.disk)
+            for transfer in transfers:
                 transfer.start()
             if self._parts.disk:
                 self._parts.disk.start()
@@ -128,14 +146,17 @@ class CacheEngine:
 
         Waits for a disk that hangs no longer than twice its `hang_s`: what is left then, a later call finishes.
         """
-        parts = self._parts
-        was_closed, self._closed = self._closed, True
+        parts, finalizer = self._parts, self._finalizer
+        was_closed = self._closed or (finalizer is not None and not finalizer.alive)
+        self._closed = True
         if was_closed:
             if parts.disk is not None:
                 parts.disk.close()
             return
         hosts = (parts.host, *(side.host for side in parts.sides))
         with contextlib.ExitStack() as ending:  # each part is closed, whatever becomes of those before it
+            if finalizer is not None:
+                ending.callback(finalizer.detach)
             for part in (*reversed(hosts), parts.disk, *(transfer for _, transfer in reversed(self._transfers()))):
                 if part is not None:
                     ending.callback(part.close)

@@ -51,7 +51,7 @@ class Packer:
         try:
             for key in keys:
                 room = self._free.pop() if self._free else aligned_room(self._codec.max_value_bytes)
-                pending.append((room, self._threads.submit(self._pack, key, pages[key], lag, room)))
+                pending.append((room, self._submit(key, pages[key], lag, room)))
                 if len(pending) > self._num_ahead:
                     yield self._lend(*pending.popleft())
             while pending:
@@ -68,6 +68,14 @@ class Packer:
 
     def close(self) -> None:
         self._threads.shutdown()
+
+    def _submit(self, key: bytes, page: PageBuffer, lag: float, room: memoryview) -> Future[Value]:
+        try:
+            return self._threads.submit(self._pack, key, page, lag, room)
+        except RuntimeError:  # at the interpreter's exit no thread takes work any more, and the writer has some left
+            packed: Future[Value] = Future()
+            packed.set_result(self._pack(key, page, lag, room))
+            return packed
 
     def _pack(self, key: bytes, page: PageBuffer, lag: float, room: memoryview) -> Value:
         if self._apart:

@@ -95,7 +95,7 @@ class Direction(Generic[J, D]):
         self._stopped = True
         self.jobs.close()
         for thread, watch in self._threads:
-            if thread.is_alive():
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(0 if watch.hangs else max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread, _ in self._threads)
 

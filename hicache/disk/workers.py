@@ -149,15 +149,15 @@ class DiskTier:
     def drain_writes(self) -> list[WriteDone | Hung]:
         return self._writes.drain()
 
-    def close(self) -> bool:
+    def close(self, within_s: float | None = None) -> bool:
         """Finish what is queued, stop the threads, close the store. What is closed already is left alone.
 
-        Waits at most `close_s` for threads that do not return, and for the store. False: one is left in the store,
-        which stays open and keeps its path; the memory of the pages that the thread has stays mapped, for its job
-        refers to it, and a later call tries again. Nothing else may use these pages until then. Raises what closing the
-        store raises.
+        Waits at most `within_s` (default: `close_s` of the limits) for threads that do not return, and for the store.
+        False: one is left in the store, which stays open and keeps its path; the memory of the pages that the thread has
+        stays mapped, for its job refers to it, and a later call tries again. Nothing else may use these pages until
+        then. Raises what closing the store raises.
         """
-        deadline_s = time.monotonic() + self._limits.close_s
+        deadline_s = time.monotonic() + (self._limits.close_s if within_s is None else within_s)
         ended = [direction.stop(deadline_s) for direction in (self._writes, self._reads)]
         if not all(ended):
             log.warning("the disk tier closes without its store: a thread hangs in it; close it again later")

@@ -61,3 +61,8 @@ class TransferBackend(Protocol):
     def close(self) -> None:
         """Finish what was submitted, then release streams or threads."""
         ...
+
+    def abandon(self, deadline_s: float) -> None:
+        """Nobody wants the copies any more: end them early, and return when none runs, or at `deadline_s` of
+        `time.monotonic`. Any thread, copy threads included."""
+        ...

@@ -25,6 +25,10 @@ _JOIN_S = 30.0
 _GROUP_BYTES = 1 << 20  # of one page that is gathered at once
 
 
+class _Abandoned(TransferError):
+    """Nobody waits for this copy: no news."""
+
+
 class CpuOp:
     """A copy on a worker thread."""
 
@@ -40,7 +44,8 @@ class CpuOp:
         try:
             copy()
         except Exception as error:  # noqa: BLE001 - kept in `error`, which every landing looks at and counts
-            log.warning("a copy between tiers failed: %s", error)
+            if not isinstance(error, _Abandoned):
+                log.warning("a copy between tiers failed: %s", error)
             self.error = error
         self._seconds = time.perf_counter() - start
         self._ended.set()
@@ -71,10 +76,11 @@ class _Lane:
     def put(self, op: CpuOp, copy: Callable[[], None]) -> None:
         self._jobs.put((op, copy))
 
-    def close(self) -> None:
+    def close(self, within_s: float = _JOIN_S) -> None:
         if self._thread.is_alive():
             self._jobs.put(None)
-            self._thread.join(_JOIN_S)
+            if self._thread is not threading.current_thread():
+                self._thread.join(within_s)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -96,6 +102,7 @@ class CpuTransfer:
         self._ends = ends  # layer l of a page: [ends[l], ends[l + 1])
         self._group = max(1, min(num_layers, _GROUP_BYTES // ends[1]))
         self._up, self._down = _Lane("hicache-load"), _Lane("hicache-store")
+        self._abandoned = threading.Event()
 
     def start(self) -> None:
         self._up.start()
@@ -104,6 +111,11 @@ class CpuTransfer:
     def close(self) -> None:
         self._up.close()
         self._down.close()
+
+    def abandon(self, deadline_s: float) -> None:
+        self._abandoned.set()
+        for lane in (self._up, self._down):
+            lane.close(max(0.0, deadline_s - time.monotonic()))
 
     def figures(self) -> dict[str, float]:
         """Nothing: memory is as fast as it is."""
@@ -115,6 +127,7 @@ class CpuTransfer:
         def copy() -> None:
             try:
                 for layer in range(self._num_layers):
+                    self._require_wanted()
                     staging = self._host[ids, self._ends[layer] : self._ends[layer + 1]]
                     self._mover.scatter(torch.from_numpy(staging), slots, layer, 1)
                     self._counter.record(load_id, layer)
@@ -130,6 +143,7 @@ class CpuTransfer:
 
         def copy() -> None:
             for first, end in spans(self._num_layers, self._group):
+                self._require_wanted()
                 begin, stop = self._ends[first], self._ends[end]
                 staging = torch.empty(len(pages), stop - begin, dtype=torch.uint8)
                 self._mover.gather(slots, staging, first, end - first)
@@ -137,3 +151,7 @@ class CpuTransfer:
 
         self._down.put(op, copy)
         return op
+
+    def _require_wanted(self) -> None:
+        if self._abandoned.is_set():
+            raise _Abandoned("the engine of this copy is gone")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -185,6 +186,13 @@ class CudaTransfer:
         for lane in (self._up, self._down):
             lane.copy.synchronize()
             lane.kernel.synchronize()
+
+    def abandon(self, deadline_s: float) -> None:
+        """What is held back is never queued. The streams cannot be stopped, and they use memory that is about to go."""
+        self._stores.clear()
+        streams = [stream for lane in (self._up, self._down) for stream in (lane.copy, lane.kernel)]
+        while not all(stream.query() for stream in streams) and time.monotonic() < deadline_s:
+            time.sleep(0.001)
 
     def figures(self) -> dict[str, float]:
         """What the plan assumes of the link, and how many copies went which way."""
