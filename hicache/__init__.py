@@ -1,165 +1,28 @@
 """hicache: GPU memory, pinned CPU memory and disk as one cache for the attention state (KV) of language models.
 
-The names of the public surface, wherever they live. Importing needs neither a GPU nor Triton nor lmdb.
+The public names (`hicache.surface`) are loaded when the first of them is asked for: torch takes a second or more, and
+the command line must answer, and be interrupted, before. Importing needs neither a GPU nor Triton nor lmdb.
 """
 
-from hicache.alloc import (
-    BaseTokenToKVPoolAllocator,
-    PagedTokenToKVPoolAllocator,
-    SWATokenToKVPoolAllocator,
-    TokenToKVPoolAllocator,
-    alloc_for_decode,
-    alloc_for_extend,
-    alloc_paged_token_slots_decode,
-    alloc_paged_token_slots_extend,
-    alloc_req_slots,
-    alloc_token_slots,
-    available_and_evictable_str,
-    evict_from_tree_cache,
-    get_last_loc,
-    get_last_loc_torch,
-    get_last_loc_triton,
-    release_kv_cache,
-    write_cache_indices,
-    write_req_to_token_pool_triton,
-)
-from hicache.config import DiskConfig, EngineConfig
-from hicache.device import (
-    AscendMLAPagedTokenToKVPool,
-    AscendTokenToKVPool,
-    DoubleSparseTokenToKVPool,
-    DSATokenToKVPool,
-    HybridLinearKVPool,
-    HybridReqToTokenPool,
-    KVCache,
-    Mamba2CacheParams,
-    Mamba2StateShape,
-    MambaPool,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    NSATokenToKVPool,
-    QuantizedKVCache,
-    ReqToTokenPool,
-    SWAKVPool,
-    plan_capacity,
-)
-from hicache.engine import CacheEngine, CacheRequest, Held, Hit, Lease, Prefetch
-from hicache.errors import HiCacheError
-from hicache.factory import build_engine
-from hicache.kernels.alloc_extend import alloc_extend_naive
-from hicache.kernels.paged_attention import contiguous_to_paged, paged_attention_forward, paged_to_contiguous
-from hicache.layout import BufferSpec, ModelGeometry, PoolLayout
-from hicache.tensor_cache import HiCache, TensorCacheStats
-from hicache.transfer import LayerTransferCounter
-from hicache.tree import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    CacheInitParams,
-    EvictionStrategy,
-    EvictParams,
-    EvictResult,
-    FIFOStrategy,
-    FILOStrategy,
-    InsertParams,
-    InsertResult,
-    LFUStrategy,
-    LRUStrategy,
-    MambaRadixCache,
-    MatchPrefixParams,
-    MatchResult,
-    MRUStrategy,
-    PriorityStrategy,
-    RadixCache,
-    RadixKey,
-    SLRUStrategy,
-    SWARadixCache,
-    TreeNode,
-    checkpoint_len,
-    get_eviction_strategy,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hicache.surface import *  # noqa: F403 - the list of names stands there
+    from hicache.surface import __all__ as __all__
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AllBlocksCleared",
-    "AscendMLAPagedTokenToKVPool",
-    "AscendTokenToKVPool",
-    "BaseTokenToKVPoolAllocator",
-    "BlockRemoved",
-    "BlockStored",
-    "BufferSpec",
-    "CacheEngine",
-    "CacheInitParams",
-    "CacheRequest",
-    "DSATokenToKVPool",
-    "DiskConfig",
-    "DoubleSparseTokenToKVPool",
-    "EngineConfig",
-    "EvictParams",
-    "EvictResult",
-    "EvictionStrategy",
-    "FIFOStrategy",
-    "FILOStrategy",
-    "Held",
-    "HiCache",
-    "HiCacheError",
-    "Hit",
-    "HybridLinearKVPool",
-    "HybridReqToTokenPool",
-    "InsertParams",
-    "InsertResult",
-    "KVCache",
-    "LFUStrategy",
-    "LRUStrategy",
-    "LayerTransferCounter",
-    "Lease",
-    "MHATokenToKVPool",
-    "MLATokenToKVPool",
-    "MRUStrategy",
-    "Mamba2CacheParams",
-    "Mamba2StateShape",
-    "MambaPool",
-    "MambaRadixCache",
-    "MatchPrefixParams",
-    "MatchResult",
-    "ModelGeometry",
-    "NSATokenToKVPool",
-    "PagedTokenToKVPoolAllocator",
-    "PoolLayout",
-    "Prefetch",
-    "PriorityStrategy",
-    "QuantizedKVCache",
-    "RadixCache",
-    "RadixKey",
-    "ReqToTokenPool",
-    "SLRUStrategy",
-    "SWAKVPool",
-    "SWARadixCache",
-    "SWATokenToKVPoolAllocator",
-    "TensorCacheStats",
-    "TokenToKVPoolAllocator",
-    "TreeNode",
-    "alloc_extend_naive",
-    "alloc_for_decode",
-    "alloc_for_extend",
-    "alloc_paged_token_slots_decode",
-    "alloc_paged_token_slots_extend",
-    "alloc_req_slots",
-    "alloc_token_slots",
-    "available_and_evictable_str",
-    "build_engine",
-    "checkpoint_len",
-    "contiguous_to_paged",
-    "evict_from_tree_cache",
-    "get_eviction_strategy",
-    "get_last_loc",
-    "get_last_loc_torch",
-    "get_last_loc_triton",
-    "paged_attention_forward",
-    "paged_to_contiguous",
-    "plan_capacity",
-    "release_kv_cache",
-    "write_cache_indices",
-    "write_req_to_token_pool_triton",
-]
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if not name.startswith("_") or name == "__all__":
+            surface = import_module("hicache.surface")
+            # Loading it has also set the attributes of this package that are its parts.
+            globals().update({public: getattr(surface, public) for public in surface.__all__}, __all__=surface.__all__)
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

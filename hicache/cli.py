@@ -1,28 +1,35 @@
-"""The command line: `hicache demo`, `hicache store`. Every error made on purpose is one line on stderr, exit status 2.
+"""The command line: `hicache demo`, `hicache store`. What goes wrong is one line on stderr, with a status.
 
 A command is a module with `add_flags(parser)` and `run(flags)`, loaded by name when it is called for: the demo's
-imports take seconds, and what it needs, others need not have.
+imports take seconds, and what it needs, others need not have. This module imports the standard library alone, so that
+Ctrl-C is heard from the start.
 
-Exit status: 0 done, 1 the outcome of the demo is not identical or a store has faults, 2 wrong input, 130 interrupted.
-May import everything.
+Exit status: 0 done, 1 the outcome of the demo is not identical or a store has faults, 2 wrong input or a file that
+cannot be used, 130 interrupted, 141 nobody reads the output. May import everything.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
+import os
+import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
-from typing import Any, NoReturn
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, NoReturn
 
-from hicache.errors import ConfigError, HiCacheError
-from hicache.storage.base import StoreError
+from hicache.terminal import printable
+
+_WRONG_INPUT_STATUS = 2
+_INTERRUPTED_STATUS = 130
+_BROKEN_PIPE_STATUS = 141  # as the shell gives for a program that a closed pipe ended
+_INTERRUPTED = "hicache: interrupted; what was stored stays"
 
 
-@dataclass(frozen=True)
-class _Command:
+class _Command(NamedTuple):
     module: str
     help: str
     description: str
@@ -47,11 +54,13 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line and where the flags are listed."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"hicache: error: {message}; '{self.prog} --help' lists the flags\n")
+        self.exit(_fail(f"{message}; '{self.prog} --help' lists the flags"))
 
 
 def _parser(called: str | None) -> argparse.ArgumentParser:
-    """The parser of all commands, with the flags of the one that is called."""
+    """The parser of all commands, with the flags of the one that is called. What takes long to load is loaded here."""
+    from importlib.metadata import version
+
     parser = _Parser(
         prog="hicache",
         description="A hierarchical cache for the attention state (KV) of language models.",
@@ -62,39 +71,96 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
     for name, command in _COMMANDS.items():
         flags = commands.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
         if name == called:
-            module = _load(command)
+            module = importlib.import_module(command.module)
             module.add_flags(flags)
             flags.set_defaults(run=module.run)
     return parser
-
-
-def _load(command: _Command) -> Any:
-    """ConfigError where a package of the `serve` extra is missing."""
-    try:
-        return importlib.import_module(command.module)
-    except ImportError as error:
-        missing = (error.name or "").split(".")[0]
-        if missing not in ("transformers", "rich"):
-            raise
-        raise ConfigError(f"the demo needs the package {missing}: pip install 'hicache[serve]'") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. Wrong flags and `--help` leave through SystemExit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        flags = _parser(next(iter(arguments), None)).parse_args(arguments)
-        return int(flags.run(flags))
-    except (HiCacheError, StoreError) as error:
-        return _fail(str(error))
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            with _interrupt_ends_the_process():
+                parser = _parser(next(iter(arguments), None))
+            flags = parser.parse_args(arguments)
+            return int(flags.run(flags))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KeyboardInterrupt:
-        print("hicache: interrupted; what was stored stays", file=sys.stderr)
-        return 130
+        _say(_INTERRUPTED)
+        return _INTERRUPTED_STATUS
+    except BrokenPipeError:
+        _drop_output()
+        return _BROKEN_PIPE_STATUS
+    except Exception as error:
+        line = _line_of(error)
+        if line is None:
+            raise
+        _drop_output()
+        return _fail(line)
+
+
+@contextlib.contextmanager
+def _interrupt_ends_the_process() -> Iterator[None]:
+    """While modules load, Ctrl-C ends the process at once: nothing is to be put in order yet, and in the midst of an
+    import an exception may be swallowed, or leave a traceback of somebody else's."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> NoReturn:
+        os.write(2, f"{_INTERRUPTED}\n".encode())
+        os._exit(_INTERRUPTED_STATUS)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _line_of(error: Exception) -> str | None:
+    """What to say of an error that is not a defect of this program; None for one that is."""
+    if isinstance(error, ImportError):
+        missing = (error.name or "").split(".")[0]
+        known = missing in ("transformers", "rich")
+        return f"the demo needs the package {missing}: pip install 'hicache[serve]'" if known else None
+    errors, stores = (importlib.import_module(name) for name in ("hicache.errors", "hicache.storage.base"))
+    if isinstance(error, (errors.HiCacheError, stores.StoreError)):
+        return str(error)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}"
+    if isinstance(error, UnicodeError):
+        return f"this is no valid text: {error}"
+    return "the input is nested too deeply" if isinstance(error, RecursionError) else None
 
 
 def _fail(message: str) -> int:
-    print(f"hicache: error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+    _say(f"hicache: error: {message}")
+    return _WRONG_INPUT_STATUS
+
+
+def _say(message: str) -> None:
+    """One line on stderr, without what a terminal would obey. Where nobody hears it, the status still tells."""
+    with contextlib.suppress(OSError):
+        print(printable(" ".join(message.split())), file=sys.stderr, flush=True)
+
+
+def _drop_output() -> None:
+    """What cannot be written goes nowhere: the interpreter would fail with it once more at its end."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ Filter = Literal["auto", "none", "planes", "channel_planes"]
 _MAX_SLOTS = 1 << 30
 _MAX_PAGE_TOKENS = 1 << 20
 _MAX_S = 1e9
+# A store maps its tables, and a process has 128 TiB of addresses.
+MAX_STORE_BYTES = 1 << 46
 
 _DTYPES = {
     "float32": torch.float32,
@@ -109,7 +111,7 @@ class DiskConfig:
     """
 
     path: Annotated[str, FilePath("directory of the store", may_be_empty=False)]
-    budget_bytes: Annotated[int, Size("most that its files may take, like 100GB", minimum=1 << 20)] = 8 << 30
+    budget_bytes: Annotated[int, Size("most that its files may take, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
     durability: Annotated[Durability, Choice("of acknowledged pages", get_args(Durability))] = "relaxed"
     level: Annotated[int, Whole("0 stores raw, 1 to 22 are zstd levels", maximum=22)] = 1
     readers: Annotated[int, Whole("reader threads", minimum=1, maximum=256)] = 4

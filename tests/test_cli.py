@@ -107,7 +107,7 @@ BAD = {
     "unknown flag": (["--flavour", "mild"], "--flavour"),
     "no abbreviations": (["--docu", "4"], "--docu"),
     "a word for a number": (["--turns", "many"], "--turns"),
-    "no turns": (["--turns", "0"], "--turns 0"),
+    "no turns": (["--turns", "0"], "--turns: 0 is below 1"),
     "nothing to generate": (["--max-new-tokens", "0"], "--max-new-tokens"),
     "negative temperature": (["--temperature", "-1"], "temperature"),
     "missing document": (["--input", "{tmp}/missing.txt"], "missing.txt"),

@@ -20,12 +20,12 @@ MAX_FUNCTION_LINES = 50
 
 # From the top down. A unit may import itself and every unit of a lower level.
 LEVELS = (
-    ("cli", "__main__", "serving", "store_command", "integrations", "plot"),
+    ("cli", "__main__", "surface", "serving", "store_command", "integrations", "plot"),
     ("engine", "factory", "tensor_cache", "validation"),
     ("flow",),
     ("tree", "alloc", "device", "transfer", "host", "disk"),
     ("layout", "values"),
-    ("config", "settings", "metrics"),
+    ("config", "settings", "metrics", "terminal"),
     ("errors",),
     ("kernels", "storage"),
 )

@@ -79,12 +79,14 @@ def test_kernels_and_storage_import_from_the_wheel(wheel: Path, tmp_path: Path) 
 
 
 def test_the_front_door_opens_without_optional_libraries(tmp_path: Path) -> None:
-    """`import hicache` works where lmdb, zstandard and Triton cannot be imported, and loads none of them."""
+    """Every public name comes where lmdb, zstandard and Triton cannot be imported, and none of them is loaded."""
     code = (
         "import sys\n"
         "for name in ('lmdb', 'zstandard', 'triton'):\n"
         "    sys.modules[name] = None\n"
         "import hicache\n"
+        "from hicache import *\n"
+        "assert CacheEngine is hicache.CacheEngine and hicache.tree\n"
         "loaded = {name.split('.')[0] for name, module in sys.modules.items() if module is not None}\n"
         "print(hicache.__name__, sorted(loaded & {'lmdb', 'zstandard', 'triton'}))"
     )

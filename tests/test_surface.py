@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+
+import pytest
 
 import hicache
+from hicache import errors
+from hicache.storage import base
 
 SURFACE = """
     KVCache MHATokenToKVPool MLATokenToKVPool NSATokenToKVPool DSATokenToKVPool DoubleSparseTokenToKVPool
@@ -27,3 +33,29 @@ def test_every_name_is_at_the_front_door() -> None:
         if inspect.isclass(item) or inspect.isfunction(item):  # a kernel is neither
             assert item.__doc__, f"{name} has no docstring"
     assert hicache.DSATokenToKVPool is hicache.NSATokenToKVPool
+
+
+def test_every_error_is_at_the_front_door() -> None:
+    """What public calls raise can be caught by a name of the package: all errors of the engine and of its stores."""
+    kinds = {
+        name
+        for module in (errors, base)
+        for name, item in vars(module).items()
+        if inspect.isclass(item) and issubclass(item, Exception) and item.__module__ == module.__name__
+    }
+    assert {"TransferError", "StoreLocked"} <= kinds <= set(hicache.__all__)
+    assert all(vars(hicache)[name].__doc__ for name in kinds)
+
+
+def test_the_front_door_opens_at_once() -> None:
+    """`import hicache` loads neither torch nor numpy; the first public name does, and an unknown name is an
+    AttributeError."""
+    code = (
+        "import sys, hicache\n"
+        "print(hicache.__version__, {'torch', 'numpy'} & set(sys.modules))\n"
+        "print(hicache.EngineConfig.__module__, 'torch' in sys.modules, 'RadixCache' in dir(hicache))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.splitlines() == [f"{hicache.__version__} set()", "hicache.config True True"]
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = hicache.Nothing  # type: ignore[attr-defined]

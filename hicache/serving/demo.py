@@ -30,9 +30,14 @@ from hicache.serving.request import Sampling
 from hicache.serving.support import check_supported
 from hicache.serving.view import View
 from hicache.serving.workload import Conversation, Shape, own_documents, recorded_session, standard_library
+from hicache.settings import Number, Whole, as_flag
 
 AUDIT_FILE = "kv-audit.jsonl"
 _DEFAULT_TURNS = 3
+_COUNT = as_flag(Whole("a count", 1, 1 << 16))
+_TOKENS = as_flag(Whole("a number of tokens", 1, 1 << 30))
+_WHOLE = as_flag(Whole("a whole number"))
+_NUMBER = as_flag(Number("a number"))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -41,21 +46,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", metavar="PATH", help="a local transformers model with its tokenizer (default: random)")
     what.add_argument("--input", nargs="+", metavar="FILE", help="own documents, one conversation each")
     what.add_argument("--session", nargs="+", metavar="FILE", help="recorded sessions, JSON lines with an 'input' each")
-    what.add_argument("--documents", type=int, default=6, help="modules of the standard library (default 6)")
-    what.add_argument("--turns", type=int, help="questions to each document (default 3; sessions: all)")
-    what.add_argument("--document-tokens", type=int, default=12288, help="tokens of the longest (default 12288)")
-    what.add_argument("--max-prompt-tokens", type=int, default=16384, help="leave longer prompts of sessions out")
-    what.add_argument("--max-new-tokens", type=int, default=16, help="tokens generated a turn (default 16)")
-    what.add_argument("--seed", type=int, default=0, help="of the random weights and of sampling (default 0)")
+    what.add_argument("--documents", type=_COUNT, default=6, help="modules of the standard library (default 6)")
+    what.add_argument("--turns", type=_COUNT, help="questions to each document (default 3; sessions: all)")
+    what.add_argument("--document-tokens", type=_TOKENS, default=12288, help="tokens of the longest (default 12288)")
+    what.add_argument("--max-prompt-tokens", type=_TOKENS, default=16384, help="leave longer prompts of sessions out")
+    what.add_argument("--max-new-tokens", type=_TOKENS, default=16, help="tokens generated a turn (default 16)")
+    what.add_argument("--seed", type=_WHOLE, default=0, help="of the random weights and of sampling (default 0)")
     what.add_argument("--sample", action="store_true", help="sample answers (temperature 1 unless given)")
-    what.add_argument("--temperature", type=float, help="sample with this temperature; 0 is greedy")
-    what.add_argument("--top-k", type=int, default=0, help="sample among the k most likely (default 0: all)")
-    what.add_argument("--top-p", type=float, default=1.0, help="sample among the most likely of this share (default 1)")
+    what.add_argument("--temperature", type=_NUMBER, help="sample with this temperature; 0 is greedy")
+    what.add_argument("--top-k", type=_WHOLE, default=0, help="sample among the k most likely (default 0: all)")
+    what.add_argument(
+        "--top-p", type=_NUMBER, default=1.0, help="sample among the most likely of this share (default 1)"
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--disk", dest="disk_path", metavar="DIR", help="keep the store here; a later run finds its pages")
     how.add_argument("--json", metavar="FILE", help="write the figures")
-    how.add_argument("--concurrency", type=int, default=1, help="requests at a time (default 1)")
-    how.add_argument("--chunk", type=int, default=8192, help="prompt tokens a step (default 8192)")
+    how.add_argument("--concurrency", type=_COUNT, default=1, help="requests at a time (default 1)")
+    how.add_argument("--chunk", type=_TOKENS, default=8192, help="prompt tokens a step (default 8192)")
     how.add_argument(
         "--baseline", action=argparse.BooleanOptionalAction, default=True, help="compare with a run without any cache"
     )
@@ -109,9 +116,6 @@ def run(flags: argparse.Namespace) -> int:
 
 def _prepare(flags: argparse.Namespace, console: Console) -> Job:
     """Load the model, read the conversations, check the limits."""
-    for name, least in (("max_new_tokens", 1), ("concurrency", 1), ("chunk", 1), ("max_prompt_tokens", 1), ("seed", 0)):
-        if getattr(flags, name) < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(flags, name)}: must be at least {least}")
     shape = Shape(flags.documents, flags.turns if flags.turns is not None else _DEFAULT_TURNS, flags.document_tokens)
     temperature = flags.temperature if flags.temperature is not None else float(flags.sample)
     sampling = Sampling(temperature, flags.top_k, flags.top_p, flags.seed)

@@ -3,7 +3,7 @@
 A conversation gives one prompt a turn. A document's first prompt is the document and a question; each later one is the
 previous prompt, the answer to it and the next question. A recorded session gives the prompts it was recorded with.
 
-May import numpy, config and errors.
+May import numpy, config, settings and errors.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from hicache.errors import ConfigError
 from hicache.serving.models import Tokenizer
+from hicache.settings import Text
 
 Tokens = npt.NDArray[np.int64]
 
@@ -172,10 +173,9 @@ def recorded_session(
             continue
         try:
             text = json.loads(line)["input"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f'{path}:{number}: need a JSON object with the prompt as "input"') from None
-        if not isinstance(text, str):
-            raise ConfigError(f'{path}:{number}: "input" must be text')
+        text = Text("the prompt").take(text, f'{path}:{number}: "input"')
         tokens = (*bos, *tokenizer.encode(text)) if text else ()
         if 0 < len(tokens) <= max_prompt_tokens and (turns is None or len(prompts) < turns):
             prompts.append(tokens)

@@ -10,12 +10,13 @@ import json
 import sys
 from collections.abc import Callable
 
+from hicache.config import MAX_STORE_BYTES
 from hicache.serving.interrupt import CalmInterrupt
+from hicache.settings import Size, Whole, as_flag
 from hicache.store_command import verbs
 from hicache.store_command.carry import STREAM
 from hicache.store_command.console import Bars, Heard
-
-_BROKEN_PIPE_STATUS = 141  # as the shell gives for a program that a closed pipe ended
+from hicache.terminal import printable
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add(commands, verbs.stat, "stat", "what a store holds; works beside a writer")
 
     listing = _add(commands, verbs.list_pages, "ls", "keys, sizes and codecs in use order; works beside a writer")
-    listing.add_argument("--limit", type=int, metavar="N", help="at most so many pages")
+    limit = Whole("at most so many pages", minimum=1)
+    listing.add_argument("--limit", type=as_flag(limit), metavar="N", help=limit.help)
     listing.add_argument("--newest", action="store_true", help="most recently used first (default: least recently)")
     _takes_key(listing)
 
@@ -35,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _takes_key(_add(commands, verbs.compact, "compact", "give free space back to the file system"))
 
     evicting = _add(commands, verbs.evict_pages, "evict", "drop the least recently used pages, then compact")
-    evicting.add_argument("--to", required=True, metavar="SIZE", help="what the store may need, like 2GB; 0 empties it")
+    _takes_size(evicting, "--to", "what the store may need, like 2GB; 0 empties it", required=True)
     _takes_key(evicting)
 
     exporting = _add(commands, verbs.export_pages, "export", "write all pages to an archive; works beside a writer")
@@ -45,19 +47,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     importing = _add(commands, verbs.import_pages, "import", "take pages from an archive; status 1 if some are refused")
     importing.add_argument("file", metavar="FILE", help="the archive, - for the standard input")
-    importing.add_argument("--budget", metavar="SIZE", help="of a store that is made anew (default: the archive's)")
+    _takes_size(importing, "--budget", "of a store that is made anew (default: the archive's)")
+    _takes_size(importing, "--max-budget", "what an archive may ask for without --budget (default 64GiB)", 64 << 30)
+    _takes_size(importing, "--max-page", "what a page of a new store may have (default 256MiB)", 256 << 20)
     _takes_key(importing)
 
 
 def run(flags: argparse.Namespace) -> int:
     """Run one verb; returns the exit status. Raises what the verb raises."""
     with Heard() as heard, CalmInterrupt() as calm:
-        outcome = flags.run_verb(verbs.Task(flags, Bars(calm, wanted=not flags.json), heard))
+        outcome: verbs.Outcome = flags.run_verb(verbs.Task(flags, Bars(calm, wanted=not flags.json), heard))
     for message in heard.messages:
-        print(f"hicache: warning: {' '.join(message.split())}", file=sys.stderr)
+        print(printable(f"hicache: warning: {' '.join(message.split())}"), file=sys.stderr)
     text = json.dumps(outcome.figures) if flags.json else outcome.text
     streams_out = flags.verb == "export" and flags.file == STREAM
-    return outcome.status if _say(text, to_stderr=streams_out) else _BROKEN_PIPE_STATUS
+    if text:
+        print(text, file=sys.stderr if streams_out else sys.stdout, flush=True)
+    return outcome.status
 
 
 def _add(
@@ -73,15 +79,12 @@ def _add(
     return parser
 
 
+def _takes_size(
+    parser: argparse.ArgumentParser, flag: str, help: str, default: int | None = None, required: bool = False
+) -> None:
+    size = as_flag(Size(help, maximum=MAX_STORE_BYTES))
+    parser.add_argument(flag, type=size, default=default, required=required, metavar="SIZE", help=help)
+
+
 def _takes_key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key-file", default="", metavar="FILE", help="key of an encrypted store, or HICACHE_DISK_KEY")
-
-
-def _say(text: str, *, to_stderr: bool) -> bool:
-    """Print; false when nobody reads it, as under `| head`."""
-    try:
-        if text:
-            print(text, file=sys.stderr if to_stderr else sys.stdout, flush=True)
-    except BrokenPipeError:
-        return False
-    return True

@@ -20,7 +20,7 @@ little-endian; `[a, b)` are the bytes from `a` on, without `b`.
 
 Entries come least recently used first. Values are left out of the last checksum because each verifies itself, with its
 key: a damaged one is refused alone. Nothing follows the end. No length is trusted: a value is at most a page with its
-overhead. Owns the format. May import the standard library and storage.
+overhead. Owns the format. May import the standard library, settings and storage.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from hicache.settings import INT64_MAX
 from hicache.storage.base import StoreCorrupt, StoreError, StoreMismatch
 from hicache.storage.cipher import SEAL_BYTES
 from hicache.storage.header import HEADER_BYTES
@@ -175,7 +176,7 @@ class ArchiveReader:
             raise StoreMismatch(
                 f"the archive {self._name} comes from a newer store than this release reads; update hicache"
             ) from error
-        except (StoreCorrupt, ValueError, KeyError, TypeError) as error:
+        except (StoreCorrupt, ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._damaged("its record cannot be read") from error
         if not _makes_sense(identity, settings):
             raise self._damaged("its record makes no sense")
@@ -191,13 +192,13 @@ class ArchiveReader:
 
 
 def _makes_sense(identity: IdentityRecord, settings: Settings) -> bool:
-    """Whether each field has its type: the checksum tells damage, not what another program wrote."""
+    """Whether each field has its type and range: the checksum tells damage, not what another program wrote."""
     how = settings.filter
-    numbers = (settings.budget_bytes, settings.level, how.element_bytes, how.tokens, how.channels)
+    numbers = (identity.page_bytes, settings.budget_bytes, settings.level, how.element_bytes, how.tokens, how.channels)
     texts = (settings.durability, how.kind, *identity.identity)
     return (
         bool(identity.identity)
-        and all(isinstance(value, str | int) for value in identity.identity.values())
-        and all(isinstance(number, int) for number in numbers)
+        and all(type(value) in (str, int) for value in identity.identity.values())
+        and all(type(number) is int and 0 <= number <= INT64_MAX for number in numbers)
         and all(isinstance(text, str) for text in texts)
     )

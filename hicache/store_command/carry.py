@@ -39,7 +39,7 @@ def record_of(found: StoreDescription) -> tuple[IdentityRecord, Settings]:
 def destination(name: str, *, force: bool) -> Iterator[io.RawIOBase]:
     """Where an archive goes: stdout for `-`, else a file that appears under its name when the block ended well."""
     if name == STREAM:
-        if sys.stdout.isatty():
+        if sys.stdout is None or sys.stdout.isatty():
             raise ConfigError("an archive is not for a terminal; redirect the output or give a file")
         with open(sys.stdout.fileno(), "wb", buffering=0, closefd=False) as stream:
             yield stream
@@ -62,7 +62,7 @@ def destination(name: str, *, force: bool) -> Iterator[io.RawIOBase]:
 def source(name: str) -> Iterator[tuple[BinaryIO, int | None]]:
     """Where an archive comes from, stdin for `-`, and its size where that is known."""
     if name == STREAM:
-        if sys.stdin.isatty():
+        if sys.stdin is None or sys.stdin.isatty():
             raise ConfigError("an archive does not come from a terminal; redirect the input or give a file")
         yield sys.stdin.buffer, None
         return
@@ -74,12 +74,34 @@ def source(name: str) -> Iterator[tuple[BinaryIO, int | None]]:
         yield file, os.fstat(file.fileno()).st_size or None
 
 
+@dataclass(frozen=True)
+class Allowance:
+    """What a new store may take, whatever an archive asks for. `budget_bytes`: what it gets in any case, if given."""
+
+    budget_bytes: int | None
+    max_budget_bytes: int
+    max_page_bytes: int
+
+    def budget_for(self, archive: ArchiveReader) -> int:
+        """The budget of the store that takes the archive's pages. ConfigError where the archive asks for too much."""
+        page_bytes, asked_bytes = archive.identity.page_bytes, archive.settings.budget_bytes
+        if page_bytes > self.max_page_bytes:
+            raise ConfigError(f"the archive has pages of {page_bytes} bytes; raise --max-page if they may have as many")
+        if self.budget_bytes is not None:
+            return self.budget_bytes
+        if asked_bytes > self.max_budget_bytes:
+            raise ConfigError(
+                f"the archive asks for a budget of {asked_bytes} bytes; give --budget, or raise --max-budget"
+            )
+        return asked_bytes
+
+
 def open_target(
-    path: Path, archive: ArchiveReader, cipher: PageCipher | None, budget_bytes: int | None
+    path: Path, archive: ArchiveReader, cipher: PageCipher | None, allowed: Allowance
 ) -> tuple[LmdbPageStore, bool]:
     """The store that an archive's pages go to, and whether it is new. StoreMismatch unless it is of their identity."""
     if (path / DATA_FILE).exists():
-        if budget_bytes is not None:
+        if allowed.budget_bytes is not None:
             raise ConfigError(f"--budget is for a new store, and {path} holds one; leave it out")
         record_of(describe(path))[0].require(path, archive.identity)
         return open_existing(path, cipher=cipher), False
@@ -87,8 +109,7 @@ def open_target(
         identity = {**archive.identity.identity, KEY_ID_FIELD: cipher.key_id}
         archive.identity.require(path, IdentityRecord(identity, archive.identity.page_bytes))
     settings = archive.settings
-    budget_bytes = settings.budget_bytes if budget_bytes is None else budget_bytes
-    wanted = Settings(budget_bytes, settings.durability, settings.level, settings.filter)
+    wanted = Settings(allowed.budget_for(archive), settings.durability, settings.level, settings.filter)
     return LmdbPageStore.of_record(path, archive.identity, wanted, cipher), True
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from hicache.serving.interrupt import CalmInterrupt
+from hicache.terminal import printable
 
 try:
     from rich.console import Console
@@ -57,7 +58,7 @@ class Bars:
 
     def __init__(self, calm: CalmInterrupt, *, wanted: bool) -> None:
         self._calm = calm
-        self._shown = wanted and _has_rich and sys.stderr.isatty()
+        self._shown = wanted and _has_rich and sys.stderr is not None and sys.stderr.isatty()
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[Step]:
@@ -85,6 +86,7 @@ def sized(num_bytes: int) -> str:
 
 
 def columns(rows: list[tuple[str, object]]) -> str:
-    """Names and values, a line each."""
-    width = max(len(name) for name, _ in rows) + 2
-    return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
+    """Names and values, a line each, without what a terminal would obey."""
+    shown = [(printable(name), printable(str(value))) for name, value in rows]
+    width = max(len(name) for name, _ in shown) + 2
+    return "\n".join(f"{name:<{width}}{value}" for name, value in shown)

@@ -17,7 +17,6 @@ from typing import Any
 from hicache.config import DiskConfig
 from hicache.disk.secret import cipher_of
 from hicache.errors import ConfigError
-from hicache.settings import parse_bytes
 from hicache.storage import (
     Fault,
     LmdbPageReader,
@@ -34,9 +33,10 @@ from hicache.storage import (
     verify,
 )
 from hicache.store_command.archive import ArchiveReader, ArchiveWriter
-from hicache.store_command.carry import STREAM, Loader, destination, open_target, record_of, source
+from hicache.store_command.carry import STREAM, Allowance, Loader, destination, open_target, record_of, source
 from hicache.store_command.console import Bars, Heard, columns, sized
 from hicache.store_command.listing import entries
+from hicache.terminal import printable
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,6 @@ def stat(task: Task) -> Outcome:
 
 def list_pages(task: Task) -> Outcome:
     limit, newest = task.flags.limit, task.flags.newest
-    if limit is not None and limit < 1:
-        raise ConfigError(f"--limit {limit}: must be at least 1")
     with _opened_to_read(task) as store:
         listed = list(entries(store.sealed.env, newest=newest, limit=limit))
     figures = {
@@ -167,7 +165,7 @@ def compact(task: Task) -> Outcome:
 
 
 def evict_pages(task: Task) -> Outcome:
-    to_bytes = parse_bytes(task.flags.to)
+    to_bytes = task.flags.to
     with _opened_to_write(task, task.cipher()) as store:
         with task.bars.during("evicting"):
             num_evicted = evict(store, to_bytes)
@@ -214,10 +212,11 @@ def export_pages(task: Task) -> Outcome:
 
 
 def import_pages(task: Task) -> Outcome:
-    name, budget = task.flags.file, task.flags.budget
+    name, flags = task.flags.file, task.flags
+    allowed = Allowance(flags.budget, flags.max_budget, flags.max_page)
     with source(name) as (file, file_bytes):
         archive = ArchiveReader(file, name)
-        store, created = open_target(task.path, archive, task.cipher(), None if budget is None else parse_bytes(budget))
+        store, created = open_target(task.path, archive, task.cipher(), allowed)
         loader = Loader(store)
         try:
             with task.bars.during("importing") as step:
@@ -259,7 +258,7 @@ def _verify_text(figures: dict[str, Any]) -> str:
     lines = []
     for fault in faults:
         where = f"page {fault['key']}: " if fault["key"] else ""
-        lines.append(f"{fault['action'] or 'left as it is':<14}  {where}{fault['reason']}")
+        lines.append(printable(f"{fault['action'] or 'left as it is':<14}  {where}{fault['reason']}"))
     remedy = ""
     if faults and repaired:
         remedy = f"; {left} left that cannot be mended, remove the directory" if left else "; the store is whole again"
