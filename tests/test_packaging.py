@@ -1,10 +1,12 @@
-"""The wheel holds the package as it is imported, and importing it needs no optional library."""
+"""The wheel holds the package as it is imported, and importing it needs no optional library; the sdist holds what its
+tests need."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+MADE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "shared")
 SOURCES = {"hicache": "hicache", "kernels": "hicache/kernels", "storage": "hicache/storage"}
 
 
@@ -36,6 +39,47 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _python("import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])", source, [str(out)])
     (built,) = out.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, built from a copy of the tree without what git ignores, and unpacked: its root."""
+    pytest.importorskip("setuptools", minversion="77", reason="the build backend of pyproject.toml is not installed")
+    source, out = tmp_path_factory.mktemp("tree") / "hicache", tmp_path_factory.mktemp("sdist")
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*MADE))
+    _python("import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])", source, [str(out)])
+    (built,) = out.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        archive.extractall(out, filter="data")
+    return next(path for path in out.iterdir() if path.is_dir())
+
+
+def test_the_sdist_holds_what_its_tests_need(sdist: Path) -> None:
+    """Every file of the repository that git keeps is in it, and tests that read the tree pass from it."""
+    kept = {
+        path.relative_to(ROOT).as_posix()
+        for folder in (*SOURCES, "tests", "bench", "docs", ".ci")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    kept |= {path.name for path in ROOT.iterdir() if path.is_file() and path.suffix in (".md", ".toml", ".in")}
+    found = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
+    assert kept | {"Makefile", "LICENSE"} <= found, sorted(kept - found)
+    tests = ["tests/test_layering.py", "tests/test_bench_common.py", "tests/test_surface.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    run = subprocess.run(command, cwd=sdist, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stdout[-4000:]
+
+
+def test_the_metadata_says_what_it_is_for(wheel: Path) -> None:
+    """Whoever looks for it finds it: the metadata has classifiers, and none that contradicts the licence's field."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        lines = archive.read(name).decode().splitlines()
+    classifiers = [line for line in lines if line.startswith("Classifier: ")]
+    assert any("Artificial Intelligence" in line for line in classifiers)
+    assert any("Typed" in line for line in classifiers)
+    assert not any("License ::" in line for line in classifiers)
 
 
 def _expected_files() -> set[str]:
