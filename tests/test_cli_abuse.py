@@ -213,6 +213,18 @@ def test_an_output_that_takes_nothing(arguments: list[str], path: Path) -> None:
     assert (process.returncode, err) == (141, b"")
 
 
+def test_a_demo_that_nobody_reads() -> None:
+    """Under `| head` the demo ends silently with status 141, not with that of an outcome that differs."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "import sys; from hicache.cli import main; sys.exit(main(sys.argv[1:]))"
+    small = ["--documents", "1", "--turns", "1", "--document-tokens", "256", "--max-new-tokens", "1", "--no-baseline"]
+    process = spawn("demo", *small, code=code, stdout=writing)
+    os.close(writing)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (141, b"")
+
+
 @pytest.mark.parametrize("arguments", [["stat", "{path}"], ["polish"]])
 def test_no_output_at_all(arguments: list[str], path: Path) -> None:
     """With its output and its errors closed, the command ends with the status that it would have."""

@@ -40,6 +40,13 @@ _WHOLE = as_flag(Whole("a whole number"))
 _NUMBER = as_flag(Number("a number"))
 
 
+class _Console(Console):
+    """Leaves a closed pipe to the command line, where rich would end the process with the status 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `hicache demo`; those of the engine stand in a group of their own."""
     what = parser.add_argument_group("what is served")
@@ -73,7 +80,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Run the demo. Returns 0, or 1 where the outcome differs from the run without a cache."""
     start_s = time.perf_counter()
-    console = Console()
+    console = _Console()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
