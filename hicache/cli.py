@@ -131,8 +131,7 @@ def _line_of(error: Exception) -> str | None:
         missing = (error.name or "").split(".")[0]
         known = missing in ("transformers", "rich")
         return f"the demo needs the package {missing}: pip install 'hicache[serve]'" if known else None
-    errors, stores = (importlib.import_module(name) for name in ("hicache.errors", "hicache.storage.base"))
-    if isinstance(error, (errors.HiCacheError, stores.StoreError)):
+    if isinstance(error, importlib.import_module("hicache.errors").HiCacheError):
         return str(error)
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""

@@ -46,7 +46,7 @@ class _Link:
         while self._waiting:
             self.step()
 
-    def close(self) -> None:
+    def close(self, within_s: float = 0.0) -> None:
         self.run_all()
 
 
