@@ -209,7 +209,7 @@ def test_states_kept_in_another_dtype_are_handed_out_in_the_models(model: Any, g
 def test_a_chunk_is_split_where_its_mask_would_be_too_large(model: Any, geometry: ModelGeometry) -> None:
     """A bound on mask entries changes how a chunk runs; the state goes through all of it once."""
     pools, runner = rig(model, geometry)
-    runner._mask_entries = 130 * 9  # 9 rows at a time
+    runner._forward._mask_entries = 130 * 9  # 9 rows at a time
     tokens = prompt(130, seed=4)
     _, logits = prefilled(pools, runner, tokens, (50, 130))
     torch.testing.assert_close(logits, plain_logits(model, tokens)[-1], **TOLERANCE)

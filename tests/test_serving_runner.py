@@ -60,7 +60,7 @@ def test_a_chunk_is_split_where_its_mask_would_be_too_large() -> None:
     tokens = prompt(130, seed=4)
     with tiny_engine(model) as engine:
         runner = ModelRunner(model, engine)
-        runner._mask_entries = 130 * 9  # 9 rows at a time
+        runner._forward._mask_entries = 130 * 9  # 9 rows at a time
         lease = engine.acquire(CacheRequest("r", tokens))
         runner.prefill(lease, tokens, 0, 50)
         logits = runner.prefill(lease, tokens, 50, 130)

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from family_case import tiny_family
 from hybrid_case import tiny_gemma, tiny_mistral, tiny_qwen3_next, tiny_qwen3_window
-from serving_case import tiny_llama
+from serving_case import prompt, tiny_llama
 
 from hicache.errors import ConfigError, UnsupportedModel
 from hicache.layout import ModelGeometry, StateGeometry
-from hicache.serving.support import attention_mask, check_supported
+from hicache.serving.masks import attention_mask
+from hicache.serving.support import check_supported
+from hicache.serving.trial import plain_logits, relative_difference, served_difference
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -60,7 +63,7 @@ def test_other_plain_attention_is_supported(config: Any) -> None:
     assert (geometry.layer_num, geometry.head_dim) == (2, 8)
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 16, 4096])
+@pytest.mark.parametrize("window", [1, 2, 3, 16, 4096, 200_000])
 def test_windows_are_found(window: int) -> None:
     """Kinds of layers and the window come from the configuration, which is as before afterwards."""
     heads: dict[str, Any] = {"head_num": 2, "head_dim": 16, "window": window}
@@ -141,7 +144,7 @@ def test_recurrent_layers_are_found(dtype: torch.dtype) -> None:
         ),
         (
             hf.Gemma3TextConfig(**SMALL, sliding_window=8, use_bidirectional_attention=True, initializer_range=0.2),
-            "other results over a cached prefix",
+            "is not causal",
         ),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
@@ -156,13 +159,18 @@ def test_other_layers_are_refused_by_name(config: Any, names: str) -> None:
     assert {**config.to_dict(), "architectures": None} == {**before, "architectures": None}
 
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("window", [8, 100])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("build", [tiny_mistral, tiny_gemma, tiny_qwen3_window])
 def test_a_window_that_the_model_does_not_keep_to_is_refused(
-    build: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+    build: Callable[[int], Any], dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that looks back further, or less far, than its configuration says is refused by comparing values."""
     for factor in (0.5, 4):
-        model = build(8)
+        model = build(window).to(dtype)
         module = sys.modules[type(model).__module__]
         masks = module.create_sliding_window_causal_mask
 
@@ -244,18 +252,164 @@ def test_a_geometry_names_its_layers() -> None:
     assert (geometry.full_layers, geometry.window_layers, geometry.recurrent_layers) == ((1,), (0, 2), ())
 
 
-def test_attention_that_depends_on_more_than_the_cache_is_refused() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_that_depends_on_the_number_of_tokens_is_refused(dtype: torch.dtype) -> None:
     """A model that looks plain but whose results change with how its input is cut is refused by comparing values."""
-    model = tiny_llama()
+    model = tiny_llama().to(dtype)
     plain = model.model.layers[0].self_attn.forward
 
     def with_input_length(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         output, weights = plain(hidden_states=hidden_states, **kwargs)
-        return output * hidden_states.shape[1], weights
+        return output * (1 + 0.02 * hidden_states.shape[1]), weights
 
     model.model.layers[0].self_attn.forward = with_input_length
+    with pytest.raises(UnsupportedModel, match="is not causal"):
+        check_supported(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_positions_that_do_not_come_from_the_caller_are_refused(dtype: torch.dtype) -> None:
+    """A model that numbers the tokens of each pass by itself is refused by comparing values."""
+    model = tiny_llama().to(dtype)
+    plain = model.model.rotary_emb.forward
+
+    def from_zero(hidden_states: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return plain(hidden_states, position_ids - position_ids[:, :1])
+
+    model.model.rotary_emb.forward = from_zero
     with pytest.raises(UnsupportedModel, match="other results over a cached prefix"):
         check_supported(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_that_goes_with_the_models_own_mask_is_refused(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ALiBi, which a model adds to the mask that it makes and does not add to a given one, is found by its absence."""
+    model = tiny_llama(kernel="eager").to(dtype)
+    module = sys.modules[type(model).__module__]
+    masks = module.create_causal_mask
+
+    def with_bias(*args: Any, attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        mask: torch.Tensor = masks(*args, attention_mask=attention_mask, **kwargs)
+        if attention_mask is not None:
+            return mask
+        return mask + 0.1 * torch.arange(mask.shape[-1], dtype=mask.dtype, device=mask.device)
+
+    monkeypatch.setattr(module, "create_causal_mask", with_bias)
+    with pytest.raises(UnsupportedModel, match="other results over a cached prefix"):
+        check_supported(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("row", "bound", "reason"),
+    [
+        ("gpt_neo", "window_size", "other results over"),
+        ("doge", "keep_window_size", "is not causal|other results over"),
+    ],
+)
+def test_the_trial_exceeds_what_a_layer_looks_at(row: str, bound: str, reason: str, dtype: torch.dtype) -> None:
+    """A layer that goes by other rules beyond some number of tokens is found, up to the longest trial; where that would
+    be too short, the message names the number."""
+    for value in (30, 300):
+        with pytest.raises(UnsupportedModel, match=reason):
+            check_supported(tiny_family(row, **{bound: value}).to(dtype))
+    with pytest.raises(UnsupportedModel, match=f"{bound}=5000"):
+        check_supported(tiny_family(row, "meta", **{bound: 5000}, max_position_embeddings=8192))
+
+
+def test_settings_that_vary_from_layer_to_layer_are_refused() -> None:
+    """Windows of several sizes are refused by the name of the setting, however the configuration gives them."""
+    with pytest.raises(UnsupportedModel, match=r"vary from layer to layer \(sliding_window\)"):
+        check_supported(tiny_family("mistral", per_layer_config={1: {"sliding_window": 5}}))
+    model = tiny_family("mistral")
+    model.config.window_sizes = [4, 8, 4, 8]
+    with pytest.raises(UnsupportedModel, match=r"windows of several sizes \(window_sizes="):
+        check_supported(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("row", ["llama", "mistral", "qwen3_next", "mixtral", "gpt_oss"])
+def test_rounding_does_not_decide(row: str, dtype: torch.dtype) -> None:
+    """A model in 16 bits is taken like the same model in 32, and its weights are the same tensors afterwards."""
+    model = tiny_family(row)
+    expected = check_supported(model)
+    weights = {
+        name: (tensor, tensor.data_ptr(), tensor.clone()) for name, tensor in model.to(dtype).state_dict().items()
+    }
+    geometry = check_supported(model)
+    assert (geometry.kinds, geometry.window) == (expected.kinds, expected.window)
+    for name, tensor in model.state_dict().items():
+        before, pointer, value = weights[name]
+        assert tensor.dtype == before.dtype and tensor.data_ptr() == pointer and torch.equal(tensor, value), name
+    assert not model.training and model.dtype == dtype
+
+
+def test_a_deep_model_in_bfloat16_is_taken() -> None:
+    """A model whose 16-bit logits move by a tenth of their spread when a forward is of other length is taken."""
+    model = tiny_family("llama", num_hidden_layers=48, hidden_size=64, head_dim=16).to(torch.bfloat16)
+    tokens = prompt(40, 1)
+    whole = plain_logits(model, tokens)
+    moved = [relative_difference(plain_logits(model, tokens[:n])[-1], whole[n - 1]) for n in (7, 16, 33)]
+    assert max(moved) > 0.01, moved  # else this shows nothing
+    assert check_supported(model).layer_num == 48
+
+
+def test_a_model_in_training_mode_is_judged_without_dropout() -> None:
+    """Dropout does not count against a model, whose mode is as before afterwards."""
+    model = tiny_family("gpt2", attn_pdrop=0.5, resid_pdrop=0.5).train()
+    check_supported(model)
+    assert model.training
+
+
+def test_running_out_of_memory_says_nothing_about_the_model() -> None:
+    """An allocation that fails is raised as it is, and the weights are narrow again."""
+    model = tiny_llama().to(torch.bfloat16)
+    layer = model.model.layers[1]
+    plain = layer.forward
+
+    def short(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        if hidden_states.dtype == torch.float32:
+            raise torch.OutOfMemoryError("no memory for the wider weights")
+        return plain(hidden_states, **kwargs)
+
+    layer.forward = short
+    with pytest.raises(torch.OutOfMemoryError):
+        check_supported(model)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.gpu
+def test_an_8b_model_in_bfloat16_is_taken_and_served() -> None:
+    """The geometry of an 8B model with random 16-bit weights is taken, and its served logits differ from plain ones by
+    no more than plain ones do among themselves when a forward is of another length."""
+    config = hf.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=4096,
+        dtype=torch.bfloat16,
+    )
+    with torch.device("cuda"), torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    geometry = check_supported(model)
+    assert geometry == ModelGeometry(layer_num=32, head_num=8, head_dim=128)
+    # One layer of 218 million weights in float32, what stands outside of the layers, and what a pass takes.
+    assert torch.cuda.max_memory_allocated() - before < 3 << 30
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    tokens = prompt(64, 1)
+    with torch.inference_mode():
+        whole = plain_logits(model, tokens)
+        own = max(relative_difference(plain_logits(model, tokens[:n])[-1], whole[n - 1]) for n in (7, 16, 33))
+        served = served_difference(model, geometry, 64)
+    assert 0 < own < 1 and served < 3 * own, (own, served)
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])

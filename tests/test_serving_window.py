@@ -108,7 +108,7 @@ def test_a_chunk_is_split_where_its_mask_would_be_too_large() -> None:
     """A bound on mask entries changes how a chunk runs, a first one of no prefix included, not what comes out."""
     model = tiny_gemma(WINDOW)
     pools, runner = rig(model)
-    runner._mask_entries = 100 * 9  # 9 rows at a time
+    runner._forward._mask_entries = 100 * 9  # 9 rows at a time
     tokens, passes = prompt(100, seed=4), []
     hook = model.model.register_forward_pre_hook(
         lambda *call: passes.append(call[2]["input_ids"].shape[1]), with_kwargs=True

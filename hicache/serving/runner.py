@@ -1,19 +1,12 @@
-"""The reference model runner: one forward pass of a transformers model over the engine's slots.
+"""The reference model runner: forward passes of a transformers model over the engine's slots.
 
-Two shapes of work: a chunk of one request's prompt behind its cached prefix, and one more token for a batch of requests
-of different lengths. Before each pass it tells the engine which requests the pass is for, so that layers wait for what
-those are loading.
+Before each pass it tells the engine which requests the pass is for, so that layers wait for what those are loading.
 
-    position p of a request is read by      layers with full attention    in passes over tokens >= p
-                                            window layers                 in passes over tokens [p, p + window)
-    the state slot of a request holds       the state after all tokens that passes were made over, in order
-
-Owns the model. May import transformers, torch, the engine and what stands below it.
+Owns the model. May import torch, the engine and what stands below it, and its own package.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -27,11 +20,8 @@ from hicache.device.req_to_token import ReqToTokenPool
 from hicache.engine import Lease
 from hicache.errors import ShapeError
 from hicache.layout import ModelGeometry
-from hicache.serving.cache import BatchSlots, BatchStates, Keys, PoolCache
-from hicache.serving.support import attention_kernel, attention_mask, check_supported, mask_argument
-
-# A mask of 64 Mi entries is 256 MiB once the CPU's attention has turned it into float32; a GPU has more room.
-_MASK_ENTRIES = {"cpu": 1 << 26, "cuda": 1 << 28}
+from hicache.serving.forward import PoolForward
+from hicache.serving.support import check_supported
 
 
 class ForwardEngine(Protocol):
@@ -56,20 +46,14 @@ class ModelRunner:
     """
 
     def __init__(self, model: Any, engine: ForwardEngine, geometry: ModelGeometry | None = None) -> None:
-        self._model = model.eval()
+        model, device = model.eval(), torch.device(model.device)
         self._engine = engine
         self._geometry = geometry or check_supported(model)
-        self._kernel = attention_kernel(model)
-        self._device = torch.device(model.device)
-        if self._device.type != engine.pool.device.type:
-            raise ShapeError(f"the model is on {self._device}, the pool on {engine.pool.device}; set device to match")
-        self._states = self._checked_table()
-        self._mask_entries = _MASK_ENTRIES.get(self._device.type, _MASK_ENTRIES["cpu"])
-        self._last_only: dict[str, Any] = {}
-        if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            self._last_only["logits_to_keep"] = 1
+        if device.type != engine.pool.device.type:
+            raise ShapeError(f"the model is on {device}, the pool on {engine.pool.device}; set device to match")
+        self._check_pools()
+        self._forward = PoolForward(model, engine.pool, engine.req_to_token, self._geometry)
 
-    @torch.inference_mode()
     def prefill(self, lease: Lease, tokens: npt.NDArray[np.int64], start: int, end: int) -> torch.Tensor:
         """Compute and store KV of tokens [start, end); [0, start) is stored or being loaded.
 
@@ -81,19 +65,8 @@ class ModelRunner:
         if not 0 <= start < end <= min(len(tokens), lease.length):
             raise ShapeError(f"prefill of [{start}, {end}) of {len(tokens)} tokens in a lease of {lease.length} slots")
         self._engine.begin_forward([lease])
-        rows = torch.tensor([lease.row], device=self._device)
-        logits = torch.empty(0)
-        while start < end:
-            # Without a prefix attention is causal by itself, where no window cuts it off.
-            unmasked = end if not self._geometry.window else self._geometry.window
-            stop = min(end, start + max(unmasked if start == 0 else 1, self._mask_entries // end))
-            input_ids = torch.from_numpy(tokens[start:stop]).to(self._device)[None]
-            positions = torch.arange(start, stop, device=self._device)[None]
-            logits = self._forward(rows, input_ids, positions, stop, masked=start > 0 or stop > unmasked)
-            start = stop
-        return logits[0]
+        return self._forward.prefill(lease.row, tokens, start, end)
 
-    @torch.inference_mode()
     def decode(self, leases: Sequence[Lease], tokens: Sequence[int]) -> torch.Tensor:
         """Compute and store KV of one token a request: `tokens[i]`, the last of the `leases[i].length` of its sequence.
 
@@ -101,71 +74,10 @@ class ModelRunner:
         after; window layers read the last `window` tokens. Raises TransferError as `prefill` does.
         """
         self._engine.begin_forward(leases)
-        lengths = [lease.length for lease in leases]
-        kv_len, least = max(lengths), min(lengths)
-        rows = torch.tensor([lease.row for lease in leases], device=self._device)
-        positions = torch.tensor(lengths, device=self._device)[:, None] - 1
-        input_ids = torch.tensor(tokens, device=self._device)[:, None]
-        # Shorter sequences are padded, in windows that they do not fill and in full attention.
-        most = kv_len if self._geometry.full_layers else min(kv_len, self._geometry.window)
-        return self._forward(rows, input_ids, positions, kv_len, masked=least < most, begins=least == 1)
+        return self._forward.decode([lease.row for lease in leases], [lease.length for lease in leases], tokens)
 
-    def _forward(
-        self,
-        rows: torch.Tensor,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_len: int,
-        masked: bool,
-        begins: bool = False,
-    ) -> torch.Tensor:
-        """One pass over `input_ids` at `positions`, both [B, n], of the requests in `rows`, the longest of `kv_len`.
-
-        `masked`: whether attention is more than causal. `begins`: whether a sequence of a batch may begin here.
-        Returns float32 logits [B, vocab] of the last tokens.
-        """
-        geometry, num_new = self._geometry, positions.shape[1]
-        last = positions[:, -1:]
-        masks: dict[str, torch.Tensor | None] = {}
-        full = window = states = None
-        if geometry.full_layers:
-            full = self._keys(rows, last, torch.arange(kv_len, device=self._device)[None])
-            masks["full_attention"] = self._mask(positions, full) if masked else None
-        if geometry.window_layers:
-            num_keys = min(kv_len, geometry.window + num_new - 1)
-            window = self._keys(rows, last, last - num_keys + 1 + torch.arange(num_keys, device=self._device))
-            masks["sliding_attention"] = self._mask(positions, window, geometry.window) if masked else None
-        if self._states is not None:
-            fresh = positions[:, 0] == 0 if begins else None
-            states = BatchStates(self._states, self._states.get_mamba_indices(rows), fresh)
-        new_slots = self._engine.req_to_token.req_to_token[rows[:, None], positions].flatten().long()
-        cache = PoolCache(self._engine.pool, geometry, BatchSlots(new_slots, kv_len - num_new, full, window, states))
-        output = self._model(
-            input_ids=input_ids,
-            position_ids=positions,
-            attention_mask=mask_argument(masks),
-            past_key_values=cache,
-            use_cache=True,
-            **self._last_only,
-        )
-        cache.store_states()
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits.float()
-
-    def _keys(self, rows: torch.Tensor, last: torch.Tensor, positions: torch.Tensor) -> Keys:
-        """Where the keys at `positions` [B or 1, keys] lie; what is outside of [0, last] is padding.
-
-        Columns behind a row's last token hold whatever an earlier request left there.
-        """
-        outside = (positions < 0) | (positions > last)
-        slots = self._engine.req_to_token.req_to_token[rows[:, None], positions.clamp(min=0)]
-        return Keys(positions, slots.long().masked_fill_(outside, 0))
-
-    def _mask(self, positions: torch.Tensor, keys: Keys, window: int = 0) -> torch.Tensor:
-        return attention_mask(positions, keys.positions, self._kernel, self._model.dtype, window)
-
-    def _checked_table(self) -> HybridReqToTokenPool | None:
-        """The table of states, where the model has any; ShapeError where pools and model do not fit."""
+    def _check_pools(self) -> None:
+        """ShapeError where pools and model do not fit."""
         pool, table, geometry = self._engine.pool, self._engine.req_to_token, self._geometry
         attention = sorted({*geometry.full_layers, *geometry.window_layers})
         if list(pool.layer_ids) != attention:
@@ -174,10 +86,9 @@ class ModelRunner:
                 "with the geometry of this model"
             )
         if not geometry.recurrent_layers:
-            return None
+            return
         if not isinstance(table, HybridReqToTokenPool) or table.mamba_pool.layers != geometry.recurrent_layers:
             raise ShapeError(
                 f"the model has recurrent layers {list(geometry.recurrent_layers)}, and the request table keeps no "
                 "state for them; build the engine with the geometry of this model"
             )
-        return table
