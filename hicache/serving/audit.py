@@ -1,7 +1,8 @@
 """A second opinion on every byte: digests of pages when they are computed, compared when they come back.
 
-The auditor reads pages out of the device pool on its own, by `get_cpu_copy`, while a request still holds them. A page
-is known by a digest of its namespace and all tokens up to its end, never by a slot or a store's key, so nothing that
+The auditor reads pages out of the device pool on its own, by `get_cpu_copy`, while a request still holds them: those
+layers whose every token is kept. What window layers have let go of cannot be read, and states are no pages. A page is
+known by a digest of its namespace and all tokens up to its end, never by a slot or a store's key, so nothing that
 the cache itself believes enters the comparison. With a file the digests outlive the process and judge what a later one
 finds on disk.
 
@@ -111,13 +112,15 @@ class KVAudit:
         return keys
 
     def _digests(self, slots: torch.Tensor) -> list[bytes]:
-        """One digest a page of `slots`: every layer, every buffer, in order."""
-        step = self._engine.page_size
+        """One digest a page of `slots`: every layer that keeps all tokens, every buffer, in order."""
+        step, pool = self._engine.page_size, self._engine.pool
+        whole = pool.slot_spaces[0].layout.layers
         digests: list[bytes] = []
         for part in slots.split(max(1, COPY_CHUNK_TOKENS // step) * step):
             layers = [
                 buffer.view(torch.uint8).flatten(1).numpy()
-                for chunks in self._engine.pool.get_cpu_copy(part)
+                for layer_id, chunks in zip(pool.layer_ids, pool.get_cpu_copy(part), strict=True)
+                if layer_id in whole
                 for buffer in chunks[0]
             ]
             for start in range(0, len(part), step):

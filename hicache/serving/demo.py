@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -20,10 +22,10 @@ import transformers
 from rich.console import Console
 
 from hicache.config import EngineConfig
-from hicache.errors import ConfigError, PromptTooLong, UnsupportedModel
+from hicache.errors import ConfigError, PromptTooLong
 from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
-from hicache.serving.drive import Job, serve_cached, serve_without_cache
+from hicache.serving.drive import Job, ask_transformers, serve_cached, serve_without_cache
 from hicache.serving.models import LoadedModel, load_local, random_model
 from hicache.serving.report import Report
 from hicache.serving.request import Sampling
@@ -73,6 +75,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--baseline", action=argparse.BooleanOptionalAction, default=True, help="compare with a run without any cache"
     )
+    how.add_argument(
+        "--check-against", choices=["transformers"], help="compare with the library's own generate too (greedy answers)"
+    )
     engine = parser.add_argument_group("the engine (sizes follow from the conversations unless given)")
     EngineConfig.add_flags(engine)
 
@@ -92,15 +97,19 @@ def run(flags: argparse.Namespace) -> int:
         if flags.disk_path is None:
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-demo-"))
         config = _configure(flags, job, temporary)
-        disk = config.disk.path if config.disk is not None else temporary
-        sidecar = None if temporary and disk.startswith(temporary) else Path(disk) / AUDIT_FILE
+        sidecar = None
+        if config.disk is not None and not (temporary and config.disk.path.startswith(temporary)):
+            sidecar = Path(config.disk.path) / AUDIT_FILE
         with build_engine(config, job.geometry) as engine:
-            _announce(job, config, console)
+            host_tokens = int(engine.stats().get("host.free_pages", 0)) * config.host_page_size
+            _announce(job, config, host_tokens, console)
             view = stack.enter_context(View(console))
             served = serve_cached(job, engine, config.dtype, sidecar, lambda turn: view.show(turn.row()))
         if flags.baseline:
             view.heading("the same prompts without a cache:")
             serve_without_cache(job, config, served.turns, lambda turn: view.show(turn.row()))
+        if flags.check_against:
+            ask_transformers(job, served.turns)
     report = Report(
         turns=served.turns,
         audit=served.audit,
@@ -108,12 +117,13 @@ def run(flags: argparse.Namespace) -> int:
         sizes={
             "working_set_tokens": job.working_set,
             "device_tokens": config.device_tokens,
-            "host_tokens": _host_tokens(job, config),
+            "host_tokens": host_tokens,
         },
         model=job.loaded.name,
         device=_device_name(config.device),
         seconds=time.perf_counter() - start_s,
         compared=flags.baseline,
+        compared_generate=flags.check_against is not None,
     )
     console.print("\n" + report.summary(), highlight=False, markup=False, soft_wrap=True)
     if flags.json is not None:
@@ -126,17 +136,14 @@ def _prepare(flags: argparse.Namespace, console: Console) -> Job:
     shape = Shape(flags.documents, flags.turns if flags.turns is not None else _DEFAULT_TURNS, flags.document_tokens)
     temperature = flags.temperature if flags.temperature is not None else float(flags.sample)
     sampling = Sampling(temperature, flags.top_k, flags.top_p, flags.seed)
+    if flags.check_against and temperature:
+        raise ConfigError("--check-against transformers compares greedy answers; leave --sample and --temperature out")
     basis = _basis(flags)
     device, dtype = _device(basis.device), basis.torch_dtype
     if dtype.itemsize == 1:
         dtype = torch.bfloat16  # of the model; the pool alone stores 8 bits
     loaded = load_local(flags.model, dtype, device) if flags.model else random_model(flags.seed, dtype, device)
     geometry = check_supported(loaded.model)
-    if geometry.window_layers or geometry.recurrent_layers:
-        raise UnsupportedModel(
-            f"{type(loaded.model).__name__} has windows or recurrent layers, which the disk does not keep yet, and the "
-            "demo shows all three tiers; serve it with Scheduler and ModelRunner over device and host"
-        )
     job = Job(
         loaded=loaded,
         geometry=geometry,
@@ -175,7 +182,12 @@ def _configure(flags: argparse.Namespace, job: Job, temporary: str) -> EngineCon
     # Two pages at the least, and beside them the one that the host keeps as a sink.
     host_pages = max(2, _pages(job.working_set // 2, page)) + 1
     host_bytes = host_pages * page * _token_bytes(job.geometry, basis)
+    if job.geometry.state is not None:
+        # Of the host's bytes states get a quarter: two for each turn, where its prompt and where its answer ended.
+        host_bytes = max(host_bytes * 4 // 3, 8 * job.num_turns * _state_bytes(job.geometry))
     config = EngineConfig.from_flags(flags, **_defaults(job, temporary, page, host_bytes=host_bytes))
+    if _keeps_no_disk(job.geometry):
+        config = dataclasses.replace(config, disk=None)  # that of --disk, or of the file of --config
     most = config.device_tokens // config.page_size * config.page_size
     if job.longest > most:
         raise PromptTooLong(job.longest, most, "device_tokens")
@@ -204,35 +216,52 @@ def _defaults(job: Job, temporary: str, page: int, host_bytes: int) -> dict[str,
         "prefetch_mode": "wait_complete",
         "model_id": job.loaded.model_id,
     }
-    if temporary:
+    if job.geometry.window_layers:
+        # The windows of two requests and a chunk that is computed, whose slots the window leaves as it moves on.
+        windows, chunk = 2 * (_pages(job.geometry.window, page) + 1), _pages(min(job.chunk_tokens, job.longest), page)
+        defaults["window_tokens"] = max(device_tokens, (windows + chunk) * page)
+    if temporary and not _keeps_no_disk(job.geometry):
         defaults["disk"] = {"path": str(Path(temporary) / "store")}
     return defaults
 
 
-def _announce(job: Job, config: EngineConfig, console: Console) -> None:
+def _announce(job: Job, config: EngineConfig, host_tokens: int, console: Console) -> None:
     kib = _token_bytes(job.geometry, config) / 1024
     disk = config.disk.path if config.disk is not None else "none"
+    if _keeps_no_disk(job.geometry):
+        disk = "none (it keeps pages of full attention alone, and this model has windows or recurrent layers)"
     console.print(
         f"{job.loaded.name}, {job.loaded.num_weights / 1e6:.1f} million weights, {kib:g} KiB of KV a token, "
         f"on {_device_name(config.device)}\n"
         f"{len(job.talks)} conversations need {job.working_set} tokens of KV: device {config.device_tokens}, "
-        f"host {_host_tokens(job, config)}, disk {disk}\n",
+        f"host {host_tokens}, disk {disk}\n",
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
 
 
-def _host_tokens(job: Job, config: EngineConfig) -> int:
-    """Tokens that the host tier holds: its whole pages without the sink."""
-    page = config.host_page_size
-    return (config.host_bytes // (page * _token_bytes(job.geometry, config)) - 1) * page
-
-
 def _token_bytes(geometry: ModelGeometry, config: EngineConfig) -> int:
-    """Bytes of keys and values of one token over all layers."""
+    """Bytes of keys and values of one token over all attention layers."""
     dims = geometry.head_dim + (geometry.v_head_dim or geometry.head_dim)
-    return geometry.layer_num * geometry.head_num * dims * config.torch_dtype.itemsize
+    num_layers = len(geometry.full_layers) + len(geometry.window_layers)
+    return num_layers * geometry.head_num * dims * config.torch_dtype.itemsize
+
+
+def _state_bytes(geometry: ModelGeometry) -> int:
+    """Bytes of a recurrent state over all layers."""
+    state = geometry.state
+    if state is None:
+        return 0
+    conv_numel = sum(math.prod(shape) for shape in state.conv)
+    temporal_numel = math.prod(state.temporal)
+    per_layer = conv_numel * state.conv_dtype.itemsize + temporal_numel * state.temporal_dtype.itemsize
+    return len(geometry.recurrent_layers) * per_layer
+
+
+def _keeps_no_disk(geometry: ModelGeometry) -> bool:
+    """Whether the disk tier lacks what this model needs of a page."""
+    return bool(geometry.window_layers or geometry.recurrent_layers)
 
 
 def _pages(tokens: int, page: int) -> int:

@@ -1,4 +1,4 @@
-"""Serving the conversations of a demo: once through all tiers, once more without any cache.
+"""Serving the conversations of a demo: once through all tiers, once more without any cache, once by transformers.
 
 Knows the order of turns and what depends on what; the scheduler knows neither. May import everything below serving and
 its own package.
@@ -22,6 +22,7 @@ from hicache.layout import ModelGeometry
 from hicache.serving.audit import AuditCounts, KVAudit
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.serving.models import LoadedModel
+from hicache.serving.reference import generate
 from hicache.serving.report import Turn
 from hicache.serving.request import Request, Result, Sampling
 from hicache.serving.runner import ModelRunner
@@ -50,6 +51,10 @@ class Job:
     def working_set(self) -> int:
         """Tokens whose KV all conversations need."""
         return sum(talk.distinct_tokens(self.max_new_tokens) for talk in self.talks)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(talk.num_turns for talk in self.talks)
 
     def request(self, talk: int, turn: int, prompt: npt.NDArray[np.int64], namespace: str = "") -> Request:
         """The request of a turn; its id names both and is unique."""
@@ -108,7 +113,16 @@ def serve_without_cache(job: Job, config: EngineConfig, turns: Sequence[Turn], s
     """
     page = config.page_size
     device_tokens = -(-job.longest // page) * page * job.concurrency
-    bare = dataclasses.replace(config, host_bytes=0, host_ratio=0.0, disk=None, device_tokens=device_tokens)
+    window_tokens = max(config.window_tokens, device_tokens) if job.geometry.window_layers else 0
+    bare = dataclasses.replace(
+        config,
+        host_bytes=0,
+        host_ratio=0.0,
+        host_states=0,
+        disk=None,
+        device_tokens=device_tokens,
+        window_tokens=window_tokens,
+    )
 
     def make(index: int) -> Request | None:
         turn = turns[index]
@@ -120,6 +134,12 @@ def serve_without_cache(job: Job, config: EngineConfig, turns: Sequence[Turn], s
 
     with build_engine(bare, job.geometry) as engine:
         _drive(job, engine, len(turns), make, finished, None)
+
+
+def ask_transformers(job: Job, turns: Sequence[Turn]) -> None:
+    """The same prompts to the library's own `generate`. Fills in `generated` of each turn."""
+    for turn in turns:
+        turn.generated = generate(job.loaded.model, turn.prompt, job.max_new_tokens, job.loaded.eos_ids)
 
 
 def _drive(

@@ -22,6 +22,7 @@ from hicache.errors import ConfigError
 
 _SAMPLES = 1024  # values of each tensor that enter the identity
 _NOT_WEIGHTS = ("transformers_version", "_name_or_path", "_attn_implementation", "dtype", "torch_dtype")
+_UNLIMITED = 1 << 24  # positions of a model that names no limit
 RANDOM_CONTEXT = 131072
 
 
@@ -112,9 +113,8 @@ def load_local(path: str, dtype: torch.dtype, device: torch.device) -> LoadedMod
         raise ConfigError(f"--model {path}: no such directory; give one that holds a transformers model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, local_files_only=True, dtype=dtype, attn_implementation="sdpa"
-        )
+        # The library chooses how attention is computed: sdpa, or eager for a model whose caps or sinks sdpa lacks.
+        model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype)
         model = model.to(device).eval()
     except Exception as error:
         text = " ".join(str(error).split()) or type(error).__name__
@@ -126,7 +126,7 @@ def load_local(path: str, dtype: torch.dtype, device: torch.device) -> LoadedMod
         model=model,
         tokenizer=LocalTokenizer(tokenizer),
         model_id=model_identity(model),
-        max_context_len=int(model.config.get_text_config().max_position_embeddings),
+        max_context_len=int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or _UNLIMITED),
         bos=() if bos is None else (int(bos),),
         eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
     )

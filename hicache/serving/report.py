@@ -1,4 +1,4 @@
-"""The outcome of a demo: every turn with and without the cache, and the figures that follow from them.
+"""The outcome of a demo: every turn with the cache and without, and the figures that follow from them.
 
 May import numpy and its own package.
 """
@@ -28,7 +28,10 @@ _MOVES = {
 
 @dataclass
 class Turn:
-    """One turn of one conversation: its prompt, how the cache served it, and how it went without a cache."""
+    """One turn of one conversation: its prompt, how the cache served it, and how it went without a cache.
+
+    `generated`: what transformers' `generate` answered, where that was asked for.
+    """
 
     name: str
     talk: int
@@ -36,11 +39,14 @@ class Turn:
     prompt: npt.NDArray[np.int64]
     cached: Result
     recomputed: Result | None = None
+    generated: tuple[int, ...] | None = None
 
     @property
     def same(self) -> bool:
-        """Whether every generated token equals that of the run without a cache."""
-        return self.recomputed is None or self.cached.tokens == self.recomputed.tokens
+        """Whether every generated token equals that of the run without a cache, and of transformers, where made."""
+        truths = [self.cached.tokens if self.recomputed is None else self.recomputed.tokens]
+        truths.append(self.cached.tokens if self.generated is None else self.generated)
+        return all(tokens == self.cached.tokens for tokens in truths)
 
     def row(self) -> Row:
         result, hit = self.cached, self.cached.hit
@@ -66,7 +72,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a demo found out. `compared`: whether the run without a cache was made."""
+    """Everything that a demo found out. `compared`: whether the run without a cache was made; `compared_generate`:
+    whether transformers was asked."""
 
     turns: Sequence[Turn]
     audit: AuditCounts
@@ -76,6 +83,7 @@ class Report:
     device: str
     seconds: float
     compared: bool
+    compared_generate: bool = False
 
     @property
     def identical(self) -> bool:
@@ -91,6 +99,7 @@ class Report:
         return {
             "identical": self.identical,
             "compared_with_recompute": self.compared,
+            "compared_with_transformers": self.compared_generate,
             "requests": len(self.turns),
             "prompt_tokens": sum(len(turn.prompt) for turn in self.turns),
             "generated_tokens": sum(len(turn.cached.tokens) for turn in self.turns),
@@ -132,10 +141,13 @@ class Report:
         return "\n".join(lines)
 
     def _checked(self) -> str:
-        if not self.compared:
+        if not self.compared and not self.compared_generate:
             return "(tokens not compared: --no-baseline)"
         different = [turn.name for turn in self.turns if not turn.same]
-        return f"tokens differ in {', '.join(different)}" if different else "every generated token, every page"
+        if different:
+            return f"tokens differ in {', '.join(different)}"
+        truths = ["a run without a cache"] * self.compared + ["transformers' generate"] * self.compared_generate
+        return f"every generated token equals that of {' and '.join(truths)}, every page what was computed"
 
 
 def _ttft_ms(turns: Sequence[Turn]) -> dict[str, float | None]:
