@@ -153,8 +153,8 @@ class DiskTier:
         """Finish what is queued, stop the threads, close the store. What is closed already is left alone.
 
         Waits at most `within_s` (default: `close_s` of the limits) for threads that do not return, and for the store.
-        False: one is left in the store, which stays open and keeps its path; the memory of the pages that the thread has
-        stays mapped, for its job refers to it, and a later call tries again. Nothing else may use these pages until
+        False: one is left in the store, which stays open and keeps its path; the memory of the pages that the thread
+        has stays mapped, for its job refers to it, and a later call tries again. Nothing else may use these pages until
         then. Raises what closing the store raises.
         """
         deadline_s = time.monotonic() + (self._limits.close_s if within_s is None else within_s)
