@@ -348,7 +348,8 @@ def test_rounding_does_not_decide(row: str, dtype: torch.dtype) -> None:
 
 def test_a_deep_model_in_bfloat16_is_taken() -> None:
     """A model whose 16-bit logits move by a tenth of their spread when a forward is of other length is taken."""
-    model = tiny_family("llama", num_hidden_layers=48, hidden_size=64, head_dim=16).to(torch.bfloat16)
+    # On the CPU, whose kernels round by the length; a GPU's give such small ones the same.
+    model = tiny_family("llama", "cpu", num_hidden_layers=48, hidden_size=64, head_dim=16).to(torch.bfloat16)
     tokens = prompt(40, 1)
     whole = plain_logits(model, tokens)
     moved = [relative_difference(plain_logits(model, tokens[:n])[-1], whole[n - 1]) for n in (7, 16, 33)]

@@ -44,8 +44,13 @@ def test_a_float32_model_is_left_alone() -> None:
         assert [weight.data_ptr() for weight in model.parameters()] == pointers
     narrow = tiny_family("llama").to(torch.bfloat16)
     pointers = [weight.data_ptr() for weight in narrow.parameters()]
-    with pytest.raises(IndexError), float32_weights(narrow):
-        narrow(input_ids=torch.tensor([[10**6]], device=narrow.device))
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    narrow.model.layers[1].mlp.forward = broken
+    with pytest.raises(ZeroDivisionError), float32_weights(narrow):
+        narrow(input_ids=torch.tensor([[1]], device=narrow.device))
     assert [weight.data_ptr() for weight in narrow.parameters()] == pointers
 
 
