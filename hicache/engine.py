@@ -35,7 +35,7 @@ from hicache.flow.share import Sharing
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
 from hicache.tree.node import Component, Tier, TreeNode
-from hicache.validation import valid_count, valid_mode, valid_namespace, valid_request_id, valid_tokens
+from hicache.validation import valid_count, valid_mode, valid_namespace, valid_request, valid_request_id, valid_tokens
 
 __all__ = ["CacheEngine", "CacheRequest", "Held", "Hit", "Lease", "Prefetch"]
 
@@ -229,7 +229,7 @@ class CacheEngine:
         changed), `PromptTooLong` (never fits) and `DuplicateRequest`.
         """
         self._require_running()
-        request = _valid_request(request)
+        request = valid_request(request)
         if request.request_id in self._leases:
             raise DuplicateRequest(request.request_id)
         if self._prefetcher:
@@ -393,16 +393,3 @@ class CacheEngine:
     def _on_host(self, nodes: list[TreeNode]) -> None:
         if self._persist:
             self._persist.store([node for node in nodes if node.holds(Tier.HOST)])
-
-
-def _valid_request(request: CacheRequest) -> CacheRequest:
-    """The same, its tokens packed. Raises `InvalidTokens` and `InvalidArgument`."""
-    reserve = request.reserve_tokens
-    return dataclasses.replace(
-        request,
-        request_id=valid_request_id(request.request_id),
-        tokens=valid_tokens(request.tokens),
-        namespace=valid_namespace(request.namespace),
-        reserve_tokens=None if reserve is None else valid_count("reserve_tokens", reserve),
-        priority=valid_count("priority", request.priority),
-    )

@@ -1,11 +1,12 @@
 """What every verb of the engine checks of its arguments before it changes anything.
 
 Each function returns the value in the form that the flows take, or raises an error that names both sides. Owns nothing.
-May import tree, config and errors.
+May import flow, tree, config and errors.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from typing import Any, get_args
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from hicache.config import PrefetchMode
 from hicache.errors import InvalidArgument, InvalidTokens
+from hicache.flow.base import CacheRequest
 from hicache.tree.key import Tokens, pack_tokens
 
 _MODES = get_args(PrefetchMode)
@@ -67,3 +69,16 @@ def valid_count(name: str, value: Any) -> int:
     if count < 0:
         raise InvalidArgument(f"{name}={count} is below 0")
     return count
+
+
+def valid_request(request: CacheRequest) -> CacheRequest:
+    """The same, its tokens packed. Raises `InvalidTokens` and `InvalidArgument`."""
+    reserve = request.reserve_tokens
+    return dataclasses.replace(
+        request,
+        request_id=valid_request_id(request.request_id),
+        tokens=valid_tokens(request.tokens),
+        namespace=valid_namespace(request.namespace),
+        reserve_tokens=None if reserve is None else valid_count("reserve_tokens", reserve),
+        priority=valid_count("priority", request.priority),
+    )
