@@ -92,7 +92,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": Family(reason="layers of type indexed_attention"),
     "deepseek_v4": Family(reason="layers of type compressed_sparse_attention, heavily_compressed_attention"),
     "diffllama": Family("full"),
-    "doge": Family(reason="other results over a cached prefix", changes={"keep_window_size": 12}),
+    "doge": Family(reason="best keys alone, a choice that rounding makes", changes={"keep_window_size": 12}),
     "dots1": Family(
         "window",
         changes={

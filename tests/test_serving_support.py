@@ -302,21 +302,22 @@ def test_a_bias_that_goes_with_the_models_own_mask_is_refused(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("row", "bound", "reason"),
-    [
-        ("gpt_neo", "window_size", "other results over"),
-        ("doge", "keep_window_size", "is not causal|other results over"),
-    ],
-)
-def test_the_trial_exceeds_what_a_layer_looks_at(row: str, bound: str, reason: str, dtype: torch.dtype) -> None:
+def test_the_trial_exceeds_what_a_layer_looks_at(dtype: torch.dtype) -> None:
     """A layer that goes by other rules beyond some number of tokens is found, up to the longest trial; where that would
     be too short, the message names the number."""
     for value in (30, 300):
-        with pytest.raises(UnsupportedModel, match=reason):
-            check_supported(tiny_family(row, **{bound: value}).to(dtype))
-    with pytest.raises(UnsupportedModel, match=f"{bound}=5000"):
-        check_supported(tiny_family(row, "meta", **{bound: 5000}, max_position_embeddings=8192))
+        with pytest.raises(UnsupportedModel, match="other results over"):
+            check_supported(tiny_family("gpt_neo", window_size=value).to(dtype))
+    with pytest.raises(UnsupportedModel, match="window_size=5000"):
+        check_supported(tiny_family("gpt_neo", "meta", window_size=5000, max_position_embeddings=8192))
+
+
+def test_a_choice_of_the_best_keys_is_refused() -> None:
+    """A layer that attends to a number of keys by their scores is refused by that number, unless it is never exceeded:
+    scores that are nearly equal make the choice one of rounding, on any device."""
+    with pytest.raises(UnsupportedModel, match=r"best keys alone.*keep_window_size=300"):
+        check_supported(tiny_family("doge", keep_window_size=300))
+    assert check_supported(tiny_family("doge", keep_window_size=1 << 20)).layer_num
 
 
 def test_settings_that_vary_from_layer_to_layer_are_refused() -> None:

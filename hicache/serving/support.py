@@ -172,8 +172,12 @@ def _config_reason(config: Any) -> str:
     ropes = [rope for rope in (per_type, *per_type.values()) if isinstance(rope, Mapping)]
     stretching = {str(rope.get("rope_type")) for rope in ropes} & {"dynamic", "longrope"}
     latent = getattr(config, "kv_lora_rank", None)
+    best, positions = getattr(config, "keep_window_size", None) or 0, getattr(config, "max_position_embeddings", 0)
     reasons = {
         "attention biases (alibi) that it builds from a padding mask": getattr(config, "alibi", False),
+        f"layers that attend to the best keys alone, a choice that rounding makes (keep_window_size={best})": (
+            0 < best < positions
+        ),
         f"layers of type {', '.join(other)}": other,
         "layers of type sliding_attention without a sliding_window": (
             "sliding_attention" in types and not _window(config)
