@@ -255,7 +255,7 @@ class CacheEngine:
         do not begin with the lease's prompt, and `InvalidTokens` where there are more than it has slots for.
         """
         self._require_held(lease)
-        self._sharing.commit(lease, valid_tokens(tokens, minimum=0))
+        self._sharing.commit(lease, valid_tokens(tokens, minimum=0, known_len=len(lease.tokens)))
 
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
         """Where a pass over the prompt from `start` should end, at most at `end`.

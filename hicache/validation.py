@@ -21,13 +21,17 @@ from hicache.tree.key import Tokens, pack_tokens
 _MODES = get_args(PrefetchMode)
 
 
-def valid_tokens(tokens: npt.ArrayLike, minimum: int = 1) -> Tokens:
-    """At least `minimum` token ids as contiguous int64 `[n]`; no copy where they are. Raises `InvalidTokens`."""
+def valid_tokens(tokens: npt.ArrayLike, minimum: int = 1, known_len: int = 0) -> Tokens:
+    """At least `minimum` token ids as contiguous int64 `[n]`; no copy where they are. Raises `InvalidTokens`.
+
+    The first `known_len` are compared with valid ones elsewhere.
+    """
     ids = pack_tokens(tokens)
     if len(ids) < minimum:
         raise InvalidTokens("there are no tokens; give at least one token id")
-    if len(ids) and ids.min() < 0:
-        raise InvalidTokens(f"the lowest token id is {ids.min()}; give ids of at least 0")
+    fresh = ids[known_len:]
+    if len(fresh) and fresh.min() < 0:
+        raise InvalidTokens(f"the lowest token id is {fresh.min()}; give ids of at least 0")
     return ids
 
 

@@ -166,7 +166,7 @@ class EngineFuzz:
             return
         lease = self.ended[self.rng.integers(len(self.ended))]
         for call in (
-            lambda: self.engine.commit(lease, lease.tokens),
+            lambda: self.engine.commit(lease, lease.tokens.tokens),
             lambda: self.engine.extend(lease, 1),
             lambda: self.engine.begin_forward([lease]),
             lambda: self.engine.track([lease]),

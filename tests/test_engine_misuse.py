@@ -77,7 +77,9 @@ def test_tokens_that_are_no_run_of_ids_are_refused(what: str, engine: CacheEngin
     unchanged(engine, lambda: engine.prefetch("a", bad), InvalidTokens, message)
     unchanged(engine, lambda: engine.acquire(CacheRequest("a", bad)), InvalidTokens, message)
     with engine.acquire(CacheRequest("b", TOKENS)) as lease:
-        if message != "no tokens":  # of a request that has computed nothing yet, nothing is committed
+        if what == "a negative id":
+            unchanged(engine, lambda: engine.commit(lease, bad), TokensMismatch, "token 0 of the commit is 1")
+        elif message != "no tokens":  # of a request that has computed nothing yet, nothing is committed
             unchanged(engine, lambda: engine.commit(lease, bad), InvalidTokens, message)
 
 
@@ -141,6 +143,7 @@ def test_a_commit_of_other_tokens_is_refused(engine: CacheEngine) -> None:
     engine.extend(lease, 10)
     longer = np.concatenate([TOKENS, np.full(10, 7)])
     compute(engine, lease, longer, 60, 70)
+    unchanged(engine, lambda: engine.commit(lease, [*TOKENS, -7]), InvalidTokens, "lowest token id is -7")
     engine.commit(lease, longer)
     longer[62] = 8  # in a page that was committed
     unchanged(engine, lambda: engine.commit(lease, longer), TokensMismatch, "token 62")

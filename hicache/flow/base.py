@@ -32,6 +32,7 @@ from hicache.transfer.counter import LayerTransferCounter
 from hicache.tree.base import Released
 from hicache.tree.components import SwaRules
 from hicache.tree.core import RadixTree
+from hicache.tree.key import TokenRun
 from hicache.tree.node import Component, Place, Span, Tier, TreeNode, joined
 
 
@@ -293,7 +294,7 @@ class Lease:
     def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor, home: torch.device) -> None:
         self.request_id, self.namespace = request.request_id, request.namespace
         self.prompt_len, self.priority = len(request.tokens), request.priority
-        self.tokens = np.array(request.tokens, np.int64)
+        self.tokens = TokenRun(request.tokens)
         self.node = node
         self.req_pool_idx: int | None = None
         self.mamba_pool_idx: torch.Tensor | None = None

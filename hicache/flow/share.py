@@ -11,12 +11,11 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from hicache.errors import InvalidTokens, TokensMismatch, TransferError
 from hicache.flow.base import Lease, Load, Parts
-from hicache.tree.key import Tokens
+from hicache.tree.key import TokenRun, Tokens, bytes_of
 from hicache.tree.node import Place, Tier, TreeNode, own
 
 
@@ -142,7 +141,7 @@ class Sharing:
         parts.tree.move_lock(lease.node, result.node, Tier.DEVICE)
         lease.node, lease.tree_len = result.node, end
         if end > len(lease.tokens):
-            lease.tokens = tokens[:end].copy()
+            lease.tokens = TokenRun(tokens[:end])
         parts.tree.prioritise(result.node, lease.priority)
         self._consider(result.node)
 
@@ -163,7 +162,6 @@ def _require_sequence(lease: Lease, tokens: Tokens) -> None:
             f"{lease.request_id}: {len(tokens)} tokens were committed, the lease has slots for {lease.length}; "
             f"extend it before the forward"
         )
-    known = min(len(tokens), len(lease.tokens))
-    if not np.array_equal(tokens[:known], lease.tokens[:known]):
-        at = int((tokens[:known] != lease.tokens[:known]).argmax())
-        raise TokensMismatch(lease.request_id, at, int(tokens[at]), int(lease.tokens[at]))
+    at = lease.tokens.common_len(tokens, bytes_of(tokens), 0)
+    if at < min(len(tokens), len(lease.tokens)):
+        raise TokensMismatch(lease.request_id, at, int(tokens[at]), int(lease.tokens.tokens[at]))
