@@ -276,8 +276,8 @@ class CacheEngine:
     def begin_forward(self, leases: Sequence[Lease]) -> None:
         """The coming forward pass is for `leases`: its layers wait for their loads.
 
-        Call it before each pass that reads, also between two of one lease: `commit` may have put slots in place of the
-        lease's that another request's load still fills.
+        Call it before each pass that reads, also between two of one lease, and read `lease.slots` behind it: `commit`
+        may have put another request's slots in place of the lease's, and passes of others name other loads.
         """
         self._require_held(*leases)
         parts = self._parts

@@ -13,6 +13,7 @@ from stepped_transfer import SteppedTransfers
 
 from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
 from hicache.errors import TransferError, TryLater
+from hicache.tree.node import Place
 
 KINDS = [pytest.param(model, id=kind) for kind, model in MODELS.items()]
 
@@ -311,4 +312,35 @@ def test_windows_of_a_failed_load_leave_with_it() -> None:
     assert engine.lookup(first).host == 64
     engine.release(lease)
     assert serve(engine, transfers, "c", first, WINDOWS) == 64
+    settled(engine)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_windows_in_flight_are_nobody_elses(ok: bool) -> None:
+    """A request that computed what the device holds, while another loads the windows of it, reads its own until they
+    have arrived; a load of them that fails takes nothing from it."""
+    engine, transfers = stepped(WINDOWS, window_tokens=160, device_tokens=512)
+    tokens = prompt(1, 41)
+    own = engine.acquire(CacheRequest("own", tokens))
+    serve(engine, transfers, "a", tokens, WINDOWS)
+    for n in range(50, 60):
+        if not engine._parts.tree.match(tokens[:40]).nodes[-1].holds(Place.SWA_DEVICE):
+            break
+        serve(engine, transfers, f"other{n}", prompt(n, 41), WINDOWS)
+    loading = engine.acquire(CacheRequest("b", tokens))
+    assert loading.hit.device == 40 and [len(link) for link in transfers.up] == [0, 1]
+    compute(engine, own, tokens, 0, 41, WINDOWS)
+    engine.commit(own, tokens)
+    verify(engine, own, tokens, 41, WINDOWS)
+    transfers.up[1].fails = None if ok else RuntimeError("the link is down")
+    transfers.finish()
+    transfers.up[1].fails = None
+    engine.poll()
+    engine.check()
+    verify(engine, own, tokens, 41, WINDOWS)
+    engine.commit(own, tokens)
+    assert own.tree_len == 40
+    engine.release(own)
+    engine.release(loading)
+    assert serve(engine, transfers, "c", tokens, WINDOWS) == 40
     settled(engine)

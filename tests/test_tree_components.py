@@ -95,7 +95,8 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
         result = self.tree.insert(self.tree.root, tokens, slots, Tier.DEVICE, space, window_from)
         self.prompts.append((space, pages))
         all_prefixes = self.prefixes(space, pages)
-        in_flight = {prefix for load in self.loads for prefix in load.ids.get(Component.FULL, ())}
+        spans = [span for load in self.loads for span in load.spans.values()]
+        in_flight = {prefix for span in spans for node in span.nodes for prefix in self.pages_of(node, Component.FULL)}
         accepted = next((i for i, prefix in enumerate(all_prefixes) if prefix in in_flight), len(pages))
         assert result.accepted_len == accepted * self.page
         adopted = {at for dup in result.duplicates if dup.adopts_window for at in range(dup.start, dup.end)}
@@ -173,7 +174,7 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
                 ids = self.ids(1 if component is Component.MAMBA else at.num_tokens // self.page)
                 self.tree.begin_backup(at, ids, component)
                 copy.note(component, zip(self.pages_of(at, component), ids.tolist(), strict=True))
-            copy.spans[component] = Span(nodes, component)
+            copy.spans[component] = Span(nodes, component, Tier.HOST)
         for at in copy.nodes:
             self.tree.lock(at, Tier.DEVICE)
             self.tree.lock(at, Tier.HOST)
@@ -226,7 +227,10 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
             self.tree.attach(at, Place.SWA_DEVICE, at.held(Tier.DEVICE))
             self.note(at, Place.SWA_DEVICE, at.held(Tier.DEVICE)[:: self.page])
         self.tree.lock(node, Tier.DEVICE)
-        load.spans = {Component.FULL: Span(lacking), Component.SWA: Span(windows, Component.SWA)}
+        load.spans = {
+            Component.FULL: Span(lacking, Component.FULL, Tier.DEVICE),
+            Component.SWA: Span(windows, Component.SWA, Tier.DEVICE),
+        }
         self.loads.append(load)
 
     @precondition(lambda self: self.loads)
@@ -357,7 +361,7 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
 
 
 TestComponentsAgainstDicts = ComponentsAgainstDicts.TestCase
-TestComponentsAgainstDicts.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestComponentsAgainstDicts.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.long

@@ -163,7 +163,7 @@ class Backup:
             end = start + len(value) // per_page
             parts.tree.begin_backup(node, pages[start:end], component)
             start = end
-        copy.spans[component] = Span(nodes, component)
+        copy.spans[component] = Span(nodes, component, Tier.HOST)
         return True
 
     def _end(self, copy: _Copy) -> None:

@@ -236,7 +236,8 @@ class Load:
 
     def __init__(self, plan: LoadPlan, stands_on: Sequence[Load]) -> None:
         self.node, self.stands_on = plan.node, tuple(stands_on)
-        self.pages, self.windows = Span(list(plan.pages)), Span(list(plan.windows), Component.SWA)
+        self.pages = Span(list(plan.pages), Component.FULL, Tier.DEVICE)
+        self.windows = Span(list(plan.windows), Component.SWA, Tier.DEVICE)
         self.load_ids: dict[Component, int] = {}
         self.reading: dict[Component, torch.Tensor] = {}
         self.ops: list[TransferOp] = []
@@ -284,8 +285,8 @@ class Lease:
     `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing). `state_load` brings
     the first of them, where the prefix left it on the host.
 
-    Read the slots of a forward behind its `begin_forward`: where another request committed the same tokens first,
-    `commit` puts its slots in place of ours, and those may still be loading.
+    Read `slots` anew for each pass, behind its `begin_forward`: where another request committed the same tokens first,
+    `commit` puts its slots in place of ours.
 
     Slots are noted in the request's row, on the pool's device, and on the host too, where they were chosen there
     (`home`, the allocator's device).

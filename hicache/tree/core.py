@@ -168,7 +168,7 @@ class RadixTree:
             child = self._child(node, tokens, raw, pos, limit, namespace)
             end = pos + child.num_tokens
             windows = window_from is not None and pos >= window_from
-            if tier is Tier.DEVICE and child.state is PageState.LOADING:
+            if tier is Tier.DEVICE and any(span.to is Tier.DEVICE for span in child.spans):
                 break
             if child.holds(tier):
                 adopts = windows and not child.holds(Place.SWA_DEVICE)

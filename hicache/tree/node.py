@@ -104,10 +104,13 @@ def joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Span:
-    """A run of nodes, root side first, of whose `component` a copy is in flight. A split keeps it whole."""
+    """A run of nodes, root side first, of whose `component` a copy is in flight. A split keeps it whole.
 
-    def __init__(self, nodes: list[TreeNode], component: Component = Component.FULL) -> None:
-        self.nodes, self.component = nodes, component
+    `to`: the tier of memory that it goes to; None: to the disk.
+    """
+
+    def __init__(self, nodes: list[TreeNode], component: Component = Component.FULL, to: Tier | None = None) -> None:
+        self.nodes, self.component, self.to = nodes, component, to
         for node in nodes:
             node.spans.append(self)
 
