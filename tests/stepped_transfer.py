@@ -69,11 +69,6 @@ class SteppedTransfers:
         """Those with copies in flight."""
         return [link for link in (*self.up, *self.down) if len(link)]
 
-    def finish_loads(self) -> None:
-        """What a forward does when it waits for its layers."""
-        for link in self.up:
-            link.run_all()
-
     def finish(self) -> None:
         for link in (*self.up, *self.down):
             link.run_all()
@@ -116,9 +111,6 @@ class SleepingTransfers:
         self._streams.append(self._streams.pop(0))
         with torch.cuda.stream(self._streams[0]):
             torch.cuda._sleep(20_000_000)
-
-    def finish_loads(self) -> None:
-        """A forward on the device waits for its layers there."""
 
     def finish(self) -> None:
         torch.cuda.synchronize()

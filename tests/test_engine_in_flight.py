@@ -344,3 +344,27 @@ def test_windows_in_flight_are_nobody_elses(ok: bool) -> None:
     engine.release(loading)
     assert serve(engine, transfers, "c", tokens, WINDOWS) == 40
     settled(engine)
+
+
+def test_a_prefix_is_loaded_anew_beside_a_copy_that_was_abandoned() -> None:
+    """After a load took a later one along in its failure, whose copy goes on, a request for the same prefix starts a
+    load of its own, which neither of them concerns."""
+    engine, transfers = stepped(FULL, device_tokens=256)
+    whole = prompt(1, 81)
+    serve(engine, transfers, "a", whole, FULL)
+    push_to_host(engine, transfers, FULL, whole)
+    first = [engine.acquire(CacheRequest("b", whole[:41])), engine.acquire(CacheRequest("c", whole))]
+    [link] = transfers.up
+    link.fails = RuntimeError("the link is down")
+    link.step()
+    link.fails = None
+    engine.poll()
+    for lease in first:
+        engine.release(lease)
+    assert len(link) == 1
+    again = engine.acquire(CacheRequest("d", whole))
+    assert again.hit.host == 80
+    transfers.finish()
+    prefill(engine, again, whole, FULL, 81)
+    engine.release(again)
+    settled(engine)

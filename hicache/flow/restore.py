@@ -75,8 +75,9 @@ class Restore:
         return load
 
     def loads_of(self, nodes: list[TreeNode]) -> list[Load]:
-        """The loads under way that bring anything of `nodes`, oldest first."""
-        return [load for load in self._under_way if any(load.brings(node) for node in nodes)]
+        """The loads under way that bring anything of `nodes`, oldest first. One that was abandoned brings nothing."""
+        live = [load for load in self._under_way if not load.abandoned]
+        return [load for load in live if any(load.brings(node) for node in nodes)]
 
     def under_way(self) -> list[Load]:
         """The loads that have not landed, oldest first."""
