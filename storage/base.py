@@ -152,5 +152,6 @@ class PageStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for readers, sync and release the path. The second call does nothing; any other call raises."""
+        """Wait for readers, sync and release the path. The second call does nothing; any other call but `stats`
+        raises."""
         ...

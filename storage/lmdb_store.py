@@ -195,7 +195,6 @@ class LmdbPageStore:
             return sum(self._writer.remove(keys[start : start + _DELETES_PER_COMMIT]) for start in starts)
 
     def stats(self) -> StoreStats:
-        self._require_open()
         return self._lookup.stats(self._budget.budget_bytes, read_only=self._writer.read_only)
 
     def thread_read_errors(self) -> int:

@@ -295,6 +295,7 @@ def test_closing_keeps_what_was_committed(tmp_path: Path) -> None:
     engine.commit(lease, tokens[:64])
     engine.close()
     engine.close()
+    assert engine.stats()["disk.entries"] == 8  # what is known goes on being told
     with build_engine(config(disk=disk), GEOMETRY) as reopened:
         assert reopened.lookup(tokens, disk_wait_s=PATIENCE_S).disk == 64
 
