@@ -18,6 +18,9 @@ if not torch.cuda.is_available():
 # Tests are many and small: threads of torch that wait for each other cost more than they bring, most on busy cores.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
+# Programs that tests start import what the tests do.
+SUPPORT = Path(__file__).parent / "support"
+os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # The default run is the same each time, and so is its verdict. Long ones say derandomize=False.
 settings.register_profile(

@@ -65,7 +65,7 @@ def test_the_sdist_holds_what_its_tests_need(sdist: Path) -> None:
     kept |= {path.name for path in ROOT.iterdir() if path.is_file() and path.suffix in (".md", ".toml", ".in")}
     found = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
     assert kept | {"Makefile", "LICENSE"} <= found, sorted(kept - found)
-    tests = ["tests/test_layering.py", "tests/test_bench_common.py", "tests/test_surface.py"]
+    tests = ["tests/test_layering.py", "tests/bench/test_common.py", "tests/test_surface.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     run = subprocess.run(command, cwd=sdist, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stdout[-4000:]

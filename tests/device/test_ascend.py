@@ -1,0 +1,146 @@
+"""The page-major pools: the same bytes as the others', in pages, with the vendor's operation or without."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from device_case import DEVICES, PLACES, check_copies_and_moves, check_description, normal
+from hicache.device import AscendMLAPagedTokenToKVPool, AscendTokenToKVPool, MLATokenToKVPool
+from hicache.errors import ConfigError, ShapeError
+
+BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+def mha_of(device: str = "cpu", dtype: torch.dtype = BF16, **extra: int) -> AscendTokenToKVPool:
+    return AscendTokenToKVPool(
+        size=30, page_size=4, dtype=dtype, head_num=2, head_dim=8, layer_num=3, device=device,
+        enable_memory_saver=False, **extra,
+    )  # fmt: skip
+
+
+def mla_of(device: str = "cpu", dtype: torch.dtype = BF16, **extra: int) -> AscendMLAPagedTokenToKVPool:
+    return AscendMLAPagedTokenToKVPool(
+        size=30, page_size=4, dtype=dtype, kv_lora_rank=24, qk_rope_head_dim=8, layer_num=3, device=device,
+        enable_memory_saver=False, **extra,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("dtype", [BF16, F16, E4M3])
+def test_keys_and_values_by_page(
+    device: str, kernels: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slot s is token s % page_size of page s // page_size; keys and values of all layers are one tensor."""
+    monkeypatch.setenv("HICACHE_KERNELS", kernels)
+    pool = mha_of(device, dtype)
+    loc = torch.tensor([30, 4, 17], device=device)
+    k, v = (normal(3, 2, 8, seed=n).to(device) for n in (1, 2))
+    pool.set_kv_buffer(1, loc, k, v, k_scale=0.5)
+    assert pool.kv_buffer.shape == (2, 3, 9, 4, 2, 8)
+    for kind, (buffer, rows) in enumerate(zip(pool.get_kv_buffer(1), (k.float() / 0.5, v.float()), strict=True)):
+        whole = torch.zeros(9, 4, 2, 8)
+        for row, slot in zip(rows.to(dtype).float().cpu(), loc.tolist(), strict=True):
+            whole[slot // 4, slot % 4] = row
+        assert buffer.dtype == dtype and torch.equal(buffer.float().cpu(), whole)
+        assert buffer.data_ptr() == pool.kv_buffer[kind, 1].data_ptr()
+    assert not pool.kv_buffer[:, ::2].any()
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("dtype", [BF16, E4M3])
+def test_latent_rows_by_page(device: str, kernels: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows stored whole or in two parts are in their pages, and read in two parts again."""
+    monkeypatch.setenv("HICACHE_KERNELS", kernels)
+    pool = mla_of(device, dtype)
+    loc, other = torch.tensor([30, 4], device=device), torch.tensor([9, 17], device=device)
+    nope, rope = normal(2, 1, 24, seed=1).to(device), normal(2, 1, 8, seed=2).to(device)
+    rows = torch.cat((nope, rope), dim=-1)
+    pool.set_mla_kv_buffer(2, loc, nope, rope)
+    pool.set_kv_buffer(2, other, rows, None)
+    whole = torch.zeros(9, 4, 32)
+    for at in (loc, other):
+        for row, slot in zip(rows[:, 0].to(dtype).float().cpu(), at.tolist(), strict=True):
+            whole[slot // 4, slot % 4] = row
+        parts = pool.get_mla_kv_buffer(2, at)
+        assert torch.equal(parts[0].float(), nope.to(dtype).float())
+        assert torch.equal(parts[1].float(), rope.to(dtype).float())
+    keys, values = pool.get_kv_buffer(2)
+    assert torch.equal(keys.float().cpu(), whole) and torch.equal(values.float().cpu(), whole[..., :24])
+    assert pool.kv_buffer.shape == (3, 9, 4, 32) and keys.data_ptr() == pool.kv_buffer[2].data_ptr()
+    assert isinstance(pool, MLATokenToKVPool)
+
+
+class NpuCaches:
+    """The vendor's two operations as their manual has them: `cache[slot // block, slot % block] = row`, int32 slots."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _npu_reshape_and_cache(self, **given: torch.Tensor) -> None:
+        self.calls.append("both")
+        self._cache(given["key"], given["key_cache"], given["slot_indices"])
+        self._cache(given["value"], given["value_cache"], given["slot_indices"])
+
+    def _npu_reshape_and_cache_siso(self, **given: torch.Tensor) -> None:
+        self.calls.append("one")
+        self._cache(given["key"], given["key_cache"], given["slot_indices"])
+
+    def _cache(self, rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        assert rows.dim() == 3 and cache.dim() == 4 and rows.shape[1:] == cache.shape[2:]
+        assert rows.is_contiguous() and rows.dtype == cache.dtype and slots.dtype == torch.int32
+        for row, slot in zip(rows, slots.tolist(), strict=True):
+            cache[slot // cache.shape[1], slot % cache.shape[1]] = row
+
+
+def test_the_vendors_operation_stores_the_same() -> None:
+    """With the vendor's operations the pools hold the same bytes as without."""
+    npu, loc = NpuCaches(), torch.tensor([30, 4, 17])
+    k, v, nope, rope = (normal(3, heads, n, seed=n) for heads, n in ((2, 8), (2, 8), (1, 24), (1, 8)))
+    results = []
+    for operations in (None, npu):
+        mha, mla = mha_of(), mla_of()
+        mha._npu = mla._npu = operations  # type: ignore[assignment]
+        mha.set_kv_buffer(1, loc, k.transpose(1, 2).contiguous().transpose(1, 2), v, v_scale=4.0)
+        mla.set_mla_kv_buffer(0, loc[:2], nope[:2], rope[:2])
+        mla.set_kv_buffer(0, loc[2:], torch.cat((nope, rope), dim=-1)[2:], None)
+        results.append((mha.kv_buffer, mla.kv_buffer))
+    assert npu.calls == ["both", "one", "one"]
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(*results, strict=True))
+
+
+def test_the_vendors_package_serves_its_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other devices the package is not used even where it can be imported."""
+    monkeypatch.setattr("hicache.device.ascend.torch_npu", SimpleNamespace())
+    pool = mha_of()
+    pool.set_kv_buffer(0, torch.tensor([4]), normal(1, 2, 8), normal(1, 2, 8))
+    assert pool.kv_buffer.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_and_moves(device: str) -> None:
+    """CPU copies and moves go by slot, whatever the order of the tensor."""
+    check_copies_and_moves(mha_of(device, start_layer=2), device)
+    check_copies_and_moves(mla_of(device, start_layer=2), device)
+
+
+def test_they_describe_themselves() -> None:
+    """Layout, addresses and bytes are those of rows by slot; pages are whole."""
+    for pool in (mha_of(start_layer=2), mla_of(start_layer=2)):
+        check_description(pool)
+        assert pool.layer_buffers(2)[0].shape[0] == 36
+
+
+def test_wrong_input_is_named() -> None:
+    """Rows and sizes that do not fit are named with both sides."""
+    k = normal(2, 2, 8)
+    with pytest.raises(ShapeError, match=r"cache_v is \(2, 2, 4\) .* takes \(2, 2, 8\)"):
+        mha_of().set_kv_buffer(0, torch.tensor([4, 5]), k, k[..., :4])
+    with pytest.raises(ShapeError, match=r"cache_k is \(2, 2, 8\) .* takes \(2, 1, 32\)"):
+        mla_of().set_kv_buffer(0, torch.tensor([4, 5]), k, None)
+    with pytest.raises(ConfigError, match="v_head_dim=4: keys and values share a tensor, set it to head_dim=8"):
+        mha_of(v_head_dim=4)
+    with pytest.raises(ConfigError, match="page_size=0"):
+        AscendMLAPagedTokenToKVPool(8, 0, BF16, 8, 8, 1, "cpu", False)

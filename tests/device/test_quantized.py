@@ -1,0 +1,139 @@
+"""The 8-bit pool: tokens keep the scale they were stored with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from device_case import DEVICES, PLACES, Recorder, check_copies_and_moves, check_description, normal
+from hicache.device import QuantizedKVCache
+from hicache.errors import ConfigError, ShapeError
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# Half a step of int8 at the row's scale, as a share of the row's largest magnitude; of fp8, of each element.
+STEP = {"int8": 0.5 / 127, "fp8": 1 / 16}
+KINDS = ["int8", "fp8"]
+
+
+def pool_of(device: str = "cpu", kv_dtype: str = "int8", dtype: torch.dtype = F32, **extra: int) -> QuantizedKVCache:
+    return QuantizedKVCache(
+        size=32, page_size=4, dtype=dtype, head_num=2, head_dim=8, layer_num=3, device=device,
+        enable_memory_saver=False, v_head_dim=12, kv_dtype=kv_dtype, **extra,
+    )  # fmt: skip
+
+
+def close(got: torch.Tensor, rows: torch.Tensor, kind: str) -> bool:
+    top = rows.float().abs().amax(-1, keepdim=True)
+    bound = STEP[kind] * (top if kind == "int8" else rows.float().abs() + top / 448)
+    return bool(((got.float() - rows.float()).abs() <= bound * 1.01 + rows.float().abs() / 200).all())
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_what_is_stored_is_read_within_a_step(
+    device: str, kernels: str, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads give the model's dtype within half a step of what was stored, whole or by slot alike; other slots read as
+    zero; the raw pair is number and scale."""
+    monkeypatch.setenv("HICACHE_KERNELS", kernels)
+    pool = pool_of(device, kind, dtype)
+    loc = torch.tensor([30, 4, 17], device=device)
+    k, v = normal(3, 2, 8, seed=1, dtype=dtype).to(device), normal(3, 2, 12, seed=2, dtype=dtype).to(device)
+    pool.set_kv_buffer(1, loc, k, v)
+    keys, values = pool.get_kv_buffer(1)
+    assert keys.dtype == values.dtype == dtype and keys.shape == (36, 2, 8) and values.shape == (36, 2, 12)
+    assert close(keys[loc], k, kind) and close(values[loc], v, kind)
+    rest = torch.ones(36, dtype=torch.bool, device=device)
+    rest[loc] = False
+    assert not keys[rest].any() and not values[rest].any()
+    assert torch.equal(pool.get_key_buffer(1), keys) and torch.equal(pool.get_value_buffer(1), values)
+    at = torch.tensor([17, 30, 17, 5], dtype=torch.int32, device=device)
+    for rows, whole in zip(pool.get_kv_rows(1, at), (keys, values), strict=True):
+        assert torch.equal(rows, whole[at.long()])
+    raw = pool.get_quantized_buffer(1)
+    assert raw.k.dtype == (torch.int8 if kind == "int8" else torch.uint8) and raw.k_scale.shape == (36, 2)
+    numbers = raw.v if kind == "int8" else raw.v.view(torch.float8_e4m3fn)
+    assert torch.equal((numbers.float() * raw.v_scale[..., None]).to(dtype), values)
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_writes_change_no_earlier_token(
+    device: str, kernels: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token a million times larger, stored later, and a small head beside a large one, cost no other token or head
+    a bit."""
+    monkeypatch.setenv("HICACHE_KERNELS", kernels)
+    pool = pool_of(device, kind)
+    first, later = torch.tensor([4, 5], device=device), torch.tensor([6, 7], device=device)
+    k, v = normal(2, 2, 8, seed=1, dtype=F32).to(device), normal(2, 2, 12, seed=2, dtype=F32).to(device)
+    k[:, 1] *= 1e-6
+    pool.set_kv_buffer(0, first, k, v)
+    before = [x[first].clone() for x in (*pool.get_kv_buffer(0), *pool.get_quantized_buffer(0))]
+    assert close(before[0], k, kind)
+    pool.set_kv_buffer(0, later, k * 1e6, v * 1e6)
+    after = [x[first] for x in (*pool.get_kv_buffer(0), *pool.get_quantized_buffer(0))]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+def test_scales_divide_and_inputs_stay(device: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's scales divide before the pool's own are taken; rows and scales keep their values."""
+    monkeypatch.setenv("HICACHE_KERNELS", kernels)
+    pool, plain = pool_of(device), pool_of(device)
+    loc = torch.tensor([9, 8], device=device)
+    k, v = normal(2, 2, 8, seed=1).to(device), normal(2, 2, 12, seed=2, dtype=F16).to(device)
+    before = k.clone(), v.clone()
+    pool.set_kv_buffer(2, loc, k, v, 0.5, torch.tensor([4.0], device=device))
+    assert torch.equal(k, before[0]) and torch.equal(v, before[1])
+    plain.set_kv_buffer(2, loc, k.float() * 2, v.float() / 4)
+    assert all(torch.equal(a, b) for a, b in zip(pool.layer_buffers(2), plain.layer_buffers(2), strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_and_moves(device: str, kind: str) -> None:
+    """CPU copies and moves carry scales with their numbers."""
+    check_copies_and_moves(pool_of(device, kind, start_layer=2), device)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_describes_itself(kind: str) -> None:
+    """Layout, addresses and bytes cover numbers and scales; int8 and fp8 pages are never taken for one another."""
+    pool = pool_of(kv_dtype=kind, start_layer=4)
+    check_description(pool)
+    assert [spec.name for spec in pool.layout.buffers] == ["k", "v", "k_scale", "v_scale"]
+    assert pool.layout.token_bytes == 3 * 2 * (8 + 12 + 4 + 4)
+    assert len({pool_of(kv_dtype=k).layout.digest() for k in KINDS}) == 2
+
+
+def test_getters_wait_for_their_layer() -> None:
+    """Every way of reading waits for its layer; stores do not."""
+    pool, counter = pool_of(start_layer=5), Recorder()
+    pool.register_layer_transfer_counter(counter)
+    pool.set_kv_buffer(5, torch.tensor([4]), normal(1, 2, 8), normal(1, 2, 12))
+    assert counter.layers == []
+    pool.get_key_buffer(5)
+    pool.get_value_buffer(6)
+    pool.get_kv_rows(7, torch.tensor([4]))
+    pool.get_quantized_buffer(6)
+    pool.get_kv_buffer(5)
+    assert counter.layers == [0, 1, 2, 1, 0]
+
+
+def test_wrong_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, slots and settings that do not fit are named with both sides, and nothing is stored."""
+    monkeypatch.setenv("HICACHE_DEBUG", "1")
+    pool, k, v = pool_of(), normal(2, 2, 8), normal(2, 2, 12)
+    with pytest.raises(ShapeError, match=r"cache_v is \(2, 2, 8\) .* takes \(2, 2, 12\)"):
+        pool.set_kv_buffer(0, torch.tensor([4, 5]), k, k)
+    with pytest.raises(ShapeError, match=r"slots 4..36 are outside the pool's 0..35"):
+        pool.set_kv_buffer(0, torch.tensor([4, 36]), k, v)
+    with pytest.raises(ShapeError, match="need int64 or int32"):
+        pool.get_kv_rows(0, torch.tensor([4.0]))
+    with pytest.raises(ConfigError, match="kv_dtype='int4': choose 'int8' or 'fp8'"):
+        pool_of(kv_dtype="int4")
+    with pytest.raises(ConfigError, match="set it to the model's"):
+        pool_of(dtype=torch.float8_e4m3fn)
+    assert not any(b.any() for b in pool.layer_buffers(0))

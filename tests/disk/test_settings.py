@@ -1,0 +1,155 @@
+"""What the settings of the disk tier say of its pages: their order for packing, and the key that hides them."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from disk_case import PATIENCE_S
+from hicache import CacheEngine, DiskConfig, build_engine
+from hicache.disk import cipher_of, page_filter
+from hicache.errors import ConfigError
+from hicache.layout import BufferSpec, PoolLayout
+from hicache.storage import PageFilter, StoreMismatch
+from hicache.tree.node import Tier
+from toy_model import GEOMETRY, config, expected_kv, serve
+
+KEY = bytes(range(100, 132))
+
+
+def tokens_of(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 50, 50)
+
+
+def engine_at(path: Path, **changes: object) -> CacheEngine:
+    disk = DiskConfig(path=str(path), budget_bytes=4 << 20, **changes)  # type: ignore[arg-type]
+    return build_engine(config(disk=disk), GEOMETRY)
+
+
+def spec(name: str, dtype: torch.dtype, *shape: int, per: str = "token") -> BufferSpec:
+    return BufferSpec(name, dtype, shape, per, (0, 1))  # type: ignore[arg-type]
+
+
+def test_the_filter_follows_the_layout() -> None:
+    """Buffers of one size, a row a token, are ordered by channels; others by the bytes of the smallest element; what
+    is demanded is done, or refused where it cannot be."""
+    even = PoolLayout((spec("k", torch.bfloat16, 2, 8), spec("v", torch.bfloat16, 4, 4)), 4)
+    fp8 = PoolLayout((spec("kv", torch.uint8, 12),), 4)
+    uneven = PoolLayout((spec("k", torch.bfloat16, 2, 8), spec("v", torch.bfloat16, 2, 4)), 4)
+    scaled = PoolLayout((spec("k", torch.int8, 2, 8), spec("s", torch.float32, 16)), 4)
+    paged = PoolLayout((spec("k", torch.float32, 8, per="page"),), 4)
+    assert page_filter("channel_planes", even, 64) == PageFilter("channel_planes", 2, 64, 16)
+    assert page_filter("channel_planes", fp8, 32) == PageFilter("channel_planes", 1, 32, 12)
+    assert page_filter("auto", even, 64) == PageFilter("planes", 2)
+    assert page_filter("auto", uneven, 64) == PageFilter("planes", 2)
+    assert page_filter("auto", scaled, 64) == PageFilter("planes", 1)
+    assert page_filter("auto", paged, 64) == PageFilter("planes", 4)
+    assert page_filter("planes", even, 64) == PageFilter("planes", 2)
+    assert page_filter("none", even, 64) == PageFilter()
+    for layout in (uneven, scaled, paged):
+        with pytest.raises(ConfigError, match="set it to 'auto'"):
+            page_filter("channel_planes", layout, 64)
+        for wanted in ("auto", "none", "planes"):
+            assert page_filter(wanted, layout, 64).misfit(layout.page_bytes(64)) == ""
+
+
+def test_a_segment_of_a_page_is_one_buffer_of_one_layer(tmp_path: Path) -> None:
+    """On a page of a real pool: read as [segments, tokens, channels], as the filter will, segment 2 * layer + b is
+    exactly the rows of the layer's keys (b = 0) or values (b = 1)."""
+    with engine_at(tmp_path / "s") as engine:
+        host = engine._parts.host
+        assert host is not None
+        how = page_filter("channel_planes", host.layout, host.page_tokens)
+        assert (how.kind, how.element_bytes, how.tokens, how.channels) == ("channel_planes", 4, 8, 8)
+        tokens = tokens_of(1)
+        serve(engine, "a", tokens)
+        engine.flush()
+        node = engine._parts.tree.match(tokens, "").nodes[-1]
+        page = host.bytes_of[node.held(Tier.HOST)[0]].view(torch.float32)
+        segments = page.reshape(-1, how.tokens, how.channels)
+        assert len(segments) == 2 * GEOMETRY.layer_num
+        truth = expected_kv(tokens)[:8]
+        for layer in range(GEOMETRY.layer_num):
+            for b in (0, 1):
+                assert torch.equal(segments[2 * layer + b], truth[:, layer, b].reshape(8, -1))
+
+
+@pytest.mark.parametrize("wanted", ["auto", "none", "planes", "channel_planes"])
+def test_every_filter_gives_the_same_bytes_back(wanted: str, tmp_path: Path) -> None:
+    """Pages stored under any filter come back as they were, also after a restart with another one."""
+    for run, setting in enumerate((wanted, "auto")):
+        with engine_at(tmp_path / "s", filter=setting) as engine:
+            ticket = engine.prefetch("a", tokens_of(1), mode="wait_complete")
+            while not ticket.ready:
+                engine.poll()
+            assert serve(engine, "a", tokens_of(1)).hit.disk == (48 if run else 0)
+            engine.flush()
+            engine.check()
+
+
+def test_a_key_is_read_in_each_of_its_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 raw bytes, 64 hex digits and base64, from a file or the environment, are the same key."""
+    pytest.importorskip("cryptography")
+    monkeypatch.delenv("HICACHE_DISK_KEY", raising=False)
+    assert cipher_of(DiskConfig(path="/x")) is None
+    forms = (KEY, KEY.hex().encode(), KEY.hex().upper().encode() + b"\n", base64.b64encode(KEY) + b"\n")
+    ids = []
+    for n, form in enumerate(forms):
+        (tmp_path / f"{n}").write_bytes(form)
+        ids.append(cipher_of(DiskConfig(path="/x", key_file=str(tmp_path / f"{n}"))))
+    for form in forms[1:]:
+        monkeypatch.setenv("HICACHE_DISK_KEY", form.decode())
+        ids.append(cipher_of(DiskConfig(path="/x")))
+    assert len({cipher.key_id for cipher in ids if cipher is not None}) == 1 and None not in ids
+    with pytest.raises(ConfigError, match="both set"):
+        cipher_of(DiskConfig(path="/x", key_file=str(tmp_path / "0")))
+
+
+@pytest.mark.parametrize(
+    "form", [b"", KEY + b"\n", KEY[:31], KEY.hex().encode()[:-1], KEY.hex().encode()[:-1] + b"g", b"\xff" * 40]
+)
+def test_what_is_no_key_is_refused_and_not_shown(form: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anything else raises, naming the file and what would do, and no part of it."""
+    monkeypatch.delenv("HICACHE_DISK_KEY", raising=False)
+    path = tmp_path / "key"
+    path.write_bytes(form)
+    with pytest.raises(ConfigError, match="openssl rand -hex 32") as caught:
+        cipher_of(DiskConfig(path="/x", key_file=str(path)))
+    assert str(path) in str(caught.value) and caught.value.__cause__ is None
+    shown = str(caught.value).replace(str(path), "")
+    assert not any(form[at : at + 4].decode("latin1") in shown for at in range(max(0, len(form) - 4)))
+    with pytest.raises(ConfigError, match="cannot read disk key_file"):
+        cipher_of(DiskConfig(path="/x", key_file=str(tmp_path / "none")))
+
+
+def test_a_store_is_of_no_use_without_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages written under a key come back under it; another key, or none, is refused at opening; the file holds no
+    page in the clear; neither settings nor messages show the key."""
+    pytest.importorskip("cryptography")
+    monkeypatch.delenv("HICACHE_DISK_KEY", raising=False)
+    (tmp_path / "key").write_text(KEY.hex())
+    mine = {"key_file": str(tmp_path / "key"), "level": 0}
+    with engine_at(tmp_path / "s", **mine) as engine:
+        serve(engine, "a", tokens_of(1))
+        engine.flush()
+        host, node = engine._parts.host, engine._parts.tree.match(tokens_of(1), "").nodes[-1]
+        assert host is not None
+        page = host.bytes_of[1].numpy().tobytes()
+        assert any(page) and node.stored and repr(KEY) not in repr(engine._parts.config)
+    stored = b"".join(path.read_bytes() for path in (tmp_path / "s").iterdir() if path.is_file())
+    assert not any(page[at : at + 32] in stored for at in range(0, len(page), 32))
+    with engine_at(tmp_path / "s", **mine) as engine:
+        assert engine.lookup(tokens_of(1), disk_wait_s=PATIENCE_S).disk == 48
+    messages = []
+    with pytest.raises(StoreMismatch) as caught:
+        engine_at(tmp_path / "s")
+    messages.append(str(caught.value))
+    monkeypatch.setenv("HICACHE_DISK_KEY", bytes(32).hex())
+    with pytest.raises(StoreMismatch) as caught:
+        engine_at(tmp_path / "s")
+    messages.append(str(caught.value))
+    assert not any(KEY.hex() in message or bytes(32).hex() in message for message in messages)

@@ -1,0 +1,370 @@
+"""What happens to nodes, slots and states while copies of them are in flight: splits, aborts and failures.
+
+Copies are stepped by the test (`stepped_transfer`), so that each interleaving is the one that its test names.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine_fuzz import FULL, MODELS, run
+from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
+from hicache.errors import TransferError, TryLater
+from hicache.tree.node import Place
+from sides_case import STATES, WINDOWS, compute, config, verify
+from stepped_transfer import SteppedTransfers
+
+KINDS = [pytest.param(model, id=kind) for kind, model in MODELS.items()]
+
+
+def prompt(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 50, length)
+
+
+def stepped(model: ModelGeometry, **changes: object) -> tuple[CacheEngine, SteppedTransfers]:
+    """A started engine whose copies wait to be stepped."""
+    engine = build_engine(config(**{"window_tokens": 256, **changes}), model)
+    transfers = SteppedTransfers(engine)
+    engine.start()
+    return engine, transfers
+
+
+def prefill(engine: CacheEngine, lease: Lease, tokens: np.ndarray, model: ModelGeometry, end: int) -> None:
+    """Compute and commit up to `end`, in passes that stop where the engine says."""
+    start = lease.cached_len
+    while start < end:
+        stop = engine.next_stop(lease, start, end)
+        compute(engine, lease, tokens, start, stop, model)
+        engine.commit(lease, tokens[:stop])
+        start = stop
+
+
+def serve(engine: CacheEngine, transfers: SteppedTransfers, name: str, tokens: np.ndarray, model: ModelGeometry) -> int:
+    """A whole request, all copies let through; returns what it reused."""
+    with engine.acquire(CacheRequest(name, tokens)) as lease:
+        transfers.finish()
+        prefill(engine, lease, tokens, model, len(tokens))
+    engine.flush()
+    return lease.cached_len
+
+
+def push_to_host(engine: CacheEngine, transfers: SteppedTransfers, model: ModelGeometry, *prompts: np.ndarray) -> None:
+    """Serve others until the device has nothing of `prompts`, which the host keeps."""
+    for n in range(50, 60):
+        if not any(engine.lookup(tokens).device for tokens in prompts):
+            break
+        serve(engine, transfers, f"other{n}", prompt(n, 100), model)
+    assert all(engine.lookup(tokens).host for tokens in prompts)
+
+
+def settled(engine: CacheEngine) -> None:
+    engine.flush()
+    engine.check()
+    stats = engine.stats()
+    assert stats["device.protected_tokens"] == stats["engine.leases"] == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("model", KINDS)
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_node_may_split_while_its_backup_is_in_flight(model: ModelGeometry, ok: bool) -> None:
+    """Both halves end up on the host with the bytes of each component, or both on the device alone where it failed."""
+    engine, transfers = stepped(model)
+    first = prompt(1, 64)
+    second = np.concatenate([first[:24], prompt(2, 40)])
+    one, two = (engine.acquire(CacheRequest(name, tokens)) for name, tokens in (("a", first), ("b", second)))
+    prefill(engine, one, first, model, 64)
+    assert len(transfers.links) == 1 + (model is not FULL)
+    prefill(engine, two, second, model, 64)  # splits the node after 24 tokens
+    engine.check()
+    for link in transfers.down:
+        link.fails = None if ok else RuntimeError("the link is down")
+    transfers.finish()
+    engine.poll()
+    engine.check()
+    for link in transfers.down:
+        link.fails = None
+    engine.release(one)
+    engine.release(two)
+    engine.flush()
+    assert (engine.stats()["backup.failures"] == 0) == ok
+    assert (engine.stats()["host.evictable_tokens"] > 0) == ok
+    if ok:
+        push_to_host(engine, transfers, model, first, second)
+    for name, tokens in (("c", first), ("d", second)):
+        longer = np.append(tokens, 1)
+        assert serve(engine, transfers, name, longer, model) == 64
+    settled(engine)
+
+
+@pytest.mark.parametrize("model", KINDS)
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_node_may_split_while_its_load_is_in_flight(model: ModelGeometry, ok: bool) -> None:
+    """A request that shares half of a prefix in flight reads the right bytes of it, or is told, as the other is, that
+    the load failed; then both find it on the host again."""
+    engine, transfers = stepped(model)
+    first = np.append(prompt(1, 64), 1)
+    serve(engine, transfers, "a", first, model)
+    push_to_host(engine, transfers, model, first)
+    one = engine.acquire(CacheRequest("b", first))
+    assert one.hit.host > 0 and transfers.links
+    branch = np.concatenate([first[:24], prompt(2, 20)])
+    two = engine.acquire(CacheRequest("c", branch, reserve_tokens=24))  # splits what is being loaded
+    engine.check()
+    if not ok:
+        transfers.up[0].fails = RuntimeError("the link is down")
+    transfers.finish()
+    engine.poll()
+    engine.check()
+    transfers.up[0].fails = None
+    for lease, tokens in ((one, first), (two, branch)):
+        if ok:
+            verify(engine, lease, tokens, lease.cached_len, model)
+        elif lease.loads:
+            with pytest.raises(TransferError, match="the link is down"):
+                verify(engine, lease, tokens, lease.cached_len, model)
+            with pytest.raises(TransferError, match="the link is down"):
+                engine.commit(lease, tokens[: lease.length])
+        engine.check()
+        engine.release(lease)
+        engine.check()
+    assert serve(engine, transfers, "d", first, model) == 64
+    settled(engine)
+
+
+def test_a_state_under_a_load_is_free_when_the_load_has_ended() -> None:
+    """A request is aborted while its state is on its way up: nobody gets that state before the copy has ended, so the
+    copy writes over nobody's."""
+    engine, transfers = stepped(STATES, mamba_size=4, device_tokens=512, max_requests=2)
+    first = prompt(1, 41)
+    serve(engine, transfers, "a", first, STATES)
+    for n in (2, 3):
+        serve(engine, transfers, f"b{n}", prompt(n, 41), STATES)
+    aborted = engine.acquire(CacheRequest("c", first))
+    assert aborted.cached_len == 40 and transfers.links
+    engine.cancel("c")
+    engine.check()
+    fresh = prompt(9, 40)
+    lease = None
+    while lease is None:
+        try:
+            lease = engine.acquire(CacheRequest("d", fresh))
+        except TryLater:
+            transfers.links[0].step()
+            engine.poll()
+    transfers.finish()
+    engine.poll()
+    verify(engine, lease, fresh, 0, STATES)  # a state of zeros
+    prefill(engine, lease, fresh, STATES, 40)
+    engine.release(lease)
+    assert serve(engine, transfers, "e", first, STATES) == 40
+    settled(engine)
+
+
+def test_a_load_fails_with_the_one_that_it_continues() -> None:
+    """Two requests load two parts of one prefix; when the first part fails, both are told, both parts are on the host
+    as before, and no slot is used again while the second part's copy may still write to it."""
+    engine, transfers = stepped(FULL)
+    whole = prompt(1, 81)
+    serve(engine, transfers, "a", whole, FULL)
+    push_to_host(engine, transfers, FULL, whole)
+    one = engine.acquire(CacheRequest("b", whole[:41]))
+    two = engine.acquire(CacheRequest("c", whole))
+    assert (one.hit.host, two.hit.device, two.hit.host) == (40, 40, 40)
+    [link] = transfers.up
+    link.fails = RuntimeError("the link is down")
+    link.step()
+    link.fails = None
+    engine.poll()
+    engine.check()
+    for name, lease in (("b", one), ("c", two)):
+        with pytest.raises(TransferError, match=f"{name}: its prefix could not be loaded: the link is down"):
+            engine.commit(lease, whole[: lease.length])
+        engine.release(lease)
+        engine.check()
+    num_free = int(engine.stats()["device.free_tokens"])
+    other = prompt(7, num_free)
+    taker = engine.acquire(CacheRequest("d", other))
+    compute(engine, taker, other, 0, num_free, FULL)
+    transfers.finish()
+    engine.poll()
+    verify(engine, taker, other, num_free, FULL)
+    engine.release(taker)
+    assert serve(engine, transfers, "e", whole, FULL) == 80
+    settled(engine)
+
+
+@pytest.mark.parametrize("model", KINDS)
+@pytest.mark.parametrize("ok", [True, False])
+def test_what_was_computed_beside_a_load_does_not_lean_on_it(model: ModelGeometry, ok: bool) -> None:
+    """A request computed what another loads meanwhile: its slots stay its own until the load has arrived, so a failed
+    load takes nothing from it; what it commits after that is shared."""
+    engine, transfers = stepped(model, device_tokens=256)
+    first = prompt(1, 48)
+    serve(engine, transfers, "a", np.append(first, 1), model)
+    for n in range(50, 56):
+        serve(engine, transfers, f"other{n}", prompt(n, 100), model)
+    longer = np.concatenate([first, prompt(3, 17)])
+    parts = engine._parts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._restore, "worthwhile", lambda *_: False)  # it computes all that only the host has
+        own = engine.acquire(CacheRequest("b", longer))
+    assert own.hit.host == 0 and own.cached_len < 48
+    loading = engine.acquire(CacheRequest("c", np.append(first, 1)))
+    assert loading.hit.host > 0
+    compute(engine, own, longer, own.cached_len, 64, model)
+    engine.commit(own, longer[:64])
+    assert own.tree_len == loading.hit.device and not own.loads
+    engine.check()
+    if not ok:
+        transfers.up[0].fails = RuntimeError("the link is down")
+    transfers.finish()
+    transfers.up[0].fails = None
+    engine.poll()
+    engine.check()
+    verify(engine, own, longer, 64, model)
+    engine.commit(own, longer[:64])
+    assert own.tree_len == 64
+    for lease in (own, loading):
+        engine.release(lease)
+    engine.flush()
+    assert serve(engine, transfers, "d", longer, model) == 64
+    assert parts.tree.protected(0) == 0
+    settled(engine)
+
+
+def test_a_failed_load_concerns_nobody_else() -> None:
+    """After a forward whose state failed to load, other requests are admitted, and commit what they computed before."""
+    engine, transfers = stepped(STATES, mamba_size=6, device_tokens=512, max_requests=3)
+    first = prompt(1, 41)
+    serve(engine, transfers, "a", first, STATES)
+    for n in (2, 3, 4, 5):
+        serve(engine, transfers, f"b{n}", prompt(n, 41), STATES)
+    other = prompt(9, 40)
+    well = engine.acquire(CacheRequest("c", other))
+    compute(engine, well, other, 0, 40, STATES)
+    bad = engine.acquire(CacheRequest("d", first))
+    assert bad.cached_len == 40
+    for link in transfers.up:
+        link.fails = RuntimeError("the link is down")
+    transfers.finish()
+    with pytest.raises(TransferError):
+        verify(engine, bad, first, 40, STATES)
+    engine.commit(well, other)
+    resident = np.append(other, 1)
+    engine.release(well)
+    with engine.acquire(CacheRequest("e", resident)) as lease:
+        assert lease.hit.device == 40
+        verify(engine, lease, resident, 40, STATES)
+    engine.release(bad)
+    settled(engine)
+
+
+def test_a_copy_down_that_fails_at_its_end_is_no_copy() -> None:
+    """A backup that is landed while it is under way is judged by how it ends."""
+    engine, transfers = stepped(FULL)
+    tokens = prompt(1, 40)
+    with engine.acquire(CacheRequest("a", tokens)) as lease:
+        prefill(engine, lease, tokens, FULL, 40)
+    transfers.down[0].fails = RuntimeError("the link is down")
+    assert engine._backup is not None
+    engine._backup.land(1)
+    transfers.down[0].fails = None
+    stats = engine.stats()
+    assert (stats["backup.failures"], stats["backup.bytes"], stats["host.evictable_tokens"]) == (1, 0, 0)
+    assert serve(engine, transfers, "b", np.append(tokens, 1), FULL) == 40
+    settled(engine)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_histories(device: str, kind: str, seed: int) -> None:
+    """Splits, aborts, failing and hanging copies and disks in any order: every pass reads the truth, every account
+    holds at every step, and at the end everything is given back."""
+    run(kind, seed, 120, device)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("seed", range(100, 110))
+def test_many_random_histories(kind: str, seed: int) -> None:
+    """The same, longer: each seed stands for forty."""
+    for number in range(40):
+        run(kind, 1000 * seed + number, 300)
+
+
+def test_windows_of_a_failed_load_leave_with_it() -> None:
+    """Where the full pages of a load came and its windows did not, the device keeps neither for it."""
+    engine, transfers = stepped(WINDOWS)
+    first = np.append(prompt(1, 64), 1)
+    serve(engine, transfers, "a", first, WINDOWS)
+    push_to_host(engine, transfers, WINDOWS, first)
+    lease = engine.acquire(CacheRequest("b", first))
+    assert lease.hit.host > 0
+    transfers.up[1].fails = RuntimeError("the link is down")
+    transfers.finish()
+    transfers.up[1].fails = None
+    engine.poll()
+    engine.check()
+    assert engine.lookup(first).host == 64
+    engine.release(lease)
+    assert serve(engine, transfers, "c", first, WINDOWS) == 64
+    settled(engine)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_windows_in_flight_are_nobody_elses(ok: bool) -> None:
+    """A request that computed what the device holds, while another loads the windows of it, reads its own until they
+    have arrived; a load of them that fails takes nothing from it."""
+    engine, transfers = stepped(WINDOWS, window_tokens=160, device_tokens=512)
+    tokens = prompt(1, 41)
+    own = engine.acquire(CacheRequest("own", tokens))
+    serve(engine, transfers, "a", tokens, WINDOWS)
+    for n in range(50, 60):
+        if not engine._parts.tree.match(tokens[:40]).nodes[-1].holds(Place.SWA_DEVICE):
+            break
+        serve(engine, transfers, f"other{n}", prompt(n, 41), WINDOWS)
+    loading = engine.acquire(CacheRequest("b", tokens))
+    assert loading.hit.device == 40 and [len(link) for link in transfers.up] == [0, 1]
+    compute(engine, own, tokens, 0, 41, WINDOWS)
+    engine.commit(own, tokens)
+    verify(engine, own, tokens, 41, WINDOWS)
+    transfers.up[1].fails = None if ok else RuntimeError("the link is down")
+    transfers.finish()
+    transfers.up[1].fails = None
+    engine.poll()
+    engine.check()
+    verify(engine, own, tokens, 41, WINDOWS)
+    engine.commit(own, tokens)
+    assert own.tree_len == 40
+    engine.release(own)
+    engine.release(loading)
+    assert serve(engine, transfers, "c", tokens, WINDOWS) == 40
+    settled(engine)
+
+
+def test_a_prefix_is_loaded_anew_beside_a_copy_that_was_abandoned() -> None:
+    """After a load took a later one along in its failure, whose copy goes on, a request for the same prefix starts a
+    load of its own, which neither of them concerns."""
+    engine, transfers = stepped(FULL, device_tokens=256)
+    whole = prompt(1, 81)
+    serve(engine, transfers, "a", whole, FULL)
+    push_to_host(engine, transfers, FULL, whole)
+    first = [engine.acquire(CacheRequest("b", whole[:41])), engine.acquire(CacheRequest("c", whole))]
+    [link] = transfers.up
+    link.fails = RuntimeError("the link is down")
+    link.step()
+    link.fails = None
+    engine.poll()
+    for lease in first:
+        engine.release(lease)
+    assert len(link) == 1
+    again = engine.acquire(CacheRequest("d", whole))
+    assert again.hit.host == 80
+    transfers.finish()
+    prefill(engine, again, whole, FULL, 81)
+    engine.release(again)
+    settled(engine)

@@ -1,0 +1,184 @@
+"""Idle costs nothing: a step in which nothing ended takes no lock, launches nothing and asks no tier for anything.
+
+Nothing is timed. A profile hook lists every function that `poll()` calls, a function mode every operation on a tensor,
+and `poll()` comes to its end while another thread holds every lock that the engine can reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType, ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import hicache
+from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
+from toy_model import GEOMETRY, config, serve
+from transfer_case import before_each_move
+
+PACKAGE = Path(hicache.__file__).parent
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# What a step may call of C: sizes and ends of containers, and whether a queue is empty, which takes no lock.
+HARMLESS = {"len", "next", "all", "deque.extend", "SimpleQueue.empty"}
+LOOKS = {"done", "is_set"}  # whether an operation has ended, and the event that says so
+
+
+def prompt(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 50, length)
+
+
+class Operations(TorchFunctionMode):
+    """Lists what is done to tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))  # type: ignore[dict-item]
+
+
+class Calls:
+    """Everything that a function calls on its thread: Python functions by file and name, those of C by name."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.python: list[tuple[Path, str]] = []
+        self.c: list[str] = []
+        sys.setprofile(self._hook)
+        try:
+            action()
+        finally:
+            sys.setprofile(None)
+        self.c.pop()  # the setprofile above
+
+    def _hook(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            self.python.append((Path(frame.f_code.co_filename), frame.f_code.co_name))
+        elif event == "c_call":
+            self.c.append(argument.__qualname__)  # type: ignore[attr-defined]
+
+
+def reachable(root: object) -> Iterator[object]:
+    """Every object that `root` leads to, but code, types, modules and threads."""
+    seen, pending = {id(root)}, [root]
+    while pending:
+        at = pending.pop()
+        yield at
+        for other in gc.get_referents(at):
+            if isinstance(other, (ModuleType, type, CodeType, FrameType, threading.Thread)):
+                continue
+            found = other.__closure__ or () if isinstance(other, FunctionType) else (other,)
+            for item in found:
+                if id(item) not in seen:
+                    seen.add(id(item))
+                    pending.append(item)
+
+
+def ends_while_locks_are_held(engine: CacheEngine, patience_s: float) -> bool:
+    """Whether a step comes to its end while this thread holds every lock of the engine, its flows, tiers and queues."""
+    held = [item for item in reachable(engine) if isinstance(item, LOCKS) and item.acquire(blocking=False)]
+    assert held or engine.pool.device.type == "cuda"  # which has no threads, so no locks, without a disk
+    try:
+        stepping = threading.Thread(target=engine.poll, daemon=True)
+        stepping.start()
+        stepping.join(patience_s)
+        return not stepping.is_alive()
+    finally:
+        for lock in held:
+            lock.release()
+
+
+def costs_of_a_step(engine: CacheEngine, patience_s: float = 20.0) -> list[str]:
+    """What a step did that it should not have done."""
+    with Operations() as operations:
+        calls = Calls(engine.poll)
+    assert any(name == "poll" for _, name in calls.python)
+    found = [f"operation {name}" for name in operations.names]
+    for path, name in calls.python:
+        own = PACKAGE in path.parents and path.relative_to(PACKAGE).parts[0] in ("engine.py", "flow", "disk")
+        if not own and name not in LOOKS:
+            found.append(f"call of {name} in {path.name}")
+    found += [f"call of {name}" for name in calls.c if name not in HARMLESS]
+    if not ends_while_locks_are_held(engine, patience_s):
+        found.append("wait for a lock")
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("with_disk", [False, True])
+def test_a_step_of_an_idle_engine_costs_nothing(device: str, with_disk: bool, tmp_path: Path) -> None:
+    """A fresh engine, one that has served and flushed, and one that holds a lease: their steps take no lock, touch no
+    tensor, and never leave the engine and its flows for a tier."""
+    disk = DiskConfig(path=str(tmp_path / "store"), budget_bytes=4 << 20) if with_disk else None
+    with build_engine(config(device=device, disk=disk), GEOMETRY) as engine:
+        assert costs_of_a_step(engine) == []
+        for n in (0, 1, 2, 0):  # each needs most of the device
+            serve(engine, "a", prompt(n, 100))
+            engine.flush()
+        assert engine.stats()["backup.bytes"] > 0 and engine.stats()["restore.bytes"] > 0
+        assert costs_of_a_step(engine) == []
+        with engine.acquire(CacheRequest("open", prompt(1, 40))):
+            engine.flush()
+            assert costs_of_a_step(engine) == []
+
+
+def test_a_step_beside_transfers_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a backup is under way, steps look at it and do no more; the step after its end lands it."""
+    gate = threading.Event()
+    before_each_move(monkeypatch, lambda: gate.wait(60))
+    with build_engine(config(), GEOMETRY) as engine:
+        try:
+            serve(engine, "a", prompt(1, 64))
+            engine.poll()  # the first look joins the operations of a copy, in a property that locks before Python 3.12
+            for _ in range(2):
+                assert costs_of_a_step(engine) == []
+            assert engine.stats()["backup.bytes"] == 0
+        finally:
+            gate.set()
+        engine.flush()
+        assert engine.stats()["backup.bytes"] > 0
+
+
+def test_what_costs_something_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that touch a tensor, ask a tier, call into a queue or take a lock do not pass for idle ones."""
+    poll, lock, results = CacheEngine.poll, threading.Lock(), queue.SimpleQueue[int]()
+    tensor = torch.zeros(1)
+
+    def launching(self: CacheEngine) -> None:
+        poll(self)
+        tensor.add_(1)
+
+    def asking(self: CacheEngine) -> None:
+        poll(self)
+        self.counter.can_begin()
+
+    def draining(self: CacheEngine) -> None:
+        poll(self)
+        with contextlib.suppress(queue.Empty):
+            results.get_nowait()
+
+    def locking(self: CacheEngine) -> None:
+        poll(self)
+        with lock:
+            pass
+
+    with build_engine(config(), GEOMETRY) as engine:
+        monkeypatch.setattr(engine, "_a_lock_of_its_own", lock, raising=False)
+        mistakes = ((launching, "operation add_"), (asking, "can_begin in counter.py"), (draining, "get_nowait"))
+        for costly, seen in (*mistakes, (locking, "wait for a lock")):
+            monkeypatch.setattr(CacheEngine, "poll", costly)
+            assert any(seen in cost for cost in costs_of_a_step(engine, patience_s=0.3)), seen
+        monkeypatch.setattr(CacheEngine, "poll", poll)

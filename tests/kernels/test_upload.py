@@ -1,0 +1,61 @@
+"""Lists of ids that a kernel brings to the device, and the memory they come from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from device_case import PLACES
+from hicache.kernels.upload import upload
+from hicache.transfer.ids import IdUploader
+from transfer_case import StreamGate
+
+
+@pytest.mark.parametrize(("device", "kernels"), PLACES)
+@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 5000])
+def test_every_id_arrives_and_nothing_else_is_written(device: str, kernels: str, count: int) -> None:
+    """Ids of any size, negative ones too, land in order; what lies behind the target stays."""
+    source = torch.randint(-(1 << 62), 1 << 62, (count,), dtype=torch.int64)
+    source = source.pin_memory() if device == "cuda" else source
+    room = torch.full((count + 64,), -5, dtype=torch.int64, device=device)
+    upload(source, room[:count], kernels)
+    assert torch.equal(room[:count].cpu(), source) and bool((room[count:] == -5).all())
+
+
+def test_ids_that_do_not_fit_are_refused() -> None:
+    """Another length, another dtype, or an implementation that there is not."""
+    ids = torch.arange(4)
+    for source, target in ((ids, ids[:3].clone()), (ids.int(), ids.clone()), (ids, ids.float())):
+        with pytest.raises(ValueError, match="need int64 of one shape"):
+            upload(source, target, "torch")
+    with pytest.raises(ValueError, match="kernels="):
+        upload(ids, ids.clone(), "cuda")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_memory_is_used_again_only_when_it_was_read(kernels: str) -> None:
+    """With the stream held up, many lists are sent, of growing lengths; each arrives whole, and the caller may change
+    its own at once. Afterwards the same memory serves again."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    lengths = [1 + 300 * turn for turn in range(20)]
+    compiles = IdUploader(device, kernels)  # type: ignore[arg-type]  # which the host waits for
+    for length in lengths:
+        compiles(torch.arange(length))
+    uploader = IdUploader(device, kernels)  # type: ignore[arg-type]
+    for _ in range(2):
+        torch.cuda.synchronize()
+        gate = StreamGate()
+        gate.hold(torch.cuda.current_stream())
+        sent, arrived = [], []
+        for turn, length in enumerate(lengths):
+            ids = torch.arange(length) * (turn + 1)
+            sent.append(ids.clone())
+            arrived.append(uploader(ids))
+            ids.fill_(-1)
+        gate.open()
+        assert all(torch.equal(there.cpu(), ids) for there, ids in zip(arrived, sent, strict=True))
+        assert len(uploader._envelopes) == 20
+    torch.cuda.synchronize()
+    there = uploader(sent[3])
+    assert uploader(there) is there and torch.equal(there.cpu(), sent[3]) and len(uploader._envelopes) == 20

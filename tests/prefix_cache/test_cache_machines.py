@@ -1,0 +1,355 @@
+"""The public prefix caches over real pools, driven at random against plain oracles.
+
+After every step: no violation of the tree or the pools, every slot and state free or of one owner, what the tree says
+it holds is what computing from nothing gives, and every match is the longest that the contents allow.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from hicache import (
+    EvictParams,
+    InsertParams,
+    MambaRadixCache,
+    RadixKey,
+    SWARadixCache,
+    TreeNode,
+    checkpoint_len,
+    release_kv_cache,
+)
+from hicache.errors import OutOfRows, OutOfSlots, OutOfStates
+from prefix_case import Cache, Request, Toy, full_cache, key, mamba_cache, prefixes, recurrence, swa_cache
+
+PAGES = [1, 4, 16, 64]
+NUM_PAGES, NUM_WINDOW_PAGES, NUM_STATES, WINDOW_PAGES = 20, 14, 9, 2
+POLICIES = ["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
+SPACES = st.sampled_from([None, "tenant"])
+BLOCKS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+SHORT = (OutOfSlots, OutOfRows, OutOfStates)
+
+
+Name = tuple[int, int]
+
+
+def names_of(tokens: list[int], extra_key: str | None, page: int) -> list[Name]:
+    """A name for each token of the whole pages of a prompt: its page's prefix, and where it stands in the page.
+
+    A tree of pages may hold the same tokens twice, in pages that differ further on.
+    """
+    values = prefixes(tokens, extra_key)
+    return [(values[start + page - 1], i) for start in range(0, len(tokens) - page + 1, page) for i in range(page)]
+
+
+class Held:
+    """What a tree holds, by name: found by walking its nodes, and asked without its help."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.slots: dict[Name, int] = {}
+        self.window_of: dict[Name, bool] = {}
+        self.states: set[Name] = set()
+        self.contents: dict[int, int] = {}  # slot -> the prefix that it should be the attention state of
+        self.consumed: list[tuple[torch.Tensor, list[int]]] = []  # states and what they should have consumed
+        self._page, self._cache = cache.page_size, cache
+        stack: list[tuple[TreeNode, list[int]]] = [(child, []) for child in cache.root_node.children.values()]
+        while stack:
+            node, above = stack.pop()
+            assert node.key is not None and node.value is not None
+            extra_key, slots = node.key.extra_key, node.value.tolist()
+            tokens = above + list(node.key)
+            names = names_of(tokens, extra_key, self._page)[len(above) :]
+            assert not self.slots.keys() & names, "one page in two nodes"
+            self.slots.update(zip(names, slots, strict=True))
+            self.contents.update(zip(slots, prefixes(tokens, extra_key)[len(above) :], strict=True))
+            self.window_of.update((name, not node.swa_tombstone) for name in names)
+            if node.mamba_value is not None:
+                self.states.add(names[-1])
+                self.consumed.append((node.mamba_value, tokens))
+            stack.extend((child, tokens) for child in node.children.values())
+
+    def usable_len(self, tokens: list[int], extra_key: str | None) -> int:
+        """The longest prefix that a match may return."""
+        names = names_of(tokens, extra_key, self._page)
+        return max(end for end in range(0, len(names) + 1, self._page) if self._usable(names[:end]))
+
+    def _usable(self, names: list[Name]) -> bool:
+        if not all(name in self.slots for name in names):
+            return False
+        if isinstance(self._cache, SWARadixCache):
+            return all(self.window_of[name] for name in names[-self._cache.sliding_window_size :])
+        return not isinstance(self._cache, MambaRadixCache) or not names or names[-1] in self.states
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """One cache, its pools, and requests that come, grow, end and are called off."""
+
+    kind, page = "full", 1
+
+    @initialize(policy=st.sampled_from(POLICIES), extra_buffer=st.booleans())
+    def build(self, policy: str, extra_buffer: bool) -> None:
+        sizes = {"num_tokens": NUM_PAGES * self.page, "page_size": self.page, "columns": 16 * self.page}
+        more = {"eviction_policy": policy}
+        if self.kind == "full":
+            self.cache: Cache = full_cache(rows=4, **sizes, **more)
+        elif self.kind == "swa":
+            window = WINDOW_PAGES * self.page - self.page // 2
+            self.cache = swa_cache(num_swa=NUM_WINDOW_PAGES * self.page, window=window, **sizes, **more)
+        else:
+            self.cache = mamba_cache(num_states=NUM_STATES, extra_buffer=extra_buffer, chunk=2, **sizes, **more)
+        self.toy = Toy(self.cache)
+        self.running: list[Request] = []
+        self.locked: list[tuple[TreeNode, list[int], str | None]] = []
+
+    def tokens(self, blocks: list[int], tail: int = 0) -> list[int]:
+        """A page a block, and a piece of one that ends a prompt."""
+        return [block for block in blocks for _ in range(self.page)] + [7] * (tail % self.page)
+
+    @rule(
+        blocks=BLOCKS,
+        tail=st.integers(0, 63),
+        space=SPACES,
+        priority=st.sampled_from([None, 0, 3]),
+        to=st.integers(1, 6),
+    )
+    def start(self, blocks: list[int], tail: int, space: str | None, priority: int | None, to: int) -> None:
+        req = Request(self.tokens(blocks, tail), space, priority)
+        held = Held(self.cache)
+        try:
+            hit_len = self.toy.admit(req)
+        except OutOfStates:
+            return
+        assert hit_len == held.usable_len(req.tokens[:-1], space)
+        try:
+            self.prefill(req, to)
+        except SHORT:
+            if req.req_pool_idx is None:
+                self.toy.refuse(req)
+                release_kv_cache(req, self.cache)
+                assert req.mamba_pool_idx is None is req.mamba_checkpoint_idx
+            else:
+                self.running.append(req)
+            return
+        self.running.append(req)
+
+    def prefill(self, req: Request, num_pages: int) -> None:
+        """The next chunk, with a stop where the same prompt would hit."""
+        start, end = req.kv_committed_len, len(req.origin_input_ids)
+        chunk_end = min(end, start - start % self.page + num_pages * self.page)
+        stop = 0
+        if isinstance(self.cache, MambaRadixCache) and chunk_end == end:
+            stop = checkpoint_len(end, 2, self.page)
+        if isinstance(self.cache, MambaRadixCache) and stop > start:
+            self.toy.extend(req, stop)
+            if self.cache.enable_mamba_extra_buffer:
+                self.cache.req_to_token_pool.checkpoint([req])
+                req.mamba_last_track_seqlen = stop
+                req.prefix_indices = self.toy.row(req, 0, stop)
+            else:
+                self.cache.cache_unfinished_req(req, chunked=True)
+        if chunk_end > req.kv_committed_len:
+            self.toy.extend(req, chunk_end)
+        self.cache.cache_unfinished_req(req, chunked=chunk_end < end)
+        assert req.prefix_indices.tolist() == self.toy.row(req, 0, chunk_end).tolist()
+        assert req.cache_protected_len == req.last_node.depth_tokens
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 9), num_pages=st.integers(1, 4), new=st.integers(1, 5), keep=st.booleans())
+    def go_on(self, which: int, num_pages: int, new: int, keep: bool) -> None:
+        """The next chunk of a prompt, or a few decoded tokens, kept at once or not."""
+        req = self.running[which % len(self.running)]
+        try:
+            if req.kv_committed_len < len(req.origin_input_ids):
+                self.prefill(req, num_pages)
+                return
+            for token in range(min(new, 15 * self.page - len(req.tokens))):
+                self.toy.decode(req, token % 2)
+                if isinstance(self.cache, SWARadixCache):
+                    self.toy.leave_window(req)
+                if self.kind == "mamba" and self.cache.enable_mamba_extra_buffer and req.kv_committed_len % 3 == 0:  # type: ignore[union-attr]
+                    self.cache.req_to_token_pool.checkpoint([req])
+                    req.mamba_last_track_seqlen = req.kv_committed_len
+        except SHORT:
+            return
+        if keep:
+            self.cache.cache_unfinished_req(req)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 9), is_insert=st.booleans(), called_off=st.integers(0, 2))
+    def end(self, which: int, is_insert: bool, called_off: int) -> None:
+        """A request ends or is aborted, perhaps with slots of a step that was called off."""
+        req = self.running.pop(which % len(self.running))
+        if self.kind != "mamba":
+            req.kv_committed_len = max(req.cache_protected_len, req.kv_committed_len - called_off)
+        tokens = req.tokens[: req.kv_committed_len]
+        release_kv_cache(req, self.cache, is_insert)
+        assert req.req_pool_idx is None is req.mamba_pool_idx is req.mamba_checkpoint_idx
+        held, names = Held(self.cache), names_of(tokens, req.extra_key, self.page)
+        if is_insert and self.kind != "mamba":
+            assert all(name in held.slots for name in names)
+        elif is_insert and len(tokens) % self.page == 0:
+            assert names[-1] in held.states
+
+    @rule(blocks=BLOCKS, tail=st.integers(0, 63), space=SPACES, lock=st.booleans())
+    def look(self, blocks: list[int], tail: int, space: str | None, lock: bool) -> None:
+        """A match is the longest that may be, and locks it on demand."""
+        tokens = self.tokens(blocks, tail)
+        held = Held(self.cache)
+        result = self.cache.match_prefix(key(tokens, space))
+        length = len(result.device_indices)
+        assert length == held.usable_len(tokens, space) == result.last_device_node.depth_tokens
+        assert result.device_indices.tolist() == [
+            held.slots[name] for name in names_of(tokens[:length], space, self.page)
+        ]
+        if lock and len(self.locked) < 2:
+            self.cache.inc_lock_ref(result.last_device_node)
+            self.locked.append((result.last_device_node, tokens[:length], space))
+
+    @precondition(lambda self: self.locked)
+    @rule(which=st.integers(0, 1))
+    def unlock(self, which: int) -> None:
+        self.cache.dec_lock_ref(self.locked.pop(which % len(self.locked))[0])
+
+    @rule(pages=st.integers(0, 6), windows=st.integers(0, 4), states=st.integers(0, 3))
+    def evict(self, pages: int, windows: int, states: int) -> None:
+        """At least what was asked for comes free, or all that nobody locks; what is locked stays usable."""
+        allocator, page = self.cache.token_to_kv_pool_allocator, self.page
+        asked = EvictParams(pages * page, windows * page, states)
+        before = self.free(), self.evictable()
+        gone = self.cache.evict(asked)
+        counts = (gone.num_tokens_evicted, gone.swa_num_tokens_evicted, gone.mamba_num_evicted)
+        wanted = (asked.num_tokens, asked.swa_num_tokens, asked.mamba_num)
+        assert [b + c for b, c in zip(before[0], counts, strict=False)] == self.free(), allocator
+        for count, want, had in zip(counts, wanted, before[1], strict=False):
+            assert count >= min(want, had)
+        held = Held(self.cache)
+        for _, tokens, space in self.locked:
+            assert held.usable_len(tokens, space) == len(tokens)
+
+    def free(self) -> list[int]:
+        allocator = self.cache.token_to_kv_pool_allocator
+        if self.kind == "swa":
+            return [allocator.full_available_size(), allocator.swa_available_size()]
+        if self.kind == "mamba":
+            return [allocator.available_size(), 0, self.cache.req_to_token_pool.mamba_pool.available_size()]
+        return [allocator.available_size()]
+
+    def evictable(self) -> list[int]:
+        cache = self.cache
+        if isinstance(cache, SWARadixCache):
+            return [cache.full_evictable_size(), cache.swa_evictable_size()]
+        if isinstance(cache, MambaRadixCache):
+            return [cache.full_evictable_size(), 0, cache.mamba_evictable_size()]
+        return [cache.evictable_size()]
+
+    @rule(blocks=BLOCKS, space=SPACES, known=st.integers(0, 6), evicted=st.integers(0, 6))
+    def insert(self, blocks: list[int], space: str | None, known: int, evicted: int) -> None:
+        """Slots from elsewhere, as a caller with a match of its own would offer them."""
+        tokens, cache = self.tokens(blocks), self.cache
+        names = prefixes(tokens, space)
+        match = cache.match_prefix(key(tokens[: known * self.page], space))
+        known_len = len(match.device_indices) if self.kind == "swa" else 0
+        fresh = cache.token_to_kv_pool_allocator.alloc(len(tokens) - known_len)
+        state = cache.req_to_token_pool.mamba_pool.alloc(1) if self.kind == "mamba" and fresh is not None else None
+        if fresh is None or (self.kind == "mamba" and state is None):
+            if fresh is not None:
+                cache.token_to_kv_pool_allocator.free(fresh)
+            return
+        self.toy.full.update(zip(fresh.tolist(), names[known_len:], strict=True))
+        slots = torch.cat((match.device_indices[:known_len], fresh))
+        space_key = RadixKey(tokens, space)
+        if isinstance(cache, SWARadixCache):
+            peers = cache.token_to_kv_pool_allocator.translate_loc_from_full_to_swa(fresh)
+            self.toy.window.update(zip(peers.tolist(), names[known_len:], strict=True))
+            lost = min(max(known_len, evicted * self.page), len(tokens) - self.page)
+            cache.token_to_kv_pool_allocator.free_swa(slots[known_len : max(lost, known_len)])
+            cache.insert(InsertParams(space_key, slots, prev_prefix_len=known_len, swa_evicted_seqlen=lost))
+            return
+        if state is not None:
+            value = torch.tensor(recurrence(tokens), dtype=torch.float32)
+            states = cache.req_to_token_pool.mamba_pool.mamba_cache
+            states.temporal[:, int(state)] = value.view(1, 1, 2)
+            states.conv[0][:, int(state)] = value.remainder(128).view(2, 1).to(torch.bfloat16)
+        held = Held(cache)
+        result = cache.insert(InsertParams(space_key, slots, state))
+        assert result.prefix_len == sum(name in held.slots for name in names_of(tokens, space, self.page))
+        cache.token_to_kv_pool_allocator.free(slots[: result.prefix_len])
+        if result.mamba_exist:
+            cache.req_to_token_pool.mamba_pool.free(state)
+        assert Held(cache).usable_len(tokens, space) == len(tokens)
+
+    @invariant()
+    def sound(self) -> None:
+        self.cache.sanity_check()
+        held, toy = Held(self.cache), self.toy
+        assert {slot: toy.full[slot] for slot in held.contents} == held.contents
+        for state, tokens in held.consumed:
+            assert toy.state(state) == recurrence(tokens)
+        if isinstance(self.cache, SWARadixCache):
+            slots = [held.slots[name] for name, has_window in held.window_of.items() if has_window]
+            peers = toy.allocator.translate_loc_from_full_to_swa(torch.tensor(slots, dtype=torch.int64)).tolist()
+            assert [toy.window[peer] for peer in peers] == [held.contents[slot] for slot in slots]
+        for req in self.running:
+            toy.check_readable(req, req.kv_committed_len)
+
+    @invariant()
+    def conserved(self) -> None:
+        """available + evictable + protected + owned = total, in every pool."""
+        cache, page = self.cache, self.page
+        owned = [self.toy.row(req, req.cache_protected_len, req.kv_allocated_len) for req in self.running]
+        own_pages = sum(-(-len(slots) // page) for slots in owned)
+        assert self.free()[0] + cache.evictable_size() + cache.protected_size() + own_pages * page == NUM_PAGES * page
+        if isinstance(cache, SWARadixCache):
+            translate = cache.token_to_kv_pool_allocator.translate_loc_from_full_to_swa
+            windows = sum(len((translate(slots) // page).unique()) - int(0 in translate(slots)) for slots in owned)
+            held = cache.swa_evictable_size() + cache.swa_protected_size()
+            assert self.free()[1] + held + windows * page == NUM_WINDOW_PAGES * page
+        elif isinstance(cache, MambaRadixCache):
+            own = [s for req in self.running for s in (req.mamba_pool_idx, req.mamba_checkpoint_idx) if s is not None]
+            held = cache.mamba_evictable_size() + cache.mamba_protected_size()
+            assert self.free()[2] + held + len(own) == NUM_STATES
+
+    def teardown(self) -> None:
+        for node, _, _ in self.locked:
+            self.cache.dec_lock_ref(node)
+        for req in self.running:
+            release_kv_cache(req, self.cache)
+        assert self.cache.protected_size() == 0
+        self.cache.evict(EvictParams(NUM_PAGES * self.page))
+        assert self.cache.root_node.children == {} and self.cache.req_to_token_pool.available_size() >= 4
+        want = [NUM_PAGES * self.page, NUM_WINDOW_PAGES * self.page if self.kind == "swa" else 0, NUM_STATES]
+        assert self.free() == want[: len(self.free())]
+        self.cache.sanity_check()
+
+
+def run(kind: str, page: int, max_examples: int, steps: int) -> None:
+    machine = type(f"{kind}{page}", (CacheMachine,), {"kind": kind, "page": page})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(max_examples=max_examples, stateful_step_count=steps, derandomize=max_examples < 100),
+    )
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("kind", ["full", "swa", "mamba"])
+def test_random_histories(kind: str, page: int) -> None:
+    """Any history of requests, locks and evictions: everything has one owner, and hits are right and the longest."""
+    run(kind, page, max_examples=20, steps=25)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("kind", ["full", "swa", "mamba"])
+def test_long_random_histories(kind: str, page: int) -> None:
+    """The same over many long histories."""
+    run(kind, page, max_examples=300, steps=60)

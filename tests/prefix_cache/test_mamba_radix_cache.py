@@ -1,0 +1,316 @@
+"""The prefix cache of recurrent states: each is used for exactly the tokens that it has consumed, by one owner."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hicache import (
+    CacheInitParams,
+    EvictParams,
+    EvictResult,
+    InsertParams,
+    InsertResult,
+    MambaRadixCache,
+    MatchPrefixParams,
+    RadixKey,
+    checkpoint_len,
+    release_kv_cache,
+)
+from hicache.errors import ConfigError, InvariantError, OutOfRows, OutOfSlots, OutOfStates, ShapeError
+from mamba_case import checkpoint, free, node_of, prefill
+from prefix_case import Request, Toy, full_cache, key, mamba_cache, matched, recurrence
+
+
+def put(cache: MambaRadixCache, tokens: list[int]) -> InsertResult:
+    """Insert with fresh slots and a fresh state, and free what stays ours."""
+    pool, allocator = cache.req_to_token_pool.mamba_pool, cache.token_to_kv_pool_allocator
+    slots, state = allocator.alloc(len(tokens)), pool.alloc(1)
+    assert slots is not None and state is not None
+    result = cache.insert(InsertParams(RadixKey(tokens), slots, state))
+    allocator.free(slots[: result.prefix_len])
+    if result.mamba_exist:
+        pool.free(state)
+    cache.sanity_check()
+    return result
+
+
+def test_checkpoints_stand_strictly_below_the_end() -> None:
+    """The last multiple of chunk and page that the same prompt, less its last token, still reaches; 0 for none."""
+    lens = {0: 0, 1: 0, 64: 0, 65: 64, 128: 64, 129: 128, 1000: 960, 10_000: 9984}
+    assert {n: checkpoint_len(n, 64) for n in lens} == lens
+    assert [checkpoint_len(n, 64, 16) for n in (64, 65, 200)] == [0, 64, 192]
+    assert [checkpoint_len(n, 6, 4) for n in (12, 13, 25)] == [0, 12, 24]
+    assert [checkpoint_len(n, 64, 256) for n in (256, 257, 1000)] == [0, 256, 768]
+
+
+def test_a_match_ends_at_the_deepest_state() -> None:
+    """Full attention may reach further than a state: the match ends at the state, and says where one is missing."""
+    cache = mamba_cache(chunk=4)
+    put(cache, list(range(5)))
+    put(cache, list(range(5)) + list(range(50, 60)))
+    result = cache.match_prefix(key([*range(5), *range(50, 59)]))
+    assert result.device_indices.numel() == 5 and result.last_device_node.mamba_value is not None
+    assert result.mamba_branching_seqlen == 12
+    assert cache.match_prefix(key([*range(5), *range(50, 52)])).mamba_branching_seqlen is None  # 4 is not beyond 5
+    deepest = cache.match_prefix(key([*range(5), *range(50, 70)]))
+    assert deepest.device_indices.numel() == 15 and deepest.mamba_branching_seqlen is None
+    assert cache.match_prefix(key([*range(4), 99])).device_indices.numel() == 0
+    assert cache.match_prefix(key([*range(4), 99])).mamba_branching_seqlen == 4
+    cache.sanity_check()
+
+
+@pytest.mark.parametrize("page", [4, 16])
+def test_a_branching_length_is_whole_pages(page: int) -> None:
+    """Where a state would have helped is a multiple of chunk and page."""
+    cache = mamba_cache(16 * page, page_size=page, chunk=6)
+    put(cache, list(range(8 * page)))
+    unit = {4: 12, 16: 48}[page]
+    assert cache.match_prefix(key(list(range(8 * page - 1)))).mamba_branching_seqlen == (8 * page - 1) // unit * unit
+
+
+def test_a_deeper_state_is_never_used() -> None:
+    """A node of 1008 tokens asked for 1007 gives nothing, split or not: its state has consumed the last token."""
+    cache = mamba_cache(4096, columns=1100, chunk=64)
+    toy, tokens = Toy(cache), [i % 7 for i in range(1008)]
+    req = Request(tokens)
+    prefill(toy, req)
+    release_kv_cache(req, cache)
+    assert matched(cache, tokens) == 1008 and matched(cache, tokens[:1007]) == 0
+    again = Request(tokens)
+    assert toy.admit(again) == 0 and again.branching_len == checkpoint_len(1008, 64) == 960
+    assert again.mamba_pool_idx is None
+    # Told where, this one leaves a state there, and the third hits.
+    toy.extend(again, 960)
+    cache.cache_unfinished_req(again, chunked=True)
+    toy.extend(again, 1008)
+    release_kv_cache(again, cache)
+    third = Request(tokens)
+    assert toy.admit(third) == 960
+    assert third.mamba_pool_idx is not None and toy.state(third.mamba_pool_idx) == recurrence(tokens[:960])
+    toy.extend(third, 1008)
+    release_kv_cache(third, cache)
+    cache.sanity_check()
+
+
+def test_copies_go_where_the_request_wants_them() -> None:
+    """Without a state it gets one; one that it has is overwritten, or cleared where nothing matched, if asked to."""
+    cache = mamba_cache()
+    toy, pool = Toy(cache), cache.req_to_token_pool.mamba_pool
+    req = Request([1, 2, 3])
+    prefill(toy, req)
+    release_kv_cache(req, cache)
+    asked = RadixKey([1, 2, 3, 4])
+    new = Request([1, 2, 3, 4])
+    cache.match_prefix(MatchPrefixParams(asked, req=new))
+    cache.match_prefix(MatchPrefixParams(RadixKey([9]), cow_mamba=True, req=new))
+    assert new.mamba_pool_idx is None
+    cache.match_prefix(MatchPrefixParams(asked, True, new))
+    own = new.mamba_pool_idx
+    assert own is not None and own.dim() == 0 and toy.state(own) == recurrence([1, 2, 3])
+    assert cache.all_mamba_values_flatten().tolist() != [int(own)]
+    pool.mamba_cache.temporal[:, int(own)] = 9
+    cache.match_prefix(MatchPrefixParams(asked, True, new))
+    assert new.mamba_pool_idx is own and toy.state(own) == recurrence([1, 2, 3])
+    cache.match_prefix(MatchPrefixParams(RadixKey([9]), cow_mamba=True, req=new))
+    assert new.mamba_pool_idx is own and toy.state(own) == (0, 0)
+    release_kv_cache(new, cache)
+    assert free(cache) == (61, 11)
+
+
+def test_a_copy_evicts_but_not_what_it_copies() -> None:
+    """With no state free another prefix gives one up; where only the matched one could, the match is refused."""
+    cache = mamba_cache(num_states=3)
+    for tokens in ([1, 2], [3, 4], [5, 6]):
+        put(cache, tokens)
+    req = Request([1, 2, 9])
+    result = cache.match_prefix(MatchPrefixParams(RadixKey([1, 2, 9]), True, req))
+    assert len(result.device_indices) == 2 and req.mamba_pool_idx is not None
+    assert matched(cache, [3, 4]) == 0 and matched(cache, [5, 6]) == 2
+    cache.sanity_check()
+    release_kv_cache(req, cache)
+    assert free(cache) == (60, 1)
+    small = mamba_cache(num_states=1)
+    put(small, [1, 2])
+    refused = Request([1, 2, 9])
+    with pytest.raises(OutOfStates, match="1 recurrent states more are needed than the 0"):
+        Toy(small).admit(refused)
+    assert refused.mamba_pool_idx is None and matched(small, [1, 2]) == 2 and small.mamba_protected_size() == 0
+    small.sanity_check()
+
+
+def test_insert_says_whose_the_state_is() -> None:
+    """A new prefix and a tombstone take the state; one that has a state says so; slots of old tokens stay ours."""
+    cache = mamba_cache()
+    assert put(cache, [1, 2, 3, 4]) == InsertResult(0, False)
+    assert put(cache, [1, 2, 3, 4]) == InsertResult(4, True)
+    assert put(cache, [1, 2]) == InsertResult(2, False)
+    assert put(cache, [1, 2, 7]) == InsertResult(2, False)
+    assert cache.total_size() == (5, 3) and cache.mamba_evictable_size() == 3 and free(cache) == (59, 9)
+
+
+def test_no_state_is_stored_under_another_length() -> None:
+    """A key that is no whole pages, or no state at all, is refused, and nothing changes."""
+    cache = mamba_cache(page_size=4)
+    state = torch.tensor([1])
+    for tokens, value, message in (
+        ([1, 2, 3, 4, 5], state, "has consumed 5 tokens cannot be stored"),
+        ([], state, "has consumed 0 tokens"),
+        ([1, 2, 3, 4], None, "without a state at its end"),
+        ([1, 2, 3, 4], torch.tensor([1, 2]), "without a state at its end"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            cache.insert(InsertParams(RadixKey(tokens), torch.arange(4, 4 + len(tokens)), value))
+    assert cache.total_size() == (0, 0)
+
+
+def test_locks_keep_the_path_and_one_state() -> None:
+    """A lock holds all full slots above, and of the states the one at its node."""
+    cache = mamba_cache()
+    put(cache, [1, 2])
+    put(cache, [1, 2, 3])
+    put(cache, [9])
+    node = node_of(cache, [1, 2, 3])
+    cache.inc_lock_ref(node)
+    assert (cache.full_protected_size(), cache.mamba_protected_size()) == (3, 1)
+    assert (node.full_lock_ref, node.mamba_lock_ref, node.parent and node.parent.mamba_lock_ref) == (1, 1, 0)
+    assert (cache.full_evictable_size(), cache.mamba_evictable_size()) == (1, 2)
+    assert cache.evict(EvictParams(99, 0, 99)) == EvictResult(1, 0, 2)
+    assert matched(cache, [1, 2, 3]) == 3 and matched(cache, [1, 2]) == 0
+    # The lock's state stays with the lower half of a split.
+    matched(cache, [1])
+    cache.dec_lock_ref(node)
+    assert (cache.full_protected_size(), cache.mamba_protected_size()) == (0, 0)
+    cache.sanity_check()
+
+
+def test_full_eviction_takes_tombstones_too() -> None:
+    """A leaf goes with its state, and so do ancestors that have none and no other child."""
+    cache = mamba_cache()
+    put(cache, [1, 2])
+    put(cache, [1, 2, 3, 4])
+    put(cache, [1, 2, 3, 4, 5, 6])
+    put(cache, [1, 2, 9])
+    node = node_of(cache, [1, 2, 3, 4])
+    cache._drop(node, 4)  # its state alone
+    assert node.mamba_value is None and cache.total_size() == (7, 3)
+    matched(cache, [1, 2, 9])
+    assert cache.evict(EvictParams(1)) == EvictResult(4, 0, 1)
+    assert matched(cache, [1, 2, 3, 4, 5, 6]) == 2 and cache.total_size() == (3, 2)
+    cache.sanity_check()
+
+
+def test_states_are_evicted_by_their_own_recency() -> None:
+    """The state used longest ago goes: of an inner node alone, of a leaf with it; a match refreshes its own alone."""
+    cache = mamba_cache()
+    put(cache, [1, 2])
+    put(cache, [1, 2, 3, 4])
+    put(cache, [7, 8])
+    matched(cache, [1, 2, 3, 4])
+    assert cache.evict(EvictParams(0, mamba_num=1)) == EvictResult(0, 0, 1)
+    assert matched(cache, [1, 2]) == 0 and matched(cache, [1, 2, 3, 4]) == 4
+    assert cache.evict(EvictParams(0, mamba_num=1)) == EvictResult(2, 0, 1)
+    assert matched(cache, [7, 8]) == 0
+    assert cache.evict(EvictParams(0, mamba_num=5)) == EvictResult(4, 0, 1)
+    assert free(cache) == (64, 12)
+    cache.sanity_check()
+
+
+def test_what_cannot_be_kept_is_refused_at_once() -> None:
+    """A table without states, checkpoints without the second state, and bigrams raise with the knob to turn."""
+    plain, hybrid = full_cache(), mamba_cache()
+    allocator = plain.token_to_kv_pool_allocator
+    with pytest.raises(ConfigError, match="ReqToTokenPool has no states"):
+        MambaRadixCache(CacheInitParams(False, plain.req_to_token_pool, allocator, 1))
+    with pytest.raises(ConfigError, match="table was built without it"):
+        MambaRadixCache(CacheInitParams(False, hybrid.req_to_token_pool, allocator, 1, enable_mamba_extra_buffer=True))
+    with pytest.raises(ConfigError, match="is_eagle=True"):
+        mamba_cache(is_eagle=True)
+
+
+def test_sanity_check_finds_planted_faults() -> None:
+    """States that two nodes hold, and states that are free, are named in one error."""
+    cache = mamba_cache()
+    for tokens in ([1, 2], [3, 4], [5, 6]):
+        put(cache, tokens)
+    one, two, three = (node_of(cache, tokens) for tokens in ([1, 2], [3, 4], [5, 6]))
+    two.values[4] = one.values[4]
+    cache.req_to_token_pool.mamba_pool.free(three.values[4])
+    with pytest.raises(InvariantError) as caught:
+        cache.sanity_check()
+    assert "two nodes hold one state" in str(caught.value) and "of the tree are free" in str(caught.value)
+
+
+def test_the_tree_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    """The text names states and who holds them, and sums up both kinds."""
+    cache = mamba_cache()
+    put(cache, [1, 2])
+    put(cache, [1, 2, 3])
+    cache._drop(node_of(cache, [1, 2]), 4)
+    lines = cache.pretty_print().splitlines()
+    assert capsys.readouterr().out.splitlines() == lines
+    assert [line.split("] ", 1)[1] for line in lines[1:3]] == ["2 [1, 2] r=0 mr=0 mv=None", "1 [3] r=0 mr=0 mv=[2]"]
+    assert lines[-1] == "#full_tokens: 3, #mamba_num: 1"
+
+
+def check_hit_and_continue(page: int, extra_buffer: bool, chunk: int, seed: int) -> int:
+    """One random history; returns how many tokens were hit."""
+    rng = random.Random(seed)
+    cache = mamba_cache(48 * page, num_states=7, page_size=page, extra_buffer=extra_buffer, chunk=chunk)
+    toy, hits = Toy(cache), 0
+    prompts = [[rng.randint(0, 1) for _ in range(rng.randint(1, 10 * page))]]
+    for _ in range(25):
+        base = rng.choice(prompts)
+        tokens = base[: rng.randint(0, len(base))] + [rng.randint(0, 1) for _ in range(rng.randint(1, 3 * page))]
+        req = Request(tokens)
+        try:
+            hits += toy.admit(req)
+            stops = {rng.randint(1, len(tokens)), checkpoint_len(len(tokens), chunk, page), req.branching_len or 0}
+            for end in [*sorted(stop for stop in stops if req.kv_committed_len < stop < len(tokens)), len(tokens)]:
+                toy.extend(req, end)
+                if extra_buffer and rng.random() < 0.5:
+                    checkpoint(toy, req)
+                if rng.random() < 0.8:
+                    cache.cache_unfinished_req(req, chunked=end < len(tokens))
+                else:
+                    req.prefix_indices = toy.row(req, 0, end)
+            for token in range(rng.randint(0, 4)):
+                toy.decode(req, token % 2)
+            # The state of whoever hit and went on is that of computing from nothing.
+            assert req.mamba_pool_idx is not None
+            assert toy.state(req.mamba_pool_idx) == recurrence(req.tokens[: req.kv_committed_len])
+            prompts.append(req.tokens)
+        except (OutOfSlots, OutOfRows, OutOfStates):
+            pass
+        if req.req_pool_idx is None and req.kv_committed_len:
+            toy.refuse(req)
+        release_kv_cache(req, cache, is_insert=rng.random() < 0.9)
+        if rng.random() < 0.3:
+            cache.evict(EvictParams(rng.randint(0, 8 * page), mamba_num=rng.randint(0, 3)))
+        matched(cache, tokens[: rng.randint(0, len(tokens))])
+        cache.sanity_check()
+    assert cache.full_protected_size() == 0 == cache.mamba_protected_size()
+    cache.evict(EvictParams(1 << 20))
+    assert free(cache) == (48 * page, 7)
+    return hits
+
+
+@given(page=st.sampled_from([1, 4]), extra_buffer=st.booleans(), chunk=st.sampled_from([1, 4, 6]), seed=st.integers(0))
+@example(page=1, extra_buffer=False, chunk=4, seed=0)
+def test_hit_and_continue_is_compute_from_nothing(page: int, extra_buffer: bool, chunk: int, seed: int) -> None:
+    """Over random prompts, stops, splits and evictions, a state that was hit and gone on from is what the recurrence
+    makes of the whole prefix, and so is every state in the tree."""
+    hits = check_hit_and_continue(page, extra_buffer, chunk, seed)
+    assert hits > 0 or seed != 0
+
+
+@pytest.mark.long
+def test_many_hits_and_continues() -> None:
+    """The same over a thousand histories."""
+    rng = random.Random(0)
+    for seed in range(1000):
+        check_hit_and_continue(rng.choice([1, 4, 16]), rng.random() < 0.5, rng.choice([1, 4, 6, 64]), seed)

@@ -1,0 +1,291 @@
+"""MambaRadixCache and requests: where states are left as they grow, and who owns them at every exit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hicache import (
+    MambaRadixCache,
+    RadixKey,
+    checkpoint_len,
+    release_kv_cache,
+)
+from mamba_case import checkpoint, free, node_of, prefill
+from prefix_case import Request, Toy, mamba_cache, matched, recurrence
+
+
+def states_of(cache: MambaRadixCache, tokens: list[int]) -> list[int]:
+    """At which lengths of a prompt the tree has states."""
+    match = cache._tree.match(RadixKey(tokens).packed())
+    ends = [node.depth_tokens for node in match.nodes if node.mamba_value is not None]
+    return [end for end in ends if end <= match.device_len]
+
+
+def test_a_finished_request_donates_its_state() -> None:
+    """The tree owns the very state, no copy, the request refers to it no longer, and nobody else is given it."""
+    cache = mamba_cache(num_states=4)
+    toy, pool = Toy(cache), cache.req_to_token_pool.mamba_pool
+    req = Request([1, 2, 3])
+    toy.admit(req)
+    toy.extend(req, 3)
+    own = req.mamba_pool_idx
+    assert own is not None and pool.available_size() == 3
+    release_kv_cache(req, cache)
+    assert req.mamba_pool_idx is None and pool.available_size() == 3
+    held = node_of(cache, [1, 2, 3]).mamba_value
+    assert held is not None and held.tolist() == [int(own)]
+    others = [Request([50 + i, 60 + i]) for i in range(3)]
+    for other in others:
+        toy.admit(other)
+        toy.extend(other, 2)
+    assert int(own) not in {int(other.mamba_pool_idx) for other in others if other.mamba_pool_idx is not None}
+    assert toy.state(held) == recurrence([1, 2, 3])
+    for other in others:
+        release_kv_cache(other, cache, is_insert=False)
+    assert pool.available_size() == 3
+    cache.sanity_check()
+
+
+def test_a_state_that_exists_is_not_stored_twice() -> None:
+    """Where the tree has the state of a prefix, the one that comes later is freed."""
+    cache = mamba_cache()
+    toy = Toy(cache)
+    reqs = [Request([1, 2, 3, 4]) for _ in range(2)]
+    for req in reqs:
+        toy.admit(req)
+        toy.extend(req, 4)
+    release_kv_cache(reqs[0], cache)
+    kept = node_of(cache, [1, 2, 3, 4]).mamba_value
+    release_kv_cache(reqs[1], cache)
+    assert torch.equal(node_of(cache, [1, 2, 3, 4]).mamba_value, kept)  # type: ignore[arg-type]
+    assert free(cache) == (60, 11) and cache.total_size() == (4, 1)
+    cache.sanity_check()
+
+
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_the_end_is_exact_at_any_length(chunk: int) -> None:
+    """A request that ends after 101 tokens leaves its state at 101, whatever the chunk size, and the next turn hits
+    there."""
+    cache = mamba_cache(512, chunk=chunk)
+    toy = Toy(cache)
+    req = Request(list(range(90)))
+    prefill(toy, req)
+    for token in range(11):
+        toy.decode(req, token)
+    release_kv_cache(req, cache)
+    turn = Request([*req.tokens, 500, 501])
+    assert prefill(toy, turn) == 101
+    release_kv_cache(turn, cache)
+    cache.sanity_check()
+
+
+def test_pages_keep_no_state_of_an_unaligned_end() -> None:
+    """At the end of 101 tokens in pages of 16 there is no key for the state: it is freed, with the slots behind the
+    last checkpoint, and the checkpoint is stored under its own length."""
+    cache = mamba_cache(512, page_size=16, extra_buffer=True, chunk=32)
+    toy = Toy(cache)
+    req = Request(list(range(101)))
+    toy.admit(req)
+    stop = checkpoint_len(101, 32, 16)
+    toy.extend(req, stop)
+    checkpoint(toy, req)
+    toy.extend(req, 101)
+    cache.cache_unfinished_req(req)
+    assert stop == 96 and req.cache_protected_len == 96 and req.mamba_last_track_seqlen is None
+    toy.check_readable(req, 101)
+    release_kv_cache(req, cache)
+    assert req.mamba_pool_idx is None is req.mamba_checkpoint_idx
+    assert cache.total_size() == (96, 1) and free(cache) == (512 - 96, 11)
+    assert matched(cache, list(range(101))) == 96 and matched(cache, list(range(95))) == 0
+    again = Request(list(range(101)))
+    assert toy.admit(again) == 96
+    toy.refuse(again)
+    release_kv_cache(again, cache)  # without a row it still has the copy
+    assert free(cache) == (512 - 96, 11)
+    cache.sanity_check()
+
+
+@pytest.mark.parametrize("extra_buffer", [False, True])
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("prompt_len", [1000, 1003])
+def test_the_same_prompt_hits(extra_buffer: bool, page: int, prompt_len: int) -> None:
+    """Asked again, all but at most a chunk and a token of it come from the cache, with either way to stop."""
+    cache = mamba_cache(4096, page_size=page, extra_buffer=extra_buffer, columns=1100, chunk=64)
+    toy, tokens = Toy(cache), [i % 11 for i in range(prompt_len)]
+    stop = checkpoint_len(prompt_len, 64, page)
+    for turn in range(3):
+        req = Request(tokens)
+        hit_len = toy.admit(req)
+        assert hit_len == (0 if turn == 0 else 960) and stop == 960
+        if hit_len < stop:
+            toy.extend(req, stop)
+            if extra_buffer:
+                checkpoint(toy, req)
+            else:
+                cache.cache_unfinished_req(req, chunked=True)
+        toy.extend(req, prompt_len)
+        cache.cache_unfinished_req(req)
+        for token in range(5):
+            toy.decode(req, token)
+        release_kv_cache(req, cache)
+        cache.sanity_check()
+    states = [960] if prompt_len % page else [960, prompt_len]
+    assert states_of(cache, tokens) == states
+
+
+def test_every_chunk_leaves_a_state() -> None:
+    """A prompt of 10 000 in chunks of 8192 leaves states at 8192 and at its end; both are hit, exactly."""
+    cache = mamba_cache(1 << 15, columns=10_100, chunk=64)
+    toy, tokens = Toy(cache), [i % 13 for i in range(10_000)]
+    req = Request(tokens)
+    prefill(toy, req, chunk=8192)
+    release_kv_cache(req, cache)
+    assert states_of(cache, tokens) == [8192, 10_000]
+    for more, hit_len in ((tokens[:9000], 8192), ([*tokens, 1, 2], 10_000), (tokens, 8192)):
+        req = Request(more)
+        assert toy.admit(req) == hit_len
+        assert req.mamba_pool_idx is not None and toy.state(req.mamba_pool_idx) == recurrence(more[:hit_len])
+        toy.refuse(req)
+        release_kv_cache(req, cache)
+    cache.sanity_check()
+
+
+def test_decoding_is_cached_by_two_states_in_turns() -> None:
+    """Every interval the running state becomes the checkpoint and the older one is written next; the last checkpoint
+    and the end are stored."""
+    cache = mamba_cache(256, num_states=4, page_size=4, extra_buffer=True, chunk=4)
+    toy, interval = Toy(cache), 8
+    req = Request(list(range(10)))
+    toy.admit(req)
+    toy.extend(req, 10)
+    used = set()
+    for token in range(20):
+        toy.decode(req, token)
+        if req.kv_committed_len % interval == 0:
+            checkpoint(toy, req)
+        assert req.mamba_pool_idx is not None and req.mamba_checkpoint_idx is not None
+        used.add(frozenset((int(req.mamba_pool_idx), int(req.mamba_checkpoint_idx))))
+        assert toy.state(req.mamba_pool_idx) == recurrence(req.tokens[: req.kv_committed_len])
+    assert len(used) == 1 and req.mamba_last_track_seqlen == 24 and req.kv_committed_len == 30
+    release_kv_cache(req, cache)
+    assert states_of(cache, req.tokens) == [24] and matched(cache, req.tokens) == 24 and free(cache) == (232, 3)
+    cache.sanity_check()
+
+
+def test_checkpoints_are_kept_while_decoding() -> None:
+    """A request that is kept as it decodes leaves its checkpoints in the tree, and gets other states for them."""
+    cache = mamba_cache(256, num_states=12, page_size=1, extra_buffer=True)
+    toy = Toy(cache)
+    req = Request(list(range(10)))
+    prefill(toy, req)
+    for token in range(12):
+        toy.decode(req, token)
+        if req.kv_committed_len % 6 == 0:
+            checkpoint(toy, req)
+            cache.cache_unfinished_req(req)
+            toy.check_readable(req, req.kv_committed_len)
+    assert states_of(cache, req.tokens) == [10, 12, 18] and req.cache_protected_len == 18
+    release_kv_cache(req, cache)
+    assert states_of(cache, req.tokens) == [10, 12, 18, 22] and free(cache) == (256 - 22, 8)
+    cache.sanity_check()
+
+
+def test_without_a_state_to_be_had_nothing_is_stored() -> None:
+    """Where no state is free and none may go, a running request keeps its slots to itself, goes on, and gives its
+    state away at its end."""
+    cache = mamba_cache(num_states=1)
+    toy = Toy(cache)
+    req = Request(list(range(12)))
+    prefill(toy, req, chunk=5)
+    assert cache.total_size() == (0, 0) and req.cache_protected_len == 0 and req.last_node is cache.root_node
+    toy.decode(req, 5)
+    release_kv_cache(req, cache)
+    assert states_of(cache, req.tokens) == [13] and free(cache) == (51, 0)
+    # With the extra buffer too, the request's own two states are all there are.
+    cache = mamba_cache(num_states=2, extra_buffer=True)
+    toy = Toy(cache)
+    req = Request(list(range(12)))
+    toy.admit(req)
+    toy.extend(req, 8)
+    checkpoint(toy, req)
+    toy.extend(req, 12)
+    cache.cache_unfinished_req(req)
+    assert cache.total_size() == (0, 0) and req.mamba_last_track_seqlen == 8
+    release_kv_cache(req, cache)
+    assert states_of(cache, req.tokens) == [8, 12] and free(cache) == (52, 0)
+    cache.sanity_check()
+
+
+@pytest.mark.parametrize("extra_buffer", [False, True])
+@pytest.mark.parametrize("disable", [False, True])
+def test_a_request_that_is_called_off_leaves_nothing(extra_buffer: bool, disable: bool) -> None:
+    """Slots, states and row of a request that is not inserted are free again, at any point of its life."""
+    cache = mamba_cache(extra_buffer=extra_buffer, disable=disable)
+    toy = Toy(cache)
+    for stage in range(4):
+        req = Request(list(range(10)))
+        toy.admit(req)
+        if stage > 0:
+            toy.extend(req, 6)
+            req.prefix_indices = toy.row(req, 0, 6)
+        if stage > 1 and extra_buffer:
+            checkpoint(toy, req)
+        if stage > 2:
+            toy.extend(req, 10)
+            toy.decode(req, 1)
+        if req.req_pool_idx is None:
+            toy.refuse(req)
+        release_kv_cache(req, cache, is_insert=False)
+        assert free(cache) == (64, 12) and cache.req_to_token_pool.available_size() == 8
+        assert req.mamba_pool_idx is None is req.mamba_checkpoint_idx
+    cache.sanity_check()
+
+
+@pytest.mark.parametrize("is_insert", [False, True])
+def test_the_end_frees_the_states_that_the_tree_does_not_take(is_insert: bool) -> None:
+    """Also for a caller that frees the row itself: a checkpoint at a length that the tree has a state of, and an end
+    that is no whole page, go back to the pool."""
+    cache = mamba_cache(page_size=4, extra_buffer=True)
+    toy = Toy(cache)
+    for _ in range(2):
+        req = Request(list(range(10)))
+        toy.admit(req, limit=0)
+        toy.extend(req, 8)
+        checkpoint(toy, req)
+        toy.extend(req, 10)
+        cache.cache_finished_req(req, is_insert)
+        assert req.mamba_pool_idx is None is req.mamba_checkpoint_idx
+        cache.req_to_token_pool.free(req)
+        assert free(cache) == ((56, 11) if is_insert else (64, 12))
+    cache.sanity_check()
+
+
+def test_a_checkpoint_ahead_of_its_tokens_waits() -> None:
+    """A checkpoint that has consumed more than is handed over is not stored, under no length, until the rest is."""
+    cache = mamba_cache(page_size=4, extra_buffer=True)
+    toy = Toy(cache)
+    req = Request(list(range(10)))
+    toy.admit(req)
+    toy.extend(req, 8)
+    checkpoint(toy, req)
+    req.fill_ids = req.fill_ids[:7]
+    cache.cache_unfinished_req(req, chunked=True)
+    assert cache.total_size() == (0, 0) and req.mamba_last_track_seqlen == 8
+    req.fill_ids = req.tokens[:8]
+    cache.cache_unfinished_req(req, chunked=True)
+    assert states_of(cache, req.tokens) == [8] and req.mamba_last_track_seqlen is None
+    release_kv_cache(req, cache)
+    cache.sanity_check()
+
+
+def test_states_behind_unknown_tokens_are_not_stored() -> None:
+    """Where a request has computed more than it knows the tokens of, its state is of no known prefix and is freed."""
+    cache = mamba_cache()
+    toy = Toy(cache)
+    req = Request(list(range(6)))
+    toy.admit(req)
+    toy.extend(req, 6)
+    req.origin_input_ids = req.origin_input_ids[:4]
+    release_kv_cache(req, cache)
+    assert cache.total_size() == (0, 0) and free(cache) == (64, 12)

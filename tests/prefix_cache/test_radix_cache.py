@@ -1,0 +1,358 @@
+"""The prefix cache of full attention: by value objects, and through requests that grow over real pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hicache
+from hicache import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheInitParams,
+    EvictParams,
+    EvictResult,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    RadixCache,
+    RadixKey,
+    TreeNode,
+)
+from hicache.errors import ConfigError, InvalidTokens, InvariantError, ShapeError
+from prefix_case import full_cache, key, matched
+from radix_case import insert
+
+
+class Freed:
+    """An allocator that only takes back, as a simulation has it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+
+    def free(self, free_index: torch.Tensor) -> None:
+        self.slots += free_index.tolist()
+
+
+SURFACE = """
+    RadixKey MatchPrefixParams MatchResult InsertParams InsertResult EvictParams EvictResult CacheInitParams RadixCache
+    SWARadixCache MambaRadixCache TreeNode BlockStored BlockRemoved AllBlocksCleared LRUStrategy LFUStrategy
+    FIFOStrategy MRUStrategy FILOStrategy PriorityStrategy SLRUStrategy get_eviction_strategy checkpoint_len
+"""
+
+
+def test_every_name_is_at_the_front_door() -> None:
+    """What the caches are built and called with comes from `hicache`, and says what it is."""
+    assert [name for name in SURFACE.split() if name not in hicache.__all__ or not vars(hicache)[name].__doc__] == []
+
+
+def test_value_objects_take_positions_and_defaults() -> None:
+    """Fields are in the order of the field's own, with its defaults, and cannot be changed."""
+    tokens = RadixKey([1, 2, 3], "tenant")
+    assert MatchPrefixParams(tokens) == MatchPrefixParams(tokens, False, None)
+    assert InsertParams(tokens) == InsertParams(tokens, None, None, 0, 0, False, 0)
+    assert (InsertResult(3), EvictParams(2), EvictResult(1, 2, 3)) == (
+        InsertResult(prefix_len=3, mamba_exist=False),
+        EvictParams(num_tokens=2, swa_num_tokens=0, mamba_num=0),
+        EvictResult(num_tokens_evicted=1, swa_num_tokens_evicted=2, mamba_num_evicted=3),
+    )
+    params = CacheInitParams(True, None, None, 16)
+    assert (params.is_eagle, params.eviction_policy, params.sliding_window_size) == (False, "lru", None)
+    assert (params.enable_mamba_extra_buffer, params.mamba_cache_chunk_size) == (False, 64)
+    node = TreeNode()
+    result = MatchResult(torch.empty(0), node, node)
+    assert result.host_hit_length == 0 and result.mamba_branching_seqlen is None
+    for value, name in ((params, "page_size"), (result, "host_hit_length"), (InsertParams(tokens), "priority")):
+        with pytest.raises(AttributeError):
+            setattr(value, name, 1)
+
+
+def test_keys_keep_their_extra_key() -> None:
+    """Length and iteration are those of the ids; an index and a slice are keys of the same tenant and kind."""
+    tokens = RadixKey([1, 2, 3, 4], "tenant")
+    assert len(tokens) == 4 and list(tokens) == [1, 2, 3, 4]
+    assert tokens[1:3] == RadixKey([2, 3], "tenant") and tokens[-1] == RadixKey([4], "tenant")
+    pairs = tokens.as_bigrams()
+    assert pairs[:2] == RadixKey([(1, 2), (2, 3)], "tenant", True) != RadixKey([(1, 2), (2, 3)], None, True)
+
+
+@pytest.mark.parametrize("tokens", [[3, -1, 2], [1, (2 << 32) + 5, 7], [1, 2, 1 << 31], [1 << 31, 2, 1]])
+def test_bigrams_take_no_ids_that_collide(tokens: list[int]) -> None:
+    """Ids outside [0, 2^31), whose pairs would read as other pairs, are refused wherever pairs are made of them, and
+    the largest id that is taken hits itself alone."""
+    cache = RadixCache(CacheInitParams(False, None, None, 1, is_eagle=True))
+    with pytest.raises(InvalidTokens, match="from 0 to 2147483647"):
+        insert(cache, tokens)
+    with pytest.raises(InvalidTokens, match="from 0 to 2147483647"):
+        cache.match_prefix(key(tokens))
+    with pytest.raises(InvalidTokens, match="from 0 to 2147483647"):
+        RadixKey(tokens).as_bigrams().packed()
+    assert cache.total_size() == 0
+    top = (1 << 31) - 1
+    insert(cache, [0, top, top], value=torch.tensor([5, 6]))
+    assert [matched(cache, asked) for asked in ([0, top, top], [0, top, 0], [1, top, top])] == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[1.5, 2.0], [[1, 2], [3, 4]], np.array([1 << 63], np.uint64), [1 << 70], ["a"], [True, False], [1, [2, 3]]],
+)
+def test_keys_hold_integers(tokens: Any) -> None:
+    """What packing would change, so that another prompt could hit it, is refused by name."""
+    with pytest.raises(InvalidTokens, match="token id"):
+        RadixKey(tokens).packed()
+    assert RadixKey([]).packed().tolist() == [] and RadixKey(np.array([7], np.uint64)).packed().tolist() == [7]
+    with pytest.raises(InvalidTokens, match=r"shape \[3\]"):
+        RadixKey([1, 2, 3], is_bigram=True).packed()
+
+
+def test_prefixes_are_found_and_shared() -> None:
+    """What was inserted is matched up to where prompts part, with the slots of whoever came first."""
+    cache = RadixCache.create_simulated()
+    assert insert(cache, [1, 2, 3], value=torch.tensor([10, 11, 12])) == 0
+    assert insert(cache, [1, 2, 3], value=torch.tensor([20, 21, 22])) == 3
+    assert insert(cache, [1, 2, 4, 5], value=torch.tensor([30, 31, 32, 33], dtype=torch.int32)) == 2
+    result = cache.match_prefix(key([1, 2, 4, 9]))
+    assert result.device_indices.tolist() == [10, 11, 32] and result.device_indices.dtype == torch.int64
+    assert result.last_device_node is result.last_host_node and result.host_hit_length == 0
+    assert list(result.last_device_node.key or []) == [4]
+    assert cache.total_size() == 5 and sorted(cache.all_values_flatten().tolist()) == [10, 11, 12, 32, 33]
+    assert matched(cache, [2, 3]) == 0 and matched(cache, [1, 2, 3, 4]) == 3
+    # Without slots the token ids stand for them.
+    insert(cache, [7, 8, 9])
+    assert cache.match_prefix(key([7, 8])).device_indices.tolist() == [7, 8]
+    cache.sanity_check()
+
+
+def test_a_match_gives_slots_of_its_own() -> None:
+    """Neither what was inserted nor what a match returned shares memory with the tree."""
+    cache = RadixCache.create_simulated()
+    mine = torch.tensor([10, 11, 12])
+    insert(cache, [1, 2, 3], value=mine)
+    mine.zero_()
+    cache.match_prefix(key([1, 2, 3])).device_indices.zero_()
+    assert cache.match_prefix(key([1, 2, 3])).device_indices.tolist() == [10, 11, 12]
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_only_whole_pages_count(page_size: int) -> None:
+    """Keys are cut to whole pages; prompts that part within a page share nothing of it; less than a page is nothing."""
+    cache = RadixCache.create_simulated(page_size=page_size)
+    tokens = list(range(3 * page_size + 1))
+    assert insert(cache, tokens) == 0 and cache.total_size() == 3 * page_size
+    parted = tokens[: page_size + 1] + [99] * page_size
+    assert matched(cache, parted) == page_size and insert(cache, parted) == page_size
+    assert matched(cache, parted) == 2 * page_size
+    for short in ([], tokens[: page_size - 1]):
+        result = cache.match_prefix(key(short))
+        assert result.last_device_node is cache.root_node and result.device_indices.tolist() == []
+    assert insert(cache, tokens[: page_size - 1]) == 0
+    cache.sanity_check()
+
+
+def test_a_disabled_cache_keeps_nothing() -> None:
+    """Nothing matches, nothing is kept, nothing is locked or evicted."""
+    cache = RadixCache.create_simulated(disable=True)
+    assert insert(cache, [1, 2, 3]) == 0 and matched(cache, [1, 2, 3]) == 0 and cache.total_size() == 0
+    assert cache.evict(EvictParams(3)) == EvictResult()
+    assert cache.inc_lock_ref(cache.root_node) == 0 == cache.dec_lock_ref(cache.root_node)
+    cache.sanity_check()
+
+
+def test_tenants_never_meet() -> None:
+    """The same tokens under another extra key, or as pairs, are another prefix; so are those under no key."""
+    cache = RadixCache.create_simulated()
+    for space, first in (("a", 10), ("b", 20), (None, 30)):
+        assert insert(cache, [1, 2, 3], space, value=torch.arange(3) + first) == 0
+    for space, first in (("a", 10), ("b", 20), (None, 30)):
+        assert cache.match_prefix(key([1, 2, 3], space)).device_indices.tolist() == [first, first + 1, first + 2]
+    assert matched(cache, [1, 2, 3], "c") == 0
+    assert len(cache.match_prefix(MatchPrefixParams(RadixKey([(1, 2), (2, 3)], "a", True))).device_indices) == 0
+    node = cache.match_prefix(key([1, 2], "a")).last_device_node
+    assert node.key == RadixKey([1, 2], "a")
+    cache.sanity_check()
+
+
+def test_bigram_keys_drop_the_last_slot() -> None:
+    """A cache of bigrams holds a slot for each pair, so one fewer than tokens, and matches what shares all pairs."""
+    cache = RadixCache(CacheInitParams(False, None, None, 1, is_eagle=True))
+    assert insert(cache, [1, 2, 3, 4], value=torch.tensor([10, 11, 12, 13])) == 0
+    assert cache.total_size() == 3
+    assert cache.match_prefix(key([1, 2, 3, 9])).device_indices.tolist() == [10, 11]
+    assert insert(cache, [1, 2, 3, 4]) == 3 and matched(cache, [1]) == 0
+    pairs = MatchPrefixParams(RadixKey([(1, 2), (2, 3), (3, 4)], None, True))
+    assert cache.match_prefix(pairs).device_indices.tolist() == [10, 11, 12]
+    insert(cache, [7, 8, 9])
+    assert cache.match_prefix(key([7, 8, 9])).device_indices.tolist() == [7, 8]
+    cache.sanity_check()
+
+
+def test_locks_cover_the_path_to_the_root() -> None:
+    """A lock keeps its node and all above; each says by how much the evictable size grew; the root is not counted."""
+    cache = RadixCache.create_simulated(mock_allocator=Freed())
+    insert(cache, [1, 2, 3, 4])
+    insert(cache, [1, 2, 5])
+    node = cache.match_prefix(key([1, 2, 5])).last_device_node
+    assert cache.inc_lock_ref(node) == -3 and cache.inc_lock_ref(node) == 0
+    assert (cache.evictable_size(), cache.protected_size()) == (2, 3)
+    assert node.lock_ref == 2 and node.parent is not None and node.parent.lock_ref == 2
+    assert cache.root_node.lock_ref >= 1
+    # A split of what is locked keeps both halves locked.
+    upper = cache.match_prefix(key([1])).last_device_node
+    assert upper.lock_ref == 2 and cache.protected_size() == 3
+    assert cache.evict(EvictParams(100)) == EvictResult(2)
+    assert cache.dec_lock_ref(node) == 0 and cache.dec_lock_ref(node) == 3
+    assert cache.inc_lock_ref(cache.root_node) == 0 == cache.dec_lock_ref(cache.root_node)
+    assert (cache.evictable_size(), cache.protected_size()) == (3, 0)
+    cache.sanity_check()
+
+
+def test_locks_of_another_tree_are_refused() -> None:
+    """A node of a tree that was reset can neither be locked nor unlocked."""
+    cache = RadixCache.create_simulated()
+    insert(cache, [1, 2, 3])
+    node = cache.match_prefix(key([1, 2, 3])).last_device_node
+    cache.inc_lock_ref(node)
+    cache.reset()
+    for call in (cache.inc_lock_ref, cache.dec_lock_ref):
+        with pytest.raises(InvariantError, match="was reset"):
+            call(node)
+    assert cache.total_size() == 0 == cache.protected_size()
+
+
+def test_eviction_takes_whole_leaves() -> None:
+    """The least recently used leaves go, whole, until at least as much is free as was asked, or all that may."""
+    allocator = Freed()
+    cache = RadixCache.create_simulated(mock_allocator=allocator)
+    for tokens in ([1, 2, 3, 4, 5], [1, 2, 9], [20, 21]):
+        insert(cache, tokens)
+    matched(cache, [1, 2, 3, 4, 5])
+    assert cache.evict(EvictParams(0)) == EvictResult() and allocator.slots == []
+    assert cache.evict(EvictParams(1)) == EvictResult(1) and allocator.slots == [9]
+    assert cache.evict(EvictParams(3)) == EvictResult(5) and allocator.slots == [9, 20, 21, 3, 4, 5]
+    assert matched(cache, [1, 2, 3]) == 2
+    assert cache.evict(EvictParams(100)) == EvictResult(2) and cache.total_size() == 0
+    assert cache.root_node.children == {}
+    cache.sanity_check()
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        ("LRU", [2, 3, 1]),
+        ("lfu", [2, 3, 1]),
+        ("fifo", [1, 2, 3]),
+        ("MRU", [1, 3, 2]),
+        ("filo", [3, 2, 1]),
+        ("priority", [3, 2, 1]),
+        ("slru", [2, 3, 1]),
+    ],
+)
+def test_policies_choose_the_victims(policy: str, order: list[int]) -> None:
+    """Each policy's order over prompts that differ in age, uses and priority."""
+    allocator = Freed()
+    cache = RadixCache(CacheInitParams(False, None, allocator, 1, eviction_policy=policy))
+    for first, priority in ((1, 5), (2, 3), (3, 0)):
+        insert(cache, [first], priority=priority)
+    matched(cache, [1])
+    for _ in order:
+        cache.evict(EvictParams(1))
+    assert allocator.slots == order
+    with pytest.raises(ConfigError, match="eviction_policy='best' is unknown"):
+        RadixCache(CacheInitParams(False, None, None, 1, eviction_policy="best"))
+
+
+def test_uses_are_counted_and_priorities_kept() -> None:
+    """A node counts its maker, later inserts over it but of chunks, and matches; it keeps the largest priority."""
+    cache = RadixCache.create_simulated()
+    insert(cache, [1, 2, 3], priority=2, chunked=True)
+    node = next(iter(cache.root_node.children.values()))
+    assert (node.hit_count, node.priority) == (1, 2)
+    insert(cache, [1, 2, 3], priority=1, chunked=True)
+    assert (node.hit_count, node.priority) == (1, 2)
+    insert(cache, [1, 2, 3, 4], priority=1)
+    assert (node.hit_count, node.priority) == (2, 2)
+    matched(cache, [1, 2, 3, 4])
+    insert(cache, [1, 2, 3, 4, 5], priority=7)
+    below = cache.match_prefix(key([1, 2, 3, 4])).last_device_node
+    assert (node.hit_count, node.priority, below.hit_count, below.priority) == (5, 7, 4, 7)
+    # Half of a node is as dear as the whole was; what is new beside it is not.
+    insert(cache, [1, 2, 9], priority=-1)
+    upper = cache.match_prefix(key([1, 2])).last_device_node
+    assert upper.priority == node.priority == 7
+    assert cache.match_prefix(key([1, 2, 9])).last_device_node.priority == -1
+
+
+def test_events_name_every_page() -> None:
+    """A block a page, chained by hashes that depend on all tokens before it; removed by the same; cleared by reset."""
+    cache = RadixCache.create_simulated(page_size=2, enable_kv_cache_events=True)
+    assert cache.take_events() == []
+    insert(cache, [1, 2, 3, 4, 5])
+    insert(cache, [1, 2, 7, 8])
+    insert(cache, [7, 8], "tenant")
+    stored = cache.take_events()
+    assert all(isinstance(event, BlockStored) for event in stored)
+    blocks = [event for event in stored if isinstance(event, BlockStored)]
+    assert [block.token_ids for block in blocks] == [[1, 2], [3, 4], [7, 8], [7, 8]]
+    hashes = [block.block_hashes[0] for block in blocks]
+    assert len(set(hashes)) == 4 and {len(block.block_hashes) for block in blocks} == {1}
+    assert [block.parent_block_hash for block in blocks] == [None, hashes[0], hashes[0], None]
+    assert {(block.block_size, block.medium) for block in blocks} == {(2, "GPU")}
+    assert cache.take_events() == []
+    cache.evict(EvictParams(100))
+    removed = cache.take_events()
+    assert sorted(event.block_hashes[0] for event in removed if isinstance(event, BlockRemoved)) == sorted(hashes)
+    cache.reset()
+    assert cache.take_events() == [AllBlocksCleared()]
+    silent = RadixCache.create_simulated(page_size=2)
+    insert(silent, [1, 2])
+    assert silent.take_events() == []
+
+
+def test_the_tree_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    """The text, printed and returned, has a line a node, below its parent, with its tokens and locks, and the sum."""
+    cache = RadixCache.create_simulated()
+    insert(cache, [1, 2, 3])
+    insert(cache, [1, 2, 4, 5], "tenant")
+    cache.inc_lock_ref(cache.match_prefix(key([1, 2])).last_device_node)
+    text = cache.pretty_print()
+    assert capsys.readouterr().out == text + "\n"
+    lines = [line.split("] ", 1) for line in text.splitlines()]
+    assert [len(line[0]) - len(line[0].lstrip()) for line in lines[:-1]] == [0, 2, 4, 2]
+    assert [line[1] for line in lines[1:-1]] == ["2 [1, 2] r=1", "1 [3] r=0", "4 [1, 2, 4, 5] extra_key='tenant' r=0"]
+    assert lines[-1] == ["#tokens: 7"]
+
+
+def test_wrong_shapes_are_named() -> None:
+    """Fewer slots than tokens, and pages of no token, raise with what was given."""
+    with pytest.raises(ShapeError, match="2 slots for a key of 3 tokens"):
+        insert(RadixCache.create_simulated(), [1, 2, 3], value=torch.tensor([1, 2]))
+    with pytest.raises(ConfigError, match="page_size=0"):
+        RadixCache.create_simulated(page_size=0)
+
+
+def test_sanity_check_finds_planted_faults() -> None:
+    """Every fault is in one error: broken counts, slots held twice, slots that are free, slots that do not exist."""
+    cache = full_cache(16)
+    allocator = cache.token_to_kv_pool_allocator
+    slots = allocator.alloc(8)
+    insert(cache, [1, 2, 3, 4], value=slots[:4])
+    cache.sanity_check()
+    insert(cache, [5, 6], value=slots[2:4])
+    insert(cache, [7, 8], value=torch.tensor([99, 0]))
+    allocator.free(slots[:1])
+    node = cache.match_prefix(key([5, 6])).last_device_node
+    node.locks[0] = 1
+    with pytest.raises(InvariantError) as caught:
+        cache.sanity_check()
+    text = str(caught.value)
+    for what in ("account says", r"are held more than once", "[1] of the tree are free", "do not exist"):
+        assert what in text, text
+    assert "[3, 4]" in text and len(caught.value.violations) >= 4

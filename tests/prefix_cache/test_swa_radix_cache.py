@@ -1,0 +1,275 @@
+"""The prefix cache of sliding windows: what a match needs behind it, what locks cover, and what tombstones get back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hicache import (
+    CacheInitParams,
+    EvictParams,
+    EvictResult,
+    InsertParams,
+    InsertResult,
+    RadixKey,
+    SWARadixCache,
+    release_kv_cache,
+)
+from hicache.errors import ConfigError, InvariantError
+from prefix_case import Request, Toy, full_cache, key, matched, swa_cache
+
+
+def put(cache: SWARadixCache, tokens: list[int], **more: int) -> InsertResult:
+    """Insert with fresh slots."""
+    slots = cache.token_to_kv_pool_allocator.alloc(len(tokens))
+    assert slots is not None
+    lost = more.get("swa_evicted_seqlen", 0)
+    cache.token_to_kv_pool_allocator.free_swa(slots[:lost])
+    result = cache.insert(InsertParams(RadixKey(tokens), slots, **more))
+    cache.sanity_check()
+    return result
+
+
+def sizes(cache: SWARadixCache) -> tuple[int, int, int, int]:
+    """Free and held, on the full side and on the window's."""
+    allocator, held = cache.token_to_kv_pool_allocator, cache.total_size()
+    assert held == (
+        cache.full_evictable_size() + cache.full_protected_size(),
+        cache.swa_evictable_size() + cache.swa_protected_size(),
+    )
+    return allocator.full_available_size(), held[0], allocator.swa_available_size(), held[1]
+
+
+def pages(*blocks: int, page: int) -> list[int]:
+    return [block for block in blocks for _ in range(page)]
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_a_match_has_its_window_behind_it(page: int) -> None:
+    """Where inner window slots went, a match ends where the window's worth of tokens since then is there, or nowhere;
+    up to the root without a gap it ends anywhere."""
+    cache = swa_cache(64, 64, window=2 * page, page_size=page)
+    put(cache, pages(1, page=page))
+    put(cache, pages(1, 2, page=page))
+    put(cache, pages(1, 2, 3, 4, 5, page=page))
+    put(cache, pages(1, 2, 3, 9, page=page))
+    assert matched(cache, pages(1, page=page)) == page
+    # The window of block 2 goes: it was used longest ago of what is no leaf, and is inner.
+    node = cache.match_prefix(key(pages(1, 2, page=page))).last_device_node
+    freed = cache._tree.drop(node, 2)  # what eviction does to its victim
+    cache._slots.take(freed)
+    assert node.swa_tombstone and sizes(cache)[1] - sizes(cache)[3] == page
+    found = [matched(cache, pages(*range(1, n + 1), page=page)) for n in (1, 2, 3, 4, 5)]
+    assert found == [page, page, page, 4 * page, 5 * page]
+    assert matched(cache, pages(1, 2, 3, 9, page=page)) == 4 * page
+    cache.sanity_check()
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_window_eviction_leaves_tombstones_and_takes_leaves(page: int) -> None:
+    """Of an inner node only window slots go; a leaf goes whole; of a node longer than the window first the front."""
+    cache = swa_cache(64, 64, window=2 * page, page_size=page)
+    put(cache, pages(1, 2, page=page))
+    put(cache, pages(1, 2, 3, 4, page=page))
+    assert cache.evict(EvictParams(0, swa_num_tokens=1)) == EvictResult(0, 2 * page)
+    assert sizes(cache) == (64 - 4 * page, 4 * page, 64 - 2 * page, 2 * page)
+    assert matched(cache, pages(1, 2, page=page)) == 0 and matched(cache, pages(1, 2, 3, 4, page=page)) == 4 * page
+    # The tombstone has no other use than its child, and goes with it.
+    assert cache.evict(EvictParams(0, swa_num_tokens=1)) == EvictResult(4 * page, 2 * page)
+    assert sizes(cache) == (64, 0, 64, 0)
+    put(cache, pages(1, 2, 3, 4, 5, 6, page=page))
+    assert cache.evict(EvictParams(0, swa_num_tokens=2 * page)) == EvictResult(0, 4 * page)
+    assert matched(cache, pages(1, 2, 3, 4, 5, 6, page=page)) == 6 * page
+    assert matched(cache, pages(1, 2, 3, 4, 5, page=page)) == 0
+    assert cache.evict(EvictParams(1)) == EvictResult(6 * page, 2 * page)
+    assert sizes(cache) == (64, 0, 64, 0)
+    cache.sanity_check()
+
+
+def test_both_sides_are_evicted_in_one_call() -> None:
+    """Full eviction takes leaves with their windows, and what it freed counts for the window side."""
+    cache = swa_cache(64, 64)
+    put(cache, [1, 2, 3])
+    put(cache, [1, 2, 3, 4, 5])
+    put(cache, [9, 8])
+    assert cache.evict(EvictParams(1, 2)) == EvictResult(2, 2)
+    assert matched(cache, [9, 8]) == 2 and matched(cache, [1, 2, 3, 4, 5]) == 3
+    assert cache.evict(EvictParams(1, 3)) == EvictResult(5, 5)
+    cache.sanity_check()
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_locks_cover_the_window_only(page: int) -> None:
+    """A lock keeps the full slots of the path and the window slots of the nodes that the window lies in."""
+    cache = swa_cache(64, 64, window=2 * page, page_size=page)
+    for end in (2, 3, 6, 7):
+        put(cache, pages(*range(end), page=page))
+    node = cache.match_prefix(key(pages(*range(7), page=page))).last_device_node
+    given = cache.inc_lock_ref(node)
+    assert (cache.full_protected_size(), cache.swa_protected_size()) == (7 * page, 4 * page)
+    assert (node.full_lock_ref, node.swa_lock_ref) == (1, 1)
+    assert cache.inc_lock_ref(node) == given
+    # A split of what the lock covers does not change what it covers.
+    matched(cache, pages(*range(4), page=page))
+    assert (cache.full_protected_size(), cache.swa_protected_size()) == (7 * page, 4 * page)
+    assert cache.evict(EvictParams(99, 99)) == EvictResult(0, 3 * page)
+    assert matched(cache, pages(*range(7), page=page)) == 7 * page
+    cache.dec_lock_ref(node, given)
+    assert cache.swa_protected_size() == 4 * page
+    cache.dec_lock_ref(node)
+    assert cache.full_protected_size() == 0 == cache.swa_protected_size()
+    assert cache.inc_lock_ref(cache.root_node) is None and cache.dec_lock_ref(cache.root_node, None) == 0
+    cache.sanity_check()
+    assert cache.evict(EvictParams(99)) == EvictResult(7 * page, 4 * page)
+    assert sizes(cache) == (64, 0, 64, 0)
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_what_lost_its_window_becomes_a_tombstone(page: int) -> None:
+    """Tokens before swa_evicted_seqlen are kept without windows, also where the loss ends within a page."""
+    cache = swa_cache(64, 64, window=2 * page, page_size=page)
+    assert put(cache, pages(1, 2, 3, 4, 5, page=page), swa_evicted_seqlen=3 * page - (page > 1)) == InsertResult(0)
+    assert cache.total_size() == (5 * page, 2 * page)
+    assert matched(cache, pages(1, 2, 3, page=page)) == 0
+    assert matched(cache, pages(1, 2, 3, 4, page=page)) == 0
+    assert matched(cache, pages(1, 2, 3, 4, 5, page=page)) == 5 * page
+    assert put(cache, pages(9, page=page), swa_evicted_seqlen=page) == InsertResult(0)
+    assert matched(cache, pages(9, page=page)) == 0 and cache.total_size() == (6 * page, 2 * page)
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_tombstones_take_over_windows(page: int) -> None:
+    """Whoever offers the same tokens with windows gives them to the tombstones: the tree's full slots stay, what was
+    offered is freed, and the prefix is usable again, from where the offer had windows on."""
+    cache = swa_cache(64, 64, window=2 * page, page_size=page)
+    tokens = pages(1, 2, 3, 4, 5, 6, page=page)
+    put(cache, tokens, swa_evicted_seqlen=4 * page)
+    slots = cache.match_prefix(key(tokens)).device_indices.tolist()
+    assert put(cache, tokens[: 4 * page], swa_evicted_seqlen=page) == InsertResult(4 * page)
+    assert sizes(cache) == (64 - 6 * page, 6 * page, 64 - 5 * page, 5 * page)
+    assert [matched(cache, tokens[: n * page]) for n in (1, 2, 3, 4, 5, 6)] == [0, 0, *(n * page for n in (3, 4, 5, 6))]
+    assert cache.match_prefix(key(tokens)).device_indices.tolist() == slots
+    assert put(cache, tokens[:page]) == InsertResult(page)
+    assert matched(cache, tokens[:page]) == page and sizes(cache)[2:] == (64 - 6 * page, 6 * page)
+
+
+def test_slots_of_a_match_are_not_freed() -> None:
+    """Tokens before prev_prefix_len are offered as the tree's own slots: they stay, tombstones among them too."""
+    cache = swa_cache(64, 64, window=2, page_size=1)
+    put(cache, [1, 2, 3, 4], swa_evicted_seqlen=2)
+    match = cache.match_prefix(key([1, 2, 3, 4]))
+    fresh = cache.token_to_kv_pool_allocator.alloc(2)
+    slots = torch.cat((match.device_indices, fresh))
+    assert cache.insert(InsertParams(RadixKey([1, 2, 3, 4, 5, 6]), slots, prev_prefix_len=4)) == InsertResult(4)
+    cache.sanity_check()
+    assert sizes(cache) == (58, 6, 60, 4)
+    # Said with no more than half of it: the other half would be freed, were it not another's slots.
+    again = torch.cat((match.device_indices[:2], cache.token_to_kv_pool_allocator.alloc(4)))
+    assert cache.insert(InsertParams(RadixKey([1, 2, 3, 4, 5, 6]), again, prev_prefix_len=2)) == InsertResult(6)
+    cache.sanity_check()
+    assert sizes(cache) == (58, 6, 60, 4)
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_requests_give_up_their_windows(page: int) -> None:
+    """A request that decodes far gives up window slots as it goes; what it leaves is usable at its end, the prompt in
+    the middle is not, and serving the prompt again brings it back."""
+    window = 2 * page
+    cache = swa_cache(40 * page, 16 * page, window=window, page_size=page, columns=40 * page)
+    toy = Toy(cache)
+    req = Request(list(range(4 * page + 1)))
+    toy.admit(req)
+    for end in (2 * page, 4 * page + 1):
+        toy.extend(req, end)
+        cache.cache_unfinished_req(req, chunked=end < len(req.tokens))
+    for token in range(5 * page):
+        toy.decode(req, token)
+        toy.leave_window(req)
+        cache.sanity_check()
+    assert req.swa_evicted_seqlen > 4 * page
+    used = 16 * page - cache.token_to_kv_pool_allocator.swa_available_size()
+    # The prompt's four pages in the tree, and the window with the page that it starts in.
+    assert used <= 4 * page + window + page
+    release_kv_cache(req, cache)
+    cache.sanity_check()
+    everything, prompt_len = req.tokens[: len(req.tokens) // page * page], (4 * page + 1) // page * page
+    assert matched(cache, req.tokens[: 6 * page]) == prompt_len
+    end = cache.match_prefix(key(everything))
+    assert len(end.device_indices) == len(everything)
+    cache.inc_lock_ref(end.last_device_node)
+    cache.evict(EvictParams(0, swa_num_tokens=99 * page))
+    assert matched(cache, everything) == len(everything) and matched(cache, req.origin_input_ids) == 0
+    again = Request(req.origin_input_ids)
+    assert toy.admit(again) == 0
+    toy.extend(again, 4 * page + 1)
+    release_kv_cache(again, cache)
+    assert matched(cache, again.tokens) == prompt_len
+    assert cache.match_prefix(key(everything)).device_indices.tolist() == end.device_indices.tolist()
+    cache.dec_lock_ref(end.last_device_node)
+    cache.sanity_check()
+    assert cache.full_protected_size() == 0 == cache.swa_protected_size()
+    cache.evict(EvictParams(99 * page))
+    assert sizes(cache) == (40 * page, 0, 16 * page, 0)
+
+
+def test_a_disabled_cache_keeps_nothing() -> None:
+    """Nothing matches or stays, and a request's slots go back on both sides."""
+    cache = swa_cache(32, 32, page_size=4, disable=True)
+    toy = Toy(cache)
+    req = Request(list(range(9)))
+    assert toy.admit(req) == 0
+    toy.extend(req, 9)
+    cache.cache_unfinished_req(req)
+    assert req.prefix_indices.tolist() == toy.row(req, 0, 9).tolist()
+    release_kv_cache(req, cache)
+    assert cache.insert(InsertParams(RadixKey([1, 2]))) == InsertResult(0) and sizes(cache) == (32, 0, 32, 0)
+    assert cache.inc_lock_ref(cache.root_node) is None and cache.evict(EvictParams(1, 1)) == EvictResult()
+
+
+def test_bigrams_have_windows_too() -> None:
+    """A cache of bigrams holds one slot fewer than tokens on both sides, and frees the last with the request."""
+    cache = swa_cache(32, 32, window=4, is_eagle=True)
+    toy = Toy(cache)
+    req = Request(list(range(9)))
+    toy.admit(req)
+    toy.extend(req, 9)
+    cache.cache_unfinished_req(req)
+    assert req.cache_protected_len == 8
+    release_kv_cache(req, cache)
+    assert sizes(cache) == (24, 8, 24, 8) and matched(cache, [*range(6), 99]) == 5
+    cache.sanity_check()
+
+
+def test_what_has_no_windows_is_refused() -> None:
+    """Without a window, or over an allocator that does not pair slots, there is no such cache."""
+    plain = full_cache()
+    allocator, table = plain.token_to_kv_pool_allocator, plain.req_to_token_pool
+    with pytest.raises(ConfigError, match="sliding_window_size=None"):
+        SWARadixCache(CacheInitParams(False, table, None, 1))
+    with pytest.raises(ConfigError, match="TokenToKVPoolAllocator has no window slots"):
+        SWARadixCache(CacheInitParams(False, table, allocator, 1, sliding_window_size=4))
+
+
+def test_sanity_check_finds_lost_windows() -> None:
+    """Window slots that went behind the tree's back, and tombstones that have some, are named."""
+    cache = swa_cache(32, 32, window=2)
+    put(cache, [1, 2, 3, 4], swa_evicted_seqlen=2)
+    slots = cache.match_prefix(key([1, 2, 3, 4])).device_indices
+    cache.token_to_kv_pool_allocator.move_window(slots[2:3], slots[:1])
+    with pytest.raises(InvariantError) as caught:
+        cache.sanity_check()
+    assert len(caught.value.violations) == 2 and "1 of 2 tokens have windows" in str(caught.value)
+
+
+def test_the_tree_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    """The text names locks of both sides and tombstones, and sums up both."""
+    cache = swa_cache(32, 32, window=2)
+    put(cache, [1, 2, 3, 4], swa_evicted_seqlen=2)
+    cache.inc_lock_ref(cache.match_prefix(key([1, 2, 3, 4])).last_device_node)
+    lines = cache.pretty_print().splitlines()
+    assert capsys.readouterr().out.splitlines() == lines
+    assert [line.split("] ", 1)[1] for line in lines[1:3]] == [
+        "2 [1, 2] r=1 sr=0 ts=True",
+        "2 [3, 4] r=1 sr=1 ts=False",
+    ]
+    assert lines[-1] == "#full_tokens: 4, #swa_tokens: 2"

@@ -1,0 +1,119 @@
+"""Every family of transformers: served with the tokens of the library's own generate, or refused with a true reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers as hf
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from family_case import tiny_family
+from family_table import FAMILIES, TRANSFORMERS, UNTRIED
+from hicache import EngineConfig, build_engine
+from hicache.errors import UnsupportedModel
+from hicache.layout import ModelGeometry
+from hicache.serving.reference import generate
+from hicache.serving.request import Request
+from hicache.serving.runner import ModelRunner
+from hicache.serving.scheduler import Scheduler
+from hicache.serving.support import check_supported
+from hicache.serving.trial import plain_logits
+from serving_case import DEVICE, prompt
+
+SERVED = [row for row, family in FAMILIES.items() if family.kind]
+REFUSED = [row for row, family in FAMILIES.items() if not family.kind]
+# What these reasons speak of stands in the configuration or in a signature: no weights are needed to find it.
+_BEFORE_ANY_TRIAL = ("layers of", "latent attention", "recurrent layers", "no way", "no key-value cache", "vary from")
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def _known(row: str) -> None:
+    if row.split(",", maxsplit=1)[0] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip(f"this transformers has no {row}")
+
+
+def _kind(geometry: ModelGeometry) -> str:
+    return "hybrid" if geometry.recurrent_layers else "window" if geometry.window_layers else "full"
+
+
+def _agree(model: Any, tokens: np.ndarray, answer: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Whether two answers are the same up to where two tokens are as likely as float32 can tell."""
+    for at, (token, other) in enumerate(zip(answer, expected, strict=True)):
+        if token != other:
+            logits = plain_logits(model, np.concatenate([tokens, np.array(answer[:at], dtype=np.int64)]))[-1]
+            return bool((logits[token] - logits[other]).abs() < 1e-4 * logits.std())
+    return True
+
+
+@pytest.mark.parametrize("row", SERVED)
+def test_a_family_gives_the_tokens_of_generate(row: str) -> None:
+    """Requests of 5 to 90 tokens, decoded together beyond any window, and one of them again from the cache: each gets
+    the tokens that the library's generate gives."""
+    _known(row)
+    model = tiny_family(row)
+    geometry = check_supported(model)
+    assert _kind(geometry) == FAMILIES[row].kind
+    prompts = [prompt(length, seed) for seed, length in enumerate((5, 90, 41))]
+    config = EngineConfig(
+        device_tokens=512,
+        page_size=4,
+        host_page_size=4,
+        max_requests=4,
+        max_context_len=256,
+        mamba_chunk_tokens=16,
+        device=str(model.device),
+        dtype="float32",
+    )
+    with build_engine(config, geometry) as engine:
+        scheduler = Scheduler(engine, ModelRunner(model, engine, geometry), chunk_tokens=37)
+        results = scheduler.run([Request(str(n), tokens, 6) for n, tokens in enumerate(prompts)])
+        results += scheduler.run([Request("1", prompts[1], 6)])
+        engine.check()
+    assert results[-1].cached_len >= 80
+    for result in results:
+        tokens = prompts[int(result.request_id)]
+        assert result.error is None and len(result.tokens) == 6
+        assert _agree(model, tokens, result.tokens, generate(model, tokens, 6)), f"{len(tokens)} tokens"
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_a_family_is_refused_with_its_reason(row: str) -> None:
+    """A family that the runner cannot serve is refused in one line that says what about it."""
+    _known(row)
+    reason = FAMILIES[row].reason
+    model = tiny_family(row, "meta" if reason.startswith(_BEFORE_ANY_TRIAL) else DEVICE)
+    with pytest.raises(UnsupportedModel) as caught:
+        check_supported(model)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_family_of_the_library_is_in_the_table() -> None:
+    """The table names each family of the version that it was made for."""
+    if not hf.__version__.startswith(f"{TRANSFORMERS}."):
+        pytest.skip(f"the table is of transformers {TRANSFORMERS}")
+    rows = {row.split(",", maxsplit=1)[0] for row in FAMILIES}
+    assert rows | set(UNTRIED) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_the_documentation_shows_the_table() -> None:
+    """Each row of the page is a row of the table, with its verdict and its reason, and none is left out."""
+    rows = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+    expected = [f"| `{row}` | {family.kind or 'refused'} | {family.reason} |" for row, family in FAMILIES.items()]
+    expected += [f"| `{row}` | not tried | {reason} |" for row, reason in UNTRIED.items()]
+    assert rows == sorted(expected, key=lambda line: line.replace("`", ""))
+
+
+def test_generate_stops_where_a_request_does() -> None:
+    """The reference ends after a token that ends answers, which is part of it, whatever the model's own settings."""
+    model = tiny_family("llama")
+    tokens = prompt(20, 3)
+    whole = generate(model, tokens, 8)
+    assert len(whole) == 8
+    end = whole.index(whole[3])
+    model.generation_config.repetition_penalty = 5.0
+    assert generate(model, tokens, 8, {whole[3]}) == whole[: end + 1]
+    assert model.generation_config.repetition_penalty == 5.0
+    assert generate(model, np.append(tokens, whole[0]), 7) == whole[1:]

@@ -1,0 +1,431 @@
+"""Which models the runner takes, and how it names what it does not take."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from family_case import tiny_family
+from hicache.errors import ConfigError, UnsupportedModel
+from hicache.layout import ModelGeometry, StateGeometry
+from hicache.serving.masks import attention_mask
+from hicache.serving.support import check_supported
+from hicache.serving.trial import plain_logits, relative_difference, served_difference
+from hybrid_case import tiny_gemma, tiny_mistral, tiny_qwen3_next, tiny_qwen3_window
+from serving_case import prompt, tiny_llama
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _build(config: Any) -> Any:
+    torch.manual_seed(0)
+    return hf.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_geometry_is_what_the_layers_store(kernel: str) -> None:
+    """Layers, KV heads and head size come from what the model hands to its cache."""
+    model = tiny_llama(layers=3, heads=4, kv_heads=2, kernel=kernel)
+    assert check_supported(model) == ModelGeometry(layer_num=3, head_num=2, head_dim=16)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        hf.Qwen2Config(**{k: v for k, v in SMALL.items() if k != "head_dim"}),
+        hf.Qwen3Config(**SMALL),
+        hf.MistralConfig(**SMALL, sliding_window=None),
+        hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_other_plain_attention_is_supported(config: Any) -> None:
+    """Support does not depend on the model's name: any architecture of plain attention passes."""
+    geometry = check_supported(_build(config))
+    assert (geometry.layer_num, geometry.head_dim) == (2, 8)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 16, 4096, 200_000])
+def test_windows_are_found(window: int) -> None:
+    """Kinds of layers and the window come from the configuration, which is as before afterwards."""
+    heads: dict[str, Any] = {"head_num": 2, "head_dim": 16, "window": window}
+    for model, kinds in (
+        (tiny_mistral(window), ("window", "window", "window")),
+        (tiny_gemma(window, version=2), ("window", "full", "window", "full")),
+        (tiny_gemma(window), ("window", "window", "full", "window")),
+        (tiny_qwen3_window(window), ("full", "full", "window", "window")),
+    ):
+        before = model.config.to_dict()
+        assert check_supported(model) == ModelGeometry(len(kinds), layer_kinds=kinds, **heads)
+        assert model.config.to_dict() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recurrent_layers_are_found(dtype: torch.dtype) -> None:
+    """Shapes and dtypes of a state are those that the layers keep: a whole convolution window, a temporal part."""
+    assert check_supported(tiny_qwen3_next().to(dtype)) == ModelGeometry(
+        layer_num=4,
+        head_num=2,
+        head_dim=16,
+        layer_kinds=("recurrent", "recurrent", "recurrent", "full"),
+        state=StateGeometry(((2 * 2 * 8 + 4 * 8, 4),), (4, 8, 8), dtype, torch.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (
+            hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4),
+            "recurrent layers alone",
+        ),
+        (hf.Lfm2Config(**{k: v for k, v in SMALL.items() if k != "head_dim"}, full_attn_idxs=[1]), "type conv"),
+        (
+            hf.RecurrentGemmaConfig(**{**SMALL, "num_hidden_layers": 3}, attention_window_size=8),
+            "sliding_attention beside linear_attention",
+        ),
+        (hf.Llama4TextConfig(**SMALL), "chunked_attention"),
+        (
+            hf.Qwen3Config(**SMALL, sliding_window=None, layer_types=["full_attention", "sliding_attention"]),
+            "without a sliding_window",
+        ),
+        (
+            hf.DeepseekV3Config(
+                **{**SMALL, "num_key_value_heads": 4, "head_dim": 8},
+                kv_lora_rank=8,
+                q_lora_rank=8,
+                qk_nope_head_dim=8,
+                qk_rope_head_dim=8,
+                v_head_dim=4,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=16,
+                first_k_dense_replace=2,
+                n_group=1,
+                topk_group=1,
+            ),
+            "latent attention",
+        ),
+        (
+            hf.LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "rope_type=dynamic",
+        ),
+        (hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), "Bloom"),
+        # Its kernels start from nothing where several tokens follow a state.
+        (
+            hf.JambaConfig(
+                **{k: v for k, v in SMALL.items() if k != "head_dim"},
+                attn_layer_period=2,
+                attn_layer_offset=1,
+                mamba_d_state=4,
+                num_experts=2,
+                num_experts_per_tok=1,
+                initializer_range=0.2,
+            ),
+            "other results over a cached prefix",
+        ),
+        (
+            hf.Gemma3TextConfig(**SMALL, sliding_window=8, use_bidirectional_attention=True, initializer_range=0.2),
+            "is not causal",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_other_layers_are_refused_by_name(config: Any, names: str) -> None:
+    """A model with layers that the runner does not know is refused in one line that says which and what would do."""
+    before = config.to_dict()
+    with pytest.raises(UnsupportedModel, match=names) as caught:
+        check_supported(_build(config))
+    assert "supported are decoder-only models whose layers have full attention" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert {**config.to_dict(), "architectures": None} == {**before, "architectures": None}
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("window", [8, 100])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("build", [tiny_mistral, tiny_gemma, tiny_qwen3_window])
+def test_a_window_that_the_model_does_not_keep_to_is_refused(
+    build: Callable[[int], Any], dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that looks back further, or less far, than its configuration says is refused by comparing values."""
+    for factor in (0.5, 4):
+        model = build(window).to(dtype)
+        module = sys.modules[type(model).__module__]
+        masks = module.create_sliding_window_causal_mask
+
+        def other_window(config: Any, *args: Any, masks: Any = masks, factor: float = factor, **kwargs: Any) -> Any:
+            changed = copy.copy(config)
+            changed.sliding_window = int(config.sliding_window * factor)
+            return masks(changed, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "create_sliding_window_causal_mask", other_window)
+            with pytest.raises(UnsupportedModel, match="other results over a cached prefix"):
+                check_supported(model)
+
+
+def test_a_recurrent_layer_that_keeps_more_than_its_state_is_refused() -> None:
+    """A layer whose results depend on something that the cache does not carry is refused by comparing values."""
+    model = tiny_qwen3_next()
+    layer = model.model.layers[1].linear_attn
+    plain = layer.forward
+
+    def with_memory(hidden_states: torch.Tensor, cache_params: Any = None, **kwargs: Any) -> Any:
+        """Adds the sum of all inputs so far, which it keeps in the cache's layer, beside what is meant to be there."""
+        place = SimpleNamespace() if cache_params is None else cache_params.layers[1]
+        seen = hidden_states.cumsum(1) + getattr(place, "seen", 0)
+        place.seen = seen[:, -1:]
+        return plain(hidden_states=hidden_states, cache_params=cache_params, **kwargs) + 0.1 * seen
+
+    layer.forward = with_memory
+    with pytest.raises(UnsupportedModel, match="other results over a cached prefix"):
+        check_supported(model)
+
+
+def test_a_recurrent_layer_without_a_temporal_state_is_refused() -> None:
+    """A layer that leaves a convolution window alone has not the state that the pools keep."""
+    model = tiny_qwen3_next()
+    layer = model.model.layers[1].linear_attn
+    plain = layer.forward
+
+    class Forgetful:
+        def __init__(self, cache: Any) -> None:
+            self.cache = cache
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.cache, name)
+
+        def update_recurrent_state(self, *_: Any, **__: Any) -> None:
+            return
+
+    def without_temporal(hidden_states: torch.Tensor, cache_params: Any = None, **kwargs: Any) -> Any:
+        cache = None if cache_params is None else Forgetful(cache_params)
+        return plain(hidden_states=hidden_states, cache_params=cache, **kwargs)
+
+    layer.forward = without_temporal
+    with pytest.raises(UnsupportedModel, match="recurrent layers that keep other states"):
+        check_supported(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_kinds": ("full",)}, "1 entries for layer_num=2"),
+        ({"layer_kinds": ("full", "window")}, r"window=0 with window layers \[1\]"),
+        ({"window": 8}, r"window=8 with window layers \[\]"),
+        ({"layer_kinds": ("full", "recurrent")}, r"state=None with recurrent layers \[1\]"),
+        ({"layer_kinds": ("full", "local")}, "names .'local'."),
+        ({"state": StateGeometry(((4, 2),), (2, 2), torch.float32, torch.float32)}, r"recurrent layers \[\]"),
+    ],
+)
+def test_a_geometry_whose_fields_disagree_is_refused(fields: dict[str, Any], message: str) -> None:
+    """Kinds, window and state say the same of the model, or ConfigError says what does not fit."""
+    with pytest.raises(ConfigError, match=message):
+        ModelGeometry(2, 1, 8, **fields)
+
+
+def test_a_geometry_names_its_layers() -> None:
+    """Layers are found by kind; without kinds, all have full attention."""
+    assert ModelGeometry(2, 1, 8).full_layers == (0, 1)
+    geometry = ModelGeometry(3, 1, 8, layer_kinds=("window", "full", "window"), window=4)
+    assert (geometry.full_layers, geometry.window_layers, geometry.recurrent_layers) == ((1,), (0, 2), ())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_that_depends_on_the_number_of_tokens_is_refused(dtype: torch.dtype) -> None:
+    """A model that looks plain but whose results change with how its input is cut is refused by comparing values."""
+    model = tiny_llama().to(dtype)
+    plain = model.model.layers[0].self_attn.forward
+
+    def with_input_length(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        output, weights = plain(hidden_states=hidden_states, **kwargs)
+        return output * (1 + 0.02 * hidden_states.shape[1]), weights
+
+    model.model.layers[0].self_attn.forward = with_input_length
+    with pytest.raises(UnsupportedModel, match="is not causal"):
+        check_supported(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_positions_that_do_not_come_from_the_caller_are_refused(dtype: torch.dtype) -> None:
+    """A model that numbers the tokens of each pass by itself is refused by comparing values."""
+    model = tiny_llama().to(dtype)
+    plain = model.model.rotary_emb.forward
+
+    def from_zero(hidden_states: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return plain(hidden_states, position_ids - position_ids[:, :1])
+
+    model.model.rotary_emb.forward = from_zero
+    with pytest.raises(UnsupportedModel, match="other results over a cached prefix"):
+        check_supported(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_that_goes_with_the_models_own_mask_is_refused(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ALiBi, which a model adds to the mask that it makes and does not add to a given one, is found by its absence."""
+    model = tiny_llama(kernel="eager").to(dtype)
+    module = sys.modules[type(model).__module__]
+    masks = module.create_causal_mask
+
+    def with_bias(*args: Any, attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        mask: torch.Tensor = masks(*args, attention_mask=attention_mask, **kwargs)
+        if attention_mask is not None:
+            return mask
+        return mask + 0.1 * torch.arange(mask.shape[-1], dtype=mask.dtype, device=mask.device)
+
+    monkeypatch.setattr(module, "create_causal_mask", with_bias)
+    with pytest.raises(UnsupportedModel, match="other results over a cached prefix"):
+        check_supported(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_trial_exceeds_what_a_layer_looks_at(dtype: torch.dtype) -> None:
+    """A layer that goes by other rules beyond some number of tokens is found, up to the longest trial; where that would
+    be too short, the message names the number."""
+    for value in (30, 300):
+        with pytest.raises(UnsupportedModel, match="other results over"):
+            check_supported(tiny_family("gpt_neo", window_size=value).to(dtype))
+    with pytest.raises(UnsupportedModel, match="window_size=5000"):
+        check_supported(tiny_family("gpt_neo", "meta", window_size=5000, max_position_embeddings=8192))
+
+
+def test_a_choice_of_the_best_keys_is_refused() -> None:
+    """A layer that attends to a number of keys by their scores is refused by that number, unless it is never exceeded:
+    scores that are nearly equal make the choice one of rounding, on any device."""
+    with pytest.raises(UnsupportedModel, match=r"best keys alone.*keep_window_size=300"):
+        check_supported(tiny_family("doge", keep_window_size=300))
+    assert check_supported(tiny_family("doge", keep_window_size=1 << 20)).layer_num
+
+
+def test_settings_that_vary_from_layer_to_layer_are_refused() -> None:
+    """Windows of several sizes are refused by the name of the setting, however the configuration gives them."""
+    with pytest.raises(UnsupportedModel, match=r"vary from layer to layer \(sliding_window\)"):
+        check_supported(tiny_family("mistral", per_layer_config={1: {"sliding_window": 5}}))
+    model = tiny_family("mistral")
+    model.config.window_sizes = [4, 8, 4, 8]
+    with pytest.raises(UnsupportedModel, match=r"windows of several sizes \(window_sizes="):
+        check_supported(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("row", ["llama", "mistral", "qwen3_next", "mixtral", "gpt_oss"])
+def test_rounding_does_not_decide(row: str, dtype: torch.dtype) -> None:
+    """A model in 16 bits is taken like the same model in 32, and its weights are the same tensors afterwards."""
+    model = tiny_family(row)
+    expected = check_supported(model)
+    weights = {
+        name: (tensor, tensor.data_ptr(), tensor.clone()) for name, tensor in model.to(dtype).state_dict().items()
+    }
+    geometry = check_supported(model)
+    assert (geometry.kinds, geometry.window) == (expected.kinds, expected.window)
+    for name, tensor in model.state_dict().items():
+        before, pointer, value = weights[name]
+        assert tensor.dtype == before.dtype and tensor.data_ptr() == pointer and torch.equal(tensor, value), name
+    assert not model.training and model.dtype == dtype
+
+
+def test_a_deep_model_in_bfloat16_is_taken() -> None:
+    """A model whose 16-bit logits move by a tenth of their spread when a forward is of other length is taken."""
+    # On the CPU, whose kernels round by the length; a GPU's give such small ones the same.
+    model = tiny_family("llama", "cpu", num_hidden_layers=48, hidden_size=64, head_dim=16).to(torch.bfloat16)
+    tokens = prompt(40, 1)
+    whole = plain_logits(model, tokens)
+    moved = [relative_difference(plain_logits(model, tokens[:n])[-1], whole[n - 1]) for n in (7, 16, 33)]
+    assert max(moved) > 0.01, moved  # else this shows nothing
+    assert check_supported(model).layer_num == 48
+
+
+def test_a_model_in_training_mode_is_judged_without_dropout() -> None:
+    """Dropout does not count against a model, whose mode is as before afterwards."""
+    model = tiny_family("gpt2", attn_pdrop=0.5, resid_pdrop=0.5).train()
+    check_supported(model)
+    assert model.training
+
+
+def test_running_out_of_memory_says_nothing_about_the_model() -> None:
+    """An allocation that fails is raised as it is, and the weights are narrow again."""
+    model = tiny_llama().to(torch.bfloat16)
+    layer = model.model.layers[1]
+    plain = layer.forward
+
+    def short(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        if hidden_states.dtype == torch.float32:
+            raise torch.OutOfMemoryError("no memory for the wider weights")
+        return plain(hidden_states, **kwargs)
+
+    layer.forward = short
+    with pytest.raises(torch.OutOfMemoryError):
+        check_supported(model)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.gpu
+def test_an_8b_model_in_bfloat16_is_taken_and_served() -> None:
+    """The geometry of an 8B model with random 16-bit weights is taken, and its served logits differ from plain ones by
+    no more than plain ones do among themselves when a forward is of another length."""
+    config = hf.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=4096,
+        dtype=torch.bfloat16,
+    )
+    with torch.device("cuda"), torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    geometry = check_supported(model)
+    assert geometry == ModelGeometry(layer_num=32, head_num=8, head_dim=128)
+    # One layer of 218 million weights in float32, what stands outside of the layers, and what a pass takes.
+    assert torch.cuda.max_memory_allocated() - before < 3 << 30
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    tokens = prompt(64, 1)
+    with torch.inference_mode():
+        whole = plain_logits(model, tokens)
+        own = max(relative_difference(plain_logits(model, tokens[:n])[-1], whole[n - 1]) for n in (7, 16, 33))
+        served = served_difference(model, geometry, 64)
+    assert 0 < own < 1 and served < 3 * own, (own, served)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_a_mask_hides_what_comes_later_and_what_the_window_has_left(kernel: str, window: int) -> None:
+    """Query at position p sees keys [0, p], or the window's part of them, and nothing else, in each kernel's form."""
+    queries = torch.tensor([[0, 3], [5, 2]])
+    for keys in (torch.arange(6)[None], torch.tensor([[-2, -1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])):
+        mask = attention_mask(queries, keys, kernel, torch.float32, window)
+        assert mask.shape == (2, 1, 2, 6)
+        for b in range(2):
+            for q in range(2):
+                at = int(queries[b, q])
+                seen = [max(0, at - window + 1 if window else 0) <= int(key) <= at for key in keys.expand(2, -1)[b]]
+                row = mask[b, 0, q].tolist()
+                lowest = torch.finfo(torch.float32).min
+                assert row == (seen if kernel == "sdpa" else [0.0 if s else lowest for s in seen])

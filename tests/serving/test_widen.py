@@ -1,0 +1,67 @@
+"""A model of 16-bit weights computing in float32: the same function as a float32 copy, in the memory of one layer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from family_case import tiny_family
+from hicache.serving.widen import float32_weights
+
+ROWS = ["llama", "gpt2", "qwen3_next", "mixtral", "bamba", "gpt_oss", "phimoe"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("row", ROWS)
+@torch.inference_mode()
+def test_a_widened_model_is_its_float32_copy(row: str, dtype: torch.dtype) -> None:
+    """Logits are those of a copy with every weight in float32, and no more than one layer is wide at a time."""
+    model = tiny_family(row).to(dtype)
+    ids = torch.arange(12, device=model.device)[None]
+    expected = copy.deepcopy(model).float()(input_ids=ids).logits
+    (layers,) = [child for _, child in model.base_model.named_children() if isinstance(child, torch.nn.ModuleList)]
+    wide: list[int] = []
+
+    def count(*_: object) -> None:
+        wide.append(sum(any(weight.dtype == torch.float32 for weight in layer.parameters()) for layer in layers))
+
+    narrow_already = sum(any(weight.dtype == torch.float32 for weight in layer.parameters()) for layer in layers)
+    with float32_weights(model):
+        for layer in layers:
+            layer.register_forward_pre_hook(count)
+        assert torch.equal(model(input_ids=ids).logits, expected)
+    assert len(wide) == len(layers) and max(wide) <= narrow_already + 1
+    assert {weight.dtype for weight in model.parameters()} == {dtype}
+
+
+def test_a_float32_model_is_left_alone() -> None:
+    """Wide weights stay the tensors that they are, and so do the weights of a model that fails on the way."""
+    model = tiny_family("llama")
+    pointers = [weight.data_ptr() for weight in model.parameters()]
+    with float32_weights(model):
+        assert [weight.data_ptr() for weight in model.parameters()] == pointers
+    narrow = tiny_family("llama").to(torch.bfloat16)
+    pointers = [weight.data_ptr() for weight in narrow.parameters()]
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    narrow.model.layers[1].mlp.forward = broken
+    with pytest.raises(ZeroDivisionError), float32_weights(narrow):
+        narrow(input_ids=torch.tensor([[1]], device=narrow.device))
+    assert [weight.data_ptr() for weight in narrow.parameters()] == pointers
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_the_precision_of_multiplication_is_as_before(precision: str) -> None:
+    """TF32, which shortens float32 on CUDA, is off meanwhile and as it was afterwards."""
+    before, matmul = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with float32_weights(tiny_family("llama")):
+            assert getattr(matmul, "fp32_precision", None) == "ieee" or not matmul.allow_tf32
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)

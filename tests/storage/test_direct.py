@@ -1,0 +1,141 @@
+"""Long values that are read past the kernel's memory: the bytes, and when that way is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hicache.storage.direct_read import ALIGNMENT, LEAST_BYTES, DirectReads, aligned_room
+from hicache.storage.slot_file import SlotFile
+from storage_pages import (
+    Layout,
+    both_layouts,
+    forget_cached,
+    found_numbers,
+    key_of,
+    open_store,
+    page_of,
+    put_numbers,
+    values_file,
+)
+
+FILE_BYTES = 3 * LEAST_BYTES + 5 * ALIGNMENT
+HOW = ("cold", "partly cached", "beside a write", "of a reader")
+
+
+class File:
+    """Random bytes on disk, and direct reads of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.truth = np.random.default_rng(4).integers(0, 256, FILE_BYTES, dtype=np.uint8).tobytes()
+        path.write_bytes(self.truth)
+        self.descriptor = os.open(path, os.O_RDONLY)
+        self.direct = DirectReads(path, self.descriptor)
+
+    def needs_direct_reads(self) -> None:
+        forget_cached(self.path)
+        if not self.direct.wants(0, FILE_BYTES):
+            pytest.skip("no direct reads here, or the kernel does not tell what it has in memory")
+
+    def close(self) -> None:
+        self.direct.close()
+        os.close(self.descriptor)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[File]:
+    with contextlib.closing(File(tmp_path / "data")) as file:
+        yield file
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[File]:
+    with contextlib.closing(File(tmp_path_factory.mktemp("direct") / "data")) as file:
+        yield file
+
+
+@settings(max_examples=60, deadline=None)
+@given(block=st.integers(0, FILE_BYTES // ALIGNMENT), length=st.integers(1, FILE_BYTES), how=st.sampled_from(HOW))
+def test_a_payload_is_the_same_either_way(kept: File, block: int, length: int, how: str) -> None:
+    """Wherever a payload begins and ends, whatever of it the kernel has in memory, and beside a write; zeros behind the
+    file's end."""
+    offset = block * ALIGNMENT
+    with contextlib.closing(SlotFile(kept.path, ALIGNMENT, writable=how != "of a reader")) as slots:
+        if how == "beside a write":
+            slots.write(0, kept.truth[:ALIGNMENT])
+        forget_cached(kept.path)
+        if how == "partly cached":
+            os.pread(kept.descriptor, length // 3, offset)
+        room = aligned_room(length)
+        slots.read(offset, length, room)
+    assert bytes(room[:length]) == kept.truth[offset : offset + length].ljust(length, b"\0")
+
+
+@pytest.mark.parametrize(("how", "through_memory"), [("cold", False), ("beside a write", True), ("of a reader", True)])
+def test_reads_beside_a_writer_are_not_direct(file: File, how: str, through_memory: bool) -> None:
+    """What is read directly is not in the kernel's memory afterwards. While slots are written, and in processes that do
+    not know whether they are, reads go through it: direct ones would hold up the writer."""
+    file.needs_direct_reads()
+    with contextlib.closing(SlotFile(file.path, ALIGNMENT, writable=how != "of a reader")) as slots:
+        if how == "beside a write":
+            slots.write(0, file.truth[:ALIGNMENT])
+        forget_cached(file.path)
+        slots.read(ALIGNMENT, LEAST_BYTES, aligned_room(LEAST_BYTES))
+        assert file.direct.wants(ALIGNMENT, LEAST_BYTES) != through_memory
+
+
+def test_only_long_values_that_are_not_in_memory_go_direct(file: File) -> None:
+    """A short value, and one that the kernel has most of, are left to it; afterwards, nothing new is in its memory."""
+    file.needs_direct_reads()
+    assert file.direct.wants(100, LEAST_BYTES) and not file.direct.wants(100, LEAST_BYTES - 1)
+    room = aligned_room(LEAST_BYTES)
+    assert file.direct.read(room, ALIGNMENT, LEAST_BYTES) == LEAST_BYTES
+    assert bytes(room[:LEAST_BYTES]) == file.truth[ALIGNMENT : ALIGNMENT + LEAST_BYTES]
+    assert file.direct.wants(0, FILE_BYTES)
+    os.pread(file.descriptor, FILE_BYTES, 0)
+    assert not file.direct.wants(0, FILE_BYTES)
+
+
+def test_what_direct_reads_refuse_is_read_otherwise(file: File) -> None:
+    """Memory that is not aligned, or a file system without such reads, gives nothing and no error; a failing medium
+    raises."""
+    file.needs_direct_reads()
+    room = aligned_room(LEAST_BYTES)
+    assert file.direct.read(room[1:], 0, LEAST_BYTES) == 0
+    end = FILE_BYTES - ALIGNMENT
+    assert file.direct.read(room, end, LEAST_BYTES) == ALIGNMENT and bytes(room[:ALIGNMENT]) == file.truth[end:]
+    unreadable = os.open(file.path, os.O_WRONLY)
+    assert file.direct._direct is not None
+    os.dup2(unreadable, file.direct._direct)
+    os.close(unreadable)
+    with pytest.raises(OSError):
+        file.direct.read(room, 0, LEAST_BYTES)
+    os.close(file.direct._direct)
+    file.direct._direct = None
+    assert not file.direct.wants(0, FILE_BYTES) and file.direct.read(room, 0, LEAST_BYTES) == 0
+
+
+@pytest.mark.parametrize("kind", ["random", "normal"])
+@both_layouts
+def test_long_pages_come_back_from_the_medium(tmp_path: Path, layout: Layout, kind: str) -> None:
+    """Cold and warm, one by one and in batches, while more are written: every page to the last byte."""
+    page_bytes = 2 * LEAST_BYTES
+    with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=256 << 20, **layout)) as store:
+        for start in range(0, 40, 10):
+            put_numbers(store, range(start, start + 10), page_bytes, kind)
+            forget_cached(values_file(tmp_path, layout))
+            for number in range(0, start + 10, 7):
+                assert found_numbers(store, [number], page_bytes, kind) == {number}
+            assert found_numbers(store, range(start + 10), page_bytes, kind) == set(range(start + 10))
+        buffer = np.empty(page_bytes, dtype=np.uint8)
+        assert store.get_into([key_of(3)], [buffer]) == [True]
+        np.testing.assert_array_equal(buffer, page_of(3, page_bytes, kind))
+        store.check()

@@ -1,0 +1,234 @@
+"""A store's directory: private, held by one writer who is named truly, and known again when another takes its place."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache import storage
+from hicache.errors import HiCacheError
+from hicache.storage import LmdbPageReader, LmdbPageStore, StoreError, StoreLocked, describe
+from hicache.storage.reader_table import MEMORY
+from storage_pages import (
+    IDENTITY,
+    SLOTS,
+    Layout,
+    both_layouts,
+    found_numbers,
+    key_of,
+    open_store,
+    put_numbers,
+)
+
+HOLDER = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); input()"
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    """Files are made readable by all, unless their maker says otherwise."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def modes(path: Path) -> dict[str, int]:
+    files = {"": path, **{file.name: file for file in path.iterdir()}}
+    return {name: stat.S_IMODE(file.stat().st_mode) for name, file in files.items()}
+
+
+def descriptors() -> list[str]:
+    """What the descriptors of this process lead to."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(str(entry.readlink()))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+@both_layouts
+@pytest.mark.usefixtures("open_umask")
+def test_files_are_private(tmp_path: Path, layout: Layout, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the umask, only the user can read or write what a store makes, compacted files included."""
+    path = tmp_path / "parent" / "store"
+    store = open_store(path, **layout)
+    put_numbers(store, range(30))
+    assert set(modes(path).values()) == {0o600, 0o700} and modes(path)[""] == 0o700
+    assert stat.S_IMODE((path / "lock.mdb").resolve().parent.stat().st_mode) == 0o700
+    store.delete([key_of(n) for n in range(25)])
+    assert store.compact() > 0
+    store.close()
+    assert set(modes(path).values()) == {0o600, 0o700}
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o777, "what is above it is not the store's"
+    assert "other users" not in caplog.text
+
+
+def test_existing_files_are_narrowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Opening takes the rights of others away from the files of an existing store and warns; the directory's only where
+    it has nothing else."""
+    path = tmp_path / "store"
+    open_store(path, **SLOTS).close()
+    for file in (path, *path.iterdir()):
+        file.chmod(0o755)
+    caplog.set_level(logging.WARNING)
+    open_store(path, **SLOTS).close()
+    assert set(modes(path).values()) == {0o700}
+    assert caplog.text.count("could be read or written by other users; it is private now") == 4
+    (path / "notes.txt").write_text("of somebody else")
+    path.chmod(0o755)
+    (path / "notes.txt").chmod(0o644)
+    open_store(path, **SLOTS).close()
+    assert modes(path)[""] == 0o755 and modes(path)["notes.txt"] == 0o644
+
+
+def held_by(path: Path, prefix: list[str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    command = [*prefix, sys.executable, "-c", HOLDER, str(path / "writer.lock")]
+    holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    assert holder.stdout is not None
+    if holder.stdout.readline() != "held\n":
+        holder.communicate()
+        pytest.skip(f"{prefix[0]} is not permitted here")
+    return holder
+
+
+@pytest.mark.parametrize("user", [None, 65534])
+def test_the_holder_of_the_lock_is_named_truly(tmp_path: Path, user: int | None) -> None:
+    """Who is refused is told which process has the lock, and its user where that is another: not who opened last."""
+    path = tmp_path / "store"
+    open_store(path).close()  # this process was the last to open it
+    prefix: list[str] = []
+    if user is not None:
+        if os.geteuid():
+            pytest.skip("needs root")
+        for folder in (path / "writer.lock", path, *tmp_path.parents, tmp_path):
+            if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
+                folder.chmod(folder.stat().st_mode | 0o055)
+        prefix = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    holder = held_by(path, prefix)
+    try:
+        words = f"in use by process {holder.pid}" + ("" if user is None else f" of user {user}")
+        with pytest.raises(StoreLocked, match=words):
+            open_store(path)
+        assert describe(path).writer_pid == holder.pid
+    finally:
+        holder.communicate("\n")
+    assert describe(path).writer_pid is None
+    open_store(path).close()
+
+
+@both_layouts
+def test_a_store_that_took_the_place_has_one_writer(tmp_path: Path, layout: Layout) -> None:
+    """After the directory was removed under a live writer, that one writes no more, revives never, serves what it had,
+    and leaves the store alone that another made at the same path."""
+    path = tmp_path / "store"
+    old = open_store(path, **layout)
+    put_numbers(old, range(8))
+    shutil.rmtree(path)
+    assert not old.stats().read_only and old.stats().entries == 8
+    assert put_numbers(old, [8]) == [False] and old.stats().read_only
+    assert not old.revive()
+    new = open_store(path, **layout)
+    put_numbers(new, range(100, 120))
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert not old.revive() and put_numbers(old, [9]) == [False]
+    assert old.compact() == 0 and old.delete([key_of(1)]) == 0
+    assert found_numbers(old, range(200)) == set(range(8))
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    old.close()
+    assert put_numbers(new, range(120, 130)) == [True] * 10
+    assert found_numbers(new, range(200)) == set(range(100, 130))
+    new.check()
+    new.close()
+
+
+def refuse_identity(path: Path) -> None:
+    open_store(path, identity={**IDENTITY, "model": "huge"})
+
+
+def refuse_damaged(path: Path) -> None:
+    data = path / "data.mdb"
+    whole = data.read_bytes()
+    data.write_bytes(whole[: len(whole) // 2])
+    try:
+        open_store(path)
+    finally:
+        data.write_bytes(whole)
+
+
+def refuse_missing_slots(path: Path) -> None:
+    (path / "pages.dat").rename(path / "moved")
+    try:
+        open_store(path)
+    finally:
+        (path / "moved").rename(path / "pages.dat")
+
+
+def refuse_reader(path: Path) -> None:
+    LmdbPageReader(path, identity={**IDENTITY, "model": "huge"})
+
+
+@pytest.mark.parametrize("refused", [refuse_identity, refuse_damaged, refuse_missing_slots, refuse_reader])
+def test_no_descriptor_is_left(tmp_path: Path, refused: Callable[[Path], None]) -> None:
+    """Opening and closing, and openings that fail, leave no descriptor open and no table in memory."""
+    path = tmp_path / "store"
+    tables = set(MEMORY.glob("hicache-*/*"))
+    with_pages = open_store(path, **SLOTS)
+    put_numbers(with_pages, range(200))
+    with_pages.close()
+    before = descriptors()
+    for _ in range(3):
+        with pytest.raises(StoreError):
+            refused(path)
+        assert descriptors() == before
+    for _ in range(3):
+        open_store(path).close()
+        LmdbPageReader(path).close()
+    assert descriptors() == before
+    assert set(MEMORY.glob("hicache-*/*")) == tables
+
+
+def test_every_error_of_a_store_is_one_of_hicache() -> None:
+    """Who catches `HiCacheError` catches what a store raises."""
+    errors = [getattr(storage, name) for name in storage.__all__ if name.startswith("Store")]
+    kinds = [error for error in errors if issubclass(error, Exception)]
+    assert len(kinds) == 5 and all(issubclass(kind, HiCacheError) for kind in kinds)
+
+
+@both_layouts
+def test_a_failure_that_the_binding_cannot_name(tmp_path: Path, layout: Layout) -> None:
+    """SystemError, which lmdb's binding raises for failures without a name of their own, is a failed write or read."""
+    store = open_store(tmp_path, **layout)
+    put_numbers(store, range(4))
+    env = store._env.tables.env
+    failing = FailingEnv(env)
+    object.__setattr__(store._env.tables, "env", failing)
+    assert put_numbers(store, [5]) == [False] and store.stats().read_only
+    assert store.contains([key_of(0)]) == [False]
+    assert store.stats().write_errors == 1 and store.stats().read_errors > 0
+    object.__setattr__(store._env.tables, "env", env)
+    assert store.revive() and put_numbers(store, [5]) == [True]
+    assert isinstance(store, LmdbPageStore) and found_numbers(store, range(6)) == {0, 1, 2, 3, 5}
+    store.close()
+
+
+class FailingEnv:
+    """An environment no transaction of which begins."""
+
+    def __init__(self, env: object) -> None:
+        self._env = env
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._env, name)
+
+    def begin(self, **_: object) -> object:
+        raise SystemError("error return without exception set")

@@ -1,0 +1,341 @@
+"""The lmdb store keeps what it acknowledged, within its budget, for the identity it was made for."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hicache.storage import PageFilter, StoreCorrupt, StoreError, StoreLocked, StoreMismatch, pages
+from storage_pages import (
+    IDENTITY,
+    PAGE_BYTES,
+    SLOTS,
+    Layout,
+    blocks_bytes,
+    both_layouts,
+    budget_of,
+    found_numbers,
+    has_slots,
+    key_of,
+    open_store,
+    page_of,
+    put_numbers,
+)
+
+NUM_SMALL = 100  # pages of a small budget
+
+
+def small(layout: Layout) -> dict[str, int]:
+    """Settings with a small budget. Beside slots pages are larger: the tables' share is to be more than enough."""
+    page_bytes = 4 * PAGE_BYTES if layout == SLOTS else PAGE_BYTES
+    return {"page_bytes": page_bytes, "budget_bytes": budget_of(NUM_SMALL, layout, page_bytes), **layout}
+
+
+@pytest.mark.parametrize("kind", ["random", "normal", "flat"])
+@pytest.mark.parametrize("page_bytes", [1, 1000, 4096, 70_000, 1 << 20])
+@both_layouts
+def test_roundtrip_and_reopen(tmp_path: Path, layout: Layout, page_bytes: int, kind: str) -> None:
+    """Every page put comes back byte for byte, also after reopening, and absent keys are misses. A store stays in the
+    layout that it was made in."""
+    with_planes = {"filter": PageFilter("planes", 2)} if page_bytes % 2 == 0 else {}
+    store = open_store(tmp_path, page_bytes=page_bytes, **with_planes, **layout)
+    assert put_numbers(store, range(9), page_bytes, kind) == [True] * 9
+    assert has_slots(tmp_path) == (layout == SLOTS)
+    for _ in range(2):
+        assert found_numbers(store, range(12), page_bytes, kind) == set(range(9))
+        assert store.contains([key_of(n) for n in range(12)]) == [True] * 9 + [False] * 3
+        stats = store.stats()
+        assert (stats.entries, stats.hits, stats.misses, stats.corrupt) == (9, 9, 3, 0)
+        store.check()
+        store.close()
+        store = open_store(tmp_path, page_bytes=page_bytes)
+    store.close()
+
+
+@both_layouts
+def test_put_counts_and_keeps_the_first(tmp_path: Path, layout: Layout) -> None:
+    """A key that is present is acknowledged without being written again; delete removes it."""
+    store = open_store(tmp_path, **layout)
+    assert store.put([(key_of(0), page_of(0)), (key_of(1), page_of(1)), (key_of(0), page_of(0))]) == [True] * 3
+    assert store.put([(key_of(0), page_of(99)), (key_of(2), page_of(2))]) == [True, True]
+    stats = store.stats()
+    assert (stats.entries, stats.puts, stats.put_bytes_raw) == (3, 3, 3 * PAGE_BYTES)
+    assert stats.put_bytes_stored == stats.live_bytes == 3 * (PAGE_BYTES + 48)
+    assert found_numbers(store, range(3)) == {0, 1, 2}
+    assert store.delete([key_of(0), key_of(7)]) == 1
+    assert found_numbers(store, range(3)) == {1, 2}
+    store.check()
+    store.close()
+
+
+VERBS = st.sampled_from(["put", "get", "delete", "reopen", "compact"])
+
+
+@both_layouts
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(operations=st.lists(st.tuples(VERBS, st.lists(st.integers(0, 9), max_size=6)), max_size=12))
+def test_behaves_like_a_set(
+    tmp_path_factory: pytest.TempPathFactory, layout: Layout, operations: list[tuple[str, list[int]]]
+) -> None:
+    """Under any sequence of operations the store holds what a set of numbers would, and check() finds nothing."""
+    path = tmp_path_factory.mktemp("store")
+    store, model = open_store(path, **layout), set[int]()
+    for verb, numbers in operations:
+        if verb == "put":
+            assert put_numbers(store, numbers) == [True] * len(numbers)
+            model |= set(numbers)
+        elif verb == "get":
+            assert found_numbers(store, numbers) == model & set(numbers)
+        elif verb == "delete":
+            assert store.delete([key_of(n) for n in numbers]) == len(model & set(numbers))
+            model -= set(numbers)
+        elif verb == "compact":
+            store.compact()
+        else:
+            store.close()
+            store = open_store(path)
+        store.check()
+    assert found_numbers(store, range(10)) == model
+    store.close()
+
+
+def test_identity(tmp_path: Path) -> None:
+    """A store made for another identity or page size is refused with both values, and stays as it was."""
+    store = open_store(tmp_path)
+    put_numbers(store, range(3))
+    store.close()
+    with pytest.raises(StoreMismatch, match=r"model: stored 'tiny', now 'huge'.*use another disk path"):
+        open_store(tmp_path, identity={**IDENTITY, "model": "huge"})
+    with pytest.raises(StoreMismatch, match=r"salt: stored None, now 'a'"):
+        open_store(tmp_path, identity={**IDENTITY, "salt": "a"})
+    with pytest.raises(StoreMismatch, match=r"page_bytes: stored 16320, now 8192"):
+        open_store(tmp_path, page_bytes=8192)
+    with pytest.raises(StoreError, match="identity"):
+        open_store(tmp_path, identity={})
+    store = open_store(tmp_path)
+    assert found_numbers(store, range(3)) == {0, 1, 2}
+    store.close()
+
+
+def test_one_writer(tmp_path: Path) -> None:
+    """A path that is open is refused, and free again after close."""
+    store = open_store(tmp_path)
+    with pytest.raises(StoreLocked, match="in use by process"):
+        open_store(tmp_path)
+    put_numbers(store, [1])
+    store.close()
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.contains([key_of(1)])
+    with pytest.raises(StoreError, match="closed"):
+        put_numbers(store, [1])
+    again = open_store(tmp_path)
+    assert found_numbers(again, [1]) == {1}
+    again.close()
+
+
+def test_bad_calls(tmp_path: Path) -> None:
+    """Wrong buffers, keys, budgets and paths are refused in one line and leave nothing locked."""
+    with pytest.raises(StoreError, match=r"budget_bytes=1000 .* raise it to"):
+        open_store(tmp_path / "a", budget_bytes=1000)
+    file = tmp_path / "file"
+    file.write_text("x")
+    for path in (file, file / "below"):
+        with pytest.raises(StoreError, match="not a directory"):
+            open_store(path)
+    with pytest.raises(StoreError, match="cannot write"):
+        open_store("/proc/no-such-place")
+    store = open_store(tmp_path / "b")
+    page = page_of(0)
+    with pytest.raises(StoreError, match="uint8"):
+        store.put([(key_of(0), page[:-1])])
+    with pytest.raises(StoreError, match="contiguous"):
+        store.get_into([key_of(0)], [np.empty(2 * PAGE_BYTES, dtype=np.uint8)[::2]])
+    page.flags.writeable = False
+    with pytest.raises(StoreError, match="writable"):
+        store.get_into([key_of(0)], [page])
+    for key in (b"", b"k" * 512):
+        with pytest.raises(StoreError, match="1 to 511"):
+            store.contains([key])
+    with pytest.raises(StoreError, match="1 keys but 0 buffers"):
+        store.get_into([key_of(0)], [])
+    store.close()
+
+
+@pytest.mark.parametrize("content", [b"some notes\n", b"\0" * 20000, bytes(range(256)) * 64])
+def test_foreign_file(tmp_path: Path, content: bytes) -> None:
+    """A data file that no store wrote is refused and not touched."""
+    (tmp_path / "data.mdb").write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(StoreCorrupt, match="not the data of a page store"):
+            open_store(tmp_path)
+    assert (tmp_path / "data.mdb").read_bytes() == content
+
+
+def test_foreign_database(tmp_path: Path) -> None:
+    """An lmdb file of another program is refused and keeps its content."""
+    with lmdb.open(str(tmp_path)) as env, env.begin(write=True) as txn:
+        txn.put(b"pages", b"not ours")
+    with pytest.raises(StoreCorrupt, match="not a page store"):
+        open_store(tmp_path)
+    with lmdb.open(str(tmp_path)) as env, env.begin() as txn:
+        assert txn.get(b"pages") == b"not ours"
+
+
+@pytest.mark.parametrize("kind", ["random", "mixed"])
+@pytest.mark.parametrize("batch", [1, 7, 100])
+@both_layouts
+def test_budget_holds_from_the_first_write(tmp_path: Path, layout: Layout, kind: str, batch: int) -> None:
+    """Writing ten times the budget never takes the files 5 % above it, refuses nothing, and most of it stays in use."""
+    settings = small(layout)
+    page_bytes, budget_bytes = settings["page_bytes"], settings["budget_bytes"]
+    store = open_store(tmp_path, **settings)
+    for start in range(0, 10 * NUM_SMALL, batch):
+        numbers = range(start, start + batch)
+        pages = [page_of(n, page_bytes) for n in numbers]
+        if kind == "mixed":  # values of many sizes, which must find neighbouring file pages between each other
+            for number, page in zip(numbers, pages, strict=True):
+                page[(number * 2654435761) % page_bytes :] = 0
+        stored = store.put([(key_of(n), page) for n, page in zip(numbers, pages, strict=True)])
+        assert max(blocks_bytes(tmp_path), store.stats().file_bytes) <= 1.05 * budget_bytes
+        assert stored == [True] * batch or (batch == 100 and all(stored[:70]))
+    stats = store.stats()
+    assert stats.evicted > 500 and stats.write_errors == 0
+    assert stats.live_bytes > (0.45 if kind == "mixed" else 0.75) * NUM_SMALL * page_bytes
+    assert stats.entries == stats.puts - stats.evicted
+    store.check()
+    store.close()
+
+
+@both_layouts
+def test_first_key_of_a_call_outlives_its_last(tmp_path: Path, layout: Layout) -> None:
+    """A call larger than the budget keeps its head, says so truthfully, and drops its tail."""
+    settings = small(layout)
+    store = open_store(tmp_path, **settings)
+    stored = put_numbers(store, range(250), settings["page_bytes"])
+    kept = stored.count(True)
+    assert 70 < kept < 100 and stored == [True] * kept + [False] * (250 - kept)
+    assert found_numbers(store, range(250), settings["page_bytes"]) == set(range(kept))
+    store.close()
+
+
+@pytest.mark.parametrize("reopen", [False, True])
+@both_layouts
+def test_use_protects(tmp_path: Path, layout: Layout, reopen: bool) -> None:
+    """Pages read or put again outlive older unread ones, also when the store was reopened in between."""
+    settings = small(layout)
+    page_bytes, store = settings["page_bytes"], open_store(tmp_path, **settings)
+    for number in range(60):
+        put_numbers(store, [number], page_bytes)
+    assert found_numbers(store, [3, 0, 5], page_bytes) == {0, 3, 5}
+    put_numbers(store, [1], page_bytes)
+    assert store.stats().evicted == 0
+    if reopen:
+        store.close()
+        store = open_store(tmp_path, **settings)
+    number = 100
+    while store.stats().evicted < 20:
+        put_numbers(store, [number], page_bytes)
+        number += 1
+        assert number < 1000
+    unused = [n for n in range(60) if n not in (0, 1, 3, 5)]
+    gone = store.stats().evicted
+    assert gone < len(unused)
+    assert found_numbers(store, range(60), page_bytes) == {0, 1, 3, 5, *unused[gone:]}
+    store.check()
+    store.close()
+
+
+@both_layouts
+def test_smaller_budget_shrinks_the_file(tmp_path: Path, layout: Layout) -> None:
+    """Opening with a smaller budget drops the oldest pages and makes the files smaller at once."""
+    settings = small(layout)
+    page_bytes, budget_bytes = settings["page_bytes"], settings["budget_bytes"]
+    store = open_store(tmp_path, page_bytes=page_bytes, **layout)
+    for start in range(0, 200, 10):
+        put_numbers(store, range(start, start + 10), page_bytes)
+    assert blocks_bytes(tmp_path) > 1.7 * budget_bytes
+    store.close()
+    store = open_store(tmp_path, **settings)
+    assert max(blocks_bytes(tmp_path), store.stats().file_bytes) <= 1.05 * budget_bytes
+    left = found_numbers(store, range(200), page_bytes)
+    assert len(left) > 75 and min(left) >= 100
+    store.check()
+    assert put_numbers(store, range(200, 270), page_bytes) == [True] * 70
+    store.check()
+    store.close()
+
+
+@both_layouts
+def test_compact(tmp_path: Path, layout: Layout) -> None:
+    """Compacting gives the space of deleted pages back and keeps every other page."""
+    store = open_store(tmp_path, **layout)
+    put_numbers(store, range(100))
+    store.delete([key_of(n) for n in range(0, 100, 2)])
+    before, before_on_disk = store.stats().file_bytes, blocks_bytes(tmp_path)
+    saved = store.compact()
+    assert saved > 40 * PAGE_BYTES and store.stats().file_bytes == before - saved
+    assert blocks_bytes(tmp_path) < before_on_disk - 40 * PAGE_BYTES
+    assert found_numbers(store, range(100)) == set(range(1, 100, 2))
+    assert put_numbers(store, [200]) == [True]
+    store.check()
+    store.close()
+    (tmp_path / "compact.tmp").write_bytes(b"left by a crash")
+    store = open_store(tmp_path)
+    assert not (tmp_path / "compact.tmp").exists()
+    assert found_numbers(store, [1, 2, 200]) == {1, 200}
+    store.close()
+
+
+@both_layouts
+def test_check_finds_wrong_counters(tmp_path: Path, layout: Layout) -> None:
+    """check() names every index record and counter that disagrees, in one error."""
+    store = open_store(tmp_path, **layout)
+    put_numbers(store, range(5))
+    store.close()
+    with lmdb.open(str(tmp_path), max_dbs=6, map_size=1 << 26) as env:
+        tables = {name: env.open_db(name) for name in (b"ages", b"recency", b"meta")}
+        with env.begin(write=True) as txn:
+            txn.delete(key_of(1), db=tables[b"ages"])
+            txn.put((77).to_bytes(8, "big"), key_of(9), db=tables[b"recency"])
+            txn.put(b"counters", (6).to_bytes(8, "little") + bytes(8), db=tables[b"meta"])
+    store = open_store(tmp_path)
+    with pytest.raises(StoreCorrupt) as caught:
+        store.check()
+    text = str(caught.value)
+    for part in (f"page {key_of(1).hex()}: no age", "tables differ", "tick 77", "live_bytes is 0", "is no page"):
+        assert part in text
+    assert len(caught.value.violations) >= 5
+    store.close()
+
+
+def test_missing_packages() -> None:
+    """Without lmdb and zstandard the package imports, and building a store names what to install."""
+    code = (
+        "import sys; sys.modules['lmdb'] = sys.modules['zstandard'] = None\n"
+        "from hicache.storage import LmdbPageStore, StoreError\n"
+        "try: LmdbPageStore('x', identity={'m': 1}, page_bytes=8, budget_bytes=1 << 20)\n"
+        "except StoreError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install lmdb zstandard" in done.stdout
+
+
+@both_layouts
+def test_what_was_touched_goes_last(tmp_path: Path, layout: Layout) -> None:
+    """Touched pages are the most recently used, the first key of the call last; absent ones change nothing."""
+    with contextlib.closing(open_store(tmp_path, **layout)) as store:
+        put_numbers(store, range(6))
+        store.touch([key_of(n) for n in (3, 99, 1)])
+        store.sync()
+        order = [key for key, _ in pages(store)]
+        assert order == [key_of(n) for n in (5, 4, 2, 0, 1, 3)]
+        store.check()

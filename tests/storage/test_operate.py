@@ -1,0 +1,290 @@
+"""What an operator does: look at a store, verify and mend it, carry its pages elsewhere, shrink it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from hicache.storage import (
+    LmdbPageStore,
+    PageCipher,
+    PageFilter,
+    StoreError,
+    StoreMismatch,
+    VerifyReport,
+    describe,
+    evict,
+    open_existing,
+    pages,
+    put_values,
+    verify,
+)
+from storage_pages import IDENTITY, PAGE_BYTES, found_numbers, key_of, open_store, page_of, put_numbers
+
+KEY, OTHER_KEY = bytes(range(32)), bytes(32)
+
+
+def change(path: Path, body: Callable[[lmdb.Transaction, dict[bytes, object]], None]) -> None:
+    """Change the tables through lmdb itself, behind the store's back."""
+    with lmdb.open(str(path), max_dbs=4, map_size=1 << 27) as env:
+        tables = {name: env.open_db(name) for name in (b"pages", b"ages", b"recency", b"meta")}
+        with env.begin(write=True) as txn:
+            body(txn, tables)
+
+
+def reasons(report: VerifyReport) -> str:
+    return "\n".join(fault.reason for fault in report.faults)
+
+
+def test_describe(tmp_path: Path) -> None:
+    """A store says what it was made for and how it was opened the last time."""
+    how = PageFilter("planes", 2)
+    open_store(tmp_path, budget_bytes=32 << 20).close()
+    store = open_store(tmp_path, filter=how, level=3, durability="commit")
+    put_numbers(store, range(7))
+    live_bytes = store.stats().live_bytes
+    store.close()
+    found = describe(tmp_path)
+    assert dict(found.identity) == IDENTITY and found.page_bytes == PAGE_BYTES
+    assert (found.filter, found.level, found.durability, found.budget_bytes) == (how, 3, "commit", 64 << 20)
+    assert (found.entries, found.live_bytes, found.key_id, found.writer_pid) == (7, live_bytes, "", None)
+    assert found.file_bytes == (tmp_path / "data.mdb").stat().st_size and found.format == 2
+    with pytest.raises(StoreError, match="there is no store"):
+        describe(tmp_path / "none")
+
+
+def test_open_existing(tmp_path: Path) -> None:
+    """A store opens with what it says of itself, and stays the same store."""
+    store = open_store(tmp_path, filter=PageFilter("planes", 2), durability="commit")
+    put_numbers(store, range(5), kind="normal")
+    store.close()
+    before = describe(tmp_path)
+    again = open_existing(tmp_path)
+    assert found_numbers(again, range(6), kind="normal") == set(range(5))
+    assert put_numbers(again, [9], kind="normal") == [True]
+    again.close()
+    after = describe(tmp_path)
+    assert after.entries == 6
+    assert (after.filter, after.durability, after.budget_bytes) == (before.filter, "commit", before.budget_bytes)
+    store = open_store(tmp_path)
+    assert found_numbers(store, range(10), kind="normal") == {0, 1, 2, 3, 4, 9}
+    store.close()
+
+
+def test_store_of_format_1(tmp_path: Path) -> None:
+    """A store without settings, as format 1 left it, is described, opened and brought up to the present format."""
+    store = open_store(tmp_path)
+    put_numbers(store, range(5))
+    store.close()
+
+    def age(txn: lmdb.Transaction, tables: dict[bytes, object]) -> None:
+        txn.delete(b"settings", db=tables[b"meta"])
+        record = txn.get(b"store", db=tables[b"meta"]).replace(b'"format":2', b'"format":1')
+        txn.put(b"store", record, db=tables[b"meta"])
+
+    change(tmp_path, age)
+    assert describe(tmp_path).format == 1 and describe(tmp_path).level == 1
+    store = open_store(tmp_path, level=5)
+    assert found_numbers(store, range(6)) == set(range(5))
+    store.close()
+    assert (describe(tmp_path).format, describe(tmp_path).level) == (2, 5)
+
+
+def test_left_over_probe(tmp_path: Path) -> None:
+    """The value with which a store tried its medium, left by a killed process, is gone after the next opening."""
+    open_store(tmp_path).close()
+
+    def leave(txn: lmdb.Transaction, tables: dict[bytes, object]) -> None:
+        txn.put(b"probe", bytes(PAGE_BYTES), db=tables[b"meta"])
+
+    def look(txn: lmdb.Transaction, tables: dict[bytes, object]) -> None:
+        assert txn.get(b"probe", db=tables[b"meta"]) is None
+        assert txn.get(b"settings", db=tables[b"meta"]) is not None
+
+    change(tmp_path, leave)
+    open_store(tmp_path).close()
+    change(tmp_path, look)
+
+
+def test_encrypted_store(tmp_path: Path) -> None:
+    """A wrong key, none, or one for a plain store: an error with both ids, and the pages stay. An operator verifies
+    and copies an encrypted store without its key, and cannot read or put a page of it.
+    """
+    cipher, other = PageCipher(KEY), PageCipher(OTHER_KEY)
+    store = open_store(tmp_path / "a", cipher=cipher)
+    put_numbers(store, range(6))
+    store.close()
+    with pytest.raises(StoreMismatch, match=f"cipher_key: stored '{cipher.key_id}', now '{other.key_id}'"):
+        open_store(tmp_path / "a", cipher=other)
+    with pytest.raises(
+        StoreMismatch, match=f"cipher_key: stored '{cipher.key_id}', now None.*the key that it was made"
+    ):
+        open_store(tmp_path / "a")
+    with pytest.raises(StoreMismatch, match=f"cipher_key: stored '{cipher.key_id}', now '{other.key_id}'"):
+        open_existing(tmp_path / "a", cipher=other)
+    with pytest.raises(StoreError, match="no field 'cipher_key'"):
+        open_store(tmp_path / "b", identity={**IDENTITY, "cipher_key": "x"})
+    assert describe(tmp_path / "a").key_id == cipher.key_id and dict(describe(tmp_path / "a").identity) == IDENTITY
+
+    copy = open_store(tmp_path / "b", cipher=cipher)
+    copy.close()
+    source, copy = open_existing(tmp_path / "a"), open_existing(tmp_path / "b")
+    for call in (lambda: put_numbers(source, [7]), lambda: found_numbers(source, [1])):
+        with pytest.raises(StoreError, match=f"encrypted with the key {cipher.key_id}"):
+            call()
+    report = verify(source)
+    assert (report.pages, report.faults) == (6, ())
+    assert put_values(copy, list(pages(source))) == [True] * 6
+    for opened in (source, copy):
+        opened.check()
+        opened.close()
+    for name in "ab":
+        store = open_existing(tmp_path / name, cipher=cipher)
+        assert found_numbers(store, range(8)) == set(range(6))
+        store.close()
+
+
+def plant(txn: lmdb.Transaction, tables: dict[bytes, object]) -> None:
+    """Faults of every kind, in a store of the numbers 0 to 29."""
+    for number, place in ((3, 0), (4, 60), (5, 5000)):
+        value = bytearray(txn.get(key_of(number), db=tables[b"pages"]))
+        value[place] ^= 4
+        txn.put(key_of(number), bytes(value), db=tables[b"pages"])
+    txn.put(key_of(6), txn.get(key_of(6), db=tables[b"pages"])[:-1], db=tables[b"pages"])
+    txn.put(key_of(7), txn.get(key_of(8), db=tables[b"pages"]), db=tables[b"pages"])
+    txn.put(key_of(15), bytes(PAGE_BYTES * 3), db=tables[b"pages"])
+    txn.delete(key_of(10), db=tables[b"ages"])
+    txn.put(key_of(11), b"short", db=tables[b"ages"])
+    txn.put((900).to_bytes(8, "big"), key_of(77), db=tables[b"recency"])
+    txn.put(b"counters", (2).to_bytes(8, "little") + bytes(8), db=tables[b"meta"])
+
+
+def test_verify_finds_and_mends_every_fault(tmp_path: Path) -> None:
+    """Each planted fault is reported and nothing else; repair drops what does not verify, keeps every other page in its
+    order of use, and leaves a store in which nothing is wrong.
+    """
+    store = open_store(tmp_path)
+    for number in range(30):
+        put_numbers(store, [number])
+    assert found_numbers(store, [0]) == {0}
+    store.close()
+    change(tmp_path, plant)
+    store = open_existing(tmp_path)
+    steps: list[tuple[int, int]] = []
+    report = verify(store, lambda done, total: steps.append((done, total)))
+    assert steps == [(n, 30) for n in range(1, 31)] and report.pages == 30
+    bad = {3, 4, 5, 6, 7, 15}
+    assert {fault.key for fault in report.faults} == {None, *map(key_of, bad)}
+    assert all(not fault.action for fault in report.faults)
+    text = reasons(report)
+    for number in (10, 11):
+        assert f"page {key_of(number).hex()}: no age record" in text
+    assert "tick 900" in text and "live_bytes is 0" in text and "next tick 2" in text and "tables differ" in text
+    assert store.stats().entries == 30
+
+    report = verify(store, repair=True)
+    assert {f.key for f in report.faults if f.action == "dropped"} == {key_of(n) for n in bad}
+    assert all(f.action == ("dropped" if f.key else "index rebuilt") for f in report.faults)
+    assert verify(store).faults == () and verify(store).pages == 24
+    store.check()
+    order = [key for key, _ in pages(store)]
+    ranked = [n for n in range(1, 30) if n not in bad | {10, 11}]
+    assert order == [*sorted(map(key_of, (10, 11))), *map(key_of, [*ranked, 0])]
+    assert found_numbers(store, range(30)) == set(range(30)) - bad
+    assert put_numbers(store, sorted(bad)) == [True] * 6
+    store.check()
+    store.close()
+
+
+def test_wrong_counters_do_not_stop_writing(tmp_path: Path) -> None:
+    """With counters that are too low a store goes on to store, use, evict and delete; verify then puts them right."""
+    budget = 100 * PAGE_BYTES
+    store = open_store(tmp_path, budget_bytes=budget)
+    put_numbers(store, range(30))
+    store.close()
+
+    def lower(txn: lmdb.Transaction, tables: dict[bytes, object]) -> None:
+        txn.put(b"counters", (5).to_bytes(8, "little") + bytes(8), db=tables[b"meta"])
+
+    change(tmp_path, lower)
+    store = open_store(tmp_path, budget_bytes=budget)
+    assert found_numbers(store, [1]) == {1}
+    assert store.delete([key_of(0), key_of(2)]) == 2
+    for first in range(100, 190, 10):
+        assert put_numbers(store, range(first, first + 10)) == [True] * 10
+    assert store.stats().evicted > 0 and store.stats().write_errors == 0
+    (fault,) = verify(store, repair=True).faults  # the order of use is right again already
+    assert "live_bytes" in fault.reason and fault.action == "index rebuilt"
+    store.check()
+    store.close()
+
+
+def test_verify_of_a_sound_store(tmp_path: Path) -> None:
+    """Nothing is reported, nothing is changed, and every byte was looked at."""
+    store = open_store(tmp_path)
+    put_numbers(store, range(20))
+    report = verify(store, repair=True)
+    assert (report.pages, report.bytes, report.faults) == (20, store.stats().live_bytes, ())
+    assert found_numbers(store, range(20)) == set(range(20))
+    store.close()
+
+
+def test_pages_carry_the_order_of_use(tmp_path: Path) -> None:
+    """Pages leave least recently used first; a store that takes them in evicts in the same order as their source."""
+    source = open_store(tmp_path / "a")
+    for number in range(40):
+        put_numbers(source, [number])
+    assert found_numbers(source, [5, 3]) == {3, 5}
+    source.sync()
+    carried = list(pages(source))
+    assert [key for key, _ in carried] == [key_of(n) for n in [*(n for n in range(40) if n not in (3, 5)), 3, 5]]
+    copy = open_store(tmp_path / "b")
+    put_numbers(copy, [0])
+    assert put_values(copy, carried) == [True] * 40
+    assert copy.stats().puts == 40 and copy.stats().put_bytes_raw == 40 * PAGE_BYTES
+    assert [key for key, _ in pages(copy)] == [key for key, _ in carried]
+    assert evict(copy, 12 * (PAGE_BYTES + 4096)) > 20
+    left = found_numbers(copy, range(40))
+    assert {3, 5, 39, 38} <= left and left == set(sorted(left - {3, 5})[-len(left) + 2 :]) | {3, 5}
+    for store in (source, copy):
+        store.check()
+        store.close()
+
+
+def test_values_that_do_not_verify_are_not_taken(tmp_path: Path) -> None:
+    """A value that was changed, is under another key or of another identity is refused; the others are stored."""
+    ours, theirs = open_store(tmp_path / "a"), open_store(tmp_path / "b", identity={"model": "theirs"})
+    put_numbers(ours, range(4))
+    put_numbers(theirs, [9])
+    (good, one, two, three), (foreign,) = list(pages(ours)), list(pages(theirs))
+    ours.delete([key_of(n) for n in range(4)])
+    changed = (one[0], one[1][:-1] + bytes([one[1][-1] ^ 1]))
+    moved = (two[0], three[1])
+    assert put_values(ours, [good, changed, moved, foreign]) == [True, False, False, False]
+    assert put_values(ours, []) == []
+    assert ours.stats().entries == 1
+    ours.check()
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("to_bytes", [0, 1 << 20])
+def test_evict_shrinks_the_file(tmp_path: Path, to_bytes: int) -> None:
+    """Shrinking drops the oldest pages, gives their space back and leaves a sound store of at most that size."""
+    store: LmdbPageStore = open_store(tmp_path)
+    for first in range(0, 200, 10):
+        put_numbers(store, range(first, first + 10))
+    with pytest.raises(StoreError, match="to_bytes=-1"):
+        evict(store, -1)
+    gone = evict(store, to_bytes)
+    stats = store.stats()
+    assert gone == 200 - stats.entries == stats.evicted and (stats.entries > 40 if to_bytes else stats.entries == 0)
+    assert stats.file_bytes <= max(to_bytes, 64 << 10)
+    left = found_numbers(store, range(200))
+    assert len(left) == stats.entries and all(n >= 130 for n in left)
+    assert store.put([(key_of(500), page_of(500))]) == [True]
+    store.check()
+    store.close()

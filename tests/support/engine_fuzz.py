@@ -1,0 +1,397 @@
+"""Random histories of one engine: requests that share prefixes and split nodes, aborts at any moment, copies that take
+as long as the draw says, fail or never come, a disk that fails and hangs, and calls that no engine takes.
+
+Every pass over a prompt compares what it reads with the truth, every account is proved after every step, and at the end
+everything is given back. Without a disk a history follows from its seed alone. As a program it runs for a while:
+
+    python tests/support/engine_fuzz.py --seconds 600 [--kind full] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+import hicache.factory
+from disk_case import Clock, Gate, TroubledStore, failing
+from hicache import CacheEngine, CacheRequest, DiskConfig, Lease, ModelGeometry, Prefetch, build_engine
+from hicache.disk import DiskTier
+from hicache.errors import HiCacheError, LeaseEnded, OutOfSlots, TransferError, TryLater
+from hicache.storage import LmdbPageStore
+from sides_case import STATES, WINDOWS, compute, config, verify
+from stepped_transfer import SleepingTransfers, SteppedTransfers
+
+FULL = ModelGeometry(3, 2, 4)
+MODELS = {"full": FULL, "window": WINDOWS, "hybrid": STATES}
+POLICIES = ("write_through", "write_through_selective", "write_back")
+_LONGEST = 200
+_NEVER = (float("nan"), -1, 2**63, None, "a", [[1, 2]], [1.5], [], [-3])  # no engine takes these as tokens
+
+
+@dataclass
+class _Live:
+    """A request inside; KV of tokens [0, done) is stored."""
+
+    lease: Lease
+    tokens: np.ndarray
+    done: int
+
+
+class EngineFuzz:
+    """One engine under one history. `folder`: for the store of an engine with a disk."""
+
+    def __init__(self, kind: str, seed: int, folder: Path | None = None, device: str = "cpu") -> None:
+        self.kind, self.model, self.rng = kind, MODELS[kind], np.random.default_rng([seed, len(kind)])
+        self.stems = [self.rng.integers(0, 4, 64) for _ in range(5)]
+        self.stems += [np.concatenate([stem[:32], self.rng.integers(0, 4, 32)]) for stem in self.stems[:3]]
+        self.clock, self.stores, self.gates = Clock(), list[TroubledStore](), list[Gate]()
+        self.live: dict[str, _Live] = {}
+        self.ended: list[Lease] = []
+        self.waiting: dict[str, tuple[Prefetch, CacheRequest]] = {}
+        self.device = device
+        self.names = (f"r{n}" for n in itertools.count())
+        with self._patched():
+            self.engine = build_engine(self._settings(folder), self.model)
+        self.transfers = SteppedTransfers(self.engine) if device == "cpu" else SleepingTransfers(self.engine)
+        self.engine.start()
+
+    def run(self, num_steps: int) -> None:
+        actions = {
+            self.admit: 6,
+            self.arrive: 3,
+            self.admit_waiting: 3,
+            self.grow: 8,
+            self.decode: 3,
+            self.finish: 2,
+            self.abort: 2,
+            self.commit_late: 1,
+            self.move_one: 8,
+            self.move_all: 1,
+            self.break_link: 1,
+            self.trouble_disk: 2,
+            self.poll: 5,
+            self.flush: 1,
+            self.misuse: 1,
+        }
+        choices = [action for action, weight in actions.items() for _ in range(weight)]
+        try:
+            for _ in range(num_steps):
+                choices[self.rng.integers(len(choices))]()
+                self.engine.check()
+            self.settle()
+        finally:
+            self.heal()
+            self.engine.close()
+
+    # Requests
+
+    def admit(self) -> None:
+        self._acquire(self._request())
+
+    def arrive(self) -> None:
+        """A request comes and waits for the disk."""
+        request, mode = self._request(), str(self.rng.choice(["best_effort", "wait_complete", "timeout"]))
+        handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, mode)  # type: ignore
+        self.waiting[request.request_id] = (handle, request)
+
+    def admit_waiting(self) -> None:
+        name = self._any(self.waiting)
+        if name is None:
+            return
+        handle, request = self.waiting[name]
+        if self.rng.random() < 0.2:
+            del self.waiting[name]
+            self.engine.cancel(name)
+        elif handle.ready:
+            del self.waiting[name]
+            self._acquire(request)
+
+    def grow(self) -> None:
+        """The next chunk of a prompt."""
+        name = self._any(self.live)
+        if name is None:
+            return
+        at = self.live[name]
+        end = min(len(at.tokens), at.done + int(self.rng.integers(1, 25)))
+        end = self.engine.next_stop(at.lease, at.done, end)
+        if end > at.done and self._has_slots(at, end):
+            self._compute(name, end)
+
+    def decode(self) -> None:
+        name = self._any({name: at for name, at in self.live.items() if at.done == len(at.tokens) < _LONGEST})
+        if name is None:
+            return
+        at = self.live[name]
+        for _ in range(int(self.rng.integers(1, 20))):
+            if not self._has_slots(at, at.done + 1):
+                return
+            at.tokens = np.append(at.tokens, self.rng.integers(0, 3))
+            if not self._compute(name, at.done + 1, commit=False):
+                return
+            self.engine.track([at.lease])
+
+    def finish(self) -> None:
+        name = self._any(self.live)
+        if name is None:
+            return
+        at = self.live[name]
+        try:
+            self._wait_for_loads(at.lease)
+            verify(self.engine, at.lease, at.tokens, at.done, self.model)
+            self.engine.commit(at.lease, at.tokens[: at.done])
+        except TransferError:
+            assert self.broken
+        self._end(name)
+
+    def abort(self) -> None:
+        name = self._any(self.live)
+        if name is not None:
+            self._end(name, cancel=True)
+
+    def commit_late(self) -> None:
+        """The forward of an aborted request ends after the abort."""
+        if not self.ended:
+            return
+        lease = self.ended[self.rng.integers(len(self.ended))]
+        for call in (
+            lambda: self.engine.commit(lease, lease.tokens.tokens),
+            lambda: self.engine.extend(lease, 1),
+            lambda: self.engine.begin_forward([lease]),
+            lambda: self.engine.track([lease]),
+        ):
+            _refused(call, LeaseEnded)
+        self.engine.release(lease)
+
+    def misuse(self) -> None:
+        for tokens in _NEVER:
+            _refused(lambda tokens=tokens: self.engine.acquire(CacheRequest("bad", tokens)))  # type: ignore[misc]
+            _refused(lambda tokens=tokens: self.engine.prefetch("bad", tokens))  # type: ignore[misc]
+        _refused(lambda: self.engine.lookup([1, 2], "\ud800"))
+        name = self._any(self.live)
+        if name is not None:
+            at = self.live[name]
+            _refused(lambda: self.engine.extend(at.lease, -3))
+            _refused(lambda: self.engine.commit(at.lease, at.tokens + 1))
+            _refused(lambda: self.engine.acquire(CacheRequest(name, at.tokens)))
+
+    # Copies and the disk
+
+    @property
+    def broken(self) -> bool:
+        """Whether a copy may have failed so far."""
+        return self._broke
+
+    _broke = False
+
+    def move_one(self) -> None:
+        links = self.transfers.links
+        if links:
+            links[self.rng.integers(len(links))].step()
+
+    def move_all(self) -> None:
+        self.transfers.finish()
+
+    def break_link(self) -> None:
+        """Copies of one direction and component fail from now on, or no more."""
+        links = [*self.transfers.up, *self.transfers.down]
+        if not links:
+            return
+        link = links[self.rng.integers(len(links))]
+        link.fails = None if link.fails or self.rng.random() < 0.3 else RuntimeError("the link is down")
+        self._broke = self._broke or link.fails is not None
+
+    def trouble_disk(self) -> None:
+        if not self.stores:
+            return
+        store, draw = self.stores[-1], self.rng.integers(4)
+        if draw == 0:
+            gate = Gate(*self.rng.choice(["get_into", "put", "contains"], 2, replace=False))
+            self.gates.append(gate)
+            store.trouble = gate
+        elif draw == 1:
+            store.trouble = failing(OSError(5, "I/O error"), str(self.rng.choice(["get_into", "put", "contains"])))
+        elif draw == 2:
+            self.clock.now_s += 11  # what hangs is announced
+        else:
+            self._heal_disk()
+
+    def poll(self) -> None:
+        self.engine.poll()
+
+    def flush(self) -> None:
+        self._heal_disk()
+        self.engine.flush()
+
+    def heal(self) -> None:
+        for link in (*self.transfers.up, *self.transfers.down):
+            link.fails = None
+        self._heal_disk()
+
+    def settle(self) -> None:
+        """Everything ends: nothing is left that anybody holds."""
+        self.heal()
+        for name in list(self.live):
+            self._end(name, cancel=True)
+        for name in self.waiting:
+            self.engine.cancel(name)
+        self.engine.flush()
+        self.clock.now_s += 3600
+        self.engine.flush()
+        self.engine.check()
+        stats = self.engine.stats()
+        assert stats["device.protected_tokens"] == stats["engine.leases"] == 0
+        if self.kind != "window":  # there the free are the fewer of full and window slots
+            assert stats["device.free_tokens"] + stats["device.evictable_tokens"] == 128
+
+    # Inside
+
+    def _settings(self, folder: Path | None) -> object:
+        rng = self.rng
+        disk = folder and DiskConfig(path=str(folder / "store"), budget_bytes=1 << 20, readers=2)
+        return config(
+            disk=disk,
+            device=self.device,
+            write_policy=str(rng.choice(POLICIES)),
+            page_size=int(rng.choice([1, 2, 4, 8])),
+            host_bytes=int(rng.choice([14, 24, 40])) * 8 * 256,
+            host_states=int(rng.choice([2, 6])),
+            mamba_size=int(rng.choice([8, 14])),
+            window_tokens=int(rng.choice([56, 96])),
+            eviction_policy=str(rng.choice(["lru", "lfu", "fifo", "slru", "priority"])),
+        )
+
+    @contextlib.contextmanager
+    def _patched(self) -> Iterator[None]:
+        """The engine's store can be troubled, and its clock is ours."""
+
+        def store(*args: object, **settings: object) -> TroubledStore:
+            self.stores.append(TroubledStore(LmdbPageStore(*args, **settings)))  # type: ignore[arg-type]
+            return self.stores[-1]
+
+        tier = functools.partial(DiskTier, clock=self.clock)
+        patches = (mock.patch.object(hicache.factory, *at) for at in (("LmdbPageStore", store), ("DiskTier", tier)))
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            yield
+
+    def _request(self) -> CacheRequest:
+        rng = self.rng
+        stem = self.stems[rng.integers(len(self.stems))][: rng.integers(1, 65)]
+        tokens = np.concatenate([stem, rng.integers(0, 3, rng.integers(0, 20))])
+        space, reserve = str(rng.choice(["", "", "tenant"])), int(rng.choice([8, 16, 24]))
+        return CacheRequest(next(self.names), tokens, space, reserve, priority=int(rng.integers(0, 3)))
+
+    def _acquire(self, request: CacheRequest) -> None:
+        try:
+            lease = self.engine.acquire(request)
+        except TryLater:
+            self.engine.cancel(request.request_id)
+            return
+        self.live[request.request_id] = _Live(lease, np.asarray(request.tokens), lease.cached_len)
+
+    def _has_slots(self, at: _Live, end: int) -> bool:
+        try:
+            if end > at.lease.length:
+                self.engine.extend(at.lease, end - at.lease.length)
+        except OutOfSlots:
+            return False
+        return True
+
+    def _compute(self, name: str, end: int, *, commit: bool = True) -> bool:
+        """A pass over [done, end); False where the prefix failed to load, and the request is gone."""
+        at = self.live[name]
+        try:
+            self._wait_for_loads(at.lease)
+            compute(self.engine, at.lease, at.tokens, at.done, end, self.model)
+            at.done = end
+            if self.rng.random() < 0.1:
+                self._end(name, cancel=True)  # between the forward and its commit
+                return False
+            if commit:
+                self.engine.commit(at.lease, at.tokens[:end])
+        except TransferError:
+            assert self.broken
+            self._end(name)
+            return False
+        return True
+
+    def _wait_for_loads(self, lease: Lease) -> None:
+        """What a forward of the lease does, and no more: loads that it does not know of stay in flight."""
+        for load in lease.loads if self.device == "cpu" else ():
+            load.op.wait()
+
+    def _end(self, name: str, *, cancel: bool = False) -> None:
+        lease = self.live.pop(name).lease
+        if cancel:
+            self.engine.cancel(name)
+        else:
+            self.engine.release(lease)
+        self.ended = [*self.ended[-5:], lease]
+
+    def _heal_disk(self) -> None:
+        for store in self.stores:
+            store.trouble = lambda verb: None
+        for gate in self.gates:
+            gate.open()
+        self.gates.clear()
+        self.clock.now_s += 3600
+
+    def _any(self, names: dict[str, object]) -> str | None:
+        return list(names)[self.rng.integers(len(names))] if names else None
+
+
+def _refused(call: object, kind: type[HiCacheError] = HiCacheError) -> None:
+    try:
+        call()  # type: ignore[operator]
+    except kind:
+        return
+    raise AssertionError("a call that no engine takes was taken")
+
+
+def run(kind: str, seed: int, num_steps: int, device: str = "cpu") -> CacheEngine:
+    """One history; of a model with full attention alone, over a disk in each second."""
+    with tempfile.TemporaryDirectory() as folder:
+        fuzz = EngineFuzz(kind, seed, Path(folder) if kind == "full" and seed % 2 else None, device)
+        fuzz.run(num_steps)
+        return fuzz.engine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--kind", choices=list(MODELS), action="append")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--device", default="cpu")
+    flags = parser.parse_args()
+    logging.disable(logging.ERROR)
+    until_s, found, number = time.monotonic() + flags.seconds, 0, 0
+    for seed in itertools.count(flags.seed):
+        for kind in flags.kind or MODELS:
+            if time.monotonic() > until_s:
+                print(f"{number} histories of {flags.steps} steps, {found} findings")
+                return int(bool(found))
+            try:
+                run(kind, seed, flags.steps, flags.device)
+            except Exception as error:  # noqa: BLE001 - printed and counted; the next history may find another
+                found += 1
+                print(f"--kind {kind} --seed {seed}: {type(error).__name__}: {error}", flush=True)
+            number += 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""What the tests of hybrid and sliding-window models share: tiny random models of each architecture, and the pools that
+serve them without an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from hicache.alloc import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
+from hicache.device import (
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    KVCache,
+    Mamba2CacheParams,
+    Mamba2StateShape,
+    MHATokenToKVPool,
+    ReqToTokenPool,
+    SWAKVPool,
+)
+from hicache.engine import CacheRequest, Lease
+from hicache.layout import ModelGeometry
+from hicache.tree.node import TreeNode
+from serving_case import DEVICE, VOCAB
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    # Larger than the default: logits that lie apart, so that rounding does not choose the token.
+    "initializer_range": 0.2,
+}
+
+
+def tiny_qwen3_next(seed: int = 0, **changes: Any) -> Any:
+    """Four layers, the last with full attention, three recurrent; experts in each second one. float32."""
+    pytest.importorskip("transformers", minversion="5.20", reason="its layers keep recurrent states otherwise")
+    config = {
+        **_SMALL,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "decoder_sparse_step": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        **changes,
+    }
+    model = _build(Qwen3NextForCausalLM, Qwen3NextConfig, config, seed)
+    for layer in model.model.layers:
+        if layer.block_type == "linear_attention":
+            # As drawn, most heads forget within a token or two, and a lost state would go unnoticed: here a token's
+            # share of the state fades by 1 % to 50 % a token.
+            rates = torch.linspace(0.01, 0.5, len(layer.linear_attn.A_log), device=layer.linear_attn.A_log.device)
+            layer.linear_attn.A_log.data.copy_(rates.log())
+    return model
+
+
+def tiny_mistral(window: int, seed: int = 0, **changes: Any) -> Any:
+    """Three layers with a window each."""
+    config = {**_SMALL, "num_hidden_layers": 3, "sliding_window": window, **changes}
+    return _build(MistralForCausalLM, MistralConfig, config, seed)
+
+
+def tiny_gemma(window: int, seed: int = 0, version: int = 3, **changes: Any) -> Any:
+    """Gemma 2 or 3 of four layers, the third (Gemma 3) or second and fourth (Gemma 2) with full attention."""
+    config = {**_SMALL, "num_hidden_layers": 4, "sliding_window": window, "query_pre_attn_scalar": 16, **changes}
+    if version == 2:
+        # Its soft caps need the eager kernel.
+        return _build(Gemma2ForCausalLM, Gemma2Config, {"attn_implementation": "eager", **config}, seed)
+    types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    return _build(Gemma3ForCausalLM, Gemma3TextConfig, {"layer_types": types, **config}, seed)
+
+
+def tiny_qwen3_window(window: int, seed: int = 0, **changes: Any) -> Any:
+    """Qwen 3 of four layers, the first two with full attention."""
+    config = {
+        **_SMALL,
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "max_window_layers": 2,
+        **changes,
+    }
+    return _build(Qwen3ForCausalLM, Qwen3Config, config, seed)
+
+
+def _build(architecture: Any, config: Any, settings: dict[str, Any], seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return architecture(config(**{"attn_implementation": "sdpa", **settings})).eval().to(DEVICE)
+
+
+class Pools:
+    """What a runner asks of an engine, without one: the pools of `geometry`, and leases that share nothing.
+
+    A model with windows in every layer keeps its first layer whole, as the engine's factory has it. `keep_windows`: all
+    layers do, in a pool of one slot space.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        *,
+        num_tokens: int = 512,
+        window_tokens: int = 128,
+        page_size: int = 4,
+        requests: int = 8,
+        dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | None = None,
+        keep_windows: bool = False,
+    ) -> None:
+        self.page_size, self.begun = page_size, 0
+        heads, state, args = (geometry.head_num, geometry.head_dim), geometry.state, (num_tokens, page_size, dtype)
+        self.req_to_token = ReqToTokenPool(requests, num_tokens, DEVICE, False)
+        self.allocator: PagedTokenToKVPoolAllocator | SWATokenToKVPoolAllocator
+        self.pool: KVCache
+        if geometry.window_layers and not keep_windows:
+            full = geometry.full_layers or geometry.window_layers[:1]
+            swa = [layer for layer in geometry.window_layers if layer not in full]
+            pool = SWAKVPool(num_tokens, window_tokens, page_size, dtype, *heads, swa, full, DEVICE)
+            self.pool = pool
+            self.allocator = SWATokenToKVPoolAllocator(
+                num_tokens, window_tokens, page_size, dtype, DEVICE, pool, need_sort=True
+            )
+            return
+        if state is None:
+            self.pool = MHATokenToKVPool(*args, *heads, geometry.layer_num, DEVICE, False)
+        else:
+            dtypes = (state_dtype or state.temporal_dtype, state_dtype or state.conv_dtype)
+            shape = Mamba2StateShape(conv=state.conv, temporal=state.temporal)
+            params = Mamba2CacheParams(shape, geometry.recurrent_layers, *dtypes)
+            table = HybridReqToTokenPool(requests, 2 * requests, num_tokens, DEVICE, False, params)
+            self.req_to_token = table
+            self.pool = HybridLinearKVPool(
+                num_tokens, dtype, page_size, *heads, geometry.full_layers, DEVICE, table.mamba_pool
+            )
+        self.allocator = PagedTokenToKVPoolAllocator(*args, DEVICE, self.pool, need_sort=True)
+
+    @property
+    def states(self) -> HybridReqToTokenPool:
+        assert isinstance(self.req_to_token, HybridReqToTokenPool)
+        return self.req_to_token
+
+    @property
+    def windows(self) -> SWATokenToKVPoolAllocator:
+        assert isinstance(self.allocator, SWATokenToKVPoolAllocator)
+        return self.allocator
+
+    def begin_forward(self, leases: Sequence[Lease]) -> None:
+        self.begun += len(leases)
+
+    def lease(self, num_tokens: int = 0) -> Lease:
+        """A lease of `num_tokens` slots, with a zeroed state where the model has states."""
+        request = CacheRequest("r", np.zeros(num_tokens, dtype=np.int64))
+        lease = Lease(request, TreeNode(), self.req_to_token.req_to_token, self.allocator.device)
+        assert self.req_to_token.alloc([lease]) is not None
+        self.extend(lease, num_tokens)
+        return lease
+
+    def extend(self, lease: Lease, num_tokens: int) -> None:
+        """Slots for `num_tokens` more tokens, in whole pages."""
+        lease.length += num_tokens
+        short = -(-max(0, lease.length - lease.held_len) // self.page_size) * self.page_size
+        if short:
+            slots = self.allocator.alloc(short)
+            assert slots is not None
+            lease.write(lease.held_len, slots)
+            lease.held_len += short
+
+    def free_windows(self, lease: Lease, end: int) -> None:
+        """Give back the window slots of the whole pages of [0, end), after spoiling what is in them."""
+        slots = lease.slots_of(0, end // self.page_size * self.page_size)
+        peers = self.windows.translate_loc_from_full_to_swa(slots)
+        assert isinstance(self.pool, SWAKVPool)
+        for layer_id, (_, in_window_space) in self.pool.layers_mapping.items():
+            for buffer in self.pool.layer_buffers(layer_id) if in_window_space else ():
+                buffer[peers[peers > 0]] = float("nan")
+        self.windows.free_swa(slots)
+
+    def release(self, lease: Lease) -> None:
+        self.allocator.free(lease.slots_of(0, lease.held_len))
+        if isinstance(self.req_to_token, HybridReqToTokenPool):
+            self.req_to_token.free_mamba_cache(lease)
+        self.req_to_token.free(lease)

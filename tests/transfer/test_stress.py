@@ -1,0 +1,295 @@
+"""Transfers under stress: thousands of overlapping loads and stores over tiny tiers, with forwards beside them.
+
+`transfer_program` is the program and holds the truth; the second half of this file makes the mistakes that it is there
+to find, so that a program that stopped looking is noticed.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from hicache.kernels.page_copy import PageMover
+from hicache.transfer import LayerTransferCounter, TransferOp
+from hicache.transfer.cpu import CpuOp
+from hicache.transfer.plan import Method
+from transfer_case import LAYOUTS, CopiesWhenNeeded, Lanes, Move, at_each_move, before_each_move, force_ways
+from transfer_program import Program
+
+WAYS: list[Method] = ["straight", "strided", "batched", "direct"]
+# On CUDA: bytes of staging, and the ways that copies go, at random. Left to the plan, small ones all go direct.
+PLACES = [
+    ("cpu", 1 << 16, ()),
+    pytest.param("cuda", 1 << 16, (), marks=pytest.mark.gpu),
+    pytest.param("cuda", 1 << 16, ("straight",), marks=pytest.mark.gpu),
+    pytest.param("cuda", 1 << 16, ("strided", "batched"), marks=pytest.mark.gpu),
+    pytest.param("cuda", 1 << 20, WAYS, marks=pytest.mark.gpu),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# The copies of wide pages themselves are most of the work on the CPU; the default run has them where they are not.
+SMALL = [name for name in LAYOUTS if name != "mha, wide"]
+
+
+@pytest.fixture(autouse=True)
+def many_switches() -> Iterator[None]:
+    """Threads take turns every few instructions, not every few milliseconds."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def go_by(monkeypatch: pytest.MonkeyPatch, ways: Sequence[Method]) -> None:
+    if ways:
+        force_ways(monkeypatch, ways)
+
+
+def dawdle(monkeypatch: pytest.MonkeyPatch, device: str, longest_s: float = 1e-2) -> None:
+    """CPU: copies stop for a random moment before each layer, so that forwards and further copies run beside them: most
+    often a short one, now and then one that outlasts a forward. On CUDA the device is as late as the program makes
+    it."""
+    if device == "cpu":
+        rng = random.Random(1)
+        before_each_move(monkeypatch, lambda: time.sleep(rng.random() ** 16 * longest_s))
+
+
+def stress(program: Program, steps: int) -> None:
+    try:
+        program.run(steps)
+    finally:
+        program.close()
+
+
+def check_it_was_stress(program: Program, steps: int) -> None:
+    """Enough moved, and much of it at the same time."""
+    counts = program.counts
+    assert counts["load"] > steps // 5 and counts["store"] > steps // 5 and counts["forwards"] > steps // 5, counts
+    assert counts["overlaps"] > steps // 20, "hardly a forward ran beside a load that it consumed"
+    assert counts["most at once"] >= 3 * len(program.tiers), counts
+
+
+@pytest.mark.parametrize(("device", "staging_bytes", "ways"), PLACES)
+@pytest.mark.parametrize("name", SMALL)
+def test_every_byte_is_where_it_should_be(
+    monkeypatch: pytest.MonkeyPatch, device: str, staging_bytes: int, ways: Sequence[Method], name: str
+) -> None:
+    """Forwards beside overlapping loads and stores see the truth layer by layer, confirmed stores left it on the host,
+    and in the end every row and every page is what its last writer left, whatever its layout."""
+    go_by(monkeypatch, ways)
+    dawdle(monkeypatch, device)
+    program = Program(LAYOUTS[name], device, 1, staging_bytes=staging_bytes)
+    stress(program, 300)
+    check_it_was_stress(program, 300)
+
+
+@pytest.mark.parametrize("name", ["mha", "swa"])
+@pytest.mark.parametrize("tolerant", [False, True])
+def test_the_program_is_that_of_its_seed(name: str, tolerant: bool) -> None:
+    """However late copies are, the same loads, stores and forwards are submitted and land in the same order, failures
+    among them; another seed is another program."""
+    histories = []
+    for seed, needed in ((7, False), (7, True), (8, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            if tolerant:
+                fail_now_and_then(patch, 0.06)
+            if needed:
+                CopiesWhenNeeded(patch)
+            else:
+                dawdle(patch, "cpu")
+            program = Program(LAYOUTS[name], "cpu", seed, tolerant=tolerant)
+            stress(program, 120)
+            histories.append((program.history, program.counts))
+    assert histories[0] == histories[1] != histories[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ways", [("strided",), ("batched",), ("direct",), WAYS])
+@pytest.mark.parametrize("staging_bytes", [1 << 16, 1 << 20, 1 << 24])
+def test_wide_pages_on_the_device(monkeypatch: pytest.MonkeyPatch, staging_bytes: int, ways: Sequence[Method]) -> None:
+    """The same for pages whose layers are as wide as a large model's, through a ring of one page a buffer and more, by
+    each way of copying and by all of them in turn."""
+    go_by(monkeypatch, ways)
+    program = Program(LAYOUTS["mha, wide"], "cuda", 2, staging_bytes=staging_bytes)
+    stress(program, 200)
+    check_it_was_stress(program, 200)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("device", "staging_bytes", "ways"), PLACES)
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("seed", range(10, 13))
+def test_every_byte_for_longer(
+    monkeypatch: pytest.MonkeyPatch, device: str, staging_bytes: int, ways: Sequence[Method], name: str, seed: int
+) -> None:
+    """The same, thousands of transfers a run."""
+    steps = 600 if (device, name) == ("cpu", "mha, wide") else 5000
+    go_by(monkeypatch, ways)
+    dawdle(monkeypatch, device)
+    program = Program(LAYOUTS[name], device, seed, staging_bytes=staging_bytes)
+    stress(program, steps)
+    check_it_was_stress(program, steps)
+
+
+def fail_now_and_then(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Which moves of a lane fail follows from how many came before in that lane."""
+    lanes = Lanes(4)
+
+    def hook(move: Move) -> None:
+        if lanes.of(move.lane).random() < share:
+            raise RuntimeError("the link is down")
+
+    at_each_move(monkeypatch, hook)
+
+
+def amid_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str, steps: int) -> None:
+    force_ways(monkeypatch, WAYS)
+    dawdle(monkeypatch, device)
+    fail_now_and_then(monkeypatch, 0.06)
+    program = Program(LAYOUTS[name], device, 3, tolerant=True)
+    stress(program, steps)
+    counts = program.counts
+    assert counts["failed"] > 5 and counts["told"] > 0 and counts["forwards"] > steps // 8, counts
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["mha", "nsa", "hybrid"])
+def test_failures_stay_with_their_transfers(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
+    """Where copies fail now and then, each failure is reported by its operation and, for a load, to every forward that
+    consumes it and to no other; all other bytes are the truth, and loads never run out of producers."""
+    amid_failures(monkeypatch, device, name, 250)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_many_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
+    """The same, longer."""
+    amid_failures(monkeypatch, device, name, 600 if name == "mha, wide" else 4000)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["mha", "swa"])
+def test_closing_finishes_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
+    """After `close()` every submitted operation is done, without an error, and all of its bytes have arrived."""
+    force_ways(monkeypatch, WAYS)
+    dawdle(monkeypatch, device, 2e-2)
+    program = Program(LAYOUTS[name], device, 5)
+    try:
+        program.run(60)
+        pending: list[TransferOp] = []
+        while len(pending) < 2:
+            program.serve()
+            pending = [op for ops in program.lanes.values() for op in ops]
+        program.watch.settle()
+        for tier in program.tiers:
+            tier.backend.close()
+        assert [op for op in pending if not op.done() or op.error is not None] == []
+        program.audit()
+    finally:
+        program.close()
+
+
+# Mistakes that the program must find.
+
+
+def reads_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayerTransferCounter, "wait_until", lambda self, layer: None)
+
+
+def reports_every_layer_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = LayerTransferCounter.record
+
+    def early(self: LayerTransferCounter, load_id: int, layer: int) -> None:
+        if layer == 0:
+            record(self, load_id, self.num_layers - 1)
+
+    monkeypatch.setattr(LayerTransferCounter, "record", early)
+
+
+def is_done_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuOp, "done", lambda self: True)
+
+
+def never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failed loads are done, and read as finished."""
+    fail_now_and_then(monkeypatch, 0.04)
+    monkeypatch.setattr(
+        LayerTransferCounter, "fail", lambda self, load_id, error: self.record(load_id, self.num_layers - 1)
+    )
+
+
+def leaves_the_last_page_behind(way: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+        move = PageMover._move_naive
+
+        def short(
+            self: PageMover, slots: torch.Tensor, staging: torch.Tensor, first: int, count: int, gather: bool
+        ) -> None:
+            pages = len(staging) - 1 if (way == "down") == gather and len(staging) > 9 else len(staging)
+            move(self, slots[: pages * self.page_tokens], staging[:pages], first, count, gather)
+
+        monkeypatch.setattr(PageMover, "_move_naive", short)
+
+    return mistake
+
+
+def writes_one_row_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    scatter = PageMover.scatter
+
+    def generous(self: PageMover, staging: torch.Tensor, slots: torch.Tensor, first: int, count: int) -> None:
+        scatter(self, staging, slots, first, count)
+        scatter(self, staging[:1], torch.zeros_like(slots[: self.page_tokens]), first, count)  # to the sink
+
+    monkeypatch.setattr(PageMover, "scatter", generous)
+
+
+# What is wrong on the device is seen by the first that looks at it: a forward, the store of it, or an audit.
+WRONG_BYTES = "a forward read other bytes|left other bytes|are not the truth"
+
+MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "the consumer does not wait": (reads_without_waiting, "a forward read other bytes"),
+    "layers are reported too early": (reports_every_layer_with_the_first, "a forward read other bytes"),
+    "done too early": (is_done_from_the_start, "left other bytes|read other bytes|are not the truth|in flight"),
+    "a failed load is not told of": (never_fails, "a forward read other bytes|a forward was not told"),
+    "up, a page is left behind": (leaves_the_last_page_behind("up"), "a forward read other bytes|are not the truth"),
+    "down, a page is left behind": (leaves_the_last_page_behind("down"), "a store of .* left other bytes"),
+    "a row too many": (writes_one_row_too_many, r"blocks \[0"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_program_finds_mistakes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A backend that makes one mistake does not get through the program, which says what it saw."""
+    mistake, message = MISTAKES[name]
+    mistake(monkeypatch)
+    CopiesWhenNeeded(monkeypatch)
+    program = Program(LAYOUTS["mha"], "cpu", 6, tolerant=mistake is never_fails)
+    with pytest.raises(AssertionError, match=message):
+        stress(program, 400)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_the_program_finds_a_missing_fence(monkeypatch: pytest.MonkeyPatch, way: Method) -> None:
+    """A load that does not know of what was queued before it, for it was submitted on an unrelated stream, is
+    overwritten, and the program says so."""
+    force_ways(monkeypatch, [way])
+    program = Program(LAYOUTS["mha"], "cuda", 6, late="poison")
+    with pytest.raises(AssertionError, match=WRONG_BYTES):
+        stress(program, 200)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_the_program_finds_a_forward_that_does_not_wait(monkeypatch: pytest.MonkeyPatch, way: Method) -> None:
+    """Layer events that nobody waits for are noticed on the GPU too."""
+    force_ways(monkeypatch, [way])
+    reads_without_waiting(monkeypatch)
+    program = Program(LAYOUTS["mha"], "cuda", 6, late="loads")
+    with pytest.raises(AssertionError, match=WRONG_BYTES):
+        stress(program, 200)

@@ -1,0 +1,253 @@
+"""Eviction orders against naive ones, and what a policy of one's own takes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hicache.errors import ConfigError
+from hicache.tree import PageHasher, RadixTree, Tier
+from hicache.tree.node import TreeNode
+from hicache.tree.orders import EvictionStrategy, PriorityHeap
+from hicache.tree.policy import SLRUStrategy, get_eviction_strategy, make_order
+from policy_case import PLACE, RANKS, World
+
+NAMES = ["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
+
+
+EVENTS = ["grow", "grow", "touch", "lock", "unlock", "split", "use_elsewhere", "evict", "drop_any"]
+Event = tuple[str, int, int]
+
+
+def play(name: str, leaves_only: bool, events: list[Event]) -> World:
+    """Run the events; after each, the order must agree with the oracle."""
+    world = World(name, leaves_only)
+    for event, at, more in events:
+        getattr(world, event)(at, more)
+        victim = world.order.victim()
+        assert victim is world.expected()
+        assert world.order.victim() is victim, "asking changes nothing"
+        expected = world.oracle.by_rank()
+        assert len(world.order) == len(expected)
+        assert sorted(node.id for node in world.order) == sorted(node.id for node in expected)
+        assert all((node in world.order) == (not node.locks[PLACE]) for node in world.held)
+    return world
+
+
+@pytest.mark.parametrize("leaves_only", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+@given(
+    events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 1000), st.integers(0, 1000)), max_size=60),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_victim_is_the_one_that_sorting_all_nodes_finds(
+    name: str, leaves_only: bool, events: list[Event]
+) -> None:
+    """After any events the victim is the first of all unlocked nodes that may go, and the order holds exactly those."""
+    play(name, leaves_only, events)
+
+
+@pytest.mark.parametrize("leaves_only", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_long_histories_agree_with_sorting(name: str, leaves_only: bool) -> None:
+    """The same over a history long enough for the heap to be compacted many times, until everything has gone."""
+    dice = random.Random(f"{name}{leaves_only}")
+    events = [(dice.choice(EVENTS), dice.randrange(1000), dice.randrange(1000)) for _ in range(700)]
+    world = play(name, leaves_only, events)
+    play_out: list[TreeNode] = []
+    while world.lock_ends:
+        world.unlock(0, 0)
+    while (victim := world.order.victim()) is not None:
+        assert victim is world.expected()
+        world.evict(0, 0)
+        play_out.append(victim)
+    assert len(world.order) == 0 and not world.held and len(play_out) > 20
+    assert len(set(play_out)) == len(play_out)
+
+
+def test_the_recency_list_reads_oldest_first() -> None:
+    """Iteration gives the order in which the nodes would go."""
+    dice = random.Random(5)
+    world = World("lru", True)
+    for _ in range(300):
+        getattr(world, dice.choice(EVENTS))(dice.randrange(1000), 0)
+        assert list(world.order) == world.oracle.by_rank()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tree_names_the_lowest_of_what_may_go(name: str) -> None:
+    """In a real tree the victim is, before each eviction, a node of lowest priority among the unlocked leaves."""
+    dice, tree = random.Random(name), RadixTree(1, PageHasher(b"identity", 1), policy=name)
+    rank, locked, evictions = get_eviction_strategy(name.upper()), [], 0
+    for _ in range(600):
+        tokens = np.array([dice.randrange(3) for _ in range(dice.randrange(1, 9))])
+        match = tree.match(tokens)
+        node = tree.node_at(match, match.device_len)
+        for at in node.path():
+            at.hit_count += 1
+        tree.lock(node, Tier.DEVICE)
+        rest = tokens[match.device_len :]
+        new = tree.insert(node, rest, torch.zeros(len(rest), dtype=torch.int64), Tier.DEVICE).node
+        tree.move_lock(node, new, Tier.DEVICE)
+        new.priority = dice.randrange(3)
+        locked.append(new)
+        while len(locked) > dice.randrange(6):
+            tree.unlock(locked.pop(dice.randrange(len(locked))), Tier.DEVICE)
+        while tree.evictable(Tier.DEVICE) > 40:
+            free = [at for at in tree.nodes() if not at.locks[0] and not at.children]
+            victim = tree.victim(Tier.DEVICE)
+            assert victim in free
+            assert rank.get_priority(victim) == min(map(rank.get_priority, free))
+            if victim.num_tokens > 1:
+                victim = tree.cut_tail(victim, 1)
+            tree.drop(victim, Tier.DEVICE)
+            evictions += 1
+        tree.check()
+    assert evictions > 100
+
+
+class CountedRank(EvictionStrategy):
+    """Ranks by the last use, and counts how often ranks are compared."""
+
+    def __init__(self) -> None:
+        self.comparisons = 0
+
+    def get_priority(self, node: TreeNode) -> float:
+        strategy = self
+
+        class Rank(int):
+            def __lt__(self, other: int) -> bool:
+                strategy.comparisons += 1
+                return int(self) < int(other)
+
+            __hash__ = int.__hash__
+
+        return Rank(node.last_access_time)
+
+
+def test_a_heap_stays_as_small_as_what_it_holds() -> None:
+    """Whatever is locked, unlocked and used without an eviction in between, entries stay at most two a node."""
+    order = PriorityHeap(CountedRank(), lambda node: True)
+    nodes = [TreeNode() for _ in range(200)]
+    for node in nodes:
+        order.insert(node)
+    for turn in range(50):
+        for node in nodes[turn % 7 :]:
+            node.used()
+            if turn % 2:
+                order.hit(node)
+            else:
+                order.lock(node)
+                order.unlock(node)
+            assert order.num_entries <= 2 * len(order) + 20
+    for node in nodes:
+        order.lock(node)
+        assert order.num_entries <= 2 * len(order) + 20
+    assert len(order) == 0 and order.victim() is None and order.num_entries == 0
+
+
+def test_a_heap_stays_small_where_nodes_keep_growing_and_losing_children() -> None:
+    """The bound holds though most nodes are left out of the heap again and again, and come back by an exposure."""
+    inner: set[TreeNode] = set()
+    order = PriorityHeap(get_eviction_strategy("lru"), lambda node: node not in inner)
+    nodes = [TreeNode() for _ in range(100)]
+    for node in nodes:
+        order.insert(node)
+    for _ in range(20):
+        inner.update(nodes[:99])
+        assert order.victim() is nodes[99]
+        inner.clear()
+        for node in nodes[:99]:
+            order.expose(node)
+        for node in nodes * 3:
+            node.used()
+            order.hit(node)
+            assert order.num_entries <= 2 * len(order) + 20
+
+
+@pytest.mark.parametrize("num_nodes", [64, 512, 4096])
+def test_the_cost_of_an_event_grows_with_the_logarithm_of_the_nodes(num_nodes: int) -> None:
+    """Locks, uses and victims take at most 4 log2(n) comparisons each on average, at every size."""
+    rank = CountedRank()
+    order, dice = PriorityHeap(rank, lambda node: True), random.Random(num_nodes)
+    nodes = [TreeNode() for _ in range(num_nodes)]
+    for node in nodes:
+        order.insert(node)
+    rank.comparisons, events = 0, 8 * num_nodes
+    for at in range(events):
+        node = nodes[dice.randrange(num_nodes)]
+        node.used()
+        if at % 4 == 0:
+            order.hit(node)
+        elif at % 4 == 1:
+            order.lock(node)
+            order.unlock(node)
+        else:
+            victim = order.victim()
+            assert victim is not None
+            order.evict(victim)
+            victim.used()
+            order.insert(victim)
+    assert rank.comparisons <= 4 * events * np.log2(num_nodes)
+
+
+def test_what_may_not_go_is_looked_at_once() -> None:
+    """A node that may not go costs one look until it is exposed, however often the victim is asked for."""
+    looks: list[TreeNode] = []
+    inner: set[TreeNode] = set()
+
+    def may_go(node: TreeNode) -> bool:
+        looks.append(node)
+        return node not in inner
+
+    order, nodes = PriorityHeap(get_eviction_strategy("fifo"), may_go), [TreeNode() for _ in range(100)]
+    for node in nodes:
+        order.insert(node)
+    inner.update(nodes[:99])
+    for _ in range(50):
+        assert order.victim() is nodes[99]
+    assert len(looks) == 100 + 99 + 50
+    inner.discard(nodes[40])
+    assert order.victim() is nodes[99]
+    order.expose(nodes[40])
+    assert order.victim() is nodes[40] and len(order) == 100
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_known_in_any_case(name: str) -> None:
+    """A name finds the same policy however it is written."""
+    for written in (name, name.upper(), name.title()):
+        node = TreeNode()
+        assert type(get_eviction_strategy(written)) is type(get_eviction_strategy(name))
+        assert np.array_equal(get_eviction_strategy(written).get_priority(node), np.squeeze(RANKS[name](node)))
+        assert type(make_order(written, 0, lambda node: True)) is type(make_order(name, 0, lambda node: True))
+
+
+@pytest.mark.parametrize("ask", [get_eviction_strategy, lambda name: make_order(name, 0, lambda node: True)])
+def test_an_unknown_name_is_refused_with_the_names_there_are(ask: Callable[[str], object]) -> None:
+    """ConfigError, which is a ValueError, names what was asked for and every policy."""
+    with pytest.raises(ConfigError) as refused:
+        ask("arc")
+    assert isinstance(refused.value, ValueError)
+    assert "'arc'" in str(refused.value) and "fifo, filo, lfu, lru, mru, priority, slru" in str(refused.value)
+
+
+def test_the_protected_segment_starts_where_it_is_told_to() -> None:
+    """With a threshold of 3, what was used twice still goes before what was used three times, however recently."""
+    order = PriorityHeap(SLRUStrategy(protected_threshold=3), lambda node: True)
+    nodes = [TreeNode() for _ in range(3)]
+    for node, hits in zip(nodes, (3, 2, 1), strict=True):
+        node.hit_count = hits
+        node.used()
+        order.insert(node)
+    went = []
+    while (victim := order.victim()) is not None:
+        order.evict(victim)
+        went.append(victim)
+    assert went == [nodes[1], nodes[2], nodes[0]]
