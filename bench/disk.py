@@ -1,18 +1,17 @@
-"""The disk tier: cold reads, packed reads, writes and look-ups through the store, beside the same bytes raw.
+"""The disk tier: cold reads, compressed reads, writes and lookups through the store, beside raw I/O of the same bytes.
 
-    read.cold          random pages that do not pack, 8 threads, caches dropped before each round; the ceiling is the
+    read.cold          random, incompressible pages, 8 threads, caches dropped before each round; the ceiling is the
                        same bytes of the same file by O_DIRECT, in blocks of a page in random order, 8 threads
-    read.raw.busy      that ceiling while as many threads as there are cores unpack pages: what it costs a virtual disk
-    read.packed        the same with synthetic KV that packs: bytes of pages a second over raw bytes read a second
-    read.trained       and with keys and values of a trained model, where one is installed (bench.trained_kv)
+    read.raw.busy      that ceiling while as many threads as cores decompress pages, which slows a virtual disk
+    read.packed        the same with compressible synthetic KV: bytes of pages a second over raw bytes read a second
+    read.trained       and with keys and values of a trained model, if one is installed (bench.trained_kv)
     pack.<data>.<filter>  bytes of a page over bytes stored
     write.<mode>       groups of pages until they are as durable as the mode says, beside plain files that get the same
                        bytes and as many fdatasync calls (bench.disk_writes)
     contains, open     in a store of a million small pages
     pipeline           documents from disk to device through an engine, beside its slowest leg (bench.disk_pipeline)
 
-A round is cold where the kernel read from the medium what the case did; the note says how much it did read. May import
-numpy, bench.common, bench.disk_pipeline, bench.disk_writes, bench.trained_kv, hicache and hicache.storage.
+A round is cold when the kernel read all its bytes from the medium; the note tells the share that it read.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from bench.trained_kv import MODEL as TRAINED
 from bench.trained_kv import PAGE_BYTES as TRAINED_PAGE_BYTES
 from bench.trained_kv import TOKENS as TRAINED_TOKENS
 from bench.trained_kv import trained_pages
-from hicache.storage import LmdbPageStore, PageBuffer
+from hicache.storage import LmdbPageStore, PageBuffer, PageFormat
 from hicache.storage.codec import PageCodec
-from hicache.storage.directory import SLOTS_FILE
+from hicache.storage.directory import slots_file
 from hicache.storage.filters import PageFilter
 
 NAME = "disk"
-DESCRIPTION = "disk tier: cold reads, packed reads, writes and look-ups, against the same bytes raw"
+DESCRIPTION = "disk tier: cold reads, compressed reads, writes and lookups, against raw I/O of the same bytes"
 
 THREADS = 8
 PAGE_TOKENS, CHANNELS = 64, 1024  # of synthetic KV: segments [tokens, channels] of bf16
@@ -100,14 +99,18 @@ def _open(path: Path, page_bytes: int, num_pages: int, *, filter: PageFilter | N
     return LmdbPageStore(
         path,
         identity={"model": "bench"},
-        page_bytes=page_bytes,
+        formats=[PageFormat(page_bytes, filter or PageFilter("planes", 2))],
         budget_bytes=int((num_pages + 32) * page_bytes * 1.1) + (64 << 20),
-        filter=filter or PageFilter("planes", 2),
     )
 
 
+def _open_small(path: Path, budget_bytes: int) -> LmdbPageStore:
+    formats = [PageFormat(_SMALL_PAGE)]
+    return LmdbPageStore(path, identity={"model": "bench"}, formats=formats, budget_bytes=budget_bytes, level=0)
+
+
 def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, samples: int) -> None:
-    """Cold reads of both kinds, and raw ones, in turns."""
+    """Cold reads of all kinds, and raw reads, in turns."""
     rng = np.random.default_rng(0)
     kinds = {
         "read.cold": [rng.integers(0, 256, page_bytes, dtype=np.uint8) for _ in range(8)],
@@ -116,9 +119,9 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
     trained = trained_pages(8) if page_bytes == TRAINED_PAGE_BYTES else None
     if trained is not None:
         kinds["read.trained"] = trained
-    _packing(report, page_bytes, kinds)
+    _compression(report, page_bytes, kinds)
     kept: dict[str, PageBuffer] = {}
-    for kind, pages in kinds.items():  # told apart by their first bytes
+    for kind, pages in kinds.items():  # pages of one kind differ in their first bytes
         store = _open(folder / kind, page_bytes, num_pages)
         for start in range(0, num_pages, 8):
             items = []
@@ -130,8 +133,8 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
                 raise BenchUnavailable(f"the disk below {folder} has no room for {num_pages} pages")
         kept[kind] = pages[1]
         store.close()
-    raw = folder / "read.cold" / SLOTS_FILE
-    if not raw.exists():  # where no holes can be made: the same bytes in a file of their own
+    raw = slots_file(folder / "read.cold", page_bytes)
+    if not raw.exists():  # a file system without holes: the same bytes in a file of their own
         raw = folder / "raw"
         _write_file(raw, page_bytes, num_pages)
     buffers = [np.frombuffer(mmap.mmap(-1, page_bytes), dtype=np.uint8) for _ in range(THREADS)]
@@ -142,7 +145,7 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
         first = (turn + 1) % len(rounds)  # in turns, and in another order each time
         for name in [*rounds][first:] + [*rounds][:first]:
             is_raw = name.startswith("raw")
-            beside = partial(_unpacking, kinds["read.packed"][0]) if name == "raw.busy" else nullcontext
+            beside = partial(_decompressing, kinds["read.packed"][0]) if name == "raw.busy" else nullcontext
             reader, path = (_raw_reader, raw) if is_raw else (_store_reader, folder / name)
             drop_caches(path)
             with reader(path, page_bytes, num_pages) as fetch, beside():
@@ -173,15 +176,15 @@ def _report_reads(
         report.add(Case.of(kind, values, "GB/s", ceiling=ceiling, target=TARGETS[kind], note=note))
 
 
-def _packing(report: Report, page_bytes: int, kinds: Mapping[str, Sequence[PageBuffer]]) -> None:
-    """How much the pages shrink under each filter."""
+def _compression(report: Report, page_bytes: int, kinds: Mapping[str, Sequence[PageBuffer]]) -> None:
+    """The compression ratio of the pages under each filter."""
     shapes = {"read.packed": (PAGE_TOKENS, CHANNELS), "read.trained": (TRAINED_TOKENS, TRAINED_CHANNELS)}
     for kind in (name for name in shapes if name in kinds):
         by_channel = PageFilter("channel_planes", 2, *shapes[kind])
-        for how in (PageFilter(), PageFilter("planes", 2), by_channel):
-            codec = PageCodec(page_bytes=page_bytes, namespace=bytes(16), level=1, filter=how)
-            shrunk = [page_bytes / len(codec.encode(b"key", page)) for page in kinds[kind]]
-            report.add(Case.of(f"pack.{kind.removeprefix('read.')}.{how.kind}", shrunk, "x"))
+        for page_filter in (PageFilter(), PageFilter("planes", 2), by_channel):
+            codec = PageCodec(page_bytes=page_bytes, namespace=bytes(16), level=1, filter=page_filter)
+            ratios = [page_bytes / len(codec.encode(b"key", page)) for page in kinds[kind]]
+            report.add(Case.of(f"pack.{kind.removeprefix('read.')}.{page_filter.kind}", ratios, "x"))
 
 
 def _fetch_all(fetch: Callable[[int, PageBuffer], None], pages: Sequence[int], into: PageBuffer) -> Callable[[], None]:
@@ -221,17 +224,17 @@ def _raw_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[Callabl
 
 
 @contextmanager
-def _unpacking(page: PageBuffer) -> Iterator[None]:
-    """As many threads as there are cores unpack `page`, over and over."""
+def _decompressing(page: PageBuffer) -> Iterator[None]:
+    """As many threads as cores decompress `page`, over and over."""
     codec = PageCodec(page_bytes=len(page), namespace=bytes(16), level=1, filter=PageFilter("planes", 2))
     value, done = codec.encode(b"key", page), threading.Event()
 
-    def unpack() -> None:
+    def decompress() -> None:
         back = np.empty_like(page)
         while not done.is_set():
             codec.decode_into(b"key", value, back)
 
-    threads = [threading.Thread(target=unpack) for _ in range(os.cpu_count() or 1)]
+    threads = [threading.Thread(target=decompress) for _ in range(os.cpu_count() or 1)]
     for thread in threads:
         thread.start()
     try:
@@ -267,17 +270,15 @@ def _bytes_read() -> int:
 
 
 def _large_store(report: Report, folder: Path, num_pages: int) -> None:
-    """Opening a store of many small pages, looking for 1 000 keys, and what both do to the process's memory."""
+    """The time to open a store of many small pages and to look up 1 000 keys, and the memory that opening takes."""
     page = np.arange(_SMALL_PAGE, dtype=np.uint8)
-    # The trees of the middle one are about as large as may be for them to be looked at when the store is opened.
+    # The trees of the middle one have about the maximum size that is validated when the store is opened.
     sizes = {"small": num_pages // 100, "middle": num_pages // 16, "large": num_pages}
     opened_s: dict[str, list[float]] = {}
     resident: dict[str, int] = {}
     for name, count in sizes.items():
         path = folder / name
-        store = LmdbPageStore(
-            path, identity={"model": "bench"}, page_bytes=_SMALL_PAGE, budget_bytes=count * 6144 + (64 << 20), level=0
-        )
+        store = _open_small(path, count * 6144 + (64 << 20))
         for start in range(0, count, 10_000):
             store.put([(_key(i), page) for i in range(start, min(start + 10_000, count))])
         if store.stats().entries != count:
@@ -288,9 +289,7 @@ def _large_store(report: Report, folder: Path, num_pages: int) -> None:
         for _ in range(5):
             drop_caches(path)
             before, start_s = _resident_bytes(), time.perf_counter()
-            store = LmdbPageStore(
-                path, identity={"model": "bench"}, page_bytes=_SMALL_PAGE, budget_bytes=budget_bytes, level=0
-            )
+            store = _open_small(path, budget_bytes)
             opened_s[name].append(time.perf_counter() - start_s)
             resident[name] = _resident_bytes() - before
             if name == "large":
@@ -298,7 +297,7 @@ def _large_store(report: Report, folder: Path, num_pages: int) -> None:
             store.close()
     note = f"{num_pages} pages, caches dropped; {num_pages // 100}: {percentile(opened_s['small'], 50) * 1e3:.1f} ms"
     report.add(Case.of("open.1m", opened_s["large"], "s", better="lower", ceiling=OPEN_S, target=1.0, note=note))
-    note = f"{num_pages // 16} pages, caches dropped; all pages of their trees are looked at"
+    note = f"{num_pages // 16} pages, caches dropped; all pages of their trees are validated"
     report.add(Case.of("open.trees", opened_s["middle"], "s", better="lower", ceiling=OPEN_S, target=1.0, note=note))
     grown = [(resident["large"] - resident["small"]) / 1e6]
     report.add(Case.of("open.1m.memory", grown, "MB", better="lower", note="more than opening a hundredth of it"))

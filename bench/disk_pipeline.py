@@ -1,12 +1,11 @@
-"""Documents from disk to device through an engine: how near the whole comes to its slowest leg.
+"""Documents from disk to device through an engine, as a share of the speed of the slowest leg.
 
     disk leg    prefetch every document, waiting until the host has it
     link leg    load every document from the host
     pipeline    both: a document is admitted, and loaded, as soon as the host has it, while others are still read
 
-Each round begins with a fresh engine over the same store, with nothing cached, neither in the engine nor by the kernel.
-What comes up is compared with what was computed, for one layer of each document, outside the timing. A helper of the
-disk bench. May import torch, bench.common and hicache.
+Each round begins with a fresh engine over the same store and empty caches, in the engine and in the kernel. One layer
+of each loaded document is compared with the computed one, outside the timing. A helper of the disk bench.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ import torch
 
 from bench.common import Case, Report, gb_per_s, percentile
 from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
-from hicache.config import DiskConfig
+from hicache.config import AdvancedConfig, DiskConfig
 
 TARGET = 0.95
-DOCUMENTS = 16  # the load of the last one has nothing to hide behind
+DOCUMENTS = 16  # the load of the last one overlaps no read
 GEOMETRY = ModelGeometry(layer_num=32, head_num=8, head_dim=128)
 PAGE = 64
 
@@ -45,9 +44,8 @@ def measure_pipeline(report: Report, folder: Path, device: torch.device, tokens:
         device=str(device),
         model_id="bench",
         prefetch_mode="wait_complete",
-        disk=DiskConfig(
-            path=str(folder / "pipeline"), budget_bytes=max(256 << 20, documents * tokens * (160 << 10)), readers=8
-        ),
+        disk=DiskConfig(path=str(folder / "pipeline"), budget_bytes=max(256 << 20, documents * tokens * (160 << 10))),
+        advanced=AdvancedConfig(disk_reader_threads=8),
     )
     truth = _fill(config, prompts)
     num_bytes = documents * tokens * 2 * GEOMETRY.layer_num * GEOMETRY.head_num * 128 * 2
@@ -121,7 +119,7 @@ def _round(config: EngineConfig, prompts: list[np.ndarray], truth: list[torch.Te
 
 
 def drop_caches(path: Path) -> None:
-    """Forget what the kernel keeps of a file that nobody has mapped, or of all files of a store."""
+    """Drop the kernel's cached pages of a file that nobody has mapped, or of all files of a store."""
     for file in path.iterdir() if path.is_dir() else [path]:
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -151,8 +149,8 @@ def in_threads(works: Sequence[Callable[[], None]]) -> None:
 
 
 def _touch(engine: CacheEngine) -> None:
-    """Have all memory of host and device there before the clock starts, as it is where it is pinned."""
-    host = engine._parts.host
+    """Take all memory of host and device before the clock starts, as pinning does."""
+    host = engine.inspect.context.full.host
     assert host is not None
     host.bytes_of.zero_()
     for layer in range(GEOMETRY.layer_num):
@@ -161,7 +159,7 @@ def _touch(engine: CacheEngine) -> None:
 
 
 def _compare(engine: CacheEngine, leases: list, truth: list[torch.Tensor]) -> None:
-    """Every document came whole from the disk, and its last layer is what was stored."""
+    """AssertionError unless every document came whole from the disk and its last layer is as stored."""
     for d, lease in leases:
         if lease.hit.disk != len(truth[d]):
             raise AssertionError(f"document {d}: {lease.hit} of {len(truth[d])} tokens")

@@ -1,12 +1,11 @@
 """Group commits of new pages into a fresh store, beside the same bytes into a fresh file, in turns.
 
-    write.<mode>          the ceiling is a plain file written through the kernel's memory, with as many fdatasync calls
-    write.<mode>.direct   the same figures beside a plain file written past it, by O_DIRECT, in blocks of a page
+    write.<mode>          the ceiling is a plain file written through the page cache, with as many fdatasync calls
+    write.<mode>.direct   the same values; the ceiling is a plain file written by O_DIRECT, in blocks of a page
     mixed.write, .read    the same writes, `relaxed`, while 4 threads read other pages, caches dropped before; and those
                           reads. The ceiling is writing alone
 
-Pages lie aligned, as those of a host pool do. A helper of the disk bench. May import numpy, bench.common,
-bench.disk_pipeline and hicache.storage.
+Pages are aligned, as those of a host pool are. A helper of the disk bench.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import numpy as np
 
 from bench.common import Case, Report, gb_per_s, percentile
 from bench.disk_pipeline import drop_caches, in_threads
-from hicache.storage import LmdbPageStore, PageBuffer
+from hicache.storage import LmdbPageStore, PageBuffer, PageFormat
 from hicache.storage.base import Durability
 
 TARGET = 0.85
@@ -42,15 +41,15 @@ def measure_writes(
     per_group = max(1, _GROUP_BYTES // page_bytes)
     pages = _aligned_pages(per_group, page_bytes)
     syncs = 1 if durability == "relaxed" else 2  # of a commit: its data, and with `commit` the page that names it
-    ways = {
+    variants = {
         "raw": lambda: _raw(folder / "write-raw", pages, num_pages, syncs, 0),
         "direct": lambda: _raw(folder / "write-direct", pages, num_pages, syncs, os.O_DIRECT),
         "store": lambda: _store(folder / "write-store", pages, num_pages, durability),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(samples):
-        for name, way in ways.items():
-            with way() as (_, write):
+        for name, variant in variants.items():
+            with variant() as (_, write):
                 start = time.perf_counter()
                 write()
                 seconds[name].append(time.perf_counter() - start)
@@ -110,7 +109,7 @@ def _aligned_pages(count: int, page_bytes: int) -> list[PageBuffer]:
     return pages
 
 
-def _cut(num_pages: int, step: int) -> list[range]:
+def _groups(num_pages: int, step: int) -> list[range]:
     return [range(start, min(start + step, num_pages)) for start in range(0, num_pages, step)]
 
 
@@ -122,7 +121,7 @@ def _raw(
     end = len(pages[0]) * num_pages
 
     def write() -> None:
-        for group in _cut(num_pages, len(pages)):
+        for group in _groups(num_pages, len(pages)):
             for i in group:
                 os.pwrite(file, pages[i % len(pages)].data, i * len(pages[0]))
             for _ in range(syncs):
@@ -144,13 +143,13 @@ def _store(
     store = LmdbPageStore(
         path,
         identity={"model": "bench"},
-        page_bytes=page_bytes,
+        formats=[PageFormat(page_bytes)],
         budget_bytes=max(4 << 30, 3 * num_pages * page_bytes),
         durability=durability,
     )
 
     def write(salt: int = 0) -> None:
-        for group in _cut(num_pages, len(pages) * _GROUPS_PER_PUT):
+        for group in _groups(num_pages, len(pages) * _GROUPS_PER_PUT):
             if not all(store.put([(_key(salt, i), pages[i % len(pages)]) for i in group])):
                 raise AssertionError("a page was not stored")
 
@@ -167,9 +166,9 @@ def _key(salt: int, i: int) -> bytes:
 
 
 def _compare(store: LmdbPageStore, pages: list[PageBuffer], num_pages: int) -> None:
-    """Some pages of the last writing, its last one among them, are there byte for byte."""
+    """AssertionError unless some pages of the last write, its last page among them, are stored byte for byte."""
     back = np.empty(len(pages[0]), dtype=np.uint8)
     salt = next(salt for salt in (2, 0) if store.contains([_key(salt, 0)]) == [True])
     for i in (*range(0, num_pages, 17), num_pages - 1):
         if store.get_into([_key(salt, i)], [back]) != [True] or not np.array_equal(back, pages[i % len(pages)]):
-            raise AssertionError(f"page {i} is not what was put")
+            raise AssertionError(f"page {i} is not the page that was put")

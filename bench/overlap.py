@@ -1,15 +1,13 @@
-"""How far a load hides behind the forward that needs it, and what it costs the GPU's own work.
+"""How much of a load overlaps with the forward that needs it, and how much it slows the GPU's own work.
 
 A prefix lies on the host; S new tokens are computed over it by a forward of the 8B geometry (bench.forward8b) while the
 transfer brings the prefix layer by layer. Timed in turns, on the host's clock, from the submission of the load to an
-idle device: each half alone, both with an event a layer, and the control: both with one wait for all layers before
-the forward, which can hide nothing. `beside` is the resident forward beside the same load, waiting for none of it: what
-sharing the machine costs, whatever the order. Outputs are compared outside the timing (bench.stage). Forwards run on a
-stream of their own, as those of servers do; `legacy_stream` is one on CUDA's default stream beside it.
+idle device: each half alone, both with an event per layer, and the control: both with one wait for all layers before
+the forward, which cannot overlap. `beside` is the resident forward beside the same load without waiting for it: the
+cost of sharing the machine. Outputs are compared outside the timing (bench.stage). Forwards run on a stream of their
+own, as those of servers do; `legacy_stream` is one on CUDA's default stream.
 
     overlap = max(load, compute) / measured       hidden = (load + compute - measured) / min(load, compute)
-
-May import torch, bench.transfer, bench.forward8b, bench.stage and hicache.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ RANDOM = Layout("page64.random", PAGE, PAGE, True)
 SUFFIXES = (64, 256, 1024, 2048, 4096, 8192)
 RANDOM_SUFFIXES = (1024,)
 
-# What the transfers are built for, on CUDA.
+# Targets on CUDA.
 SUBMIT_MS = 3.0
 MATMUL_TARGET = 1.02
 HOST_PREFIX_TARGET = 1.02
 OVERLAP_TARGET = 0.97
-LONG_COMPUTE = 1.2  # a suffix computes for this many times the load: the load should not show at all
-CONTROL_GAP = 0.3  # hidden share that layer events must add at the suffix nearest to balance
+LONG_COMPUTE = 1.2  # compute time over load time from which a load should add no time
+CONTROL_GAP = 0.3  # minimum hidden share that layer events add at the most balanced suffix
 
 _BUSY_CYCLES = 60_000_000  # 30 ms of device time and more: ten times what a submission may take
 _SHARE_OF_LOAD = 0.9  # matmuls beside a load end before it does
@@ -76,7 +74,7 @@ class Overlap:
         return abs(math.log(self.compute / self.load))
 
     def hidden(self, runs: Sequence[float]) -> list[float]:
-        """The share of the shorter half that each run hid: 1 all of it, 0 none, below 0 it took longer than both."""
+        """The share of the shorter half that each run hid: 1 is all of it, 0 none; below 0 it took longer than both."""
         return [(self.load + self.compute - run) / min(self.load, self.compute) for run in runs]
 
     def cases(self, ending: str, *, target: bool) -> list[Case]:
@@ -131,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    """The full geometry on CUDA; elsewhere a tiny one, to see that it works: no figure of it means anything."""
+    """The full geometry on CUDA; elsewhere a tiny one, which shows only that the bench works."""
     device: torch.device = args.device
     on_cuda = device.type == "cuda"
     samples = args.samples or (20 if on_cuda else 3)
@@ -189,7 +187,7 @@ def _overlap(report: Report, stage: Stage, samples: int, ending: str, lengths: S
 
 
 def _gather(report: Report, stage: Stage, samples: int, num_tokens: int) -> None:
-    """What gathering rows costs a forward that could read them in place."""
+    """The cost of gathering rows in a forward that could read them in place."""
     in_place, gathered = (stage.forward.suffix(num_tokens, gather=gather) for gather in (False, True))
     stage.resident(in_place)
     expected = stage.output
@@ -235,7 +233,7 @@ def _submit(report: Report, stage: Stage, samples: int, ending: str) -> None:
     assert backend is not None
     backend.start()
     try:
-        name = f"submit.{tokens}.staging{default.staging_bytes >> 20}"
+        name = f"submit.{tokens}.staging{default.advanced.staging_bytes >> 20}"
         _time_submit(report, stage, backend, counter, samples, name, False)
     finally:
         backend.close()
@@ -284,7 +282,7 @@ def _occupy(device: torch.device) -> torch.cuda.Event:
 
 
 def _during_load(report: Report, stage: Stage, samples: int) -> None:
-    """What a load at full speed costs a forward's two kinds of work: matmuls, and attention over a long prefix."""
+    """How much a load at full speed slows matmuls, and attention over a long prefix."""
     on_cuda = stage.device.type == "cuda"
     side, heads, tokens = (8192, 32, 2048) if on_cuda else (128, 4, 16)
     make = partial(torch.randn, device=stage.device, dtype=torch.bfloat16)
@@ -334,7 +332,7 @@ def _beside_load(
 
 
 def _stream_clock(device: torch.device) -> Timer:
-    """Seconds between two events on a stream of its own; whatever other streams do goes on meanwhile."""
+    """Seconds between two events on a stream of its own, beside the work of other streams."""
     stream = torch.cuda.Stream(device)
 
     def measure(run: Callable[[], object]) -> float:

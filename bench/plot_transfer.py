@@ -3,8 +3,7 @@
     python -m bench.plot_transfer [RESULT ...] [--out DIR]
 
 writes `transfer-<machine>.svg` for each `bench/results/transfer-<machine>.json` (default: all of them) into
-`docs/figures`. The same result gives the same bytes. Measures nothing; needs matplotlib: `pip install hicache[plot]`.
-May import bench.common and bench.transfer.
+`docs/figures`. The same result gives the same bytes. Needs matplotlib: `pip install hicache[plot]`.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FIGURES = ROOT / "docs" / "figures"
-WAYS = {"up": "up: host to device", "down": "down: device to host"}
+DIRECTIONS = {"up": "up: host to device", "down": "down: device to host"}
 ORDERS = {"contiguous": "C0", "random": "C1"}
 
-_NAME = re.compile(r"(?P<way>up|down)\.(?P<layout>page\d+\.(?P<order>contiguous|random))\.(?P<geometry>\w+)")
+_NAME = re.compile(r"(?P<direction>up|down)\.(?P<layout>page\d+\.(?P<order>contiguous|random))\.(?P<geometry>\w+)")
 _BAR = 0.36
 _PAGES = {layout.name: (layout.device_page, layout.host_page) for layout in LAYOUTS}
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One measured case: pages of `device_page` and `host_page` tokens in one order, moved one way."""
+    """One measured case: pages of `device_page` and `host_page` tokens in one order and direction."""
 
     geometry: str
-    way: str
+    direction: str
     order: str
     device_page: int
     host_page: int
@@ -45,21 +44,21 @@ class Bar:
 
 
 def bars_of(report: Report) -> list[Bar]:
-    """The one-way cases of a transfer result, in its order. BenchUnavailable where there are none."""
+    """The cases of one direction of a transfer result, in its order. BenchUnavailable when there are none."""
     bars = []
     for case in report.cases:
         found = _NAME.fullmatch(case.name)
         if found and found["layout"] in _PAGES and case.ceiling is not None:
-            bars.append(Bar(found["geometry"], found["way"], found["order"], *_PAGES[found["layout"]], case))
+            bars.append(Bar(found["geometry"], found["direction"], found["order"], *_PAGES[found["layout"]], case))
     if not bars:
         raise BenchUnavailable(f"the result of {report.bench} on {report.machine} has no transfers to draw")
     return bars
 
 
 def plot(report: Report) -> Figure:
-    """A row a geometry, a column a way: medians by page size and order, p10 to p90 as whiskers, ceilings as lines.
+    """A row per geometry, a column per direction: medians by page size and order, p10 to p90 as whiskers, the ceilings.
 
-    The number on a bar is its share of the ceiling. BenchUnavailable where matplotlib is missing.
+    The number on a bar is its share of the ceiling. BenchUnavailable when matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure
@@ -69,10 +68,10 @@ def plot(report: Report) -> Figure:
     geometries = list(dict.fromkeys(bar.geometry for bar in bars))
     pages = sorted({(bar.device_page, bar.host_page) for bar in bars})
     figure = Figure(figsize=(10, 0.6 + 3.2 * len(geometries)), layout="constrained")
-    panels: Any = figure.subplots(len(geometries), len(WAYS), sharex=True, sharey=True, squeeze=False)
+    panels: Any = figure.subplots(len(geometries), len(DIRECTIONS), sharex=True, sharey=True, squeeze=False)
     for row, geometry in zip(panels, geometries, strict=True):
-        for panel, (way, title) in zip(row, WAYS.items(), strict=True):
-            _draw(panel, [bar for bar in bars if (bar.geometry, bar.way) == (geometry, way)], pages)
+        for panel, (direction, title) in zip(row, DIRECTIONS.items(), strict=True):
+            _draw(panel, [bar for bar in bars if (bar.geometry, bar.direction) == (geometry, direction)], pages)
             panel.set_title(f"{title}, {geometry}")
         row[0].set_ylabel("GB/s")
     for panel in panels[-1]:
@@ -90,15 +89,15 @@ def _draw(panel: Any, bars: Sequence[Bar], pages: Sequence[tuple[int, int]]) -> 
     for order, color in ORDERS.items():
         drawn = [bar for bar in bars if bar.order == order]
         side = -_BAR / 2 if order == "contiguous" else _BAR / 2
-        at = [pages.index((bar.device_page, bar.host_page)) + side for bar in drawn]
+        centers = [pages.index((bar.device_page, bar.host_page)) + side for bar in drawn]
         cases = [bar.case for bar in drawn]
         spread = [[case.value - case.p10 for case in cases], [case.p90 - case.value for case in cases]]
-        panel.bar(at, [c.value for c in cases], _BAR, yerr=spread, color=color, capsize=2, label=f"pages {order}")
+        panel.bar(centers, [c.value for c in cases], _BAR, yerr=spread, color=color, capsize=2, label=f"pages {order}")
         ceilings = [case.ceiling for case in cases]
-        left, right = [x - _BAR / 2 for x in at], [x + _BAR / 2 for x in at]
+        left, right = [x - _BAR / 2 for x in centers], [x + _BAR / 2 for x in centers]
         label = "a plain copy in the same process" if order == "contiguous" else None
         panel.hlines(ceilings, left, right, colors="black", linestyles="dashed", label=label)
-        for x, case in zip(at, cases, strict=True):
+        for x, case in zip(centers, cases, strict=True):
             panel.annotate(f"{case.ratio:.2f}", (x, case.value / 2), ha="center", va="center", color="white")
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from bench.common import BenchUnavailable, Case, Report
-from hicache.tree import PageHasher, RadixTree, Tier
+from hicache.tree import DEVICE, FULL, PageHasher, RadixTree
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
 
@@ -127,16 +127,16 @@ def replay(requests: Sequence[Tokens], policy: str, capacity: int) -> int:
         for at in node.path():
             at.hit_count += 1
         hits += match.device_len
-        tree.lock(node, Tier.DEVICE)
+        tree.lock(node, DEVICE)
         rest = request[match.device_len :]
         if capacity != UNLIMITED:
             held -= _make_room(tree, held + len(rest) - capacity)
             rest = rest[: capacity - held]
-        tree.insert(node, rest, slots[: len(rest)], Tier.DEVICE)
+        tree.insert(node, rest, slots[: len(rest)], DEVICE)
         held += len(rest)
-        tree.unlock(node, Tier.DEVICE)
+        tree.unlock(node, DEVICE)
     tree.check()
-    if held != tree.evictable(Tier.DEVICE) or (capacity != UNLIMITED and held > capacity):
+    if held != tree.evictable(FULL, DEVICE) or (capacity != UNLIMITED and held > capacity):
         raise AssertionError(f"{policy}: {held} blocks were counted of {capacity}, the tree holds another number")
     return hits
 
@@ -179,11 +179,11 @@ def print_table(title: str, capacities: Sequence[int], rates: dict[str, list[flo
 def _make_room(tree: RadixTree, short: int) -> int:
     """Evict `short` blocks, or all that may go; returns how many went."""
     gone = 0
-    while gone < short and (node := tree.victim(Tier.DEVICE)) is not None:
+    while gone < short and (node := tree.victim(FULL, DEVICE)) is not None:
         spare = node.num_tokens - (short - gone)
         if spare > 0:
-            node = tree.cut_tail(node, spare)
-        gone += sum(released.num_tokens for released in tree.drop(node, Tier.DEVICE))
+            node = tree.split_suffix(node, spare)
+        gone += sum(released.size for released in tree.drop(node, FULL, DEVICE))
     return gone
 
 

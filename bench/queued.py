@@ -1,7 +1,6 @@
-"""Timing of launches that are short beside the time it takes to make them: many, queued before the first begins.
+"""Device time of kernels that are shorter than their launches: many are queued before the first begins.
 
-A busy engine queues far ahead of the device, so what counts is the time on the device. The cost of making a launch, on
-the host, is a figure of its own.
+A busy engine queues far ahead of the device, so only the device time counts. Launch cost on the host is not included.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 
 from bench.common import Timer, interleave, wall_timer
 
-_SLEEP_CYCLES = 400_000  # a run: 0.2 ms and more, above what the host needs to queue it
+_SLEEP_CYCLES = 400_000  # per run: at least 0.2 ms, longer than the host takes to queue it
 
 Run = Callable[[], object]
 

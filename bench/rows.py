@@ -1,7 +1,7 @@
 """Rows of MLA, NSA and quantised pools stored and read, as shares of a plain copy with the same traffic.
 
 The ceiling copies within device memory half of the bytes that the case reads and writes together, in the same rounds.
-What was stored is compared with the torch twin outside the timing.
+Results are compared with those of the torch twin outside the timing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DESCRIPTION = "MLA, NSA and quantised rows stored and read, against plain copies
 
 RANK, ROPE, PAGE, KEY, HEADS, DIM = 512, 64, 64, 128, 8, 128
 MIB = 1 << 20
-# Shares of a plain copy, from this much traffic on, on CUDA.
+# Target shares of a plain copy by traffic in MiB, on CUDA.
 TARGETS = {2: 0.6, 64: 0.85, 512: 0.85}
 
 Run = Callable[[], object]
@@ -91,7 +91,7 @@ def _latent(num_bytes: int, device: torch.device) -> dict[str, tuple[Run, int]]:
 def _index(num_bytes: int, device: torch.device) -> dict[str, tuple[Run, int]]:
     pages, kernels = num_bytes // (PAGE * KEY * 2), kernel_choice(device)
     count = pages * PAGE
-    # As an allocator hands them out: pages in any order, the tokens of a page in theirs.
+    # As an allocator returns them: pages in any order, tokens in order within a page.
     loc = (((_slots(pages, 2 * pages - 1, device))[:, None] * PAGE) + torch.arange(PAGE, device=device)).reshape(-1)
     keys = torch.randn(count, KEY, device=device, dtype=torch.bfloat16)
     buffer, twin = (torch.zeros(2 * pages, index_row_bytes(PAGE), dtype=torch.uint8, device=device) for _ in range(2))

@@ -1,7 +1,7 @@
-"""A prefix on the host, a forward that needs it, and the ways in which the two may follow one another.
+"""A prefix on the host, a forward that needs it, and the orders in which load and forward may run.
 
-Every forward is compared bit by bit with one over a resident prefix, and a prefix that is to be loaded is poisoned
-before; both outside the timing. A helper of the overlap bench. May import torch, bench.transfer and bench.forward8b.
+Every forward is compared bit by bit with one over a resident prefix, and a prefix is poisoned on the device before it
+is loaded, both outside the timing. A helper of the overlap bench.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ class Stage:
         self.output = self.forward(suffix)
 
     def together(self, suffix: Suffix) -> None:
-        """Load and forward at once, each layer waiting for its own."""
+        """Load and forward at once; each layer of the forward waits for the same layer of the load."""
         self._behind_load(suffix, wait_all=False)
 
     def control(self, suffix: Suffix) -> None:
-        """The same without layer events: the forward begins when the last layer is there."""
+        """The same without layer events: the forward begins when the last layer has arrived."""
         self._behind_load(suffix, wait_all=True)
 
     def beside(self, suffix: Suffix) -> None:
-        """A forward over the resident prefix that waits for nothing, while the load brings what is there already."""
+        """A forward over the resident prefix that waits for no layer, while the load writes the same bytes again."""
         _, op = self.submit()
         self.resident(suffix)
         op.wait()
@@ -142,6 +142,6 @@ class Stage:
             counter.set_consumer(-1)
         self.output = self.forward(suffix)
         counter.set_consumer(-1)
-        op.wait()  # the forward waited for its last layer: nothing is left to wait for but the operation's own end
+        op.wait()  # the forward waited for the last layer; only the end of the operation remains
         if op.error is not None:
             raise op.error

@@ -1,7 +1,7 @@
 """Recurrent states and window slots on the device, as shares of a plain copy or fill of the same bytes.
 
-Copies and clears go through the kernel that serves the device; ceiling and case are timed in the same rounds. Values
-are compared outside the timing.
+Copies and clears use the kernels chosen for the device; ceiling and case are timed in the same rounds. Values are
+compared outside the timing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "states"
 DESCRIPTION = "recurrent states copied and cleared, window slots translated, against plain copies on the device"
 
 MIB = 1 << 20
-# Shares of a plain copy, from these bytes on, on CUDA.
+# Target shares of a plain copy by size in MiB, on CUDA.
 TARGETS = {2: 0.6, 64: 0.85, 512: 0.85}
 
 
@@ -42,18 +42,18 @@ def run(args: argparse.Namespace, report: Report) -> None:
 def _states(report: Report, mib: int, samples: int, device: torch.device) -> None:
     # About 1 MiB a state: 8 layers of (8, 64, 64) float32 and of 640 x 3 bfloat16.
     params = Mamba2CacheParams(Mamba2StateShape.create(1, 512, 1, 8, 64, 64, 4), range(8), torch.float32)
-    count = max(1, mib * MIB // params.state_bytes)
+    count = max(1, mib * MIB // params.layout.page_bytes(1))
     pool, kernels = MambaPool(2 * count, params, device), kernel_choice(device)
     tensors = (*pool.mamba_cache.conv, pool.mamba_cache.temporal)
     order = torch.randperm(2 * count, generator=torch.Generator().manual_seed(0)).to(device) + 1
     src, dst = order[:count], order[count:]
-    num_bytes = count * params.state_bytes
+    num_bytes = count * params.layout.page_bytes(1)
     plain_src, plain_dst = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     for x in tensors:
         x.normal_()
     copy_states(tensors, src, dst, kernels)
     if not all(torch.equal(x[:, src], x[:, dst]) for x in tensors):
-        raise AssertionError("states that were copied are not the states they were copied from")
+        raise AssertionError("copied states differ from their source")
     variants: dict[str, Callable[[], object]] = {
         "copy": lambda: copy_states(tensors, src, dst, kernels),
         "clear": lambda: clear_states(tensors, src, kernels),
@@ -62,7 +62,7 @@ def _states(report: Report, mib: int, samples: int, device: torch.device) -> Non
     }
     seconds = seconds_each(variants, samples=samples, device=device)
     if any(x[:, src].any() for x in tensors):
-        raise AssertionError("states that were cleared are not zero")
+        raise AssertionError("cleared states are not zero")
     for name in ("copy", "clear"):
         ceiling = percentile(gb_per_s(num_bytes, seconds[f"raw.{name}"]), 50)
         target = TARGETS[mib] if device.type == "cuda" else None
@@ -71,7 +71,7 @@ def _states(report: Report, mib: int, samples: int, device: torch.device) -> Non
 
 
 def _translation(report: Report, tokens: int, samples: int, device: torch.device) -> None:
-    """Random slots through a mapping; the ceiling copies as many slots, and gathers nothing."""
+    """Random slots through a mapping; the ceiling copies as many slots without a gather."""
     kernels = kernel_choice(device)
     generator = torch.Generator().manual_seed(0)
     mapping = torch.randint(0, tokens, (tokens,), generator=generator).to(device)

@@ -1,7 +1,8 @@
 """Host <-> device transfers by the engine's own backend, as shares of a plain pinned copy timed in the same rounds.
 
-On CUDA the ceiling is a pinned memcpy in the same direction (both ways: two at once); on the CPU, where the device tier
-is ordinary memory, a memcpy. Bytes are compared outside the timing: what went down, poisoned, came up again unchanged.
+On CUDA the ceiling is a pinned memcpy in the same direction (for both directions, two at once); on the CPU, where the
+device tier is ordinary memory, a memcpy. Outside the timing, bytes are stored, poisoned on the device, loaded and
+compared.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch
 
 from bench.common import Case, Report, gb_per_s, interleave, percentile, raw_copies
 from hicache import ModelGeometry
-from hicache.config import EngineConfig
+from hicache.config import AdvancedConfig, EngineConfig
 from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool
 from hicache.factory import build_transfer
 from hicache.host import HostPagePool
 from hicache.transfer import TransferBackend, TransferOp
 
 NAME = "transfer"
-DESCRIPTION = "host <-> device: up, down and both ways, by page size and page order, against a plain copy"
+DESCRIPTION = "host <-> device: up, down and both directions, by page size and page order, against a plain copy"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ GEOMETRIES: dict[str, ModelGeometry | Latent] = {
     "gqa70b_tp4": ModelGeometry(layer_num=80, head_num=2, head_dim=128),
     "mla": Latent(layer_num=61, rank=512, rope=64),
 }
-# Shares of a plain copy that the transfers are built for, on CUDA.
+# Target shares of a plain copy on CUDA.
 TARGETS = {
     "up.page16.contiguous": 0.99,
     "up.page64.contiguous": 0.99,
@@ -53,13 +54,13 @@ TARGETS = {
     "both.total": 0.97,
     "both.up": 0.90,
 }
-# Both ways at once is named by the layout too, but for this one.
+# Cases of both directions at once name their layout, except for this one.
 BOTH_LAYOUT = "page64.contiguous"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way of placing pages. `device_page`: tokens of an allocator page; `host_page`: tokens of a host page."""
+    """An order of pages. `device_page`: tokens of an allocator page; `host_page`: tokens of a host page."""
 
     name: str
     host_page: int
@@ -77,22 +78,22 @@ LAYOUTS = [
 
 
 class Rig:
-    """Pools and backend of one geometry and page size; built anew for each, outside the timing."""
+    """Pools and backend of one geometry and page size."""
 
     def __init__(self, geometry: ModelGeometry | Latent, layout: Layout, tokens: int, device: torch.device) -> None:
         self.tokens = tokens
         size = tokens + tokens // 4
         self.pool = _pool(geometry, size, layout.device_page, device)
-        token_bytes = self.pool.layout.token_bytes
+        host_bytes = (size + layout.host_page) * self.pool.layout.token_bytes
         config = EngineConfig(
             device_tokens=size,
-            host_bytes=(size + layout.host_page) * token_bytes,
+            host_bytes=host_bytes,
             page_size=layout.device_page,
             host_page_size=layout.host_page,
             device=str(device),
-            staging_bytes=1 << 30,
+            advanced=AdvancedConfig(staging_bytes=1 << 30),
         )
-        self.host = HostPagePool(self.pool.layout, layout.host_page, config.host_bytes, pin=device.type == "cuda")
+        self.host = HostPagePool(self.pool.layout, layout.host_page, host_bytes, pin=device.type == "cuda")
         backend, self.counter = build_transfer(config, self.pool, self.host)
         assert backend is not None
         self.backend: TransferBackend = backend
@@ -104,11 +105,11 @@ class Rig:
         block = rng.permutation(blocks)[: tokens // layout.device_page] if layout.scattered else np.arange(blocks)
         block = block[: tokens // layout.device_page] + 1
         slots = (block[:, None] * layout.device_page + np.arange(layout.device_page)).reshape(-1)
-        self.chosen = torch.from_numpy(slots)  # as an engine has them: slots are chosen on the host
+        self.chosen = torch.from_numpy(slots)  # on the host, as an engine's allocator returns them
         self.slots = self.chosen.to(device)
         half = tokens // 2 // layout.host_page
         self.halves = (self.pages[:half], self.pages[half:])
-        self.num_bytes = tokens * token_bytes
+        self.num_bytes = tokens * self.pool.layout.token_bytes
         self.up_seconds: list[float] = []  # of what went up while as much went down
 
     def up(self, pages: torch.Tensor, slots: torch.Tensor) -> TransferOp:
@@ -122,7 +123,7 @@ class Rig:
         self.backend.store(self.chosen, self.pages).wait()
 
     def both(self) -> None:
-        """Half of the tokens go up while the other half goes down; looked after as a scheduler does, by polling."""
+        """Half of the tokens go up while the other half goes down, with polling, as a scheduler does."""
         middle = len(self.halves[0]) * (len(self.chosen) // len(self.pages))
         down = self.backend.store(self.chosen[middle:], self.halves[1])
         up = self.up(self.halves[0], self.chosen[:middle])
@@ -131,7 +132,7 @@ class Rig:
         self.up_seconds.append(up.seconds())
 
     def verify(self) -> None:
-        """Random bytes go down, the device is poisoned, they come up: equal to the last byte."""
+        """Store random bytes, poison the device, load them and compare."""
         buffers = [buffer for layer in self.pool.layout.layers for buffer in self.pool.layer_buffers(layer)]
         for buffer in buffers:
             buffer.normal_()
@@ -142,7 +143,7 @@ class Rig:
         self.whole_up()
         for buffer, kept in zip(buffers, truth, strict=True):
             if not torch.equal(buffer[self.slots], kept):
-                raise AssertionError("bytes that came up are not the bytes that went down")
+                raise AssertionError("loaded bytes are not the stored bytes")
 
     def close(self) -> None:
         self.backend.close()
@@ -150,7 +151,7 @@ class Rig:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, help="tokens moved a run (default: 32768 on CUDA, 1024 else)")
+    parser.add_argument("--tokens", type=int, help="tokens per run (default: 32768 on CUDA, 1024 else)")
     parser.add_argument("--samples", type=int, help="timed rounds (default: 20 on CUDA, 7 else)")
     parser.add_argument("--geometry", choices=[*GEOMETRIES, "all"], default="all")
 
@@ -170,7 +171,7 @@ def _measure(report: Report, geometry: str, layout: Layout, tokens: int, samples
     rig = Rig(GEOMETRIES[geometry], layout, tokens, device)
     on_cuda = device.type == "cuda"
     raw = raw_copies(device, 1 << 30 if on_cuda else 128 << 20)
-    ceilings = {way: way if on_cuda else "memcpy" for way in ("up", "down", "both")}
+    ceilings = {name: name if on_cuda else "memcpy" for name in ("up", "down", "both")}
     try:
         rig.verify()
         variants: dict[str, Callable[[], object]] = {"up": rig.whole_up, "down": rig.whole_down, "both": rig.both}
@@ -182,14 +183,14 @@ def _measure(report: Report, geometry: str, layout: Layout, tokens: int, samples
         rig.close()
     targets = TARGETS if on_cuda and geometry == "gqa8b" else {}
     both = "" if layout.name == BOTH_LAYOUT else f".{layout.name}"
-    for way, of in ceilings.items():
-        ceiling = percentile(gb_per_s(raw[of].num_bytes, seconds[f"raw.{of}"]), 50)
-        case = f"both.total{both}" if way == "both" else f"{way}.{layout.name}"
-        values = gb_per_s(rig.num_bytes, seconds[way])
+    for name, plain in ceilings.items():
+        ceiling = percentile(gb_per_s(raw[plain].num_bytes, seconds[f"raw.{plain}"]), 50)
+        case = f"both.total{both}" if name == "both" else f"{name}.{layout.name}"
+        values = gb_per_s(rig.num_bytes, seconds[name])
         report.add(Case.of(f"{case}.{geometry}", values, "GB/s", ceiling=ceiling, target=targets.get(case)))
     solo = percentile(gb_per_s(rig.num_bytes, seconds["up"]), 50)
     values, case = gb_per_s(rig.num_bytes // 2, rig.up_seconds[-samples:]), f"both.up{both}"
-    note = "what goes up while as much goes down, over going up alone"
+    note = "loads beside stores of as many bytes; the ceiling is loads alone"
     report.add(Case.of(f"{case}.{geometry}", values, "GB/s", ceiling=solo, target=targets.get(case), note=note))
 
 

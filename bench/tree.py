@@ -4,8 +4,11 @@
     evict.<policy>.<leaves>  one eviction: name the victim, take it out, account for it; .spread: dearest over cheapest
     chunk.*                  committing one chunk of a prompt of a million tokens; .growth: last chunks / first chunks
     hash.*                   pages hashed, for each page of a prompt that was matched, split, extended and named again
+    cache.*                  calls of RadixCache, over the same calls of a peer
+    replay.*                 a request of a trace through a prefix cache, over the same through a peer's
 
-Everything runs on the CPU, in one thread, with the garbage collector off as in timeit.
+Everything runs on the CPU, in one thread, with the garbage collector off as in timeit; it is on while a trace is
+replayed. The peer is SGLang, where `--sglang` names its wheel or folder.
 """
 
 from __future__ import annotations
@@ -16,13 +19,18 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from bench.caches import add_calls
 from bench.common import BenchUnavailable, Case, Report, interleave, percentile
+from bench.peers import SGLang
+from bench.policy import read_trace, synthetic_trace
+from bench.replay import add_replays
 from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
-from hicache.tree import PageHasher, RadixTree, Tier
+from hicache.tree import DEVICE, FULL, PageHasher, RadixTree
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
 
@@ -40,17 +48,28 @@ _BATCH = 200
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=101, help="timed rounds (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=1_000_000, help="of the chunked prompt")
+    parser.add_argument("--sglang", type=Path, metavar="PATH", help="wheel or folder of SGLang, to compare with")
+    parser.add_argument("--trace", type=Path, help="JSON lines with hash_ids (default: a small synthetic trace)")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
     if args.device.type != "cpu":
         raise BenchUnavailable("the prefix tree lives on the CPU; use --device cpu")
+    torch.set_num_threads(1)
     for page_size in (64, 1):
         _match_and_insert(report, page_size, args.samples)
     for policy in ORDERS:
         _evictions(report, policy, max(5, args.samples // 5))
     _chunks(report, args.prompt_tokens)
     _hashing(report)
+    peer = None if args.sglang is None else SGLang(args.sglang)
+    with _no_collection():
+        add_calls(report, peer, args.samples)
+    blocks, source = (synthetic_trace(), "synthetic trace") if args.trace is None else (read_trace(args.trace), "trace")
+    add_replays(report, blocks, peer, source)
+    # The folders are this machine's own business.
+    for path in filter(None, (args.sglang, args.trace)):
+        report.command = report.command.replace(str(path), path.name)
 
 
 @contextmanager
@@ -84,20 +103,20 @@ def _match_and_insert(report: Report, page_size: int, samples: int) -> None:
     held = rng.integers(0, 150_000, TOKENS // page_size * page_size)
     asked, slots = held.copy(), torch.arange(1, len(held) + 1)
     tree, fresh = _tree(page_size), _tree(page_size)
-    tree.insert(tree.root, held, slots, Tier.DEVICE)
+    tree.insert(tree.root, held, slots, DEVICE)
     if tree.match(asked).device_len != len(asked):
         raise AssertionError("the cached prefix does not match")
-    inserted = fresh.insert(fresh.root, asked, slots, Tier.DEVICE)
+    inserted = fresh.insert(fresh.root, asked, slots, DEVICE)
 
     def insert() -> None:
         nonlocal inserted
-        inserted = fresh.insert(fresh.root, asked, slots, Tier.DEVICE)
+        inserted = fresh.insert(fresh.root, asked, slots, DEVICE)
 
     seconds: dict[str, list[float]] = {"memcmp": [], "match": [], "insert": []}
     memcmp = _memcmp(held, asked)
     with _no_collection():
         for _ in range(samples):
-            fresh.drop(inserted.node, Tier.DEVICE)
+            fresh.drop(inserted.node, FULL, DEVICE)
             for name, took in interleave(
                 {"memcmp": memcmp, "match": lambda: tree.match(asked), "insert": insert}, samples=1, warmup=0
             ).items():
@@ -115,7 +134,7 @@ def _evictions(report: Report, policy: str, samples: int) -> None:
     prefix, slot = np.array([7]), torch.ones(2, dtype=torch.int64)
     for leaves, tree in trees.items():
         for leaf in range(leaves):
-            tree.insert(tree.root, np.array([7, 1000 + leaf]), slot, Tier.DEVICE)
+            tree.insert(tree.root, np.array([7, 1000 + leaf]), slot, DEVICE)
         if tree.match(prefix).device_len != 1:
             raise AssertionError("the common page is not held")
     took: dict[int, list[float]] = {leaves: [] for leaves in LEAVES}
@@ -125,12 +144,12 @@ def _evictions(report: Report, policy: str, samples: int) -> None:
             for leaves, tree in trees.items():
                 start = time.perf_counter()
                 for _ in range(_BATCH):
-                    node = tree.victim(Tier.DEVICE)
+                    node = tree.victim(FULL, DEVICE)
                     assert node is not None
-                    tree.drop(node, Tier.DEVICE)
+                    tree.drop(node, FULL, DEVICE)
                 took[leaves].append((time.perf_counter() - start) / _BATCH * 1e6)
                 for leaf in range(next_leaf, next_leaf + _BATCH):
-                    tree.insert(tree.root, np.array([7, leaf]), slot, Tier.DEVICE)
+                    tree.insert(tree.root, np.array([7, leaf]), slot, DEVICE)
             next_leaf += _BATCH
     for leaves, tree in trees.items():
         tree.check()
@@ -146,8 +165,8 @@ def _evictions(report: Report, policy: str, samples: int) -> None:
 
 def _engine(prompt_tokens: int, chunk: int) -> CacheEngine:
     config = EngineConfig(
-        device_tokens=prompt_tokens + chunk, page_size=64, max_context_len=prompt_tokens + chunk, max_requests=1,
-        dtype="float16", model_id="bench",
+        device_tokens=prompt_tokens + chunk, host_bytes=0, page_size=64, max_context_len=prompt_tokens + chunk,
+        max_requests=1, dtype="float16", model_id="bench",
     )  # fmt: skip
     return build_engine(config, ModelGeometry(layer_num=1, head_num=1, head_dim=1))
 
@@ -184,7 +203,7 @@ def _hashing(report: Report, page_size: int = 64, pages: int = 1_500) -> None:
     node, step = tree.root, 100 * page_size
     for start in range(0, len(tokens), step):
         part = tokens[start : start + step]
-        node = tree.insert(node, part, torch.arange(1, len(part) + 1), Tier.DEVICE).node
+        node = tree.insert(node, part, torch.arange(1, len(part) + 1), DEVICE).node
         tree.names.of(node)
         match = tree.match(tokens)
         tree.names.of(tree.node_at(match, int(rng.integers(1, match.device_len // page_size + 1)) * page_size))

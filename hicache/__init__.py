@@ -1,28 +1,33 @@
 """hicache: GPU memory, pinned CPU memory and disk as one cache for the attention state (KV) of language models.
 
-The public names (`hicache.surface`) are loaded when the first of them is asked for: torch takes a second or more, and
-the command line must answer, and be interrupted, before. Importing needs neither a GPU nor Triton nor lmdb.
+`__init__.pyi` lists the public names. Each is imported from its module when it is first used, since torch takes a
+second to load and most programs need neither a store nor every kind of pool.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hicache.surface import *  # noqa: F403 - the list of names stands there
-    from hicache.surface import __all__ as __all__
+import ast
+import functools
+import importlib
+import pkgutil
 
 __version__ = "0.1.0"
 
-if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> object:
-        if not name.startswith("_") or name == "__all__":
-            surface = import_module("hicache.surface")
-            # Loading it has also set the attributes of this package that are its parts.
-            globals().update({public: getattr(surface, public) for public in surface.__all__}, __all__=surface.__all__)
-            if name in globals():
-                return globals()[name]
+@functools.cache
+def _modules() -> dict[str, str]:
+    """The module of each public name: `from MODULE import NAME as NAME` in the stub."""
+    stub = ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"")
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__all__":
+        return sorted(_modules())
+    if name not in _modules():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_modules()[name]), name)
+    return value
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_modules()})

@@ -1,11 +1,11 @@
-"""The command line: `hicache demo`, `hicache store`. What goes wrong is one line on stderr, with a status.
+"""The command line: `hicache demo`, `hicache store`, `hicache config`. An error is one line on stderr and a status.
 
-A command is a module with `add_flags(parser)` and `run(flags)`, loaded by name when it is called for: the demo's
-imports take seconds, and what it needs, others need not have. This module imports the standard library alone, so that
-Ctrl-C is heard from the start.
+A command is a module with `add_flags(parser)` and `run(flags)`. It is imported by name when it is called, since the
+demo's imports take seconds and need packages that the others do not. This module imports the standard library and
+`hicache.terminal` only, so that Ctrl-C works from the start.
 
-Exit status: 0 done, 1 the outcome of the demo is not identical or a store has faults, 2 wrong input or a file that
-cannot be used, 130 interrupted, 141 nobody reads the output. May import everything.
+Exit status: 0 done, 1 the demo's outcome is not identical or a store has faults, 2 wrong input or an unusable file,
+130 interrupted, 141 the output's reader is gone.
 """
 
 from __future__ import annotations
@@ -47,18 +47,24 @@ _COMMANDS = {
         "look after a store: stat, ls, verify, compact, evict, export, import",
         "Look at a store of pages, verify and mend it, shrink it, carry its pages elsewhere.",
     ),
+    "config": _Command(
+        "hicache.config_command",
+        "the settings in force and where each came from",
+        "Print every setting of an engine with its value, its unit and its source: a default, the file, a flag "
+        "or the environment.",
+    ),
 }
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line and where the flags are listed."""
+    """Reports wrong flags in one line, with the command that lists the right ones."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(_fail(f"{message}; '{self.prog} --help' lists the flags"))
 
 
 def _parser(called: str | None) -> argparse.ArgumentParser:
-    """The parser of all commands, with the flags of the one that is called. What takes long to load is loaded here."""
+    """The parser of all commands, with the flags of the one that is called, whose module is imported here."""
     from importlib.metadata import version
 
     parser = _Parser(
@@ -107,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _interrupt_ends_the_process() -> Iterator[None]:
-    """While modules load, Ctrl-C ends the process at once: nothing is to be put in order yet, and in the midst of an
-    import an exception may be swallowed, or leave a traceback of somebody else's."""
+    """While modules load, Ctrl-C ends the process at once: there is nothing to clean up yet, and an exception in the
+    middle of an import may be swallowed, or end in a traceback of another package."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
@@ -126,7 +132,7 @@ def _interrupt_ends_the_process() -> Iterator[None]:
 
 
 def _line_of(error: Exception) -> str | None:
-    """What to say of an error that is not a defect of this program; None for one that is."""
+    """The message for an error of input or environment; None for a defect of this program."""
     if isinstance(error, ImportError):
         missing = (error.name or "").split(".")[0]
         known = missing in ("transformers", "rich")
@@ -137,7 +143,7 @@ def _line_of(error: Exception) -> str | None:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or error}"
     if isinstance(error, UnicodeError):
-        return f"this is no valid text: {error}"
+        return f"this is not valid text: {error}"
     return "the input is nested too deeply" if isinstance(error, RecursionError) else None
 
 
@@ -147,13 +153,13 @@ def _fail(message: str) -> int:
 
 
 def _say(message: str) -> None:
-    """One line on stderr, without what a terminal would obey. Where nobody hears it, the status still tells."""
+    """Print one line on stderr, with escapes for control characters. A closed stderr is ignored."""
     with contextlib.suppress(OSError):
         print(printable(" ".join(message.split())), file=sys.stderr, flush=True)
 
 
 def _drop_output() -> None:
-    """What cannot be written goes nowhere: the interpreter would fail with it once more at its end."""
+    """Discard output that cannot be written, on which the interpreter would fail again when it exits."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

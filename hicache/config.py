@@ -1,10 +1,7 @@
-"""Configuration: frozen dataclasses, checked when built, and the only reader of the environment.
+"""Configuration: frozen dataclasses that are validated when built, and the only module that reads the environment.
 
-`EngineConfig` comes from Python, from a YAML file (`EngineConfig.from_yaml`) or from command-line flags that the same
-fields define (`add_flags`, `EngineConfig.from_flags`). Each field declares its kind, range and help, and everything
-that makes a configuration passes through it. Sizes are tokens or bytes and say so in their names.
-
-May import settings, metrics and errors.
+A setting is declared once, at its field: help, unit, choices, range and what a computed default depends on. YAML keys,
+command-line flags, checks and `hicache config --show` follow from the declaration.
 """
 
 from __future__ import annotations
@@ -14,119 +11,151 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
-
-import torch
-import yaml
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from hicache.errors import ConfigError
 from hicache.settings import (
     Choice,
     FilePath,
+    Layer,
     Number,
     Size,
     Text,
+    Tokens,
     Whole,
+    add_section,
     as_mapping,
+    combine,
     from_mapping,
-    settings_of,
+    given_flags,
+    read_yaml,
     settle,
-    shown,
+    short_repr,
 )
 
-WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+if TYPE_CHECKING:
+    import torch  # importing it takes a second, which the command line does not always need
+
 PrefetchMode = Literal["best_effort", "wait_complete", "timeout"]
 Kernels = Literal["triton", "torch"]
 Durability = Literal["relaxed", "commit"]
 Filter = Literal["auto", "none", "planes", "channel_planes"]
+Auto = Literal["auto"]
 
-# The request table keeps slots as int32.
+_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _MAX_SLOTS = 1 << 30
 _MAX_PAGE_TOKENS = 1 << 20
 _MAX_S = 1e9
-# A store maps its tables, and a process has 128 TiB of addresses.
+# A store maps its tables into the 128 TiB of addresses that a process has.
 MAX_STORE_BYTES = 1 << 46
 
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-}
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable. `names`: ours, then SGLang's for the same; the first that is not empty counts.
+
+    `words`: the accepted values, in any case; empty: any text. `default`: what holds where none is set.
+    """
+
+    names: tuple[str, ...]
+    help: str
+    default: str
+    words: tuple[str, ...] = ()
+    is_secret: bool = False
+
+    def read(self) -> tuple[str, str]:
+        """(value, the variable that it came from), both empty where none is set. `ConfigError` names wrong values."""
+        name = next((name for name in self.names if os.environ.get(name)), "")
+        value = os.environ[name] if name else ""
+        if value and self.words and value.lower() not in self.words:
+            raise ConfigError(f"{name}={value!r}: set it to {' or '.join(self.words)}, or leave it unset")
+        return value.lower() if self.words else value, name
+
+
+DEBUG = Variable(("HICACHE_DEBUG", "SGLANG_DEBUG_MEMORY_POOL"), "1: pools and allocators verify every call", "0")
+KERNELS = Variable(
+    ("HICACHE_KERNELS",), "implementation of kernels", "triton on CUDA, torch elsewhere", get_args(Kernels)
+)
+MAMBA_SSM_DTYPE = Variable(
+    ("HICACHE_MAMBA_SSM_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"),
+    "dtype of temporal states that are built without one",
+    "float32",
+    ("float32", "bfloat16", "float16"),
+)
+CUSTOM_MEM_POOL = Variable(
+    ("HICACHE_CUSTOM_MEM_POOL",), "allocator of GPU memory for pools", "that of torch", ("nvlink",)
+)
+DISK_KEY = Variable(
+    ("HICACHE_DISK_KEY",), "key that encrypts stored pages: 64 hex digits or base64", "no encryption", is_secret=True
+)
+VARIABLES = (DEBUG, KERNELS, MAMBA_SSM_DTYPE, CUSTOM_MEM_POOL, DISK_KEY)
 
 
 def debug_checks() -> bool:
-    """Whether pools and allocators verify every call (`HICACHE_DEBUG=1`, or the field's older name for it)."""
-    return any(os.environ.get(name, "") not in ("", "0") for name in ("HICACHE_DEBUG", "SGLANG_DEBUG_MEMORY_POOL"))
+    """Whether pools and allocators verify every call."""
+    return DEBUG.read()[0] not in ("", "0")
 
 
 def kernel_choice(device: torch.device) -> Kernels:
-    """Which implementation serves `device`: `HICACHE_KERNELS` forces one, else Triton serves CUDA and torch the
-    rest."""
-    forced = os.environ.get("HICACHE_KERNELS", "")
-    if forced == "triton":
-        return "triton"
-    if forced == "torch":
-        return "torch"
-    if forced:
-        raise ConfigError(f"HICACHE_KERNELS={forced!r}: set it to 'triton' or 'torch', or leave it unset")
-    return "triton" if device.type == "cuda" else "torch"
+    """The implementation of kernels for `device`: `HICACHE_KERNELS`, else Triton for CUDA and torch for the rest."""
+    forced, _ = KERNELS.read()
+    return "triton" if forced == "triton" or (not forced and device.type == "cuda") else "torch"
 
 
 def mamba_ssm_dtype() -> torch.dtype:
-    """The dtype of recurrent states: `HICACHE_MAMBA_SSM_DTYPE`, or the field's older name for it; else float32."""
-    for variable in ("HICACHE_MAMBA_SSM_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"):
-        name = os.environ.get(variable, "")
-        if name and name not in ("float32", "bfloat16", "float16"):
-            raise ConfigError(f"{variable}={name!r}: set it to float32, bfloat16 or float16, or leave it unset")
-        if name:
-            return _DTYPES[name]
-    return torch.float32
+    """The dtype of temporal states where none is given: `HICACHE_MAMBA_SSM_DTYPE`, or float32."""
+    return _dtype_named(MAMBA_SSM_DTYPE.read()[0] or MAMBA_SSM_DTYPE.default)
 
 
 def custom_mem_pool() -> Literal["nvlink"] | None:
-    """Where pools take GPU memory from, if not from torch: `HICACHE_CUSTOM_MEM_POOL=nvlink`."""
-    name = os.environ.get("HICACHE_CUSTOM_MEM_POOL", "").lower()
-    if name == "nvlink":
-        return "nvlink"
-    if name:
-        raise ConfigError(f"HICACHE_CUSTOM_MEM_POOL={name!r}: set it to nvlink, or leave it unset")
-    return None
+    """The allocator of GPU memory for pools; None for that of torch."""
+    return "nvlink" if CUSTOM_MEM_POOL.read()[0] else None
 
 
 def disk_key() -> bytes:
-    """The key of the disk tier as the environment has it, `HICACHE_DISK_KEY`; empty for none. Not to be shown
-    anywhere."""
-    return os.fsencode(os.environ.get("HICACHE_DISK_KEY", ""))
+    """The value of `HICACHE_DISK_KEY`, empty where it is unset. Never print it."""
+    return os.fsencode(DISK_KEY.read()[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskConfig:
-    """The disk tier. `path` is a directory of its own; `budget_bytes` bounds the file from the first write.
-
-    `filter`: how the bytes of a page are ordered before they are packed; "auto" is planes. `key_file` encrypts
-    pages, as the environment's HICACHE_DISK_KEY does. A store that fails, or has a job for longer than `hang_s`, is
-    left alone for `retry_s`, then for twice as long each time, up to `max_retry_s`.
-    """
+    """The disk tier. `path` is a directory of its own; `budget_bytes` bounds its files from the first write."""
 
     path: Annotated[str, FilePath("directory of the store", may_be_empty=False)]
-    budget_bytes: Annotated[int, Size("most that its files may take, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
-    durability: Annotated[Durability, Choice("of acknowledged pages", get_args(Durability))] = "relaxed"
-    level: Annotated[int, Whole("0 stores raw, 1 to 22 are zstd levels", maximum=22)] = 1
-    readers: Annotated[int, Whole("reader threads", minimum=1, maximum=256)] = 4
-    queue_jobs: Annotated[int, Whole("batches that may wait for a thread", minimum=1)] = 1024
-    filter: Annotated[Filter, Choice("order of a page's bytes before packing", get_args(Filter))] = "auto"
-    key_file: Annotated[str, FilePath("file with the key that encrypts pages: 32 bytes, 64 hex digits or base64")] = ""
-    hang_s: Annotated[float, Number("a job that takes longer stops the use of the disk", 1e-3, _MAX_S)] = 10.0
-    retry_s: Annotated[float, Number("how long a disk that failed is left alone at first", 1e-3, _MAX_S)] = 1.0
-    max_retry_s: Annotated[float, Number("how long a disk that failed is left alone at most", 1e-3, _MAX_S)] = 300.0
+    budget_bytes: Annotated[int, Size("maximum size of the files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
+    durability: Annotated[Durability, Choice("when a commit reaches the medium", get_args(Durability))] = "relaxed"
+    level: Annotated[int, Whole("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)] = 1
+    filter: Annotated[
+        Filter, Choice("byte order in which pages are compressed", get_args(Filter), computed_from="the pool's layout")
+    ] = "auto"
+    key_file: Annotated[str, FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64")] = ""
 
     def __post_init__(self) -> None:
         settle(self, "disk ")
-        if self.retry_s > self.max_retry_s:
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvancedConfig:
+    """Internal settings. The defaults suit the machines in `bench/results/`; change them for a measurement."""
+
+    transfer_chunk_tokens: Annotated[int, Tokens("maximum size of one copy from device to host")] = 8192
+    staging_bytes: Annotated[int, Size("device memory between copy engine and kernels", 1 << 16)] = 256 << 20
+    disk_reader_threads: Annotated[int, Whole("threads that read from the disk", 1, 256, unit="threads")] = 4
+    disk_queue_jobs: Annotated[int, Whole("maximum number of queued reads, and writes", 1, unit="jobs")] = 1024
+    disk_io_timeout_s: Annotated[
+        float, Number("an operation that takes longer marks the disk as stalled", 1e-3, _MAX_S, unit="seconds")
+    ] = 10.0
+    disk_reopen_backoff_s: Annotated[
+        float, Number("delay before a failed disk is tried again; doubles each time", 1e-3, _MAX_S, unit="seconds")
+    ] = 1.0
+    disk_max_reopen_backoff_s: Annotated[float, Number("maximum of that delay", 1e-3, _MAX_S, unit="seconds")] = 300.0
+
+    def __post_init__(self) -> None:
+        settle(self, "advanced ")
+        if self.disk_reopen_backoff_s > self.disk_max_reopen_backoff_s:
             raise ConfigError(
-                f"disk retry_s={self.retry_s}, max_retry_s={self.max_retry_s}: retry_s at most max_retry_s"
+                f"advanced disk_reopen_backoff_s={self.disk_reopen_backoff_s} is above disk_max_reopen_backoff_s="
+                f"{self.disk_max_reopen_backoff_s}; lower the first or raise the second"
             )
 
 
@@ -134,47 +163,88 @@ class DiskConfig:
 class EngineConfig:
     """Sizes and policies of one engine.
 
-    `device_tokens`: slots of the device tier. `host_bytes`: pinned CPU memory, or `host_ratio` times that of the device
-    tier; 0 for no host tier. `page_size`: the device allocator's page, a divisor of `host_page_size`, the unit of
-    identity, backup and disk. `window_tokens` is for models with sliding windows, `mamba_size` and what follows it for
-    those with recurrent layers.
+    Sizes that are "auto", or 0 where 0 means so, are computed by `hicache.sizing` when an engine is built. The device
+    page `page_size` divides `host_page_size`, which is the unit of matching, backup and disk. `window_tokens` serves
+    models with sliding windows, `mamba_*` and `host_states` those with recurrent layers.
     """
 
-    device_tokens: Annotated[int, Whole("slots of the device tier", 1, _MAX_SLOTS)]
-    host_bytes: Annotated[int, Size("CPU memory of the host tier, like 8GiB; 0: none")] = 0
-    host_ratio: Annotated[float, Number("instead of host_bytes: times the memory of the device tier", 0, 1e6)] = 0.0
-    page_size: Annotated[int, Whole("tokens of a device page; divides host_page_size", 1, _MAX_PAGE_TOKENS)] = 16
-    host_page_size: Annotated[
-        int, Whole("tokens of a host page, the unit of matching, backup and disk", 1, _MAX_PAGE_TOKENS)
-    ] = 64
-    max_requests: Annotated[int, Whole("requests admitted at a time", 1, 1 << 20)] = 64
-    max_context_len: Annotated[int, Whole("tokens of the longest sequence", 1, _MAX_SLOTS)] = 131072
+    device_tokens: Annotated[int, Tokens("slots of the device tier")]
+    host_bytes: Annotated[
+        int | Auto,
+        Size(
+            "CPU memory of the host tier, like 8GiB; 0: no host tier",
+            computed_from="twice the device tier, half of the available memory, and 32 GiB where it is pinned for CUDA",
+        ),
+    ] = "auto"
+    host_ratio: Annotated[
+        float, Number("host tier as a multiple of the device tier, in place of host_bytes", 0, 1e6, unit="times")
+    ] = 0.0
+    page_size: Annotated[int, Tokens("device page, a divisor of host_page_size", 1, _MAX_PAGE_TOKENS)] = 16
+    host_page_size: Annotated[int, Tokens("host page, the unit of matching, backup and disk", 1, _MAX_PAGE_TOKENS)] = 64
+    max_requests: Annotated[int, Whole("requests that run at a time", 1, 1 << 20, unit="requests")] = 64
+    max_context_len: Annotated[int, Tokens("length of the longest sequence")] = 131072
+    prefill_chunk_tokens: Annotated[int, Tokens("prompt tokens of one forward pass, for window_tokens")] = 8192
     device: Annotated[str, Text("cpu, cuda or cuda:1")] = "cpu"
-    dtype: Annotated[str, Choice("of keys and values", tuple(_DTYPES))] = "bfloat16"
-    write_policy: Annotated[WritePolicy, Choice("when pages go to the host", get_args(WritePolicy))] = "write_through"
-    selective_hits: Annotated[int, Whole("uses before write_through_selective backs a page up", 1)] = 2
+    dtype: Annotated[str, Choice("dtype of keys and values", ("auto", *_DTYPES), computed_from="the model's dtype")] = (
+        "auto"
+    )
+    write_policy: Annotated[
+        str, Text("when pages are backed up to the host: write_through, write_through_selective, write_back")
+    ] = "write_through"
+    selective_hits: Annotated[
+        int, Whole("hits after which write_through_selective backs a page up", 1, unit="hits")
+    ] = 2
     prefetch_mode: Annotated[PrefetchMode, Choice("whether requests wait for the disk", get_args(PrefetchMode))] = (
         "best_effort"
     )
-    prefetch_timeout_s: Annotated[float, Number("how long they wait under 'timeout'", 0, _MAX_S)] = 1.0
-    transfer_chunk_tokens: Annotated[int, Whole("tokens of a copy to the host", 1, _MAX_SLOTS)] = 8192
-    staging_bytes: Annotated[int, Size("device memory between copies and kernels", 1 << 16)] = 256 << 20
+    prefetch_timeout_s: Annotated[
+        float, Number("maximum wait under prefetch_mode=timeout", 0, _MAX_S, unit="seconds")
+    ] = 1.0
     prefill_tokens_per_s: Annotated[
-        float, Number("speed of computing; slower loads are not started (0: always load)")
+        float,
+        Number("speed of prefill; loads slower than recomputation are skipped; 0: always load", unit="tokens/second"),
     ] = 0.0
-    eviction_policy: Annotated[str, Text("which pages go first: lru, lfu, fifo, mru, filo, priority, slru")] = "lru"
+    eviction_policy: Annotated[str, Text("eviction order: lru, lfu, fifo, mru, filo, priority, slru")] = "lru"
     window_tokens: Annotated[
-        int, Whole("slots of sliding-window layers (0: as many as device_tokens)", 0, _MAX_SLOTS)
+        int,
+        Tokens(
+            "slots of sliding-window layers; 0: auto",
+            0,
+            computed_from="the model's window, max_requests, prefill_chunk_tokens, device_tokens",
+            auto=0,
+        ),
     ] = 0
-    mamba_size: Annotated[int, Whole("recurrent states on the device (0: 4 a request)", 0, _MAX_SLOTS)] = 0
-    mamba_chunk_tokens: Annotated[int, Whole("states within a prompt are kept at multiples of this", 1)] = 64
-    mamba_track_interval: Annotated[int, Whole("tokens of decoding between two states", 1)] = 256
+    mamba_size: Annotated[
+        int,
+        Whole(
+            "recurrent states on the device; 0: auto",
+            0,
+            _MAX_SLOTS,
+            unit="states",
+            computed_from="max_requests, device_tokens, the bytes of a state and of KV",
+            auto=0,
+        ),
+    ] = 0
+    mamba_chunk_tokens: Annotated[int, Tokens("states within a prompt are kept at multiples of this")] = 64
+    mamba_prefill_interval: Annotated[
+        int, Tokens("states of a prompt are kept at 1, 2, 4, ... times this; 0: none of these", 0)
+    ] = 256
+    mamba_track_interval: Annotated[int, Tokens("decoded tokens between two states")] = 256
     host_states: Annotated[
-        int, Whole("recurrent states on the host, out of host_bytes (0: a quarter of it)", 0, _MAX_SLOTS)
+        int,
+        Whole(
+            "recurrent states on the host, part of host_bytes; 0: auto",
+            0,
+            _MAX_SLOTS,
+            unit="states",
+            computed_from="host_bytes, the bytes of a state and of a host page",
+            auto=0,
+        ),
     ] = 0
     model_id: Annotated[str, Text("name or digest of the weights, part of every page's identity")] = ""
-    salt: Annotated[str, Text("pages are shared only under the same salt")] = ""
+    salt: Annotated[str, Text("only engines with the same salt share pages")] = ""
     disk: DiskConfig | None = None
+    advanced: AdvancedConfig = AdvancedConfig()
 
     def __post_init__(self) -> None:
         settle(self)
@@ -185,90 +255,108 @@ class EngineConfig:
             )
         _at_least("device_tokens", self.device_tokens, self.cache_page_size)
         _at_least("max_context_len", self.max_context_len, self.cache_page_size)
-        _at_least("transfer_chunk_tokens", self.transfer_chunk_tokens, self.host_page_size)
-        if self.host_ratio and self.host_bytes:
+        if self.host_ratio and self.host_bytes != "auto":
             raise ConfigError(f"host_ratio={self.host_ratio} with host_bytes={self.host_bytes}: give one of them")
         if self.mamba_track_interval % self.cache_page_size:
             raise ConfigError(
-                f"mamba_track_interval={self.mamba_track_interval} is no multiple of the cache page of "
-                f"{self.cache_page_size} tokens: states are kept where a page ends"
+                f"mamba_track_interval={self.mamba_track_interval} is not a multiple of the cache page of "
+                f"{self.cache_page_size} tokens: states are kept at the end of pages only"
             )
         if not isinstance(self.disk, DiskConfig | None):
-            raise ConfigError(f"disk={shown(self.disk)} is no DiskConfig")
-        if self.disk is not None and not self.has_host:
-            raise ConfigError("the disk tier passes through pinned host pages; set host_bytes or host_ratio above 0")
-        if self.disk is not None and not self.model_id:
-            raise ConfigError("the disk tier needs model_id (a name or digest of the weights) to tell caches apart")
+            raise ConfigError(f"disk={short_repr(self.disk)} is not a DiskConfig")
+        if not isinstance(self.advanced, AdvancedConfig):
+            raise ConfigError(f"advanced={short_repr(self.advanced)} is not an AdvancedConfig")
+        _at_least("advanced transfer_chunk_tokens", self.advanced.transfer_chunk_tokens, self.host_page_size)
+        if self.disk is not None:
+            self.require_disk_tier()
 
     @property
     def cache_page_size(self) -> int:
-        """Tokens of a tree page: the host page where there is a host tier, else the device page."""
+        """Tokens of a page of the tree: the host page where there is a host tier, else the device page."""
         return self.host_page_size if self.has_host else self.page_size
 
     @property
     def has_host(self) -> bool:
-        """Whether there is a host tier."""
-        return bool(self.host_bytes or self.host_ratio)
+        """Whether there is a host tier; with "auto", whether there is one if memory allows."""
+        return self.host_bytes != 0
+
+    def require_disk_tier(self) -> None:
+        """`ConfigError` where an engine of this configuration cannot have a disk tier."""
+        if not self.has_host:
+            raise ConfigError("the disk tier needs host pages; set host_bytes to auto or a size, or set host_ratio")
+        if not self.model_id:
+            raise ConfigError("the disk tier needs model_id (a name or digest of the weights) to tell models apart")
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.dtype]
+        """`ConfigError` where dtype is "auto": an engine's own configuration has a dtype."""
+        if self.dtype == "auto":
+            raise ConfigError(f"dtype=auto follows the model; set dtype to one of {', '.join(_DTYPES)}")
+        return _dtype_named(self.dtype)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
-        """Build from plain values, `disk` a mapping of its own. `ConfigError` names what is unknown, missing or
-        wrong."""
-        return cls._of(values, "the configuration")
+        """Build from plain values; `disk` and `advanced` are mappings. `ConfigError` names what is wrong."""
+        return cls._of(as_mapping(values, "the configuration"), "the configuration")
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> EngineConfig:
-        """Read a YAML mapping of the field names; `disk` is a mapping of its own. Raises as `from_dict` does."""
-        return cls._of(_read_yaml(path), f"the configuration {path}")
+        """Read a YAML mapping of field names; `disk` and `advanced` are mappings. Raises as `from_dict` does."""
+        return cls._of(read_yaml(path), f"the configuration {path}")
 
     @staticmethod
-    def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-        """One flag a field (`--device-tokens`, `--disk-path`, …); unset flags keep the file's or the default value."""
-        parser.add_argument("--config", metavar="FILE", help="YAML file with any of these settings")
-        for prefix, cls in (("", EngineConfig), ("disk_", DiskConfig)):
-            for name, setting in settings_of(cls).items():
-                flag = f"--{prefix}{name}".replace("_", "-")
-                words = f": {', '.join(setting.words)}" if isinstance(setting, Choice) else ""
-                parser.add_argument(flag, dest=f"{prefix}{name}", help=f"{setting.help}{words}", metavar="X")
+    def add_flags(parser: argparse.ArgumentParser, title: str = "settings") -> None:
+        """One flag per setting: `--device-tokens`, `--disk-path`, `--advanced-staging-bytes`; and `--config FILE`.
+
+        A flag that is not given leaves the value of the file, or the default.
+        """
+        for section, cls in SECTIONS.items():
+            group = parser.add_argument_group(section or title)
+            if not section:
+                group.add_argument("--config", metavar="FILE", help="YAML file with any of these settings")
+            add_section(group, section, cls)
 
     @classmethod
     def from_flags(cls, flags: argparse.Namespace, **defaults: Any) -> EngineConfig:
-        """Combine `defaults`, then the file of `--config`, then the flags that were given."""
-        values: dict[str, Any] = dict(defaults)
-        if flags.config is not None:
-            values.update(_read_yaml(flags.config))
-        given = {name: value for name, value in vars(flags).items() if value is not None}
-        values.update({name: given[name] for name in settings_of(cls) if name in given})
-        disk = {name: given[f"disk_{name}"] for name in settings_of(DiskConfig) if f"disk_{name}" in given}
-        if disk:
-            below = values.get("disk")
-            values["disk"] = {**as_mapping({} if below is None else below, "disk"), **disk}
-        return cls._of(values, "the configuration")
+        """Combine `defaults`, the file of `--config` and the flags that were given; the later wins."""
+        return cls._of(_combined(flags, defaults)[0], "the configuration")
+
+    @staticmethod
+    def sources_of(flags: argparse.Namespace, **defaults: Any) -> Mapping[str, str]:
+        """Where `from_flags` found each value that is not the field's default, by `name` or `section.name`."""
+        return _combined(flags, defaults)[1]
 
     @classmethod
-    def _of(cls, values: object, name: str) -> EngineConfig:
-        plain = dict(as_mapping(values, name))
-        if plain.get("disk") is not None:
-            plain["disk"] = from_mapping(DiskConfig, as_mapping(plain["disk"], "disk"), "disk")
+    def _of(cls, values: Mapping[Any, Any], name: str) -> EngineConfig:
+        plain = {key: value for key, value in values.items() if key not in _NESTED or value is not None}
+        for section in _NESTED.keys() & plain.keys():
+            plain[section] = from_mapping(_NESTED[section], as_mapping(plain[section], section), section)
         config: EngineConfig = from_mapping(cls, plain, name)
         return config
 
 
-def _read_yaml(path: str | Path) -> Mapping[Any, Any]:
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except Exception as error:  # the parser raises what its parts raise: ValueError, KeyError, RecursionError, …
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
-    return as_mapping(values, f"the configuration {path}")
+_NESTED: Mapping[str, type[DiskConfig | AdvancedConfig]] = {"disk": DiskConfig, "advanced": AdvancedConfig}
+# Every class of settings by the prefix of its names.
+SECTIONS: Mapping[str, type[EngineConfig | DiskConfig | AdvancedConfig]] = {"": EngineConfig, **_NESTED}
+# Two ways to give one size: the later source wins, whichever of them it uses.
+_ALTERNATIVES = frozenset({"host_bytes", "host_ratio"})
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name}={value} is below {least}; raise {name}")
+def _combined(flags: argparse.Namespace, defaults: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
+    layers = [Layer(defaults, "default")]
+    if flags.config is not None:
+        layers.append(Layer(read_yaml(flags.config), f"file {flags.config}"))
+    layers.append(given_flags(flags, SECTIONS))
+    return combine(layers, _NESTED.keys(), _ALTERNATIVES)
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ConfigError(f"{name}={value} is below {minimum}; raise {name}")

@@ -1,7 +1,7 @@
 """The facade a scheduler talks to: match, prefetch, acquire, extend, commit, release.
 
-The engine wires the flows together and is the only place where asynchronous results land, in `poll()`. Every method
-belongs to one thread, the scheduler's. May import flow and everything below it.
+The engine builds the movements in their order and is the only place where asynchronous results land, in `poll()`. Every
+method belongs to one thread, the scheduler's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -22,26 +22,32 @@ from hicache.config import PrefetchMode
 from hicache.device.base import KVCache
 from hicache.device.req_to_token import ReqToTokenPool
 from hicache.disk import DiskTier
-from hicache.errors import DuplicateRequest, ForeignLease, LeaseEnded, NotRunning
-from hicache.flow.admit import Admission
+from hicache.errors import DuplicateRequest, ForeignLease, InvalidArgument, LeaseEnded, NotRunning
+from hicache.flow.admit import Admit
 from hicache.flow.backup import Backup
-from hicache.flow.base import CacheRequest, Flow, Hit, Lease, Parts
-from hicache.flow.conservation import conservation
-from hicache.flow.evict import Evictor
+from hicache.flow.check import check_engine
+from hicache.flow.commit import Commit
+from hicache.flow.completion import Agreement, Completion, single_rank
+from hicache.flow.components import CacheComponent
+from hicache.flow.context import EngineContext
+from hicache.flow.device_eviction import DeviceEviction
+from hicache.flow.host_eviction import HostEviction
+from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.persist import Persist
 from hicache.flow.prefetch import Prefetch, Prefetcher
 from hicache.flow.restore import Restore
-from hicache.flow.share import Sharing
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
-from hicache.tree.node import Component, Tier, TreeNode
+from hicache.tree.node import DEVICE, FULL, HOST, SWA
 from hicache.validation import valid_count, valid_mode, valid_namespace, valid_request, valid_request_id, valid_tokens
 
-__all__ = ["CacheEngine", "CacheRequest", "Held", "Hit", "Lease", "Prefetch"]
+__all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "Prefetch"]
+
+C = TypeVar("C", bound=CacheComponent)
 
 
 @dataclass(frozen=True)
-class Held:
+class LookupResult:
     """Tokens of a prompt that each tier would serve now: device first, then host, then disk, without a gap.
 
     `disk_known`: whether the store answered in time; else `disk` is 0, and it may hold more.
@@ -51,17 +57,6 @@ class Held:
     host: int
     disk: int
     disk_known: bool = True
-
-
-class Agreement(Protocol):
-    """How ranks agree on what has finished: the same counts go in at the same place of every step on every rank."""
-
-    def __call__(self, counts: Sequence[int]) -> Sequence[int]: ...
-
-
-def one_rank(counts: Sequence[int]) -> Sequence[int]:
-    """A single rank agrees with itself, at no cost."""
-    return counts
 
 
 _EXIT_S = 5.0
@@ -77,6 +72,16 @@ def _abandon(transfers: Sequence[TransferBackend], disk: DiskTier | None) -> Non
         disk.close(max(0.0, deadline_s - time.monotonic()))
 
 
+class Inspection(NamedTuple):
+    """What an engine is made of."""
+
+    context: EngineContext
+    backup: Backup | None
+    restore: Restore
+    persist: Persist | None
+    prefetcher: Prefetcher | None
+
+
 class CacheEngine:
     """One hierarchical cache. Build it with `hicache.factory.build_engine`; use it in a `with`, or `start` and
     `close` it.
@@ -86,18 +91,19 @@ class CacheEngine:
     `ForeignLease` for a lease that the engine does not hold, `NotRunning` before `start` and after `close`.
     """
 
-    def __init__(self, parts: Parts, agree: Agreement = one_rank) -> None:
-        self._parts, self._agree = parts, agree
+    def __init__(self, context: EngineContext, agree: Agreement = single_rank) -> None:
+        self._context = context
         self._leases: dict[str, Lease] = {}
-        self._evictor = Evictor(parts, self._save if parts.config.write_policy == "write_back" and parts.host else None)
-        self._restore = Restore(parts)
-        self._persist = Persist(parts, parts.disk) if parts.disk else None
-        self._backup = Backup(parts, self._evictor.host_pages, self._on_host) if parts.host else None
-        self._prefetcher = Prefetcher(parts, parts.disk, self._evictor.host_pages) if parts.disk else None
-        self._admission = Admission(parts, self._restore, self._evictor, self._consider)
-        self._sharing = Sharing(parts, self._restore, self._evictor.free_states, self._consider, self._used)
-        flows: list[Flow | None] = [self._backup, self._restore, self._persist, self._prefetcher]
-        self._flows: list[Flow] = [flow for flow in flows if flow is not None]
+        disk, host_eviction = context.disk, HostEviction(context)
+        self._persist = Persist(context, disk) if disk is not None else None
+        self._prefetcher = Prefetcher(context, disk, host_eviction) if disk is not None else None
+        self._backup = Backup(context, host_eviction, self._persist) if context.has_host else None
+        self._restore = Restore(context)
+        eviction = DeviceEviction(context, self._backup)
+        self._admit = Admit(context, self._restore, eviction, self._backup)
+        self._commit = Commit(context, self._restore, eviction, self._backup, self._persist)
+        movements = (self._backup, self._restore, self._persist, self._prefetcher)
+        self._completion = Completion([movement for movement in movements if movement is not None], agree)
         self._running = self._closed = False
         self._finalizer: weakref.finalize[..., CacheEngine] | None = None
         self._add_gauges()
@@ -106,25 +112,32 @@ class CacheEngine:
 
     @property
     def pool(self) -> KVCache:
-        return self._parts.pool
+        return self._context.pool
 
     @property
     def req_to_token(self) -> ReqToTokenPool:
-        return self._parts.req_to_token
+        return self._context.req_to_token
 
     @property
     def counter(self) -> LayerTransferCounter:
-        return self._parts.counter
+        return self._context.full.counter
+
+    def component(self, kind: type[C]) -> C:
+        """The engine's component of that class, like one that was given to `build_engine`. Raises `InvalidArgument`."""
+        for component in self._context.components:
+            if isinstance(component, kind):
+                return component
+        raise InvalidArgument(f"the engine has no {kind.__name__}; give it to build_engine as a component")
 
     @property
     def has_windows(self) -> bool:
         """Whether slots are better taken chunk by chunk (`reserve_tokens`), for window layers have few."""
-        return self._parts.windows is not None
+        return SWA in self._context.by_name
 
     @property
     def page_size(self) -> int:
         """Tokens of a cache page: the unit of matching, backup and disk."""
-        return self._parts.tree.page_size
+        return self._context.tree.page_size
 
     # Life
 
@@ -135,29 +148,29 @@ class CacheEngine:
         if not self._running:
             self._running = True
             transfers = [transfer for _, transfer in self._transfers()]
-            self._finalizer = weakref.finalize(self, _abandon, transfers, self._parts.disk)
+            self._finalizer = weakref.finalize(self, _abandon, transfers, self._context.disk)
             for transfer in transfers:
                 transfer.start()
-            if self._parts.disk:
-                self._parts.disk.start()
+            if self._context.disk:
+                self._context.disk.start()
 
     def close(self) -> None:
         """Release every lease, finish what is under way, stop the threads, close the store.
 
-        Waits for a disk that hangs no longer than twice its `hang_s`: what is left then, a later call finishes.
+        Waits for a disk that hangs no longer than twice `disk_io_timeout_s`: what is left then, a later call finishes.
         """
-        parts, finalizer = self._parts, self._finalizer
+        context, finalizer = self._context, self._finalizer
         was_closed = self._closed or (finalizer is not None and not finalizer.alive)
         self._closed = True
         if was_closed:
-            if parts.disk is not None:
-                parts.disk.close()
+            if context.disk is not None:
+                context.disk.close()
             return
-        hosts = (parts.host, *(side.host for side in parts.sides))
+        hosts = [component.host for component in context.components if component.has_host]
         with contextlib.ExitStack() as ending:  # each part is closed, whatever becomes of those before it
             if finalizer is not None:
                 ending.callback(finalizer.detach)
-            for part in (*reversed(hosts), parts.disk, *(transfer for _, transfer in reversed(self._transfers()))):
+            for part in (*reversed(hosts), context.disk, *(transfer for _, transfer in reversed(self._transfers()))):
                 if part is not None:
                     ending.callback(part.close)
             for lease in list(self._leases.values()):
@@ -174,22 +187,19 @@ class CacheEngine:
 
     # Before admission
 
-    def lookup(self, tokens: npt.ArrayLike, namespace: str = "", disk_wait_s: float = 0.05) -> Held:
+    def lookup(self, tokens: npt.ArrayLike, namespace: str = "", disk_wait_s: float = 0.05) -> LookupResult:
         """Tokens each tier holds of the prompt, of those that need not be computed. No side effect.
 
-        Waits at most `disk_wait_s` for the store, which `Held.disk_known` tells of.
+        Waits at most `disk_wait_s` for the store, which `LookupResult.disk_known` tells of.
         """
         self._require_running()
-        packed, namespace, tree = valid_tokens(tokens), valid_namespace(namespace), self._parts.tree
+        packed, namespace, tree = valid_tokens(tokens), valid_namespace(namespace), self._context.tree
         match = tree.match(packed[:-1], namespace)
         usable = tree.usable_len(match, match.full_len, on_host=True)
-        device, pages = min(usable, match.device_len), 0 if self._parts.disk is None else None
-        if self._parts.disk:
-            held = match.full_len
-            whole = (len(packed) - 1) // tree.page_size * tree.page_size
-            keys = tree.names.of_tokens(packed[:whole], namespace)[held // tree.page_size :]
-            pages = self._parts.disk.contains(keys, disk_wait_s)
-        return Held(device, usable - device, (pages or 0) * tree.page_size, disk_known=pages is not None)
+        device, disk = min(usable, match.device_len), 0 if self._prefetcher is None else None
+        if self._prefetcher is not None:
+            disk = self._prefetcher.lookup(packed[:-1], namespace, disk_wait_s)
+        return LookupResult(device, usable - device, disk or 0, disk_known=disk is not None)
 
     def prefetch(
         self, request_id: str, tokens: npt.ArrayLike, namespace: str = "", mode: PrefetchMode | None = None
@@ -200,33 +210,26 @@ class CacheEngine:
         timeout for `prefetch_timeout_s`.
         """
         self._require_running()
-        packed, namespace, config = valid_tokens(tokens), valid_namespace(namespace), self._parts.config
+        packed, namespace, config = valid_tokens(tokens), valid_namespace(namespace), self._context.config
         mode = config.prefetch_mode if mode is None else valid_mode(mode)
         handle = Prefetch(valid_request_id(request_id), mode, time.monotonic() + config.prefetch_timeout_s)
-        if self._prefetcher is None:
-            handle.ended = True
-        else:
+        handle.ended = self._prefetcher is None
+        if self._prefetcher:
             self._prefetcher.start(handle, packed[:-1], namespace)
         return handle
 
     def poll(self) -> None:
         """Land what has finished. Call it once a step; it never blocks."""
         self._require_running()
-        self._land()
-
-    def _land(self) -> None:
-        counts = self._agree([flow.ready() for flow in self._flows])
-        for flow, count in zip(self._flows, counts, strict=True):
-            if count:
-                flow.land(count)
+        self._completion.poll()
 
     # A request's life
 
     def acquire(self, request: CacheRequest) -> Lease:
         """Admit a request: its held prefix is pinned, slots for the rest are taken, loads are submitted.
 
-        Raises `OutOfSlots`, `OutOfRows`, `OutOfStates`, `TransferBusy` or `PrefetchPending` (all `TryLater`; nothing
-        changed), `PromptTooLong` (never fits) and `DuplicateRequest`.
+        Raises `OutOfSlots`, `OutOfRows`, `OutOfStates`, `TransferBusy` or `PrefetchPending` (all `ResourceExhausted`;
+        nothing changed), `PromptTooLong` (never fits) and `DuplicateRequest`.
         """
         self._require_running()
         request = valid_request(request)
@@ -234,7 +237,7 @@ class CacheEngine:
             raise DuplicateRequest(request.request_id)
         if self._prefetcher:
             self._prefetcher.settle(request.request_id)
-        lease = self._admission.acquire(request)
+        lease = self._admit.acquire(request)
         lease.on_exit = self.release
         self._leases[request.request_id] = lease
         return lease
@@ -245,7 +248,7 @@ class CacheEngine:
         Raises `OutOfSlots`, and `PromptTooLong` beyond `max_context_len`.
         """
         self._require_held(lease)
-        return self._admission.extend(lease, valid_count("num_tokens", num_tokens))
+        return self._admit.extend(lease, valid_count("num_tokens", num_tokens))
 
     def commit(self, lease: Lease, tokens: npt.ArrayLike) -> None:
         """KV of all `tokens`, the sequence so far, is stored (or queued to be): share its whole pages, start backups.
@@ -255,7 +258,7 @@ class CacheEngine:
         do not begin with the lease's prompt, and `InvalidTokens` where there are more than it has slots for.
         """
         self._require_held(lease)
-        self._sharing.commit(lease, valid_tokens(tokens, minimum=0, known_len=len(lease.tokens)))
+        self._commit.commit(lease, valid_tokens(tokens, minimum=0, known_len=len(lease.tokens)))
 
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
         """Where a pass over the prompt from `start` should end, at most at `end`.
@@ -264,14 +267,13 @@ class CacheEngine:
         cached prefix, where a state is worth keeping. Commit there.
         """
         self._require_held(lease)
-        return self._sharing.next_stop(lease, start, end)
+        return self._commit.next_stop(lease, start, end)
 
     def track(self, leases: Sequence[Lease]) -> None:
         """After each step of decoding, before the next `extend`: hybrid models keep a state every
         `mamba_track_interval` tokens, which the next commit shares. Others: nothing."""
         self._require_held(*leases)
-        if self._parts.states is not None:
-            self._sharing.track(list(leases))
+        self._commit.track(leases)
 
     def begin_forward(self, leases: Sequence[Lease]) -> None:
         """The coming forward pass is for `leases`: its layers wait for their loads.
@@ -280,10 +282,9 @@ class CacheEngine:
         may have put another request's slots in place of the lease's, and passes of others name other loads.
         """
         self._require_held(*leases)
-        parts = self._parts
-        counters = [(Component.FULL, parts.counter), *((side.component, side.counter) for side in parts.sides)]
-        for component, counter in counters:
-            counter.set_consumer({load_id for lease in leases for load_id in lease.load_ids_of(component)})
+        for component in self._context.components:
+            load_ids = {load_id for lease in leases for load_id in lease.load_ids_of(component.name)}
+            component.counter.set_consumer(load_ids)
 
     def release(self, lease: Lease) -> None:
         """End the lease, finished or aborted: unpin the prefix, free the rest. Idempotent; works on a closed engine.
@@ -294,7 +295,7 @@ class CacheEngine:
             return
         if self._leases.get(lease.request_id) is not lease:
             raise ForeignLease(lease.request_id)
-        self._sharing.release(lease)
+        self._commit.release(lease)
         del self._leases[lease.request_id]
 
     def cancel(self, request_id: str) -> None:
@@ -317,50 +318,54 @@ class CacheEngine:
             if self._backup:
                 self._backup.wait()
             self._restore.wait()
-            self._land()
-            waiting = (self._persist and self._persist.busy()) or (self._prefetcher and self._prefetcher.busy())
-            if not waiting and not any(flow.ready() for flow in self._flows):
+            if self._completion.poll():
+                continue
+            if not ((self._persist and self._persist.is_busy()) or (self._prefetcher and self._prefetcher.is_busy())):
                 return
             time.sleep(0.0005)
 
     def stats(self) -> dict[str, float]:
         """Counters and sizes by dotted name; those of the store under `disk.`."""
-        values = self._parts.metrics.snapshot()
+        values = self._context.metrics.snapshot()
         for name, transfer in self._transfers():
-            values.update({f"{name}.{figure}": value for figure, value in transfer.figures().items()})
-        if self._parts.disk:
-            store = dataclasses.asdict(self._parts.disk.store.stats())
+            values.update({f"{name}.{stat}": value for stat, value in transfer.stats().items()})
+        if self._context.disk:
+            store = dataclasses.asdict(self._context.disk.store.stats())
             values.update({f"disk.{name}": float(value) for name, value in store.items()})
         return values
 
+    @property
+    def inspect(self) -> Inspection:
+        """What the engine is made of, for tests and tools."""
+        return Inspection(self._context, self._backup, self._restore, self._persist, self._prefetcher)
+
     def _transfers(self) -> list[tuple[str, TransferBackend]]:
-        parts = self._parts
-        named = [("transfer", parts.transfer)]
-        named += [(f"transfer_{side.component.name.lower()}", side.transfer) for side in parts.sides]
-        return [(name, transfer) for name, transfer in named if transfer is not None]
+        return [
+            ("transfer" if component.name == FULL else f"transfer_{component.name}", component.transfer)
+            for component in self._context.components
+            if component.has_host
+        ]
 
     def check(self) -> None:
         """Raise `InvariantError` with everything that is not as `docs/invariants.md` says. For idle moments and
         tests."""
-        under_way = {at: self._backup.pages_under_way(at) if self._backup else 0 for at in Component}
-        under_way[Component.FULL] += self._prefetcher.pages_under_way if self._prefetcher else 0
-        conservation(self._parts, list(self._leases.values()), self._restore.under_way(), under_way)
+        in_flight = {
+            name: sum(movement.pages_in_flight(name) for movement in (self._backup, self._prefetcher) if movement)
+            for name in self._context.by_name
+        }
+        check_engine(self._context, list(self._leases.values()), self._restore.in_flight(), in_flight)
 
     def _add_gauges(self) -> None:
-        gauge, tree, allocator, host = (
-            self._parts.metrics.gauge,
-            self._parts.tree,
-            self._parts.allocator,
-            self._parts.host,
-        )
-        gauge("device.free_tokens", "slots nobody holds", allocator.available_size)
-        gauge("device.evictable_tokens", "cached, needed by no request", lambda: tree.evictable(Tier.DEVICE))
-        gauge("device.protected_tokens", "cached, needed by a request or a copy", lambda: tree.protected(Tier.DEVICE))
+        context, tree = self._context, self._context.tree
+        gauge, evictable = context.metrics.gauge, tree.evictable
+        gauge("device.free_tokens", "slots nobody holds", context.full.allocator.available_size)
+        gauge("device.evictable_tokens", "cached, needed by no request", lambda: evictable(FULL, DEVICE))
+        gauge("device.protected_tokens", "cached, needed by a request or a copy", lambda: tree.protected(FULL, DEVICE))
         gauge("tree.nodes", "nodes of the prefix tree", lambda: tree.num_nodes)
         gauge("engine.leases", "requests admitted and not released", lambda: len(self._leases))
-        if host is not None:
-            gauge("host.free_pages", "pages nobody holds", host.available)
-            gauge("host.evictable_tokens", "on the host, needed by nobody", lambda: tree.evictable(Tier.HOST))
+        if context.has_host:
+            gauge("host.free_pages", "pages nobody holds", context.full.host.available)
+            gauge("host.evictable_tokens", "on the host, needed by nobody", lambda: evictable(FULL, HOST))
 
     # What every verb asks first
 
@@ -375,21 +380,3 @@ class CacheEngine:
                 raise LeaseEnded(lease.request_id)
             if self._leases.get(lease.request_id) is not lease:
                 raise ForeignLease(lease.request_id)
-
-    # Between the flows
-
-    def _consider(self, node: TreeNode) -> None:
-        if self._backup:
-            self._backup.consider(node)
-
-    def _used(self, node: TreeNode) -> None:
-        if self._persist:
-            self._persist.used(node)
-
-    def _save(self, node: TreeNode) -> None:
-        assert self._backup is not None
-        self._backup.save(node)
-
-    def _on_host(self, nodes: list[TreeNode]) -> None:
-        if self._persist:
-            self._persist.store([node for node in nodes if node.holds(Tier.HOST)])

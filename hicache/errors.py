@@ -1,14 +1,13 @@
-"""Every error the engine raises: one class a cause, and each message names the knob that remedies it.
+"""Every error that hicache raises on purpose: one class a cause, and each message names the setting that remedies it.
 
-Owns nothing. May import `hicache.storage`, whose own errors and `HiCacheError`, the base of them all, stand below; is
-imported by everything above it.
+Stores add their own in `hicache.storage.base`. This module imports nothing.
 """
 
 from __future__ import annotations
 
-from hicache.storage import base
 
-HiCacheError = base.HiCacheError
+class HiCacheError(Exception):
+    """Base of all errors below and of those of stores. The command line prints it as one line and exits with 2."""
 
 
 class ConfigError(HiCacheError, ValueError):
@@ -19,118 +18,119 @@ class ShapeError(HiCacheError, ValueError):
     """A tensor does not fit the pool it goes to; the message names both sides."""
 
 
-class TryLater(HiCacheError, RuntimeError):
-    """Nothing is wrong and nothing was changed: what was asked for does not fit now. Retry after a release or a
-    poll."""
+class ResourceExhausted(HiCacheError, RuntimeError):
+    """The request does not fit now, and nothing was changed. Retry after a release or a poll."""
 
 
-class OutOfSlots(TryLater):
-    """The device tier cannot hold what was asked for now, even after eviction. Retry after a release."""
+class OutOfSlots(ResourceExhausted):
+    """The device tier has too few free slots, even after eviction. Retry after a release."""
 
     def __init__(self, asked: int, available: int, evictable: int) -> None:
         self.asked, self.available, self.evictable = asked, available, evictable
         super().__init__(
-            f"out of device slots: {asked} tokens asked, {available} available, {evictable} evictable; "
+            f"out of device slots: {asked} tokens requested, {available} available, {evictable} evictable; "
             f"wait for a release, run fewer requests at a time, or raise device_tokens"
         )
 
 
-class OutOfRows(TryLater):
+class OutOfRows(ResourceExhausted):
     """No row of the request table is free. Retry after a release."""
 
     def __init__(self, max_requests: int) -> None:
-        super().__init__(f"all {max_requests} request rows are taken; wait for a release or raise max_requests")
+        super().__init__(f"all {max_requests} request rows are in use; wait for a release or raise max_requests")
 
 
-class OutOfStates(TryLater):
+class OutOfStates(ResourceExhausted):
     """No recurrent state is free, even after eviction. Retry after a release."""
 
     def __init__(self, short: int, available: int) -> None:
         super().__init__(
-            f"{short} recurrent states more are needed than the {available} that are free; wait for a release, run "
-            f"fewer requests at a time, or raise mamba_size"
+            f"out of recurrent states: {available} are free and {short} more are needed; wait for a release, run fewer "
+            f"requests at a time, or raise mamba_size"
         )
 
 
-class TransferBusy(TryLater):
-    """Every producer of the layer counter carries a load. Retry after a poll."""
+class TransferBusy(ResourceExhausted):
+    """Every producer of the layer counter has a load in flight. Retry after a poll."""
 
     def __init__(self, producers: int) -> None:
-        super().__init__(f"all {producers} loads that may be in flight are; poll and ask again")
+        super().__init__(f"the maximum of {producers} loads is in flight; poll and retry")
 
 
 class PromptTooLong(HiCacheError, ValueError):
-    """The prompt can never fit, whatever is evicted."""
+    """The prompt exceeds a limit that eviction cannot change."""
 
-    def __init__(self, tokens: int, limit: int, knob: str) -> None:
+    def __init__(self, tokens: int, limit: int, setting: str) -> None:
         self.tokens, self.limit = tokens, limit
-        super().__init__(f"a prompt of {tokens} tokens can never fit in {limit}; raise {knob} to at least {tokens}")
+        super().__init__(
+            f"a prompt of {tokens} tokens exceeds the limit of {limit}; raise {setting} to at least {tokens}"
+        )
 
 
 class InvalidTokens(HiCacheError, ValueError):
-    """Token ids are no one-dimensional run of integers that a key can hold."""
+    """Token ids are not a one-dimensional sequence of int64 values of at least 0."""
 
 
 class InvalidArgument(HiCacheError, ValueError):
-    """An argument of a call is of the wrong kind or out of range; the message names it and what it takes."""
+    """An argument has the wrong type or is out of range; the message names it and the accepted values."""
 
 
 class TokensMismatch(HiCacheError, ValueError):
-    """The tokens of a commit are not those that the lease was made for; the message names the first that differs."""
+    """The committed tokens differ from those of the lease; the message names the first that differs."""
 
     def __init__(self, request_id: str, position: int, given: int, held: int) -> None:
         super().__init__(
-            f"{request_id}: token {position} of the commit is {given}, the lease was made for {held}; "
-            f"commit the sequence that begins with the lease's prompt"
+            f"{request_id}: token {position} of the commit is {given}, that of the lease is {held}; "
+            f"commit a sequence that begins with the lease's prompt"
         )
 
 
 class LeaseEnded(HiCacheError, RuntimeError):
-    """The lease was released or its request cancelled: its slots may be another's by now. Acquire again."""
+    """The lease was released or its request cancelled, so its slots may belong to another request. Acquire again."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"the lease of {request_id} has ended, by release or cancel; nothing was changed")
+        super().__init__(f"the lease of {request_id} was released or cancelled; nothing was changed")
 
 
 class ForeignLease(HiCacheError, ValueError):
     """The lease belongs to another engine."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"the lease of {request_id} is of another engine; nothing was changed")
+        super().__init__(f"the lease of {request_id} belongs to another engine; nothing was changed")
 
 
 class DuplicateRequest(HiCacheError, ValueError):
-    """The request id holds a lease already."""
+    """The request id already has a lease."""
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"request {request_id} holds a lease already; release it first, or use another request_id")
+        super().__init__(f"request {request_id} already has a lease; release it first, or use another request_id")
 
 
 class NotRunning(HiCacheError, RuntimeError):
-    """The engine was not started, or is closed."""
+    """The engine is not started, or is closed."""
 
     def __init__(self, closed: bool) -> None:
         super().__init__("the engine is closed; build another" if closed else "the engine is not started; call start()")
 
 
 class OutOfMemory(HiCacheError, MemoryError):
-    """A tier does not fit in the machine's memory."""
+    """A tier does not fit in the available memory."""
 
 
-class PrefetchPending(TryLater):
-    """The request's prefetch has not reached its end and its mode demands that it does; poll and ask again."""
+class PrefetchPending(ResourceExhausted):
+    """The request's prefetch mode waits for its prefetch, which is still in flight. Retry after a poll."""
 
 
 class IdentityError(HiCacheError, ValueError):
-    """What was stored belongs to another model, layout or tenant; or an identity is incomplete."""
+    """Stored pages belong to another model, layout or tenant; or an identity is incomplete."""
 
 
 class UnsupportedModel(HiCacheError, ValueError):
-    """The model has layers this runner cannot serve."""
+    """The model has layers that the runner cannot serve."""
 
 
 class InvariantError(HiCacheError, AssertionError):
-    """`check()` found violations; the message lists all of them."""
+    """`check()` found violations of invariants; the message lists all of them."""
 
     def __init__(self, where: str, violations: list[str]) -> None:
         self.violations = violations
@@ -138,8 +138,8 @@ class InvariantError(HiCacheError, AssertionError):
 
 
 class DoubleFree(HiCacheError, RuntimeError):
-    """Slots, rows or pages were freed that are not handed out."""
+    """Slots, rows, states or pages were freed that are not allocated."""
 
 
 class TransferError(HiCacheError, RuntimeError):
-    """A copy between tiers failed; source and destination stay as they were before it."""
+    """A copy between tiers failed. The source is unchanged; the destination is not used."""

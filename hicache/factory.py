@@ -1,9 +1,8 @@
-"""Builds an engine from its configuration: the one place where tiers are sized, wired and checked against each other.
-
-May import flow and everything below it, and the engine.
-"""
+"""Builds an engine from its configuration: the one place where tiers are sized and wired."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +12,7 @@ from hicache.alloc import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from hicache.config import EngineConfig, kernel_choice
+from hicache.config import DiskConfig, EngineConfig, Filter, kernel_choice
 from hicache.device import (
     HybridLinearKVPool,
     HybridReqToTokenPool,
@@ -28,71 +27,87 @@ from hicache.device.base import SlotSpace
 from hicache.disk import DiskTier, Limits, cipher_of, identity_of, namespace_digest, page_filter
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
-from hicache.flow.base import Parts, States, Windows
+from hicache.flow.components import COMPONENTS, Base, CacheComponent, HostLink
+from hicache.flow.context import EngineContext
+from hicache.flow.write_policy import make_write_policy
 from hicache.host import HostPagePool
-from hicache.host.memory import available_bytes, host_budget
+from hicache.host.memory import available_bytes
 from hicache.kernels.page_copy import PageMover
 from hicache.layout import ModelGeometry, PoolLayout
 from hicache.metrics import Metrics
-from hicache.storage import LmdbPageStore
+from hicache.sizing import host_shares, resolve
+from hicache.storage import LmdbPageStore, PageFormat, PageStore
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes
-from hicache.tree import MambaRules, PageHasher, RadixTree, SwaRules
-from hicache.tree.components import Rules
-
-_STATES_PER_REQUEST = 4
-_HOST_SHARE_OF_STATES = 4
+from hicache.tree import FULL, MAMBA, SWA, Component, PageHasher, RadixTree, TreeComponent
 
 
-def build_engine(config: EngineConfig, model: ModelGeometry | KVCache) -> CacheEngine:
+def build_engine(
+    config: EngineConfig,
+    model: ModelGeometry | KVCache,
+    components: Sequence[type[CacheComponent]] = (),
+    store: PageStore | None = None,
+) -> CacheEngine:
     """An engine for `model`; start it before use.
 
     `model`: the geometry of attention with grouped heads, with windows or recurrent layers among it where the model has
-    them, whose pools are built here; or a pool of another kind (MLA, NSA, quantised, …) with one set of slots. Raises
-    `ConfigError`, `OutOfMemory`, and what the store raises when it was made for another model or layout.
+    them, whose pools are built here; or a pool of another kind (MLA, NSA, quantised, …) with one set of slots.
+    `components`: of one's own, beside those of the model. `store`: of one's own, in place of the one that the disk
+    settings describe; the caller closes it, after the engine. Raises `ConfigError`, `OutOfMemory`, and what the store
+    raises when it was made for another model or layout.
     """
-    device = _device(config.device)
+    device, host_setting = _device(config.device), "host_ratio" if config.host_ratio else "host_bytes"
+    write_policy = make_write_policy(config)
+    config = resolve(config, model, available_bytes() if config.has_host else 0)
+    _require_one_store(config, store)
     table = _table(config, model, device)
     pool = _pool(config, model, device, table) if isinstance(model, ModelGeometry) else _fitting(config, model, device)
-    spaces = pool.slot_spaces  # the first is of full attention
-    if config.disk is not None and len(spaces) > 1:
-        raise ConfigError("the disk tier keeps pages of full attention alone; leave disk out for this model")
-    hosts = _hosts(config, spaces)
-    tiers = [(host, *build_transfer(config, space, host)) for space, host in zip(spaces, hosts, strict=True)]
-    host, transfer, counter = tiers[0]
-    allocator = _allocator(config, pool, device)
-    windows = states = None
-    rules: list[Rules] = []
-    if isinstance(pool, SWAKVPool) and isinstance(model, ModelGeometry):
-        assert isinstance(allocator, SWATokenToKVPoolAllocator)
-        window_rules = SwaRules(model.window, config.cache_page_size)
-        windows = Windows(allocator, window_rules, config.cache_page_size, tiers[1][2], tiers[1][0], tiers[1][1])
-        rules.append(window_rules)
-        sides = [pool.layers_mapping[layer_id] for layer_id in pool.layer_ids]
-        pool.register_layer_transfer_counter(LayerRoutes([(tiers[is_window][2], at) for at, is_window in sides]))
-    else:
-        pool.register_layer_transfer_counter(counter)
-    if isinstance(table, HybridReqToTokenPool):
-        states = States(table, tiers[1][2], tiers[1][0], tiers[1][1])
-        rules.append(MambaRules())
-        table.mamba_pool.register_layer_transfer_counter(tiers[1][2])
-    page, layout, metrics = config.cache_page_size, spaces[0].layout, Metrics()
-    return CacheEngine(
-        Parts(
-            config=config,
-            pool=pool,
-            req_to_token=table,
-            allocator=allocator,
-            tree=RadixTree(page, PageHasher(namespace_digest(config, layout), page), rules, config.eviction_policy),
-            counter=counter,
-            metrics=metrics,
-            host=host,
-            transfer=transfer,
-            disk=None if host is None else _disk(config, layout, host, metrics),
-            windows=windows,
-            states=states,
-        )
+    present = _present(config, model, components)
+    spaces = {found.name: kind.slot_space(config, found, pool) for kind, found in present.items()}
+    links = _links(config, list(present.values()), spaces, host_setting)
+    layouts = {name: space.layout for name, space in spaces.items()}
+    page, metrics = config.cache_page_size, Metrics()
+    others = [found for found in present.values() if found.name != FULL]
+    hasher = PageHasher(namespace_digest(config, layouts), page)
+    base = Base(
+        config=config,
+        pool=pool,
+        req_to_token=table,
+        allocator=_allocator(config, pool, device),
+        tree=RadixTree(page, hasher, others, config.eviction_policy),
+        metrics=metrics,
     )
+    built = tuple(kind(base, found, links[found.name]) for kind, found in present.items())
+    _register_counters(pool, {component.name: component.counter for component in built})
+    hosts = {component.name: component.host for component in built if component.has_host}
+    owns_store = config.disk is not None
+    if config.disk is not None:
+        store = _store(config, config.disk, layouts, hosts)
+    disk = None if store is None else _disk(config, store, owns_store, hosts, metrics)
+    return CacheEngine(EngineContext(config, pool, table, base.tree, metrics, built, write_policy, disk))
+
+
+def _present(
+    config: EngineConfig, model: ModelGeometry | KVCache, components: Sequence[type[CacheComponent]]
+) -> dict[type[CacheComponent], TreeComponent]:
+    """The components of the model and `components`, each with its counterpart in the tree."""
+    rules = {kind: kind.rules_for(config, model) for kind in (*COMPONENTS, *components)}
+    present = {kind: found for kind, found in rules.items() if found is not None}
+    names = [found.name for found in present.values()]
+    if len({*names}) < len(names):
+        raise ConfigError(f"the components are named {', '.join(names)}; give each a name of its own")
+    return present
+
+
+def _register_counters(pool: KVCache, counters: dict[Component, LayerTransferCounter]) -> None:
+    """Have each layer of the pool wait for the counter of its component."""
+    if isinstance(pool, SWAKVPool):
+        layers = [pool.layers_mapping[layer_id] for layer_id in pool.layer_ids]
+        pool.register_layer_transfer_counter(
+            LayerRoutes([(counters[SWA if is_window else FULL], dense_id) for dense_id, is_window in layers])
+        )
+    else:
+        pool.register_layer_transfer_counter(counters[FULL])
 
 
 def _table(config: EngineConfig, model: ModelGeometry | KVCache, device: torch.device) -> ReqToTokenPool:
@@ -105,7 +120,7 @@ def _table(config: EngineConfig, model: ModelGeometry | KVCache, device: torch.d
     params = Mamba2CacheParams(shape, model.recurrent_layers, state.temporal_dtype, state.conv_dtype)
     return HybridReqToTokenPool(
         size=config.max_requests,
-        mamba_size=config.mamba_size or _STATES_PER_REQUEST * config.max_requests,
+        mamba_size=config.mamba_size,
         max_context_len=row_len,
         device=device,
         enable_memory_saver=False,
@@ -122,16 +137,9 @@ def _pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device, t
     if geometry.window_layers:
         # The tree's pages are of full attention: a model that has windows in every layer keeps its first layer whole.
         full = geometry.full_layers or geometry.window_layers[:1]
-        window_tokens = (config.window_tokens or size) // config.page_size * config.page_size
-        least = 2 * (geometry.window + config.cache_page_size)
-        if window_tokens < least:
-            raise ConfigError(
-                f"window_tokens={window_tokens} cannot hold the windows of {geometry.window} tokens of two requests; "
-                f"raise window_tokens to at least {least}"
-            )
         return SWAKVPool(
             size,
-            window_tokens,
+            config.window_tokens,
             config.page_size,
             config.torch_dtype,
             geometry.head_num,
@@ -164,31 +172,23 @@ def _pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device, t
     )
 
 
-def _hosts(config: EngineConfig, spaces: tuple[SlotSpace, ...]) -> list[HostPagePool | None]:
-    """A host pool for each set of slots, out of the tier's budget: as many window pages as full ones; states as set."""
+def _links(
+    config: EngineConfig, rules: Sequence[TreeComponent], spaces: dict[Component, SlotSpace], setting: str
+) -> dict[Component, HostLink]:
+    """How each component moves between device and host. `setting`: what gave the bytes of the host tier."""
     if not config.has_host:
-        return [None] * len(spaces)
-    device_bytes = sum(buffer.nbytes for s in spaces for at in s.layout.layers for buffer in s.layer_buffers(at))
-    total = host_budget(config.host_bytes, config.host_ratio, device_bytes, available_bytes())
-    page_tokens = [_page_tokens(config, space) for space in spaces]
-    page_bytes = [space.layout.page_bytes(n) for space, n in zip(spaces, page_tokens, strict=True)]
-    shares = [total]
-    if spaces[-1].name == "mamba":
-        num_states = config.host_states + 1 if config.host_states else None
-        of_states = num_states * page_bytes[1] if num_states else total // _HOST_SHARE_OF_STATES
-        shares = [total - of_states, of_states]
-    elif len(spaces) > 1:
-        num_pages = total // sum(page_bytes)
-        shares = [num_pages * at for at in page_bytes]
-    pin, knob = spaces[0].device.type == "cuda", "host_bytes" if config.host_bytes else "host_ratio"
-    return [
-        HostPagePool(space.layout, tokens, share, pin=pin, device=space.device, knob=knob)
-        for space, tokens, share in zip(spaces, page_tokens, shares, strict=True)
-    ]
-
-
-def _page_tokens(config: EngineConfig, space: SlotSpace) -> int:
-    return 1 if space.name == "mamba" else config.host_page_size
+        return {name: build_link(config, space, None) for name, space in spaces.items()}
+    page_tokens = {component.name: 1 if component.at_node_end else config.host_page_size for component in rules}
+    page_bytes = {name: spaces[name].layout.page_bytes(tokens) for name, tokens in page_tokens.items()}
+    shares = host_shares(config, page_bytes, config.host_states if MAMBA in spaces else None)
+    links: dict[Component, HostLink] = {}
+    for name, space in spaces.items():
+        pin = space.device.type == "cuda"
+        host = HostPagePool(
+            space.layout, page_tokens[name], shares[name], pin=pin, device=space.device, setting=setting
+        )
+        links[name] = build_link(config, space, host)
+    return links
 
 
 def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCache:
@@ -234,6 +234,11 @@ def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> Bas
     return PagedTokenToKVPoolAllocator(pool.size, config.page_size, pool.dtype, "cpu", pool, need_sort=True)
 
 
+def build_link(config: EngineConfig, space: SlotSpace, host: HostPagePool | None) -> HostLink:
+    transfer, counter = build_transfer(config, space, host)
+    return HostLink(space, counter, host, transfer)
+
+
 def build_transfer(
     config: EngineConfig, pool: KVCache | SlotSpace, host: HostPagePool | None
 ) -> tuple[TransferBackend | None, LayerTransferCounter]:
@@ -242,50 +247,67 @@ def build_transfer(
     counter = LayerTransferCounter(len(layers), CudaLayerEvents if on_cuda else CpuLayerEvents)
     if host is None:
         return None, counter
-    kernels, page_tokens = kernel_choice(pool.device), host.page_tokens
-    mover = PageMover(
-        [pool.layer_buffers(layer) for layer in layers],
-        page_tokens,
-        kernels,
-        [pool.layout.spans_of(layer) for layer in layers],
-    )
+    buffers, spans = [pool.layer_buffers(i) for i in layers], [pool.layout.spans_of(i) for i in layers]
+    mover = PageMover(buffers, host.page_tokens, kernel_choice(pool.device), spans)
     if not on_cuda:
-        return CpuTransfer(host.bytes_of, mover, len(layers), counter), counter
+        return CpuTransfer(host.bytes_of, mover, counter), counter
     backend = CudaTransfer(
         host.bytes_of,
         mover,
-        [pool.layout.layer_bytes(layer, page_tokens) for layer in layers],
         counter,
-        device=pool.device,
         rows_per_chunk=host.arena.rows_per_chunk,
-        page_tokens=page_tokens,
         device_page_tokens=pool.layout.device_page_size,
-        staging_bytes=config.staging_bytes,
-        chunk_tokens=config.transfer_chunk_tokens,
+        staging_bytes=config.advanced.staging_bytes,
+        chunk_tokens=config.advanced.transfer_chunk_tokens,
     )
     return backend, counter
 
 
-def _disk(config: EngineConfig, layout: PoolLayout, host: HostPagePool, metrics: Metrics) -> DiskTier | None:
-    disk = config.disk
-    if disk is None:
-        return None
-    store = LmdbPageStore(
+def _require_one_store(config: EngineConfig, store: PageStore | None) -> None:
+    if store is None:
+        return
+    if config.disk is not None:
+        raise ConfigError(f"the engine is given a store and disk path={config.disk.path}; give one of them")
+    config.require_disk_tier()
+
+
+def _store(
+    config: EngineConfig, disk: DiskConfig, layouts: dict[Component, PoolLayout], hosts: dict[Component, HostPagePool]
+) -> LmdbPageStore:
+    formats: dict[int, PageFormat] = {}  # by size: where two components share one, the first decides
+    for name, host in hosts.items():
+        wanted: Filter = disk.filter if name == FULL or disk.filter == "none" else "auto"
+        page_bytes = host.page_bytes
+        formats.setdefault(page_bytes, PageFormat(page_bytes, page_filter(wanted, layouts[name], host.page_tokens)))
+    return LmdbPageStore(
         disk.path,
-        identity=identity_of(config, layout),
-        page_bytes=host.page_bytes,
+        identity=identity_of(config, layouts),
+        formats=list(formats.values()),
         budget_bytes=disk.budget_bytes,
         durability=disk.durability,
         level=disk.level,
-        filter=page_filter(disk.filter, layout, host.page_tokens),
         cipher=cipher_of(disk),
+    )
+
+
+def _disk(
+    config: EngineConfig, store: PageStore, owns_store: bool, hosts: dict[Component, HostPagePool], metrics: Metrics
+) -> DiskTier:
+    advanced = config.advanced
+    limits = Limits(
+        io_timeout_s=advanced.disk_io_timeout_s,
+        reopen_backoff_s=advanced.disk_reopen_backoff_s,
+        max_reopen_backoff_s=advanced.disk_max_reopen_backoff_s,
+        close_s=advanced.disk_io_timeout_s,
     )
     tier = DiskTier(
         store,
-        readers=disk.readers,
-        queue_jobs=disk.queue_jobs,
-        full_bytes=host.page_bytes * host.num_pages // 2,  # what may be locked on its way to the store
-        limits=Limits(disk.hang_s, disk.retry_s, disk.max_retry_s, close_s=disk.hang_s),
+        owns_store=owns_store,
+        readers=advanced.disk_reader_threads,
+        queue_jobs=advanced.disk_queue_jobs,
+        # What may be locked on its way to the store.
+        full_bytes=sum(host.page_bytes * host.num_pages for host in hosts.values()) // 2,
+        limits=limits,
     )
     tier.add_gauges(metrics)
     return tier

@@ -1,12 +1,10 @@
-"""What one token, page or request stores: pure data that every tier reads and no tier defines.
+"""Layouts of pools and geometry of models: which bytes a token, a device page or a request stores, as pure data.
 
-A device pool declares a `PoolLayout`; the host pool, the transfer engine, the page codec and the capacity arithmetic
+A device pool declares a `PoolLayout`; the host pool, the transfer engine, the page codec and the capacity computation
 read it. A page of `page_tokens` tokens on host and disk is one block, `[layer][buffer][row]`:
 
     layer l of a page   [layer_offset(l), layer_offset(l) + layer_bytes(l))         contiguous, for the copy engine
-    buffer b of it      the rows of `specs_of(l)[b]`, one a token or one a device page, behind those of buffer b - 1
-
-May import torch for dtypes, config, metrics and errors.
+    buffer b of it      the rows of `specs_of(l)[b]`, one per token or device page, after those of buffer b - 1
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ LayerKind = Literal["full", "window", "recurrent"]
 class BufferSpec:
     """One kind of row that a layer stores.
 
-    `shape` is the shape of one row, `per` says what has a row: a token, a device page or a request; `layers` are the
-    global ids of the layers that have this buffer.
+    `shape` is the shape of one row, stored for each token, device page or request (`per`); `layers` are the global ids
+    of the layers that have this buffer.
     """
 
     name: str
@@ -42,7 +40,7 @@ class BufferSpec:
 
     def __post_init__(self) -> None:
         if self.per not in ("token", "page", "request"):
-            raise ConfigError(f"buffer {self.name}: per={self.per!r} is none of 'token', 'page', 'request'")
+            raise ConfigError(f"buffer {self.name}: per={self.per!r} must be 'token', 'page' or 'request'")
         if not self.layers or min(self.shape, default=0) < 1:
             raise ConfigError(f"buffer {self.name}: needs at least one layer and a positive shape, got {self.shape}")
 
@@ -51,14 +49,14 @@ class BufferSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def rows(self, page_tokens: int, device_page_size: int) -> int:
-        """Rows that a page of `page_tokens` tokens holds in one layer. ConfigError unless it is whole device pages."""
+        """Rows of one layer in a page of `page_tokens` tokens. ConfigError unless that is whole device pages."""
         if self.per == "token":
             return page_tokens
         if self.per == "page":
             if page_tokens % device_page_size:
                 raise ConfigError(
                     f"buffer {self.name} has a row for each device page of page_size={device_page_size} tokens, and "
-                    f"{page_tokens} tokens are no whole number of them; set host_page_size to a multiple of page_size"
+                    f"{page_tokens} tokens are not a multiple of that; set host_page_size to a multiple of page_size"
                 )
             return page_tokens // device_page_size
         return 1
@@ -73,7 +71,7 @@ class PoolLayout:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Global ids of the layers that store anything, in order."""
+        """Global ids of the layers of all buffers, ascending."""
         return tuple(sorted({layer for spec in self.buffers for layer in spec.layers}))
 
     @property
@@ -84,7 +82,7 @@ class PoolLayout:
         return tuple(spec for spec in self.buffers if layer in spec.layers)
 
     def spans_of(self, layer: int) -> tuple[int, ...]:
-        """For each buffer of a layer (a global id) the number of slots that share a row of it."""
+        """For each buffer of a layer (a global id), the number of slots that share a row."""
         return tuple(self.device_page_size if spec.per == "page" else 1 for spec in self.specs_of(layer))
 
     def layer_bytes(self, layer: int, page_tokens: int) -> int:
@@ -100,24 +98,21 @@ class PoolLayout:
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes that one token adds over all layers (rows per page count by their share, rows per request do not)."""
+        """Bytes per token over all layers: rows per page count by their share, rows per request do not count."""
         rate = {"token": 1.0, "page": 1.0 / self.device_page_size, "request": 0.0}
         return math.ceil(sum(s.row_bytes * len(s.layers) * rate[s.per] for s in self.buffers))
 
     def digest(self) -> bytes:
-        """SHA-256 over everything that decides how the bytes of a page are to be read."""
+        """SHA-256 over everything that determines the meaning of a page's bytes."""
         fields = [[s.name, str(s.dtype), list(s.shape), s.per, list(s.layers)] for s in self.buffers]
-        text = json.dumps({"buffers": fields, "device_page_size": self.device_page_size if self._paged else None})
+        paged = any(spec.per == "page" for spec in self.buffers)
+        text = json.dumps({"buffers": fields, "device_page_size": self.device_page_size if paged else None})
         return hashlib.sha256(text.encode()).digest()
-
-    @property
-    def _paged(self) -> bool:
-        return any(spec.per == "page" for spec in self.buffers)
 
 
 @dataclass(frozen=True)
 class StateGeometry:
-    """What one recurrent layer keeps of one request: convolution windows and a temporal state."""
+    """The state of one recurrent layer and request: convolution windows and a temporal state."""
 
     conv: tuple[tuple[int, ...], ...]
     temporal: tuple[int, ...]
@@ -131,10 +126,11 @@ class StateGeometry:
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """The layers of a model: what the factory needs to build its pools.
+    """The layers of a model, from which the factory builds its pools.
 
-    `layer_kinds`: one a layer; () means full attention in every layer. `window`: tokens that a window layer looks back
-    on, itself included. Attention layers, of either kind, have the same heads. ConfigError where the fields disagree.
+    `layer_kinds`: one for each layer; () means full attention in every layer. `window`: tokens that a window layer
+    attends to, the current one included. All attention layers have the same heads. `dtype`: of keys and values, where
+    it is known. ConfigError if the fields disagree.
     """
 
     layer_num: int
@@ -144,11 +140,12 @@ class ModelGeometry:
     layer_kinds: tuple[LayerKind, ...] = ()
     window: int = 0
     state: StateGeometry | None = None
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         wrong = sorted({str(kind) for kind in self.layer_kinds} - {"full", "window", "recurrent"})
         if wrong:
-            raise ConfigError(f"layer_kinds names {wrong}; they are 'full', 'window' or 'recurrent'")
+            raise ConfigError(f"layer_kinds contains {wrong}; use 'full', 'window' or 'recurrent'")
         if len(self.layer_kinds) not in (0, self.layer_num):
             raise ConfigError(f"layer_kinds has {len(self.layer_kinds)} entries for layer_num={self.layer_num} layers")
         if self.window < 0 or (self.window > 0) != bool(self.window_layers):

@@ -1,10 +1,7 @@
-"""Metrics: what the engine counted, cheap enough to stay on in every step.
+"""Metrics of an engine, cheap enough to stay on in every step.
 
-A `Counter` is one integer that one thread adds to, so counting is an integer add: no lock, no name look-up, nothing at
-all in a step that moves nothing. Threads that count the same thing ask the registry for a counter each; `snapshot`
-adds them up. A gauge is a function that is called when somebody looks, and costs nothing until then.
-
-Owns the registry. May import errors; imports nothing of the project today.
+A `Counter` is an integer that one thread adds to, without a lock or a name look-up. Threads that count the same event
+ask the registry for a counter each; `snapshot` adds them up. A gauge is a function that `snapshot` calls.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
 
 
 class PoolStats(TypedDict):
-    """How full a pool is. Tokens count whole pages; `utilization` is used over total, in [0, 1]."""
+    """How full a pool is. Tokens are those of whole pages; `utilization` is used over total, in [0, 1]."""
 
     total_tokens: int
     used_tokens: int
@@ -54,8 +51,7 @@ def memory_pressure(utilization: float) -> Pressure:
 class Counter:
     """A number of events, tokens, pages, bytes or nanoseconds that only grows.
 
-    Called by one thread, its owner: `counter.value += n`. Any thread may read `value`; what it reads was true a moment
-    ago and never decreases.
+    One thread, its owner, writes it: `counter.value += n`. Any thread may read `value`.
     """
 
     value: int = 0
@@ -69,7 +65,7 @@ class _Series:
 
 
 class Metrics:
-    """The registry of one engine. Owns the names and what each means.
+    """The registry of one engine: every name with its help text.
 
     `counter` and `gauge` are called while the engine is built; `snapshot` from any thread, at any time. Names are
     dotted and end in their unit: `disk.read_bytes`, `flow.restore_tokens`, `transfer.wait_ns`.
@@ -79,9 +75,9 @@ class Metrics:
         self._series: dict[str, _Series] = {}
 
     def counter(self, name: str, help: str) -> Counter:
-        """A new counter that adds to `name`: ask once for each thread that counts, and keep what is returned.
+        """A new counter for `name`, one for each thread that counts.
 
-        Raises ValueError where the name is malformed, is a gauge, or was described in other words.
+        Raises ValueError where the name is malformed, is a gauge, or was registered with another help text.
         """
         series = self._series.get(name)
         if series is None:
@@ -89,36 +85,36 @@ class Metrics:
         if series.read is not None:
             raise ValueError(f"metric {name} is a gauge")
         if series.help != help:
-            raise ValueError(f"metric {name} means {series.help!r} already, not {help!r}")
+            raise ValueError(f"metric {name} is registered as {series.help!r}, not {help!r}")
         counter = Counter()
-        # A new list, never a longer one: a snapshot in another thread goes on over the list it has.
+        # A new list, since a snapshot in another thread may iterate over the present one.
         series.counters = [*series.counters, counter]
         return counter
 
     def gauge(self, name: str, help: str, read: Callable[[], float]) -> None:
-        """Register a value that `read` returns when somebody looks; it runs in the thread of the snapshot.
+        """Register a gauge whose value `read` returns; it is called in the thread of each snapshot.
 
-        Raises ValueError where the name is malformed or taken.
+        Raises ValueError where the name is malformed or registered already.
         """
         if name in self._series:
-            raise ValueError(f"metric {name} exists already")
+            raise ValueError(f"metric {name} is registered already")
         self._register(name, help).read = read
 
     def snapshot(self) -> dict[str, float]:
-        """All values by name, in order of the names. Counters are sums over their threads."""
+        """All values by name, sorted. Those of counters are sums over their threads."""
         values: dict[str, float] = {}
         for name, series in sorted(self._series.copy().items()):
             values[name] = sum(c.value for c in series.counters) if series.read is None else series.read()
         return values
 
     def describe(self) -> dict[str, str]:
-        """What each name means, in order of the names."""
+        """The help text of each metric by name, sorted."""
         return {name: series.help for name, series in sorted(self._series.copy().items())}
 
     def _register(self, name: str, help: str) -> _Series:
         if _NAME.fullmatch(name) is None:
-            raise ValueError(f"metric {name!r}: write it dotted and in lower case, like disk.read_bytes")
+            raise ValueError(f"metric {name!r}: names are dotted and in lower case, like disk.read_bytes")
         if not help:
-            raise ValueError(f"metric {name}: say in a few words what it counts")
+            raise ValueError(f"metric {name}: the help text must say what it counts")
         series = self._series[name] = _Series(help)
         return series

@@ -1,6 +1,6 @@
-"""Memory over time as a figure: an optional extra, `pip install hicache[plot]`.
+"""Memory of the tiers over time as a figure. Needs matplotlib: `pip install hicache[plot]`.
 
-Owns nothing. Importing it works without matplotlib; plotting then says what is missing. May import metrics and errors.
+Importing this module works without it; plotting then raises `ConfigError`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class MemorySample:
-    """One moment: seconds since the start, and per tier (device, host, disk) the bytes in use and free."""
+    """Bytes in use and free on each tier (device, host, disk), `time_s` seconds after the start."""
 
     time_s: float
     used_bytes: dict[str, int]
@@ -41,8 +41,8 @@ class MemorySample:
 def plot_memory_usage(history: Sequence[MemorySample]) -> Figure:
     """Used and free memory of each tier over time, in GiB, one panel a tier. Save it with `figure.savefig(path)`.
 
-    A tier that a sample does not name is left out at that moment. Needs no display. ConfigError where matplotlib is
-    missing, the history is empty, or time runs backwards.
+    A tier without a sample at some time has no point there. Needs no display. Raises `ConfigError` where matplotlib is
+    missing, the history is empty, or its times decrease.
     """
     if _figure is None:
         raise ConfigError("plots need matplotlib, which is not installed; pip install hicache[plot]")

@@ -1,8 +1,8 @@
-"""Kinds of settings: what each takes, its unit and range, and what is said of anything else.
+"""Kinds of settings: which values each accepts, its unit, choices and range, and how it is shown.
 
-A setting is declared once, as the annotation of a dataclass's field: `Annotated[int, Whole("help", minimum=1)]`. What
-comes from Python, YAML or flags passes through the same `take` when the dataclass is built (`settle`); flags of other
-commands use the same kinds (`as_flag`). May import errors.
+A setting is declared once, as the annotation of a dataclass field: `Annotated[int, Whole("help", 1, unit="tokens")]`.
+Values from Python, YAML and flags pass through the same `take` when the dataclass is built (`settle`). Flags of other
+commands use the same kinds (`as_flag`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ import numbers
 import os
 import re
 import reprlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import yaml
 
 from hicache.errors import ConfigError
+from hicache.terminal import sized
 
 INT64_MAX = (1 << 63) - 1
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNORECASE | re.ASCII)
@@ -29,8 +33,8 @@ _short.maxlevel = 2
 _short.maxstring = _short.maxother = 80
 
 
-def shown(value: object) -> str:
-    """The value in a message: short, whatever it is."""
+def short_repr(value: object) -> str:
+    """`repr` for a message, shortened to about 80 characters."""
     try:
         return _short.repr(value)
     except ValueError:  # Python does not write integers of more than 4300 digits
@@ -39,28 +43,56 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting. `help` says what it is for, with its unit where the name has none."""
+    """One setting. `help` says what it is for, `unit` what its number counts.
+
+    `computed_from`: what the engine computes the value from where it is `auto`; empty: the setting is never computed.
+    """
 
     help: str
+    unit: str = field(default="", kw_only=True)
+    computed_from: str = field(default="", kw_only=True)
+    auto: str | int = field(default="auto", kw_only=True)
 
     def take(self, given: object, name: str = "") -> Any:
-        """The value of what was given. `ConfigError` with `name` and the reason for what the setting does not take."""
+        """The value of `given`. Raises `ConfigError` with `name` and the reason where it is not accepted."""
+        if self.computed_from and isinstance(given, str) and given == "auto":
+            return self.auto
         try:
             return self._value(given)
         except ValueError as error:
             raise ConfigError(f"{name}={error}" if name else str(error)) from None
 
+    def is_auto(self, value: object) -> bool:
+        """Whether the engine computes the value."""
+        return bool(self.computed_from) and value == self.auto
+
+    def text(self, value: object) -> str:
+        """An accepted value with its unit."""
+        if self.is_auto(value):
+            return "auto"
+        return f"{value} {self.unit}" if self.unit else str(value) or '""'
+
+    @property
+    def detail(self) -> str:
+        """The choices, where there are any."""
+        return ""
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in a list of flags."""
+        return self.unit.upper() or "VALUE"
+
     def _value(self, given: object) -> Any:
-        """`ValueError` that begins with what was given."""
+        """Raises `ValueError` whose message begins with `given`."""
         raise NotImplementedError
 
     def _refused(self, given: object, reason: str) -> ValueError:
-        return ValueError(f"{shown(given)} {reason}: {self.help}")
+        return ValueError(f"{short_repr(given)} {reason}: {self.help}")
 
 
 @dataclass(frozen=True)
 class Whole(Setting):
-    """A whole number in [minimum, maximum]. Text is read as one; a fraction or a truth value is none."""
+    """A whole number in [minimum, maximum]. Text is parsed; fractions and booleans are refused."""
 
     minimum: int = 0
     maximum: int = INT64_MAX
@@ -78,9 +110,9 @@ class Whole(Setting):
             try:
                 return int(given)
             except ValueError:
-                raise self._refused(given, "is no whole number") from None
+                raise self._refused(given, "is not a whole number") from None
         if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-            raise self._refused(given, "is no whole number")
+            raise self._refused(given, "is not a whole number")
         return int(given)
 
 
@@ -88,8 +120,22 @@ class Whole(Setting):
 class Size(Whole):
     """Bytes: a whole number, or text such as 512MiB, 2GB or 1.5k; decimal (KB) and binary units (KiB, or K alone)."""
 
+    unit: str = field(default="bytes", kw_only=True)
+
+    def text(self, value: object) -> str:
+        return sized(value) if isinstance(value, int) and not self.is_auto(value) else super().text(value)
+
     def _number(self, given: object) -> int:
         return parse_bytes(given) if isinstance(given, str) else super()._number(given)
+
+
+@dataclass(frozen=True)
+class Tokens(Whole):
+    """A number of tokens, at least 1 by default and at most what the request table addresses: its slots are int32."""
+
+    minimum: int = 1
+    maximum: int = 1 << 30
+    unit: str = field(default="tokens", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -101,13 +147,13 @@ class Number(Setting):
 
     def _value(self, given: object) -> float:
         if isinstance(given, bool) or not isinstance(given, numbers.Real | str):
-            raise self._refused(given, "is no number")
+            raise self._refused(given, "is not a number")
         try:
             value = float(given)
         except (ValueError, OverflowError):
-            raise self._refused(given, "is no number") from None
+            raise self._refused(given, "is not a number") from None
         if not math.isfinite(value):
-            raise self._refused(given, "is no finite number")
+            raise self._refused(given, "is not a finite number")
         if not self.minimum <= value <= self.maximum:
             bound = f"below {self.minimum:g}" if value < self.minimum else f"above {self.maximum:g}"
             raise self._refused(value, f"is {bound}")
@@ -116,7 +162,7 @@ class Number(Setting):
 
 @dataclass(frozen=True)
 class Text(Setting):
-    """Text that can be encoded, since digests are made of it."""
+    """Text that has a UTF-8 form, since digests are computed from it."""
 
     def _value(self, given: object) -> str:
         if not isinstance(given, str):
@@ -124,7 +170,7 @@ class Text(Setting):
         try:
             given.encode()
         except UnicodeEncodeError:
-            raise self._refused(given, "is no valid Unicode text") from None
+            raise self._refused(given, "is not valid Unicode text") from None
         return given
 
 
@@ -132,6 +178,7 @@ class Text(Setting):
 class FilePath(Setting):
     """A path of the file system, as text."""
 
+    metavar = "PATH"
     may_be_empty: bool = True
 
     def _value(self, given: object) -> str:
@@ -143,52 +190,130 @@ class FilePath(Setting):
         except UnicodeEncodeError:
             is_path = False
         if not is_path or not (path or self.may_be_empty):
-            raise self._refused(given, "is no path")
+            raise self._refused(given, "is not a path")
         return path
 
 
 @dataclass(frozen=True)
 class Choice(Setting):
-    """One of a few words."""
+    """One of `words`."""
 
+    metavar = "WORD"
     words: tuple[str, ...]
+
+    @property
+    def detail(self) -> str:
+        return f"one of {', '.join(self.words)}"
 
     def _value(self, given: object) -> str:
         if not isinstance(given, str) or given not in self.words:
-            raise ValueError(f"{shown(given)}: choose one of {', '.join(self.words)}")
+            raise ValueError(f"{short_repr(given)}: choose one of {', '.join(self.words)}")
         return given
 
 
 def settings_of(cls: type) -> Mapping[str, Setting]:
-    """The settings of a dataclass by the names of its fields; fields that are none are left out."""
+    """The settings of a dataclass by field name; fields without a `Setting` are left out."""
     hints = get_type_hints(cls, include_extras=True)
     declared = ((name, getattr(hint, "__metadata__", ())) for name, hint in hints.items())
     return {name: extra for name, extras in declared for extra in extras if isinstance(extra, Setting)}
 
 
 def settle(config: object, prefix: str = "") -> None:
-    """To be called by a frozen dataclass when it is built: each setting's field gets the value of what was given."""
+    """Validate and convert every setting of a frozen dataclass. Call it from `__post_init__`."""
     for name, setting in settings_of(type(config)).items():
         object.__setattr__(config, name, setting.take(vars(config)[name], f"{prefix}{name}"))
 
 
 def as_mapping(values: object, name: str) -> Mapping[Any, Any]:
-    """`values`, which came from outside. `ConfigError` where they are no mapping."""
+    """`values`, or `ConfigError` where they are not a mapping."""
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{name} is no mapping of names to values but {shown(values)}")
+        raise ConfigError(f"{name} is not a mapping of names to values but {short_repr(values)}")
     return values
 
 
 def from_mapping(cls: type, values: Mapping[Any, Any], name: str) -> Any:
-    """Build the dataclass `cls` from values by its fields' names. `ConfigError` names what is unknown or missing."""
+    """Build the dataclass `cls` from values by field name. `ConfigError` lists unknown and missing names."""
     known = {item.name: item for item in dataclasses.fields(cls)}
-    unknown = sorted(key if isinstance(key, str) else shown(key) for key in values if key not in known)
+    unknown = sorted(key if isinstance(key, str) else short_repr(key) for key in values if key not in known)
     if unknown:
         raise ConfigError(f"{name}: unknown setting {', '.join(unknown)}; known are {', '.join(known)}")
     missing = [key for key, item in known.items() if item.default is dataclasses.MISSING and key not in values]
     if missing:
         raise ConfigError(f"{name}: missing setting {', '.join(missing)}")
     return cls(**values)
+
+
+class Layer(NamedTuple):
+    """Values of one source, those of a section as a mapping. `source` names it; empty: each came from its own flag."""
+
+    values: Mapping[Any, Any]
+    source: str = ""
+
+
+def combine(
+    layers: Sequence[Layer], sections: Set[str], alternatives: Set[str]
+) -> tuple[dict[Any, Any], dict[str, str]]:
+    """The values of all layers, the later over the earlier, and the source of each by `name` or `section.name`.
+
+    A layer updates the values of a section one by one. Of `alternatives`, a layer with any of them replaces all.
+    """
+    values: dict[Any, Any] = {}
+    sources: dict[str, str] = {}
+    for layer in layers:
+        if alternatives & layer.values.keys():
+            values = {key: value for key, value in values.items() if key not in alternatives}
+        for key, value in layer.values.items():
+            if key in sections and isinstance(value, Mapping):
+                below = values.get(key)
+                values[key] = {**as_mapping({} if below is None else below, key), **value}
+                sources.update({f"{key}.{name}": layer.source or f"flag {_flag(key, name)}" for name in value})
+            else:
+                values[key] = value
+                sources[str(key)] = layer.source or f"flag {_flag('', key)}"
+    return values, sources
+
+
+def read_yaml(path: str | Path) -> Mapping[Any, Any]:
+    """The mapping in a YAML file. `ConfigError` where there is none."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except Exception as error:  # the parser raises what its parts raise: ValueError, KeyError, RecursionError, …
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
+    return as_mapping(values, f"the configuration {path}")
+
+
+def add_section(group: argparse._ArgumentGroup, section: str, cls: type) -> None:
+    """A flag for each setting of the dataclass `cls`: `--NAME`, or `--SECTION-NAME`. Values stay text."""
+    defaults = {item.name: item.default for item in dataclasses.fields(cls)}
+    for name, setting in settings_of(cls).items():
+        details = [setting.detail] if setting.detail else []
+        if defaults[name] is not dataclasses.MISSING:
+            details.append(f"default {setting.text(defaults[name])}")
+        help = f"{setting.help} ({'; '.join(details)})" if details else setting.help
+        group.add_argument(
+            _flag(section, name), dest=_dest(section, name), metavar=setting.metavar, help=help.replace("%", "%%")
+        )
+
+
+def given_flags(flags: argparse.Namespace, sections: Mapping[str, type]) -> Layer:
+    """What the command line gave. The section "" is that of the settings without a prefix."""
+    values: dict[str, Any] = {}
+    for section, cls in sections.items():
+        given = {name: getattr(flags, _dest(section, name)) for name in settings_of(cls)}
+        given = {name: value for name, value in given.items() if value is not None}
+        values.update({section: given} if section and given else given)
+    return Layer(values)
+
+
+def _flag(section: str, name: str) -> str:
+    return "--" + _dest(section, name).replace("_", "-")
+
+
+def _dest(section: str, name: str) -> str:
+    return f"{section}_{name}" if section else name
 
 
 def as_flag(setting: Setting) -> Callable[[str], Any]:
@@ -204,21 +329,21 @@ def as_flag(setting: Setting) -> Callable[[str], Any]:
 
 
 def parse_bytes(text: str) -> int:
-    """'512MiB', '2GB', '100000' -> bytes; decimal and binary units. A fraction of a unit is rounded down to a byte."""
+    """'512MiB', '2GB', '100000' -> bytes; decimal and binary units. A fraction of a unit is rounded down to bytes."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise _no_size(text)
+        raise _not_a_size(text)
     digits, letter, binary, byte = match.groups()
     # K alone and KiB are 1024; KB is 1000.
     base = 1000 if byte and not binary else 1024
     try:
         exact = Fraction(digits) * Fraction(base) ** " KMGT".index(letter.upper() or " ")
     except ValueError:  # of more than 4300 digits
-        raise _no_size(text) from None
+        raise _not_a_size(text) from None
     if (binary and not letter) or (not letter and exact.denominator != 1):
-        raise _no_size(text)
+        raise _not_a_size(text)
     return math.floor(exact)
 
 
-def _no_size(text: str) -> ConfigError:
-    return ConfigError(f"{shown(text)} is no size in bytes; write it like 512MiB, 2GB or 1000000")
+def _not_a_size(text: str) -> ConfigError:
+    return ConfigError(f"{short_repr(text)} is not a size in bytes; write it like 512MiB, 2GB or 1000000")

@@ -1,7 +1,6 @@
 """What every verb of the engine checks of its arguments before it changes anything.
 
-Each function returns the value in the form that the flows take, or raises an error that names both sides. Owns nothing.
-May import flow, tree, config and errors.
+Each function returns the value in the form that the flows take, or raises an error that names both sides.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from hicache.config import PrefetchMode
 from hicache.errors import InvalidArgument, InvalidTokens
-from hicache.flow.base import CacheRequest
+from hicache.flow.lease import CacheRequest
 from hicache.tree.key import Tokens, pack_tokens
 
 _MODES = get_args(PrefetchMode)
@@ -85,4 +84,5 @@ def valid_request(request: CacheRequest) -> CacheRequest:
         namespace=valid_namespace(request.namespace),
         reserve_tokens=None if reserve is None else valid_count("reserve_tokens", reserve),
         priority=valid_count("priority", request.priority),
+        branch_points=tuple(valid_count("branch_points", point) for point in request.branch_points),
     )

@@ -1,9 +1,8 @@
-"""Rounding to narrow floats within kernels: by the hardware where it can, else by integer arithmetic of equal result.
+"""Rounding to narrow floats within kernels: in hardware where supported, else by integer arithmetic of equal result.
 
-Triton converts to fp8 e4m3 only for devices that have it (compute capability 8.9 and later), and its interpreter
-neither carries out of the mantissa nor rounds to bfloat16 at all. So every kernel that narrows takes `NATIVE`, which
-`native_floats` decides for a device; both ways give the nearest value, ties to even, as torch does. May import torch
-and _triton.
+Triton converts to fp8 e4m3 only for devices that support it (compute capability 8.9 and later), and its interpreter
+neither carries out of the mantissa nor rounds to bfloat16. So every kernel that converts takes `NATIVE`, which
+`native_floats` chooses for a device; both variants round to nearest, ties to even, as torch does.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import torch
 from hicache.kernels._triton import jit, tl
 
 E4M3_MAX = 448.0
-# Rows whose largest magnitude is below this are scaled as if it were this, so that no scale is zero or denormal.
-LEAST_MAGNITUDE = 2.0**-100
+# The minimum of a row's largest magnitude in the computation of its scale: no scale is zero or denormal.
+MIN_MAGNITUDE = 2.0**-100
 
 
 def native_floats(device: torch.device) -> bool:
@@ -26,38 +25,38 @@ def native_floats(device: torch.device) -> bool:
 
 def row_scales(x: torch.Tensor, limit: float) -> torch.Tensor:
     """float32 `max(|x|) / limit` over the last dimension, kept; the torch twin of `scale_of`."""
-    top = x.abs().amax(-1, keepdim=True).float().clamp(min=LEAST_MAGNITUDE)
+    top = x.abs().amax(-1, keepdim=True).float().clamp(min=MIN_MAGNITUDE)
     # Over a tensor: by a number, CUDA multiplies with the inverse, which rounds differently.
     return top / torch.full_like(top, limit)
 
 
 @jit
-def scale_of(x, LIMIT: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr):
-    """float32 `[ROWS]`: `max(max(|x|), LEAST) / LIMIT` over the columns of `x`, float32 `[ROWS, COLS]`, correctly
+def scale_of(x, LIMIT: tl.constexpr, MIN: tl.constexpr, ROWS: tl.constexpr):
+    """float32 `[ROWS]`: `max(max(|x|), MIN) / LIMIT` over the columns of `x`, float32 `[ROWS, COLS]`, correctly
     rounded."""
-    top = tl.maximum(tl.max(tl.abs(x), axis=1), LEAST)
+    top = tl.maximum(tl.max(tl.abs(x), axis=1), MIN)
     return tl.div_rn(top, tl.full([ROWS], LIMIT, tl.float32))
 
 
 @jit
 def quick_division(x, divisor):
-    """`x / divisor`, float32, in a third of a division's instructions where many elements share their divisor.
+    """`x / divisor`, float32, in a third of the instructions of a division if many elements share their divisor.
 
-    By the reciprocal and one correction, whose residual the hardware's fused product makes exact (Markstein,
+    By the reciprocal and one correction, whose residual is exact thanks to the fused multiply-add (Markstein,
     "Computation of elementary functions on the IBM RISC System/6000 processor", 1990): correctly rounded for divisors
-    in (2**-100, 2**100) and |x| above 2**-100; smaller x may be off by one place, which no 8-bit format keeps. NaN
+    in (2**-100, 2**100) and |x| above 2**-100; smaller x may be off by one ulp, which no 8-bit format represents. NaN
     stays NaN.
     """
     inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), divisor)
     quotient = x * inverse
     closer = tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
-    # An infinite quotient has no correction, and that of a zero would lose its sign.
+    # Without the correction where it would turn infinity into NaN or lose the sign of zero.
     return tl.where((closer == closer) & (closer != 0), closer, quotient)  # noqa: PLR0124
 
 
 @jit
 def over_scale(x, scale, ROWS: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr):
-    """`x / scale[:, None]`, correctly rounded as far as 8 bits show it; scales as `scale_of` gives them."""
+    """`x / scale[:, None]`, correctly rounded to 8 bits; scales as `scale_of` returns them."""
     divisor = tl.broadcast_to(scale[:, None], [ROWS, COLS])
     return quick_division(x, divisor) if NATIVE else tl.div_rn(x, divisor)
 

@@ -1,7 +1,7 @@
-"""The one place that imports Triton, and what all kernels share: the choice of implementation and the widest word.
+"""The only module that imports Triton, and helpers that all kernels share.
 
-Owns `jit` and `tl` as the kernels see them: real where Triton is installed, else stand-ins that let modules
-import and that raise at the first launch. May import torch and triton.
+`jit` and `tl` are Triton's if it is installed; otherwise they are stand-ins with which the modules import and a launch
+raises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class _NoTriton:
-    """Stands for a kernel on a machine without Triton."""
+    """Replaces a kernel on a machine without Triton."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._name = function.__name__
@@ -52,12 +52,12 @@ def cdiv(a: int, b: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not below `n`, at least 1."""
+    """The smallest power of two that is at least `n` and at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def widest_word(*byte_counts: int) -> int:
-    """Bytes (8, 4, 2 or 1) of the widest word that divides every size, stride and address given."""
+    """Bytes (8, 4, 2 or 1) of the widest word that divides all given sizes, strides and addresses."""
     return math.gcd(8, *byte_counts)
 
 

@@ -2,8 +2,8 @@
 
 Request r holds `seq_lens[r]` tokens, the new one included. With s for that and P for the page size, its slot is
 
-    last_loc[r] + 1           where (s - 1) % P > 0: the page of the token before has room
-    free_pages[rank]*P        where (s - 1) % P == 0: a new page; rank counts the requests before it that need one
+    last_loc[r] + 1           where (s - 1) % P > 0: the last page of the request is not full
+    free_pages[rank]*P        where (s - 1) % P == 0: a new page; rank counts the earlier requests that need one
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def alloc_decode(
     page_size: int,
     kernels: Kernels,
 ) -> None:
-    """Write one slot a request into `out_indices`; see the module's formula.
+    """Write one slot per request into `out_indices`; see the module's formula.
 
-    The caller has checked that `free_pages` holds enough pages. All tensors are integer and on one device, and
+    The caller has checked that `free_pages` has enough pages. All tensors are integer and on one device, and
     `free_pages` and `out_indices` contiguous.
     """
     check_kernels(kernels)
@@ -80,7 +80,7 @@ def alloc_decode(
     if last_loc.numel() != num_requests or out_indices.numel() != num_requests:
         raise ValueError(
             f"{num_requests} seq_lens, {last_loc.numel()} last_loc and {out_indices.numel()} out_indices: "
-            f"one of each a request is needed"
+            f"each request needs one of each"
         )
     if not num_requests:
         return

@@ -1,13 +1,13 @@
 """Slots for a batch of extends over a paged slot space, in one launch and without waiting for the device.
 
-Request r grows from `prefix_lens[r]` to `seq_lens[r]` tokens. With p and s for those, and P for the page size, the
-positions that need a slot are
+Request r grows from p = `prefix_lens[r]` to s = `seq_lens[r]` tokens. With page size P, the positions that need a slot
+are
 
     [p, min(s, ceil(p/P)*P))   the rest of the page that the prefix ends in: last_loc[r] + 1, + 2, ...
-    [ceil(p/P)*P, s)           whole new pages, and at the end the start of one: free_pages[first + n]*P + offset
+    [ceil(p/P)*P, s)           new pages, the last of them perhaps in part: free_pages[first + n]*P + offset
 
-where n counts new pages within the request and `first` those of the requests before it. `out_indices` holds the
-requests' slots one after the other. Contract: (last_loc + 1) % P == p % P, and last_loc = -1 without a prefix.
+where n counts new pages of the request and `first` those of all earlier requests. `out_indices` is the concatenation of
+the requests' slots. Contract: (last_loc + 1) % P == p % P, and last_loc = -1 without a prefix.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def alloc_extend(
     """Write the slots of a batch of extends into `out_indices`; see the module's formula.
 
     `max_new_tokens` bounds `seq_lens - prefix_lens` and comes from the lengths on the CPU. The caller has checked
-    that `free_pages` holds enough pages. All tensors are integer and on one device, and `free_pages`
+    that `free_pages` has enough pages. All tensors are integer and on one device, and `free_pages`
     and `out_indices` contiguous.
     """
     check_kernels(kernels)
@@ -113,7 +113,7 @@ def alloc_extend(
     if seq_lens.numel() != num_requests or last_loc.numel() != num_requests:
         raise ValueError(
             f"{num_requests} prefix_lens, {seq_lens.numel()} seq_lens and {last_loc.numel()} last_loc: "
-            f"one of each a request is needed"
+            f"each request needs one of each"
         )
     if not num_requests or not max_new_tokens:
         return

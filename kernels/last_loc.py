@@ -57,11 +57,11 @@ def get_last_loc_triton(
 def last_loc(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor, kernels: Kernels
 ) -> torch.Tensor:
-    """int64 `[requests]`; see the module's formula. ValueError where the counts of rows and lengths differ."""
+    """int64 `[requests]`; see the module's formula. ValueError if the counts of rows and lengths differ."""
     check_kernels(kernels)
     if req_pool_indices.numel() != prefix_lens.numel():
         raise ValueError(
-            f"{req_pool_indices.numel()} rows for {prefix_lens.numel()} prefix_lens: one of each a request"
+            f"{req_pool_indices.numel()} rows for {prefix_lens.numel()} prefix_lens: each request needs one of each"
         )
     get = get_last_loc_triton if kernels == "triton" else get_last_loc_torch
     return get(req_to_token, req_pool_indices, prefix_lens)

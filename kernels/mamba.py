@@ -1,13 +1,13 @@
-"""Recurrent states copied and cleared: all layers and all states of a call in one launch a tensor.
+"""Copies and clears recurrent states, all layers and states of a call in one launch per tensor.
 
 A state tensor is `[layers, slots, ...row]`, contiguous; a state is one row of each layer.
 
     copy    x[l, dst[i]] = x[l, src[i]]
     clear   x[l, slots[i]] = 0             for l in [0, layers), i in [0, states)
 
-Rows move as the widest word that divides their size and address, so no dtype is special. A copy reads and writes in
-one pass: no slot may be both in `src` and, at another index, in `dst`. Where `dst` names a slot twice (the sink), what
-it holds afterwards is one of the rows or a mixture of them.
+Rows are copied in the widest word that divides their size and address, whatever their dtype. A copy reads and writes in
+one pass: no slot may be in `src` and, at another index, in `dst`. If `dst` names a slot twice (the sink), it contains
+one of the rows or a mixture of them afterwards.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def clear_states_naive(tensors: Sequence[torch.Tensor], slots: torch.Tensor) -> 
 def copy_states(tensors: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor, kernels: Kernels) -> None:
     """Copy states `src` to `dst`, int32 or int64 `[states]`, in every tensor; see the module's formula.
 
-    One launch a tensor, no wait for the device. ValueError names what does not fit.
+    One launch per tensor, no wait for the device. ValueError names shapes, dtypes or devices that do not match.
     """
     check_kernels(kernels)
     _check(tensors, src, dst)
@@ -77,7 +77,7 @@ def copy_states(tensors: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.T
 
 
 def clear_states(tensors: Sequence[torch.Tensor], slots: torch.Tensor, kernels: Kernels) -> None:
-    """Fill states `slots`, int32 or int64 `[states]`, with zeros in every tensor. One launch a tensor, no wait."""
+    """Fill states `slots`, int32 or int64 `[states]`, with zeros in every tensor. One launch per tensor, no wait."""
     check_kernels(kernels)
     _check(tensors, slots)
     if not slots.numel():
@@ -96,7 +96,7 @@ def clear_states(tensors: Sequence[torch.Tensor], slots: torch.Tensor, kernels: 
 
 
 def _as_words(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """`x` as words that divide a row, the words of a row, and how many of them a program takes."""
+    """`x` as words that divide a row, the number of words in a row, and how many of them a program copies."""
     row_bytes = x[0, 0].numel() * x.element_size()
     width = widest_word(row_bytes, x.data_ptr())
     row_words = row_bytes // width
@@ -112,7 +112,7 @@ def _check(tensors: Sequence[torch.Tensor], *indices: torch.Tensor) -> None:
         if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or slots.numel() != indices[0].numel():
             raise ValueError(
                 f"state slots {[tuple(i.shape) for i in indices]} of {slots.dtype}: need int32 or int64, one "
-                f"dimension, as many on both sides"
+                f"dimension, equally many sources and targets"
             )
         if any(x.device != slots.device for x in tensors):
             raise ValueError(f"state slots on {slots.device}, the states on {[str(x.device) for x in tensors]}")

@@ -1,12 +1,12 @@
-"""Latent rows of multi-head latent attention: one row a token, whose first part has no position and whose second has.
+"""Latent rows of multi-head latent attention: one row per token, in two parts, without and with position.
 
     set   buffer[loc[t]] = nope[t] | rope[t]
     get   nope[t] | rope[t] = buffer[loc[t]]          for t in [0, tokens)
 
     row, in elements   [0, rank) nope   [rank, rank + rope) rope   [rank + rope, ...) untouched
 
-Rows are copied as the widest word that divides their parts and addresses, so no dtype is special. Where `loc` names a
-slot more than once (padding at slot 0), one of its rows is kept.
+Rows are copied in the widest word that divides their parts and addresses, whatever their dtype. If `loc` names a slot
+more than once (padding at slot 0), it gets one of the rows.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def _latent_kernel(
 
 
 def _rows(x: torch.Tensor, name: str) -> torch.Tensor:
-    """`[n, row]` or `[n, 1, row]` as `[n, row]`, whose elements are adjacent."""
+    """`[n, row]` or `[n, 1, row]` as `[n, row]`, rows contiguous."""
     if x.dim() not in (2, 3) or (x.dim() == 3 and x.shape[1] != 1):
         raise ValueError(f"{name} of shape {tuple(x.shape)}: need [rows, row] or [rows, 1, row]")
     rows = x if x.dim() == 2 else x[:, 0]
     if rows.shape[1] > 1 and rows.stride(1) != 1:
-        raise ValueError(f"{name}: elements of a row must be adjacent, strides are {x.stride()} for {tuple(x.shape)}")
+        raise ValueError(f"{name}: rows must be contiguous, strides are {x.stride()} for {tuple(x.shape)}")
     return rows
 
 
@@ -104,7 +104,7 @@ def set_latent(
     nope: torch.Tensor, rope: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, kernels: Kernels
 ) -> None:
     """Store rows. `nope` `[tokens, (1,) rank]`, `rope` `[tokens, (1,) rope]`, `buffer` `[slots, (1,) >= rank + rope]`,
-    one dtype; `loc` int32 or int64 `[tokens]`. ValueError names both sides where they do not fit."""
+    one dtype; `loc` int32 or int64 `[tokens]`. ValueError names shapes or dtypes that do not match."""
     check_kernels(kernels)
     nope, rope, buffer = _rows(nope, "nope"), _rows(rope, "rope"), _rows(buffer, "buffer")
     _check(nope, rope, buffer, loc)
@@ -121,7 +121,7 @@ def set_latent(
 def get_latent(
     buffer: torch.Tensor, loc: torch.Tensor, rank: int, rope_dim: int, kernels: Kernels
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows at `loc`, apart: nope `[tokens, 1, rank]` and rope `[tokens, 1, rope_dim]`, new, of `buffer`'s dtype."""
+    """The two parts of the rows at `loc`: nope `[tokens, 1, rank]` and rope `[tokens, 1, rope_dim]`, new tensors."""
     check_kernels(kernels)
     buffer = _rows(buffer, "buffer")
     nope = buffer.new_empty(loc.numel(), 1, rank)

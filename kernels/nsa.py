@@ -1,10 +1,10 @@
-"""Index keys of sparse attention: fp8 keys and their scales, page by page in one buffer of bytes.
+"""Index keys of sparse attention: fp8 keys and their scales, in one byte buffer with a row per page.
 
-    row of page p, uint8, P tokens a page   [0, 128*P)           key of token i at [128*i, 128*(i + 1)), fp8 e4m3
-                                            [128*P, 132*P)       scale of token i, float32
+    row of a page, uint8, P tokens   [0, 128*P)           key of token i at [128*i, 128*(i + 1)), fp8 e4m3
+                                     [128*P, 132*P)       scale of token i, float32
 
     store      key(s) = k[t], scale(s) = a[t]                     for s = loc[t], page s // P, token s % P
-    quantise   a[t] = max(|x[t]|) / 448,  k[t] = e4m3(x[t] / a[t])  and store; a block of 128 is a token's whole key
+    quantise   a[t] = max(|x[t]|) / 448,  k[t] = e4m3(x[t] / a[t])  then store; a token's key is one block of 128
     gather     out[t] = key (or scale) of token t % P of page pages[t // P]     for t in [0, tokens)
 
 Rounding is to nearest, ties to even. Format as in DeepSeek's sparse attention, block 128.
@@ -16,7 +16,7 @@ import torch
 
 from hicache.kernels._floats import (
     E4M3_MAX,
-    LEAST_MAGNITUDE,
+    MIN_MAGNITUDE,
     native_floats,
     over_scale,
     row_scales,
@@ -49,7 +49,7 @@ def _store_kernel(  # noqa: PLR0917 - Triton binds constants by position
     TOKENS: tl.constexpr,
     KEY: tl.constexpr,
     LIMIT: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN: tl.constexpr,
     QUANTISE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -62,7 +62,7 @@ def _store_kernel(  # noqa: PLR0917 - Triton binds constants by position
     row = tl.load(x + t[:, None] * x_stride + column[None, :], mask=mask[:, None], other=0)
     if QUANTISE:
         value = row.to(tl.float32)
-        scale = scale_of(value, LIMIT, LEAST, TOKENS)
+        scale = scale_of(value, LIMIT, MIN, TOKENS)
         row = to_e4m3(over_scale(value, scale, TOKENS, KEY, NATIVE), NATIVE)
     else:
         scale = tl.load(given_scales + t * scale_stride, mask=mask, other=0)
@@ -109,7 +109,7 @@ def _check_keys(x: torch.Tensor, loc: torch.Tensor) -> None:
     if tuple(x.shape) != (loc.numel(), KEY_BYTES) or x.stride(-1) != 1:
         raise ValueError(
             f"keys {tuple(x.shape)} of strides {x.stride()} for {loc.numel()} slots: need ({loc.numel()}, {KEY_BYTES}) "
-            f"with adjacent elements"
+            f"with contiguous rows"
         )
 
 
@@ -131,7 +131,7 @@ def _launch_store(
             TOKENS=_TOKENS_PER_PROGRAM,
             KEY=KEY_BYTES,
             LIMIT=E4M3_MAX,
-            LEAST=LEAST_MAGNITUDE,
+            MIN=MIN_MAGNITUDE,
             QUANTISE=quantise,
             NATIVE=native_floats(loc.device),
             num_warps=4,
@@ -146,7 +146,7 @@ def store_index_keys(
     page_size: int,
     kernels: Kernels,
 ) -> None:
-    """Store keys that are fp8 already. `keys` uint8 or float8_e4m3fn `[tokens, 128]`, `scales` float32 `[tokens]` or
+    """Store quantised keys. `keys` uint8 or float8_e4m3fn `[tokens, 128]`, `scales` float32 `[tokens]` or
     `[tokens, 1]`, `buffer` uint8 `[pages, 132 * page_size]`, `loc` int32 or int64 `[tokens]`. ValueError otherwise."""
     check_kernels(kernels)
     page_keys, page_scales = _parts(buffer, page_size)
@@ -154,7 +154,7 @@ def store_index_keys(
     if keys.dtype not in (torch.uint8, torch.float8_e4m3fn) or scales.dtype != torch.float32:
         raise ValueError(f"keys of {keys.dtype}, scales of {scales.dtype}: need float8_e4m3fn and float32")
     if tuple(scales.shape) not in ((loc.numel(),), (loc.numel(), 1)):
-        raise ValueError(f"scales {tuple(scales.shape)} for {loc.numel()} slots: need one a slot")
+        raise ValueError(f"scales {tuple(scales.shape)} for {loc.numel()} slots: need one per slot")
     if not loc.numel():
         return
     keys, scales = keys.view(torch.uint8), scales.reshape(-1)
@@ -174,7 +174,7 @@ def quantise_index_keys(
     _parts(buffer, page_size)
     _check_keys(x, loc)
     if not x.is_floating_point() or x.element_size() < 2:
-        raise ValueError(f"keys of {x.dtype} are not to be quantised: need float32, float16 or bfloat16")
+        raise ValueError(f"keys of {x.dtype} cannot be quantised: need float32, float16 or bfloat16")
     if not loc.numel():
         return
     if kernels == "triton":
@@ -188,7 +188,7 @@ def quantise_index_keys(
 def _gather(
     buffer: torch.Tensor, pages: torch.Tensor, num_tokens: int, page_size: int, start: int, item: int, kernels: Kernels
 ) -> torch.Tensor:
-    """`item` bytes a token, from byte `start` of its page on: uint8 `[num_tokens, item]`."""
+    """`item` bytes per token, from byte `start` of its page on: uint8 `[num_tokens, item]`."""
     if pages.dim() != 1 or num_tokens > pages.numel() * page_size:
         raise ValueError(f"pages {tuple(pages.shape)} of {page_size} tokens hold no {num_tokens} tokens")
     if kernels == "torch":
@@ -229,7 +229,7 @@ def gather_index_keys(
 def gather_index_scales(
     buffer: torch.Tensor, pages: torch.Tensor, num_tokens: int, page_size: int, kernels: Kernels
 ) -> torch.Tensor:
-    """Their scales, as the bytes of float32: uint8 `[num_tokens, 4]`."""
+    """The scales of the same tokens, as the bytes of float32: uint8 `[num_tokens, 4]`."""
     check_kernels(kernels)
     _parts(buffer, page_size)
     return _gather(buffer, pages, num_tokens, page_size, page_size * KEY_BYTES, SCALE_BYTES, kernels)

@@ -1,18 +1,19 @@
 """Pages between a device pool's scattered rows and a staging buffer in the order of host pages.
 
-For a group of layers, staging row p is that part of host page p, `[layer][buffer][row]`; see `kernels._pages` for the
-order of its bytes. Rows move as the widest word that divides their sizes, strides and addresses. Buffers of one row
-size and span share a launch; layers that differ in structure are launched alone.
+For a group of layers, staging row p is those layers' part of host page p, `[layer][buffer][row]`; see `kernels._pages`
+for the order of its bytes. Rows are copied in the widest word that divides their sizes, strides and addresses. Buffers
+of equal row size and span share a launch; layers of different structure are launched separately.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 
 import torch
 
-from hicache.kernels._pages import PageTable, RowClass, width_within
+from hicache.kernels._pages import PageTable, RowClass
 from hicache.kernels._triton import WORDS, Kernels, cdiv, jit, power_of_two, tl
 
 _COLS_PER_PROGRAM = 1024
@@ -37,7 +38,7 @@ def _move_kernel(  # noqa: PLR0917 - Triton binds constants by position
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     GATHER: tl.constexpr,
-    PAIRS: tl.constexpr,
+    ALIGNED_16: tl.constexpr,
 ):
     # Program (b, q, c): rows [b*ROWS, (b+1)*ROWS), layer q // BUFFERS of the group, words [c*COLS, (c+1)*COLS).
     layer = tl.program_id(1) // BUFFERS
@@ -50,13 +51,13 @@ def _move_kernel(  # noqa: PLR0917 - Triton binds constants by position
     # Row 0 of the table: byte offsets within a layer of a page. Row 1 + l: addresses of layer l's buffers.
     address = tl.load(table + (1 + first_layer + layer) * BUFFERS + buffer)
     pool = address.to(tl.pointer_type(staging.dtype.element_ty))
-    if PAIRS:  # what the compiler cannot see in a table: words come in pairs of 16 bytes
+    if ALIGNED_16:  # the compiler does not know what is in the table
         pool = tl.multiple_of(pool, 16)
     pool_row = pool + at[:, None] * row_stride + column[None, :]
 
     word_bytes = staging.dtype.element_ty.primitive_bitwidth // 8
     offset = tl.load(table + buffer)
-    offset = offset // 16 * 2 if PAIRS else offset // word_bytes
+    offset = offset // 16 * 2 if ALIGNED_16 else offset // word_bytes
     start = layer.to(tl.int64) * layer_stride + offset
     staged = staging + start + (r // PAGE * page_stride + r % PAGE * ROW)[:, None] + column[None, :]
     if GATHER:
@@ -66,18 +67,22 @@ def _move_kernel(  # noqa: PLR0917 - Triton binds constants by position
 
 
 def _on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Launches go to the current device: make it this one, which costs more than asking whether it is."""
+    """Make `device` current for launches, unless it is, as checking is cheaper than switching."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return contextlib.nullcontext()
     return torch.cuda.device(device)
 
 
+def _word_of(staging: torch.Tensor) -> int:
+    """Bytes of the widest word in which rows of `staging` can be read: 8, 4, 2 or 1."""
+    return math.gcd(8, staging.stride(0), staging.data_ptr(), int(staging.storage_offset()))
+
+
 class PageMover:
     """Gathers pages from, and scatters them into, the buffers of one pool.
 
-    Owns the table of buffer addresses (`table`); borrows the buffers and keeps them alive. Called by one transfer
-    backend; it holds no state between calls, so threads may share it. Work goes to the current stream of the pool's
-    device.
+    Owns the table of buffer addresses (`table`), and keeps the buffers alive. It has no state between calls, so threads
+    may share it. Kernels run on the current stream of the pool's device.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class PageMover:
     ) -> None:
         """`layer_buffers`: for each layer, by dense index, its buffers `[num_rows, ...row]`, rows contiguous.
 
-        `spans`: for each of them the number of tokens that share a row, a divisor of `page_tokens`; None: a row a slot.
+        `spans`: for each buffer the number of tokens that share a row, a divisor of `page_tokens`; None: 1 for all.
         """
         self.table = PageTable(layer_buffers, page_tokens, kernels, spans)
         self.page_tokens = page_tokens
@@ -97,15 +102,18 @@ class PageMover:
         self.uniform = self.table.uniform
 
     def group_bytes(self, first_layer: int, num_layers: int) -> int:
-        """Bytes that layers [first_layer, first_layer + num_layers) take of one page."""
-        return self.table.group_bytes(first_layer, num_layers)
+        """Bytes of layers [first_layer, first_layer + num_layers) of one page; ValueError if the pool has fewer."""
+        end = first_layer + num_layers
+        if first_layer < 0 or num_layers < 0 or end > self.num_layers:
+            raise ValueError(f"layers [{first_layer}, {end}) are not within the pool's {self.num_layers}")
+        return self.table.ends[end] - self.table.ends[first_layer]
 
     def gather(self, slots: torch.Tensor, staging: torch.Tensor, first_layer: int, num_layers: int) -> None:
         """Fill staging `[pages, group_bytes]` uint8 from the rows at `slots`, int64 `[pages * page_tokens]`."""
         self._move(slots, staging, first_layer, num_layers, gather=True)
 
     def scatter(self, staging: torch.Tensor, slots: torch.Tensor, first_layer: int, num_layers: int) -> None:
-        """Write the rows at `slots` from staging: the inverse of `gather`. A slot named twice keeps one of its rows."""
+        """Write the rows at `slots` from staging: the inverse of `gather`. A slot named twice gets one of its rows."""
         self._move(slots, staging, first_layer, num_layers, gather=False)
 
     def _move(
@@ -133,7 +141,7 @@ class PageMover:
                 f"staging {tuple(staging.shape)} of {staging.dtype}: need uint8 ({num_pages}, {group_bytes})"
             )
         if staging.numel() and staging.stride(1) != 1:
-            raise ValueError("the bytes of a staging row must be adjacent")
+            raise ValueError("the bytes of a staging row must be contiguous")
         if staging.device != self.table.device:
             raise ValueError(f"staging on {staging.device}, the pool on {self.table.device}")
 
@@ -141,13 +149,13 @@ class PageMover:
         self, slots: torch.Tensor, staging: torch.Tensor, first_layer: int, num_layers: int, gather: bool
     ) -> None:
         """The torch twin of the kernel."""
-        num_pages = staging.shape[0]
+        num_pages, staging_width = staging.shape[0], _word_of(staging)
         for layer in range(first_layer, first_layer + num_layers):
             start = self.table.ends[layer] - self.table.ends[first_layer]
             for segment in self.table.segments[layer]:
                 first = start + segment.offset
                 part = staging[:, first : first + segment.page_bytes]
-                width = width_within(part, segment.width)
+                width = math.gcd(staging_width, segment.width, first)
                 rows, part = segment.rows.view(WORDS[width]), part.view(WORDS[width])
                 at = slots if segment.span == 1 else slots[:: segment.span] // segment.span
                 if gather:
@@ -166,12 +174,12 @@ class PageMover:
         num_layers: int,
         gather: bool,
     ) -> None:
-        """One launch a row class over the group's layers, which are rows of the address table from `first_layer`."""
-        page_stride, address = staging.stride(0), staging.data_ptr()
+        """One launch for each row class over the group's layers, rows of the address table from `first_layer` on."""
+        page_stride, address, staging_width = staging.stride(0), staging.data_ptr(), _word_of(staging)
         layer_bytes = self.table.ends[1] if num_layers > 1 else 0
         for rows in classes:
-            width = width_within(staging, rows.width)
-            paired = rows.paired and width == 8 and page_stride % 16 == 0 and address % 16 == 0
+            width = math.gcd(staging_width, rows.width)
+            aligned_16 = rows.aligned_16 and width == 8 and page_stride % 16 == 0 and address % 16 == 0
             row_words = rows.row_bytes // width
             cols = min(power_of_two(row_words), _COLS_PER_PROGRAM)
             num_rows = slots.numel() // rows.span
@@ -193,6 +201,6 @@ class PageMover:
                 ROWS=at_once,
                 COLS=cols,
                 GATHER=gather,
-                PAIRS=paired,
+                ALIGNED_16=aligned_16,
                 num_warps=4,
             )

@@ -1,7 +1,6 @@
-"""Attention over paged keys and values, in torch alone, and the two formats of a sequence.
+"""Attention over paged keys and values in torch, and conversions between contiguous and paged sequences.
 
-It says what a paged attention kernel computes and serves where none is installed; it is no fast path: it gathers the
-keys and values of the whole batch.
+It defines what a paged attention kernel computes. It is slow: it gathers the keys and values of the whole batch.
 
     contiguous   [tokens, ...row]               token t at t
     paged        [num_pages, page_size, ...row]  token t at [page_table[t // page_size], t % page_size]
@@ -17,10 +16,10 @@ import torch
 def contiguous_to_paged(
     contiguous: torch.Tensor, page_table: torch.Tensor, num_pages: int, page_size: int
 ) -> torch.Tensor:
-    """`[tokens, ...row]` as `[num_pages, page_size, ...row]`, zero where no token is.
+    """`[tokens, ...row]` as `[num_pages, page_size, ...row]`, zero-filled.
 
     `page_table`: integer `[pages]`, at least ceil(tokens / page_size) distinct page ids below `num_pages`. ValueError
-    where it is shorter.
+    if it is shorter.
     """
     num_tokens = contiguous.shape[0]
     used = _pages_used(num_tokens, page_table, page_size)
@@ -51,7 +50,7 @@ def paged_attention_forward(
     kv_heads, head_dim]` and `value_cache [slots, kv_heads, v_dim]` are a layer of a pool; `block_tables [batch,
     max_blocks]` holds page ids (any id past a context's end), `context_lens [batch]` tokens. Token t of request b is
     at slot block_tables[b, t // page_size] * page_size + t % page_size. Head h reads kv head h * kv_heads // heads.
-    Computed in float32. Where seq_len exceeds a context, the queries before its start give zeros.
+    Computed in float32. If seq_len exceeds a context, the result of the queries before its start is zero.
     """
     batch, seq_len, heads, head_dim = query.shape
     kv_heads = key_cache.shape[1]
@@ -67,7 +66,7 @@ def paged_attention_forward(
         )
     position = torch.arange(block_tables.shape[1] * page_size, device=query.device)
     lens = context_lens.to(torch.int64)[:, None]
-    # Past a context's end a table holds anything: read the sink there.
+    # Past a context's end the table is undefined: read the sink there.
     page = block_tables.to(torch.int64).repeat_interleave(page_size, dim=1)
     slots = torch.where(position < lens, page * page_size + position % page_size, 0)
     # [batch, kv_heads, group, seq_len or tokens, dim]
@@ -77,7 +76,7 @@ def paged_attention_forward(
     query_position = lens - seq_len + torch.arange(seq_len, device=query.device)
     seen = (position[None, None, :] <= query_position[:, :, None])[:, None, None]
     weights = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0.0)
-    # Not 0 * v: what a slot outside the context holds may be no number.
+    # Not 0 * v: a slot outside the context may contain NaN.
     inside = (position < lens)[:, None, None, :, None]
     out = weights @ v.masked_fill(~inside, 0.0)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, seq_len, heads, -1).to(query.dtype)

@@ -1,10 +1,10 @@
-"""Keys and values in 8 bits, with one float32 scale for each token and head, set when the token is stored.
+"""Keys and values in 8 bits, with a float32 scale per token and head, computed when the token is stored.
 
     quantise     a = max(|x[t, h]|) / L,  scale[s, h] = a,  data[s, h] = round(x[t, h] / a)       for s = loc[t]
     dequantise   out[t, h] = data[s, h] * scale[s, h]                      for s = loc[t], or s = t without loc
 
-L is 127 for int8, whose values are integers, and 448 for fp8 e4m3, kept as uint8. Rounding is to nearest, ties to even,
-and each step is float32, so the kernels equal their twins bit by bit. Keys and values share a launch.
+L is 127 for int8 and 448 for fp8 e4m3, which is stored as uint8. Rounding is to nearest, ties to even, and each step is
+float32, so the kernels equal their twins bit by bit. Keys and values share a launch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from hicache.kernels._floats import (
     E4M3_MAX,
-    LEAST_MAGNITUDE,
+    MIN_MAGNITUDE,
     from_e4m3,
     native_floats,
     over_scale,
@@ -46,7 +46,7 @@ def _quantise_rows(  # noqa: PLR0917 - Triton binds constants by position
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     LIMIT: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -54,7 +54,7 @@ def _quantise_rows(  # noqa: PLR0917 - Triton binds constants by position
     inside = mask[:, None] & (column < DIM)[None, :]
     source = x + (t * token_stride + h * head_stride)[:, None] + column[None, :]
     value = tl.load(source, mask=inside, other=0).to(tl.float32)
-    scale = scale_of(value, LIMIT, LEAST, ROWS)
+    scale = scale_of(value, LIMIT, MIN, ROWS)
     value = over_scale(value, scale, ROWS, COLS, NATIVE)
     row = slot * HEADS + h
     target = data + row[:, None] * DIM + column[None, :]
@@ -87,7 +87,7 @@ def _quantise_kernel(  # noqa: PLR0917 - Triton binds constants by position
     K_COLS: tl.constexpr,
     V_COLS: tl.constexpr,
     LIMIT: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -99,12 +99,12 @@ def _quantise_kernel(  # noqa: PLR0917 - Triton binds constants by position
     if tl.program_id(1) == 0:
         _quantise_rows(
             k, k_token_stride, k_head_stride, k_data, k_scales, slot, t, h, mask,
-            HEADS, K_DIM, ROWS, K_COLS, LIMIT, LEAST, FP8, NATIVE,
+            HEADS, K_DIM, ROWS, K_COLS, LIMIT, MIN, FP8, NATIVE,
         )  # fmt: skip
     else:
         _quantise_rows(
             v, v_token_stride, v_head_stride, v_data, v_scales, slot, t, h, mask,
-            HEADS, V_DIM, ROWS, V_COLS, LIMIT, LEAST, FP8, NATIVE,
+            HEADS, V_DIM, ROWS, V_COLS, LIMIT, MIN, FP8, NATIVE,
         )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def _check(data: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> None
 
 
 def _tiles(dims: Sequence[int]) -> tuple[list[int], int]:
-    """Columns of each tile, powers of two, and the rows that a program takes."""
+    """Columns of each tile, powers of two, and the number of rows of a program."""
     cols = [power_of_two(dim) for dim in dims]
     return cols, max(1, min(32, _ELEMENTS_PER_PROGRAM // max(cols)))
 
@@ -196,9 +196,9 @@ def quantise_kv(
     loc: torch.Tensor,
     kernels: Kernels,
 ) -> None:
-    """Quantise and store. `k`, `v`: finite floats `[tokens, heads, dim]`, elements adjacent, of one dtype; `data`: int8
+    """Quantise and store. `k`, `v`: finite floats `[tokens, heads, dim]`, rows contiguous, of one dtype; `data`: int8
     or uint8 (fp8) `[slots, heads, dim]` of keys and of values, `scales`: float32 `[slots, heads]` of each; `loc` int32
-    or int64 `[tokens]`. Dims may differ. ValueError names both sides."""
+    or int64 `[tokens]`. Dims may differ. ValueError names what does not match."""
     check_kernels(kernels)
     _check(data, scales)
     for x, values, name in ((k, data[0], "k"), (v, data[1], "v")):
@@ -224,7 +224,7 @@ def quantise_kv(
         _quantise_kernel[(cdiv(num_rows, rows), 2)](
             k, v, *data, *scales, loc, num_rows, *k.stride()[:2], *v.stride()[:2],
             HEADS=heads, K_DIM=dims[0], V_DIM=dims[1], ROWS=rows, K_COLS=cols[0], V_COLS=cols[1], LIMIT=limit,
-            LEAST=LEAST_MAGNITUDE, FP8=fp8, NATIVE=native_floats(loc.device), num_warps=4,
+            MIN=MIN_MAGNITUDE, FP8=fp8, NATIVE=native_floats(loc.device), num_warps=4,
         )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def dequantise_kv(
     dtype: torch.dtype,
     kernels: Kernels,
 ) -> list[torch.Tensor]:
-    """What `quantise_kv` stored, of one tensor or of two, as `dtype` `[tokens, heads, dim]` each, new tensors.
+    """Dequantise one tensor or two of `quantise_kv` into new tensors of `dtype`, `[tokens, heads, dim]` each.
 
     `loc` int32 or int64 `[tokens]`; None: all slots in order."""
     check_kernels(kernels)

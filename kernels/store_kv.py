@@ -1,11 +1,11 @@
-"""New rows into a layer's key and value buffers, both in one launch, divided by a scale and converted where asked for.
+"""Stores rows in a layer's key and value buffers in one launch, optionally divided by a scale and converted.
 
     k_buffer[loc[t]] = cast(k[t] / k_scale)    v_buffer[loc[t]] = cast(v[t] / v_scale)    for t in [0, tokens)
 
-Without scales and of equal dtype, rows are copied as the widest word that divides their sizes and addresses. Else each
-element becomes float32, is divided with correct rounding, bounded to what fp8 can hold where that is the buffer's dtype
-(448 for e4m3fn, 57344 for e5m2; NaN stays NaN), and rounded once, ties to even. Inputs are only read. Where `loc` names
-a slot more than once (padding at slot 0), one of its rows is kept.
+Without scales and with equal dtypes, rows are copied in the widest word that divides their sizes and addresses. Else
+each element is converted to float32, divided with correct rounding, clamped to the range of fp8 if that is the buffer's
+dtype (448 for e4m3fn, 57344 for e5m2; NaN stays NaN), and rounded once, ties to even. Inputs are not modified. If `loc`
+names a slot more than once (padding at slot 0), it gets one of the rows.
 """
 
 from __future__ import annotations
@@ -86,16 +86,16 @@ def _bounded(x, LIMIT: tl.constexpr):
 
 @jit
 def _or_nan(x, narrow):
-    """The fp8 bytes `narrow`, or NaN where `x` is; hardware keeps NaN, and bounds the rest, by itself."""
+    """The fp8 bytes `narrow`, or NaN where `x` is NaN. (Hardware conversion keeps NaN and clamps by itself.)"""
     return tl.where(x == x, narrow, 0x7F).to(tl.uint8)  # noqa: PLR0124
 
 
 @jit
 def _divided(x, scale, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """`x / scale` in float32, rounded correctly where anything of it remains in the buffer's format."""
+    """`x / scale` in float32, correctly rounded as far as the buffer's format can represent it."""
     divisor = tl.full(x.shape, scale, tl.float32)
     if NATIVE and FORMAT != "":
-        if (scale > 2.0**-100) & (scale < 2.0**100):  # noqa: SIM108 - a branch that all threads take alike
+        if (scale > 2.0**-100) & (scale < 2.0**100):  # noqa: SIM108 - all threads take the same branch
             out = quick_division(x, divisor)
         else:
             out = tl.div_rn(x, divisor)
@@ -177,17 +177,17 @@ def _cast_kv_kernel(  # noqa: PLR0917 - Triton binds constants by position
 
 
 def _rows(x: torch.Tensor, name: str) -> torch.Tensor:
-    """`[n, ...]` as `[n, row]` with adjacent elements within a row; the distance of rows stays."""
+    """`[n, ...]` as `[n, row]` with contiguous rows, at the same row stride."""
     inner = 1
     for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
         if size != 1 and stride != inner:
-            raise ValueError(f"{name}: elements of a row must be adjacent, strides are {x.stride()} for {x.shape}")
+            raise ValueError(f"{name}: rows must be contiguous, strides are {x.stride()} for {x.shape}")
         inner *= size
     return x.as_strided((x.shape[0], inner), (x.stride(0), 1))
 
 
 def _launch(rows: list[torch.Tensor], buffers: list[torch.Tensor], loc: torch.Tensor, parts: range) -> None:
-    """Launch over `parts` of one pair of rows and buffer or two; each `[n, row elements]`, one dtype."""
+    """Launch over `parts` of one or two pairs of rows and buffer; each `[n, row elements]`, one dtype."""
     itemsize = rows[0].element_size()
     facts = [n for x in (*rows, *buffers) for n in (x.data_ptr(), x.stride(0) * itemsize, x.shape[1] * itemsize)]
     width = widest_word(*facts)
@@ -259,7 +259,7 @@ def _launch_cast(
 
 
 def _as_words(x: torch.Tensor, width: int) -> torch.Tensor:
-    """A view that starts where `x` starts and whose element is a word; only its address and dtype are used."""
+    """A view at the address of `x` whose element is a word; only its address and dtype are used."""
     return x[:1].view(torch.uint8).view(WORDS[width])
 
 
@@ -300,7 +300,7 @@ def _store(
     kernels: Kernels,
     parts: range,
 ) -> None:
-    """Store those of one pair of rows and buffer, or two, that `parts` names."""
+    """Store `parts` of one or two pairs of rows and buffer."""
     if not loc.numel():
         return
     same = all(x.dtype == buffer.dtype for x, buffer in zip(rows, buffers, strict=True))
@@ -343,13 +343,13 @@ def store_kv(
     dtype; `loc` int32 or int64 `[tokens]`. Rows of k and v may differ in size. With a scale (a number, or a tensor of
     one element on the device), or where dtypes differ, rows are float32, bfloat16 or float16, and buffers those or fp8.
     `only` stores one of the two, by the same compiled kernel, so that a CUDA graph may be captured with the two on two
-    streams after a step that stored both. ValueError names both sides where shapes, dtypes or devices do not fit."""
+    streams after a step that stored both. ValueError names shapes, dtypes or devices that do not match."""
     check_kernels(kernels)
     _check(k, k_buffer, k_scale, loc, "k")
     _check(v, v_buffer, v_scale, loc, "v")
     if k_buffer.dtype != v_buffer.dtype or k.dtype != v.dtype:
         raise ValueError(
-            f"k of {k.dtype} into {k_buffer.dtype}, v of {v.dtype} into {v_buffer.dtype}: one dtype for both is needed"
+            f"k of {k.dtype} into {k_buffer.dtype}, v of {v.dtype} into {v_buffer.dtype}: both need one dtype"
         )
     parts = {"k": range(1), "v": range(1, 2), None: range(2)}[only]
     _store([k, v], [k_buffer, v_buffer], [k_scale, v_scale], loc, kernels, parts)

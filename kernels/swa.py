@@ -1,10 +1,10 @@
-"""Slots of the full-attention space into slots of the window space, in one launch.
+"""Translates full slots to window slots in one launch.
 
-    out[t] = loc[t]            where loc[t] < 0: no slot at all, as the -1 of an empty prefix
+    out[t] = loc[t]            where loc[t] < 0: no slot, as the -1 of an empty prefix
     out[t] = mapping[loc[t]]   where 0 <= loc[t] < slots
-    out[t] = 0                 beyond: the sink
+    out[t] = 0                 where loc[t] >= slots: the sink
 
-for t in [0, tokens). `mapping` is int64 `[slots]`, and holds 0 where a slot has no peer in the window space.
+for t in [0, tokens). `mapping` is int64 `[slots]`, and 0 for unmapped slots.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def _translate_kernel(mapping, loc, out, num_tokens, num_slots, BLOCK: tl.conste
     mask = t < num_tokens
     slot = tl.load(loc + t, mask=mask, other=0).to(tl.int64)
     known = mask & (slot >= 0) & (slot < num_slots)
-    peer = tl.load(mapping + slot, mask=known, other=0)
-    tl.store(out + t, tl.where(slot < 0, slot, peer), mask=mask)
+    window_slot = tl.load(mapping + slot, mask=known, other=0)
+    tl.store(out + t, tl.where(slot < 0, slot, window_slot), mask=mask)
 
 
 def translate_slots_naive(mapping: torch.Tensor, loc: torch.Tensor) -> torch.Tensor:
     """The torch twin of the kernel."""
     slot = loc.to(torch.int64)
-    peer = mapping[slot.clamp(0, mapping.numel() - 1)].masked_fill(slot >= mapping.numel(), 0)
-    return torch.where(slot < 0, slot, peer)
+    window_slot = mapping[slot.clamp(0, mapping.numel() - 1)].masked_fill(slot >= mapping.numel(), 0)
+    return torch.where(slot < 0, slot, window_slot)
 
 
 def translate_slots(mapping: torch.Tensor, loc: torch.Tensor, kernels: Kernels) -> torch.Tensor:

@@ -1,17 +1,17 @@
-"""Rows of all layers moved from slots to slots, as if all were read before any is written.
+"""Moves rows of all layers between slots; sources and targets may overlap.
 
     buffer[target[i]] = buffer[source[i]]    for every buffer, i in [0, n)
 
-Targets are distinct; sources and targets may share slots in any way. Two kernels, chosen by n:
+The result is as if all rows were read before any is written. Targets are distinct. Two kernels, chosen by n:
 
-    few     one launch. A program holds one tile (some columns of one buffer) of all n rows in registers: it loads them,
-            waits for its threads, and stores them. No other program touches that tile.
-    many    a row is at risk where its source is another's target. `_mark` notes i at every target; `_save` copies the
-            rows at risk, usually none, to staging; `_copy` then takes each row from the pool or from staging. Buffers
-            go in groups that bound the staging, and mostly all in one.
+    few     one launch. A program loads one tile (some columns of one buffer) of all n rows into registers, synchronises
+            its threads, and stores the tile. No other program accesses that tile.
+    many    a row is at risk if its source is another row's target. `_mark` writes i at every target; `_save` copies the
+            rows at risk, usually none, to staging; `_copy` then reads each row from the pool or from staging. Buffers
+            are processed in groups that bound the staging size, usually all in one group.
 
-The table of addresses, row sizes and strides lies on the device, so buffers may differ in row size. All addressing is
-int64, in words as wide as all rows allow.
+The table of addresses, row sizes and strides is on the device, so buffers may differ in row size. All addressing is
+int64, in the widest word that divides all rows.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 
 from hicache.kernels._triton import WORDS, Kernels, cdiv, check_kernels, jit, power_of_two, tl, widest_word
 
-_FEW_BYTES = 64 << 10  # of one program's rows: 32 registers a thread at 16 warps
-_STAGING_BYTES = 128 << 20
+FEW_BYTES = 64 << 10  # of one program's rows: 32 registers per thread at 16 warps
+STAGING_BYTES = 128 << 20
 _WORDS_PER_PROGRAM = 2048
 _MAX_COLS = 256
-_SCAN_ROWS = 256  # that a program looks through for rows at risk: few programs, for mostly there are none
+_SCAN_ROWS = 256  # rows that a program scans for rows at risk: few programs, as there are usually none
 _SAVE_SPLITS = 64  # programs that share the buffers of such a block
 
 
 def tile_bytes_for(stride_bytes: int) -> int:
-    """Bytes of a row that a program of the kernel for few rows takes: wide rows in wider tiles."""
+    """Bytes of a row in a tile of the kernel for few rows: wider for wide rows."""
     if stride_bytes >= 8192:
         return 512
     return 256 if stride_bytes >= 4096 else 128
@@ -41,7 +41,7 @@ def tile_bytes_for(stride_bytes: int) -> int:
 def _buffer(word, table, index, ALIGN: tl.constexpr):
     """Start, row size and slot stride, in words, of buffer `index`.
 
-    The table counts all three in units of ALIGN words: a factor that the compiler sees lets it join loads.
+    The table has all three in units of ALIGN words: the factor lets the compiler join loads.
     """
     word_bytes: tl.constexpr = word.dtype.element_ty.primitive_bitwidth // 8
     address = tl.load(table + index * 3) * (ALIGN * word_bytes)
@@ -53,7 +53,7 @@ def _buffer(word, table, index, ALIGN: tl.constexpr):
 
 @jit
 def _at_risk(stamps, i, slot, mask, generation):
-    """Whether another row of this move (its stamp names `generation`) is written to where row i is read."""
+    """Whether row i is read where another row of this move, with a stamp of `generation`, is written."""
     stamp = tl.load(stamps + slot, mask=mask, other=0)
     return mask & ((stamp >> 32) == generation) & ((stamp & 0x7FFFFFFF) != i)
 
@@ -100,7 +100,7 @@ def _save_kernel(
     ALIGN: tl.constexpr,
 ):
     # Program (b, s) of S: rows [b*SCAN, (b+1)*SCAN) at risk, buffers first + s, first + s + S, ... of the group. The
-    # first of them notes in `found` where each row is to be read: its slot, or -1 where it was saved.
+    # first of them writes to `found` where each row is read later: its slot, or -1 if it was saved.
     block = tl.program_id(0).to(tl.int64) * SCAN
     i = block + tl.arange(0, SCAN)
     old = tl.load(source + i, mask=i < num_rows, other=0).to(tl.int64)
@@ -110,15 +110,15 @@ def _save_kernel(
     if tl.max(risk.to(tl.int32), axis=0) > 0:
         for piece in range(0, SCAN, ROWS):
             n = block + piece + tl.arange(0, ROWS)
-            at = tl.load(source + n, mask=n < num_rows, other=0).to(tl.int64)
-            risky = _at_risk(stamps, n, at, n < num_rows, generation)
+            slot = tl.load(source + n, mask=n < num_rows, other=0).to(tl.int64)
+            risky = _at_risk(stamps, n, slot, n < num_rows, generation)
             for member in range(tl.program_id(1), num_buffers, tl.num_programs(1)):
                 start, row, stride = _buffer(staging, table, (first + member).to(tl.int64), ALIGN)
                 saved = staging + (num_rows.to(tl.int64) * member + n)[:, None] * WIDEST
                 for begin in range(0, WIDEST, COLS):
                     column = begin + tl.arange(0, COLS)
                     inside = risky[:, None] & (column < row)[None, :]
-                    words = tl.load(start + at[:, None] * stride + column[None, :], mask=inside)
+                    words = tl.load(start + slot[:, None] * stride + column[None, :], mask=inside)
                     tl.store(saved + column[None, :], words, mask=inside)
 
 
@@ -144,7 +144,7 @@ def _copy_kernel(
     new = tl.load(target + i, mask=i < num_rows, other=0).to(tl.int64)
     inside = (i < num_rows)[:, None] & (column < row)[None, :]
     word_bytes: tl.constexpr = staging.dtype.element_ty.primitive_bitwidth // 8
-    # Each row is read once, from where it is: half the registers of reading both places and choosing.
+    # Choose the address, then load once: half the registers of loading from both and choosing.
     row_at = tl.where(old < 0, staging + (member * num_rows + i) * WIDEST, start + old * stride)
     row_at = tl.multiple_of(row_at, ALIGN * word_bytes)
     words = tl.load(row_at[:, None] + column[None, :], mask=inside)
@@ -154,8 +154,8 @@ def _copy_kernel(
 class TiledCopy:
     """Moves rows between slots of one pool, in all its buffers at once.
 
-    Owns the address table and one int64 stamp a slot; borrows the buffers and keeps them alive. One thread at a time;
-    work goes to the current stream of the buffers' device, and the host never waits.
+    Owns the address table and an int64 stamp per slot; keeps the buffers alive. One thread at a time. Kernels run on
+    the current stream of the buffers' device, and the host never waits.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], kernels: Kernels, tile_bytes: int | None = None) -> None:
@@ -163,11 +163,13 @@ class TiledCopy:
         check_kernels(kernels)
         slots = {len(buffer) for buffer in buffers}
         if len(slots) != 1:
-            raise ValueError(f"buffers of {sorted(slots)} slots: a move needs at least one, and as many slots in each")
+            raise ValueError(
+                f"buffers of {sorted(slots)} slots: a move needs at least one buffer, and equally many slots in all"
+            )
         for index, buffer in enumerate(buffers):
             if buffer.dim() < 2 or not buffer[:1].is_contiguous():
                 raise ValueError(
-                    f"buffer {index}, {tuple(buffer.shape)}, strides {buffer.stride()}: need rows, each contiguous"
+                    f"buffer {index}, {tuple(buffer.shape)}, strides {buffer.stride()}: need contiguous rows"
                 )
         self._buffers, self._kernels = tuple(buffers), kernels
         self._device, self._generation = buffers[0].device, 0
@@ -183,14 +185,14 @@ class TiledCopy:
             self._stamps = torch.zeros(slots.pop(), dtype=torch.int64, device=self._device)
 
     def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Rows at slots `source` to slots `target`, int32 or int64 `[n]`. ValueError where they do not fit.
+        """Rows at slots `source` to slots `target`, int32 or int64 `[n]`. ValueError if shapes or devices do not match.
 
-        A slot that is the target of two rows keeps one of them.
+        A slot that is the target of two rows gets one of them.
         """
         if target.shape != source.shape or target.dim() != 1 or {target.device, source.device} != {self._device}:
             raise ValueError(
                 f"targets {tuple(target.shape)} on {target.device}, sources {tuple(source.shape)} on {source.device}: "
-                f"need as many, in one dimension, on {self._device}"
+                f"need equally many, in one dimension, on {self._device}"
             )
         if not target.numel():
             return
@@ -202,14 +204,14 @@ class TiledCopy:
         target, source = target.contiguous(), source.contiguous()
         with torch.cuda.device_of(target):
             rows_in_tile = power_of_two(target.numel())
-            if rows_in_tile * min(self._tile_bytes, 128) <= _FEW_BYTES:
+            if rows_in_tile * min(self._tile_bytes, 128) <= FEW_BYTES:
                 self._move_few(target, source, rows_in_tile)
             else:
                 self._move_many(target, source)
 
     def _move_few(self, target: torch.Tensor, source: torch.Tensor, rows_in_tile: int) -> None:
         tile = self._tile_bytes
-        while rows_in_tile * tile > _FEW_BYTES:
+        while rows_in_tile * tile > FEW_BYTES:
             tile //= 2
         cols = min(power_of_two(self._widest), max(1, tile // self._width))
         held = rows_in_tile * cols * self._width
@@ -227,14 +229,14 @@ class TiledCopy:
 
     def _move_many(self, target: torch.Tensor, source: torch.Tensor) -> None:
         num_rows, num_buffers = target.numel(), len(self._buffers)
-        # Stamps of earlier moves name earlier generations; after 2**31 - 1 of them the count starts anew.
+        # Stamps of earlier moves have earlier generations; after 2**31 - 1 of them the count restarts.
         if self._generation == (1 << 31) - 1:
             self._stamps.zero_()
             self._generation = 0
         self._generation += 1
         _mark_kernel[(cdiv(num_rows, 1024),)](self._stamps, target, num_rows, self._generation, BLOCK=1024)
         buffer_bytes = num_rows * self._widest * self._width
-        group = max(1, min(num_buffers, _STAGING_BYTES // buffer_bytes))
+        group = max(1, min(num_buffers, STAGING_BYTES // buffer_bytes))
         staging = torch.empty(group * buffer_bytes, dtype=torch.uint8, device=self._device).view(WORDS[self._width])
         found = torch.empty(num_rows, dtype=torch.int64, device=self._device)
         cols = min(power_of_two(self._widest), _MAX_COLS)
@@ -251,5 +253,5 @@ class TiledCopy:
             )
 
     def _word(self) -> torch.Tensor:
-        """A tensor whose element is a word; the kernel uses its type alone."""
+        """A tensor whose element is a word; only its dtype is used."""
         return self._stamps[:1].view(WORDS[self._width])

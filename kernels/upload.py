@@ -1,28 +1,30 @@
-"""Lists of ids from page-locked CPU memory to the device, read over the link by a kernel.
+"""Lists of ids from pinned CPU memory to the device, read over the link by a kernel.
 
-A copy would stand in the copy engine's line, perhaps behind a load that takes it for milliseconds; a kernel's reads
-find their place between.
+A copy would queue for the copy engine, perhaps for milliseconds behind a load; a kernel's reads run beside it.
+`IdUploader` owns the pinned memory that they read.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from hicache.kernels._triton import Kernels, cdiv, check_kernels, jit, tl
+from hicache.kernels._triton import Kernels, cdiv, check_kernels, jit, power_of_two, tl
 
 _IDS_PER_PROGRAM = 1024
 
 
 @jit(do_not_specialize=["num_ids"])
 def _upload_kernel(source, target, num_ids, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + at, tl.load(source + at, mask=at < num_ids), mask=at < num_ids)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + i, tl.load(source + i, mask=i < num_ids), mask=i < num_ids)
 
 
 def upload(source: torch.Tensor, target: torch.Tensor, kernels: Kernels) -> None:
-    """Copy `source`, int64 `[n]` on the CPU, to `target` `[n]`, on the current stream, which `source` has to outlive.
+    """Copy `source`, int64 `[n]` on the CPU, to `target` `[n]`, on the current stream; `source` must outlive it.
 
-    `source` is page-locked where the target is on a GPU. ValueError where the two do not match.
+    `source` is pinned if the target is on a GPU. ValueError if the two do not match.
     """
     check_kernels(kernels)
     if source.shape != target.shape or {source.dtype, target.dtype} != {torch.int64} or source.device.type != "cpu":
@@ -34,3 +36,53 @@ def upload(source: torch.Tensor, target: torch.Tensor, kernels: Kernels) -> None
         target.copy_(source, non_blocking=True)
     elif len(source):
         _upload_kernel[(cdiv(len(source), _IDS_PER_PROGRAM),)](source, target, len(source), BLOCK=_IDS_PER_PROGRAM)
+
+
+@dataclass
+class _PinnedSlot:
+    """Pinned memory for ids; `read` is recorded behind the kernel that reads them."""
+
+    ids: torch.Tensor
+    read: torch.cuda.Event
+
+
+class IdUploader:
+    """Uploads lists of ids to one device without waiting for it. Used by one thread.
+
+    Owns as many pinned slots as were ever unread at the same time.
+    """
+
+    def __init__(self, device: torch.device, kernels: Kernels) -> None:
+        self._device, self._kernels = device, kernels
+        self._pinned: list[_PinnedSlot] = []
+
+    @property
+    def num_pinned(self) -> int:
+        """Pinned slots that it owns."""
+        return len(self._pinned)
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """`ids`, int64 `[n]`, on the device: queued on the current stream, and valid in its order. Ids on the device
+        are returned unchanged. RuntimeError when no memory can be pinned."""
+        if ids.device.type != "cpu":
+            return ids
+        slot = self._free_slot(len(ids))
+        source, uploaded = slot.ids[: len(ids)], torch.empty(len(ids), dtype=torch.int64, device=self._device)
+        source.numpy()[:] = ids.numpy()  # torch might share the copy among threads and wait for them
+        upload(source, uploaded, self._kernels)
+        slot.read.record()
+        return uploaded
+
+    def _free_slot(self, num_ids: int) -> _PinnedSlot:
+        """A slot that was read, enlarged when it is too small; else a new one."""
+        for slot in self._pinned:
+            if slot.read.query():
+                if len(slot.ids) < num_ids:
+                    slot.ids = _pinned_ids(num_ids)
+                return slot
+        self._pinned.append(_PinnedSlot(_pinned_ids(num_ids), torch.cuda.Event()))
+        return self._pinned[-1]
+
+
+def _pinned_ids(num_ids: int) -> torch.Tensor:
+    return torch.empty(power_of_two(num_ids), dtype=torch.int64, pin_memory=True)

@@ -1,12 +1,12 @@
-"""The request table's rows of a batch of extends, prefix and new slots in one launch.
+"""Writes the request table's rows of a batch of extends, prefix and new slots, in one launch.
 
-Request r stands in row `rows[r]` of `req_to_token`, int32 `[rows, columns]`. With p and s for `pre_lens[r]` and
-`seq_lens[r]`, its row is
+Request r has row `rows[r]` of `req_to_token`, int32 `[rows, columns]`. With p = `pre_lens[r]` and s = `seq_lens[r]`,
+that row becomes
 
     [0, p)   the slots of its prefix, prefix_tensors[r][0 .. p)
     [p, s)   its new slots, out_cache_loc[first .. first + s - p), where `first` sums extend_lens over [0, r)
 
-and columns from s on keep what they hold. Prefixes are tensors of their own, so the kernel gets their addresses.
+and columns from s on are unchanged. Each prefix is a tensor, so the kernel gets their addresses.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def write_req_to_token_pool_torch(
 
 
 def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """int64 `[len(tensors)]` on `device`: where each starts. The copy does not make the host wait."""
+    """The addresses of `tensors`, int64 `[len(tensors)]` on `device`. The host does not wait for the copy."""
     pinned = device.type == "cuda"
     return torch.tensor([x.data_ptr() for x in tensors], dtype=torch.int64, pin_memory=pinned).to(
         device, non_blocking=True
@@ -93,8 +93,8 @@ def write_req_to_token_pool(
     """Write the rows of a batch; see the module's formula.
 
     `req_pool_indices` (rows), `pre_lens`, `seq_lens` and `extend_lens` are integer `[requests]` on the table's device;
-    `rows` and `lens_cpu` (prefix and sequence lengths) say the same on the host. `prefix_tensors[r]` holds at least
-    `pre_lens[r]` slots, `out_cache_loc` int64 the sum of `extend_lens`. ValueError where counts disagree.
+    `rows` and `lens_cpu` (prefix and sequence lengths) are the same on the host. `prefix_tensors[r]` has at least
+    `pre_lens[r]` slots, `out_cache_loc`, int64, the sum of `extend_lens`. ValueError if counts disagree.
     """
     check_kernels(kernels)
     pre, seq = lens_cpu
@@ -103,13 +103,13 @@ def write_req_to_token_pool(
     if len(counts) != 1 or out_cache_loc.numel() != new:
         raise ValueError(
             f"{len(rows)} rows, {len(prefix_tensors)} prefixes, {len(pre)} and {len(seq)} lengths, and "
-            f"{out_cache_loc.numel()} new slots for {new} new tokens: one of each a request, one slot a token"
+            f"{out_cache_loc.numel()} new slots for {new} new tokens: need one of each per request, one slot per token"
         )
     short = [(x.numel(), p) for x, p in zip(prefix_tensors, pre, strict=True) if x.numel() < p]
     if short or max(seq, default=0) > req_to_token.shape[1]:
         raise ValueError(
-            f"rows of {req_to_token.shape[1]} columns take sequences of {max(seq, default=0)} tokens, and prefixes "
-            f"(slots, tokens) {short[:8]} fall short"
+            f"rows have {req_to_token.shape[1]} columns for sequences of {max(seq, default=0)} tokens, and prefixes "
+            f"(slots, tokens) {short[:8]} are too short"
         )
     if not len(rows):
         return

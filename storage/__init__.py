@@ -28,7 +28,7 @@ from hicache.storage.base import (
 )
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import choose_filter
-from hicache.storage.filters import PageFilter
+from hicache.storage.filters import PageFilter, PageFormat
 from hicache.storage.lmdb_reader import LmdbPageReader
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.operate import (
@@ -52,6 +52,7 @@ __all__ = [
     "PageBuffer",
     "PageCipher",
     "PageFilter",
+    "PageFormat",
     "PageStore",
     "StoreCorrupt",
     "StoreDescription",

@@ -1,7 +1,6 @@
 """The contract of a page store: what the disk tier (or a remote one) promises, whatever keeps the bytes.
 
-A page store knows keys and bytes, never tensors. Owns the protocol, its errors and its statistics, and the base of all
-errors of hicache, for nothing stands below. May import numpy and the standard library.
+A page store knows keys and bytes, never tensors. Owns the protocol, its errors and its statistics.
 """
 
 from __future__ import annotations
@@ -14,13 +13,10 @@ from typing import Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hicache.errors import HiCacheError
+
 PageBuffer: TypeAlias = npt.NDArray[np.uint8]
 Durability: TypeAlias = Literal["relaxed", "commit"]
-
-
-class HiCacheError(Exception):
-    """Base of all errors raised on purpose, here and in `hicache.errors`. The command line prints it as one line and
-    exits with 2."""
 
 
 class StoreError(HiCacheError):
@@ -58,28 +54,30 @@ class StoreTreesDamaged(StoreCorrupt):
 
 @dataclass(frozen=True)
 class StoreStats:
-    """A snapshot. Counters start at zero when the store is opened; sizes are those after the last commit.
+    """A snapshot. Counters start at zero when the store is opened; sizes are those after the last commit. What a store
+    does not count stays zero.
 
-    `live_bytes`: values that can be read, headers included. `file_bytes`: what the files take, which `budget_bytes`
-    bounds. `put_bytes_raw` and `put_bytes_stored`: pages put, before and after packing. `corrupt`: reads that found
-    bytes which could not be verified. `read_errors`, `write_errors`: calls the medium refused. `read_only`: it refused
-    a write, and nothing is written until `revive`.
+    `live_bytes`: values that can be read, headers included. `raw_bytes`: the pages that these hold. `file_bytes`: what
+    the files take, which `budget_bytes` bounds. `put_bytes_raw` and `put_bytes_stored`: pages put, before and after
+    packing. `corrupt`: reads that found bytes which could not be verified. `read_errors`, `write_errors`: calls the
+    medium refused. `read_only`: it refused a write, and nothing is written until `revive`.
     """
 
-    entries: int
-    live_bytes: int
-    file_bytes: int
-    budget_bytes: int
-    hits: int
-    misses: int
-    puts: int
-    put_bytes_raw: int
-    put_bytes_stored: int
-    evicted: int
-    corrupt: int
-    read_errors: int
-    write_errors: int
-    read_only: bool
+    entries: int = 0
+    live_bytes: int = 0
+    raw_bytes: int = 0
+    file_bytes: int = 0
+    budget_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    put_bytes_raw: int = 0
+    put_bytes_stored: int = 0
+    evicted: int = 0
+    corrupt: int = 0
+    read_errors: int = 0
+    write_errors: int = 0
+    read_only: bool = False
 
     @property
     def hit_rate(self) -> float:
@@ -87,7 +85,8 @@ class StoreStats:
 
 
 class PageStore(Protocol):
-    """Pages of exactly `page_bytes` bytes under keys of 1 to 511 bytes.
+    """Pages of one or several declared sizes under keys of 1 to 511 bytes. A buffer of another length is a
+    `StoreError`.
 
     Threads: `contains`, `get_into`, `touch` and `stats` from any thread, many at a time; the others from one writer
     thread.
@@ -103,7 +102,8 @@ class PageStore(Protocol):
         """Fill `buffers[i]`, writable contiguous uint8 `[page_bytes]`, with the page of `keys[i]`.
 
         True: the buffer holds verified bytes. False: a miss, and the buffer's content is undefined. Bytes that cannot
-        be verified are a miss; they are counted and deleted by the writer's next call. Never raises for what is stored.
+        be verified are a miss; they are counted and deleted by the writer's next call. A page of another size than the
+        buffer is a miss too, and stays. Never raises for what is stored.
         """
         ...
 
@@ -114,8 +114,8 @@ class PageStore(Protocol):
     def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
         """Store pages, contiguous uint8 `[page_bytes]`, evicting others as the budget demands.
 
-        True: visible, and durable as the store was configured. A key that is present is not written again and counts
-        as used. False: not stored (the medium is full or failed); what was stored before stays as it was.
+        True: visible, and durable as the store was configured. A key that is present, whatever its size, is not written
+        again and counts as used. False: not stored (the medium is full or failed); what was stored before stays.
         `lag` in [0, 1]: 0, the caller's writer keeps up; 1, its queue is full. A store may pack less to catch up.
         """
         ...

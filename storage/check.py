@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-from hicache.storage.direct_read import aligned_room
+from hicache.storage.header import page_bytes_of
 from hicache.storage.lmdb_tree import Place
-from hicache.storage.lru import COUNTERS_KEY, PAIR, TICK, Tables
+from hicache.storage.lru import TICK, Age, Tables, Totals
+from hicache.storage.memory import aligned_buffer
 
 _KEYS_AT_ONCE = 8
 
@@ -35,7 +36,7 @@ class Verifier:
         return found if isinstance(found, str) else ""
 
     def value(self, values: Values, key: bytes, place: Place | None, room: memoryview) -> memoryview | str:
-        """The value, within `room` of `aligned_room`, or why it is not what was stored."""
+        """The value, within `room` of `aligned_buffer`, or why it is not what was stored."""
         if place is None:
             return "not found in its tree"
         if place.length > self.max_value_bytes:
@@ -58,47 +59,54 @@ class Violation:
         return self.reason if self.key is None else f"page {self.key.hex()}: {self.reason}"
 
 
-def live_bytes(txn: Any, tables: Tables) -> int:
-    """The stored sum of all value sizes."""
-    return int(PAIR.unpack(txn.get(COUNTERS_KEY, db=tables.meta))[1])
-
-
 def faults(tables: Tables, verifier: Verifier, seen: Callable[[int], None] = lambda _: None) -> Iterator[Violation]:
     """Every violation: values that do not verify, indexes or counters that disagree. Reads every byte.
 
     `seen` is told the size of each value. What lmdb raises, and OSError for a tree that cannot be read, pass through.
     """
-    room = aligned_room(verifier.max_value_bytes)
+    room = aligned_buffer(verifier.max_value_bytes)
     with tables.env.begin(buffers=True) as txn:
-        total_bytes, found_places = 0, list[Place]()
+        live_bytes, raw_bytes, found_places = 0, 0, list[Place]()
         with txn.cursor(db=tables.pages) as cursor:
             keys = (bytes(view) for view in cursor.iternext(keys=True, values=False))
             while batch := list(islice(keys, _KEYS_AT_ONCE)):
                 for key, place in zip(batch, tables.places(txn, batch), strict=True):
                     value_bytes = 0 if place is None else place.length
-                    total_bytes += value_bytes
+                    header = None if place is None else _header(tables, place)
+                    page_bytes = 0 if header is None else page_bytes_of(header)
+                    live_bytes, raw_bytes = live_bytes + value_bytes, raw_bytes + page_bytes
                     if place is not None and tables.slots is not None:
-                        found_places.append(place._replace(head=b""))
+                        found_places.append(place)
                     seen(value_bytes)
                     reason = verifier.reason(tables, key, place, room)
                     if reason:
                         yield Violation(reason, key)
-                    yield from _age_faults(txn, tables, key, value_bytes)
+                    yield from _age_faults(txn, tables, key, value_bytes, page_bytes)
         yield from _recency_faults(txn, tables)
-        if live_bytes(txn, tables) != total_bytes:
-            yield Violation(f"live_bytes is {live_bytes(txn, tables)}, the values have {total_bytes}")
+        stated = Totals.read(txn, tables.meta)
+        if (stated.live_bytes, stated.raw_bytes) != (live_bytes, raw_bytes):
+            recorded = f"live_bytes is {stated.live_bytes}, raw_bytes {stated.raw_bytes}"
+            yield Violation(f"{recorded}; the values have {live_bytes}, their pages {raw_bytes}")
         if tables.slots is not None:
-            used = tables.slots.used(found_places)
-            yield from (Violation(reason) for reason in tables.slots.faults(txn, tables.meta, used))
+            yield from map(Violation, tables.slots.faults(txn, tables.meta, found_places))
 
 
-def _age_faults(txn: Any, tables: Tables, key: bytes, value_bytes: int) -> Iterator[Violation]:
-    """The age record of a page states its size."""
-    age = txn.get(key, db=tables.ages)
-    if age is None or len(age) != PAIR.size:
+def _header(tables: Tables, place: Place) -> bytes | memoryview | None:
+    try:
+        return tables.header(place)
+    except OSError:
+        return None
+
+
+def _age_faults(txn: Any, tables: Tables, key: bytes, value_bytes: int, page_bytes: int) -> Iterator[Violation]:
+    """The age record of a page states the lengths of its value and of the page."""
+    age = Age.unpack(txn.get(key, db=tables.ages))
+    if age is None:
         yield Violation(f"page {key.hex()}: no age record")
-    elif PAIR.unpack(age)[1] != value_bytes:
-        yield Violation(f"page {key.hex()}: recorded {PAIR.unpack(age)[1]} bytes, stored {value_bytes}")
+    elif age.value_bytes != value_bytes:
+        yield Violation(f"page {key.hex()}: recorded {age.value_bytes} bytes, stored {value_bytes}")
+    elif age.page_bytes != page_bytes:
+        yield Violation(f"page {key.hex()}: recorded a page of {age.page_bytes} bytes, stored one of {page_bytes}")
 
 
 def _recency_faults(txn: Any, tables: Tables) -> Iterator[Violation]:
@@ -108,12 +116,12 @@ def _recency_faults(txn: Any, tables: Tables) -> Iterator[Violation]:
     if len(set(counts.values())) > 1:
         sizes = ", ".join(f"{name} {count}" for name, count in counts.items())
         yield Violation(f"tables differ in size: {sizes}")
-    next_tick = PAIR.unpack(txn.get(COUNTERS_KEY, db=tables.meta))[0]
+    next_tick = Totals.read(txn, tables.meta).next_tick
     with txn.cursor(db=tables.recency) as cursor, txn.cursor(db=tables.pages) as pages:
         for packed, key in cursor:
             tick = TICK.unpack(packed)[0] if len(packed) == TICK.size else -1
-            age = txn.get(key, db=tables.ages)
-            if age is None or len(age) != PAIR.size or PAIR.unpack(age)[0] != tick:
+            age = Age.unpack(txn.get(key, db=tables.ages))
+            if age is None or age.tick != tick:
                 yield Violation(f"tick {tick} leads to {bytes(key).hex()}, whose age record differs")
             if not 0 < tick < next_tick:
                 yield Violation(f"tick {tick} is not below the next tick {next_tick}")

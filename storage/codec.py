@@ -1,41 +1,41 @@
 """How a page becomes a value, and a value that page again: filter, zstd, cipher, checksum, in this order.
 
-Owns the packing and each thread's scratch for it; header.py owns the header, docs/disk_format.md describes every byte.
-May import numpy, zstandard, the standard library, base, header, filters, cipher, packages and slot_file.
+Owns the compression and each thread's scratch memory for it; header.py owns the header, docs/disk_format.md describes
+every byte.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.cipher import SEAL_BYTES, SLACK_BYTES, PageCipher
-from hicache.storage.filters import Arranger, PageFilter
+from hicache.storage.filters import Arranger, PageFilter, PageFormat
 from hicache.storage.header import (
     FIELD_BYTES,
     HEADER_BYTES,
     MAX_PAGE_BYTES,
     NAMESPACE_BYTES,
     RAW,
-    SLOT_VERSION,
-    TABLE_VERSION,
     ZSTD,
     ValueHeader,
     bound_to,
     copy_parts,
     head_of,
     is_packed,
+    page_bytes_of,
     read_header,
     seal_into,
 )
+from hicache.storage.memory import Scratch
 from hicache.storage.packages import zstandard
 from hicache.storage.slot_file import Apart
 
-__all__ = ["HEADER_BYTES", "NAMESPACE_BYTES", "RAW", "ZSTD", "PageCodec", "choose_filter", "is_packed"]
+__all__ = ["HEADER_BYTES", "NAMESPACE_BYTES", "RAW", "ZSTD", "PageCodec", "PageCodecs", "choose_filter", "is_packed"]
 
 # A page is stored packed only when packing saves at least this share of it: below, unpacking costs more than reading.
 _MIN_SAVING = 16
@@ -50,7 +50,7 @@ _NO_FILTER = PageFilter()
 
 
 class _Contexts(threading.local):
-    """One thread's zstd contexts and scratch pages: a context shared by two threads crashes or returns wrong bytes."""
+    """One thread's zstd contexts and scratch memory: a context shared by two threads crashes or returns wrong bytes."""
 
     def __init__(self, page_bytes: int, level: int, how: PageFilter) -> None:
         window_bytes = max(1 << 17, 1 << (page_bytes - 1).bit_length())
@@ -58,8 +58,6 @@ class _Contexts(threading.local):
         self.fast = _compressor(page_bytes, _FAST_LEVEL, how)
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=window_bytes)
         self.arranger = Arranger(page_bytes)
-        self.arranged: PageBuffer = np.empty(page_bytes, dtype=np.uint8)
-        self.sealed: PageBuffer = np.empty(page_bytes + SLACK_BYTES, dtype=np.uint8)
 
 
 def _compressor(page_bytes: int, level: int, how: PageFilter) -> Any:
@@ -75,7 +73,7 @@ def _compressor(page_bytes: int, level: int, how: PageFilter) -> Any:
 
 
 class PageCodec:
-    """Encodes and verifies the pages of one namespace; any thread may call it.
+    """Encodes and verifies pages of one size in one namespace; any thread may call it.
 
     `level` 0 stores raw, 1 to 22 are zstd levels. `filter` governs encoding only: values name their own. A page that
     does not shrink by 1/16 is stored raw. With `cipher` every value is encrypted and a plain one is refused; without,
@@ -103,6 +101,7 @@ class PageCodec:
         self._page_bytes, self._namespace = page_bytes, namespace
         self._level, self._filter, self._cipher = level, filter, cipher
         self._contexts = _Contexts(page_bytes, level, filter)
+        self._arranged, self._sealed, self._verified = Scratch(), Scratch(), Scratch()
 
     @property
     def max_value_bytes(self) -> int:
@@ -120,18 +119,16 @@ class PageCodec:
         `is_packed` tells how it came out. `lag` says how far the writer is behind, from 0, it keeps up, to 1, its queue
         is full: from 0.5 pages are packed at level 1, from 0.9 not at all.
         """
-        fields, parts = self._parts(key, page, lag, TABLE_VERSION)
+        fields, parts = self._parts(key, page, lag)
         return seal_into(room, key, fields, *parts)
 
     def encode_apart(self, key: bytes, page: PageBuffer, room: memoryview, *, lag: float = 0.0) -> Apart:
-        """A value in two parts, for a slot. A raw payload is `page` itself, an encrypted one lies in `room`."""
-        fields, parts = self._parts(key, page, lag, SLOT_VERSION)
+        """The same value in two parts, for a slot. A raw payload is `page` itself, an encrypted one lies in `room`."""
+        fields, parts = self._parts(key, page, lag)
         head = head_of(key, fields, *parts)
         return Apart(head, parts[0] if len(parts) == 1 else room[: copy_parts(room, *parts)])
 
-    def _parts(
-        self, key: bytes, page: PageBuffer, lag: float, version: int
-    ) -> tuple[bytes, tuple[bytes | memoryview, ...]]:
+    def _parts(self, key: bytes, page: PageBuffer, lag: float) -> tuple[bytes, tuple[bytes | memoryview, ...]]:
         """A value's header without its checksum, and its payload in parts."""
         packed = self._pack(page, lag)
         payload = page.data if packed is None else packed
@@ -142,12 +139,12 @@ class PageCodec:
             stored_bytes=len(payload) + (SEAL_BYTES if self._cipher else 0),
             filter=_NO_FILTER if packed is None else self._filter,
             namespace=self._namespace,
-            version=version,
         )
         fields = header.pack()
         if self._cipher is None:
             return fields, (payload,)
-        return fields, self._cipher.seal(payload, bound_to(key, fields), self._contexts.sealed)
+        scratch = self._sealed.take_page(len(payload) + SLACK_BYTES)
+        return fields, self._cipher.seal(payload, bound_to(key, fields), scratch)
 
     def decode_into(self, key: bytes, value: bytes | memoryview, page: PageBuffer) -> str:
         """Verify `value` and unpack it into `page`, writable contiguous uint8 `[page_bytes]`.
@@ -168,14 +165,19 @@ class PageCodec:
         if self._cipher is not None:
             if not header.encrypted:
                 return "plain page in an encrypted store"
-            plain = self._cipher.unseal(payload, bound_to(key, head[:FIELD_BYTES]), self._contexts.sealed)
+            scratch = self._sealed.take_page(len(payload) - SEAL_BYTES + SLACK_BYTES)
+            plain = self._cipher.unseal(payload, bound_to(key, head[:FIELD_BYTES]), scratch)
             if plain is None:
                 return "page does not decrypt: changed, or of another key"
             payload = plain
         return self._unpack(header, payload, page)
 
+    def verify(self, key: bytes, value: bytes | memoryview) -> str:
+        """Why `value` is not what was stored under `key`; "" if it is. Decrypts an encrypted one."""
+        return self.decode_into(key, value, self._verified.take_page(self._page_bytes))
+
     def verify_stored(self, key: bytes, value: bytes | memoryview) -> str:
-        """Why `value` is not what was stored under `key`; "" if it is, as far as that shows without decrypting.
+        """The same as far as that shows without decrypting.
 
         Plain values are unpacked too. Of encrypted ones the header and the checksum over all stored bytes are compared,
         which needs no cipher and finds damage, not forgery.
@@ -188,7 +190,9 @@ class PageCodec:
             return ""
         if self._cipher is not None:
             return "plain page in an encrypted store"
-        return "" if header.codec == RAW else self._inflate(header, view[HEADER_BYTES:], self._contexts.arranged)
+        if header.codec == RAW:
+            return ""
+        return self._inflate(header, view[HEADER_BYTES:], self._arranged.take_page(self._page_bytes))
 
     def _pack(self, page: PageBuffer, lag: float) -> bytes | None:
         """The page filtered and compressed; None when it is to be stored raw."""
@@ -196,7 +200,7 @@ class PageCodec:
             return None
         contexts, source = self._contexts, page
         if self._filter.kind != "none":
-            source = contexts.arranged
+            source = self._arranged.take_page(self._page_bytes)
             contexts.arranger.arrange(self._filter, page, source)
         if not self._promising(source):
             return None
@@ -221,7 +225,7 @@ class PageCodec:
             return ""
         if header.filter.kind == "none":
             return self._inflate(header, payload, page)
-        arranged = self._contexts.arranged
+        arranged = self._arranged.take_page(self._page_bytes)
         reason = self._inflate(header, payload, arranged)
         if not reason:
             self._contexts.arranger.restore(header.filter, arranged, page)
@@ -239,6 +243,46 @@ class PageCodec:
                 return _read_exactly(reader, target.data)
         except zstandard.ZstdError as error:
             return f"frame does not unpack: {error}"
+
+
+class PageCodecs(Mapping[int, PageCodec]):
+    """The codecs of one store: page size in bytes -> codec. Any thread."""
+
+    def __init__(self, formats: Sequence[PageFormat], namespace: bytes, level: int, cipher: PageCipher | None) -> None:
+        self._by_page_bytes = {
+            one.page_bytes: PageCodec(
+                page_bytes=one.page_bytes, namespace=namespace, level=level, filter=one.filter, cipher=cipher
+            )
+            for one in formats
+        }
+        self._largest = self._by_page_bytes[max(self._by_page_bytes)]
+
+    def __getitem__(self, page_bytes: int) -> PageCodec:
+        return self._by_page_bytes[page_bytes]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_page_bytes)
+
+    def __len__(self) -> int:
+        return len(self._by_page_bytes)
+
+    @property
+    def max_value_bytes(self) -> int:
+        return self._largest.max_value_bytes
+
+    def verify(self, key: bytes, value: bytes | memoryview) -> str:
+        """See `PageCodec.verify`; the page may have any of the sizes."""
+        return self._codec_of(value).verify(key, value)
+
+    def verify_stored(self, key: bytes, value: bytes | memoryview) -> str:
+        """See `PageCodec.verify_stored`; the page may have any of the sizes."""
+        return self._codec_of(value).verify_stored(key, value)
+
+    def _codec_of(self, value: bytes | memoryview) -> PageCodec:
+        """The codec of the size that a value states; for any other size one that says why it is refused."""
+        if len(value) < HEADER_BYTES:
+            return self._largest
+        return self._by_page_bytes.get(page_bytes_of(value), self._largest)
 
 
 def choose_filter(sample_pages: Sequence[PageBuffer], candidates: Sequence[PageFilter], level: int) -> PageFilter:

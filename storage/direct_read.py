@@ -14,9 +14,10 @@ import mmap
 import os
 from pathlib import Path
 
+from hicache.storage.memory import ALIGNMENT
+
 log = logging.getLogger("hicache.storage")
 
-ALIGNMENT = 4096  # of offset, length and memory of a direct read: as much as any medium asks for
 LEAST_BYTES = 256 << 10  # of a value: shorter ones gain nothing
 _CACHESTAT = 451  # the system call, of all architectures
 
@@ -60,7 +61,7 @@ class DirectReads:
         return bool(2 * found.cached * mmap.PAGESIZE < length)
 
     def read(self, room: memoryview, offset: int, num_bytes: int) -> int:
-        """Read from an aligned `offset` into the start of `room`, of `aligned_room`; how many bytes there are now.
+        """Read from an aligned `offset` into the start of `room`, of `aligned_buffer`; how many bytes there are now.
 
         Fewer than `num_bytes` at the file's end, or 0 where direct reads turn out to be refused: read the rest
         otherwise. OSError where the medium fails.
@@ -74,8 +75,3 @@ class DirectReads:
                 raise
             log.debug("no direct reads: %s", error)
             return 0
-
-
-def aligned_room(num_bytes: int) -> memoryview:
-    """Memory for a value of up to `num_bytes`, wherever in a file it lies."""
-    return memoryview(mmap.mmap(-1, -(-num_bytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT))

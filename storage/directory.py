@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -18,11 +19,22 @@ from hicache.storage.base import StoreError, StoreLocked
 log = logging.getLogger("hicache.storage")
 
 DATA_FILE, LOCK_FILE, READERS_FILE, COMPACT_FILE = "data.mdb", "writer.lock", "lock.mdb", "compact.tmp"
-SLOTS_FILE, RESCUE_FOLDER, NEW_READERS_FILE = "pages.dat", "rescue.tmp", "lock.new"
-STORE_FILES = frozenset((DATA_FILE, LOCK_FILE, READERS_FILE, COMPACT_FILE, SLOTS_FILE, RESCUE_FOLDER, NEW_READERS_FILE))
+RESCUE_FOLDER, NEW_READERS_FILE = "rescue.tmp", "lock.new"
+_FILES = frozenset((DATA_FILE, LOCK_FILE, READERS_FILE, COMPACT_FILE, RESCUE_FOLDER, NEW_READERS_FILE))
+_SLOTS_FILE = re.compile(r"pages-[1-9][0-9]*\.dat")
 PRIVATE_FOLDER_MODE, PRIVATE_FILE_MODE = 0o700, 0o600
 _OF_OTHERS = 0o077
 _KERNEL_LOCKS = Path("/proc/locks")
+
+
+def slots_file(path: Path, page_bytes: int) -> Path:
+    """The file with the slots for pages of one size."""
+    return path / f"pages-{page_bytes}.dat"
+
+
+def is_store_file(name: str) -> bool:
+    """Whether a store may have made a file of that name in its directory."""
+    return name in _FILES or _SLOTS_FILE.fullmatch(name) is not None
 
 
 class WriterLock:
@@ -130,10 +142,10 @@ def _holder_in_words(descriptor: int) -> str:
 
 def _make_private(path: Path) -> None:
     """Take the rights of others away from the files of a store, and from the directory where it has nothing else."""
-    names = set(os.listdir(path))
+    names = sorted(os.listdir(path))
     # What lock.mdb may link to is private by itself; what else is here is not ours to change.
-    ours = [path / name for name in sorted(names & STORE_FILES) if not (path / name).is_symlink()]
-    if names <= STORE_FILES:
+    ours = [path / name for name in names if is_store_file(name) and not (path / name).is_symlink()]
+    if all(map(is_store_file, names)):
         ours.insert(0, path)
     for file in ours:
         mode = stat.S_IMODE(file.stat().st_mode)

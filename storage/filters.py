@@ -62,6 +62,14 @@ class PageFilter:
         return ""
 
 
+@dataclass(frozen=True)
+class PageFormat:
+    """One size of the pages that a store keeps, in bytes, and how such pages are arranged before zstd."""
+
+    page_bytes: int
+    filter: PageFilter = PageFilter()
+
+
 class Arranger:
     """One thread's filters for pages of `page_bytes`, with two blocks of scratch; allocates nothing afterwards.
 

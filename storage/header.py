@@ -1,15 +1,14 @@
 """The header of a stored value: what it says, and why it is or is not believed.
 
-docs/disk_format.md describes every byte. Writers write version 2; readers read 1 and 2. Every field is checked before
-it is used, and no length in it is ever allocated. Owns the format of the header and the checksum. May import the
-standard library, numpy, filters, and cipher for its overhead.
+docs/disk_format.md describes every byte. Every field is checked before it is used, and no length in it is ever
+allocated. Owns the format of the header and the checksum.
 
-The checksum covers the key, so a value under another key does not verify. In version 3 it covers of a frame of zstd its
-head and its end alone, which is zstd's own checksum over what comes out: taking both takes a third of the time of
-unpacking. CRC-32 (zlib's) is chosen for speed: at
+The checksum covers the key, so a value under another key does not verify. Of a plain zstd frame it covers only the
+first bytes and the last ones, which are zstd's own checksum of the decompressed page: computing both checksums over the
+whole takes a third of the time of decompression. CRC-32 (zlib's) is chosen for speed: at
 3.8 GB/s it was the fastest of what every Python has (adler32 3.1, sha1 1.7, sha256 1.6, blake2b 0.8), it lets other
 threads run meanwhile and finds every burst of up to 32 bits. It is taken over the stored bytes, before anything parses
-them. Packed payloads carry zstd's own content checksum too, so that a wrong unpacking is found as well.
+them.
 """
 
 from __future__ import annotations
@@ -24,29 +23,27 @@ from hicache.storage.cipher import SEAL_BYTES
 from hicache.storage.filters import FILTER_KINDS, PageFilter
 
 MAGIC = b"HKVP"
-# Of values in tables, and of values in slots.
-TABLE_VERSION, SLOT_VERSION = 2, 3
+VERSION = 1
 RAW, ZSTD = 0, 1
 NAMESPACE_BYTES = 16
-# Lengths are 32 bits wide; cipher and zstd count in signed ones.
-MAX_PAGE_BYTES = (1 << 31) - (1 << 16)
+# Lengths are 32 bits wide, and cipher and zstd count in signed ones; tested up to here.
+MAX_PAGE_BYTES = 1 << 30
 
 _ENCRYPTED = 1
 _START = struct.Struct("<4sH")
-_FIELDS_1 = struct.Struct("<4sHBBQQ16sI")
-_FIELDS_2 = struct.Struct("<4sHBBIIBBHII16s")
+_FIELDS = struct.Struct("<4sHBBIIBBHII16s")
 _CHECKSUM = struct.Struct("<I")
 _KEY_LENGTH = struct.Struct("<H")
-FIELD_BYTES = _FIELDS_2.size
+FIELD_BYTES = _FIELDS.size
 HEADER_BYTES = FIELD_BYTES + _CHECKSUM.size
-_ZSTD_PLANES_1 = 2  # version 1: zstd over byte planes was a codec of its own
-# From version 3 on the checksum covers these bytes of a frame of zstd: its header, of up to 18, and its own checksum.
+_PAGE_BYTES, _PAGE_BYTES_OFFSET = struct.Struct("<I"), 8
+# The checksum covers these bytes of a plain zstd frame: its header, of up to 18 bytes, and its own checksum.
 _FRAME_HEAD_BYTES, _FRAME_CHECKSUM_BYTES = 32, 4
 
 
 @dataclass(frozen=True)
 class ValueHeader:
-    """What a header says, of any version. `stored_bytes` is the length of the payload, `raw_bytes` of the page."""
+    """What a header says. `stored_bytes` is the length of the payload, `raw_bytes` of the page."""
 
     codec: int
     encrypted: bool
@@ -54,20 +51,19 @@ class ValueHeader:
     stored_bytes: int
     filter: PageFilter
     namespace: bytes
-    version: int = TABLE_VERSION
 
     @property
     def rests_on_frame(self) -> bool:
-        """Whether the payload is verified by the checksum in its frame of zstd, over what comes out."""
-        return _rests_on_frame(self.version, self.codec, self.encrypted)
+        """Whether the payload is verified by the checksum in its zstd frame, over the decompressed page."""
+        return self.codec == ZSTD and not self.encrypted
 
     def pack(self) -> bytes:
-        """The header's fields in version 2 or 3, without the checksum."""
+        """The header's fields, without the checksum."""
         how = self.filter
         flags = _ENCRYPTED if self.encrypted else 0
         lengths = (self.raw_bytes, self.stored_bytes)
         arrangement = (FILTER_KINDS.index(how.kind), how.element_bytes, 0, how.tokens, how.channels)
-        return _FIELDS_2.pack(MAGIC, self.version, self.codec, flags, *lengths, *arrangement, self.namespace)
+        return _FIELDS.pack(MAGIC, VERSION, self.codec, flags, *lengths, *arrangement, self.namespace)
 
     def contradiction(self, payload_bytes: int, page_bytes: int, namespace: bytes) -> str:
         """Why no value of a page of `page_bytes` in `namespace` with such a payload has this header; "" if one may."""
@@ -132,10 +128,9 @@ def read_header(
     magic, version = _START.unpack_from(head)
     if magic != MAGIC:
         return "not the value of a page"
-    if not 1 <= version <= SLOT_VERSION:
-        age = "newer than" if version > SLOT_VERSION else "unknown beside"
-        return f"format version {version}, {age} {SLOT_VERSION}, which this release reads and writes"
-    header = _parse_1(head) if version == 1 else _parse_2(head)
+    if version != VERSION:
+        return f"value version {version}, this release reads {VERSION}"
+    header = _parse(head)
     if isinstance(header, str):
         return header
     reason = header.contradiction(len(payload), page_bytes, namespace)
@@ -149,39 +144,26 @@ def is_packed(value: bytes | memoryview) -> bool:
     return value[6] != RAW
 
 
-def _parse_1(view: bytes | memoryview) -> ValueHeader | str:
-    _, _, codec, element_bytes, raw_bytes, stored_bytes, namespace, flags = _FIELDS_1.unpack_from(view)
-    if flags:
-        return f"unknown flags {flags}"
-    if codec not in (RAW, ZSTD, _ZSTD_PLANES_1):
-        return f"unknown codec {codec}"
-    planar = codec == _ZSTD_PLANES_1
-    if planar == (element_bytes == 1):
-        return "wrong element width"
-    how = PageFilter("planes" if planar else "none", element_bytes)
-    return ValueHeader(ZSTD if planar else codec, False, raw_bytes, stored_bytes, how, namespace)
+def page_bytes_of(value: bytes | memoryview) -> int:
+    """The length of the page that a value, of at least a header, says it holds. Not verified."""
+    return int(_PAGE_BYTES.unpack_from(value, _PAGE_BYTES_OFFSET)[0])
 
 
-def _parse_2(view: bytes | memoryview) -> ValueHeader | str:
-    fields = _FIELDS_2.unpack_from(view)
-    _, version, codec, flags, *rest = fields
+def _parse(view: bytes | memoryview) -> ValueHeader | str:
+    _, _, codec, flags, *rest = _FIELDS.unpack_from(view)
     raw_bytes, stored_bytes, kind, element_bytes, reserved, tokens, channels, namespace = rest
     if flags not in (0, _ENCRYPTED) or reserved:
         return f"unknown flags {flags}, {reserved}"
     if kind >= len(FILTER_KINDS):
         return f"unknown filter {kind}"
     how = PageFilter(FILTER_KINDS[kind], element_bytes, tokens, channels)
-    return ValueHeader(codec, flags == _ENCRYPTED, raw_bytes, stored_bytes, how, namespace, version)
-
-
-def _rests_on_frame(version: int, codec: int, encrypted: bool) -> bool:
-    return version >= SLOT_VERSION and codec == ZSTD and not encrypted
+    return ValueHeader(codec, flags == _ENCRYPTED, raw_bytes, stored_bytes, how, namespace)
 
 
 def _covered(fields: bytes, *payload: bytes | memoryview) -> tuple[bytes | memoryview, ...]:
     """The parts of a payload, here in one part if it is a frame, that the checksum is taken over."""
-    _, version, codec, flags = _FIELDS_2.unpack(fields)[:4]
-    if not _rests_on_frame(version, codec, flags != 0):
+    codec, flags = _FIELDS.unpack(fields)[2:4]
+    if codec != ZSTD or flags:
         return payload
     (frame,) = payload
     return frame[:_FRAME_HEAD_BYTES], frame[-_FRAME_CHECKSUM_BYTES:]

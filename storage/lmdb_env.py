@@ -82,13 +82,13 @@ class StoreEnv:
         self._lock.require_same()
         self.require_whole()
 
-    def committed(self, entries: int, live_bytes: int) -> None:
+    def committed(self, entries: int, live_bytes: int, raw_bytes: int) -> None:
         """Note what was committed, and how long the file has to be from now on. lmdb leaves out free pages at its end:
         they become a hole."""
         whole = self.tables.index_bytes()
         self.tables.values.lengthen(whole)
         self._least_file_bytes = whole
-        self._sizes = Sizes(entries, live_bytes, self.file_bytes())
+        self._sizes = Sizes(entries, live_bytes, raw_bytes, self.file_bytes())
 
     def read(self, body: Callable[[Any, Tables], T], otherwise: T) -> T:
         """`body` in a read transaction of its own, buffers valid until it returns.
@@ -199,7 +199,7 @@ class StoreEnv:
             self._lock.require_same()  # it may have been replaced since that was seen last
             with tables.env.begin() as txn:
                 self._sizes = sizes_of(txn, tables)
-            self.committed(self._sizes.entries, self._sizes.live_bytes)
+            self.committed(self._sizes.entries, self._sizes.live_bytes, self._sizes.raw_bytes)
         except medium_errors as error:
             self._shut()
             raise StoreError(f"cannot open the store {self._spec.path}: {error}; mend the medium") from error

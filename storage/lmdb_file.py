@@ -6,7 +6,7 @@ cipher, direct_read, directory, lmdb_meta, lmdb_record, lmdb_tree, lru, reader_t
 
     DIR/data.mdb     lmdb's data      DIR/writer.lock   held by the one store that writes (see directory)
     DIR/lock.mdb     lmdb's readers   DIR/compact.tmp   a copy being compacted; a left-over is removed
-    DIR/pages.dat    the slots of long values, where a store has them
+    DIR/pages-SIZE.dat   the slots for pages of that size, where a store has slots
     DIR/rescue.tmp/  tables that are being built anew; left-overs are removed
 
 Readers in other processes register in `lock.mdb` (see reader_table). It is never replaced while anyone has the store
@@ -24,16 +24,16 @@ from typing import Any
 
 from hicache.storage.base import StoreCorrupt, StoreError, StoreTreesDamaged
 from hicache.storage.cipher import SEAL_BYTES
-from hicache.storage.direct_read import ALIGNMENT
-from hicache.storage.directory import DATA_FILE, PRIVATE_FILE_MODE, SLOTS_FILE, writer_of
+from hicache.storage.directory import DATA_FILE, PRIVATE_FILE_MODE, slots_file, writer_of
 from hicache.storage.lmdb_meta import Meta, read_meta
-from hicache.storage.lmdb_record import SETTINGS_KEY, STORE_KEY, IdentityRecord, Settings
+from hicache.storage.lmdb_record import MAX_FORMATS, SETTINGS_KEY, STORE_KEY, IdentityRecord, Settings
 from hicache.storage.lmdb_tree import ValueFile
-from hicache.storage.lru import COUNTERS_KEY, PAIR, PROBE_KEY, TABLE_NAMES, Tables
+from hicache.storage.lru import COUNTERS_KEY, PROBE_KEY, TABLE_NAMES, Tables, Totals
+from hicache.storage.memory import ALIGNMENT
 from hicache.storage.packages import lmdb, medium_errors
 from hicache.storage.reader_table import READER_SLOTS
 from hicache.storage.slot_file import SlotFile, whole_blocks
-from hicache.storage.slots import SLOT_TABLE_NAMES, SPACE_KEY, SlotTables, Space
+from hicache.storage.slots import SlotSet, SlotTables, Space, slot_table_names, space_key
 from hicache.storage.tree_check import trees_fault
 
 __all__ = [
@@ -52,7 +52,7 @@ __all__ = [
 
 _SHRINKING_BYTES, _SPARE_INDEX_BYTES = 16 << 20, 128 << 10
 _TREES_AT_OPENING_BYTES = 64 << 20  # about a quarter of a second from a cold disk
-MAX_TABLES = len(TABLE_NAMES) + len(SLOT_TABLE_NAMES)
+MAX_TABLES = len(TABLE_NAMES) + 2 * MAX_FORMATS
 
 
 def mend_length(path: Path) -> int | None:
@@ -93,7 +93,7 @@ def require_trees(path: Path, meta: Meta | None, *, whole: bool = False) -> None
 @dataclass(frozen=True)
 class FileSpec:
     """What an environment is opened with: the bound of its files, what of that is for tables beside slots, the identity
-    that the store must have, the settings to be recorded, and the size of pages from which on a new store has slots."""
+    that the store must have, the settings to be recorded, and the page size from which on a new store has slots."""
 
     path: Path
     map_bytes: int
@@ -116,7 +116,8 @@ def open_tables(spec: FileSpec) -> Tables:
         is_new = env.stat()["entries"] == 0
         if is_new:
             with env.begin(write=True) as txn:
-                create_tables(env, txn, dataclasses.replace(spec.identity, slot_bytes=_slots_for(spec)), spec.settings)
+                identity = dataclasses.replace(spec.identity, has_slots=_make_slot_files(spec))
+                create_tables(env, txn, identity, spec.settings)
         else:
             _adopt(env, spec)
         tables = find_tables(env, path, writable=True)
@@ -130,7 +131,7 @@ def open_tables(spec: FileSpec) -> Tables:
     except StoreError:
         env.close()
         raise
-    return tables if tables.slots is None else _with_walls(tables, tables.slots, spec)
+    return tables if tables.slots is None else _with_bounds(tables, tables.slots, spec)
 
 
 def find_tables(env: Any, path: Path, *, writable: bool) -> Tables:
@@ -138,25 +139,28 @@ def find_tables(env: Any, path: Path, *, writable: bool) -> Tables:
     file is, and `StoreError`."""
     *others, meta = (env.open_db(name, create=False) for name in TABLE_NAMES)
     with env.begin() as txn:
-        slot_bytes = read_identity(path, txn, meta).slot_bytes
-    slots, psize = None, env.stat()["psize"]
-    values = ValueFile(Path(env.path()) / DATA_FILE, psize, writable=writable)
-    try:
-        if slot_bytes:
-            free, freed = (env.open_db(name, create=False) for name in SLOT_TABLE_NAMES)
-            slots = SlotTables(SlotFile(path / SLOTS_FILE, slot_bytes, writable=writable), free, freed)
-    except BaseException:
-        values.close()
-        raise
+        identity = read_identity(path, txn, meta)
+        if not identity.has_slots and any(txn.get(space_key(size), db=meta) for size in identity.page_sizes):
+            raise StoreCorrupt(f"the store {path} has slots, its identity record has none; choose another disk path")
+    psize = env.stat()["psize"]
+    with contextlib.ExitStack() as opened:
+        values = ValueFile(Path(env.path()) / DATA_FILE, psize, writable=writable)
+        opened.callback(values.close)
+        by_page_bytes = {}
+        for page_bytes in identity.page_sizes if identity.has_slots else ():
+            free, freed = (env.open_db(name, create=False) for name in slot_table_names(page_bytes))
+            file = SlotFile(slots_file(path, page_bytes), slot_bytes_for(identity, page_bytes), writable=writable)
+            opened.callback(file.close)
+            by_page_bytes[page_bytes] = SlotTables(page_bytes, file, free, freed)
+        opened.pop_all()
     pages, ages, recency = others
-    return Tables(env, psize, values, pages, ages, recency, meta, slots)
+    return Tables(env, psize, values, pages, ages, recency, meta, SlotSet(by_page_bytes) if by_page_bytes else None)
 
 
 def read_identity(path: Path, txn: Any, meta: Any) -> IdentityRecord:
     """Whose pages the store holds. Raises `StoreCorrupt`, and `StoreMismatch` for a newer format."""
-    counters = txn.get(COUNTERS_KEY, db=meta)
-    raw = txn.get(STORE_KEY, db=meta) if counters is not None and len(counters) == PAIR.size else None
-    return IdentityRecord.unpack(path, raw)
+    totals = Totals.unpack(txn.get(COUNTERS_KEY, db=meta))
+    return IdentityRecord.unpack(path, None if totals is None else txn.get(STORE_KEY, db=meta))
 
 
 def sync_directory(path: Path) -> None:
@@ -192,28 +196,43 @@ def _open_env(spec: FileSpec) -> Any:
 def create_tables(env: Any, txn: Any, identity: IdentityRecord, settings: Settings) -> None:
     """The tables and records of a store without a page."""
     *_, meta = (env.open_db(name, txn=txn) for name in TABLE_NAMES)
-    if identity.slot_bytes:
-        for name in SLOT_TABLE_NAMES:
+    for page_bytes in identity.page_sizes if identity.has_slots else ():
+        for name in slot_table_names(page_bytes):
             env.open_db(name, txn=txn)
-        txn.put(SPACE_KEY, Space(0, 0, 0).pack(), db=meta)
+        txn.put(space_key(page_bytes), Space().pack(), db=meta)
     txn.put(STORE_KEY, identity.pack(), db=meta)
     txn.put(SETTINGS_KEY, settings.pack(), db=meta)
-    txn.put(COUNTERS_KEY, PAIR.pack(1, 0), db=meta)
+    txn.put(COUNTERS_KEY, Totals().pack(), db=meta)
 
 
-def _slots_for(spec: FileSpec) -> int:
-    """Size of the slots of a new store, whose file is there then, empty; 0 when its values are to be in the tables."""
-    if spec.identity.page_bytes < spec.slots_from_bytes:
-        return 0
-    slot_bytes = whole_blocks(spec.identity.page_bytes + (SEAL_BYTES if spec.identity.key_id else 0))
-    _require_unused(spec.path / SLOTS_FILE)
-    file = SlotFile(spec.path / SLOTS_FILE, slot_bytes, writable=True, create=True)
+def slot_bytes_for(identity: IdentityRecord, page_bytes: int) -> int:
+    """Length of a slot for pages of one size."""
+    return whole_blocks(page_bytes + (SEAL_BYTES if identity.key_id else 0))
+
+
+def _make_slot_files(spec: FileSpec) -> bool:
+    """Whether a new store has its values in slots; their files are there then, empty.
+
+    All sizes go the same way, so that one budget holds for all: by the largest one.
+    """
+    if spec.identity.page_sizes[-1] < spec.slots_from_bytes:
+        return False
+    try:
+        return all(_make_slot_file(spec, page_bytes) for page_bytes in spec.identity.page_sizes)
+    finally:
+        sync_directory(spec.path)
+
+
+def _make_slot_file(spec: FileSpec, page_bytes: int) -> bool:
+    """An empty file of slots; whether slots can become holes in it."""
+    path = slots_file(spec.path, page_bytes)
+    _require_unused(path)
+    file = SlotFile(path, slot_bytes_for(spec.identity, page_bytes), writable=True, create=True)
     try:
         file.cut(0)
-        return slot_bytes if file.can_empty() else 0
+        return file.can_empty()
     finally:
         file.close()
-        sync_directory(spec.path)
 
 
 def _require_unused(file: Path) -> None:
@@ -223,32 +242,32 @@ def _require_unused(file: Path) -> None:
             raise StoreError(f"{file} is there, but no store; move it away or choose another disk path")
 
 
-def _with_walls(tables: Tables, slots: SlotTables, spec: FileSpec) -> Tables:
+def _with_bounds(tables: Tables, slots: SlotSet, spec: FileSpec) -> Tables:
     """The bound divided between tables and slots, and the slots tidied up."""
     try:
         map_bytes = max(spec.index_bytes, tables.index_bytes() + _SPARE_INDEX_BYTES)
         tables.env.set_mapsize(map_bytes)
         with tables.env.begin() as txn:
-            slots.tidy(txn, tables.meta)
+            for each in slots.by_page_bytes.values():
+                each.tidy(txn, tables.meta)
     except medium_errors as error:
         tables.close()
         raise StoreCorrupt(f"cannot open the slots of {spec.path}: {error}; choose another disk path") from error
-    wall_bytes = spec.map_bytes - spec.index_bytes
-    return dataclasses.replace(tables, slots=dataclasses.replace(slots, wall_bytes=wall_bytes))
+    max_bytes = spec.map_bytes - spec.index_bytes
+    return dataclasses.replace(tables, slots=dataclasses.replace(slots, max_bytes=max_bytes))
 
 
 def _adopt(env: Any, spec: FileSpec) -> None:
-    """Compare the identity; then bring the records up to what is open now, and drop what a killed probe left."""
+    """Compare the identity; then note the settings that are in force now, and drop what a killed probe left."""
     *_, meta = (env.open_db(name, create=False) for name in TABLE_NAMES)
     with env.begin() as txn, txn.cursor(db=meta) as cursor:
         stored = read_identity(spec.path, txn, meta)
         settings = txn.get(SETTINGS_KEY, db=meta)
         has_probe = cursor.set_key(PROBE_KEY)
     stored.require(spec.path, spec.identity)
-    if stored.format == stored.current_format and settings == spec.settings.pack() and not has_probe:
+    if settings == spec.settings.pack() and not has_probe:
         return
     # A full disk must not keep a store from being read: the records are as they were, then.
     with contextlib.suppress(lmdb.DiskError, lmdb.MapFullError, OSError), env.begin(write=True) as txn:
-        txn.put(STORE_KEY, dataclasses.replace(spec.identity, slot_bytes=stored.slot_bytes).pack(), db=meta)
         txn.put(SETTINGS_KEY, spec.settings.pack(), db=meta)
         txn.delete(PROBE_KEY, db=meta)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from hicache.storage.base import PageBuffer, StoreCorrupt, StoreError, StoreLocked, StoreStats, StoreTreesDamaged
 from hicache.storage.check import Verifier
 from hicache.storage.cipher import PageCipher
-from hicache.storage.codec import NAMESPACE_BYTES, PageCodec
+from hicache.storage.codec import NAMESPACE_BYTES, PageCodecs
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.directory import DATA_FILE, share_lock, writer_of
 from hicache.storage.gate import Gate
@@ -161,7 +161,8 @@ class ReaderEnv:
         try:
             with tables.env.begin() as txn:
                 identity = read_identity(self._path, txn, tables.meta)
-                settings = Settings.unpack(txn.get(SETTINGS_KEY, db=tables.meta), tables.env.info()["map_size"])
+                recorded, map_bytes = txn.get(SETTINGS_KEY, db=tables.meta), tables.env.info()["map_size"]
+                settings = Settings.unpack(recorded, identity.page_sizes, map_bytes)
         except medium_errors as error:
             raise StoreCorrupt(f"cannot read the store {self._path}: {error}; choose another disk path") from error
         return identity, settings
@@ -193,26 +194,22 @@ class LmdbPageReader:
         stored = self._env.identity
         try:
             named = identity or {name: value for name, value in stored.identity.items() if name != KEY_ID_FIELD}
-            stored.require(self._env.path, IdentityRecord(sealed_identity(named, cipher), stored.page_bytes))
-            self._codec = PageCodec(
-                page_bytes=stored.page_bytes,
-                namespace=namespace_digest(stored.identity)[:NAMESPACE_BYTES],
-                level=self._env.settings.level,
-                filter=self._env.settings.filter,
-                cipher=cipher,
-            )
+            stored.require(self._env.path, IdentityRecord(sealed_identity(named, cipher), stored.page_sizes))
+            namespace, settings = namespace_digest(stored.identity)[:NAMESPACE_BYTES], self._env.settings
+            self._codecs = PageCodecs(settings.formats, namespace, settings.level, cipher)
         except BaseException:
             self._env.close()
             raise
-        self._lookup = Lookup(self._env, self._codec, stored.page_bytes, _Unkept(), self._counters, str(path))
+        self._lookup = Lookup(self._env, self._codecs, _Unkept(), self._counters, str(path))
 
     @property
-    def page_bytes(self) -> int:
-        return self._env.identity.page_bytes
+    def page_sizes(self) -> tuple[int, ...]:
+        """The sizes that pages may have, in bytes, ascending."""
+        return self._env.identity.page_sizes
 
     @property
     def sealed(self) -> SealedValues:
-        return SealedValues(self._env, Verifier(self._codec.verify_stored, self._codec.max_value_bytes))
+        return SealedValues(self._env, Verifier(self._codecs.verify_stored, self._codecs.max_value_bytes))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._lookup.contains(keys)

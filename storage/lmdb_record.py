@@ -2,8 +2,7 @@
 
 Both are JSON in the table `meta`. The identity is compared at every opening: pages of another one are worthless. The
 settings may change between openings; they are kept so that an operator can open a store without its engine. Owns both
-records and the format's version. May import the standard library, base, cipher,
-direct_read and filters.
+records and the version of the format.
 """
 
 from __future__ import annotations
@@ -11,21 +10,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hicache.storage.base import Durability, StoreCorrupt, StoreError, StoreMismatch
 from hicache.storage.cipher import PageCipher
-from hicache.storage.direct_read import ALIGNMENT
-from hicache.storage.filters import PageFilter
+from hicache.storage.filters import PageFilter, PageFormat
 
-# 1 had no settings, and values of version 1; 2 has all values in its tables, 3 has them in slots. A program that knows
-# only an older one must not open a newer: it would drop all pages.
-READABLE_FORMATS = (1, 2, 3)
+FORMAT = 1
 STORE_KEY, SETTINGS_KEY = b"store", b"settings"
 KEY_ID_FIELD = "cipher_key"
+MAX_FORMATS = 16
 
 
 def sealed_identity(identity: Mapping[str, str | int], cipher: PageCipher | None) -> dict[str, str | int]:
@@ -44,54 +41,45 @@ def namespace_digest(identity: Mapping[str, str | int]) -> bytes:
 class IdentityRecord:
     """Whose pages a store holds. `identity` includes the key's id where they are encrypted.
 
-    `slot_bytes`: size of a slot where values are kept in slots; 0 where they are in the tables. A store keeps to one
-    from its making on.
+    `page_sizes`: the sizes that pages may have, in bytes, ascending. `has_slots`: whether values are in slot files; a
+    store keeps to one way from its making on.
     """
 
     identity: Mapping[str, str | int]
-    page_bytes: int
-    format: int = 2
-    slot_bytes: int = 0
+    page_sizes: tuple[int, ...]
+    has_slots: bool = False
 
     @property
     def key_id(self) -> str:
         """Id of the key that the pages are encrypted with, "" for none."""
         return str(self.identity.get(KEY_ID_FIELD, ""))
 
-    @property
-    def current_format(self) -> int:
-        """What this version writes for such a store."""
-        return 3 if self.slot_bytes else 2
-
     def pack(self) -> bytes:
-        record = {"format": self.current_format, "page_bytes": self.page_bytes, "identity": dict(self.identity)}
-        return _canonical(record | ({"slot_bytes": self.slot_bytes} if self.slot_bytes else {})).encode()
+        record = {"format": FORMAT, "identity": dict(self.identity), "page_bytes": self.page_sizes}
+        return _canonical({**record, "slots": self.has_slots}).encode()
 
     @classmethod
     def unpack(cls, path: Path, raw: bytes | None) -> IdentityRecord:
         """Raises `StoreCorrupt`, and `StoreMismatch` for a format that this version does not read."""
         if raw is None:
             raise StoreCorrupt(f"the store {path} has lost its identity record; choose another disk path")
+        unreadable = StoreCorrupt(f"the store {path} has an unreadable identity record; choose another disk path")
         try:
             fields = json.loads(bytes(raw))
-            version, page_bytes, identity = fields["format"], fields["page_bytes"], dict(fields["identity"])
-            slot_bytes = fields.get("slot_bytes", 0)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            version = page_bytes = slot_bytes = identity = None
-        if not isinstance(version, int) or version < 1:
-            raise StoreCorrupt(f"the store {path} has an unreadable identity record; choose another disk path")
-        if version not in READABLE_FORMATS:
+            version = fields["format"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise unreadable from error
+        if type(version) is not int or version < 1:
+            raise unreadable
+        if version != FORMAT:
             raise StoreMismatch(
-                f"the store {path} has format {version}, this version reads up to {READABLE_FORMATS[-1]}; "
+                f"the store {path} has format {version}, this version reads {FORMAT}; "
                 "update hicache or use another disk path"
             )
-        lengths = isinstance(page_bytes, int) and page_bytes > 0 and isinstance(slot_bytes, int) and slot_bytes >= 0
-        slots_fit = (
-            lengths and not slot_bytes % ALIGNMENT and (page_bytes <= slot_bytes if version == 3 else not slot_bytes)
-        )
-        if not slots_fit or not isinstance(identity, dict):
-            raise StoreCorrupt(f"the store {path} has an unreadable identity record; choose another disk path")
-        return cls(identity, page_bytes, version, slot_bytes)
+        identity, page_sizes, has_slots = (fields.get(name) for name in ("identity", "page_bytes", "slots"))
+        if not isinstance(identity, dict) or not isinstance(has_slots, bool) or not _are_sizes(page_sizes):
+            raise unreadable
+        return cls(identity, tuple(page_sizes), has_slots)
 
     def require(self, path: Path, wanted: IdentityRecord) -> None:
         """Raises `StoreMismatch`, naming both sides of each difference, unless pages of `wanted` are what is stored."""
@@ -107,30 +95,54 @@ class IdentityRecord:
 
     def _flat(self) -> dict[str, Any]:
         """One level of names; the store's own fields cannot be hidden by the identity's."""
-        return {**self.identity, "store.page_bytes": self.page_bytes}
+        return {**self.identity, "store.page_bytes": list(self.page_sizes)}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a store was opened for writing the last time."""
+    """How a store was opened for writing the last time. `formats` ascend by their page size."""
 
     budget_bytes: int
+    formats: tuple[PageFormat, ...]
     durability: Durability = "relaxed"
     level: int = 1
-    filter: PageFilter = PageFilter()  # noqa: RUF009
 
     def pack(self) -> bytes:
         return _canonical(dataclasses.asdict(self)).encode()
 
     @classmethod
-    def unpack(cls, raw: bytes | None, budget_bytes: int) -> Settings:
+    def unpack(cls, raw: bytes | None, page_sizes: Sequence[int], budget_bytes: int) -> Settings:
         """What was recorded. Nothing, or nothing readable: the defaults, with `budget_bytes`."""
+        plain = [{"page_bytes": page_bytes, "filter": {}} for page_bytes in page_sizes]
         try:
-            fields = json.loads(bytes(raw or b"{}"))
-            how = PageFilter(**fields.pop("filter", {}))
-            return cls(**{"budget_bytes": budget_bytes, **fields, "filter": how})
-        except (ValueError, TypeError, AttributeError):
-            return cls(budget_bytes)
+            fields = {"budget_bytes": budget_bytes, "formats": plain, **json.loads(bytes(raw or b"{}"))}
+            fields["formats"] = tuple(
+                PageFormat(one["page_bytes"], PageFilter(**one["filter"])) for one in fields["formats"]
+            )
+            recorded = cls(**fields)
+        except (ValueError, TypeError, KeyError):
+            recorded = cls(budget_bytes, ())
+        if [one.page_bytes for one in recorded.formats] == list(page_sizes):
+            return recorded
+        return cls(budget_bytes, tuple(map(PageFormat, page_sizes)))
+
+
+def formats_of(formats: Sequence[PageFormat]) -> tuple[PageFormat, ...]:
+    """The formats by ascending size. `StoreError` unless there are 1 to `MAX_FORMATS`, all of different sizes."""
+    page_sizes = [one.page_bytes for one in formats]
+    if not 1 <= len(formats) <= MAX_FORMATS or len(set(page_sizes)) < len(formats):
+        raise StoreError(f"formats of {page_sizes} bytes: give 1 to {MAX_FORMATS}, each of another page size")
+    return tuple(sorted(formats, key=lambda one: one.page_bytes))
+
+
+def _are_sizes(page_sizes: Any) -> bool:
+    """Whether they are what a record may name: 1 to `MAX_FORMATS` lengths in ascending order."""
+    return (
+        isinstance(page_sizes, list)
+        and 1 <= len(page_sizes) <= MAX_FORMATS
+        and all(type(page_bytes) is int and page_bytes > 0 for page_bytes in page_sizes)
+        and page_sizes == sorted(set(page_sizes))
+    )
 
 
 def _canonical(record: Mapping[str, Any]) -> str:

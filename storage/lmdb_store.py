@@ -9,30 +9,28 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
 
 from hicache.storage.base import Durability, PageBuffer, StoreCorrupt, StoreError, StoreStats
 from hicache.storage.check import Verifier
 from hicache.storage.cipher import SEAL_BYTES, PageCipher
-from hicache.storage.codec import NAMESPACE_BYTES, PageCodec
+from hicache.storage.codec import NAMESPACE_BYTES, PageCodecs
 from hicache.storage.counters import Counters, Counts
-from hicache.storage.filters import PageFilter
-from hicache.storage.heap import keep_freed_memory
+from hicache.storage.filters import PageFormat
 from hicache.storage.lmdb_env import StoreEnv
 from hicache.storage.lmdb_file import FileSpec
-from hicache.storage.lmdb_record import IdentityRecord, Settings, namespace_digest, sealed_identity
+from hicache.storage.lmdb_record import IdentityRecord, Settings, formats_of, namespace_digest, sealed_identity
 from hicache.storage.lmdb_writer import Budget, GroupWriter
 from hicache.storage.lookup import Lookup, SealedValues, check_keys, check_page
 from hicache.storage.lru import AccessLog, entry_bytes
+from hicache.storage.memory import keep_freed_memory
 from hicache.storage.packages import require_packages
 from hicache.storage.packer import Packer, Replay
 from hicache.storage.reader_table import READER_SLOTS
-from hicache.storage.slot_file import LEAST_PAGE_BYTES
 
+SLOTS_FROM_BYTES = 256 << 10  # of the largest page: for shorter ones the calls for slots cost more than copies
 _DELETES_PER_COMMIT = 4096
 
 
@@ -40,8 +38,7 @@ _DELETES_PER_COMMIT = 4096
 class StoreParts:
     """What a store is made of, for `hicache.storage.operate`. Whoever changes something holds `writing`."""
 
-    page_bytes: int
-    codec: PageCodec
+    codecs: PageCodecs
     env: StoreEnv
     writer: GroupWriter
     counters: Counters
@@ -53,12 +50,14 @@ class LmdbPageStore:
     """A `PageStore` in one directory; see there for the verbs, their threads and the order of keys.
 
     `identity` names, in readable fields, everything that decides what a page means; a store made for another one is
-    refused. `durability`: "relaxed" syncs the data of each commit, and a power cut may undo the last commit but
-    never tears one; "commit" syncs everything before `put` returns. Neither loses anything to the death of the process.
-    `level` 0 stores raw, 1 to 22 are zstd's; `filter` arranges the numbers in a page, for packing alone. With `cipher`
-    pages are encrypted, and its key id is part of the identity. Opening with a smaller budget than before evicts and
-    compacts at once. A new store keeps pages of `slots_from_bytes` and more in slots of a file of their own, where they
-    are written and read past the kernel's memory, and shorter ones in its tables; an existing one stays as it was made.
+    refused. `formats`: the sizes that its pages may have, which are part of that, each with the filter that arranges
+    the numbers in such a page, for packing alone. All sizes share the budget and one use order. `durability`: "relaxed"
+    syncs the data of each commit, and a power cut may undo the last commit but never tears one; "commit" syncs
+    everything before `put` returns. Neither loses anything to the death of the process. `level` 0 stores raw, 1 to 22
+    are zstd's. With `cipher` pages are encrypted, and its key id is part of the identity. Opening with a smaller budget
+    than before evicts and compacts at once. A new store whose largest pages have `slots_from_bytes` or more keeps all
+    pages in slots, in a file for each size, where long ones are read past the kernel's memory; another one keeps them
+    in its tables. An existing store stays as it was made.
 
     A medium that refuses a write turns the store read-only until `revive`. Other processes may read beside it
     (`LmdbPageReader`). Raises `StoreError` or one of its kinds when it cannot be opened or is called wrongly. Not to be
@@ -70,19 +69,19 @@ class LmdbPageStore:
         path: str | os.PathLike[str],
         *,
         identity: Mapping[str, str | int],
-        page_bytes: int,
+        formats: Sequence[PageFormat],
         budget_bytes: int,
         durability: Durability = "relaxed",
         level: int = 1,
-        filter: PageFilter = PageFilter(),  # noqa: B008
         cipher: PageCipher | None = None,
         max_readers: int = 126,
-        slots_from_bytes: int = LEAST_PAGE_BYTES,
+        slots_from_bytes: int = SLOTS_FROM_BYTES,
     ) -> None:
         if not identity:
             raise StoreError("a store needs an identity; name the model, the dtype and the layout of its pages")
-        record = IdentityRecord(sealed_identity(identity, cipher), page_bytes)
-        settings = Settings(budget_bytes, durability, level, filter)
+        settings = Settings(budget_bytes, formats_of(formats), durability, level)
+        page_sizes = tuple(one.page_bytes for one in settings.formats)
+        record = IdentityRecord(sealed_identity(identity, cipher), page_sizes)
         self._build(Path(path), record, settings, cipher, max_readers, slots_from_bytes)
 
     @classmethod
@@ -92,7 +91,7 @@ class LmdbPageStore:
         """The store that `record` and `settings` describe. Without the cipher of an encrypted one, pages cannot be put
         or read, all else can be done."""
         store = cls.__new__(cls)
-        store._build(path, record, settings, cipher, 126, LEAST_PAGE_BYTES)
+        store._build(path, record, settings, cipher, 126, SLOTS_FROM_BYTES)
         return store
 
     def _build(
@@ -106,20 +105,21 @@ class LmdbPageStore:
     ) -> None:
         require_packages()
         keep_freed_memory()
-        page_bytes, budget_bytes = record.page_bytes, settings.budget_bytes
-        if page_bytes < 1 or settings.durability not in ("relaxed", "commit") or not 1 <= max_readers < READER_SLOTS:
-            raise StoreError(
-                f"{page_bytes=}, durability={settings.durability!r}, {max_readers=}: one of them is out of range"
-            )
-        self._codec = codec_of(record, settings, cipher)
-        value_bytes = self._codec.max_value_bytes + mmap.PAGESIZE
-        budget = Budget(budget_bytes, value_bytes, mmap.PAGESIZE, has_slots=page_bytes >= slots_from_bytes)
+        page_sizes, budget_bytes = record.page_sizes, settings.budget_bytes
+        if settings.durability not in ("relaxed", "commit") or not 1 <= max_readers < READER_SLOTS:
+            raise StoreError(f"durability={settings.durability!r}, {max_readers=}: one of them is out of range")
+        self._codecs = codecs_of(record, settings, cipher)
+        value_bytes = self._codecs.max_value_bytes + mmap.PAGESIZE
+        has_slots = page_sizes[-1] >= slots_from_bytes
+        budget = Budget(budget_bytes, value_bytes, page_sizes[0], len(page_sizes), mmap.PAGESIZE, has_slots)
         least_bytes = budget.least_bytes
         if budget_bytes < least_bytes:
-            raise StoreError(f"{budget_bytes=} is too small for pages of {page_bytes} bytes; raise it to {least_bytes}")
-        self._path, self._page_bytes = path, page_bytes
+            raise StoreError(
+                f"{budget_bytes=} is too small for pages of {page_sizes[-1]} bytes; raise it to {least_bytes}"
+            )
+        self._path = path
         self._sealed_with = "" if cipher else record.key_id
-        self._max_value_bytes = self._codec.max_value_bytes + (SEAL_BYTES if self._sealed_with else 0)
+        self._max_value_bytes = self._codecs.max_value_bytes + (SEAL_BYTES if self._sealed_with else 0)
         self._counters, self._accesses = Counters(), AccessLog()
         self._writing = threading.Lock()
         spec = FileSpec(path, budget.map_bytes, budget.index_bytes, max_readers, record, settings, slots_from_bytes)
@@ -135,22 +135,24 @@ class LmdbPageStore:
         has_slots = self._env.tables.slots is not None
         self._budget = budget = replace(budget, has_slots=has_slots)
         self._writer = GroupWriter(self._env, self._accesses, self._counters, budget, str(path))
-        page_bytes = self._page_bytes
-        self._lookup = Lookup(self._env, self._codec, page_bytes, self._accesses, self._counters, str(path))
-        self._packer = Packer(self._codec, page_bytes, budget.group_bytes, apart=has_slots)
+        self._lookup = Lookup(self._env, self._codecs, self._accesses, self._counters, str(path))
+        self._packer = Packer(self._codecs, budget.commit_bytes, apart=has_slots)
         self._shrink_to(budget.map_bytes)
+
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """The sizes that pages may have, in bytes, ascending."""
+        return tuple(self._codecs)
 
     @property
     def parts(self) -> StoreParts:
         self._require_open()
-        return StoreParts(
-            self._page_bytes, self._codec, self._env, self._writer, self._counters, self._budget, self._writing
-        )
+        return StoreParts(self._codecs, self._env, self._writer, self._counters, self._budget, self._writing)
 
     @property
     def sealed(self) -> SealedValues:
         self._require_open()
-        return SealedValues(self._env, Verifier(self._codec.verify_stored, self._max_value_bytes))
+        return SealedValues(self._env, Verifier(self._codecs.verify_stored, self._max_value_bytes))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._lookup.contains(keys)
@@ -166,7 +168,7 @@ class LmdbPageStore:
     def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
         check_keys([key for key, _ in items])
         for _, page in items:
-            check_page(page, self._page_bytes, writeable=False)
+            check_page(page, self._codecs, writeable=False)
         self._require_cipher()
         with self._writing:
             self._require_open()
@@ -218,7 +220,7 @@ class LmdbPageStore:
     def revive(self) -> bool:
         with self._writing:
             self._require_open()
-            return self._writer.revive(self._codec.max_value_bytes)
+            return self._writer.revive(self._codecs.max_value_bytes)
 
     def close(self) -> None:
         with self._writing:
@@ -232,19 +234,17 @@ class LmdbPageStore:
     ) -> list[bytes]:
         """Encode and commit in groups, in the order given; returns the keys whose commit returned."""
         stored: list[bytes] = []
-        value_bytes = self._codec.max_value_bytes
-        num_grouped = max(1, self._budget.group_bytes // value_bytes)
         values = self._packer.values(keys, pages, lag)
         try:
-            for start in range(0, len(keys), num_grouped):
-                part = keys[start : start + num_grouped]
+            for part in self._groups(keys, pages):
                 # Packed while it is written; kept for a commit that has to be repeated.
                 group = Replay(zip(part, values, strict=False))
-                most_bytes = len(part) * entry_bytes(value_bytes, self._budget.psize)
+                max_values = (self._codecs[len(pages[key])].max_value_bytes for key in part)
+                most_bytes = sum(entry_bytes(value_bytes, self._budget.psize) for value_bytes in max_values)
                 if not self._writer.put(group, most_bytes, None if stored else used):
                     break
                 lengths = [len(value) for _, value in group]
-                raw_bytes = len(lengths) * self._page_bytes
+                raw_bytes = sum(len(pages[key]) for key in part)
                 self._counters.add(Counts(puts=len(lengths), put_bytes_raw=raw_bytes, put_bytes_stored=sum(lengths)))
                 stored += part
                 self._packer.release()
@@ -252,6 +252,19 @@ class LmdbPageStore:
             values.close()
             self._packer.release()
         return stored
+
+    def _groups(self, keys: Sequence[bytes], pages: Mapping[bytes, PageBuffer]) -> Iterator[list[bytes]]:
+        """The keys in runs of one commit each: of `commit_bytes` at most, or of a single page."""
+        group, group_bytes = list[bytes](), 0
+        for key in keys:
+            value_bytes = self._codecs[len(pages[key])].max_value_bytes
+            if group and group_bytes + value_bytes > self._budget.commit_bytes:
+                yield group
+                group, group_bytes = [], 0
+            group.append(key)
+            group_bytes += value_bytes
+        if group:
+            yield group
 
     def _present(self, keys: Sequence[bytes]) -> set[bytes]:
         return {key for key, present in zip(keys, self.contains(keys), strict=True) if present}
@@ -272,9 +285,8 @@ class LmdbPageStore:
     def _verifier(self) -> Verifier:
         """Verification of all that can be verified: without its cipher a value is not decrypted."""
         if self._sealed_with:
-            return Verifier(self._codec.verify_stored, self._max_value_bytes)
-        page = np.empty(self._page_bytes, dtype=np.uint8)
-        return Verifier(lambda key, value: self._codec.decode_into(key, value, page), self._codec.max_value_bytes)
+            return Verifier(self._codecs.verify_stored, self._max_value_bytes)
+        return Verifier(self._codecs.verify, self._max_value_bytes)
 
     def _require_open(self) -> None:
         if self._env.closed:
@@ -287,9 +299,7 @@ class LmdbPageStore:
             )
 
 
-def codec_of(record: IdentityRecord, settings: Settings, cipher: PageCipher | None) -> PageCodec:
-    """The codec of a store's values."""
+def codecs_of(record: IdentityRecord, settings: Settings, cipher: PageCipher | None) -> PageCodecs:
+    """The codecs of a store's values."""
     namespace = namespace_digest(record.identity)[:NAMESPACE_BYTES]
-    return PageCodec(
-        page_bytes=record.page_bytes, namespace=namespace, level=settings.level, filter=settings.filter, cipher=cipher
-    )
+    return PageCodecs(settings.formats, namespace, settings.level, cipher)

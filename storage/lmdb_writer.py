@@ -13,7 +13,8 @@ large value finds no neighbouring pages, or a reader holds freed ones, lmdb undo
 down to a floor, and the commit is tried again.
 
 Where values are in slots, the map is for the tables alone: an index share I of the budget, enough for pages that pack
-to 16 KiB, between 1/64 and 1/8 of it, and at least 64 file pages. L is lower by I, and what the slots take of the
+to 16 KiB, between 1/64 and 1/8 of it, and at least 64 file pages and 8 more
+for each further page size. L is lower by I, and what the slots take of the
 medium stays below M - I, by the same arithmetic: slots are reused two commits after they were freed, too, and a commit
 that would pass the wall is undone as if lmdb had no room. Where pages pack even better, the tables are full first: then
 pages go until these need no more than I - R. As leaves of a tree are merged when three quarters are gone, that is most.
@@ -40,8 +41,10 @@ T = TypeVar("T")
 _SLACK_SHARE = 25  # the file may pass the budget by 1/25
 _GROUP_SHARE, _MAX_GROUP_BYTES = 64, 64 << 20  # far below the 512 MiB at which lmdb's list of dirty pages is full
 _RESERVE_PAGES = 32
-_PACKED_BYTES, _INDEX_SHARES, _LEAST_INDEX_PAGES = 16 << 10, (8, 64), 64
+_PACKED_BYTES, _INDEX_SHARES, _LEAST_INDEX_PAGES, _PAGES_A_SIZE = 16 << 10, (8, 64), 64, 8
 _FLOOR_SHARE = 4  # a commit that finds no room evicts up to this share of the budget below the limit, not more
+# Of the largest values, that a budget has to hold. In tables each needs neighbouring pages.
+_MIN_VALUES_IN_TABLES, _MIN_VALUES_IN_SLOTS = 16, 8
 _ATTEMPTS = 6
 _EVICTED_GROUPS = 16
 _COMMITS_TO_EMPTY = 2  # until a slot that the last commit freed is a hole
@@ -49,10 +52,13 @@ _COMMITS_TO_EMPTY = 2  # until a slot that the last commit freed is a hole
 
 @dataclass(frozen=True)
 class Budget:
-    """The arithmetic of the module's docstring, in bytes, for a budget and the largest value with its file pages."""
+    """The arithmetic of the module's docstring, in bytes, for a budget and the largest value with its file pages.
+    `min_page_bytes`: the smallest page; `num_sizes`: how many sizes pages may have."""
 
     budget_bytes: int
     value_bytes: int
+    min_page_bytes: int
+    num_sizes: int
     psize: int
     has_slots: bool = False
 
@@ -60,7 +66,8 @@ class Budget:
     def least_bytes(self) -> int:
         """The smallest budget with which eviction works and something is left to be found."""
         index_bytes = self.index_bytes if self.has_slots else 0
-        return 16 * self.value_bytes + 2 * _RESERVE_PAGES * self.psize + index_bytes
+        num_values = _MIN_VALUES_IN_SLOTS if self.has_slots else _MIN_VALUES_IN_TABLES
+        return num_values * self.value_bytes + 2 * _RESERVE_PAGES * self.psize + index_bytes
 
     @property
     def map_bytes(self) -> int:
@@ -70,8 +77,9 @@ class Budget:
     @property
     def index_bytes(self) -> int:
         """What of that is set aside for the tables where values are in slots."""
-        share = min(max(self.value_bytes // _PACKED_BYTES, _INDEX_SHARES[0]), _INDEX_SHARES[1])
-        return max(self.budget_bytes // share // self.psize, _LEAST_INDEX_PAGES) * self.psize
+        share = min(max(self.min_page_bytes // _PACKED_BYTES, _INDEX_SHARES[0]), _INDEX_SHARES[1])
+        least_pages = _LEAST_INDEX_PAGES + (self.num_sizes - 1) * _PAGES_A_SIZE
+        return max(self.budget_bytes // share // self.psize, least_pages) * self.psize
 
     @property
     def index_limit_bytes(self) -> int:
@@ -79,8 +87,14 @@ class Budget:
         return self.index_bytes - _RESERVE_PAGES * self.psize
 
     @property
+    def commit_bytes(self) -> int:
+        """How many bytes of values one commit takes, unless it takes a single one."""
+        return min(self.budget_bytes // _GROUP_SHARE, _MAX_GROUP_BYTES)
+
+    @property
     def group_bytes(self) -> int:
-        return max(self.value_bytes, min(self.budget_bytes // _GROUP_SHARE, _MAX_GROUP_BYTES))
+        """How many bytes of values one commit takes at most."""
+        return max(self.value_bytes, self.commit_bytes)
 
     @property
     def limit_bytes(self) -> int:
@@ -112,7 +126,7 @@ class GroupWriter:
         what earlier commits of the same call stored.
         """
         # Evictions come a group at a time: in runs they free neighbouring pages.
-        target_bytes = self._budget.limit_bytes - max(most_bytes, self._budget.group_bytes)
+        target_bytes = self._budget.limit_bytes - max(most_bytes, self._budget.commit_bytes)
 
         def work(ledger: Ledger) -> bool:
             if used is not None:
@@ -142,7 +156,7 @@ class GroupWriter:
 
     def evict_to(self, used_bytes: int) -> int:
         """Evict, a few groups to a commit, until the tables need no more than `used_bytes`; returns how many went."""
-        num_evicted, step_bytes = 0, _EVICTED_GROUPS * self._budget.group_bytes
+        num_evicted, step_bytes = 0, _EVICTED_GROUPS * self._budget.commit_bytes
 
         def work(ledger: Ledger) -> tuple[int, bool]:
             now_bytes = ledger.used_bytes
@@ -237,7 +251,7 @@ class GroupWriter:
             result = work(ledger)
             ledger.save()
             entries = txn.stat(tables.pages)["entries"]
-        self._env.committed(entries, ledger.live_bytes)
+        self._env.committed(entries, ledger.live_bytes, ledger.raw_bytes)
         self._accesses.folded(ledger.folded_used, ledger.folded_doomed)
         self._counters.add(Counts(evicted=ledger.num_evicted))
         return result

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from hicache.storage import check
 from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.check import Verifier
-from hicache.storage.codec import HEADER_BYTES, PageCodec
+from hicache.storage.codec import PageCodecs
 from hicache.storage.counters import Counters, Counts
-from hicache.storage.direct_read import aligned_room
+from hicache.storage.header import HEADER_BYTES, page_bytes_of
 from hicache.storage.lmdb_tree import Place
-from hicache.storage.lru import AccessLog, Tables
+from hicache.storage.lru import AccessLog, Tables, Totals
+from hicache.storage.memory import Scratch
 from hicache.storage.slot_file import is_aligned
 
 log = logging.getLogger("hicache.storage")
@@ -32,16 +31,18 @@ _KEYS_PER_READ = 8  # a read transaction pins freed pages: short ones let the wr
 
 
 class Sizes(NamedTuple):
-    """How many values there are, the sum of their sizes, and what the files take."""
+    """How many values there are, the sum of their sizes and of their pages', and what the files take."""
 
     entries: int = 0
     live_bytes: int = 0
+    raw_bytes: int = 0
     file_bytes: int = 0
 
 
 def sizes_of(txn: Any, tables: Tables) -> Sizes:
     """Those of a snapshot, and of the files now."""
-    return Sizes(txn.stat(tables.pages)["entries"], check.live_bytes(txn, tables), tables.file_bytes())
+    totals = Totals.read(txn, tables.meta)
+    return Sizes(txn.stat(tables.pages)["entries"], totals.live_bytes, totals.raw_bytes, tables.file_bytes())
 
 
 class Snapshots(Protocol):
@@ -60,22 +61,13 @@ class SealedValues:
     verifier: Verifier
 
 
-class Room(threading.local):
-    """One thread's memory for a value."""
-
-    def __init__(self, max_value_bytes: int) -> None:
-        self.value = aligned_room(max_value_bytes)
-
-
 class Lookup:
     """`contains`, `get_into` and the sizes of a store; any thread. Notes uses and bad values in `accesses`."""
 
-    def __init__(
-        self, env: Snapshots, codec: PageCodec, page_bytes: int, accesses: AccessLog, counters: Counters, name: str
-    ) -> None:
-        self._env, self._codec, self._page_bytes = env, codec, page_bytes
+    def __init__(self, env: Snapshots, codecs: PageCodecs, accesses: AccessLog, counters: Counters, name: str) -> None:
+        self._env, self._codecs = env, codecs
         self._accesses, self._counters, self._name = accesses, counters, name
-        self._room = Room(codec.max_value_bytes)
+        self._scratch = Scratch()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         check_keys(keys)
@@ -94,7 +86,7 @@ class Lookup:
         if len(keys) != len(buffers):
             raise StoreError(f"{len(keys)} keys but {len(buffers)} buffers")
         for buffer in buffers:
-            check_page(buffer, self._page_bytes, writeable=True)
+            check_page(buffer, self._codecs, writeable=True)
         found: list[bool] = []
         for start in range(0, len(keys), _KEYS_PER_READ):
             part = slice(start, start + _KEYS_PER_READ)
@@ -120,6 +112,8 @@ class Lookup:
             for i, place in zip(present, places, strict=True):
                 try:
                     reason = self._decode(tables, keys[i], place, buffers[i])
+                    if reason and self._is_of_another_size(tables, keys[i], place, len(buffers[i])):
+                        continue
                 except OSError as error:
                     log.warning("cannot read a page of the store %s: %s", self._name, error)
                     self._counters.add(Counts(read_errors=1))
@@ -139,13 +133,23 @@ class Lookup:
         """Why the buffer does not hold the page now, "" if it does. OSError where the medium fails."""
         if place is None:
             return "not found in its tree"
-        if place.length > self._codec.max_value_bytes:
+        codec = self._codecs[len(buffer)]
+        if place.length > codec.max_value_bytes:
             return f"value of {place.length} bytes, longer than a page's"
-        is_raw = place.length == HEADER_BYTES + self._page_bytes
+        is_raw = place.length == HEADER_BYTES + len(buffer)
         if tables.slots is not None and is_raw and is_aligned(buffer):  # no copy, then
-            tables.slots.file.read(place.offset, self._page_bytes, buffer.data)
-            return self._codec.decode_apart(key, place.head, buffer.data, buffer)
-        return self._codec.decode_into(key, tables.read(place, self._room.value), buffer)
+            tables.slots.file_of(place).read(place.offset, len(buffer), buffer.data)
+            return codec.decode_apart(key, place.head, buffer.data, buffer)
+        return codec.decode_into(key, tables.read(place, self._scratch.take(place.length)), buffer)
+
+    def _is_of_another_size(self, tables: Tables, key: bytes, place: Place | None, page_bytes: int) -> bool:
+        """Whether the value is that of a page of another size: verified, as far as that needs no key."""
+        header = None if place is None else tables.header(place)
+        if place is None or header is None or page_bytes_of(header) == page_bytes:
+            return False
+        if place.length > self._codecs.max_value_bytes:
+            return False
+        return not self._codecs.verify_stored(key, tables.read(place, self._scratch.take(place.length)))
 
 
 def check_keys(keys: Sequence[bytes]) -> None:
@@ -154,8 +158,10 @@ def check_keys(keys: Sequence[bytes]) -> None:
             raise StoreError(f"a key has 1 to 511 bytes, this one {len(key)}")
 
 
-def check_page(page: PageBuffer, page_bytes: int, *, writeable: bool) -> None:
-    fits = page.dtype == np.uint8 and page.shape == (page_bytes,) and page.flags.c_contiguous
+def check_page(page: PageBuffer, page_sizes: Collection[int], *, writeable: bool) -> None:
+    """`StoreError` unless it is one-dimensional memory of one of the sizes."""
+    fits = page.dtype == np.uint8 and page.ndim == 1 and len(page) in page_sizes and page.flags.c_contiguous
     if not fits or (writeable and not page.flags.writeable):
         kind = "writable contiguous" if writeable else "contiguous"
-        raise StoreError(f"a page is {kind} uint8 [{page_bytes}], got {page.dtype} {list(page.shape)}")
+        sizes = " or ".join(map(str, page_sizes))
+        raise StoreError(f"a page is {kind} uint8 [{sizes}], got {page.dtype} {list(page.shape)}")

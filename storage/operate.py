@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,18 +18,19 @@ from hicache.storage.base import Durability, StoreError
 from hicache.storage.check import Verifier, Violation
 from hicache.storage.cipher import PageCipher
 from hicache.storage.counters import Counters, Counts
-from hicache.storage.direct_read import aligned_room
 from hicache.storage.directory import writer_of
-from hicache.storage.filters import PageFilter
+from hicache.storage.filters import PageFormat
+from hicache.storage.header import page_bytes_of
 from hicache.storage.lmdb_reader import LmdbPageReader, ReaderEnv
-from hicache.storage.lmdb_record import KEY_ID_FIELD
+from hicache.storage.lmdb_record import FORMAT, KEY_ID_FIELD
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.lmdb_writer import GroupWriter
 from hicache.storage.lookup import check_keys, sizes_of
-from hicache.storage.lru import COUNTERS_KEY, PAIR, TICK, Ledger, Tables, entry_bytes
+from hicache.storage.lru import TICK, Ledger, Tables, Totals, entry_bytes
+from hicache.storage.memory import aligned_buffer
 from hicache.storage.packages import require_packages
 
-_PAGES_AT_ONCE = 8
+_PAGES_AT_ONCE, _BYTES_AT_ONCE = 8, 64 << 20  # or one page
 _INDEX_RECORDS_AT_ONCE = 4096
 
 
@@ -40,14 +41,15 @@ class StoreDescription:
     path: Path
     format: int
     identity: Mapping[str, str | int]
-    page_bytes: int
-    filter: PageFilter
+    formats: tuple[PageFormat, ...]
+    has_slots: bool
     level: int
     durability: Durability
     budget_bytes: int
     key_id: str
     entries: int
     live_bytes: int
+    raw_bytes: int
     file_bytes: int
     writer_pid: int | None
 
@@ -86,10 +88,10 @@ def describe(path: str | os.PathLike[str]) -> StoreDescription:
         stored, settings = env.identity, env.settings
         return StoreDescription(
             path=Path(path),
-            format=stored.format,
+            format=FORMAT,
             identity={name: value for name, value in stored.identity.items() if name != KEY_ID_FIELD},
-            page_bytes=stored.page_bytes,
-            filter=settings.filter,
+            formats=settings.formats,
+            has_slots=stored.has_slots,
             level=settings.level,
             durability=settings.durability,
             budget_bytes=settings.budget_bytes,
@@ -112,8 +114,8 @@ def open_existing(path: str | os.PathLike[str], *, cipher: PageCipher | None = N
     env.close()
     if cipher is not None:
         identity = {**stored.identity, KEY_ID_FIELD: cipher.key_id}
-        stored.require(Path(path), type(stored)(identity, stored.page_bytes))
-    return LmdbPageStore.of_record(Path(path), type(stored)(stored.identity, stored.page_bytes), settings, cipher)
+        stored.require(Path(path), replace(stored, identity=identity))
+    return LmdbPageStore.of_record(Path(path), stored, settings, cipher)
 
 
 def verify(
@@ -147,7 +149,7 @@ def pages(store: LmdbPageStore | LmdbPageReader) -> Iterator[tuple[bytes, bytes]
     Of a store that is in use, pages that are used meanwhile may come twice, and ones stored meanwhile not at all.
     """
     sealed = store.sealed
-    room = aligned_room(sealed.verifier.max_value_bytes)
+    room = aligned_buffer(sealed.verifier.max_value_bytes)
     tick = 0
     nothing: list[tuple[bytes, bytes]] = []
     for _ in range(2):  # what was used during the first round has come behind its end
@@ -168,7 +170,7 @@ def put_values(store: LmdbPageStore, items: Sequence[tuple[bytes, bytes]]) -> li
     parts = store.parts
     kept: set[bytes] = set()
     with parts.writing:
-        sound = {key: value for key, value in items if not parts.codec.verify_stored(key, value)}
+        sound = {key: value for key, value in items if not parts.codecs.verify_stored(key, value)}
         present = [k for k, held in zip(sound, store.contains(list(sound)), strict=True) if held]
         parts.writer.change(lambda ledger: _touch(ledger, present))
         kept.update(present)
@@ -176,7 +178,7 @@ def put_values(store: LmdbPageStore, items: Sequence[tuple[bytes, bytes]]) -> li
         for key, value in sound.items():
             if key in kept:
                 continue
-            if group and sum(len(v) for _, v in group) + len(value) > parts.budget.group_bytes:
+            if group and sum(len(v) for _, v in group) + len(value) > parts.budget.commit_bytes:
                 kept.update(_put_group(store, group))
                 group = []
             group.append((key, value))
@@ -199,7 +201,7 @@ def evict(store: LmdbPageStore, to_bytes: int) -> int:
 
 
 def _next_tick(txn: Any, tables: Tables) -> int:
-    return int(PAIR.unpack(txn.get(COUNTERS_KEY, db=tables.meta))[0])
+    return Totals.read(txn, tables.meta).next_tick
 
 
 def _some_pages(
@@ -210,12 +212,15 @@ def _some_pages(
         if not cursor.set_range(TICK.pack(tick)):
             return _next_tick(txn, tables), []
         records = [(TICK.unpack(packed)[0], bytes(key)) for packed, key in islice(cursor, _PAGES_AT_ONCE)]
-    keys = [key for _, key in records]
-    found = []
-    for key, place in zip(keys, tables.places(txn, keys), strict=True):
+    found, found_bytes = list[tuple[bytes, bytes]](), 0
+    for (this, key), place in zip(records, tables.places(txn, [key for _, key in records]), strict=True):
         value = verifier.value(tables, key, place, room)
-        if not isinstance(value, str):
-            found.append((key, bytes(value)))
+        if isinstance(value, str):
+            continue
+        if found and found_bytes + len(value) > _BYTES_AT_ONCE:
+            return this, found
+        found.append((key, bytes(value)))
+        found_bytes += len(value)
     return records[-1][0] + 1, found
 
 
@@ -231,7 +236,7 @@ def _put_group(store: LmdbPageStore, group: Sequence[tuple[bytes, bytes]]) -> li
     if not group or not parts.writer.put(group, most_bytes):
         return []
     stored_bytes = sum(len(value) for _, value in group)
-    raw_bytes = len(group) * parts.page_bytes
+    raw_bytes = sum(page_bytes_of(value) for _, value in group)
     parts.counters.add(Counts(puts=len(group), put_bytes_raw=raw_bytes, put_bytes_stored=stored_bytes))
     return [key for key, _ in group]
 

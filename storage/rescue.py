@@ -24,17 +24,17 @@ from typing import NamedTuple
 from hicache.storage.base import StoreCorrupt, StoreError
 from hicache.storage.check import Verifier
 from hicache.storage.cipher import SEAL_BYTES
-from hicache.storage.direct_read import aligned_room
 from hicache.storage.directory import DATA_FILE, PRIVATE_FILE_MODE, PRIVATE_FOLDER_MODE, RESCUE_FOLDER, WriterLock
 from hicache.storage.header import HEADER_BYTES
 from hicache.storage.lmdb_file import MAX_TABLES, create_tables, find_tables, sync_directory
 from hicache.storage.lmdb_meta import Meta, read_meta, renumber
 from hicache.storage.lmdb_record import SETTINGS_KEY, STORE_KEY, IdentityRecord, Settings
-from hicache.storage.lmdb_store import codec_of
+from hicache.storage.lmdb_store import codecs_of
 from hicache.storage.lmdb_tree import Place, ValueFile
-from hicache.storage.lru import PAIR, TICK, Ledger, Tables
+from hicache.storage.lru import TICK, Age, Ledger, Tables
+from hicache.storage.memory import aligned_buffer
 from hicache.storage.packages import lmdb, medium_errors, require_packages
-from hicache.storage.slots import SlotRecord, SlotTables
+from hicache.storage.slots import SlotRecord, SlotSet
 
 log = logging.getLogger("hicache.storage")
 
@@ -89,15 +89,15 @@ class _Found:
     def take(self, node: _Node) -> None:
         if len(node.key) == TICK.size:  # of `recency`; what else has such a key names no page in its data
             self._note_tick(node.inline, TICK.unpack(node.key)[0])
-        record = SlotRecord.unpack(node.key, node.inline)
+        record, age = SlotRecord.unpack(node.key, node.inline), Age.unpack(node.inline)
         if node.key == STORE_KEY:
             self.identities.append(node.inline)
         elif node.key == SETTINGS_KEY:
             self.settings.append(node.inline)
         elif record is not None:
             self.records.setdefault(node.key, {})[node.inline] = record
-        elif len(node.inline) == PAIR.size:
-            self._note_tick(node.key, PAIR.unpack(node.inline)[0])
+        elif age is not None:
+            self._note_tick(node.key, age.tick)
         elif node.place.length >= HEADER_BYTES:
             self.values.setdefault(node.key, {})[node.place] = None
 
@@ -114,10 +114,11 @@ class _Rescue:
         for node in _nodes(path / DATA_FILE, meta.psize):
             self._found.take(node)
         self._identity = self._identity_found()
-        self._settings = Settings.unpack(next(iter(self._found.settings), None), meta.map_bytes)
-        codec = codec_of(self._identity, self._settings, None)
-        self._verifier = Verifier(codec.verify_stored, codec.max_value_bytes + SEAL_BYTES)
-        self._room = aligned_room(self._verifier.max_value_bytes)
+        recorded, page_sizes = next(iter(self._found.settings), None), self._identity.page_sizes
+        self._settings = Settings.unpack(recorded, page_sizes, meta.map_bytes)
+        codecs = codecs_of(self._identity, self._settings, None)
+        self._verifier = Verifier(codecs.verify_stored, codecs.max_value_bytes + SEAL_BYTES)
+        self._room = aligned_buffer(self._verifier.max_value_bytes)
 
     def build(self, copy: Path) -> int:
         """Write the new tables to `copy` and let it take the old file's place."""
@@ -159,7 +160,7 @@ class _Rescue:
                 with tables.env.begin(write=True) as txn:
                     for key, stored, value_bytes in pairs:
                         txn.put(key, stored, db=tables.pages)
-                        txn.put(key, PAIR.pack(self._found.ticks.get(key, 0), value_bytes), db=tables.ages)
+                        txn.put(key, Age(self._found.ticks.get(key, 0), value_bytes, 0).pack(), db=tables.ages)
                         num_pages, num_bytes = num_pages + 1, num_bytes + len(stored)
                         if num_bytes >= _COMMIT_BYTES:
                             is_left = True
@@ -181,21 +182,28 @@ class _Rescue:
                     yield key, bytes(value), len(value)
                     break
 
-    def _records(self, tables: Tables, slots: SlotTables) -> Iterator[tuple[bytes, bytes, int]]:
+    def _records(self, tables: Tables, slots: SlotSet) -> Iterator[tuple[bytes, bytes, int]]:
         """Key, record and length of the value, one for each key and slot. Those that are claimed once are believed."""
-        claims = Counter(record.slot for records in self._found.records.values() for record in records.values())
-        taken = set[int]()
+        found = self._found.records.values()
+        claims = Counter(_slot_of(record) for records in found for record in records.values())
+        taken = set[tuple[int, int]]()
         for key, records in self._found.records.items():
             for raw, record in records.items():
                 place = slots.place(key, raw)
-                in_doubt = len(records) > 1 or claims[record.slot] > 1
-                if place is None or record.slot in taken:
+                slot = _slot_of(record)
+                in_doubt = len(records) > 1 or claims[slot] > 1
+                if place is None or slot in taken:
                     continue
                 if in_doubt and self._verifier.reason(tables, key, place, self._room):
                     continue
-                taken.add(record.slot)
+                taken.add(slot)
                 yield key, raw, place.length
                 break
+
+
+def _slot_of(record: SlotRecord) -> tuple[int, int]:
+    """The page size, which names the file, and the number of the slot in it."""
+    return record.page_bytes, record.slot
 
 
 def _nodes(data: Path, psize: int) -> Iterator[_Node]:

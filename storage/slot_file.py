@@ -1,4 +1,4 @@
-"""The file of a store's long values: slots of one size.
+"""The file with the payloads of one page size: slots of equal length.
 
 Written through the kernel's memory, and the kernel is told after each piece to write it on to the medium: the next is
 copied meanwhile, and what was written lately can be read from there. Read past it where it does not have the bytes
@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hicache.storage.base import PageBuffer
-from hicache.storage.direct_read import ALIGNMENT, DirectReads
+from hicache.storage.direct_read import DirectReads
 from hicache.storage.directory import PRIVATE_FILE_MODE
 from hicache.storage.header import HEADER_BYTES
+from hicache.storage.memory import ALIGNMENT
 
-LEAST_PAGE_BYTES = 256 << 10  # of a page that gets a slot of its own: calls for smaller ones cost more than copies
+_PROBE_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
 _QUIET_S = 0.25  # without a write, until reads are direct again
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of linux/falloc.h
@@ -145,9 +146,10 @@ class SlotFile:
             os.ftruncate(self._file, end)
 
     def probe(self, num_slots: int) -> None:
-        """Find out whether the medium takes another slot behind the first `num_slots`. It stays as it was."""
+        """Find out whether the medium takes another slot behind the first `num_slots`, or 64 MiB of a longer one. The
+        file stays as it was."""
         try:
-            self.write(num_slots, bytes(self.slot_bytes))
+            self.write(num_slots, bytes(min(self.slot_bytes, _PROBE_BYTES)))
             self.sync()
         finally:
             self.cut(num_slots)

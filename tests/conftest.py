@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -34,6 +35,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imported libraries from garbage collection, and collect the rest less often: a fifth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries report what is left at the exit
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device that tensors may be on."""
+    return str(request.param)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each implementation of the kernels; pools and allocators that the test builds use it too.
+
+    On the CPU Triton needs its interpreter, which is off where there is a GPU.
+    """
+    on_cpu = "device" not in request.fixturenames or request.getfixturevalue("device") == "cpu"
+    if request.param == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton runs on the GPU here")
+    monkeypatch.setenv("HICACHE_KERNELS", request.param)
+    return str(request.param)
 
 
 @pytest.fixture

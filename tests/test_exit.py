@@ -66,9 +66,9 @@ if hang:
         entered.set()
         never.wait()
     if hang == "copy":
-        engine._parts.transfer._mover.gather = hangs
+        engine.inspect.context.full.transfer.mover.gather = hangs
     else:
-        engine._parts.disk.store.put = hangs
+        engine.inspect.context.disk.store.put = hangs
 for number in range(1, 3):
     serve(number)
 if hang:

@@ -63,9 +63,9 @@ def test_a_name_means_one_thing() -> None:
     metrics = Metrics()
     metrics.counter("disk.read_bytes", "bytes read").value += 1
     metrics.gauge("host.free_pages", "free pages", lambda: 4)
-    with pytest.raises(ValueError, match="means 'bytes read' already"):
+    with pytest.raises(ValueError, match="is registered as 'bytes read'"):
         metrics.counter("disk.read_bytes", "bytes written")
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="registered already"):
         metrics.gauge("disk.read_bytes", "bytes read", lambda: 9)
     with pytest.raises(ValueError, match="is a gauge"):
         metrics.counter("host.free_pages", "free pages")

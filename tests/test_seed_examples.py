@@ -35,7 +35,6 @@ from hicache.layout import BufferSpec, PoolLayout
 from hicache.plot import MemorySample, plot_memory_usage
 from hicache.tensor_cache import HiCache
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HEADS, DIM = 2, 16
 
 
@@ -55,7 +54,6 @@ def kv(tokens: int, device: str, dtype: torch.dtype = torch.float16) -> tuple[to
     return tuple(torch.randn(tokens, HEADS, DIM, device=device).to(dtype) for _ in range(2))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_basic_mha_model(device: str) -> None:
     """Document 0, "Basic MHA model": pool, allocator and request table; allocate, store and read, free."""
     size = 32768 if device == "cuda" else 512
@@ -87,7 +85,6 @@ def test_basic_mha_model(device: str) -> None:
     assert allocator.available_size() == size and req_pool.available_size() == 512
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_paged_extend_and_decode(device: str) -> None:
     """Document 0, "Paged": three requests of 0, 10 and 20 tokens grow by 32 each, and then by one."""
     allocator = PagedTokenToKVPoolAllocator(
@@ -137,7 +134,6 @@ def test_memory_layout_examples() -> None:
     assert slots.tolist() == list(range(16, 66)) and allocator.available_size() == 64
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_sliding_windows(device: str) -> None:
     """Document 0, "Paged attention with SWA": two pools behind one, slots translated, the window's part freed early."""
     pool = SWAKVPool(
@@ -167,7 +163,6 @@ def mamba_params(layers: list[int]) -> Mamba2CacheParams:
     return Mamba2CacheParams(shape, layers)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_hybrid_mamba_and_attention_model(device: str) -> None:
     """Documents 0 and 3, hybrid model: one call takes rows and states; attention layers have their global ids."""
     params = mamba_params([1, 3, 5])
@@ -200,7 +195,6 @@ def test_hybrid_mamba_and_attention_model(device: str) -> None:
     assert (hybrid_req_pool.available_size(), hybrid_req_pool.mamba_pool.available_size()) == (16, 8)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_states_are_cleared_copied_and_forked(device: str) -> None:
     """Document 4, a short request: a zeroed state, the match's state copied in, the end's kept in a fork."""
     pool = MambaPool(8, mamba_params([0, 1]), device)
@@ -243,7 +237,6 @@ def test_request_table() -> None:
         assert request.req_pool_idx is None
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_paged_attention(device: str) -> None:
     """Document 1, `paged_attention_forward`: over scattered pages it equals attention over the tokens in order."""
     allocator = PagedTokenToKVPoolAllocator(64, 4, torch.float32, device, None, True)
@@ -262,7 +255,6 @@ def test_paged_attention(device: str) -> None:
     torch.testing.assert_close(out[0], plain.transpose(-3, -2), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_quantized_store(device: str, kv_dtype: str) -> None:
     """Documents 1 and 2, quantised KV: half the bytes, close values, and no write rescales an earlier one."""
@@ -319,7 +311,9 @@ def test_statistics_and_pressure() -> None:
 def test_two_prompts_share_a_prefix() -> None:
     """Documents 1 and 2, "prefix sharing": the second prompt computes only what differs, and all is released."""
     hello, goodbye = np.array([1054, 284, 2823, 25, 15496]), np.array([1054, 284, 2823, 25, 7197, 29474])
-    config = EngineConfig(device_tokens=32, page_size=1, max_requests=2, max_context_len=16, dtype="float16")
+    config = EngineConfig(
+        device_tokens=32, host_bytes=0, page_size=1, max_requests=2, max_context_len=16, dtype="float16"
+    )
     with build_engine(config, ModelGeometry(layer_num=2, head_num=HEADS, head_dim=DIM)) as engine:
         stored = [kv(5, "cpu") for _ in range(2)]
         with engine.acquire(CacheRequest("one", hello)) as lease:
@@ -344,7 +338,6 @@ def test_formats_convert_both_ways() -> None:
     assert torch.equal(paged_to_contiguous(paged, page_table, 40), contiguous)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_hierarchical_tensor_cache(device: str, tmp_path: Path) -> None:
     """Document 2, `HiCache`: hot, warm and cold tensors, each found and brought back to the device."""
     # Corrected: nothing is pickled, a hit leaves no second copy in memory behind, and all tiers are bounded.

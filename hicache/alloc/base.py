@@ -1,9 +1,9 @@
 """The contract of all slot allocators, and the free list that they share.
 
-    slots [0, page_size)                          page 0, the sink for padding: never handed out
-    slots [page_size, (num_pages + 1)*page_size)  pages 1..num_pages, each free or handed out, never both
+    slots [0, page_size)                          page 0, the sink for padding: never allocated
+    slots [page_size, (num_pages + 1)*page_size)  pages 1..num_pages, each free or allocated, never both
 
-Owns the free list; the pool's tensors belong to the pool. May import layout, config, metrics, errors and kernels.
+Owns the free list; the pool's tensors belong to the pool.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
-from hicache.alloc.on_host import all_once_and_flagged, ascending, flag, joined
+from hicache.alloc.on_host import ascending, joined
+from hicache.alloc.owned import OwnedPages
 from hicache.config import debug_checks
-from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
+from hicache.errors import ConfigError, InvariantError, ShapeError
 from hicache.metrics import PoolStats, Pressure, memory_pressure, pool_stats
 
 _MAX_PARTS = 64
@@ -41,20 +42,20 @@ class AllocatorState:
 
 
 class BaseTokenToKVPoolAllocator(ABC):
-    """Hands out slots of a pool whole or not at all, and takes them back.
+    """Allocates slots of a pool, all that were requested or none, and frees them.
 
     Called by the scheduler thread only; needs no lock. `free_pages` and `release_pages` are int64 page ids on
-    `device` (slot ids where the page is one token) and are replaced, never written in place. `free_pages` is handed
-    out from the front; with `need_sort`, freed pages wait in `release_pages` until an allocation is short, then both
-    are merged in ascending order, so that long runs come back.
+    `device` (slot ids where the page is one token) and are replaced, never written in place. `free_pages` is allocated
+    from the front. Freed pages are merged when an allocation is short: with `need_sort` they wait in `release_pages`,
+    and all free pages are sorted then, which restores long contiguous runs; without, they follow in `free_pages`.
 
-    `release_pages` is kept in parts and joined when somebody looks at it, so that a free costs what it frees.
+    Freed pages are stored in parts that are joined on access: a free costs no more than the pages it frees.
 
-    An allocator of one's own defines `clear`, `alloc` and `free`, and keeps its free slots as it likes; the rest works
-    on `free_pages` and `release_pages`, where it has them.
+    A custom allocator defines `clear`, `alloc` and `free`, with any free list; the other methods use `free_pages` and
+    `release_pages`.
 
-    Frees of what is not handed out raise `DoubleFree` on CPU tensors and with HICACHE_DEBUG=1; elsewhere finding
-    them would make the host wait for the device, and `check()` finds them.
+    Freeing what is not allocated raises `DoubleFree` on CPU tensors and with HICACHE_DEBUG=1; elsewhere finding it
+    would make the host wait for the device, and `check()` finds it.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         kvcache: SlotStore | None,
         need_sort: bool,
     ) -> None:
-        """`size` in tokens, page 0 not counted; a rest below a whole page stays unused. ConfigError below one page."""
+        """`size` in tokens, page 0 not counted, rounded down to whole pages. ConfigError below one page."""
         if page_size < 1 or size < page_size:
             raise ConfigError(f"size={size} holds no page of page_size={page_size}; raise device_tokens")
         self.size, self.page_size, self.dtype = size, page_size, dtype
@@ -78,8 +79,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._group: list[torch.Tensor] | None = None
         self._released: list[torch.Tensor] = []
         self._num_released = 0
-        # One flag a page, kept only where looking at it is free of waiting: True while handed out.
-        self._owned: torch.Tensor | None = None
+        self._owned: OwnedPages | None = None
         self.clear()
 
     @abstractmethod
@@ -87,32 +87,39 @@ class BaseTokenToKVPoolAllocator(ABC):
         """`need_size` slots, int64, or None when short; None changes nothing, 0 is an empty tensor."""
 
     def alloc_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Slots that sequences grow by, within their pages and in new ones. NotImplementedError without pages."""
+        """Slots for new tokens of sequences, in their last page and in new ones. NotImplementedError without pages."""
         raise self._has_no_pages()
 
     def alloc_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """One slot more for each sequence. NotImplementedError without pages."""
+        """One more slot for each sequence. NotImplementedError without pages."""
         raise self._has_no_pages()
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Take slots back; in a group, when the group ends. Copies what it keeps. Raises DoubleFree."""
+        """Free slots; in a group, when the group ends. Copies what it keeps. Raises DoubleFree."""
         if not free_index.numel():
             return
         if self._group is not None:
             self._group.append(free_index.clone())
         else:
-            self._land(free_index)
+            self._apply_free(free_index)
 
     def free_run(self, slots: torch.Tensor, first_position: int = 0) -> None:
         """As `free`, for the slots of consecutive tokens of one sequence, the first of them at `first_position`.
 
-        Also for several such runs one after the other, where each is whole pages. An allocator of pages then knows
-        from the lengths alone how many pages come back.
+        Also for several such runs one after the other, where each is whole pages. A paged allocator then counts the
+        freed pages from the lengths alone.
         """
         self.free(slots)
 
+    def free_pages_of(self, pages: torch.Tensor) -> None:
+        """Free pages by id, each named once; in a group, when the group ends. Keeps the tensor. Raises DoubleFree."""
+        if self._group is not None:
+            self._group.append(pages * self.page_size)
+        else:
+            self._give(pages)
+
     def free_group_begin(self) -> None:
-        """Hold frees back until `free_group_end`, so that they land together. Groups do not nest."""
+        """Defer frees until `free_group_end`, which applies them together. Groups do not nest."""
         if self._group is not None:
             raise RuntimeError("a free group is open; end it before another begins")
         self._group = []
@@ -122,31 +129,46 @@ class BaseTokenToKVPoolAllocator(ABC):
             raise RuntimeError("no free group is open")
         group, self._group = self._group, None
         if group:
-            self._land(joined(group))
+            self._apply_free(joined(group))
 
     def available_size(self) -> int:
-        """Tokens that can be handed out now, from lengths that the host knows.
+        """Tokens that can be allocated now, from lengths that the host knows.
 
-        Waits for the device only where `free` was given tokens of pages whose count it is still finding out.
+        Waits for the device only while the number of pages of an earlier `free` is still being counted there.
         """
         self._settle()
-        return (self.free_pages.numel() + self._num_released) * self.page_size
+        return (self._free_pages.numel() + self._num_released) * self.page_size
+
+    @property
+    def free_pages(self) -> torch.Tensor:
+        """Free ids, in the order in which they are allocated."""
+        if not self.need_sort:
+            self._merge()
+        return self._free_pages
+
+    @free_pages.setter
+    def free_pages(self, pages: torch.Tensor) -> None:
+        self._free_pages = pages
+        if not self.need_sort:
+            self._released, self._num_released = [], 0
 
     @property
     def release_pages(self) -> torch.Tensor:
-        """Freed ids, in the order of the frees."""
-        if len(self._released) != 1:
-            self.release_pages = joined(self._released) if self._released else self.free_pages.new_empty(0)
+        """Freed ids that wait to be sorted, in the order of the frees; without `need_sort` there are none."""
+        if not self.need_sort or not self._released:
+            return self._free_pages.new_empty(0)
+        if len(self._released) > 1:
+            self._released = [joined(self._released)]
         return self._released[0]
 
     @release_pages.setter
     def release_pages(self, pages: torch.Tensor) -> None:
-        self._released, self._num_released = [pages], pages.numel()
+        self._released, self._num_released = [pages] if pages.numel() else [], pages.numel()
 
     def clear(self) -> None:
-        """Take everything back, and drop frees held in an open group."""
+        """Free everything, and drop the frees of an open group."""
         self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64, device=self.device)
-        self.release_pages = self.free_pages.new_empty(0)
+        self._released, self._num_released = [], 0
         self._group = None
         self._mark_owned()
 
@@ -156,7 +178,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         return AllocatorState(self.free_pages, self.release_pages)
 
     def restore_state(self, state: AllocatorState) -> None:
-        """Go back to a snapshot: what was handed out since then is free again."""
+        """Go back to a snapshot: what was allocated since then is free again."""
         self.free_pages, self.release_pages = state.free_pages, state.release_pages
         if self._owned is not None:
             self._mark_owned()
@@ -164,9 +186,7 @@ class BaseTokenToKVPoolAllocator(ABC):
     def merge_and_sort_free(self) -> None:
         """Move released pages to the free list, in ascending order."""
         self._settle()
-        if self._num_released:
-            self.free_pages = ascending(joined((self.free_pages, self.release_pages)))
-            self.release_pages = self.free_pages.new_empty(0)
+        self._merge()
 
     def get_kvcache(self) -> SlotStore | None:
         return self._kvcache
@@ -192,7 +212,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         )
 
     def check(self) -> None:
-        """Raise InvariantError with all violations: a free id out of range or there twice, or free and handed out."""
+        """Raise InvariantError with all violations: a free id out of range or there twice, or free and allocated."""
         self._settle()
         free = torch.cat((self.free_pages, self.release_pages)).cpu()
         violations = []
@@ -203,12 +223,12 @@ class BaseTokenToKVPoolAllocator(ABC):
         if (counts > 1).any():
             violations.append(f"ids {ids[counts > 1][:8].tolist()} are free more than once")
         if self._owned is not None and not outside.numel():
-            owned = self._owned.cpu()
+            owned = self._owned.flags.cpu()
             both = ids[owned[ids]]
             if both.numel():
-                violations.append(f"ids {both[:8].tolist()} are free and handed out")
+                violations.append(f"ids {both[:8].tolist()} are free and allocated")
             if int(owned.sum()) + ids.numel() != self.num_pages:
-                violations.append(f"{ids.numel()} free and {int(owned.sum())} handed out of {self.num_pages} pages")
+                violations.append(f"{ids.numel()} free and {int(owned.sum())} allocated of {self.num_pages} pages")
         if violations:
             raise InvariantError(type(self).__name__, violations)
 
@@ -216,77 +236,68 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Page ids from the front of the free list, a copy; None when short, which changes nothing."""
         if not self._reserve(num_pages):
             return None
-        pages = self.free_pages[:num_pages].clone()
-        self._drop_front(num_pages)
+        front, self._free_pages = self._free_pages.split_with_sizes((num_pages, self._free_pages.numel() - num_pages))
+        pages = front.clone()
+        if self._owned is not None:
+            self._owned.take(pages)
         return pages
 
     def _reserve(self, num_pages: int) -> bool:
-        """Whether `free_pages` holds `num_pages` or, after merging, can; merges only where that suffices."""
+        """Whether `_free_pages` has `num_pages`, after merging where that is necessary and sufficient."""
         if num_pages < 0:
             raise ShapeError(f"{num_pages} pages were asked for; ask for 0 or more")
-        if num_pages <= self.free_pages.numel():
+        if num_pages <= self._free_pages.numel():
             return True
         self._settle()
-        if num_pages > self.free_pages.numel() + self._num_released:
+        if num_pages > self._free_pages.numel() + self._num_released:
             return False
-        if num_pages > self.free_pages.numel():
-            self.merge_and_sort_free()
+        self._merge()
         return True
 
-    def _drop_front(self, num_pages: int) -> None:
+    def _merge(self) -> None:
+        """Append the released pages to the free ones, all in ascending order with `need_sort`."""
+        if self._released:
+            pages = joined((self._free_pages, *self._released))
+            self._free_pages = ascending(pages) if self.need_sort else pages
+            self._released, self._num_released = [], 0
+
+    def _drop_front(self, pages: torch.Tensor) -> None:
+        """Pages from the front of the free list are allocated now."""
         if self._owned is not None:
-            flag(self._owned, self.free_pages[:num_pages], True)
-        self.free_pages = self.free_pages[num_pages:]
+            self._owned.take(pages)
+        self._free_pages = self._free_pages[pages.numel() :]
 
     def _has_no_pages(self) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} has no pages; use alloc, or a paged allocator")
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """The page ids that freeing `slots` gives back, in a tensor of their own."""
-        raise NotImplementedError(f"{type(self).__name__} inherits free; it has to say which pages slots are of")
+        """The page ids of `slots`, in a tensor of their own."""
+        raise NotImplementedError(f"{type(self).__name__} inherits free; it has to define _pages_of")
 
-    def _land(self, slots: torch.Tensor) -> None:
-        """Give back the pages of slots that were freed."""
+    def _pages_of_run(self, slots: torch.Tensor) -> torch.Tensor:
+        """The page ids of consecutive tokens' slots from a page's start, in a tensor of their own."""
+        return self._pages_of(slots)
+
+    def _apply_free(self, slots: torch.Tensor) -> None:
+        """Free the pages of slots."""
         self._give(self._pages_of(slots))
 
-    def _settle(self) -> None:  # noqa: B027  (most have none)
-        """Take in frees whose page counts were still on their way to the host."""
+    def _settle(self) -> None:  # noqa: B027  (most have nothing to apply)
+        """Apply frees whose pages are still being counted on the device."""
 
     def _give(self, pages: torch.Tensor) -> None:
-        """Put page ids back and keep the tensor; checks first where checks are on, so that a refused free changes
-        nothing."""
+        """Free page ids and keep the tensor. Checks them before it changes anything, where checks are on."""
         if self._owned is not None:
-            self._check_owned(pages, self._owned)
-            flag(self._owned, pages, False)
-        if self.need_sort:
-            self._released.append(pages)
-            self._num_released += pages.numel()
-            if len(self._released) > _MAX_PARTS:
-                self.release_pages = joined(self._released)
-        else:
-            self.free_pages = joined((self.free_pages, pages))
-
-    def _check_owned(self, pages: torch.Tensor, owned: torch.Tensor) -> None:
-        if pages.device.type == "cpu" and all_once_and_flagged(owned, pages):
-            return
-        outside = pages[(pages < 1) | (pages > self.num_pages)]
-        if outside.numel():
-            raise DoubleFree(f"pages {outside[:8].tolist()} were freed, but pages are 1..{self.num_pages}")
-        twice = pages[~owned[pages]]
-        if twice.numel():
-            raise DoubleFree(f"pages {twice[:8].tolist()} of {self.page_size} tokens were freed and are not handed out")
-        ids, counts = pages.unique(return_counts=True)
-        if ids.numel() != pages.numel():
-            raise DoubleFree(f"slots {ids[counts > 1][:8].tolist()} are freed twice in one call")
+            self._owned.give(pages)
+        self._released.append(pages)
+        self._num_released += pages.numel()
+        if len(self._released) > _MAX_PARTS:
+            self._released = [joined(self._released)]
 
     def _mark_owned(self) -> None:
-        """Derive the flags from the free list."""
+        """Derive from the free list which pages are allocated."""
         if self.device.type == "cpu" or self._debug:
-            owned = torch.ones(self.num_pages + 1, dtype=torch.bool, device=self.device)
-            owned[0] = False
-            owned[self.free_pages] = False
-            owned[self.release_pages] = False
-            self._owned = owned
+            self._owned = OwnedPages(self.num_pages, self.page_size, joined((self._free_pages, *self._released)))
 
     def _store(self) -> SlotStore:
         if self._kvcache is None:

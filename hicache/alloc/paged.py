@@ -1,7 +1,4 @@
-"""The allocator of pages: extends and decodes fill the page they stand in before they take another.
-
-Owns nothing beyond the base. May import what the base may.
-"""
+"""The allocator of pages: an extend or a decode fills the last page of its sequence before it takes another."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from hicache.alloc.base import AllocatorState, BaseTokenToKVPoolAllocator, SlotStore
-from hicache.alloc.on_host import are_runs, slots_of
+from hicache.alloc.on_host import are_runs, distinct, slots_of
 from hicache.config import kernel_choice
 from hicache.errors import InvariantError, ShapeError
 from hicache.kernels.alloc_decode import alloc_decode
@@ -33,10 +30,10 @@ def distinct_first(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Tally:
-    """Pages on the device whose number is on its way to the host.
+    """Freed pages that are being counted on the device.
 
-    `pages` int64 `[tokens]` holds `count` distinct ids, ascending, at its front; `count` int64 `[1]` lies in pinned
-    memory and is there when `counted` has happened.
+    `pages` int64 `[tokens]` holds `count` distinct ids, ascending, at its front; `count` int64 `[1]` is in pinned
+    memory and valid once `counted` has been reached.
     """
 
     pages: torch.Tensor
@@ -45,7 +42,7 @@ class _Tally:
 
     @classmethod
     def of(cls, pages: torch.Tensor) -> _Tally:
-        """Find the distinct ids among `pages`, at least one, in launches whose sizes the host knows."""
+        """The distinct ids of `pages`, at least one, found by launches whose sizes the host knows."""
         distinct, last = distinct_first(pages)
         count = torch.empty(1, dtype=torch.int64, pin_memory=True)
         count.copy_(last + 1, non_blocking=True)
@@ -64,10 +61,10 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     A page belongs to one sequence, which fills it in order. Scheduler thread only.
 
-    `free` takes any tokens of a page, some or all, and never waits for the device. How many pages they are is data on
-    CUDA: it is counted there and travels to the host beside other work, and only `available_size`, `check`, a snapshot
-    or an allocation that is otherwise short waits for it. `free_run` says where the tokens stand in their sequence, so
-    that their pages are counted from lengths, and nothing ever waits.
+    `free` takes any tokens of a page, some or all, and never waits for the device. On CUDA the number of distinct pages
+    is counted on the device and copied to the host asynchronously; only `available_size`, `check`, a snapshot or an
+    allocation that would otherwise be short waits for it. `free_run` knows the tokens' positions in their sequence, and
+    so counts their pages from lengths.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._offsets = torch.arange(page_size, dtype=torch.int64, device=self.device)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """All slots of `need_size / page_size` pages, in page order. ShapeError unless it is whole pages."""
+        """All slots of `need_size / page_size` pages, in page order. ShapeError unless that is a whole number."""
         if need_size % self.page_size:
             raise ShapeError(f"{need_size} tokens are no whole pages of page_size={self.page_size}")
         pages = self._take(need_size // self.page_size)
@@ -103,7 +100,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         last_loc: torch.Tensor,
         extend_num_tokens: int,
     ) -> torch.Tensor | None:
-        """Slots int64 `[extend_num_tokens]` that grow each request from its prefix to its sequence length.
+        """Slots int64 `[extend_num_tokens]` for the tokens of each request from its prefix to its sequence length.
 
         Integer tensors `[requests]`; lengths in tokens, on the device and on the CPU. `last_loc` is the slot of the
         prefix's last token, -1 without one: (last_loc + 1) % page_size == prefix_len % page_size. None when pages
@@ -122,9 +119,9 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         if not self._reserve(num_new_pages):
             return None
         out = torch.empty(extend_num_tokens, dtype=torch.int64, device=self.device)
-        free = self.free_pages
+        free = self._free_pages
         alloc_extend(prefix_lens, seq_lens, last_loc, free, out, self.page_size, longest, self._kernels)
-        self._drop_front(num_new_pages)
+        self._drop_front(self._free_pages[:num_new_pages])
         if self._debug:
             self._check_unique(out)
         return out
@@ -145,26 +142,23 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         if not self._reserve(num_new_pages):
             return None
         out = torch.empty(seq_lens_cpu.numel(), dtype=torch.int64, device=self.device)
-        alloc_decode(seq_lens, last_loc, self.free_pages, out, self.page_size, self._kernels)
-        self._drop_front(num_new_pages)
+        alloc_decode(seq_lens, last_loc, self._free_pages, out, self.page_size, self._kernels)
+        self._drop_front(self._free_pages[:num_new_pages])
         if self._debug:
             self._check_unique(out)
         return out
 
     def free_run(self, slots: torch.Tensor, first_position: int = 0) -> None:
-        """As `free`, without a wait for the device ever after: see the base. Raises DoubleFree.
+        """As `free`, and nothing waits for the device later: see the base. Raises DoubleFree.
 
-        Where `first_position` begins no page, tokens before it may hold the same page, and it is as `free`.
+        The same as `free` where `first_position` is within a page, which tokens before it may share.
         """
-        if not slots.numel():
-            return
         if first_position % self.page_size:
             self.free(slots)
-            return
-        if self._owned is not None:
-            self._check_run(slots)
-        # Tokens [0, P), [P, 2P), ... of the run: the first of each names the page.
-        pages = slots[:: self.page_size].to(torch.int64) // self.page_size
+        elif slots.numel():
+            self.free_pages_of(self._pages_of_run(slots))
+
+    def free_pages_of(self, pages: torch.Tensor) -> None:
         if self._group is None:
             self._give(pages)
         else:
@@ -173,7 +167,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def free_group_end(self) -> None:
         runs, self._group_runs = self._group_runs, []
         if runs and self._group:
-            # Other tokens of a run's pages may be among the rest: they count once.
+            # Single tokens of the group may be of a run's pages: each page is freed once.
             self._group.extend(pages * self.page_size for pages in runs)
         elif runs:
             self._give(torch.cat(runs))
@@ -187,7 +181,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._tallies = []
         super().restore_state(state)
 
-    def _land(self, slots: torch.Tensor) -> None:
+    def _apply_free(self, slots: torch.Tensor) -> None:
         if self.device.type == "cpu" or self._owned is not None:
             self._give(self._pages_of(slots))
         elif slots.numel() == 1:
@@ -202,15 +196,21 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 self._give(tally.distinct())
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Each page once, ascending. On CUDA this waits for the device: how many they are is data."""
-        pages: torch.Tensor = (slots.to(torch.int64) // self.page_size).unique()
+        """Each page once, ascending. On CUDA this waits for the device, which finds their number."""
+        return distinct(slots.to(torch.int64) // self.page_size, self.page_size)
+
+    def _pages_of_run(self, slots: torch.Tensor) -> torch.Tensor:
+        if self._owned is not None:
+            self._check_run(slots)
+        # Tokens [0, P), [P, 2P), ... of the run: the first of each names the page.
+        pages: torch.Tensor = slots[:: self.page_size].to(torch.int64) // self.page_size
         return pages
 
     def _num_pages(self, lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return -(-lens // self.page_size)
 
     def _check_run(self, slots: torch.Tensor) -> None:
-        # Compared where looking is free of waiting, or in debug mode: elsewhere the caller is believed.
+        # On the host, or in debug mode; elsewhere the comparison would wait for the device.
         if slots.device.type == "cpu" and are_runs(slots, self.page_size):
             return
         pages = slots // self.page_size
@@ -233,4 +233,4 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     def _check_unique(self, slots: torch.Tensor) -> None:
         if slots.unique().numel() != slots.numel() or (slots.numel() and int(slots.min()) < self.page_size):
-            raise InvariantError(type(self).__name__, [f"slots handed out twice or from page 0: {slots.tolist()}"])
+            raise InvariantError(type(self).__name__, [f"slots allocated twice or from page 0: {slots.tolist()}"])

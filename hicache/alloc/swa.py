@@ -1,10 +1,10 @@
-"""The allocator of models with sliding windows: a slot of the full space and its peer in the window space, or neither.
+"""The allocator of models with sliding windows: maps each full slot to a window slot, for layers of either kind.
 
-    full slots     handed out, freed and kept by callers
-    window slots   the peer of full slot s is full_to_swa_index_mapping[s]; 0: none, or given back already
+    full slots     what callers allocate, keep and free
+    window slots   full slot s is mapped to full_to_swa_index_mapping[s]; 0: unmapped
 
-Pages pair as wholes: the peers of a full page's slots lie in one window page, at the same offsets. Owns two allocators
-and the mapping. May import what the base may.
+Whole pages are mapped: the slots of a full page are mapped to those of one window page, at the same offsets. Owns the
+full allocator, the window allocator and the mapping.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from hicache.alloc.base import AllocatorState, BaseTokenToKVPoolAllocator, SlotStore
@@ -24,14 +25,14 @@ from hicache.metrics import PoolStats
 
 
 class WindowStore(SlotStore, Protocol):
-    """What this allocator asks of its pool: to read peers from the mapping that it goes on writing in place."""
+    """What this allocator asks of its pool: to read the mapping, which the allocator goes on writing in place."""
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
 class SWAAllocatorState(AllocatorState):
-    """A snapshot of both sides and of the mapping; the inherited fields are the full side's."""
+    """A snapshot of both allocators and of the mapping; the inherited fields are the full allocator's."""
 
     full: AllocatorState
     swa: AllocatorState
@@ -39,12 +40,12 @@ class SWAAllocatorState(AllocatorState):
 
 
 class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
-    """Pairs `full_attn_allocator` and `swa_attn_allocator`. Scheduler thread only.
+    """Allocates from `full_attn_allocator` and `swa_attn_allocator` together. Scheduler thread only.
 
-    What is allocated is allocated on both sides, or not at all. `free_swa` gives the window's part back alone, and a
-    later `free` of the same slots gives back only what is left. Peers are looked up when a free is asked for, also
-    within a group: what the mapping says when the group lands may be of another owner. Looking up which slots still
-    have a peer makes the host wait for the device. `free_pages` and `release_pages` are the full side's.
+    An allocation comes from both or from neither. `free_swa` frees window slots alone, and a later `free` of the same
+    full slots frees what is left. The mapping is read when a free is requested, also within a group: by the time the
+    group is applied it may describe another owner's slots. Finding the slots that are still mapped makes the host wait
+    for the device. `free_pages` and `release_pages` are the full allocator's.
     """
 
     def __init__(
@@ -57,21 +58,24 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         kvcache: WindowStore | None,
         need_sort: bool,
     ) -> None:
-        """`size` and `size_swa` in tokens, page 0 not counted. ConfigError below one page on either side."""
+        """`size` and `size_swa` in tokens, page 0 not counted. ConfigError where either is below one page."""
 
-        def side(tokens: int) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
+        def allocator_of(tokens: int) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
             if page_size == 1:
                 return TokenToKVPoolAllocator(tokens, dtype, device, None, need_sort)
             return PagedTokenToKVPoolAllocator(tokens, page_size, dtype, device, None, need_sort)
 
-        self.full_attn_allocator, self.swa_attn_allocator = side(size), side(size_swa)
+        self.full_attn_allocator, self.swa_attn_allocator = allocator_of(size), allocator_of(size_swa)
         self.full_to_swa_index_mapping = torch.zeros(
             size + page_size, dtype=torch.int64, device=self.full_attn_allocator.device
         )
+        num_pages = size // page_size
+        self._mapping_by_page = self.full_to_swa_index_mapping[: (num_pages + 1) * page_size].view(-1, page_size)
+        # The first window slot of every page; on the CPU by numpy, which reads a few of them much faster.
+        self._first_on_host = self._mapping_by_page[:, 0].numpy() if self._mapping_by_page.is_cpu else None
         self.size_swa = size_swa
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
         self._kernels = kernel_choice(self.device)
-        self._offsets = torch.arange(page_size, dtype=torch.int64, device=self.device)
         if kvcache is not None:
             kvcache.register_mapping(self.full_to_swa_index_mapping)
 
@@ -82,19 +86,19 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return self.swa_attn_allocator.available_size()
 
     def available_size(self) -> int:
-        """Tokens that can be handed out now: the smaller side's."""
+        """Tokens that can be allocated now: the minimum of both allocators."""
         return min(self.full_available_size(), self.swa_available_size())
 
     def translate_loc_from_full_to_swa(self, loc: torch.Tensor) -> torch.Tensor:
-        """Window slots of full slots, int64 in the shape of `loc`: 0 where there is no peer, and -1 stays -1."""
+        """Window slots of full slots, int64 in the shape of `loc`: 0 for unmapped slots, and -1 stays -1."""
         return translate_slots(self.full_to_swa_index_mapping, loc, self._kernels)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """`need_size` full slots, each with a window slot; None when either side is short. As the base's."""
+        """`need_size` full slots, each mapped to a window slot; None when either allocator is short. As the base's."""
         if need_size > self.available_size():
             return None
         full, swa = self.full_attn_allocator.alloc(need_size), self.swa_attn_allocator.alloc(need_size)
-        return self._paired(full, swa)
+        return self._mapped(full, swa)
 
     def alloc_extend(
         self,
@@ -105,10 +109,9 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         last_loc: torch.Tensor,
         extend_num_tokens: int,
     ) -> torch.Tensor | None:
-        """As the paged allocator's, on both sides; `last_loc` are full slots.
+        """As the paged allocator's, from both allocators; `last_loc` are full slots.
 
-        Where a prefix ends within a page, the window slot of its last token must not have been freed: new tokens go
-        on in its page.
+        Where a prefix ends within a page, the last token must still be mapped: new tokens fill the rest of its page.
         """
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         if isinstance(full, TokenToKVPoolAllocator) or isinstance(swa, TokenToKVPoolAllocator):
@@ -120,16 +123,16 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         lens = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu)
         full_slots = full.alloc_extend(*lens, last_loc, extend_num_tokens)
         try:
-            swa_slots = swa.alloc_extend(*lens, self._last_peers(last_loc, prefix_lens), extend_num_tokens)
+            swa_slots = swa.alloc_extend(*lens, self._last_window_slots(last_loc, prefix_lens), extend_num_tokens)
         except (InvariantError, ValueError):
             full.restore_state(state)
             raise
-        return self._paired(full_slots, swa_slots)
+        return self._mapped(full_slots, swa_slots)
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """As the paged allocator's, on both sides; see `alloc_extend`."""
+        """As the paged allocator's, from both allocators; see `alloc_extend`."""
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         if isinstance(full, TokenToKVPoolAllocator) or isinstance(swa, TokenToKVPoolAllocator):
             return self.alloc(seq_lens_cpu.numel())
@@ -139,73 +142,70 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         state = full.backup_state()
         full_slots = full.alloc_decode(seq_lens, seq_lens_cpu, last_loc)
         try:
-            swa_slots = swa.alloc_decode(seq_lens, seq_lens_cpu, self._last_peers(last_loc, seq_lens - 1))
+            swa_slots = swa.alloc_decode(seq_lens, seq_lens_cpu, self._last_window_slots(last_loc, seq_lens - 1))
         except (InvariantError, ValueError):
             full.restore_state(state)
             raise
-        return self._paired(full_slots, swa_slots)
+        return self._mapped(full_slots, swa_slots)
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Take slots back on both sides; the window's part only where `free_swa` did not before. Raises DoubleFree."""
+        """Free full slots and the window slots they are mapped to, if `free_swa` did not before. Raises DoubleFree."""
         if not free_index.numel():
             return
-        self.full_attn_allocator.free(free_index)
-        self.free_swa(free_index)
+        pages = self._pages_of(free_index)
+        self.full_attn_allocator.free_pages_of(pages)
+        self._free_windows(pages)
 
     def free_run(self, slots: torch.Tensor, first_position: int = 0) -> None:
-        """As the base's: the full side then needs no count; the window side is looked up as ever."""
-        if not slots.numel():
-            return
-        self.full_attn_allocator.free_run(slots, first_position)
-        self.free_swa(slots)
+        """As the base's: full pages are counted from lengths; window pages are found in the mapping."""
+        if first_position % self.page_size:
+            self.free(slots)
+        elif slots.numel():
+            pages = self.full_attn_allocator._pages_of_run(slots)
+            self.full_attn_allocator.free_pages_of(pages)
+            self._free_windows(pages)
 
     def free_swa(self, free_index: torch.Tensor) -> None:
-        """Take back the window slots of full slots (whole pages of them); the full slots stay handed out."""
+        """Free the window slots of full slots, whole pages of them; the full slots stay allocated, unmapped."""
         if not free_index.numel():
             return
-        slots = free_index.to(torch.int64)
-        if self.page_size > 1:
-            pages = (slots // self.page_size).unique()
-            slots = (pages[:, None] * self.page_size + self._offsets).reshape(-1)
-        peers = self.translate_loc_from_full_to_swa(slots)
-        held = peers > 0
-        slots, peers = slots[held], peers[held]
-        if slots.numel() != peers.unique().numel():
-            raise DoubleFree(f"window slots {peers[:8].tolist()} are freed twice in one call")
-        self.swa_attn_allocator.free(peers)
-        self.full_to_swa_index_mapping[slots] = 0
+        pages = self._pages_of(free_index)
+        if self.page_size == 1 and self.device.type != "cpu" and pages.unique().numel() != pages.numel():
+            raise DoubleFree(f"slots {pages[:8].tolist()}… are freed twice in one call")
+        self._free_windows(pages)
 
     def alloc_full(self, need_size: int) -> torch.Tensor | None:
-        """`need_size` full slots without window slots, for what lies before every window; None when short."""
+        """`need_size` unmapped full slots, for tokens that no window reaches; None when short."""
         return self.full_attn_allocator.alloc(need_size)
 
     def alloc_window(self, full_slots: torch.Tensor) -> bool:
-        """Give full slots (whole pages of them) that have no peer one each; False when the window side is short.
+        """Map unmapped full slots, whole pages of them, to new window slots; False when window slots are short.
 
-        On the CPU and in debug mode InvariantError where one has a peer.
+        On the CPU and in debug mode InvariantError where one is mapped already.
         """
         if full_slots.numel() > self.swa_available_size():
             return False
         if (self._debug or self.device.type == "cpu") and self.full_to_swa_index_mapping[full_slots].any():
-            raise InvariantError(type(self).__name__, [f"some of slots {full_slots[:8].tolist()}… have window slots"])
-        self._paired(full_slots, self.swa_attn_allocator.alloc(full_slots.numel()))
+            raise InvariantError(type(self).__name__, [f"slots {full_slots[:8].tolist()}… are mapped already"])
+        self._mapped(full_slots, self.swa_attn_allocator.alloc(full_slots.numel()))
         return True
 
     def move_window(self, from_slots: torch.Tensor, to_slots: torch.Tensor) -> None:
-        """Pair the window slots of full slots `from_slots` with `to_slots` instead, one to one; whole pages of both.
+        """Map full slots `to_slots` to the window slots of `from_slots`, one to one and whole pages of both;
+        `from_slots` are unmapped then.
 
-        No wait for the device. On the CPU and in debug mode InvariantError where one has no window slot to give, or
-        has one already where it is to get one. ShapeError where their numbers or offsets within pages differ.
+        No wait for the device. On the CPU and in debug mode InvariantError where one of `from_slots` is unmapped or one
+        of `to_slots` is mapped. ShapeError where their numbers or offsets within pages differ.
         """
         if from_slots.numel() != to_slots.numel():
             raise ShapeError(f"window slots of {from_slots.numel()} full slots for {to_slots.numel()} others")
         if not from_slots.numel():
             return
         mapping = self.full_to_swa_index_mapping
-        peers = mapping[from_slots]
+        window_slots = mapping[from_slots]
         if self._debug or self.device.type == "cpu":
-            self._check_move(from_slots, peers, to_slots)
-        mapping[to_slots] = peers
+            self._check_move(from_slots, window_slots, to_slots)
+        mapping[to_slots] = window_slots
         mapping[from_slots] = 0
 
     def free_group_begin(self) -> None:
@@ -230,7 +230,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     def restore_state(self, state: AllocatorState) -> None:
         if not isinstance(state, SWAAllocatorState):
-            raise ShapeError(f"a state of {type(state).__name__} is no snapshot of this allocator's two sides")
+            raise ShapeError(f"a state of {type(state).__name__} is no snapshot of a full and a window allocator")
         self.full_attn_allocator.restore_state(state.full)
         self.swa_attn_allocator.restore_state(state.swa)
         self.full_to_swa_index_mapping.copy_(state.mapping)
@@ -240,37 +240,40 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self.swa_attn_allocator.merge_and_sort_free()
 
     def get_stats(self) -> PoolStats:
-        """The statistics of the side that is fuller."""
-        sides = self.full_attn_allocator.get_stats(), self.swa_attn_allocator.get_stats()
-        return max(sides, key=lambda stats: stats["utilization"])
+        """The statistics of the allocator with the higher utilisation."""
+        both = self.full_attn_allocator.get_stats(), self.swa_attn_allocator.get_stats()
+        return max(both, key=lambda stats: stats["utilization"])
 
     def debug_print(self) -> str:
         return f"full: {self.full_attn_allocator.debug_print()}; swa: {self.swa_attn_allocator.debug_print()}"
 
     def check(self) -> None:
-        """Raise InvariantError with all violations of both sides and of the mapping. Not within a free group."""
+        """Raise InvariantError with all violations of both allocators and of the mapping. Not within a free group."""
         violations: list[str] = []
-        for name, side in (("full", self.full_attn_allocator), ("swa", self.swa_attn_allocator)):
+        for name, allocator in (("full", self.full_attn_allocator), ("swa", self.swa_attn_allocator)):
             try:
-                side.check()
+                allocator.check()
             except InvariantError as error:
                 violations.extend(f"{name}: {violation}" for violation in error.violations)
         mapping = self.full_to_swa_index_mapping.cpu()
         slots = mapping.nonzero().flatten()
-        peers = mapping[slots]
-        if peers.unique().numel() != peers.numel():
-            violations.append("two full slots have one window slot")
-        if (slots % self.page_size != peers % self.page_size).any():
-            violations.append("a window slot stands at another offset of its page than its full slot")
-        for name, side, held in (("full", self.full_attn_allocator, slots), ("swa", self.swa_attn_allocator, peers)):
-            free = torch.cat((side.free_pages, side.release_pages)).cpu()
-            stale = held[torch.isin(held // self.page_size, free)]
+        window_slots = mapping[slots]
+        if window_slots.unique().numel() != window_slots.numel():
+            violations.append("two full slots are mapped to one window slot")
+        if (slots % self.page_size != window_slots % self.page_size).any():
+            violations.append("a full slot is mapped to a window slot at another offset of its page")
+        for name, allocator, mapped in (
+            ("full", self.full_attn_allocator, slots),
+            ("swa", self.swa_attn_allocator, window_slots),
+        ):
+            free = torch.cat((allocator.free_pages, allocator.release_pages)).cpu()
+            stale = mapped[torch.isin(mapped // self.page_size, free)]
             if stale.numel():
-                violations.append(f"{name} slots {stale[:8].tolist()} are free and paired")
-        window_pages = (peers // self.page_size).unique().numel()
+                violations.append(f"{name} slots {stale[:8].tolist()} are free and mapped")
+        window_pages = (window_slots // self.page_size).unique().numel()
         taken = self.swa_attn_allocator.num_pages - self.swa_available_size() // self.page_size
         if window_pages != taken:
-            violations.append(f"{taken} window pages are handed out, and {window_pages} have a full slot")
+            violations.append(f"{taken} window pages are allocated, and {window_pages} are mapped")
         if violations:
             raise InvariantError(type(self).__name__, violations)
 
@@ -293,36 +296,59 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
         return self.full_attn_allocator._pages_of(slots)
 
-    def _last_peers(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-        """Window slots of the prefixes' last tokens. On the CPU and in debug mode InvariantError where one is needed
-        and was freed."""
-        peers = self.translate_loc_from_full_to_swa(last_loc)
+    def _free_windows(self, pages: torch.Tensor) -> None:
+        """Free the window pages of full pages, each named once, where they have them.
+
+        A full page is mapped from its first slot on, and as a whole to one window page.
+        """
+        if self._first_on_host is None:
+            window_slots = self.translate_loc_from_full_to_swa(pages * self.page_size)
+            mapped = window_slots > 0
+            pages, window_pages = pages[mapped], window_slots[mapped] // self.page_size
+        else:
+            ids = pages.numpy()
+            if np.count_nonzero(ids.view(np.uint64) >= len(self._first_on_host)):
+                ids = ids[(ids >= 0) & (ids < len(self._first_on_host))]
+            firsts = self._first_on_host[ids]
+            if np.count_nonzero(firsts) < len(ids):
+                ids, firsts = ids[firsts > 0], firsts[firsts > 0]
+            pages, window_pages = torch.from_numpy(ids), torch.from_numpy(firsts // self.page_size)
+        self.swa_attn_allocator.free_pages_of(window_pages)
+        # By torch, which counts the writes: the pool keeps its last translation until then.
+        self._mapping_by_page[pages] = 0
+
+    def _last_window_slots(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
+        """Window slots of the prefixes' last tokens. On the CPU and in debug mode InvariantError where new tokens would
+        fill the rest of a window page that was freed."""
+        window_slots = self.translate_loc_from_full_to_swa(last_loc)
         if self._debug or self.device.type == "cpu":
             needed = prefix_lens % self.page_size != 0
-            freed = last_loc[needed & (peers == 0)]
+            freed = last_loc[needed & (window_slots == 0)]
             if freed.numel():
                 raise InvariantError(
                     type(self).__name__,
-                    [f"the window slots of {freed[:8].tolist()} were freed, and new tokens go on in their pages"],
+                    [f"the window slots of {freed[:8].tolist()} were freed, and new tokens would fill their pages"],
                 )
-            # A prefix of whole pages needs no last token, which may be out of the window.
-            peers = torch.where(needed, peers, -1)
-        return peers
+            # The last token of a prefix of whole pages is not needed, and may be outside the window.
+            window_slots = torch.where(needed, window_slots, -1)
+        return window_slots
 
-    def _check_move(self, from_slots: torch.Tensor, peers: torch.Tensor, to_slots: torch.Tensor) -> None:
+    def _check_move(self, from_slots: torch.Tensor, window_slots: torch.Tensor, to_slots: torch.Tensor) -> None:
         if (from_slots % self.page_size != to_slots % self.page_size).any():
-            raise ShapeError(f"slots {to_slots[:8].tolist()}… stand at other offsets than {from_slots[:8].tolist()}…")
+            raise ShapeError(
+                f"slots {to_slots[:8].tolist()}… have other offsets in their pages than {from_slots[:8].tolist()}…"
+            )
         violations = []
-        if (peers == 0).any():
-            violations.append(f"slots {from_slots[peers == 0][:8].tolist()} have no window slots to give")
+        if (window_slots == 0).any():
+            violations.append(f"slots {from_slots[window_slots == 0][:8].tolist()} are unmapped")
         taken = self.full_to_swa_index_mapping[to_slots] != 0
         if taken.any():
-            violations.append(f"slots {to_slots[taken][:8].tolist()} have window slots already")
+            violations.append(f"slots {to_slots[taken][:8].tolist()} are mapped already")
         if violations:
             raise InvariantError(type(self).__name__, violations)
 
-    def _paired(self, full: torch.Tensor | None, swa: torch.Tensor | None) -> torch.Tensor:
-        assert full is not None and swa is not None, "room on both sides was counted before"
+    def _mapped(self, full: torch.Tensor | None, swa: torch.Tensor | None) -> torch.Tensor:
+        assert full is not None and swa is not None, "capacity was checked before"
         self.full_to_swa_index_mapping[full] = swa
         return full
 

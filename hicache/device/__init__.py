@@ -1,4 +1,4 @@
-"""Tier 1: the tensors that hold attention state on the device, and the table from requests to their slots."""
+"""Tier 1: the tensors of attention state on the device, and the table from requests to their slots."""
 
 from hicache.device.ascend import AscendMLAPagedTokenToKVPool, AscendTokenToKVPool
 from hicache.device.base import KVCache, LayerWaiter, SlotSpace
@@ -12,6 +12,7 @@ from hicache.device.mla import MLATokenToKVPool
 from hicache.device.nsa import DSATokenToKVPool, NSATokenToKVPool
 from hicache.device.quantized import QuantizedKVCache, QuantizedLayer
 from hicache.device.req_to_token import ReqToTokenPool
+from hicache.device.rows import Row, RowPool
 from hicache.device.swa import SWAKVPool
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "QuantizedKVCache",
     "QuantizedLayer",
     "ReqToTokenPool",
+    "Row",
+    "RowPool",
     "SWAKVPool",
     "SlotSpace",
     "SpeculativeMambaState",

@@ -1,22 +1,21 @@
-"""Device pools for Ascend NPUs: MHA and MLA in page-major order, in one tensor each, written by the vendor's operation.
+"""Device pools for Ascend NPUs: MHA and MLA in page-major order, one tensor each, written by the vendor's operation.
 
-Without an NPU they store the same bytes by the kernels of the other pools. The only module that knows `torch_npu`. May
-import what the base may.
+Without an NPU the kernels of the other pools store the same bytes. The only module that uses `torch_npu`.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from types import ModuleType
 
 import torch
 
-from hicache.config import kernel_choice
-from hicache.device.base import HasLayerId
+from hicache.device.base import LayerRef
 from hicache.device.memory import allocate_zeros, allocation_region
 from hicache.device.mla import MLATokenToKVPool
-from hicache.device.rows import Row, RowPool
+from hicache.device.rows import KVRows, Row, RowPool
 from hicache.errors import ConfigError
-from hicache.kernels.store_kv import store_kv
+from hicache.kernels.store_kv import Scale
 
 try:
     import torch_npu
@@ -24,17 +23,29 @@ except ImportError:
     torch_npu = None
 
 
-def _npu_of(device: torch.device) -> ModuleType | None:
-    """The vendor's operations where they can run."""
+def npu_operations(device: torch.device) -> ModuleType | None:
+    """The vendor's operations if `device` can run them."""
     npu: ModuleType | None = torch_npu if device.type == "npu" else None
     return npu
 
 
-class AscendTokenToKVPool(RowPool):
+class _NpuPool(RowPool):
+    """A pool of whole pages that the vendor's operations can write."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
+    @cached_property
+    def _npu(self) -> ModuleType | None:
+        return npu_operations(self.device)
+
+
+class AscendTokenToKVPool(_NpuPool):
     """`kv_buffer` `[2, layers, pages, page_size, head_num, head_dim]`: keys, then values; zero-filled, in
     `store_dtype`.
 
-    The getters give a layer's pages, `[pages, page_size, head_num, head_dim]`; slot s is token s % page_size of page
+    The getters return a layer's pages, `[pages, page_size, head_num, head_dim]`; slot s is token s % page_size of page
     s // page_size.
     """
 
@@ -52,24 +63,20 @@ class AscendTokenToKVPool(RowPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        """ConfigError where values differ from keys in size: they share a tensor. OutOfMemory names `device_tokens`."""
+        """ConfigError if `v_head_dim` differs from `head_dim`: keys and values share a tensor. OutOfMemory names
+        `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self._positive(head_num=head_num, head_dim=head_dim)
         if v_head_dim not in (None, head_dim):
             raise ConfigError(f"v_head_dim={v_head_dim}: keys and values share a tensor, set it to head_dim={head_dim}")
         self.head_num, self.head_dim, self.v_head_dim = head_num, head_dim, head_dim
-        self._kernels, self._npu = kernel_choice(self.device), _npu_of(self.device)
         shape = (2, layer_num, self.num_pages, page_size, head_num, head_dim)
         with allocation_region(enable_memory_saver):
             (self.kv_buffer,) = allocate_zeros([shape], self.store_dtype, self.device)
-        self.k_buffer, self.v_buffer = self.kv_buffer[0], self.kv_buffer[1]
+        self.k_buffer, self.v_buffer = self.kv_buffer
         row = (head_num, head_dim)
         rows = [Row("k", self.store_dtype, row), Row("v", self.store_dtype, row)]
         self._declare(rows, [self.k_buffer.flatten(1, 2), self.v_buffer.flatten(1, 2)])
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_pages * self.page_size
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Keys of a layer, `[pages, page_size, head_num, head_dim]`, after waiting for it."""
@@ -79,61 +86,27 @@ class AscendTokenToKVPool(RowPool):
         """Values, likewise."""
         return self._as_read(self.v_buffer[self._wait_for(layer_id)])
 
-    def set_kv_buffer(
-        self,
-        layer: HasLayerId | int,
-        loc: torch.Tensor,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
-    ) -> None:
-        index, expected = self._index(layer), (loc.numel(), self.head_num, self.head_dim)
-        self._check_loc(loc)
+    def _store(self, index: int, loc: torch.Tensor, rows: KVRows) -> None:
         if self._npu is None:
-            k, v = self._pair(cache_k, cache_v, expected, expected, k_scale, v_scale)
-            k_buffer, v_buffer = (self._as_read(buffer) for buffer in self._stored[index])
-            store_kv(k, v, k_buffer, v_buffer, loc, self._kernels, k_scale, v_scale)
+            super()._store(index, loc, rows)
             return
         self._npu._npu_reshape_and_cache(
-            key=self._as_stored(cache_k, expected, k_scale, "cache_k").contiguous(),
-            value=self._as_stored(cache_v, expected, v_scale, "cache_v").contiguous(),
+            key=self._converted(rows.k, rows.k_scale).contiguous(),
+            value=self._converted(rows.v, rows.v_scale).contiguous(),
             key_cache=self.k_buffer[index],
             value_cache=self.v_buffer[index],
             slot_indices=loc.to(torch.int32),
         )
 
 
-class AscendMLAPagedTokenToKVPool(MLATokenToKVPool):
+class AscendMLAPagedTokenToKVPool(_NpuPool, MLATokenToKVPool):
     """MLA's pool with `kv_buffer` `[layers, pages, page_size, rank + rope]`.
 
-    The getters give a layer's pages, `[pages, page_size, rank + rope]` and its first `rank` columns.
+    The getters return a layer's pages, `[pages, page_size, rank + rope]`, and their first `rank` columns.
     """
 
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        dtype: torch.dtype,
-        kv_lora_rank: int,
-        qk_rope_head_dim: int,
-        layer_num: int,
-        device: str | torch.device,
-        enable_memory_saver: bool,
-        start_layer: int | None = None,
-        end_layer: int | None = None,
-    ) -> None:
-        """ConfigError on sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
-        super().__init__(
-            size, page_size, dtype, kv_lora_rank, qk_rope_head_dim, layer_num, device, enable_memory_saver,
-            start_layer, end_layer,
-        )  # fmt: skip
-        self._npu = _npu_of(self.device)
-        self.kv_buffer = self.kv_buffer.view(layer_num, self.num_pages, page_size, self.kv_cache_dim)
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_pages * self.page_size
+    def _arrange(self, latent: torch.Tensor) -> torch.Tensor:
+        return latent.view(self.layer_num, self.num_pages, self.page_size, self.kv_cache_dim)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Rows of a layer by page, after waiting for it."""
@@ -141,12 +114,12 @@ class AscendMLAPagedTokenToKVPool(MLATokenToKVPool):
 
     def set_kv_buffer(
         self,
-        layer: HasLayerId | int,
+        layer: LayerRef,
         loc: torch.Tensor,
         cache_k: torch.Tensor,
         cache_v: torch.Tensor | None,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
     ) -> None:
         if self._npu is None:
             super().set_kv_buffer(layer, loc, cache_k, cache_v, k_scale, v_scale)
@@ -155,9 +128,7 @@ class AscendMLAPagedTokenToKVPool(MLATokenToKVPool):
         rows = self._as_stored(cache_k, (loc.numel(), 1, self.kv_cache_dim), k_scale, "cache_k")
         self._cache_rows(self._npu, self._index(layer), loc, rows)
 
-    def set_mla_kv_buffer(
-        self, layer: HasLayerId | int, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor
-    ) -> None:
+    def set_mla_kv_buffer(self, layer: LayerRef, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
         if self._npu is None:
             super().set_mla_kv_buffer(layer, loc, k_nope, k_rope)
             return
@@ -167,7 +138,7 @@ class AscendMLAPagedTokenToKVPool(MLATokenToKVPool):
         self._cache_rows(self._npu, self._index(layer), loc, torch.cat((nope, rope), dim=-1))
 
     def _cache_rows(self, npu: ModuleType, index: int, loc: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store `[tokens, 1, rank + rope]` by the operation for one cache (the other takes keys and values)."""
+        """Store `[tokens, 1, rank + rope]` by the operation for a single cache."""
         npu._npu_reshape_and_cache_siso(
             key=rows.contiguous(), key_cache=self.kv_buffer[index].unsqueeze(2), slot_indices=loc.to(torch.int32)
         )

@@ -1,7 +1,7 @@
-"""The contract of device pools, and what follows from a layout of per-token rows alone.
+"""The contract of device pools, and the methods that follow from a layout of per-token rows.
 
-A pool owns its tensors and declares their `PoolLayout`; it knows nothing of which slots are free. Slots [0, page_size)
-are the sink for padding. May import layout, config, metrics, errors and kernels.
+A pool owns its tensors and declares their `PoolLayout`; which slots are free is the allocator's business. Slots
+[0, page_size) are the sink for padding.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
-from hicache.config import debug_checks
+from hicache.config import debug_checks, kernel_choice
 from hicache.errors import ConfigError, ShapeError
+from hicache.kernels.store_kv import Scale
 from hicache.layout import PoolLayout
 
 CpuCopy = list[list[tuple[torch.Tensor, ...]]]
@@ -24,7 +25,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class LayerWaiter(Protocol):
-    """What the getters ask of a transfer counter: wait until a layer, by dense index, has arrived."""
+    """The part of a transfer counter that getters call: wait until a layer, by dense index, has been loaded."""
 
     def wait_until(self, threshold: int) -> None: ...
 
@@ -34,8 +35,11 @@ class HasLayerId(Protocol):
     def layer_id(self) -> int: ...
 
 
+LayerRef: TypeAlias = HasLayerId | int
+
+
 class SlotRows(Protocol):
-    """Something that holds a row a slot: a buffer `[slots, ...row]`, or a view that finds a slot's part of its page."""
+    """Rows indexed by slot: a buffer `[slots, ...row]`, or a view that maps slots to parts of page rows."""
 
     @property
     def device(self) -> torch.device: ...
@@ -47,10 +51,11 @@ class SlotRows(Protocol):
 
 @dataclass(frozen=True)
 class SlotSpace:
-    """The rows that one set of slots addresses: all that host tier, transfers and codec read of a pool.
+    """The rows that one set of slots addresses: what host pool, transfer engine and codec know of a pool.
 
-    `layer_buffers(layer_id)` gives `[num_slots, ...row]` in the order of `layout.specs_of(layer_id)`, without waiting.
-    Most pools have one space; a pool of several is moved space by space, each with slots of its own.
+    `name`: the tree component that the slots belong to, "full", "swa" or "mamba". `layer_buffers(layer_id)` returns
+    `[num_slots, ...row]` tensors in the order of `layout.specs_of(layer_id)`, without waiting. Most pools have one
+    space; a pool with several is transferred space by space, each with its own slots.
     """
 
     name: str
@@ -96,11 +101,11 @@ def rows_from_cpu(copy: CpuCopy, layers: Sequence[tuple[SlotRows, ...]], indices
 
 
 class KVCache(ABC):
-    """One pool of the device tier: `layer_num` layers of `size + page_size` slots.
+    """A pool of the device tier: `layer_num` layers of `size + page_size` slots.
 
     Called by the scheduler thread and by the model's forward; the transfer engine reads `layer_buffers`. Layer ids
-    are global, [start_layer, end_layer]. fp8 is stored as uint8 (`store_dtype`) and viewed on read. Inputs are never
-    written. `mem_usage` is in GiB.
+    are global, [start_layer, end_layer]. fp8 is stored as uint8 (`store_dtype`) and viewed as fp8 on read. Inputs are
+    never modified. `mem_usage` is in GiB.
     """
 
     mem_usage: float
@@ -121,12 +126,13 @@ class KVCache(ABC):
         self.size, self.page_size, self.dtype, self.layer_num = size, page_size, dtype, layer_num
         self.store_dtype = torch.uint8 if dtype in _FP8 else dtype
         self.device = torch.device(device)
-        # With the index that tensors report: cuda:0 where `device` says cuda.
-        self._placed_on = torch.empty(0, device=self.device).device
+        # With an index, as tensors report it: cuda:0 where `device` is cuda.
+        self._tensor_device = torch.empty(0, device=self.device).device
+        self._kernels = kernel_choice(self.device)
         self.enable_memory_saver = enable_memory_saver
         self.start_layer = start_layer or 0
         self.end_layer = self.start_layer + layer_num - 1
-        # Callers of the field pass the last layer or the one after it.
+        # Callers pass the last layer or the one after it.
         if end_layer not in (None, self.end_layer, self.end_layer + 1):
             raise ConfigError(f"start_layer={start_layer}, end_layer={end_layer} are not layer_num={layer_num} layers")
         self.layer_transfer_counter: LayerWaiter | None = None
@@ -152,12 +158,12 @@ class KVCache(ABC):
     @abstractmethod
     def set_kv_buffer(
         self,
-        layer: HasLayerId | int,
+        layer: LayerRef,
         loc: torch.Tensor,
         cache_k: torch.Tensor,
         cache_v: torch.Tensor,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
     ) -> None:
         """Store `[tokens, heads, dim]` at slots `loc [tokens]`, divided by the scales. ShapeError names both sides."""
 
@@ -168,20 +174,19 @@ class KVCache(ABC):
 
     @property
     def slot_spaces(self) -> tuple[SlotSpace, ...]:
-        """What the tiers below move, one entry a set of slots."""
-        return (SlotSpace("kv", self.layout, self.size + self.page_size, self.device, self.layer_buffers),)
+        """What is transferred to the tiers below, one entry for each set of slots."""
+        return (SlotSpace("full", self.layout, self.size + self.page_size, self.device, self.layer_buffers),)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
     def register_layer_transfer_counter(self, counter: LayerWaiter) -> None:
-        """From now on the getters wait for their layer by this counter."""
+        """Make the getters wait for their layer with this counter."""
         self.layer_transfer_counter = counter
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
         """The rows at slots `indices`: [layer][chunk of 8192](buffers), pinned on CUDA. Waits for the device."""
-        for layer_id in self.layer_ids:
-            self._wait(layer_id)
+        self._wait_all()
         return rows_to_cpu([self._slot_rows(layer_id) for layer_id in self.layer_ids], indices)
 
     def load_cpu_copy(self, kv_cache_cpu: CpuCopy, indices: torch.Tensor) -> None:
@@ -189,16 +194,16 @@ class KVCache(ABC):
         rows_from_cpu(kv_cache_cpu, [self._slot_rows(layer_id) for layer_id in self.layer_ids], indices)
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy slots `src_loc` to `tgt_loc` in every layer, as if all were read before any is written."""
+        """Copy slots `src_loc` to `tgt_loc` in every layer; sources and targets may overlap."""
         if tgt_loc.shape != src_loc.shape:
             raise ShapeError(f"{tuple(tgt_loc.shape)} target slots for {tuple(src_loc.shape)} source slots")
+        self._wait_all()
         for layer_id in self.layer_ids:
-            self._wait(layer_id)
             for rows in self._slot_rows(layer_id):
                 rows[tgt_loc] = rows[src_loc]
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Addresses, bytes, and bytes a page of all buffers: the first buffer of each layer, then the second, ..."""
+        """Addresses, bytes, and bytes per page of all buffers: the first buffer of each layer, then the second, ..."""
         layers = [self.layer_buffers(layer_id) for layer_id in self.layer_ids]
         buffers = [buffer for kind in zip(*layers, strict=True) for buffer in kind]
         spans = [s for kind in zip(*map(self._spans_of, self.layer_ids), strict=True) for s in kind]
@@ -209,15 +214,15 @@ class KVCache(ABC):
         )
 
     def _spans_of(self, layer_id: int) -> tuple[int, ...]:
-        """For each buffer of a layer the number of slots that share a row."""
+        """For each buffer of a layer, the number of slots that share a row."""
         return self.layout.spans_of(layer_id)
 
     def _slot_rows(self, layer_id: int) -> tuple[SlotRows, ...]:
-        """What a layer stores, by slot. Does not wait."""
+        """The rows of a layer, indexed by slot. Does not wait."""
         return self.layer_buffers(layer_id)
 
-    def _index(self, layer: HasLayerId | int) -> int:
-        """Dense index of a layer, given by its global id or by an object that has one."""
+    def _index(self, layer: LayerRef) -> int:
+        """Dense index of a layer, given its global id or an object with a `layer_id`."""
         layer_id = layer if isinstance(layer, int) else layer.layer_id
         if not self.start_layer <= layer_id <= self.end_layer:
             raise ShapeError(f"layer_id={layer_id} is not one of this pool's {self.start_layer}..{self.end_layer}")
@@ -227,14 +232,18 @@ class KVCache(ABC):
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(self._index(layer_id))
 
+    def _wait_all(self) -> None:
+        for layer_id in self.layer_ids:
+            self._wait(layer_id)
+
     def _as_read(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer if self.store_dtype == self.dtype else buffer.view(self.dtype)
 
     def _check_loc(self, loc: torch.Tensor) -> None:
-        if loc.dim() != 1 or loc.dtype not in (torch.int64, torch.int32) or loc.device != self._placed_on:
+        if loc.dim() != 1 or loc.dtype not in (torch.int64, torch.int32) or loc.device != self._tensor_device:
             raise ShapeError(
                 f"loc {tuple(loc.shape)} of {loc.dtype} on {loc.device}: need int64 or int32 slots in one dimension "
-                f"on {self._placed_on}"
+                f"on {self._tensor_device}"
             )
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self._debug and loc.numel() and not capturing:

@@ -1,7 +1,4 @@
-"""How many tokens fit: from a device's memory and a layout to the `size` of a pool.
-
-Owns nothing. May import layout and errors.
-"""
+"""Computes the `size` of a pool, in tokens, from a device's memory and a layout."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ def plan_capacity(
     reserve_ratio: float | None = None,
     max_requests: int = 0,
 ) -> int:
-    """Tokens that a pool of `layout` can hold beside a model of `model_bytes` on a device of `total_bytes`.
+    """Tokens that a pool of `layout` can hold on a device of `total_bytes` together with a model of `model_bytes`.
 
-    Exactly one of the two shares decides what the cache gets:
+    Exactly one of two settings determines the bytes of the cache:
 
         mem_fraction_static   total_bytes * mem_fraction_static - model_bytes     (the rest is for activations)
         reserve_ratio         (total_bytes - model_bytes) * (1 - reserve_ratio)
 
-    Less page 0, and the states (rows per request) of `max_requests` requests and the sink. Whole device pages. Raises
-    ConfigError on settings that make no sense, OutOfMemory with the numbers and the knob where no page fits.
+    Page 0 and the states (rows per request) of `max_requests` requests and the sink are deducted, and the result is
+    whole device pages. ConfigError on invalid settings, OutOfMemory with the numbers and the setting if no page fits.
     """
-    budget, knob = _budget(total_bytes, model_bytes, mem_fraction_static, reserve_ratio)
+    budget, setting = _budget(total_bytes, model_bytes, mem_fraction_static, reserve_ratio)
     page = layout.device_page_size
     request_bytes = sum(s.row_bytes * len(s.layers) for s in layout.buffers if s.per == "request")
     paged = [s for s in layout.buffers if s.per != "request"]
@@ -37,11 +34,12 @@ def plan_capacity(
         raise ConfigError("the layout stores nothing per token, only per request; its capacity is a number of requests")
     state_bytes = request_bytes * (max_requests + 1) if request_bytes else 0
     num_pages = (budget - state_bytes) // page_bytes - 1
+    remedy = "lower reserve_ratio" if mem_fraction_static is None else "raise mem_fraction_static"
     if num_pages < 1:
         raise OutOfMemory(
-            f"{total_bytes} bytes with a model of {model_bytes} leave {max(budget, 0)} for the cache ({knob}); states "
-            f"of {max_requests} requests take {state_bytes} and two pages of {page} tokens {2 * page_bytes}; "
-            f"{_remedy(mem_fraction_static)}, run fewer requests or choose a smaller model"
+            f"{total_bytes} bytes with a model of {model_bytes} leave {max(budget, 0)} for the cache ({setting}); "
+            f"states of {max_requests} requests take {state_bytes} and two pages of {page} tokens {2 * page_bytes}; "
+            f"{remedy}, run fewer requests or choose a smaller model"
         )
     return num_pages * page
 
@@ -49,7 +47,7 @@ def plan_capacity(
 def _budget(
     total_bytes: int, model_bytes: int, mem_fraction_static: float | None, reserve_ratio: float | None
 ) -> tuple[int, str]:
-    """Bytes for the cache, possibly none, and how they were asked for."""
+    """Bytes for the cache, which may be negative, and the setting they follow from."""
     if total_bytes < 1 or model_bytes < 0:
         raise ConfigError(f"total_bytes={total_bytes}, model_bytes={model_bytes}: bytes cannot be negative or none")
     if mem_fraction_static is not None and reserve_ratio is None:
@@ -63,7 +61,3 @@ def _budget(
     raise ConfigError(
         f"mem_fraction_static={mem_fraction_static}, reserve_ratio={reserve_ratio}: give exactly one of the two"
     )
-
-
-def _remedy(mem_fraction_static: float | None) -> str:
-    return "lower reserve_ratio" if mem_fraction_static is None else "raise mem_fraction_static"

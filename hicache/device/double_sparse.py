@@ -1,17 +1,13 @@
-"""The device pool of double sparse attention: keys, values, and of each key the few channels that decide its weight.
-
-Owns one tensor of each over all layers. May import what the base may.
-"""
+"""The device pool of double sparse attention: keys, values, and the heavy channels of each key as its label."""
 
 from __future__ import annotations
 
 import torch
 
-from hicache.config import kernel_choice
-from hicache.device.base import HasLayerId
+from hicache.device.base import LayerRef
 from hicache.device.rows import Row, RowPool
 from hicache.errors import ShapeError
-from hicache.kernels.store_kv import store_kv, store_rows
+from hicache.kernels.store_kv import Scale, store_rows
 
 
 class DoubleSparseTokenToKVPool(RowPool):
@@ -36,7 +32,6 @@ class DoubleSparseTokenToKVPool(RowPool):
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self._positive(head_num=head_num, head_dim=head_dim, heavy_channel_num=heavy_channel_num)
         self.head_num, self.head_dim, self.heavy_channel_num = head_num, head_dim, heavy_channel_num
-        self._kernels = kernel_choice(self.device)
         k, v, label = self._build(
             [
                 Row("k", self.store_dtype, (head_num, head_dim)),
@@ -48,38 +43,27 @@ class DoubleSparseTokenToKVPool(RowPool):
         self.v_buffer: tuple[torch.Tensor, ...] = v.unbind(0)
         self.label_buffer: tuple[torch.Tensor, ...] = label.unbind(0)
 
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        return self._as_read(self.k_buffer[self._wait_for(layer_id)])
-
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        return self._as_read(self.v_buffer[self._wait_for(layer_id)])
-
     def get_label_buffer(self, layer_id: int) -> torch.Tensor:
         """Labels `[slots, head_num, heavy_channel_num]` of a layer, after waiting for it."""
         return self._as_read(self.label_buffer[self._wait_for(layer_id)])
 
-    def set_kv_buffer(  # type: ignore[override]  # the field's callers pass the label fifth, where others have a scale
+    def set_kv_buffer(  # type: ignore[override]  # SGLang's callers pass the label fifth, where other pools have a scale
         self,
-        layer: HasLayerId | int,
+        layer: LayerRef,
         loc: torch.Tensor,
         cache_k: torch.Tensor,
         cache_v: torch.Tensor,
         cache_label: torch.Tensor | None = None,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
     ) -> None:
-        """As the base's, with the labels of the keys, `[tokens, head_num, heavy_channel_num]`, which are stored as they
-        are: they choose tokens by their order, and a scale does not change that. ShapeError without them."""
-        index, count = self._index(layer), loc.numel()
-        self._check_loc(loc)
-        row = (count, self.head_num, self.head_dim)
-        k, v = self._pair(cache_k, cache_v, row, row, k_scale, v_scale)
-        expected = (count, self.head_num, self.heavy_channel_num)
+        """As the base's, with the labels of the keys, `[tokens, head_num, heavy_channel_num]`, stored without scaling:
+        tokens are selected by the order of their labels, which no scale changes. ShapeError without labels."""
+        expected = (loc.numel(), self.head_num, self.heavy_channel_num)
         if not isinstance(cache_label, torch.Tensor):
             raise ShapeError(
                 f"cache_label is {cache_label}, the pool takes {expected}; pass the heavy channels of the keys"
             )
-        label = self._as_given(cache_label, expected, None, "cache_label")
-        buffers = [self._as_read(buffer) for buffer in self._stored[index]]
-        store_kv(k, v, buffers[0], buffers[1], loc, self._kernels, k_scale, v_scale)
-        store_rows(label, buffers[2], loc, self._kernels)
+        label, _ = self._storable(cache_label, expected, None, "cache_label")
+        super().set_kv_buffer(layer, loc, cache_k, cache_v, k_scale, v_scale)
+        store_rows(label, self._as_read(self.label_buffer[self._index(layer)]), loc, self._kernels)

@@ -1,9 +1,9 @@
-"""The pool of hybrid models: attention in some layers, a recurrent state in the others.
+"""The pool of hybrid models: some layers have attention, the others a recurrent state.
 
-    attention layer   a row a token in a pool of dense layers, `full_kv_pool`; layer map: global id -> dense id
-    Mamba layer       a state a request in `mamba_pool`, which brings slots of its own
+    attention layer   a row per token in `full_kv_pool`, whose dense layer ids are mapped from global ones
+    Mamba layer       a state per request in `mamba_pool`, with slots of its own
 
-Owns the attention pool; borrows the state pool, which the request table hands out. May import what the base may.
+Owns the attention pool; the request table owns the state pool.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from hicache.device.base import HasLayerId, KVCache, SlotSpace
+from hicache.device.base import KVCache, LayerRef, SlotSpace
 from hicache.device.mamba import MambaPool
 from hicache.device.mapped import MappedKVPool, ascending, with_layer_ids
 from hicache.device.mha import MHATokenToKVPool
@@ -23,9 +23,9 @@ from hicache.layout import PoolLayout
 
 
 class HybridLinearKVPool(MappedKVPool):
-    """Keys and values of `full_attention_layer_ids`, under their global ids, beside the states of `mamba_pool`.
+    """Keys and values of `full_attention_layer_ids`, under their global ids, and the states of `mamba_pool`.
 
-    `layout` and the copies are of the attention layers; `slot_spaces` adds the state pool's.
+    `layout` and CPU copies cover the attention layers; `slot_spaces` includes the state pool's.
     """
 
     full_kv_pool: MHATokenToKVPool | MLATokenToKVPool
@@ -46,9 +46,9 @@ class HybridLinearKVPool(MappedKVPool):
         kv_lora_rank: int | None = None,
         qk_rope_head_dim: int | None = None,
     ) -> None:
-        """With `use_mla` rows are latent, of `kv_lora_rank` and `qk_rope_head_dim`, and heads are not looked at.
+        """With `use_mla` rows are latent, of `kv_lora_rank` and `qk_rope_head_dim`; head sizes are ignored.
 
-        ConfigError on transposing, on layers that are missing, named twice or Mamba's, and on a missing MLA size.
+        ConfigError on transposing, on layers that are missing, named twice or Mamba layers, and on a missing MLA size.
         """
         if enable_kvcache_transpose:
             raise ConfigError("enable_kvcache_transpose=True: keys and values are stored by token; set it to False")
@@ -68,8 +68,8 @@ class HybridLinearKVPool(MappedKVPool):
             self.full_kv_pool = MHATokenToKVPool(
                 size, page_size, dtype, head_num, head_dim, len(layer_ids), device, enable_memory_saver
             )
-        places: dict[int, tuple[KVCache, int]] = {i: (self.full_kv_pool, dense) for dense, i in enumerate(layer_ids)}
-        super().__init__(size, page_size, dtype, places, device, enable_memory_saver)
+        layers: dict[int, tuple[KVCache, int]] = {i: (self.full_kv_pool, dense) for dense, i in enumerate(layer_ids)}
+        super().__init__(size, page_size, dtype, layers, device, enable_memory_saver)
         self.mamba_pool = mamba_pool
 
     @cached_property
@@ -78,47 +78,27 @@ class HybridLinearKVPool(MappedKVPool):
 
     @cached_property
     def slot_spaces(self) -> tuple[SlotSpace, ...]:
-        """The space of token slots, and that of states where there is a state pool."""
-        slots = self.size + self.page_size
-        attention = SlotSpace("full", self.layout, slots, self.device, self.layer_buffers)
-        return (attention, *(self.mamba_pool.slot_spaces if self.mamba_pool else ()))
+        """The space of token slots, and that of states if there is a state pool."""
+        return (*super().slot_spaces, *(self.mamba_pool.slot_spaces if self.mamba_pool else ()))
 
-    def set_kv_buffer(
-        self,
-        layer: HasLayerId | int,
-        loc: torch.Tensor,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
-    ) -> None:
-        dense_id = self._transfer_full_attention_id(layer)
-        self.full_kv_pool.set_kv_buffer(dense_id, loc, cache_k, cache_v, k_scale, v_scale)
-
-    def set_mla_kv_buffer(
-        self, layer: HasLayerId | int, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor
-    ) -> None:
-        """As `MLATokenToKVPool`'s. ConfigError where the pool was built with use_mla=False."""
+    def set_mla_kv_buffer(self, layer: LayerRef, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
+        """As `MLATokenToKVPool`'s. ConfigError if the pool was built with use_mla=False."""
         self._latent().set_mla_kv_buffer(self._transfer_full_attention_id(layer), loc, k_nope, k_rope)
 
     def get_mla_kv_buffer(
-        self, layer: HasLayerId | int, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+        self, layer: LayerRef, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `MLATokenToKVPool`'s, after waiting for the layer."""
         dense_id = self._transfer_full_attention_id(layer)
         self._wait(self.layer_ids[dense_id])
         return self._latent().get_mla_kv_buffer(dense_id, loc, dst_dtype)
 
-    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        self._wait_all()
-        self.full_kv_pool.move_kv_cache(tgt_loc, src_loc)
-
-    def _transfer_full_attention_id(self, layer: HasLayerId | int) -> int:
-        """The dense id of a global one; ShapeError, a ValueError, names the layers there are."""
-        return self._place(layer if isinstance(layer, int) else layer.layer_id)[1]
+    def _transfer_full_attention_id(self, layer: LayerRef) -> int:
+        """The dense id of a global one; ShapeError, a ValueError, lists the attention layers."""
+        return self._inner(layer if isinstance(layer, int) else layer.layer_id)[1]
 
     def _unknown(self, layer_id: int) -> ShapeError:
-        return ShapeError(f"layer_id={layer_id} not in full attention layers: {list(self._places)}")
+        return ShapeError(f"layer_id={layer_id} not in full attention layers: {list(self._layers)}")
 
     def _latent(self) -> MLATokenToKVPool:
         if not isinstance(self.full_kv_pool, MLATokenToKVPool):

@@ -1,15 +1,13 @@
-"""The request table of hybrid models: beside a row, each request has a recurrent state.
+"""The request table of hybrid models: each request has a row and a recurrent state.
 
     row r of req_to_token           slots of the request's tokens
-    mapping[r]                      its running state; 0, the sink, where the row is free
+    mapping[r]                      its running state; 0, the sink, if the row is free
     request.mamba_pool_idx          the running state
-    request.mamba_checkpoint_idx    with the extra buffer: a second state, which holds the last checkpoint
+    request.mamba_checkpoint_idx    with the extra buffer: a second state, the last checkpoint
 
-The two states alternate. At a checkpoint the running state stays as it is and becomes the checkpoint, its bytes are
-copied to the other state, and the request goes on there. So the older checkpoint is given up only when the newer one
-is complete. A tree that keeps a checkpoint takes its state away, and the request gets another one.
-
-Owns the mapping and the state pool. May import what the base may.
+The two states alternate: at a checkpoint the running state becomes the checkpoint; its bytes are copied to the other,
+the running state from then on. So a checkpoint is overwritten only after a newer one is complete. Owns the mapping and
+the state pool.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
 
 
 class HybridRequest(TableRequest, Protocol):
-    """What the table asks of a request: places for its row and its states (0-dim tensors on the pool's device).
+    """What the table requires of a request: attributes for its row and its states (0-dim tensors on the pool's device).
 
-    `mamba_checkpoint_idx` is touched only where the table has the extra buffer.
+    `mamba_checkpoint_idx` is used only if the table has the extra buffer.
     """
 
     mamba_pool_idx: torch.Tensor | None
@@ -37,8 +35,8 @@ class HybridRequest(TableRequest, Protocol):
 class HybridReqToTokenPool(ReqToTokenPool):
     """A `ReqToTokenPool` with a `MambaPool` of `mamba_size` states. Scheduler thread only.
 
-    Rows and states are freed apart: `free` gives the row back, `free_mamba_cache` the states, unless the request has
-    donated them and set its field to None.
+    Rows and states are freed separately: `free` frees the row, `free_mamba_cache` the states, except those that the
+    request donated and set to None.
     """
 
     def __init__(
@@ -59,8 +57,9 @@ class HybridReqToTokenPool(ReqToTokenPool):
         )
         self.enable_mamba_extra_buffer = enable_mamba_extra_buffer
         self.req_index_to_mamba_index_mapping = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
+        self._mapping_on_host = self.req_index_to_mamba_index_mapping.numpy() if self.device.type == "cpu" else None
 
-    # Narrower than the base: a request of a hybrid model has a place for its state.
+    # Narrower than the base: a request of a hybrid model has attributes for its states.
     @overload  # type: ignore[override]
     def alloc(self, need: int) -> list[int] | None: ...
 
@@ -68,10 +67,10 @@ class HybridReqToTokenPool(ReqToTokenPool):
     def alloc(self, need: Sequence[HybridRequest]) -> list[int] | None: ...
 
     def alloc(self, need: int | Sequence[HybridRequest]) -> list[int] | None:
-        """A row and zeroed states for each request, or None, which changes nothing; what a request has it keeps.
+        """A row and zeroed states for each request, or None and no change; a request keeps the row and states it has.
 
-        For a number, rows alone, whose state is the sink. InvariantError where a request names a row that is not
-        handed out.
+        For a number, rows alone, whose state is the sink. InvariantError if a request names a row that is not
+        allocated.
         """
         if isinstance(need, int):
             return super().alloc(need)
@@ -98,7 +97,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         return [row_of[id(request)] for request in need]
 
     def free_mamba_cache(self, request: HybridRequest) -> None:
-        """Give back the request's states, and forget them. DoubleFree where it has none."""
+        """Free the request's states and set its attributes to None. DoubleFree if it has none."""
         held = [request.mamba_pool_idx]
         if self.enable_mamba_extra_buffer:
             held.append(request.mamba_checkpoint_idx)
@@ -113,7 +112,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
             self._map([request.req_pool_idx], states[0].new_zeros(1))
 
     def checkpoint(self, requests: Sequence[HybridRequest]) -> None:
-        """Keep each request's running state as its checkpoint; it goes on in its other state. No wait, no allocation.
+        """Make each request's running state its checkpoint and continue in its other state. No wait, no allocation.
 
         Each request has a row and two states, and is named once. ConfigError without the extra buffer.
         """
@@ -131,7 +130,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self._map(rows, other)
 
     def take_checkpoint(self, request: HybridRequest) -> torch.Tensor | None:
-        """The state `[1]` of the last checkpoint, now the caller's; the request gets another. None when short."""
+        """The state `[1]` of the last checkpoint, owned by the caller from now on; the request gets another. None if no
+        state is free."""
         self._need_extra_buffer()
         taken = _stack([request.mamba_checkpoint_idx])
         fresh = self.mamba_pool.alloc(1)
@@ -141,7 +141,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         return taken
 
     def get_mamba_indices(self, req_indices: torch.Tensor | int) -> torch.Tensor:
-        """Running states, int64, of rows: in the shape of `req_indices`, 0-dim for one row."""
+        """The running states of rows, int64 in the shape of `req_indices`, 0-dim for one row."""
         return self.req_index_to_mamba_index_mapping[req_indices]
 
     def mamba2_layer_cache(self, layer_id: int) -> MambaState:
@@ -149,13 +149,13 @@ class HybridReqToTokenPool(ReqToTokenPool):
         return self.mamba_pool.mamba2_layer_cache(layer_id)
 
     def clear(self) -> None:
-        """Take all rows and all states back."""
+        """Free all rows and all states."""
         super().clear()
         self.mamba_pool.clear()
         self.req_index_to_mamba_index_mapping.zero_()
 
     def check(self) -> None:
-        """Raise InvariantError with all violations of table and states, and free rows that name a state."""
+        """Raise InvariantError with all violations of table, states and mapping."""
         violations = []
         for check in (super().check, self.mamba_pool.check):
             try:
@@ -165,19 +165,22 @@ class HybridReqToTokenPool(ReqToTokenPool):
         mapping = self.req_index_to_mamba_index_mapping.tolist()
         stale = [row for row, state in enumerate(mapping) if state and not self._holds(row)]
         if stale:
-            violations.append(f"rows {stale[:8]} are free and name states {[mapping[row] for row in stale[:8]]}")
+            violations.append(f"free rows {stale[:8]} are mapped to states {[mapping[row] for row in stale[:8]]}")
         states = [state for state in mapping if state]
         if len(set(states)) != len(states):
-            violations.append("two rows name one state")
+            violations.append("two rows are mapped to one state")
         if violations:
             raise InvariantError("HybridReqToTokenPool", violations)
 
-    def _give(self, rows: list[int]) -> None:
-        super()._give(rows)
+    def _free(self, rows: list[int]) -> None:
+        super()._free(rows)
         if rows:
             self._map(rows, torch.zeros(len(rows), dtype=torch.int64, device=self.device))
 
     def _map(self, rows: list[int], states: torch.Tensor) -> None:
+        if self._mapping_on_host is not None:
+            self._mapping_on_host[rows] = states.numpy()
+            return
         index = torch.tensor(rows, dtype=torch.int64)
         if self.device.type == "cuda":
             # From pageable memory the host would wait for the copy.
@@ -186,7 +189,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
 
     def _need_extra_buffer(self) -> None:
         if not self.enable_mamba_extra_buffer:
-            raise ConfigError("checkpoints need a second state a request; set enable_mamba_extra_buffer=True")
+            raise ConfigError("checkpoints need a second state per request; set enable_mamba_extra_buffer=True")
 
 
 def _stack(states: Sequence[torch.Tensor | None]) -> torch.Tensor:

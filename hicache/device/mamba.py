@@ -1,10 +1,9 @@
-"""The pool of recurrent states: a convolution window and a temporal state a request and Mamba layer.
+"""The pool of recurrent states: a convolution window and a temporal state for each request and Mamba layer.
 
-    state 0           the sink for padding, never handed out
-    states [1, size]  each free or handed out, never both
+    state 0           the sink for padding, never allocated
+    states [1, size]  each free or allocated, never both
 
-Unlike slots of tokens, states are allocated here: a state is as much the request's as a row of the request table is.
-Owns the tensors and the free list. May import what the base may.
+Unlike slots of tokens, states are allocated by their pool, for the request table. Owns the tensors and the free list.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ class Mamba2StateShape:
         state_size: int,
         conv_kernel: int,
     ) -> Mamba2StateShape:
-        """The shapes of one of `tp_world_size` ranks. A group that heads of several ranks share is kept by each.
+        """The shapes on one of `tp_world_size` ranks. A group that heads of several ranks share is stored by each.
 
         The window holds the last conv_kernel - 1 inputs of x, B and C: intermediate_size + 2 * n_groups * state_size
-        channels. ConfigError where heads, channels or groups do not split over the ranks.
+        channels. ConfigError unless heads, channels and groups split evenly over the ranks.
         """
         if intermediate_size % tp_world_size or num_heads % tp_world_size:
             raise ConfigError(
-                f"intermediate_size={intermediate_size} and num_heads={num_heads} do not split over "
+                f"intermediate_size={intermediate_size} and num_heads={num_heads} do not split evenly over "
                 f"tp_world_size={tp_world_size} ranks"
             )
         if n_groups % tp_world_size and tp_world_size % n_groups:
             raise ConfigError(f"n_groups={n_groups} and tp_world_size={tp_world_size}: one must divide the other")
         if conv_kernel < 2:
-            raise ConfigError(f"conv_kernel={conv_kernel} keeps no window; it must be at least 2")
+            raise ConfigError(f"conv_kernel={conv_kernel} leaves no window; it must be at least 2")
         groups = max(1, n_groups // tp_world_size)
         channels = intermediate_size // tp_world_size + 2 * groups * state_size
         temporal = (num_heads // tp_world_size, head_dim, state_size)
@@ -65,7 +64,7 @@ class Mamba2StateShape:
 class Mamba2CacheParams:
     """What a Mamba pool stores: the shapes, the global ids of the layers, and the dtypes.
 
-    `temporal_dtype` comes from HICACHE_MAMBA_SSM_DTYPE (float32 where unset) unless it is given.
+    The default of `temporal_dtype` is HICACHE_MAMBA_SSM_DTYPE, or float32 if that is unset.
     """
 
     shape: Mamba2StateShape
@@ -86,11 +85,6 @@ class Mamba2CacheParams:
         temporal = BufferSpec("temporal", self.temporal_dtype, self.shape.temporal, "request", layers)
         return PoolLayout((*conv, temporal), 1)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one request's state over all layers."""
-        return self.layout.page_bytes(1)
-
 
 @dataclass(frozen=True)
 class MambaState:
@@ -105,7 +99,7 @@ class MambaState:
 
 @dataclass(frozen=True)
 class SpeculativeMambaState(MambaState):
-    """Also what a draft may have to go back to: the states after each draft token, `[..., drafts, ...]`."""
+    """Also the states after each draft token, `[..., drafts, ...]`, to restore after a rejected draft."""
 
     intermediate_ssm: torch.Tensor
     intermediate_conv_window: list[torch.Tensor]
@@ -120,11 +114,11 @@ class SpeculativeMambaState(MambaState):
 
 
 class MambaPool:
-    """`size` states beside the sink. Scheduler thread; `mamba2_layer_cache` also the forward.
+    """`size` states and the sink. Called by the scheduler thread; `mamba2_layer_cache` also by the forward.
 
-    Ids are int64 tensors on `device`. `free_slots` is replaced, never written in place, and handed out from the front.
-    Nothing here waits for the device but `check`, the CPU copies, and the checks of frees and copies on CPU tensors and
-    with HICACHE_DEBUG=1. Work goes to the current stream: call from the one that will use the states.
+    Ids are int64 tensors on `device`. `free_slots` is replaced, never written in place, and allocated from the front.
+    Only `check`, CPU copies and, with HICACHE_DEBUG=1, the checks of frees and copies wait for the device. Kernels run
+    on the current stream, which should be the one that uses the states.
     """
 
     def __init__(
@@ -136,7 +130,7 @@ class MambaPool:
         speculative_num_draft_tokens: int | None = None,
         enable_memory_saver: bool = False,
     ) -> None:
-        """With `speculative_num_draft_tokens`, draft buffers for `spec_state_size` requests, or, at 0, for all."""
+        """With `speculative_num_draft_tokens`, draft buffers for `spec_state_size` requests; 0 means all."""
         if size < 1 or spec_state_size < 0 or (speculative_num_draft_tokens or 1) < 1:
             raise ConfigError(
                 f"size={size}, spec_state_size={spec_state_size}, "
@@ -153,7 +147,7 @@ class MambaPool:
             self.mamba_cache = self._allocate(spec_state_size or size, speculative_num_draft_tokens)
         self._tensors = (*self.mamba_cache.conv, self.mamba_cache.temporal)
         self.free_slots: torch.Tensor
-        self._owned: torch.Tensor | None
+        self._owned: set[int] | None  # states that are allocated, where calls are checked
         self.mem_usage = sum(x.nbytes for x in self._all_tensors()) / (1 << 30)
         self.clear()
 
@@ -163,48 +157,47 @@ class MambaPool:
 
     @cached_property
     def slot_spaces(self) -> tuple[SlotSpace, ...]:
-        """One space, whose slots are states and whose pages are of one slot."""
+        """One space, whose slots are states and whose pages have one slot."""
         return (SlotSpace("mamba", self.layout, self.size + 1, self.device, self.layer_buffers),)
 
     def layer_buffers(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """Of a global layer id, in the layout's order: conv windows and the temporal state, `[states, ...row]`."""
+        """The conv windows and the temporal state of a global layer id, `[states, ...row]` in the layout's order."""
         dense = self._dense_id(layer_id)
         return tuple(x[dense] for x in self._tensors)
 
     def mamba2_layer_cache(self, layer_id: int) -> MambaState:
-        """Views of one layer, by global id, after waiting for it; ShapeError names the layers there are."""
+        """Views of one layer, by global id, after waiting for it; ShapeError lists the Mamba layers."""
         dense = self._dense_id(layer_id)
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(dense)
         return self.mamba_cache.at_layer(dense)
 
     def register_layer_transfer_counter(self, counter: LayerWaiter) -> None:
-        """From now on `mamba2_layer_cache`, copies and moves wait for their layers, by dense index."""
+        """Make `mamba2_layer_cache`, copies and moves wait for their layers, by dense index, with this counter."""
         self.layer_transfer_counter = counter
 
     def available_size(self) -> int:
-        """States that can be handed out now."""
+        """States that can be allocated now."""
         return self.free_slots.numel()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """`need_size` zeroed states, or None when short, which changes nothing."""
+        """`need_size` zeroed states, or None and no change when too few are free."""
         slots = self._take(need_size)
         if slots is not None:
             clear_states(self._tensors, slots, self._kernels)
         return slots
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Take states back. Copies the ids. DoubleFree changes nothing (on CPU tensors, or with HICACHE_DEBUG=1)."""
+        """Free states. Copies the ids. DoubleFree changes nothing (on CPU tensors, or with HICACHE_DEBUG=1)."""
         slots = free_index.reshape(-1).to(torch.int64)
         if not slots.numel():
             return
         if self._owned is not None:
-            self._check_held(slots, self._owned, "freed")
-            self._owned[slots] = False
+            self._disown(slots.tolist(), self._owned)
         self.free_slots = torch.cat((self.free_slots, slots))
 
     def fork_from(self, src_index: torch.Tensor) -> torch.Tensor | None:
-        """New states that hold what states `src_index` (int64, any shape) hold; None when short."""
+        """New states with the contents of states `src_index` (int64, any shape); None when too few are free."""
         src = src_index.reshape(-1)
         slots = self._take(src.numel())
         if slots is not None:
@@ -212,21 +205,19 @@ class MambaPool:
         return slots
 
     def copy_from(self, src_index: torch.Tensor, dst_index: torch.Tensor) -> None:
-        """Copy states one to one. Where a state is written by one pair and read or written by another: InvariantError
-        (on CPU tensors, or with HICACHE_DEBUG=1); the sink may be."""
+        """Copy states one to one. InvariantError (on CPU tensors, or with HICACHE_DEBUG=1) if a state other than the
+        sink is written by one pair and read or written by another."""
         src, dst = src_index.reshape(-1), dst_index.reshape(-1)
         if src.numel() != dst.numel():
             raise ShapeError(f"{src.numel()} source states for {dst.numel()} target states")
-        if self._check_calls and src.numel():
+        if self._check_calls and src.numel() > 1:
             self._check_copy(src, dst)
         self._copy(src, dst)
 
     def clear(self) -> None:
-        """Take all states back."""
+        """Free all states."""
         self.free_slots = torch.arange(1, self.size + 1, dtype=torch.int64, device=self.device)
-        self._owned = None
-        if self._check_calls:
-            self._owned = torch.zeros(self.size + 1, dtype=torch.bool, device=self.device)
+        self._owned = set() if self._check_calls else None
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
         """States `indices` as [layer][chunk](buffers) in the layout's order, pinned on CUDA. Waits for the device."""
@@ -238,7 +229,7 @@ class MambaPool:
         rows_from_cpu(mamba_cache_cpu, [self.layer_buffers(i) for i in self.layers], indices.reshape(-1))
 
     def check(self) -> None:
-        """Raise InvariantError with all violations: a free state out of range, twice, or also handed out."""
+        """Raise InvariantError with all violations: a free state out of range, twice, or also allocated."""
         violations = []
         free = self.free_slots.cpu()
         outside = free[(free < 1) | (free > self.size)]
@@ -248,11 +239,11 @@ class MambaPool:
         if (counts > 1).any():
             violations.append(f"states {ids[counts > 1][:8].tolist()} are free more than once")
         if self._owned is not None and not outside.numel():
-            owned = self._owned.cpu()
-            if owned[ids].any():
-                violations.append(f"states {ids[owned[ids]][:8].tolist()} are free and handed out")
-            if int(owned.sum()) + ids.numel() != self.size:
-                violations.append(f"{ids.numel()} free and {int(owned.sum())} handed out of {self.size} states")
+            both = sorted(self._owned.intersection(ids.tolist()))
+            if both:
+                violations.append(f"states {both[:8]} are free and allocated")
+            if len(self._owned) + ids.numel() != self.size:
+                violations.append(f"{ids.numel()} free and {len(self._owned)} allocated of {self.size} states")
         if violations:
             raise InvariantError("MambaPool", violations)
 
@@ -264,7 +255,7 @@ class MambaPool:
         slots = self.free_slots[:num_states].clone()
         self.free_slots = self.free_slots[num_states:]
         if self._owned is not None:
-            self._owned[slots] = True
+            self._owned.update(slots.tolist())
         return slots
 
     def _copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -279,13 +270,14 @@ class MambaPool:
                 "MambaPool", [f"states {dst[crossing].tolist()} are written, and read or written by another pair"]
             )
 
-    def _check_held(self, slots: torch.Tensor, owned: torch.Tensor, what: str) -> None:
-        bad = slots[(slots < 1) | (slots > self.size) | ~owned[slots.clamp(0, self.size)]]
-        if bad.numel() or slots.unique().numel() != slots.numel():
+    def _disown(self, states: list[int], owned: set[int]) -> None:
+        bad = [state for state in states if state not in owned]
+        if bad or len(set(states)) != len(states):
             raise DoubleFree(
-                f"states {(bad if bad.numel() else slots)[:8].tolist()} were {what} and are not handed out, or are "
-                f"named twice; states are 1..{self.size}"
+                f"states {(bad or states)[:8]} were freed and are not allocated, or are named twice; states are "
+                f"1..{self.size}"
             )
+        owned.difference_update(states)
 
     def _wait_all(self) -> None:
         if self.layer_transfer_counter is not None:

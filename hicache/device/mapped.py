@@ -1,6 +1,6 @@
-"""Pools of layers that are not one run of ids: a pool of dense layers behind each global layer id.
+"""Base of pools whose layers have arbitrary global ids: it maps each id to a layer of an inner pool.
 
-Owns the map; the tensors belong to the pools behind it. May import what the base may.
+Owns the map; the inner pools own the tensors.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from dataclasses import replace
 
 import torch
 
-from hicache.device.base import HasLayerId, KVCache, SlotRows
+from hicache.device.base import CpuCopy, KVCache, LayerRef
 from hicache.errors import ConfigError, ShapeError
+from hicache.kernels.store_kv import Scale
 from hicache.layout import PoolLayout
 
 
 class MappedKVPool(KVCache):
-    """What pools over scattered layer ids share: buffers are found by global id, layers are waited for by position.
+    """Layers of inner pools under global ids.
 
-    A transfer counter is registered here, not with the pools behind: `wait_until` gets the position of the layer among
+    A transfer counter is registered here, not with the inner pools: `wait_until` gets the position of the layer in
     `layer_ids`.
     """
 
@@ -27,59 +28,93 @@ class MappedKVPool(KVCache):
         size: int,
         page_size: int,
         dtype: torch.dtype,
-        places: Mapping[int, tuple[KVCache, int]],
+        layers: Mapping[int, tuple[KVCache, int]],
         device: str | torch.device,
         enable_memory_saver: bool,
     ) -> None:
-        """`places`: for each global layer id the pool that holds it and the dense id it has there."""
-        super().__init__(size, page_size, dtype, len(places), device, enable_memory_saver)
-        self._places = dict(sorted(places.items()))
-        self._positions = {layer_id: position for position, layer_id in enumerate(self._places)}
-        self.start_layer, self.end_layer = min(self._places), max(self._places)
-        self.mem_usage = sum(pool.mem_usage for pool in {id(pool): pool for pool, _ in places.values()}.values())
+        """`layers`: for each global layer id, its inner pool and its dense id there."""
+        super().__init__(size, page_size, dtype, len(layers), device, enable_memory_saver)
+        self._layers = dict(sorted(layers.items()))
+        self._positions = {layer_id: position for position, layer_id in enumerate(self._layers)}
+        self.start_layer, self.end_layer = min(self._layers), max(self._layers)
+        self._pools = list(dict.fromkeys(pool for pool, _ in layers.values()))
+        self.mem_usage = sum(pool.mem_usage for pool in self._pools)
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        return tuple(self._places)
+        return tuple(self._layers)
 
     def layer_buffers(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        pool, dense_id = self._place(layer_id)
+        pool, dense_id = self._inner(layer_id)
         return pool.layer_buffers(dense_id)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        pool, dense_id = self._place(layer_id)
+        pool, dense_id = self._inner(layer_id)
         self._wait(layer_id)
         return pool.get_key_buffer(dense_id)
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        pool, dense_id = self._place(layer_id)
+        pool, dense_id = self._inner(layer_id)
         self._wait(layer_id)
         return pool.get_value_buffer(dense_id)
 
+    def set_kv_buffer(
+        self,
+        layer: LayerRef,
+        loc: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+    ) -> None:
+        layer_id = layer if isinstance(layer, int) else layer.layer_id
+        pool, dense_id = self._inner(layer_id)
+        pool.set_kv_buffer(dense_id, self._slots_of_layer(layer_id, loc), cache_k, cache_v, k_scale, v_scale)
+
+    def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
+        """Rows of all layers in order of their ids, each layer's at its pool's slots of `indices`."""
+        self._wait_all()
+        copies = {pool: iter(pool.get_cpu_copy(self._slots_in(pool, indices))) for pool in self._pools}
+        return [next(copies[pool]) for pool, _ in self._layers.values()]
+
+    def load_cpu_copy(self, kv_cache_cpu: CpuCopy, indices: torch.Tensor) -> None:
+        """Write what `get_cpu_copy` returned to as many slots, which may be others."""
+        if len(kv_cache_cpu) != self.layer_num:
+            raise ShapeError(f"a copy of {len(kv_cache_cpu)} layers for a pool of {self.layer_num}")
+        for pool in self._pools:
+            owners = zip(self._layers.values(), kv_cache_cpu, strict=True)
+            pool.load_cpu_copy([rows for (owner, _), rows in owners if owner is pool], self._slots_in(pool, indices))
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy slots in every layer, each at its pool's slots; sources and targets may overlap."""
+        self._wait_all()
+        for pool in self._pools:
+            pool.move_kv_cache(self._slots_in(pool, tgt_loc), self._slots_in(pool, src_loc))
+
+    def _slots_in(self, pool: KVCache, slots: torch.Tensor) -> torch.Tensor:
+        """The slots of an inner pool that belong to `slots` of this one."""
+        return slots
+
+    def _slots_of_layer(self, layer_id: int, loc: torch.Tensor) -> torch.Tensor:
+        """`_slots_in` of the layer's pool, for a store of this layer."""
+        return loc
+
     def _spans_of(self, layer_id: int) -> tuple[int, ...]:
-        pool, dense_id = self._place(layer_id)
+        pool, dense_id = self._inner(layer_id)
         return pool.layout.spans_of(dense_id)
 
-    def _slot_rows(self, layer_id: int) -> tuple[SlotRows, ...]:
-        pool, dense_id = self._place(layer_id)
-        return pool._slot_rows(dense_id)
-
-    def _index(self, layer: HasLayerId | int) -> int:
+    def _index(self, layer: LayerRef) -> int:
         layer_id = layer if isinstance(layer, int) else layer.layer_id
-        self._place(layer_id)
+        self._inner(layer_id)
         return self._positions[layer_id]
 
-    def _place(self, layer_id: int) -> tuple[KVCache, int]:
-        if layer_id not in self._places:
+    def _inner(self, layer_id: int) -> tuple[KVCache, int]:
+        if layer_id not in self._layers:
             raise self._unknown(layer_id)
-        return self._places[layer_id]
+        return self._layers[layer_id]
 
     def _unknown(self, layer_id: int) -> ShapeError:
-        return ShapeError(f"layer_id={layer_id} is not one of this pool's layers: {list(self._places)}")
-
-    def _wait_all(self) -> None:
-        for layer_id in self._places:
-            self._wait(layer_id)
+        return ShapeError(f"layer_id={layer_id} is not one of this pool's layers: {list(self._layers)}")
 
 
 def with_layer_ids(layout: PoolLayout, layer_ids: Sequence[int]) -> PoolLayout:
@@ -89,8 +124,8 @@ def with_layer_ids(layout: PoolLayout, layer_ids: Sequence[int]) -> PoolLayout:
 
 
 def ascending(layer_ids: Sequence[int], name: str) -> tuple[int, ...]:
-    """The ids in order. ConfigError where there is none, one is negative, or one is named twice."""
+    """The ids in ascending order. ConfigError if there is none, or one is negative or named twice."""
     ordered = tuple(sorted(layer_ids))
     if not ordered or ordered[0] < 0 or len(set(ordered)) != len(ordered):
-        raise ConfigError(f"{name}={list(layer_ids)}: name at least one layer, each once, from 0 on")
+        raise ConfigError(f"{name}={list(layer_ids)}: name at least one layer, each once, with ids from 0")
     return ordered

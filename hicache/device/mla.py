@@ -1,25 +1,24 @@
-"""The device pool of multi-head latent attention: one row a token and layer, from which keys and values are made.
+"""The device pool of multi-head latent attention: one latent row for each token and layer.
 
-    row   [0, kv_lora_rank) latent, without position   [kv_lora_rank, + qk_rope_head_dim) rotary part of the key
-
-Owns one tensor over all layers. May import what the base may.
+row   [0, kv_lora_rank) latent, without position   [kv_lora_rank, + qk_rope_head_dim) rotary part of the key
 """
 
 from __future__ import annotations
 
 import torch
 
-from hicache.config import kernel_choice
-from hicache.device.base import HasLayerId
+from hicache.device.base import LayerRef
 from hicache.device.rows import Row, RowPool
 from hicache.errors import ShapeError
 from hicache.kernels.mla import get_latent, set_latent
-from hicache.kernels.store_kv import store_rows
+from hicache.kernels.store_kv import Scale, store_rows
 
 
 class MLATokenToKVPool(RowPool):
-    """`kv_buffer` `[layers, size + page_size, 1, kv_lora_rank + qk_rope_head_dim]`, from `start_layer` on; zero-filled,
-    in `store_dtype`. The value of a token is the first part of its key."""
+    """`kv_buffer` `[layers, size + page_size, 1, kv_lora_rank + qk_rope_head_dim]`, zero-filled, in `store_dtype`.
+
+    Layer 0 is `start_layer`. The value of a token is the first part of its key.
+    """
 
     kv_buffer: torch.Tensor
 
@@ -41,21 +40,20 @@ class MLATokenToKVPool(RowPool):
         self._positive(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
         self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
         self.kv_cache_dim = self._row_dim()
-        self._kernels = kernel_choice(self.device)
         latent, *rest = self._build([Row("kv", self.store_dtype, (1, self.kv_cache_dim)), *self._further_rows()])
-        self.kv_buffer, self._further = latent, rest
+        self.kv_buffer, self._further = self._arrange(latent), rest
 
     def _row_dim(self) -> int:
         """Elements of a row."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
-    def _further_rows(self) -> list[Row]:
-        """What a layer stores beside the latent rows."""
-        return []
+    def _arrange(self, latent: torch.Tensor) -> torch.Tensor:
+        """`kv_buffer` as a view of the rows `[layers, slots, 1, elements]`."""
+        return latent
 
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Whole rows `[slots, 1, rank + rope]`."""
-        return self._as_read(self._stored[self._wait_for(layer_id)][0])
+    def _further_rows(self) -> list[Row]:
+        """What a layer stores in addition to the latent rows."""
+        return []
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """The first `kv_lora_rank` columns of the rows, a view `[slots, 1, rank]`."""
@@ -63,25 +61,23 @@ class MLATokenToKVPool(RowPool):
 
     def set_kv_buffer(
         self,
-        layer: HasLayerId | int,
+        layer: LayerRef,
         loc: torch.Tensor,
         cache_k: torch.Tensor,
         cache_v: torch.Tensor | None,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
     ) -> None:
-        """Store whole rows `cache_k [tokens, 1, rank + rope]`, divided by `k_scale`. `cache_v` is part of them, and
-        not looked at."""
+        """Store whole rows `cache_k [tokens, 1, rank + rope]`, divided by `k_scale`. They contain the values; `cache_v`
+        and `v_scale` are ignored."""
         buffer = self._stored[self._index(layer)][0]
         self._check_loc(loc)
-        rows = self._as_given(cache_k, (loc.numel(), *buffer.shape[1:]), k_scale, "cache_k")
-        store_rows(rows, self._as_read(buffer), loc, self._kernels, k_scale)
+        rows, scale = self._storable(cache_k, (loc.numel(), *buffer.shape[1:]), k_scale, "cache_k")
+        store_rows(rows, self._as_read(buffer), loc, self._kernels, scale)
 
-    def set_mla_kv_buffer(
-        self, layer: HasLayerId | int, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor
-    ) -> None:
+    def set_mla_kv_buffer(self, layer: LayerRef, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
         """Store rows given in two parts, `[tokens, 1, rank]` (or `[tokens, rank]`) and `[tokens, 1, rope]`, in one
-        launch. ShapeError names both sides."""
+        launch. ShapeError names the shapes given and expected."""
         buffer = self._stored[self._index(layer)][0]
         self._check_loc(loc)
         nope = self._part(k_nope, loc, self.kv_lora_rank, "k_nope")
@@ -89,10 +85,10 @@ class MLATokenToKVPool(RowPool):
         set_latent(nope, rope, buffer, loc, self._kernels)
 
     def get_mla_kv_buffer(
-        self, layer: HasLayerId | int, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+        self, layer: LayerRef, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows at `loc` in two parts, `[tokens, 1, rank]` and `[tokens, 1, rope]`, new tensors of `dst_dtype` (the
-        pool's without), after waiting for the layer."""
+        """The rows at `loc` in two parts, `[tokens, 1, rank]` and `[tokens, 1, rope]`, new tensors of `dst_dtype`
+        (default: the pool's), after waiting for the layer."""
         self._check_loc(loc)
         buffer = self._stored[self._wait_for(layer)][0]
         parts = get_latent(buffer, loc, self.kv_lora_rank, self.qk_rope_head_dim, self._kernels)

@@ -1,7 +1,6 @@
-"""The device pool of sparse latent attention: MLA's rows, and the fp8 keys and scales by which its indexer chooses.
+"""The device pool of sparse latent attention: MLA's rows, and fp8 index keys with scales, by which tokens are selected.
 
-Index keys and scales of a device page share one row of bytes (see `hicache.kernels.nsa`); the rest is MLA's. Owns both
-tensors. May import what the base may.
+The index keys and scales of a device page share one row of bytes (see `hicache.kernels.nsa`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hicache.device.base import HasLayerId, SlotRows
+from hicache.device.base import LayerRef, SlotRows
 from hicache.device.mla import MLATokenToKVPool
 from hicache.device.rows import Row
 from hicache.errors import ConfigError, ShapeError
@@ -27,7 +26,7 @@ from hicache.kernels.nsa import (
 
 @dataclass(frozen=True)
 class _SlotsInPages:
-    """A slot's part of its page: `part` is a view `[pages, page_size, ...item]`."""
+    """Rows by slot of a view `part`, `[pages, page_size, ...item]`."""
 
     part: torch.Tensor
 
@@ -46,7 +45,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
     """MLA's `kv_buffer`, and `index_k_with_scale_buffer[i]`: uint8 `[pages, 132 * page_size]` of layer
     `start_layer + i`.
 
-    Moves and CPU copies go by token; transfers to the host go by whole device pages.
+    Moves and CPU copies are per token, transfers to the host per device page.
     """
 
     def __init__(
@@ -64,8 +63,8 @@ class NSATokenToKVPool(MLATokenToKVPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        """`kv_cache_dim`: elements of a latent row where it is wider than its two parts (what lies behind them is the
-        caller's, by `set_kv_buffer`). ConfigError on any other `index_head_dim` than 128, the block of a scale."""
+        """`kv_cache_dim`: elements of a latent row if it is wider than its two parts; `set_kv_buffer` stores whole
+        rows. ConfigError unless `index_head_dim` is 128, the number of elements that share a scale."""
         if index_head_dim != KEY_BYTES:
             raise ConfigError(f"index_head_dim={index_head_dim}: index keys are quantised in blocks of {KEY_BYTES}")
         parts = kv_lora_rank + qk_rope_head_dim
@@ -101,7 +100,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
 
     def get_index_k_continuous(self, layer_id: int, seq_len: int, page_indices: torch.Tensor) -> torch.Tensor:
         """The index keys of a sequence's first `seq_len` tokens, whose pages are `page_indices` (int32 or int64), in
-        one piece: uint8 `[seq_len, 128]`, to be viewed as float8_e4m3fn. ShapeError where the pages hold fewer."""
+        one tensor: uint8 `[seq_len, 128]`, to be viewed as float8_e4m3fn. ShapeError if the pages hold fewer tokens."""
         buffer = self._pages_of(layer_id, seq_len, page_indices)
         return gather_index_keys(buffer, page_indices, seq_len, self.page_size, self._kernels)
 
@@ -111,10 +110,10 @@ class NSATokenToKVPool(MLATokenToKVPool):
         return gather_index_scales(buffer, page_indices, seq_len, self.page_size, self._kernels)
 
     def set_index_k_scale_buffer(
-        self, layer_id: HasLayerId | int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
+        self, layer_id: LayerRef, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
     ) -> None:
-        """Store index keys that are fp8 already: `index_k` float8_e4m3fn (or its bytes) `[tokens, 128]`,
-        `index_k_scale` float32 `[tokens]` or `[tokens, 1]`. ShapeError names both sides."""
+        """Store quantised index keys: `index_k` float8_e4m3fn (or its bytes) `[tokens, 128]`, `index_k_scale` float32
+        `[tokens]` or `[tokens, 1]`. ShapeError names what is given and what is expected."""
         index, count = self._index(layer_id), loc.numel()
         self._check_loc(loc)
         if tuple(index_k.shape) != (count, KEY_BYTES) or index_k.dtype not in (torch.float8_e4m3fn, torch.uint8):
@@ -128,29 +127,29 @@ class NSATokenToKVPool(MLATokenToKVPool):
                 f"{torch.float32}"
             )
         buffer = self.index_k_with_scale_buffer[index]
-        store_index_keys(_in_pieces(index_k), index_k_scale, buffer, loc, self.page_size, self._kernels)
+        store_index_keys(_with_contiguous_rows(index_k), index_k_scale, buffer, loc, self.page_size, self._kernels)
 
-    def set_index_k_buffer(self, layer_id: HasLayerId | int, loc: torch.Tensor, index_k: torch.Tensor) -> None:
+    def set_index_k_buffer(self, layer_id: LayerRef, loc: torch.Tensor, index_k: torch.Tensor) -> None:
         """Quantise index keys, float `[tokens, 128]`, and store them with their scales, max|x| / 448, in one launch."""
         index = self._index(layer_id)
         self._check_loc(loc)
         self._check_rows(index_k, (loc.numel(), KEY_BYTES), "index_k")
         if index_k.element_size() < 2:
-            raise ShapeError(f"index_k is of {index_k.dtype} already; store it by set_index_k_scale_buffer")
+            raise ShapeError(f"index_k of {index_k.dtype} is already quantised; store it with set_index_k_scale_buffer")
         buffer = self.index_k_with_scale_buffer[index]
-        quantise_index_keys(_in_pieces(index_k), buffer, loc, self.page_size, self._kernels)
+        quantise_index_keys(_with_contiguous_rows(index_k), buffer, loc, self.page_size, self._kernels)
 
     def _pages_of(self, layer_id: int, seq_len: int, page_indices: torch.Tensor) -> torch.Tensor:
         held = page_indices.numel() * self.page_size
-        if page_indices.dim() != 1 or not 0 <= seq_len <= held or page_indices.device != self._placed_on:
+        if page_indices.dim() != 1 or not 0 <= seq_len <= held or page_indices.device != self._tensor_device:
             raise ShapeError(
                 f"seq_len={seq_len} tokens of page_indices {tuple(page_indices.shape)} on {page_indices.device}: need "
-                f"one dimension on {self._placed_on}; these pages hold {held} tokens"
+                f"one dimension on {self._tensor_device}; these pages hold {held} tokens"
             )
         return self.get_index_k_with_scale_buffer(layer_id)
 
 
-def _in_pieces(rows: torch.Tensor) -> torch.Tensor:
+def _with_contiguous_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

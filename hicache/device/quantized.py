@@ -1,7 +1,6 @@
-"""A device pool of multi-head attention in 8 bits: int8 or fp8 keys and values, and a float32 scale a token and head.
+"""A device pool of multi-head attention in 8 bits: int8 or fp8 keys and values, a float32 scale per token and head.
 
-Scales are set with the token they belong to, so no later write changes what an earlier token reads as. Owns one tensor
-of each kind over all layers. May import what the base may.
+A token's scales are computed when it is stored, so a later write never changes the value of an earlier token.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from hicache.config import kernel_choice
-from hicache.device.base import HasLayerId
-from hicache.device.rows import Row, RowPool
+from hicache.device.rows import KVRows, Row, RowPool
 from hicache.errors import ConfigError
 from hicache.kernels.quant import dequantise_kv, quantise_kv
 from hicache.kernels.store_kv import cast_rows
@@ -35,8 +32,8 @@ class QuantizedLayer(NamedTuple):
 class QuantizedKVCache(RowPool):
     """Keys and values of `dtype`, kept in 8 bits: `kv_dtype` "int8" (scale max|x| / 127) or "fp8" (e4m3, max|x| / 448).
 
-    `get_key_buffer` and its like make new tensors of a whole layer; `get_kv_rows` reads the slots it is given, and
-    `get_quantized_buffer` is for kernels that dequantise themselves.
+    `get_key_buffer`, `get_value_buffer` and `get_kv_buffer` dequantise a whole layer into new tensors; `get_kv_rows`
+    dequantises the given slots, and `get_quantized_buffer` serves kernels that dequantise themselves.
     """
 
     def __init__(
@@ -54,19 +51,18 @@ class QuantizedKVCache(RowPool):
         end_layer: int | None = None,
         kv_dtype: Literal["int8", "fp8"] = "int8",
     ) -> None:
-        """ConfigError on sizes below 1, an unknown `kv_dtype` or a `dtype` that is narrow already; OutOfMemory names
+        """ConfigError on sizes below 1, an unknown `kv_dtype` or a `dtype` of 8 bits; OutOfMemory names
         `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         if kv_dtype not in _STORED:
             raise ConfigError(f"kv_dtype={kv_dtype!r}: choose 'int8' or 'fp8'")
         if not dtype.is_floating_point or dtype.itemsize < 2:
-            raise ConfigError(f"dtype={dtype} is what is read back: set it to the model's, kv_dtype to what is stored")
+            raise ConfigError(f"dtype={dtype} is the dtype of reads: set it to the model's; kv_dtype is what is stored")
         self.head_num, self.head_dim = head_num, head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         self._positive(head_num=head_num, head_dim=head_dim, v_head_dim=self.v_head_dim)
         self.kv_dtype = kv_dtype
         self.store_dtype = _STORED[kv_dtype]
-        self._kernels = kernel_choice(self.device)
         self._build(
             [
                 Row("k", self.store_dtype, (head_num, head_dim)),
@@ -98,20 +94,9 @@ class QuantizedKVCache(RowPool):
         self._check_loc(loc)
         return self._read(layer_id, loc)
 
-    def set_kv_buffer(
-        self,
-        layer: HasLayerId | int,
-        loc: torch.Tensor,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
-    ) -> None:
-        """Quantise and store, in one launch, what the base's would store: rows divided by `k_scale` and `v_scale`."""
-        stored, count = QuantizedLayer(*self._stored[self._index(layer)]), loc.numel()
-        self._check_loc(loc)
-        k_row, v_row = (count, self.head_num, self.head_dim), (count, self.head_num, self.v_head_dim)
-        k, v = self._pair(cache_k, cache_v, k_row, v_row, k_scale, v_scale)
+    def _store(self, index: int, loc: torch.Tensor, rows: KVRows) -> None:
+        """Quantise and store rows divided by their scales, in one launch."""
+        stored, (k, v, k_scale, v_scale) = QuantizedLayer(*self._stored[index]), rows
         if k_scale is not None or v_scale is not None:
             k, v = cast_rows(k, torch.float32, k_scale), cast_rows(v, torch.float32, v_scale)
         quantise_kv(k, v, (stored.k, stored.v), (stored.k_scale, stored.v_scale), loc, self._kernels)

@@ -1,9 +1,9 @@
 """The request table: for each running request, the slot of every token of it.
 
-    row 0           the sink for padding, never handed out
-    rows [1, size]  one a request; columns [0, req_lens[row]) hold slots
+    row 0           the sink for padding, never allocated
+    rows [1, size]  one for each request; columns [0, req_lens[row]) hold slots
 
-Owns the table. The slots in it belong to whoever allocated them. May import errors.
+Owns the table, not the slots in it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
 
 
 class TableRequest(Protocol):
-    """What the table asks of a request: a place to keep its row."""
+    """What the table requires of a request: an attribute for its row."""
 
     req_pool_idx: int | None
 
@@ -26,8 +26,8 @@ class TableRequest(Protocol):
 class ReqToTokenPool:
     """Rows of `req_to_token`, int32 `[size + 1, max_context_len]` on `device`. Scheduler thread only.
 
-    `req_lens`, int32 `[size + 1]` on the CPU, counts what `set_token_loc` filled. `generation[row]` grows whenever the
-    row is given back, so that a reader that kept it can tell that the row is no longer its own.
+    `req_lens`, int32 `[size + 1]` on the CPU, is the number of slots that `set_token_loc` wrote. `generation[row]` is
+    incremented when the row is freed: a reader that stored it can tell whether the row was reused.
     """
 
     def __init__(self, size: int, max_context_len: int, device: str | torch.device, enable_memory_saver: bool) -> None:
@@ -38,9 +38,10 @@ class ReqToTokenPool:
         with allocation_region(enable_memory_saver):
             (self.req_to_token,) = allocate_zeros([(size + 1, max_context_len)], torch.int32, self.device)
         self.req_lens = torch.zeros(size + 1, dtype=torch.int32)
+        self._lens = self.req_lens.numpy()  # one element is written many times faster than by torch
         self.generation = [0] * (size + 1)
         self._taken = [False] * (size + 1)
-        self._free_rows = list(range(size, 0, -1))
+        self.free_rows = list(range(size, 0, -1))
 
     @overload
     def alloc(self, need: int) -> list[int] | None: ...
@@ -49,15 +50,15 @@ class ReqToTokenPool:
     def alloc(self, need: Sequence[TableRequest]) -> list[int] | None: ...
 
     def alloc(self, need: int | Sequence[TableRequest]) -> list[int] | None:
-        """`need` rows, or a row for each request; None when short, which changes nothing.
+        """`need` rows, or a row for each request; None, and no change, when too few are free.
 
-        A request that has a row (`req_pool_idx`) keeps it. InvariantError where that row is not handed out.
+        A request that has a row (`req_pool_idx`) keeps it. InvariantError if that row is not allocated.
         """
         if isinstance(need, int):
             return self._take(need)
         stale = [r.req_pool_idx for r in need if r.req_pool_idx is not None and not self._holds(r.req_pool_idx)]
         if stale:
-            raise InvariantError("ReqToTokenPool", [f"requests name rows {stale} that are not handed out"])
+            raise InvariantError("ReqToTokenPool", [f"requests name rows {stale} that are not allocated"])
         waiting = list({id(request): request for request in need if request.req_pool_idx is None}.values())
         rows = self._take(len(waiting))
         if rows is None:
@@ -67,52 +68,53 @@ class ReqToTokenPool:
         return [request.req_pool_idx for request in need if request.req_pool_idx is not None]
 
     def free(self, what: int | Sequence[int] | TableRequest) -> None:
-        """Give back a row, several, or a request's (whose `req_pool_idx` becomes None). DoubleFree changes nothing."""
+        """Free a row, several, or a request's, whose `req_pool_idx` becomes None. DoubleFree changes nothing."""
         if isinstance(what, int):
-            self._give([what])
+            self._free([what])
         elif isinstance(what, Sequence):
-            self._give(list(what))
+            self._free(list(what))
         else:
             if what.req_pool_idx is None:
                 raise DoubleFree("the request has no row; it was freed before, or never had one")
-            self._give([what.req_pool_idx])
+            self._free([what.req_pool_idx])
             what.req_pool_idx = None
 
     def write(self, indices: tuple[int | torch.Tensor, slice | int | torch.Tensor], values: torch.Tensor) -> None:
         """`req_to_token[indices] = values`: slots for (row, slice), or for tensors of rows and positions."""
-        self.req_to_token[indices] = values.to(torch.int32)
+        # A slice takes values of any integer type; tensors of indices take those of the table's alone.
+        self.req_to_token[indices] = values if isinstance(indices[1], slice) else values.to(torch.int32)
 
     def set_token_loc(self, req_idx: int, start: int, kv_indices: torch.Tensor) -> None:
-        """Put the slots of tokens [start, start + n) of a row in place and set its length. ShapeError past the end."""
+        """Write the slots of tokens [start, start + n) of a row and set its length. ShapeError past the end."""
         end = start + kv_indices.numel()
         if not self._holds(req_idx):
-            raise ShapeError(f"row {req_idx} is not handed out; rows are 1..{self.size}")
+            raise ShapeError(f"row {req_idx} is not allocated; rows are 1..{self.size}")
         if start < 0 or end > self.max_context_len:
             raise ShapeError(f"tokens [{start}, {end}) do not fit max_context_len={self.max_context_len}; raise it")
         self.req_to_token[req_idx, start:end] = kv_indices
         self.req_lens[req_idx] = end
 
     def available_size(self) -> int:
-        return len(self._free_rows)
+        return len(self.free_rows)
 
     def clear(self) -> None:
-        """Take all rows back."""
-        self._give([row for row in range(1, self.size + 1) if self._taken[row]])
-        self._free_rows = list(range(self.size, 0, -1))
+        """Free all rows."""
+        self._free([row for row in range(1, self.size + 1) if self._taken[row]])
+        self.free_rows = list(range(self.size, 0, -1))
 
     def check(self) -> None:
-        """Raise InvariantError with all violations: a row free twice, free and taken, or neither; row 0 anywhere."""
+        """Raise InvariantError with all violations: a row free twice, free and allocated, or neither; row 0 in use."""
         violations = []
-        free = set(self._free_rows)
-        if len(free) != len(self._free_rows):
-            violations.append(f"{len(self._free_rows) - len(free)} rows are free more than once")
+        free = set(self.free_rows)
+        if len(free) != len(self.free_rows):
+            violations.append(f"{len(self.free_rows) - len(free)} rows are free more than once")
         if not free <= set(range(1, self.size + 1)):
             violations.append(f"free rows {sorted(free - set(range(1, self.size + 1)))} are outside 1..{self.size}")
         if self._taken[0]:
-            violations.append("row 0 is handed out")
+            violations.append("row 0 is allocated")
         wrong = [row for row in range(1, self.size + 1) if self._taken[row] == (row in free)]
         if wrong:
-            violations.append(f"rows {wrong[:8]} are both free and taken, or neither")
+            violations.append(f"rows {wrong[:8]} are both free and allocated, or neither")
         if violations:
             raise InvariantError("ReqToTokenPool", violations)
 
@@ -120,19 +122,19 @@ class ReqToTokenPool:
         return 0 < row <= self.size and self._taken[row]
 
     def _take(self, num_rows: int) -> list[int] | None:
-        if num_rows > len(self._free_rows):
+        if num_rows > len(self.free_rows):
             return None
-        rows = [self._free_rows.pop() for _ in range(num_rows)]
+        rows = [self.free_rows.pop() for _ in range(num_rows)]
         for row in rows:
             self._taken[row] = True
-            self.req_lens[row] = 0
+            self._lens[row] = 0
         return rows
 
-    def _give(self, rows: list[int]) -> None:
+    def _free(self, rows: list[int]) -> None:
         bad = [row for row in rows if not self._holds(row)]
         if bad or len(set(rows)) != len(rows):
-            raise DoubleFree(f"rows {bad or rows} were freed and are not handed out, or are named twice")
+            raise DoubleFree(f"rows {bad or rows} were freed and are not allocated, or are named twice")
         for row in rows:
             self._taken[row] = False
             self.generation[row] += 1
-        self._free_rows.extend(reversed(rows))
+        self.free_rows.extend(reversed(rows))

@@ -1,20 +1,18 @@
-"""What pools share whose layers are alike: one tensor for each kind of row, allocated together, described by a layout.
-
-Owns nothing of its own; the pools own their tensors. May import what the base may.
-"""
+"""Base of the pools whose layers all store the same kinds of rows: one tensor for each kind, described by a layout."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from hicache.device.base import HasLayerId, KVCache
-from hicache.device.memory import allocate_zeros, allocation_region
+from hicache.device.base import KVCache, LayerRef
+from hicache.device.memory import LazyLayers, allocate_zeros, allocation_region
 from hicache.errors import ConfigError, ShapeError
-from hicache.kernels.store_kv import cast_rows
+from hicache.kernels.store_kv import Scale, cast_rows, store_kv
 from hicache.layout import BufferSpec, Per, PoolLayout
 
 
@@ -28,15 +26,25 @@ class Row:
     per: Per = "token"
 
 
+class KVRows(NamedTuple):
+    """Keys and values `[tokens, heads, dim]` of one dtype that the kernels accept, and the scales to divide them by."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: Scale
+    v_scale: Scale
+
+
 class RowPool(KVCache):
     """A pool whose layers all store the rows that its constructor passed to `_build`.
 
-    Also holds the checks that its kind of pool makes of what comes in: shapes, dtypes and devices always, slots where
-    HICACHE_DEBUG=1, outside CUDA graph capture.
+    The first kind of row holds keys, the second values, unless a subclass overrides the getters. Also validates what is
+    stored: shapes, dtypes and devices always, slots with HICACHE_DEBUG=1 outside CUDA graph capture.
     """
 
     _layout: PoolLayout
-    _stored: tuple[tuple[torch.Tensor, ...], ...]
+    _rows: Sequence[Row]
+    _stored: Sequence[tuple[torch.Tensor, ...]] | LazyLayers
 
     @property
     def layout(self) -> PoolLayout:
@@ -45,29 +53,74 @@ class RowPool(KVCache):
     def layer_buffers(self, layer_id: int) -> tuple[torch.Tensor, ...]:
         return self._stored[self._index(layer_id)]
 
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._as_read(self._stored[self._wait_for(layer_id)][0])
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._as_read(self._stored[self._wait_for(layer_id)][1])
+
+    def set_kv_buffer(
+        self,
+        layer: LayerRef,
+        loc: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+    ) -> None:
+        index = self._index(layer)
+        self._check_loc(loc)
+        self._store(index, loc, self._storable_kv(cache_k, cache_v, loc.numel(), k_scale, v_scale))
+
+    def _store(self, index: int, loc: torch.Tensor, rows: KVRows) -> None:
+        """Store rows divided by their scales in a layer, by dense index. Converted in the launch, and clamped to the
+        range of fp8."""
+        k_buffer, v_buffer = (self._as_read(buffer) for buffer in self._stored[index][:2])
+        store_kv(rows.k, rows.v, k_buffer, v_buffer, loc, self._kernels, rows.k_scale, rows.v_scale)
+
     def _build(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Allocate `[layers, slots, ...row]`, or `[layers, pages, ...row]`, for each kind of row, all or none.
 
         OutOfMemory names `device_tokens`. Returns the tensors in the order of `rows`.
         """
+        tensors = self._allocate(rows, self.layer_num)
+        self._declare(rows, tensors)
+        return tensors
+
+    def _build_lazily(self, rows: Sequence[Row]) -> LazyLayers:
+        """As `_build`, but each layer is allocated at its first use and counted in `mem_usage` then."""
+
+        def allocate() -> tuple[torch.Tensor, ...]:
+            buffers = tuple(tensor[0] for tensor in self._allocate(rows, 1))
+            self.mem_usage += sum(buffer.nbytes for buffer in buffers) / (1 << 30)
+            return buffers
+
+        with allocation_region(self.enable_memory_saver):
+            pass  # raises now, not at the first store, if the package is missing
+        self._describe(rows)
+        self.mem_usage = 0.0
+        self._stored = layers = LazyLayers(self.layer_num, self.device, allocate)
+        return layers
+
+    def _allocate(self, rows: Sequence[Row], num_layers: int) -> list[torch.Tensor]:
         counts = {"token": self.num_slots, "page": self.num_pages}
-        shapes = [(self.layer_num, counts[row.per], *row.shape) for row in rows]
+        shapes = [(num_layers, counts[row.per], *row.shape) for row in rows]
         flat: list[tuple[int, ...]] = [
             (math.prod(shape) * row.dtype.itemsize,) for row, shape in zip(rows, shapes, strict=True)
         ]
         with allocation_region(self.enable_memory_saver):
             blocks = allocate_zeros(flat, torch.uint8, self.device)
-        tensors = [block.view(row.dtype).view(shape) for block, row, shape in zip(blocks, rows, shapes, strict=True)]
-        self._declare(rows, tensors)
-        return tensors
+        return [block.view(row.dtype).view(shape) for block, row, shape in zip(blocks, rows, shapes, strict=True)]
 
     def _declare(self, rows: Sequence[Row], tensors: Sequence[torch.Tensor]) -> None:
-        """Describe `tensors`, each `[layers, slots or pages, ...row]`, as what this pool stores."""
-        layers = tuple(range(self.start_layer, self.end_layer + 1))
-        specs = [BufferSpec(row.name, row.dtype, row.shape, row.per, layers) for row in rows]
-        self._layout = PoolLayout(tuple(specs), self.page_size)
+        """Declare `tensors`, each `[layers, slots or pages, ...row]`, as what this pool stores."""
+        self._describe(rows)
         self._stored = tuple(zip(*(tensor.unbind(0) for tensor in tensors), strict=True))
         self.mem_usage = sum(tensor.nbytes for tensor in tensors) / (1 << 30)
+
+    def _describe(self, rows: Sequence[Row]) -> None:
+        specs = [BufferSpec(row.name, row.dtype, row.shape, row.per, self.layer_ids) for row in rows]
+        self._rows, self._layout = rows, PoolLayout(tuple(specs), self.page_size)
 
     @property
     def num_slots(self) -> int:
@@ -85,49 +138,53 @@ class RowPool(KVCache):
             listed = ", ".join(f"{name}={value}" for name, value in sizes.items())
             raise ConfigError(f"{listed} must all be at least 1")
 
-    def _wait_for(self, layer: HasLayerId | int) -> int:
-        """The dense index of a layer, once it has arrived."""
+    def _wait_for(self, layer: LayerRef) -> int:
+        """The dense index of a layer, after waiting for it."""
         index = self._index(layer)
         self._wait(index + self.start_layer)
         return index
 
     def _check_rows(self, rows: torch.Tensor, expected: tuple[int, ...], name: str) -> None:
         """ShapeError unless `rows` are floats of that shape on the pool's device."""
-        if tuple(rows.shape) != expected or not rows.is_floating_point() or rows.device != self._placed_on:
+        if tuple(rows.shape) != expected or not rows.is_floating_point() or rows.device != self._tensor_device:
             raise ShapeError(
                 f"{name} is {tuple(rows.shape)} of {rows.dtype} on {rows.device}, the pool takes {expected} of "
-                f"{self.dtype} on {self._placed_on}"
+                f"{self.dtype} on {self._tensor_device}"
             )
 
-    def _as_given(
-        self, rows: torch.Tensor, expected: tuple[int, ...], scale: float | torch.Tensor | None, name: str
-    ) -> torch.Tensor:
-        """`rows` as the store kernels take them, which divide and convert: each row in one piece, and in float32 where
-        its dtype is not one that they convert."""
+    def _storable(
+        self, rows: torch.Tensor, expected: tuple[int, ...], scale: Scale, name: str
+    ) -> tuple[torch.Tensor, Scale]:
+        """Rows `[tokens, heads, dim]` and a scale that the store kernels accept; `rows` itself is not modified.
+
+        Each row is contiguous, and float32 if the kernels do not convert its dtype. The scale is one number: `rows` is
+        divided here by a larger one, for example of one number per head.
+        """
         self._check_rows(rows, expected, name)
+        if isinstance(scale, torch.Tensor):
+            if scale.numel() != 1:
+                rows, scale = rows.float() / scale, None
+            elif scale.device != rows.device:
+                scale = float(scale)
         if (scale is not None or rows.dtype != self.dtype) and rows.element_size() not in (2, 4):
             rows = rows.float()
-        return rows.contiguous() if rows.numel() and not rows[:1].is_contiguous() else rows
+        if rows.stride(-1) != 1 or (rows.shape[1] > 1 and rows.stride(1) != rows.shape[2]):
+            rows = rows.contiguous()
+        return rows, scale
 
-    def _pair(
-        self,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
-        k_expected: tuple[int, ...],
-        v_expected: tuple[int, ...],
-        k_scale: float | torch.Tensor | None,
-        v_scale: float | torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as `_as_given`, of one dtype."""
-        k = self._as_given(cache_k, k_expected, k_scale, "cache_k")
-        v = self._as_given(cache_v, v_expected, v_scale, "cache_v")
-        return (k, v) if k.dtype == v.dtype else (k.float(), v.float())
+    def _storable_kv(
+        self, cache_k: torch.Tensor, cache_v: torch.Tensor, num_tokens: int, k_scale: Scale, v_scale: Scale
+    ) -> KVRows:
+        """Keys and values of `num_tokens` tokens as `_storable` returns them, of one dtype, and their scales."""
+        k, k_scale = self._storable(cache_k, (num_tokens, *self._rows[0].shape), k_scale, "cache_k")
+        v, v_scale = self._storable(cache_v, (num_tokens, *self._rows[1].shape), v_scale, "cache_v")
+        return KVRows(k, v, k_scale, v_scale) if k.dtype == v.dtype else KVRows(k.float(), v.float(), k_scale, v_scale)
 
-    def _as_stored(
-        self, rows: torch.Tensor, expected: tuple[int, ...], scale: float | torch.Tensor | None, name: str
-    ) -> torch.Tensor:
-        """`rows / scale` in the pool's dtype as it is stored, for operations that only copy; `rows` stays as it was."""
-        rows = self._as_given(rows, expected, scale, name)
+    def _as_stored(self, rows: torch.Tensor, expected: tuple[int, ...], scale: Scale, name: str) -> torch.Tensor:
+        """`rows / scale` in `store_dtype`, for operations that only copy; `rows` itself is not modified."""
+        return self._converted(*self._storable(rows, expected, scale, name))
+
+    def _converted(self, rows: torch.Tensor, scale: Scale) -> torch.Tensor:
         if scale is not None or rows.dtype != self.dtype:
             rows = cast_rows(rows, self.dtype, scale)
         return rows if self.store_dtype == self.dtype else rows.view(self.store_dtype)

@@ -1,14 +1,13 @@
-"""What crosses between the scheduler thread and the disk threads: frozen jobs one way, frozen answers the other.
+"""What crosses between the scheduler thread and the disk threads: frozen jobs one way, frozen outcomes the other.
 
-A page's bytes belong to the disk from the submission of a job until its answer (`FindDone`, `ReadDone`, `WriteDone`) is
-drained; every job gets exactly one. `Hung` may come before it, and changes nothing about whose the bytes are. A find
-with a `reply` is answered there. May import numpy and the standard library.
+The disk tier owns the bytes of a job's pages from its submission until its answer (`FindDone`, `ReadDone`, `WriteDone`)
+is taken. Every job is answered once. `Stalled` may come before the answer; the bytes still belong to the tier then.
 """
 
 from __future__ import annotations
 
+import enum
 import math
-import queue
 import threading
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -17,30 +16,38 @@ import numpy as np
 import numpy.typing as npt
 
 PageBytes: TypeAlias = npt.NDArray[np.uint8]
-FIND = -1  # stands for the number of a batch where a find is meant
+FIND = -1  # the `batch` of a find
+
+
+class ReadClass(enum.IntEnum):
+    """The queue classes of reads, by priority. Urgent: a request waits for it."""
+
+    URGENT_FIND = 0
+    URGENT_READ = 1
+    BACKGROUND_FIND = 2
+    BACKGROUND_READ = 3
 
 
 @dataclass(frozen=True)
 class FindJob:
-    """How many of `keys`, from the first on, does the store hold without a gap? `urgent`: a request waits for it.
-
-    `reply`: where the answer, or `Hung`, goes instead of to those that are drained.
-    """
+    """How many of `keys`, from the first on, does the store hold without a gap, and which of `others`?"""
 
     ticket: int
     keys: tuple[bytes, ...]
-    urgent: bool = True
-    reply: queue.SimpleQueue[FindDone | Hung] | None = field(default=None, compare=False)
+    queue_class: ReadClass = ReadClass.URGENT_FIND
+    others: tuple[bytes, ...] = ()
     batch = FIND
+    pages = ()
 
 
 @dataclass(frozen=True)
 class FindDone:
-    """`answered`: the store said so; else it was not asked, or could not tell."""
+    """`others[i]`: whether the store holds that key. `answered`: false when it was not asked or could not tell."""
 
     ticket: int
     num_pages: int
     answered: bool = field(default=True, compare=False)
+    others: tuple[bool, ...] = ()
     batch = FIND
 
 
@@ -48,8 +55,7 @@ class FindDone:
 class ReadJob:
     """Read `keys` into `pages`. `batch` numbers the jobs of a ticket.
 
-    Nothing (more) is read once `cancelled` is set or the tier's clock has reached `deadline_s`. `urgent`: a request
-    waits for it.
+    Reading ends when `cancelled` is set or the tier's clock has reached `deadline_s`.
     """
 
     ticket: int
@@ -58,12 +64,12 @@ class ReadJob:
     pages: tuple[PageBytes, ...]
     cancelled: threading.Event = field(compare=False)
     deadline_s: float = math.inf
-    urgent: bool = True
+    queue_class: ReadClass = ReadClass.URGENT_READ
 
 
 @dataclass(frozen=True)
 class ReadDone:
-    """`ok[i]`: page i holds verified bytes. `asked`: pages, from the first on, that the store was asked for."""
+    """`ok[i]`: page i holds verified bytes. `asked`: how many pages, from the first on, the store was asked for."""
 
     ticket: int
     batch: int
@@ -77,11 +83,12 @@ class WriteJob:
     keys: tuple[bytes, ...]
     pages: tuple[PageBytes, ...]
     batch: int = 0
+    queue_class = 0
 
 
 @dataclass(frozen=True)
 class WriteDone:
-    """`ok[i]`: page i is in the store, as durable as its mode says."""
+    """`ok[i]`: page i is in the store, as durable as its durability setting says."""
 
     ticket: int
     ok: tuple[bool, ...]
@@ -89,16 +96,11 @@ class WriteDone:
 
 
 @dataclass(frozen=True)
-class Hung:
-    """A thread has had this job for too long: nobody should wait for its answer, which may come late or never."""
+class Stalled:
+    """A thread has worked on this job for longer than `io_timeout_s`. Its answer may come late or never."""
 
     ticket: int
     batch: int
 
 
 Job: TypeAlias = FindJob | ReadJob | WriteJob
-
-
-def num_bytes(job: Job) -> int:
-    """Of the pages that the job carries."""
-    return 0 if isinstance(job, FindJob) else sum(page.nbytes for page in job.pages)

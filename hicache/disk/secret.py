@@ -1,7 +1,4 @@
-"""The key that encrypts stored pages: from a file or the environment, into a cipher, and nowhere else.
-
-No message shows any part of it. May import storage, config and errors.
-"""
+"""The key that encrypts stored pages, read from a file or the environment. No message shows any part of it."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _HEX_DIGITS = 2 * KEY_BYTES
 
 
 def cipher_of(config: DiskConfig) -> PageCipher | None:
-    """The cipher that the settings ask for; None for plain pages. ConfigError where there is no such key, or two."""
+    """The configured cipher; None for plain pages. ConfigError for a key that cannot be read, or two keys."""
     key = disk_key()
     if key and config.key_file:
         raise ConfigError("disk key_file and HICACHE_DISK_KEY are both set; give the key in one of them")
@@ -34,7 +31,7 @@ def cipher_of(config: DiskConfig) -> PageCipher | None:
 
 
 def _parse(data: bytes, where: str) -> bytes:
-    """64 hex digits, or base64; blanks around are none of it."""
+    """The bytes of 64 hex digits or of base64; surrounding white space is ignored."""
     text = data.strip()
     try:
         key = bytes.fromhex(text.decode()) if len(text) == _HEX_DIGITS else base64.b64decode(text, validate=True)

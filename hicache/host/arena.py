@@ -1,9 +1,8 @@
 """One block of CPU memory, pinned once, from which all host pages are cut.
 
-Owns the mapping and its registration with CUDA. The pages are there before they are pinned: threads near the GPU touch
-them in parallel, for finding and clearing pages is the slow part and the driver does it with one thread. Pinning goes
-by chunks of whole rows: a copy must not cross a chunk's end, because CUDA registers each on its own. May import torch,
-numpy, host.memory, host.numa and errors.
+Owns the mapping and its registration with CUDA. Threads near the GPU touch the memory in parallel before it is pinned:
+finding and clearing pages is the slow part, and the driver does it with one thread. Memory is pinned in chunks of whole
+rows. A copy must not cross the end of a chunk, because CUDA registers each chunk on its own.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,19 +30,6 @@ CHUNK_BYTES = 4 << 30
 TOUCH_BYTES = 32 << 20  # what a thread touches at a time: whole huge pages, and many more pieces than threads
 
 
-class Registry(Protocol):
-    """Who page-locks memory: CUDA, or a stand-in for it."""
-
-    def near(self) -> frozenset[int]:
-        """CPUs from which the memory should be touched first; empty for no preference."""
-
-    def register(self, address: int, num_bytes: int) -> str | None:
-        """Page-lock `[address, address + num_bytes)`; None, or why it cannot be."""
-
-    def unregister(self, address: int) -> str | None:
-        """Undo the registration that began at `address`; None, or why it cannot be."""
-
-
 class CudaRegistry:
     """Page-locks for every GPU of the process, near `device` (None: the current one)."""
 
@@ -52,21 +38,24 @@ class CudaRegistry:
         self._cudart: Any = torch.cuda.cudart()
 
     def near(self) -> frozenset[int]:
+        """CPUs from which the memory should be touched first; empty for no preference."""
         return cpus_near(pci_address(self._device), os.sched_getaffinity(0))
 
     def register(self, address: int, num_bytes: int) -> str | None:
+        """Page-lock `[address, address + num_bytes)`; None, or why it cannot be locked."""
         return self._call(self._cudart.cudaHostRegister, address, num_bytes, 0)
 
     def unregister(self, address: int) -> str | None:
+        """Undo the registration that began at `address`; None, or why it cannot be undone."""
         return self._call(self._cudart.cudaHostUnregister, address)
 
     def _call(self, function: Callable[..., Any], *arguments: int) -> str | None:
-        # Under the engine's device: a call under another would make a context there, which takes memory.
+        # Under the engine's device: a call under another device would create a context there, which takes memory.
         with torch.cuda.device(self._device):
             status = function(*arguments)
             if int(status) == 0:
                 return None
-            # CUDA shows the error of a failed call to this thread's next kernel launch too; let that be this one.
+            # CUDA reports the error of a failed call at this thread's next kernel launch too; let that be this one.
             try:
                 torch.ones(1, device=self._device)
             except RuntimeError as error:
@@ -77,9 +66,9 @@ class CudaRegistry:
 class PinnedArena:
     """`rows` rows of `row_bytes` bytes: `data` is uint8 [rows, row_bytes], zeros, page-locked when `pin`.
 
-    Row r lies in chunk r // `rows_per_chunk`. Without `pin` the memory is taken as it is written; with it, all of it is
-    there when the constructor returns, and a forked child does not see it. Built and closed by the engine's thread;
-    copies into it come from transfer streams and disk readers. `knob` is the setting that an OutOfMemory names.
+    Row r lies in chunk r // `rows_per_chunk`. Without `pin` memory is taken as it is written; with it, all memory is
+    taken when the constructor returns, and a forked child does not see it. Built and closed by the engine's thread;
+    transfer streams and disk readers copy into it. An OutOfMemory names `setting`.
     """
 
     def __init__(
@@ -88,27 +77,27 @@ class PinnedArena:
         row_bytes: int,
         *,
         pin: bool,
-        knob: str = "host_bytes",
+        setting: str = "host_bytes",
         device: torch.device | None = None,
-        registry: Registry | None = None,
+        registry: CudaRegistry | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         total = rows * row_bytes
-        require(total, knob)
+        require(total, setting)
         self.rows_per_chunk = _rows_per_chunk(row_bytes, chunk_bytes)
-        mapping = _map(total, knob)
+        mapping = _map(total, setting)
         self.data = torch.frombuffer(mapping, dtype=torch.uint8)[:total].view(rows, row_bytes)
-        self._unpin: Callable[[], object] = _nothing
+        self._unpin: Callable[[], object] = lambda: None
         if pin:
             # After a fork the next write to a page would copy it, and leave the device with the page as it was.
             mapping.madvise(mmap.MADV_DONTFORK)
-            self._pin(CudaRegistry(device) if registry is None else registry, knob)
+            self._pin(CudaRegistry(device) if registry is None else registry, setting)
 
-    def _pin(self, registry: Registry, knob: str) -> None:
+    def _pin(self, registry: CudaRegistry, setting: str) -> None:
         pinned: list[int] = []
-        # Also when the arena is dropped without a close: unmapped memory that is still registered cannot be used again.
+        # Also when the arena is dropped without a close: memory that is unmapped while registered cannot be used again.
         self._unpin = unpin = weakref.finalize(self, _unregister, registry, pinned)
-        unpin.atexit = False  # the driver is quicker at it
+        unpin.atexit = False  # the driver does it faster
         try:
             touch(self.data.view(-1).numpy(), registry.near())
             rows, row_bytes = self.data.shape
@@ -119,7 +108,7 @@ class PinnedArena:
                 if failed is not None:
                     raise OutOfMemory(
                         f"cannot pin {length} of {rows * row_bytes} bytes of CPU memory ({failed}); "
-                        f"lower {knob} or raise ulimit -l"
+                        f"lower {setting} or raise ulimit -l"
                     )
                 pinned.append(start)
         except BaseException:
@@ -127,7 +116,7 @@ class PinnedArena:
             raise
 
     def close(self) -> None:
-        """Unpin; again is harmless. The memory itself goes with the last tensor that refers to it."""
+        """Unpin. Idempotent. The memory itself is released with the last tensor that refers to it."""
         self._unpin()
 
 
@@ -138,35 +127,29 @@ def touch(memory: npt.NDArray[np.uint8], cpus: frozenset[int]) -> None:
 
 
 def _touch_piece(piece: npt.NDArray[np.uint8]) -> None:
-    piece[:: mmap.PAGESIZE] = 0  # numpy lets other threads run meanwhile
+    piece[:: mmap.PAGESIZE] = 0  # numpy releases the GIL
 
 
-def _map(num_bytes: int, knob: str) -> mmap.mmap:
-    """Fresh zeros. Private: anonymous memory that is shared belongs to tmpfs, which seldom has huge pages."""
+def _map(num_bytes: int, setting: str) -> mmap.mmap:
+    """Fresh zeros. Private, because shared anonymous memory belongs to tmpfs, which seldom has huge pages."""
     try:
         mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:  # overcommit is off, or an address space limit
-        raise OutOfMemory(f"cannot map {num_bytes} bytes of CPU memory ({error}); lower {knob}") from None
+        raise OutOfMemory(f"cannot map {num_bytes} bytes of CPU memory ({error}); lower {setting}") from None
     with contextlib.suppress(OSError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 
 
 def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:
-    """Rows of at most `chunk_bytes`, but at least so many that a chunk ends where a page of the system does.
-
-    CUDA locks whole pages of the system, and refuses one that another chunk has locked.
-    """
+    """As many rows as fit in `chunk_bytes`, rounded so that a chunk ends where a page of the system ends: CUDA locks
+    whole pages of the system and refuses a page that another chunk has locked."""
     whole = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
     return max(1, chunk_bytes // (row_bytes * whole)) * whole
 
 
-def _unregister(registry: Registry, pinned: list[int]) -> None:
+def _unregister(registry: CudaRegistry, pinned: list[int]) -> None:
     while pinned:
         failed = registry.unregister(pinned.pop())
         if failed is not None:
             log.warning("cannot unpin a chunk of CPU memory: %s", failed)
-
-
-def _nothing() -> None:
-    """What there is to unpin of an arena that is not pinned."""

@@ -1,12 +1,10 @@
-"""How much memory this process may still take: the machine's, bounded by its cgroups, less a reserve.
+"""How much memory this process may still take: that of the machine, limited by its cgroups, minus a reserve.
 
-`host_budget` turns what the user asked for into bytes, once, before anything is built. Paths are parameters so that a
-tree of files can stand for a machine. May import errors.
+Paths are parameters: tests describe a machine by a tree of files.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,8 +20,8 @@ CGROUP = Path("/sys/fs/cgroup")
 class _Controller:
     """What one generation of cgroups calls its memory files.
 
-    `reclaimable` are the fields of `memory.stat`, over the whole subtree, of cached file pages: they count as usage,
-    and the kernel drops them before it refuses anything.
+    `reclaimable`: fields of `memory.stat`, over the whole subtree, of cached file pages. They count as usage, and the
+    kernel drops them before it refuses an allocation.
     """
 
     limits: tuple[str, ...]
@@ -31,13 +29,13 @@ class _Controller:
     reclaimable: tuple[str, str]
 
 
-# Beyond memory.high a group is not killed but throttled for good, for pinned pages cannot be taken back from it.
+# Beyond memory.high a group is throttled, not killed; it stays throttled, because pinned pages cannot be reclaimed.
 _V2 = _Controller(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
 _V1 = _Controller(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 
 
 def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Bytes that can be taken now without swapping: the least of what the machine and each cgroup above us leave.
+    """Bytes that can be taken now without swapping: the minimum of what the machine and our cgroups have left.
 
     `cgroup` is where the file systems of version 2, or the controllers of version 1, are mounted. OSError when `proc`
     does not say how much memory is free.
@@ -48,40 +46,29 @@ def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     return max(0, min(limits))
 
 
-def require(asked_bytes: int, knob: str, available: int | None = None) -> None:
-    """Raise `OutOfMemory` naming `knob` unless `asked_bytes` and the reserve fit in `available` (None: read it)."""
+def require(asked_bytes: int, setting: str, available: int | None = None) -> None:
+    """Raise `OutOfMemory` naming `setting` unless `asked_bytes` and the reserve fit in `available` (None: read now)."""
     free = available_bytes() if available is None else available
     if asked_bytes + RESERVE_BYTES > free:
         raise OutOfMemory(
-            f"{knob}={asked_bytes} does not fit: {free} bytes are free, {RESERVE_BYTES} stay in reserve; "
-            f"lower {knob} to at most {max(0, free - RESERVE_BYTES)}"
+            f"{setting}={asked_bytes} does not fit: {free} bytes are free, {RESERVE_BYTES} stay in reserve; "
+            f"lower {setting} to at most {max(0, free - RESERVE_BYTES)}"
         )
 
 
-def host_budget(asked_bytes: int, ratio: float, device_bytes: int, available: int) -> int:
-    """Bytes of the host tier: `asked_bytes` (host_bytes), or `ratio` (host_ratio) times the device tier; 0 for none.
+def bytes_of_ratio(ratio: float, device_bytes: int, available: int) -> int:
+    """Bytes of a host tier of `ratio` (host_ratio, above 0) times the device tier.
 
-    `available` is `available_bytes()`, read once for all pools together. ConfigError when both or nonsense are set,
-    OutOfMemory when the tier and the reserve do not fit; both name the knob.
+    ConfigError where that is less than a byte, OutOfMemory when it and the reserve do not fit in `available`.
     """
-    if asked_bytes < 0:
-        raise ConfigError(f"host_bytes={asked_bytes} is below 0")
-    if not (math.isfinite(ratio) and ratio >= 0):
-        raise ConfigError(f"host_ratio={ratio} is no size; set it to 0 or above")
-    if asked_bytes and ratio:
-        raise ConfigError(f"host_bytes={asked_bytes} and host_ratio={ratio} both size the host tier; set one of them")
-    if not ratio:
-        if asked_bytes:
-            require(asked_bytes, "host_bytes", available)
-        return asked_bytes
     wanted = int(ratio * device_bytes)
     if not wanted:
-        raise ConfigError(f"host_ratio={ratio} of {device_bytes} device bytes is nothing; raise host_ratio")
+        raise ConfigError(f"host_ratio={ratio} of {device_bytes} device bytes is less than a byte; raise host_ratio")
     if wanted + RESERVE_BYTES > available:
-        most = max(0, available - RESERVE_BYTES) * 1000 // device_bytes / 1000  # rounded down, so that it does fit
+        max_ratio = max(0, available - RESERVE_BYTES) * 1000 // device_bytes / 1000  # rounded down, to fit
         raise OutOfMemory(
             f"host_ratio={ratio} asks for {wanted} bytes, which do not fit: {available} bytes are free, "
-            f"{RESERVE_BYTES} stay in reserve; lower host_ratio to at most {most}"
+            f"{RESERVE_BYTES} stay in reserve; lower host_ratio to at most {max_ratio}"
         )
     return wanted
 
@@ -89,8 +76,8 @@ def host_budget(asked_bytes: int, ratio: float, device_bytes: int, available: in
 def _groups(membership: Path, cgroup: Path) -> Iterator[tuple[Path, _Controller]]:
     """Each directory that may limit us, with the names of its files.
 
-    A container often sees its own group at the mount point and reads a path of the machine in `membership`: so the
-    mount point always counts, and a directory that is not there limits nothing.
+    A container often sees its own group at the mount point and a path of the machine in `membership`. So the mount
+    point always counts, and a missing directory sets no limit.
     """
     yield cgroup, _V2
     yield cgroup / "memory", _V1
@@ -117,7 +104,7 @@ def _chain(root: Path, path: str) -> Iterator[Path]:
 
 
 def _left(group: Path, files: _Controller) -> Iterator[int]:
-    """What each limit of one group leaves, cached file pages counted as free; nothing where none is set."""
+    """What each limit of one group has left, with cached file pages counted as free; empty without a limit."""
     used = _number(group / files.usage)
     if used is None:
         return

@@ -1,8 +1,8 @@
-"""Which CPUs stand next to a GPU, and threads that run there.
+"""Which CPUs are on the NUMA node of a GPU, and threads that run there.
 
-Memory belongs to the NUMA node whose CPU touches it first. Across nodes a pinned copy shares the link between sockets,
-so the arena's pages are first touched near the GPU that will read them. What the machine does not tell leads to "no
-preference", never to an error. May import torch.
+Memory belongs to the NUMA node whose CPU touches it first. A pinned copy from another node shares the link between
+sockets, so the arena's pages are first touched near the GPU that will read them. Where the machine does not tell the
+node, no CPU is preferred; that is not an error.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import torch
 
 SYS = Path("/sys")
-MAX_THREADS = 16  # clearing pages is bound by memory bandwidth, which fewer cores than this use up
+MAX_THREADS = 16  # clearing pages is bound by memory bandwidth, which fewer cores saturate
 
 Item = TypeVar("Item")
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Where a CUDA device sits, as sysfs writes it (`0000:dc:00.0`); None where this torch does not tell."""
+    """Where a CUDA device sits, as sysfs writes it (`0000:dc:00.0`); None where this version of torch does not tell."""
     properties: Any = torch.cuda.get_device_properties(device)
     try:
         domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
@@ -32,9 +32,9 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def cpus_near(address: str | None, allowed: Collection[int], sys: Path = SYS) -> frozenset[int]:
-    """Those of the `allowed` CPUs on the node of the PCI device at `address`; empty for no preference.
+    """The `allowed` CPUs on the node of the PCI device at `address`; empty for no preference.
 
-    No preference: one node only, an unknown device or node (-1), or a node whose CPUs are all taken from us.
+    No preference: there is one node only, the device or its node (-1) is unknown, or none of its CPUs is allowed.
     """
     nodes = sys / "devices" / "system" / "node"
     if address is None or len(list(nodes.glob("node[0-9]*"))) < 2:
@@ -57,9 +57,9 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def run_near(work: Callable[[Item], object], items: Iterable[Item], cpus: Collection[int]) -> None:
-    """Call `work` on every item from threads of its own, bound to `cpus` where there are any.
+    """Call `work` on every item from new threads, bound to `cpus` (empty: anywhere).
 
-    Returns when all are done; raises the first error. The caller's own affinity, and that of other threads, stays.
+    Returns when all are done; raises the first error. The affinity of all other threads stays as it is.
     """
     items = list(items)
     num_threads = max(1, min(MAX_THREADS, len(items), len(cpus or os.sched_getaffinity(0))))
@@ -69,10 +69,10 @@ def run_near(work: Callable[[Item], object], items: Iterable[Item], cpus: Collec
 
 
 def _bind(cpus: Collection[int]) -> None:
-    """Bind this thread alone (0 names the calling thread); without CPUs, leave it where it is."""
+    """Bind the calling thread (0 stands for it); without CPUs, do nothing."""
     if not cpus:
         return
     try:
         os.sched_setaffinity(0, cpus)
-    except OSError:  # the CPUs were taken from us since they were listed: no preference
+    except OSError:  # these CPUs are no longer allowed: no preference
         return

@@ -1,13 +1,13 @@
-"""Which host page is free, and who is reading it.
+"""The free list of host pages, and how many copies read or write each page.
 
 A page is one row of the arena, `[layer][buffer][token][row]` (see `hicache.layout`); page 0 is a sink and never handed
-out. Allocation prefers one contiguous run, for the copy engine moves a run in one strided copy. No operation but
-`check` costs more for a larger pool: the free runs are indexed, and the bitmaps are read where the ids say. Owned by
-the scheduler thread; the bytes of a page belong to whoever the flows handed it to. May import numpy, torch,
-host.arena, host.runs, layout and errors.
+out. Allocation prefers one contiguous run, because the copy engine moves a run in one strided copy. Only `check` costs
+more for a larger pool.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left, insort
 
 import numpy as np
 import numpy.typing as npt
@@ -15,17 +15,107 @@ import torch
 
 from hicache.errors import ConfigError, DoubleFree, InvariantError
 from hicache.host.arena import PinnedArena
-from hicache.host.runs import FreeRuns, Run
 from hicache.layout import PoolLayout
 
 Pages = npt.NDArray[np.int64]
+Readers = npt.NDArray[np.int32]
+Run = tuple[int, int]
+"""(start, length): the pages [start, start + length)."""
+
+
+class FreeRuns:
+    """The free pages of `readers`, int32 with one entry a page, and their runs by length for best fit.
+
+        readers[page] >= 0   allocated
+        readers[page] < 0    free; the first and the last page of a run of free pages hold minus its length
+
+    The first and the last entry belong to no page that is ever free; all others are free at first. Used by the pool
+    alone. The lengths that occur are few: n of them need n * (n + 1) / 2 free pages, so a million pages have at most
+    1413.
+    """
+
+    def __init__(self, readers: Readers) -> None:
+        self._readers = readers
+        self._starts: dict[int, dict[int, None]] = {}  # by length; a dict is a set whose last entry is cheap to find
+        self._lengths: list[int] = []  # the keys of `_starts`, ascending
+        self.num_free = len(readers) - 2
+        readers[[0, -1]], readers[1:-1] = 0, -1
+        self._add(1, self.num_free)
+
+    def take(self, num_pages: int) -> Pages:
+        """Allocate `num_pages` pages in the fewest possible runs; returns them ascending. So many must be free.
+
+        Best fit: the shortest run that holds all, so that long runs stay whole. Where there is none, the longest run,
+        and for the rest again the shortest run that holds it.
+        """
+        assert 0 <= num_pages <= self.num_free, num_pages
+        runs: list[Run] = []
+        missing = num_pages
+        while missing:
+            fitting = bisect_left(self._lengths, missing)
+            length = self._lengths[min(fitting, len(self._lengths) - 1)]
+            start = next(reversed(self._starts[length]))
+            self._remove(start, length)
+            used = min(length, missing)
+            if used < length:
+                self._add(start + used, length - used)
+            runs.append((start, used))
+            missing -= used
+        pages = _pages_of(sorted(runs))
+        self._readers[pages] = 0
+        self.num_free -= num_pages
+        return pages
+
+    def give(self, pages: Pages) -> None:
+        """Free allocated pages, ascending and distinct; their runs are joined with the free runs that they touch."""
+        self._readers[pages] = -1
+        self.num_free += len(pages)
+        first = np.flatnonzero(np.diff(pages, prepend=-1) != 1)
+        for start, length in zip(pages[first].tolist(), np.diff(first, append=len(pages)).tolist(), strict=True):
+            before, behind = (max(0, -int(self._readers[page])) for page in (start - 1, start + length))
+            if before:
+                self._remove(start - before, before)
+            if behind:
+                self._remove(start + length, behind)
+            self._add(start - before, before + length + behind)
+
+    def check(self) -> list[str]:
+        """Where the pages, the runs by length and the number of free pages disagree."""
+        found = []
+        free = self._readers < 0
+        edges = np.flatnonzero(np.diff(free.astype(np.int8), prepend=0, append=0))
+        runs = list(zip(edges[::2].tolist(), (edges[1::2] - edges[::2]).tolist(), strict=True))
+        if sorted((start, length) for length in self._lengths for start in self._starts[length]) != runs:
+            found.append("the free runs by length are not those of the free pages")
+        if any({self._readers[start], self._readers[start + length - 1]} != {-length} for start, length in runs):
+            found.append("a run of free pages does not hold its length at both ends")
+        if free[0] or free[-1] or int(free.sum()) != self.num_free:
+            found.append(f"{int(free.sum())} pages are free, {self.num_free} were counted, sink free: {free[0]}")
+        return found
+
+    def _add(self, start: int, length: int) -> None:
+        self._readers[start] = self._readers[start + length - 1] = -length
+        starts = self._starts.get(length)
+        if starts is None:
+            self._starts[length] = {start: None}
+            insort(self._lengths, length)
+        else:
+            starts[start] = None
+
+    def _remove(self, start: int, length: int) -> None:
+        starts = self._starts[length]
+        del starts[start]
+        if not starts:
+            del self._starts[length]
+            del self._lengths[bisect_left(self._lengths, length)]
 
 
 class HostPagePool:
     """`host_bytes` of pages of `page_tokens` tokens. Page ids are int64 CPU tensors.
 
-    `device` is the GPU near which the memory should lie (None: the current one), `knob` the setting that an error about
-    the size names. ConfigError when not one page fits, OutOfMemory when the machine has not that much.
+    Owned by the scheduler thread; the bytes of a page belong to whoever the flows handed it to. `device` is the GPU
+    near which the memory should lie (None: the current one), `setting` what an error about the size names. ConfigError
+    when not one page fits, OutOfMemory when the machine has less memory.
     """
 
     def __init__(
@@ -36,23 +126,21 @@ class HostPagePool:
         *,
         pin: bool,
         device: torch.device | None = None,
-        knob: str = "host_bytes",
+        setting: str = "host_bytes",
     ) -> None:
         self.layout, self.page_tokens = layout, page_tokens
         self.page_bytes = layout.page_bytes(page_tokens)
         self.num_pages = host_bytes // self.page_bytes - 1
         if self.num_pages < 1:
             raise ConfigError(
-                f"{knob}={host_bytes} holds no page of {page_tokens} tokens of "
+                f"{setting}={host_bytes} holds no page of {page_tokens} tokens of "
                 f"{self.page_bytes} bytes and the sink beside it; "
-                f"raise {knob} to at least {2 * self.page_bytes}"
+                f"raise {setting} to at least {2 * self.page_bytes}"
             )
-        self.arena = PinnedArena(self.num_pages + 1, self.page_bytes, pin=pin, knob=knob, device=device)
-        self._free = np.ones(self.num_pages + 1, dtype=bool)
-        self._free[0] = False
-        self._readers = np.zeros(self.num_pages + 1, dtype=np.int32)
-        self._runs = FreeRuns(1, self.num_pages)
-        self._available = self.num_pages
+        self.arena = PinnedArena(self.num_pages + 1, self.page_bytes, pin=pin, setting=setting, device=device)
+        # One entry a page and one behind the last: copies that read or write it outside this thread; below 0: free.
+        self._readers: Readers = np.empty(self.num_pages + 2, dtype=np.int32)
+        self._free = FreeRuns(self._readers)
 
     @property
     def bytes_of(self) -> torch.Tensor:
@@ -60,39 +148,39 @@ class HostPagePool:
         return self.arena.data
 
     def available(self) -> int:
-        return self._available
+        return self._free.num_free
 
     def alloc(self, num_pages: int) -> torch.Tensor | None:
-        """`num_pages` page ids, ascending, in the fewest runs there are; `None` when fewer are free."""
-        if num_pages > self._available:
+        """`num_pages` page ids, ascending, in the fewest possible runs; `None` when fewer are free."""
+        if num_pages > self._free.num_free:
             return None
-        pages = _pages_of(self._runs.take(num_pages))
-        self._free[pages] = False
-        self._available -= num_pages
-        return torch.from_numpy(pages)
+        return torch.from_numpy(self._free.take(num_pages))
 
     def free(self, pages: torch.Tensor) -> None:
-        """Give pages back. A page that is free, foreign or still being read raises, and nothing is freed."""
+        """Give pages back. DoubleFree, and nothing is freed, when one is free, foreign, named twice or being read."""
         if not len(pages):
             return
         ids: Pages = np.sort(pages.numpy())
-        steps = np.diff(ids)
-        if ids[0] < 1 or ids[-1] > self.num_pages or self._free[ids].any() or not steps.all():
+        foreign = ids[0] < 1 or ids[-1] > self.num_pages
+        if foreign or (self._readers[ids] < 0).any() or not np.diff(ids).all():
             raise DoubleFree(f"host pages {ids.tolist()[:8]}… hold a page that is free, foreign or named twice")
         if self._readers[ids].any():
             raise DoubleFree(f"host pages {ids.tolist()[:8]}… hold a page that is still being read")
-        first = np.flatnonzero(np.concatenate([[True], steps != 1]))
-        for start, length in zip(ids[first].tolist(), np.diff(first, append=len(ids)).tolist(), strict=True):
-            self._runs.give(start, length)
-        self._free[ids] = True
-        self._available += len(ids)
+        self._free.give(ids)
 
     def begin_read(self, pages: torch.Tensor) -> None:
-        """Someone outside this thread reads or writes these pages until `end_read`."""
-        np.add.at(self._readers, pages.numpy(), 1)
+        """A copy outside this thread reads or writes these allocated pages until `end_read`."""
+        ids = pages.numpy()
+        if (self._readers[ids] < 0).any():
+            raise InvariantError("host pool", [f"pages {ids.tolist()[:8]}… hold a free page, which nobody may read"])
+        np.add.at(self._readers, ids, 1)
 
     def end_read(self, pages: torch.Tensor) -> None:
-        np.subtract.at(self._readers, pages.numpy(), 1)
+        ids = pages.numpy()
+        np.subtract.at(self._readers, ids, 1)
+        if (self._readers[ids] < 0).any():
+            np.add.at(self._readers, ids, 1)
+            raise InvariantError("host pool", [f"pages {ids.tolist()[:8]}… hold a page without a reader"])
 
     def views(self, pages: torch.Tensor) -> list[npt.NDArray[np.uint8]]:
         """The bytes of each page, uint8 [page_bytes], sharing memory."""
@@ -100,18 +188,8 @@ class HostPagePool:
         return [rows[page] for page in pages.tolist()]
 
     def check(self) -> None:
-        """Raise `InvariantError` unless the free runs, the bitmap, the account and the readers agree."""
-        found = self._runs.check()
-        if self._runs.runs() != _runs_of(self._free):
-            found.append("the index of free runs disagrees with the bitmap of free pages")
-        if self._free[0] or int(self._free.sum()) != self._available:
-            found.append(
-                f"{int(self._free.sum())} pages are free, {self._available} were counted, sink free: {self._free[0]}"
-            )
-        if (self._readers < 0).any():
-            found.append("a page has fewer than no readers")
-        if self._readers[self._free].any():
-            found.append(f"free pages are being read: {np.flatnonzero(self._free & (self._readers > 0)).tolist()[:8]}")
+        """Raise `InvariantError` unless the free pages, their runs and their number agree."""
+        found = self._free.check()
         if found:
             raise InvariantError("host pool", found)
 
@@ -126,9 +204,3 @@ def _pages_of(runs: list[Run]) -> Pages:
     starts, lengths = np.array(runs, dtype=np.int64).reshape(-1, 2).T
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(lengths.sum(), dtype=np.int64)
-
-
-def _runs_of(free: npt.NDArray[np.bool_]) -> list[Run]:
-    """Every run of free pages, ascending."""
-    edges = np.flatnonzero(np.diff(free.astype(np.int8), prepend=0, append=0))
-    return list(zip(edges[::2].tolist(), (edges[1::2] - edges[::2]).tolist(), strict=True))

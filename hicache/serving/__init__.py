@@ -1,4 +1,4 @@
-"""The reference runner and scheduler: long contexts of transformers models served through the three tiers.
+"""The reference scheduler and model runner: transformers models with long contexts, served through the three tiers.
 
-Needs the extra `serve`. Nothing below this package imports it.
+Needs the extra `serve`. No other package imports this one.
 """

@@ -1,20 +1,21 @@
-"""The pool as a transformers `Cache`: how a model that knows nothing of slots reads and writes them.
+"""The device pools as a transformers `Cache`: attention layers read and write slots, recurrent layers read and write
+states.
 
-A forward pass gets a `PoolCache` made for it. Each attention layer hands its new keys and values to `update`, which
-stores them at the slots of the new tokens and returns those that the layer attends to. A recurrent layer gets its
-requests' states and leaves new ones, which are stored when the pass has ended. The pools' getters wait for the layer,
-so a prefix that is still on its way up is read only where it has arrived.
-
-Owns nothing but views. May import transformers, torch, config, layout and the device tier.
+One `PoolCache` serves one forward pass. An attention layer hands its new keys and values to `update`, which stores them
+at the slots of the new tokens and returns all keys and values that the layer attends to. A recurrent layer gets copies
+of its requests' states and leaves new ones; the runner stores these after the pass, so a pass that fails leaves the
+states as they were. The pools' getters wait for the layer, so a prefix that is still being loaded is read layer by
+layer as it arrives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from hicache.config import debug_checks
 from hicache.device.base import KVCache
@@ -23,15 +24,14 @@ from hicache.device.mamba import MambaState
 from hicache.device.swa import SWAKVPool
 from hicache.errors import InvariantError
 from hicache.layout import ModelGeometry, StateGeometry
-from hicache.serving.states import StateCache, StateLayer
 
 
 @dataclass(frozen=True)
-class Keys:
-    """What the attention layers of one kind read of `B` sequences.
+class KeySlots:
+    """The keys that attention layers of one kind read, of `B` sequences.
 
-    positions   int64 [B or 1, keys]   of each key in its sequence; outside of it is padding
-    slots       int64 [B, keys]        full slots; 0 where a key is padding
+    positions   int64 [B or 1, keys]   of each key in its sequence; positions outside of the sequence are padding
+    slots       int64 [B, keys]        full-attention slots; 0 where a key is padding
     """
 
     positions: torch.Tensor
@@ -40,36 +40,36 @@ class Keys:
 
 @dataclass(frozen=True)
 class BatchStates:
-    """The state slots of `B` sequences: `slots` int64 [B]. `fresh` bool [B]: sequences that begin with this pass, whose
-    slots are not read; None: none does."""
+    """The state slots of `B` sequences, int64 [B]. `starting`, bool [B]: sequences whose first token is in this pass
+    and whose slots are not read; None if there are none."""
 
     table: HybridReqToTokenPool
     slots: torch.Tensor
-    fresh: torch.Tensor | None = None
+    starting: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class BatchSlots:
-    """Where the tokens of one forward pass live: `B` sequences, `n` new tokens each.
+    """The slots of one forward pass over `B` sequences with `n` new tokens each.
 
-    new_slots   int64 [B * n]   full slots of the new tokens, sequence after sequence
-    past_len                    tokens of the longest sequence that stand before its new ones
-    full                        keys of every token; None without layers that read them all
-    window                      keys of the window of each sequence's new tokens; None without window layers
-    states                      None without recurrent layers
+    new_slots   int64 [B * n]   full-attention slots of the new tokens, sequence after sequence
+    past_len                    tokens of the longest sequence before its new ones
+    full                        keys of all tokens; None if no layer has full attention
+    window                      keys in the windows of each sequence's new tokens; None if no layer has a window
+    states                      None if no layer is recurrent
     """
 
     new_slots: torch.Tensor
     past_len: int
-    full: Keys | None
-    window: Keys | None = None
+    full: KeySlots | None
+    window: KeySlots | None = None
     states: BatchStates | None = None
 
 
 class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One attention layer of one forward pass. Called by the model, on the scheduler thread.
+    """One attention layer in one forward pass. Called by the model, on the scheduler thread.
 
-    `slots` int64 [B, keys]: where the layer reads, in its own slot space.
+    `slots` int64 [B, keys]: what the layer reads, in the slot space of the layer.
     """
 
     def __init__(
@@ -81,23 +81,23 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The pool was allocated long before."""
+        """Nothing to do: the pool is allocated with the engine."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store `[B, heads, n, dim]` and return what the layer reads, `[B, heads, keys, dim]`, the new ones last."""
+        """Store `[B, heads, n, dim]` and return what the layer reads, `[B, heads, keys, dim]`, new tokens last."""
         pool, batch = self._pool, self._batch
         pool.set_kv_buffer(self._layer_id, batch.new_slots, _rows(key_states), _rows(value_states))
         if not batch.past_len and pool.dtype == key_states.dtype:
-            return key_states, value_states  # what a read would return, without the read
+            return key_states, value_states  # equal to what the pool would return
         return (
             _gather(pool.get_key_buffer(self._layer_id), self._slots, key_states.dtype),
             _gather(pool.get_value_buffer(self._layer_id), self._slots, value_states.dtype),
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys, position of the first), for a forward without a mask of its own."""
+        """(number of keys, position of the first), for a forward that makes its own mask."""
         num_keys = self._slots.shape[1]
         return num_keys, self._batch.past_len + query_length - num_keys
 
@@ -106,22 +106,84 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return self._batch.past_len
 
     def get_max_length(self) -> int:
-        """-1: the pool's size is the engine's business."""
+        """-1: the layer itself has no maximum; the engine bounds the request."""
         return -1
 
 
-class PoolCache(StateCache):
-    """`model(..., past_key_values=PoolCache(...))` over the slots of `batch`. One forward pass each.
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is untyped here
+    """One recurrent layer in one forward pass. Called by the model, on the scheduler thread.
 
-    On the CPU and in debug mode InvariantError where a window slot that the pass reads was given back.
+    `source` returns a copy of the state after all tokens before the pass, `[B, ...]` per tensor, with one convolution
+    window; it is called once, when the model reaches the layer. None: all sequences start with this pass.
+    """
+
+    def __init__(self, source: Callable[[], MambaState] | None) -> None:
+        super().__init__()
+        self._source = source
+        self.has_previous_state[0] = source is not None
+
+    @property
+    def state(self) -> MambaState | None:
+        """The state after the pass; None if the model left no convolution window or no temporal state."""
+        conv, temporal = self.conv_states[0], self.recurrent_states[0]
+        return None if conv is None or temporal is None else MambaState([conv], temporal)
+
+    def fetch(self) -> None:
+        """Call the source, unless that was done."""
+        if self._source is None:
+            return
+        state, self._source = self._source(), None
+        (conv,) = state.conv
+        self.conv_states[0], self.recurrent_states[0] = conv, state.temporal
+        self.is_conv_states_initialized[0] = self.is_recurrent_states_initialized[0] = True
+        self.conv_kernel_size[0] = conv.shape[-1]
+        self.dtype, self.device = conv.dtype, conv.device
+
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As in transformers: returns the inputs of the convolution, with those before the pass in front."""
+        self.fetch()
+        inputs: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.fetch()
+        updated: torch.Tensor = super().update_recurrent_state(recurrent_states, *args, **kwargs)
+        return updated
+
+
+class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """A `Cache` whose recurrent layers are `StateLayer`s: a layer's state is fetched when the model asks for it."""
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        self._fetch(layer_idx)
+        state: torch.Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return state
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        self._fetch(layer_idx)
+        state: torch.Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+        return state
+
+    def _fetch(self, layer_idx: int) -> None:
+        layer = self.layers[layer_idx]
+        if isinstance(layer, StateLayer):
+            layer.fetch()
+
+
+class PoolCache(StateCache):
+    """`model(..., past_key_values=PoolCache(...))` over the slots of `batch`, for one forward pass.
+
+    On the CPU and in debug mode, raises InvariantError if the pass reads a window slot that was freed.
     """
 
     def __init__(self, pool: KVCache, geometry: ModelGeometry, batch: BatchSlots) -> None:
         self._geometry, self._batch = geometry, batch
-        in_window_space = frozenset[int]()
+        swa_layers = frozenset[int]()
+        swa_slots = None
         if isinstance(pool, SWAKVPool):
-            in_window_space = frozenset(layer_id for layer_id, (_, swa) in pool.layers_mapping.items() if swa)
-        peers = _peers(pool, batch.window) if isinstance(pool, SWAKVPool) and batch.window is not None else None
+            # The pool may keep a window layer whole: such a layer is read by full-attention slots.
+            swa_layers = frozenset(layer_id for layer_id, (_, swa) in pool.layers_mapping.items() if swa)
+            swa_slots = _window_slots(pool, batch.window) if batch.window is not None else None
         layers: list[PoolLayer | StateLayer] = []
         for layer_id, kind in enumerate(geometry.kinds):
             if kind == "recurrent":
@@ -129,21 +191,20 @@ class PoolCache(StateCache):
                 continue
             keys = batch.full if kind == "full" else batch.window
             assert keys is not None, f"a pass without keys for {kind} layers"
-            # A window layer may be kept whole: then it is read by full slots, like the others.
-            slots = peers if peers is not None and layer_id in in_window_space else keys.slots
+            slots = swa_slots if swa_slots is not None and layer_id in swa_layers else keys.slots
             layers.append(PoolLayer(pool, layer_id, batch, slots, is_sliding=kind == "window"))
         super().__init__(layers=layers)
 
     def store_states(self) -> None:
-        """Write what the recurrent layers left to the state slots. Call it when the pass has ended."""
+        """Write the new states of the recurrent layers to the state slots. To be called after the pass."""
         states = self._batch.states
         if states is None:
             return
         for layer_id in self._geometry.recurrent_layers:
-            left = self.layers[layer_id].state
-            assert left is not None, f"the model left no state in layer {layer_id}"
-            kept = states.table.mamba2_layer_cache(layer_id)
-            for buffer, value in zip((*kept.conv, kept.temporal), (*left.conv, left.temporal), strict=True):
+            new = self.layers[layer_id].state
+            assert new is not None, f"the model left no state in layer {layer_id}"
+            stored = states.table.mamba2_layer_cache(layer_id)
+            for buffer, value in zip((*stored.conv, stored.temporal), (*new.conv, new.temporal), strict=True):
                 buffer[states.slots] = value.to(buffer.dtype)
 
     def _state_layer(self, layer_id: int) -> StateLayer:
@@ -151,30 +212,31 @@ class PoolCache(StateCache):
         assert states is not None and shapes is not None, "a pass without states for recurrent layers"
         if not self._batch.past_len:
             return StateLayer(None)
-        return StateLayer(lambda: _fetch(states, layer_id, shapes))
+        return StateLayer(lambda: _copy_states(states, layer_id, shapes))
 
 
-def _fetch(states: BatchStates, layer_id: int, geometry: StateGeometry) -> MambaState:
-    """Copies of one layer's states in the model's dtypes, zeroed where a sequence begins."""
-    kept = states.table.mamba2_layer_cache(layer_id)
-    copies = [x.index_select(0, states.slots).to(geometry.conv_dtype) for x in kept.conv]
-    copies.append(kept.temporal.index_select(0, states.slots).to(geometry.temporal_dtype))
-    if states.fresh is not None:
+def _copy_states(states: BatchStates, layer_id: int, geometry: StateGeometry) -> MambaState:
+    """Copies of one layer's states in the model's dtypes, zeroed for sequences that start."""
+    stored = states.table.mamba2_layer_cache(layer_id)
+    copies = [x.index_select(0, states.slots).to(geometry.conv_dtype) for x in stored.conv]
+    copies.append(stored.temporal.index_select(0, states.slots).to(geometry.temporal_dtype))
+    if states.starting is not None:
         for copy in copies:
-            copy[states.fresh] = 0
+            copy[states.starting] = 0
     return MambaState(copies[:-1], copies[-1])
 
 
-def _peers(pool: SWAKVPool, keys: Keys) -> torch.Tensor:
-    """The window slots of `keys`."""
-    peers = pool.translate_loc_from_full_to_swa(keys.slots)
+def _window_slots(pool: SWAKVPool, keys: KeySlots) -> torch.Tensor:
+    """The window slots of `keys`, int64 [B, keys]."""
+    slots = pool.translate_loc_from_full_to_swa(keys.slots)
     if pool.device.type == "cpu" or debug_checks():
-        gone = (peers == 0) & (keys.slots != 0)
-        if gone.any():
+        freed = (slots == 0) & (keys.slots != 0)
+        if freed.any():
             raise InvariantError(
-                "PoolCache", [f"the window slots of full slots {keys.slots[gone][:8].tolist()} were freed and are read"]
+                "PoolCache",
+                [f"the window slots of full slots {keys.slots[freed][:8].tolist()} were freed and are read"],
             )
-    return peers
+    return slots
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:
@@ -183,7 +245,7 @@ def _rows(states: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(buffer: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[slots, heads, dim] at [B, keys] -> [B, heads, keys, dim], in the model's dtype."""
+    """Rows of [slots, heads, dim] at `slots` [B, keys] -> [B, heads, keys, dim] in `dtype`."""
     rows = buffer.index_select(0, slots.flatten()).unflatten(0, slots.shape)
     gathered: torch.Tensor = rows.transpose(1, 2).to(dtype)
     return gathered

@@ -1,8 +1,6 @@
-"""The main job on one command: long conversations over a device far too small for them, checked token by token.
+"""`hicache demo`: serves long conversations over a device tier far too small for them and compares every token.
 
-    plan sizes -> serve every turn through device, host and disk -> serve the same prompts without any cache -> compare
-
-Owns the flags of `hicache demo`. May import everything below serving.
+choose sizes -> serve every turn through device, host and disk -> serve the same prompts without a cache -> compare
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 import tempfile
 import time
 from pathlib import Path
@@ -24,15 +21,21 @@ from rich.console import Console
 from hicache.config import EngineConfig
 from hicache.errors import ConfigError, PromptTooLong
 from hicache.factory import build_engine
-from hicache.layout import ModelGeometry
-from hicache.serving.drive import Job, ask_transformers, serve_cached, serve_without_cache
+from hicache.serving.drive import serve_cached, serve_with_transformers, serve_without_cache
 from hicache.serving.models import LoadedModel, load_local, random_model
-from hicache.serving.report import Report
-from hicache.serving.request import Sampling
+from hicache.serving.report import Report, View
+from hicache.serving.sampling import SamplingParams
 from hicache.serving.support import check_supported
-from hicache.serving.view import View
-from hicache.serving.workload import Conversation, Shape, own_documents, recorded_session, standard_library
+from hicache.serving.workload import (
+    Conversation,
+    DocumentShape,
+    Workload,
+    own_documents,
+    recorded_session,
+    standard_library,
+)
 from hicache.settings import Number, Whole, as_flag
+from hicache.sizing import row_bytes
 
 AUDIT_FILE = "kv-audit.jsonl"
 _DEFAULT_TURNS = 3
@@ -43,47 +46,56 @@ _NUMBER = as_flag(Number("a number"))
 
 
 class _Console(Console):
-    """Leaves a closed pipe to the command line, where rich would end the process with the status 1."""
+    """Raises BrokenPipeError for the command line to handle; rich itself would exit with status 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hicache demo`; those of the engine stand in a group of their own."""
-    what = parser.add_argument_group("what is served")
-    what.add_argument("--model", metavar="PATH", help="a local transformers model with its tokenizer (default: random)")
-    what.add_argument("--input", nargs="+", metavar="FILE", help="own documents, one conversation each")
-    what.add_argument("--session", nargs="+", metavar="FILE", help="recorded sessions, JSON lines with an 'input' each")
-    what.add_argument("--documents", type=_COUNT, default=6, help="modules of the standard library (default 6)")
-    what.add_argument("--turns", type=_COUNT, help="questions to each document (default 3; sessions: all)")
-    what.add_argument("--document-tokens", type=_TOKENS, default=12288, help="tokens of the longest (default 12288)")
-    what.add_argument("--max-prompt-tokens", type=_TOKENS, default=16384, help="leave longer prompts of sessions out")
-    what.add_argument("--max-new-tokens", type=_TOKENS, default=16, help="tokens generated a turn (default 16)")
-    what.add_argument("--seed", type=_WHOLE, default=0, help="of the random weights and of sampling (default 0)")
-    what.add_argument("--sample", action="store_true", help="sample answers (temperature 1 unless given)")
-    what.add_argument("--temperature", type=_NUMBER, help="sample with this temperature; 0 is greedy")
-    what.add_argument("--top-k", type=_WHOLE, default=0, help="sample among the k most likely (default 0: all)")
-    what.add_argument(
-        "--top-p", type=_NUMBER, default=1.0, help="sample among the most likely of this share (default 1)"
+    """Add the flags of `hicache demo`; the engine's are in a group of their own."""
+    workload = parser.add_argument_group("workload")
+    workload.add_argument(
+        "--model", metavar="PATH", help="a local transformers model with its tokenizer (default: random)"
     )
-    how = parser.add_argument_group("how")
-    how.add_argument("--disk", dest="disk_path", metavar="DIR", help="keep the store here; a later run finds its pages")
-    how.add_argument("--json", metavar="FILE", help="write the figures")
-    how.add_argument("--concurrency", type=_COUNT, default=1, help="requests at a time (default 1)")
-    how.add_argument("--chunk", type=_TOKENS, default=8192, help="prompt tokens a step (default 8192)")
-    how.add_argument(
-        "--baseline", action=argparse.BooleanOptionalAction, default=True, help="compare with a run without any cache"
+    workload.add_argument("--input", nargs="+", metavar="FILE", help="own documents, one conversation each")
+    workload.add_argument(
+        "--session", nargs="+", metavar="FILE", help="recorded sessions, JSON lines with an 'input' each"
     )
-    how.add_argument(
-        "--check-against", choices=["transformers"], help="compare with the library's own generate too (greedy answers)"
+    workload.add_argument(
+        "--documents", type=_COUNT, default=6, help="number of modules of the standard library (default 6)"
     )
-    engine = parser.add_argument_group("the engine (sizes follow from the conversations unless given)")
-    EngineConfig.add_flags(engine)
+    workload.add_argument("--turns", type=_COUNT, help="questions per document (default 3; sessions: all turns)")
+    workload.add_argument(
+        "--document-tokens", type=_TOKENS, default=12288, help="maximum tokens per document (default 12288)"
+    )
+    workload.add_argument("--max-prompt-tokens", type=_TOKENS, default=16384, help="skip longer prompts of sessions")
+    workload.add_argument("--max-new-tokens", type=_TOKENS, default=16, help="tokens generated per turn (default 16)")
+    workload.add_argument("--seed", type=_WHOLE, default=0, help="seed of random weights and of sampling (default 0)")
+    workload.add_argument("--sample", action="store_true", help="sample answers (temperature 1 unless given)")
+    workload.add_argument("--temperature", type=_NUMBER, help="sample with this temperature; 0 is greedy")
+    workload.add_argument(
+        "--top-k", type=_WHOLE, default=0, help="sample from the k most likely tokens (default 0: all)"
+    )
+    workload.add_argument(
+        "--top-p", type=_NUMBER, default=1.0, help="sample from the most likely tokens of this total (default 1)"
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument("--disk", dest="disk_path", metavar="DIR", help="store directory; a later run hits its pages")
+    run.add_argument("--json", metavar="FILE", help="write the results as JSON")
+    run.add_argument("--concurrency", type=_COUNT, default=1, help="maximum concurrent requests (default 1)")
+    run.add_argument("--chunk", type=_TOKENS, default=8192, help="maximum prompt tokens per step (default 8192)")
+    run.add_argument(
+        "--baseline", action=argparse.BooleanOptionalAction, default=True, help="compare with a run without a cache"
+    )
+    run.add_argument(
+        "--check-against", choices=["transformers"], help="compare with transformers' generate too (greedy only)"
+    )
+    EngineConfig.add_flags(parser, "engine (sizes are chosen by the conversations unless given)")
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Run the demo. Returns 0, or 1 where the outcome differs from the run without a cache."""
+    """Run the demo. Returns 0, or 1 if a token or a page differs from the runs it is compared with."""
     start_s = time.perf_counter()
     console = _Console()
     transformers.utils.logging.set_verbosity_error()
@@ -91,35 +103,35 @@ def run(flags: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if flags.json is not None:
         _check_writable(Path(flags.json))
-    job = _prepare(flags, console)
+    workload = _prepare(flags, console)
     with contextlib.ExitStack() as stack:
         temporary = ""
         if flags.disk_path is None:
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-demo-"))
-        config = _configure(flags, job, temporary)
+        config = _configure(flags, workload, temporary)
         sidecar = None
         if config.disk is not None and not (temporary and config.disk.path.startswith(temporary)):
             sidecar = Path(config.disk.path) / AUDIT_FILE
-        with build_engine(config, job.geometry) as engine:
+        with build_engine(config, workload.geometry) as engine:
             host_tokens = int(engine.stats().get("host.free_pages", 0)) * config.host_page_size
-            _announce(job, config, host_tokens, console)
+            _announce(workload, config, host_tokens, console)
             view = stack.enter_context(View(console))
-            served = serve_cached(job, engine, config.dtype, sidecar, lambda turn: view.show(turn.row()))
+            served = serve_cached(workload, engine, config.dtype, sidecar, lambda turn: view.show(turn.row()))
         if flags.baseline:
             view.heading("the same prompts without a cache:")
-            serve_without_cache(job, config, served.turns, lambda turn: view.show(turn.row()))
+            serve_without_cache(workload, config, served.turns, lambda turn: view.show(turn.row()))
         if flags.check_against:
-            ask_transformers(job, served.turns)
+            serve_with_transformers(workload, served.turns)
     report = Report(
         turns=served.turns,
         audit=served.audit,
         stats=served.stats,
         sizes={
-            "working_set_tokens": job.working_set,
+            "working_set_tokens": workload.working_set,
             "device_tokens": config.device_tokens,
             "host_tokens": host_tokens,
         },
-        model=job.loaded.name,
+        model=workload.loaded.name,
         device=_device_name(config.device),
         seconds=time.perf_counter() - start_s,
         compared=flags.baseline,
@@ -131,137 +143,126 @@ def run(flags: argparse.Namespace) -> int:
     return 0 if report.identical else 1
 
 
-def _prepare(flags: argparse.Namespace, console: Console) -> Job:
-    """Load the model, read the conversations, check the limits."""
-    shape = Shape(flags.documents, flags.turns if flags.turns is not None else _DEFAULT_TURNS, flags.document_tokens)
+def _prepare(flags: argparse.Namespace, console: Console) -> Workload:
+    """Load the model and the conversations. Raises ConfigError if a conversation is too long for the model."""
+    shape = DocumentShape(
+        flags.documents, flags.turns if flags.turns is not None else _DEFAULT_TURNS, flags.document_tokens
+    )
     temperature = flags.temperature if flags.temperature is not None else float(flags.sample)
-    sampling = Sampling(temperature, flags.top_k, flags.top_p, flags.seed)
+    sampling_params = SamplingParams(temperature, flags.top_k, flags.top_p, flags.seed)
     if flags.check_against and temperature:
         raise ConfigError("--check-against transformers compares greedy answers; leave --sample and --temperature out")
     basis = _basis(flags)
     device, dtype = _device(basis.device), basis.torch_dtype
     if dtype.itemsize == 1:
-        dtype = torch.bfloat16  # of the model; the pool alone stores 8 bits
+        dtype = torch.bfloat16  # of the model; only the pool stores 8 bits
     loaded = load_local(flags.model, dtype, device) if flags.model else random_model(flags.seed, dtype, device)
     geometry = check_supported(loaded.model)
-    job = Job(
+    workload = Workload(
         loaded=loaded,
         geometry=geometry,
-        talks=_conversations(flags, shape, loaded, console),
+        conversations=_conversations(flags, shape, loaded, console),
         max_new_tokens=flags.max_new_tokens,
         concurrency=flags.concurrency,
         chunk_tokens=flags.chunk,
-        sampling=sampling,
+        sampling_params=sampling_params,
     )
-    if job.longest > loaded.max_context_len:
+    if workload.max_len > loaded.max_context_len:
         raise ConfigError(
-            f"the longest conversation has {job.longest} tokens, the model takes {loaded.max_context_len}; lower "
+            f"the longest conversation has {workload.max_len} tokens, the model takes {loaded.max_context_len}; lower "
             "--document-tokens, --max-prompt-tokens, --turns or --max-new-tokens"
         )
-    return job
+    return workload
 
 
 def _conversations(
-    flags: argparse.Namespace, shape: Shape, loaded: LoadedModel, console: Console
+    flags: argparse.Namespace, shape: DocumentShape, loaded: LoadedModel, console: Console
 ) -> list[Conversation]:
-    talks: list[Conversation] = []
+    conversations: list[Conversation] = []
     for path in flags.session or ():
-        talk, skipped = recorded_session(path, flags.turns, flags.max_prompt_tokens, loaded.tokenizer, loaded.bos)
-        talks.append(talk)
+        session, skipped = recorded_session(path, flags.turns, flags.max_prompt_tokens, loaded.tokenizer, loaded.bos)
+        conversations.append(session)
         if skipped:
-            console.print(f"{path}: {skipped} turns left out (--turns, --max-prompt-tokens, or empty)", highlight=False)
+            console.print(f"{path}: {skipped} turns skipped (--turns, --max-prompt-tokens, or empty)", highlight=False)
     if flags.input:
-        talks.extend(own_documents(flags.input, shape, loaded.tokenizer, loaded.bos))
-    return talks or list(standard_library(shape, loaded.tokenizer, loaded.bos))
+        conversations.extend(own_documents(flags.input, shape, loaded.tokenizer, loaded.bos))
+    return conversations or list(standard_library(shape, loaded.tokenizer, loaded.bos))
 
 
-def _configure(flags: argparse.Namespace, job: Job, temporary: str) -> EngineConfig:
-    """A quarter of the working set on the device, half on the host, the rest on disk, unless flags say otherwise."""
-    basis = _basis(flags)
-    page = basis.host_page_size
-    # Two pages at the least, and beside them the one that the host keeps as a sink.
-    host_pages = max(2, _pages(job.working_set // 2, page)) + 1
-    host_bytes = host_pages * page * _token_bytes(job.geometry, basis)
-    if job.geometry.state is not None:
-        # Of the host's bytes states get a quarter: two for each turn, where its prompt and where its answer ended.
-        host_bytes = max(host_bytes * 4 // 3, 8 * job.num_turns * _state_bytes(job.geometry))
-    config = EngineConfig.from_flags(flags, **_defaults(job, temporary, page, host_bytes=host_bytes))
-    if _keeps_no_disk(job.geometry):
-        config = dataclasses.replace(config, disk=None)  # that of --disk, or of the file of --config
-    most = config.device_tokens // config.page_size * config.page_size
-    if job.longest > most:
-        raise PromptTooLong(job.longest, most, "device_tokens")
-    if job.longest > config.max_context_len:
-        raise PromptTooLong(job.longest, config.max_context_len, "max_context_len")
+def _configure(flags: argparse.Namespace, workload: Workload, temporary: str) -> EngineConfig:
+    """Capacity for a quarter of the working set on the device and half of it on the host, unless flags say
+    otherwise."""
+    config = _config(flags, **_defaults(flags, workload, temporary))
+    capacity = config.device_tokens // config.page_size * config.page_size
+    for limit, setting in ((capacity, "device_tokens"), (config.max_context_len, "max_context_len")):
+        if workload.max_len > limit:
+            raise PromptTooLong(workload.max_len, limit, setting)
     return config
 
 
 def _basis(flags: argparse.Namespace) -> EngineConfig:
-    """The settings before anything is known of model and conversations: wrong ones show early."""
-    return EngineConfig.from_flags(
-        flags, device_tokens=1 << 20, host_bytes=1 << 30, dtype="float32", device="cpu", model_id="not loaded yet"
-    )
+    """The settings, with placeholders for what depends on the workload: invalid ones raise before the model is
+    loaded."""
+    disk = {"disk": {"path": "not made yet"}} if _has_disk_settings(flags) else {}
+    return _config(flags, device_tokens=1 << 20, host_bytes=1 << 30, device="cpu", model_id="not loaded yet", **disk)
 
 
-def _defaults(job: Job, temporary: str, page: int, host_bytes: int) -> dict[str, object]:
-    # The longest conversation must fit, with one page to spare for the end of its answer.
-    device_tokens = max(_pages(job.working_set // 4, page), _pages(job.longest, page) + 1) * page
+def _config(flags: argparse.Namespace, **defaults: object) -> EngineConfig:
+    """The configuration of `flags`; dtype is float32 unless they say otherwise."""
+    config = EngineConfig.from_flags(flags, **defaults)
+    return dataclasses.replace(config, dtype="float32") if config.dtype == "auto" else config
+
+
+def _has_disk_settings(flags: argparse.Namespace) -> bool:
+    return any(name.startswith("disk.") for name in EngineConfig.sources_of(flags))
+
+
+def _defaults(flags: argparse.Namespace, workload: Workload, temporary: str) -> dict[str, object]:
+    basis = _basis(flags)
+    page, rows = basis.host_page_size, row_bytes(workload.geometry, basis.torch_dtype)
+    # The longest conversation must fit, and one page more for the end of its answer.
+    device_tokens = max(_pages(workload.working_set // 4, page), _pages(workload.max_len, page) + 1) * page
+    # At least two pages, and page 0, which is the sink.
+    host_bytes = (max(2, _pages(workload.working_set // 2, page)) + 1) * page * (rows.full + rows.window)
     defaults: dict[str, object] = {
         "device_tokens": device_tokens,
         "host_bytes": host_bytes,
-        "dtype": "float32",
         "device": "cpu",
-        "max_requests": job.concurrency,
-        "max_context_len": _pages(job.longest, page) * page,
+        "max_requests": workload.concurrency,
+        "max_context_len": _pages(workload.max_len, page) * page,
+        "prefill_chunk_tokens": workload.chunk_tokens,
         "prefetch_mode": "wait_complete",
-        "model_id": job.loaded.model_id,
+        "model_id": workload.loaded.model_id,
     }
-    if job.geometry.window_layers:
-        # The windows of two requests and a chunk that is computed, whose slots the window leaves as it moves on.
-        windows, chunk = 2 * (_pages(job.geometry.window, page) + 1), _pages(min(job.chunk_tokens, job.longest), page)
+    sources = EngineConfig.sources_of(flags)
+    if rows.state and not {"host_bytes", "host_ratio"} & sources.keys():
+        # Two states per turn, at the end of its prompt and of its answer, and state 0, which is the sink.
+        defaults["host_states"] = 2 * workload.num_turns
+        defaults["host_bytes"] = host_bytes + (2 * workload.num_turns + 1) * rows.state
+    if workload.geometry.window_layers:
+        # The windows of two requests, and the chunk that is computed.
+        windows = 2 * (_pages(workload.geometry.window, page) + 1)
+        chunk = _pages(min(workload.chunk_tokens, workload.max_len), page)
         defaults["window_tokens"] = max(device_tokens, (windows + chunk) * page)
-    if temporary and not _keeps_no_disk(job.geometry):
+    if temporary and (_has_disk_settings(flags) or basis.has_host):
         defaults["disk"] = {"path": str(Path(temporary) / "store")}
     return defaults
 
 
-def _announce(job: Job, config: EngineConfig, host_tokens: int, console: Console) -> None:
-    kib = _token_bytes(job.geometry, config) / 1024
+def _announce(workload: Workload, config: EngineConfig, host_tokens: int, console: Console) -> None:
+    """Print the model and the sizes of the tiers."""
+    loaded, rows = workload.loaded, row_bytes(workload.geometry, config.torch_dtype)
+    kib = (rows.full + rows.window) / 1024
     disk = config.disk.path if config.disk is not None else "none"
-    if _keeps_no_disk(job.geometry):
-        disk = "none (it keeps pages of full attention alone, and this model has windows or recurrent layers)"
     console.print(
-        f"{job.loaded.name}, {job.loaded.num_weights / 1e6:.1f} million weights, {kib:g} KiB of KV a token, "
+        f"{loaded.name}, {loaded.num_weights / 1e6:.1f} million weights, {kib:g} KiB of KV a token, "
         f"on {_device_name(config.device)}\n"
-        f"{len(job.talks)} conversations need {job.working_set} tokens of KV: device {config.device_tokens}, "
-        f"host {host_tokens}, disk {disk}\n",
+        f"{len(workload.conversations)} conversations need {workload.working_set} tokens of KV: "
+        f"device {config.device_tokens}, host {host_tokens}, disk {disk}\n",
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
-
-
-def _token_bytes(geometry: ModelGeometry, config: EngineConfig) -> int:
-    """Bytes of keys and values of one token over all attention layers."""
-    dims = geometry.head_dim + (geometry.v_head_dim or geometry.head_dim)
-    num_layers = len(geometry.full_layers) + len(geometry.window_layers)
-    return num_layers * geometry.head_num * dims * config.torch_dtype.itemsize
-
-
-def _state_bytes(geometry: ModelGeometry) -> int:
-    """Bytes of a recurrent state over all layers."""
-    state = geometry.state
-    if state is None:
-        return 0
-    conv_numel = sum(math.prod(shape) for shape in state.conv)
-    temporal_numel = math.prod(state.temporal)
-    per_layer = conv_numel * state.conv_dtype.itemsize + temporal_numel * state.temporal_dtype.itemsize
-    return len(geometry.recurrent_layers) * per_layer
-
-
-def _keeps_no_disk(geometry: ModelGeometry) -> bool:
-    """Whether the disk tier lacks what this model needs of a page."""
-    return bool(geometry.window_layers or geometry.recurrent_layers)
 
 
 def _pages(tokens: int, page: int) -> int:

@@ -1,7 +1,6 @@
-"""Serving the conversations of a demo: once through all tiers, once more without any cache, once by transformers.
+"""Runs the demo's workload: through all tiers, again without a cache, and again with transformers' `generate`.
 
-Knows the order of turns and what depends on what; the scheduler knows neither. May import everything below serving and
-its own package.
+It knows the order of turns and which turn needs the answer of which; the scheduler knows neither.
 """
 
 from __future__ import annotations
@@ -9,68 +8,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from transformers import GenerationConfig
 
 from hicache.config import EngineConfig
 from hicache.engine import CacheEngine
 from hicache.factory import build_engine
-from hicache.layout import ModelGeometry
 from hicache.serving.audit import AuditCounts, KVAudit
 from hicache.serving.interrupt import CalmInterrupt
-from hicache.serving.models import LoadedModel
-from hicache.serving.reference import generate
 from hicache.serving.report import Turn
-from hicache.serving.request import Request, Result, Sampling
+from hicache.serving.request import Request, RequestOutput
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Auditor, Scheduler
-from hicache.serving.workload import Conversation, zigzag
+from hicache.serving.workload import Workload, zigzag
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """What is served and how: the model, the conversations and the limits that the flags set."""
-
-    loaded: LoadedModel
-    geometry: ModelGeometry
-    talks: Sequence[Conversation]
-    max_new_tokens: int
-    concurrency: int
-    chunk_tokens: int
-    sampling: Sampling
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt with its answer."""
-        return max(max(talk.most_tokens(self.max_new_tokens)) for talk in self.talks)
-
-    @property
-    def working_set(self) -> int:
-        """Tokens whose KV all conversations need."""
-        return sum(talk.distinct_tokens(self.max_new_tokens) for talk in self.talks)
-
-    @property
-    def num_turns(self) -> int:
-        return sum(talk.num_turns for talk in self.talks)
-
-    def request(self, talk: int, turn: int, prompt: npt.NDArray[np.int64], namespace: str = "") -> Request:
-        """The request of a turn; its id names both and is unique."""
-        return Request(
-            request_id=f"{talk + 1}.{turn + 1} {self.talks[talk].name}",
-            tokens=prompt,
-            max_new_tokens=self.max_new_tokens,
-            sampling=self.sampling,
-            namespace=namespace,
-            eos_ids=self.loaded.eos_ids,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """What a run through all tiers left behind: its turns in the order in which they were asked."""
+class CachedRun:
+    """The run through all tiers: its turns in the order of their prompts, the audit's counts and the engine's stats."""
 
     turns: Sequence[Turn]
     audit: AuditCounts
@@ -78,43 +39,46 @@ class Served:
 
 
 def serve_cached(
-    job: Job, engine: CacheEngine, dtype: str, sidecar: Path | None, show: Callable[[Turn], None]
-) -> Served:
-    """Every turn of every conversation, in zigzag order, through all tiers.
+    workload: Workload, engine: CacheEngine, dtype: str, sidecar: Path | None, show: Callable[[Turn], None]
+) -> CachedRun:
+    """Serve every turn of every conversation, in zigzag order, through all tiers.
 
-    `dtype`: the pool's, which belongs to the identity of the page digests that `sidecar` keeps.
+    `dtype`: the pool's, part of the identity of the page digests in `sidecar`.
     """
     done: dict[tuple[int, int], Turn] = {}
-    order = zigzag([talk.num_turns for talk in job.talks])
+    order = zigzag([conversation.num_turns for conversation in workload.conversations])
 
-    def make(index: int) -> Request | None:
-        talk, turn = order[index]
-        before = done.get((talk, turn - 1))
-        if turn and before is None:
+    def make_request(index: int) -> Request | None:
+        conversation, turn = order[index]
+        previous = done.get((conversation, turn - 1))
+        if turn and previous is None:
             return None
-        last = before.prompt.tolist() if before else ()
-        return job.request(talk, turn, job.talks[talk].prompt(turn, last, before.cached.tokens if before else ()))
+        tokens, answer = (previous.prompt.tolist(), previous.cached.tokens) if previous else ((), ())
+        prompt = workload.conversations[conversation].prompt(turn, tokens, answer)
+        return workload.request(conversation, turn, prompt)
 
-    def finished(index: int, request: Request, result: Result) -> None:
-        turn = done[order[index]] = Turn(request.request_id, *order[index], request.tokens, result)
+    def on_finished(index: int, request: Request, output: RequestOutput) -> None:
+        turn = done[order[index]] = Turn(request.request_id, *order[index], request.tokens, output)
         show(turn)
 
-    with contextlib.closing(KVAudit(engine, f"{job.loaded.model_id} {dtype}", sidecar)) as audit:
-        _drive(job, engine, len(order), make, finished, audit)
+    with contextlib.closing(KVAudit(engine, f"{workload.loaded.model_id} {dtype}", sidecar)) as audit:
+        _run(workload, engine, len(order), make_request, on_finished, audit)
     engine.flush()
     engine.check()
-    return Served([done[at] for at in order], audit.counts, dict(engine.stats()))
+    return CachedRun([done[key] for key in order], audit.counts, dict(engine.stats()))
 
 
-def serve_without_cache(job: Job, config: EngineConfig, turns: Sequence[Turn], show: Callable[[Turn], None]) -> None:
-    """The same prompts, each in a namespace of its own on an engine without lower tiers: nothing is ever found.
+def serve_without_cache(
+    workload: Workload, config: EngineConfig, turns: Sequence[Turn], show: Callable[[Turn], None]
+) -> None:
+    """Serve the same prompts without any hit: each in a namespace of its own, with a device tier only.
 
-    Fills in `recomputed` of each turn.
+    Sets `recomputed` of each turn.
     """
     page = config.page_size
-    device_tokens = -(-job.longest // page) * page * job.concurrency
-    window_tokens = max(config.window_tokens, device_tokens) if job.geometry.window_layers else 0
-    bare = dataclasses.replace(
+    device_tokens = -(-workload.max_len // page) * page * workload.concurrency
+    window_tokens = max(config.window_tokens, device_tokens) if workload.geometry.window_layers else 0
+    device_only = dataclasses.replace(
         config,
         host_bytes=0,
         host_ratio=0.0,
@@ -124,51 +88,87 @@ def serve_without_cache(job: Job, config: EngineConfig, turns: Sequence[Turn], s
         window_tokens=window_tokens,
     )
 
-    def make(index: int) -> Request | None:
+    def make_request(index: int) -> Request | None:
         turn = turns[index]
-        return job.request(turn.talk, turn.number, turn.prompt, namespace=f"turn {index}")
+        return workload.request(turn.conversation, turn.number, turn.prompt, namespace=f"turn {index}")
 
-    def finished(index: int, request: Request, result: Result) -> None:
-        turns[index].recomputed = result
+    def on_finished(index: int, request: Request, output: RequestOutput) -> None:
+        turns[index].recomputed = output
         show(turns[index])
 
-    with build_engine(bare, job.geometry) as engine:
-        _drive(job, engine, len(turns), make, finished, None)
+    with build_engine(device_only, workload.geometry) as engine:
+        _run(workload, engine, len(turns), make_request, on_finished, None)
 
 
-def ask_transformers(job: Job, turns: Sequence[Turn]) -> None:
-    """The same prompts to the library's own `generate`. Fills in `generated` of each turn."""
+def serve_with_transformers(workload: Workload, turns: Sequence[Turn]) -> None:
+    """Generate from the same prompts with transformers' `generate`. Sets `generated` of each turn."""
     for turn in turns:
-        turn.generated = generate(job.loaded.model, turn.prompt, job.max_new_tokens, job.loaded.eos_ids)
+        turn.generated = generate(workload.loaded.model, turn.prompt, workload.max_new_tokens, workload.loaded.eos_ids)
 
 
-def _drive(
-    job: Job,
+@torch.inference_mode()
+def generate(
+    model: Any, tokens: npt.NDArray[np.int64], max_new_tokens: int, eos_ids: Iterable[int] = ()
+) -> tuple[int, ...]:
+    """The greedy continuation of `tokens`, int64 [len], by transformers' `generate` with its own cache.
+
+    A reference that shares no code with the runner, the pools or the engine. Ends after a token of `eos_ids`, which is
+    part of it. The model's own generation settings are ignored and kept.
+    """
+    ids = torch.from_numpy(tokens).to(model.device)[None]
+    settings, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=sorted(eos_ids) or None,
+                pad_token_id=0,
+            ),
+        )
+    finally:
+        model.generation_config = settings
+    return tuple(output[0, len(tokens) :].tolist())
+
+
+def _run(
+    workload: Workload,
     engine: CacheEngine,
     num_turns: int,
-    make: Callable[[int], Request | None],
-    finished: Callable[[int, Request, Result], None],
-    audit: Auditor | None,
+    make_request: Callable[[int], Request | None],
+    on_finished: Callable[[int, Request, RequestOutput], None],
+    auditor: Auditor | None,
 ) -> None:
-    """Serve turns [0, num_turns), `concurrency` at a time. `make` returns None while a turn's predecessor is
-    unfinished.
+    """Serve turns [0, num_turns) in order, `concurrency` at a time. `make_request` returns None while the previous turn
+    of the conversation is unfinished.
 
     Raises the error of a request that failed, and KeyboardInterrupt between two steps.
     """
-    runner = ModelRunner(job.loaded.model, engine, job.geometry)
-    scheduler = Scheduler(engine, runner, chunk_tokens=job.chunk_tokens, max_running=job.concurrency, auditor=audit)
+    scheduler = Scheduler(
+        engine,
+        ModelRunner(workload.loaded.model, engine, workload.geometry),
+        chunk_tokens=workload.chunk_tokens,
+        max_running=workload.concurrency,
+        auditor=auditor,
+    )
     pending = deque(range(num_turns))
-    under_way: dict[str, tuple[int, Request]] = {}
+    submitted: dict[str, tuple[int, Request]] = {}
     try:
         with CalmInterrupt() as interrupt:
-            while pending or under_way:
+            while pending or submitted:
                 interrupt.check()
-                while pending and len(under_way) < job.concurrency and (request := make(pending[0])) is not None:
-                    under_way[request.request_id] = (pending.popleft(), request)
+                while (
+                    pending
+                    and len(submitted) < workload.concurrency
+                    and (request := make_request(pending[0])) is not None
+                ):
+                    submitted[request.request_id] = (pending.popleft(), request)
                     scheduler.submit(request)
-                for result in scheduler.step():
-                    if result.error is not None:
-                        raise result.error
-                    finished(*under_way.pop(result.request_id), result)
+                for output in scheduler.step():
+                    if output.error is not None:
+                        raise output.error
+                    on_finished(*submitted.pop(output.request_id), output)
     finally:
         scheduler.abort_all()

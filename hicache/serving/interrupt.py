@@ -1,7 +1,4 @@
-"""Ctrl-C between two steps instead of within one, so that what is under way is left in order.
-
-May import the standard library alone.
-"""
+"""Handles Ctrl-C between two steps of a loop, so a step is never interrupted half-way."""
 
 from __future__ import annotations
 
@@ -11,30 +8,32 @@ from types import FrameType, TracebackType
 
 
 class CalmInterrupt:
-    """While it is entered, the first Ctrl-C is kept until `check()`; the second one is raised at once.
+    """Inside the `with`, the first Ctrl-C is deferred to the next `check()`; the second one is raised at once.
 
-    Outside the main thread, which alone receives signals, it does nothing.
+    Outside of the main thread, the only one that receives signals, it does nothing.
     """
 
     def __init__(self) -> None:
-        self._asked = False
-        self._owns = threading.current_thread() is threading.main_thread()
+        self._interrupted = False
+        self._is_main_thread = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> CalmInterrupt:
-        if self._owns:
+        if self._is_main_thread:
             self._before = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._owns:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_main_thread:
             signal.signal(signal.SIGINT, self._before)
 
     def check(self) -> None:
-        """Raise the KeyboardInterrupt that was kept, if there is one."""
-        if self._asked:
+        """Raise the deferred KeyboardInterrupt, if there is one."""
+        if self._interrupted:
             raise KeyboardInterrupt
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self._interrupted:
             raise KeyboardInterrupt
-        self._asked = True
+        self._interrupted = True

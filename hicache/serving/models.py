@@ -1,9 +1,7 @@
-"""The models the demo serves: one made from a seed, which every machine can make, or one from a local directory.
+"""The models of the demo: a random one made from a seed, or one from a local directory.
 
-Both come as a `LoadedModel` with a tokenizer and an identity: a digest of the configuration and of values taken from
-every tensor, so that a store filled by one model is refused to another, whatever their names.
-
-May import transformers, torch, config and errors.
+A `LoadedModel` has a tokenizer and an identity, a digest of the configuration and of values of every tensor. So a store
+written by one model is refused for another, whatever their names.
 """
 
 from __future__ import annotations
@@ -20,21 +18,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hicache.errors import ConfigError
 
-_SAMPLES = 1024  # values of each tensor that enter the identity
+_SAMPLES = 1024  # values of each tensor in the identity
 _NOT_WEIGHTS = ("transformers_version", "_name_or_path", "_attn_implementation", "dtype", "torch_dtype")
 _UNLIMITED = 1 << 24  # positions of a model that names no limit
 RANDOM_CONTEXT = 131072
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back, without special tokens."""
+    """Converts text to token ids and back, without special tokens."""
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
 
 
 class ByteTokenizer:
-    """A token a byte of UTF-8; ids from 256 on are special and stand for no byte."""
+    """One token per byte of UTF-8; ids from 256 on are special and decode to nothing."""
 
     num_tokens = 260
     bos_id = 256
@@ -47,7 +45,7 @@ class ByteTokenizer:
 
 
 class LocalTokenizer:
-    """A tokenizer from the library."""
+    """A tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -62,8 +60,8 @@ class LocalTokenizer:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to serve. `model_id`: its identity for the disk tier; `max_context_len`: tokens its positions
-    cover; `bos`: ids that every prompt begins with."""
+    """A model ready to serve. `model_id`: its identity for the disk tier; `max_context_len`: the number of positions it
+    supports; `bos`: the ids at the start of every prompt."""
 
     name: str
     model: Any
@@ -79,7 +77,7 @@ class LoadedModel:
 
 
 def random_model(seed: int, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """A Llama-architecture model over bytes, 3.7 million weights drawn from `seed` on the CPU, so on every machine."""
+    """A Llama model over bytes with 3.7 million weights drawn from `seed` on the CPU: the same on every machine."""
     config = LlamaConfig(
         vocab_size=ByteTokenizer.num_tokens,
         hidden_size=256,
@@ -108,12 +106,13 @@ def random_model(seed: int, dtype: torch.dtype, device: torch.device) -> LoadedM
 
 
 def load_local(path: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """A causal language model with its tokenizer from a directory, nothing fetched. Raises ConfigError in one line."""
+    """A causal language model with its tokenizer from a directory; nothing is downloaded. Raises ConfigError, with a
+    message of one line, if it cannot be loaded."""
     if not Path(path).is_dir():
         raise ConfigError(f"--model {path}: no such directory; give one that holds a transformers model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        # The library chooses how attention is computed: sdpa, or eager for a model whose caps or sinks sdpa lacks.
+        # transformers chooses the attention: sdpa, or eager for a model with soft caps or sinks, which sdpa lacks.
         model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype)
         model = model.to(device).eval()
     except Exception as error:
@@ -133,13 +132,13 @@ def load_local(path: str, dtype: torch.dtype, device: torch.device) -> LoadedMod
 
 
 def model_identity(model: Any) -> str:
-    """SHA-256, as 32 hex digits, over the configuration and values of every tensor, spread evenly from end to end."""
+    """SHA-256, as 32 hex digits, over the configuration and evenly spaced values of every tensor."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_WEIGHTS}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         flat = tensor.detach().flatten()
-        at = torch.linspace(0, max(0, len(flat) - 1), min(len(flat), _SAMPLES), dtype=torch.float64).long()
-        values = flat[at.to(flat.device)].cpu().contiguous()
+        index = torch.linspace(0, max(0, len(flat) - 1), min(len(flat), _SAMPLES), dtype=torch.float64).long()
+        values = flat[index.to(flat.device)].cpu().contiguous()
         digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]

@@ -1,24 +1,26 @@
-"""The outcome of a demo: every turn with the cache and without, and the figures that follow from them.
-
-May import numpy and its own package.
-"""
+"""The demo's output: a row per turn while it runs, the summary, and the figures of `--json`."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 from hicache.serving.audit import AuditCounts
-from hicache.serving.request import Result
-from hicache.serving.view import Row
+from hicache.serving.request import RequestOutput
 
-# The engine's counters of bytes that went from one tier to another.
-_MOVES = {
+_COLUMNS = ("request", "prompt", "device", "host", "disk", "computed", "ttft ms", "recompute ms")
+_WIDTHS = (28, 7, 7, 7, 7, 9, 9, 13)
+# The engine's counters of bytes that moved between two tiers.
+_BYTES_MOVED = {
     "device_to_host": "backup.bytes",
     "host_to_device": "restore.bytes",
     "host_to_disk": "persist.bytes",
@@ -26,34 +28,59 @@ _MOVES = {
 }
 
 
+@dataclass(frozen=True)
+class Row:
+    """One turn: tokens, and milliseconds to the first one. `recompute_ms`: None until the turn ran without a cache."""
+
+    name: str
+    prompt: int
+    device: int
+    host: int
+    disk: int
+    computed: int
+    ttft_ms: float
+    recompute_ms: float | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        numbers = (self.prompt, self.device, self.host, self.disk, self.computed)
+        recompute = "" if self.recompute_ms is None else f"{self.recompute_ms:.0f}"
+        name = self.name if len(self.name) < _WIDTHS[0] else f"{self.name[: _WIDTHS[0] - 2]}…"
+        return (name, *(str(number) for number in numbers), f"{self.ttft_ms:.0f}", recompute)
+
+
 @dataclass
 class Turn:
-    """One turn of one conversation: its prompt, how the cache served it, and how it went without a cache.
+    """One turn of one conversation: its prompt, its output with the cache and, if that was run, without a cache.
 
-    `generated`: what transformers' `generate` answered, where that was asked for.
+    `generated`: the tokens of transformers' `generate`; None if it was not run.
     """
 
     name: str
-    talk: int
+    conversation: int
     number: int
     prompt: npt.NDArray[np.int64]
-    cached: Result
-    recomputed: Result | None = None
+    cached: RequestOutput
+    recomputed: RequestOutput | None = None
     generated: tuple[int, ...] | None = None
 
     @property
-    def same(self) -> bool:
-        """Whether every generated token equals that of the run without a cache, and of transformers, where made."""
-        truths = [self.cached.tokens if self.recomputed is None else self.recomputed.tokens]
-        truths.append(self.cached.tokens if self.generated is None else self.generated)
-        return all(tokens == self.cached.tokens for tokens in truths)
+    def identical(self) -> bool:
+        """Whether the generated tokens equal those of every other run that was made."""
+        return (self.recomputed is None or self.recomputed.tokens == self.cached.tokens) and (
+            self.generated is None or self.generated == self.cached.tokens
+        )
 
     def row(self) -> Row:
-        result, hit = self.cached, self.cached.hit
-        again_ms = None if self.recomputed is None else self.recomputed.ttft_s * 1e3
-        computed = result.computed_tokens
+        output, hit = self.cached, self.cached.hit
         return Row(
-            self.name, result.prompt_tokens, hit.device, hit.host, hit.disk, computed, result.ttft_s * 1e3, again_ms
+            name=self.name,
+            prompt=output.prompt_tokens,
+            device=hit.device,
+            host=hit.host,
+            disk=hit.disk,
+            computed=output.computed_tokens,
+            ttft_ms=output.ttft_s * 1e3,
+            recompute_ms=None if self.recomputed is None else self.recomputed.ttft_s * 1e3,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,14 +93,14 @@ class Turn:
             "computed_tokens": row.computed,
             "ttft_ms": {"cached": row.ttft_ms, "recompute": row.recompute_ms},
             "tokens": list(self.cached.tokens),
-            "identical": self.same,
+            "identical": self.identical,
         }
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a demo found out. `compared`: whether the run without a cache was made; `compared_generate`:
-    whether transformers was asked."""
+    """The outcome of a demo. `compared`: whether the run without a cache was made; `compared_generate`: whether
+    transformers' `generate` was run."""
 
     turns: Sequence[Turn]
     audit: AuditCounts
@@ -87,15 +114,15 @@ class Report:
 
     @property
     def identical(self) -> bool:
-        """Every generated token, where compared, and every page that came back."""
-        return self.audit.mismatched == 0 and all(turn.same for turn in self.turns)
+        """Whether all compared tokens are equal and no page that came back differs from what was computed."""
+        return self.audit.mismatched == 0 and all(turn.identical for turn in self.turns)
 
     def to_json(self) -> dict[str, Any]:
-        """The figures of `--json`. `ttft_ms` are medians over turns after the first, null where there are none."""
+        """The figures of `--json`. `ttft_ms`: medians over turns after the first, null if there are none."""
         later = [turn for turn in self.turns if turn.number]
         first = [turn for turn in self.turns if not turn.number]
         ttft = _ttft_ms(later)
-        cached_ms, again_ms = ttft["cached"], ttft["recompute"]
+        cached_ms, recompute_ms = ttft["cached"], ttft["recompute"]
         return {
             "identical": self.identical,
             "compared_with_recompute": self.compared,
@@ -106,9 +133,9 @@ class Report:
             "hit_tokens": _hit_tokens(self.turns),
             "computed_tokens": sum(turn.cached.computed_tokens for turn in self.turns),
             "ttft_ms": ttft,
-            "speedup": again_ms / cached_ms if cached_ms and again_ms else None,
+            "speedup": recompute_ms / cached_ms if cached_ms and recompute_ms else None,
             "first_turns": {"hit_tokens": _hit_tokens(first), "ttft_ms": _ttft_ms(first)},
-            "bytes_moved": {move: int(self.stats.get(name, 0)) for move, name in _MOVES.items()},
+            "bytes_moved": {move: int(self.stats.get(name, 0)) for move, name in _BYTES_MOVED.items()},
             "pages": self.audit.as_dict(),
             "sizes": dict(self.sizes),
             "model": self.model,
@@ -119,12 +146,12 @@ class Report:
         }
 
     def summary(self) -> str:
-        """The figures for a reader, a few lines."""
+        """The most important figures, in a few lines of text."""
         figures = self.to_json()
         hits, ttft, pages = figures["hit_tokens"], figures["ttft_ms"], self.audit
         prompt_tokens = max(1, figures["prompt_tokens"])
         shares = ", ".join(f"{tier} {tokens} ({tokens / prompt_tokens:.0%})" for tier, tokens in hits.items())
-        moved = ", ".join(f"{way.replace('_', ' ')} {size / 1e6:.0f}" for way, size in figures["bytes_moved"].items())
+        moved = ", ".join(f"{link.replace('_', ' ')} {size / 1e6:.0f}" for link, size in figures["bytes_moved"].items())
         lines = [
             f"identical: {'yes' if self.identical else 'NO'}   {self._checked()}",
             f"KV pages that came back: {pages.compared} compared, {pages.mismatched} differ, "
@@ -143,19 +170,80 @@ class Report:
     def _checked(self) -> str:
         if not self.compared and not self.compared_generate:
             return "(tokens not compared: --no-baseline)"
-        different = [turn.name for turn in self.turns if not turn.same]
+        different = [turn.name for turn in self.turns if not turn.identical]
         if different:
             return f"tokens differ in {', '.join(different)}"
-        truths = ["a run without a cache"] * self.compared + ["transformers' generate"] * self.compared_generate
-        return f"every generated token equals that of {' and '.join(truths)}, every page what was computed"
+        references = ["a run without a cache"] * self.compared + ["transformers' generate"] * self.compared_generate
+        return f"every generated token equals that of {' and '.join(references)}, every page what was computed"
+
+
+class View:
+    """Shows rows as they arrive: in a table redrawn in place on a terminal, as plain lines elsewhere. Use it in a
+    `with`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rows: dict[str, Row] = {}
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def __enter__(self) -> View:
+        if self._live:
+            self._live.start()
+        else:
+            self._line(_COLUMNS)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.update(self._table(list(self._rows.values())))
+            self._live.stop()
+
+    def heading(self, text: str) -> None:
+        """Print a line between plain rows; a table that is redrawn in place has none."""
+        if not self._live:
+            self._say(f"\n{text}")
+
+    def show(self, row: Row) -> None:
+        """Add a row, or replace the row of the same name."""
+        self._rows[row.name] = row
+        if self._live:
+            # Rows that scroll out of the terminal cannot be redrawn: show only the newest until the end.
+            max_rows = max(4, self._console.height - 6)
+            self._live.update(self._table(self._newest(row, max_rows)), refresh=True)
+        else:
+            self._line(row.cells())
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _newest(self, row: Row, max_rows: int) -> list[Row]:
+        """The last `max_rows` rows up to `row`."""
+        names = list(self._rows)
+        end = max(names.index(row.name) + 1, min(max_rows, len(names)))
+        return [self._rows[name] for name in names[max(0, end - max_rows) : end]]
+
+    def _table(self, rows: Sequence[Row]) -> Table:
+        table = Table()
+        for column in _COLUMNS:
+            table.add_column(column, justify="left" if column == "request" else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row.cells())
+        return table
+
+    def _line(self, cells: Sequence[str]) -> None:
+        first, *rest = cells
+        columns = "".join(f"{cell:>{width}}" for cell, width in zip(rest, _WIDTHS[1:], strict=True))
+        self._say(f"{first:<{_WIDTHS[0]}}{columns}".rstrip())
 
 
 def _ttft_ms(turns: Sequence[Turn]) -> dict[str, float | None]:
     cached = [turn.cached.ttft_s * 1e3 for turn in turns]
-    again = [turn.recomputed.ttft_s * 1e3 for turn in turns if turn.recomputed is not None]
+    recomputed = [turn.recomputed.ttft_s * 1e3 for turn in turns if turn.recomputed is not None]
     return {
         "cached": statistics.median(cached) if cached else None,
-        "recompute": statistics.median(again) if again else None,
+        "recompute": statistics.median(recomputed) if recomputed else None,
     }
 
 

@@ -1,11 +1,7 @@
-"""What goes into the scheduler and what comes out: frozen values.
-
-May import numpy, the engine's hit record and errors.
-"""
+"""What the scheduler takes and returns: `Request` and `RequestOutput`, both frozen."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,46 +10,27 @@ import numpy.typing as npt
 
 from hicache.engine import Hit
 from hicache.errors import ConfigError, HiCacheError
+from hicache.serving.sampling import SamplingParams
 
-Finish = Literal["length", "eos", "aborted", "failed"]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. `temperature` 0: the most likely. `top_k` 0 and `top_p` 1: no cut.
-
-    `seed` fixes the choices of a request whatever runs beside it.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"temperature={self.temperature}: 0 is greedy, above 0 samples")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k={self.top_k}: 0 keeps all tokens, n keeps the n most likely")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p}: must be above 0 and at most 1")
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed} must not be negative")
+FinishReason = Literal["length", "stop", "abort", "error"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue. `tokens`: int64 [prompt_len]; `namespace`: requests of other namespaces share no page.
+    """A prompt to continue. `tokens`: int64 [prompt_len]. Requests of different `namespace`s share no page.
+    `branch_points`: see `CacheRequest`.
 
-    Generation ends after `max_new_tokens`, or after a token of `eos_ids`, which is part of the answer.
+    Generation ends after `max_new_tokens`, or after a token of `eos_ids`, which is part of the output. Raises
+    ConfigError for an empty prompt or `max_new_tokens` below 1.
     """
 
     request_id: str
     tokens: npt.NDArray[np.int64]
     max_new_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
     namespace: str = ""
     eos_ids: frozenset[int] = frozenset()
+    branch_points: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):
@@ -63,18 +40,19 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Result:
-    """What became of a request.
+class RequestOutput:
+    """The outcome of a request.
 
-    `hit`: tokens found in each tier at its first admission, `cached_len` their sum. `computed_tokens`: prompt tokens
-    that went through the model, those computed again after a preemption included. `ttft_s`: from submission to the
-    first token, without the time the auditor took; 0 where none came. `error`: why it failed.
+    `tokens`: the generated ones. `hit`: cached tokens per tier at the first admission; `cached_len` is their sum.
+    `computed_tokens`: prompt tokens that went through the model, including those computed again after a preemption.
+    `ttft_s`: seconds from submission to the first token, without the auditor's time; 0 if there was none. `error`: the
+    cause where `finish_reason` is "error".
     """
 
     request_id: str
     prompt_tokens: int
     tokens: tuple[int, ...]
-    finish: Finish
+    finish_reason: FinishReason
     hit: Hit
     computed_tokens: int
     ttft_s: float

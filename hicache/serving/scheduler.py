@@ -1,13 +1,11 @@
-"""The reference scheduler: continuous batching over one engine, plain enough to read in one sitting.
+"""The reference scheduler: continuous batching with chunked prefill over one engine.
 
-    submit -> prefetch -> waiting -> acquire -> prefill, a chunk a step -> decode, all at once -> commit, release
+    submit -> prefetch -> waiting queue -> acquire -> chunked prefill -> batched decode -> commit, release
 
-A step polls the engine, admits what fits, runs one chunk of one prompt and then one token for every running request. A
-request that finds no slot waits; a running request that finds none makes the youngest give its slots back, which then
-waits in front of the queue with what it has generated.
-
-Owns the queue and the leases. Everything runs on the thread that calls `step`. May import numpy, torch, the engine and
-what stands below it, and its own package.
+Each step polls the engine, admits waiting requests in order of arrival, runs one chunk of one prompt, then decodes one
+token for every request of the running batch. A request that gets no slots waits; if a running request gets none, the
+youngest request is preempted: it commits its pages, releases its slots and returns to the waiting queue with its
+generated tokens.
 """
 
 from __future__ import annotations
@@ -27,62 +25,74 @@ from hicache.errors import (
     OutOfSlots,
     PrefetchPending,
     PromptTooLong,
+    ResourceExhausted,
     TransferError,
-    TryLater,
 )
-from hicache.serving.request import Finish, Request, Result
+from hicache.serving.request import FinishReason, Request, RequestOutput
 from hicache.serving.runner import ModelRunner
 from hicache.serving.sampling import choose_tokens
 
 _IDLE_S = 0.0005
-_STALLED_S = 60.0
-_MAX_RETRIES = 1  # of a request whose prefix failed to load
+_MAX_RETRIES = 1  # per request, after its prefix failed to load
 
 
 class Auditor(Protocol):
-    """Looks at a request's pages while they are still pinned. Its time does not count as waiting for a first token."""
+    """Inspects a request's pages while the lease still protects them. Its time is excluded from `ttft_s`."""
 
-    def review(self, lease: Lease, tokens: npt.NDArray[np.int64]) -> None:
-        """`tokens`: the sequence whose KV was committed. Pages [hit.device, cached_len) came from the host or disk."""
+    def audit(self, lease: Lease, tokens: npt.NDArray[np.int64]) -> None:
+        """`tokens`: the committed sequence. Pages [hit.device, cached_len) of it came from the host or the disk."""
         ...
 
 
-class _Active:
-    """A request inside. `sequence[:length]`: prompt and generated tokens; KV of tokens [0, stored) is in the pool."""
+class _ScheduledRequest:
+    """A request in one of the scheduler's queues.
 
-    def __init__(self, request: Request, arrived_s: float, handle: Prefetch) -> None:
-        self.request, self.arrived_s, self.handle = request, arrived_s, handle
+    sequence[0, length)     prompt and generated tokens
+    sequence[0, kv_len)     tokens whose KV is in the pool
+    """
+
+    def __init__(self, request: Request, arrival_s: float, prefetch: Prefetch) -> None:
+        self.request, self.arrival_s, self.prefetch = request, arrival_s, prefetch
         self.sequence = np.empty(len(request.tokens) + request.max_new_tokens, dtype=np.int64)
         self.sequence[: len(request.tokens)] = request.tokens
         self.length = len(request.tokens)
-        self.stored = 0
+        self.kv_len = 0
         self.lease: Lease | None = None
         self.hit: Hit | None = None
         self.ttft_s = self.stalled_since_s = 0.0
         self.computed_tokens = self.preemptions = self.retries = 0
 
     @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        return self.sequence[: self.length]
+
+    @property
     def generated(self) -> tuple[int, ...]:
         return tuple(self.sequence[len(self.request.tokens) : self.length].tolist())
 
     @property
-    def held(self) -> Lease:
+    def num_generated(self) -> int:
+        return self.length - len(self.request.tokens)
+
+    @property
+    def held_lease(self) -> Lease:
         assert self.lease is not None
         return self.lease
 
     @property
-    def finish(self) -> Finish | None:
-        """Why generation is over, if it is."""
-        if len(self.request.tokens) < self.length and int(self.sequence[self.length - 1]) in self.request.eos_ids:
-            return "eos"
+    def finish_reason(self) -> FinishReason | None:
+        """Why generation has ended; None if it goes on."""
+        if self.num_generated and int(self.sequence[self.length - 1]) in self.request.eos_ids:
+            return "stop"
         return "length" if self.length == len(self.sequence) else None
 
 
 class Scheduler:
-    """Serves requests through `runner` over `engine`.
+    """Serves requests through `runner` over `engine`. All methods are called on one thread.
 
-    `chunk_tokens`: the longest piece of a prompt that runs in one step. `max_running`: requests that hold slots at a
-    time. Not thread-safe; a started engine outlives it.
+    `chunk_tokens`: the maximum number of prompt tokens per step. `max_running`: the maximum number of requests that
+    hold slots. `stall_timeout_s`: how long a request waits for slots while no other request could free any; then it
+    fails. The engine must be started and stays open when the scheduler is dropped.
     """
 
     def __init__(
@@ -92,271 +102,275 @@ class Scheduler:
         *,
         chunk_tokens: int = 8192,
         max_running: int = 32,
+        stall_timeout_s: float = 60.0,
         auditor: Auditor | None = None,
     ) -> None:
         if chunk_tokens < 1 or max_running < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens} and max_running={max_running} must be at least 1")
         self._engine, self._runner, self._auditor = engine, runner, auditor
-        self._chunk_tokens, self._max_running = chunk_tokens, max_running
-        self._waiting: deque[_Active] = deque()
-        self._prefilling: deque[_Active] = deque()
-        self._running: list[_Active] = []
-        self._finished: list[Result] = []
+        self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
+        self._waiting_queue: deque[_ScheduledRequest] = deque()
+        self._prefill_queue: deque[_ScheduledRequest] = deque()
+        self._running_batch: list[_ScheduledRequest] = []
+        self._finished: list[RequestOutput] = []
         self._audit_s = 0.0
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._waiting) + len(self._prefilling) + len(self._running)
+        return len(self._waiting_queue) + len(self._prefill_queue) + len(self._running_batch)
 
     def submit(self, request: Request) -> None:
-        """Queue a request and start bringing its pages from disk. Raises ConfigError where the id is in use."""
-        if any(active.request.request_id == request.request_id for active in self._all()):
+        """Queue a request and start to prefetch its pages from disk. Raises ConfigError if the id is in use."""
+        if any(req.request.request_id == request.request_id for req in self._unfinished()):
             raise ConfigError(f"request_id {request.request_id!r} is in use; give every request an id of its own")
-        handle = self._engine.prefetch(request.request_id, request.tokens, request.namespace)
-        active = _Active(request, self._clock(), handle)
-        self._waiting.append(active)
-        most = self._engine.req_to_token.max_context_len
-        if len(active.sequence) > most:
-            self._end(active, "failed", PromptTooLong(len(active.sequence), most, "max_context_len"))
+        prefetch = self._engine.prefetch(request.request_id, request.tokens, request.namespace)
+        req = _ScheduledRequest(request, self._clock(), prefetch)
+        self._waiting_queue.append(req)
+        max_len = self._engine.req_to_token.max_context_len
+        if len(req.sequence) > max_len:
+            self._finish(req, "error", PromptTooLong(len(req.sequence), max_len, "max_context_len"))
 
-    def step(self) -> list[Result]:
-        """One round of work; returns the requests that it finished. Sleeps a moment where nothing could be done."""
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return the requests that finished in it. Sleeps briefly if there was nothing to run."""
         self._engine.poll()
-        self._admit()
-        busy = bool(self._prefilling or self._running or self._finished)
-        if self._prefilling:
-            self._prefill(self._prefilling[0])
-        if self._running:
-            self._decode()
-        if not busy and self._waiting:
+        self._admit_waiting()
+        busy = bool(self._prefill_queue or self._running_batch or self._finished)
+        if self._prefill_queue:
+            self._prefill_chunk(self._prefill_queue[0])
+        if self._running_batch:
+            self._decode_batch()
+        if not busy and self._waiting_queue:
             time.sleep(_IDLE_S)
         finished, self._finished = self._finished, []
         return finished
 
-    def run(self, requests: Iterable[Request] = ()) -> list[Result]:
-        """Submit `requests` and step until nothing is left; results in the order in which they finished.
+    def run(self, requests: Iterable[Request] = ()) -> list[RequestOutput]:
+        """Submit `requests` and step until all are finished; outputs in the order in which they finished.
 
-        Whatever is raised on the way, every request is released first.
+        If anything is raised, all requests are aborted first.
         """
-        results: list[Result] = []
+        outputs: list[RequestOutput] = []
         try:
             for request in requests:
                 self.submit(request)
             while self.num_unfinished or self._finished:
-                results.extend(self.step())
+                outputs.extend(self.step())
         finally:
             self.abort_all()
-        return results
+        return outputs
 
     def abort(self, request_id: str) -> bool:
-        """End a request now: its result says 'aborted' and keeps what was generated. False where there is none."""
-        for active in self._all():
-            if active.request.request_id == request_id:
-                self._end(active, "aborted")
+        """Finish a request now with reason "abort" and the tokens generated so far. False if the id is unknown."""
+        for req in self._unfinished():
+            if req.request.request_id == request_id:
+                self._finish(req, "abort")
                 return True
         return False
 
     def abort_all(self) -> None:
-        for active in self._all():
-            self._end(active, "aborted")
+        for req in self._unfinished():
+            self._finish(req, "abort")
 
-    def _all(self) -> list[_Active]:
-        return [*self._waiting, *self._prefilling, *self._running]
+    def _unfinished(self) -> list[_ScheduledRequest]:
+        return [*self._waiting_queue, *self._prefill_queue, *self._running_batch]
 
     def _clock(self) -> float:
-        """Seconds, without those that the auditor took."""
+        """Seconds, without those spent in the auditor."""
         return time.perf_counter() - self._audit_s
 
     # Admission
 
-    def _admit(self) -> None:
-        """Admit in order of arrival. One whose prefetch is under way lets others pass; one that lacks room does not."""
-        for active in list(self._waiting):
-            if len(self._prefilling) + len(self._running) >= self._max_running:
+    def _admit_waiting(self) -> None:
+        """Admit in order of arrival. A request whose prefetch is pending is skipped; one that gets no slots blocks the
+        queue."""
+        for req in list(self._waiting_queue):
+            if len(self._prefill_queue) + len(self._running_batch) >= self._max_running:
                 return
-            if not active.handle.ready:
+            if not req.prefetch.ready:
                 continue
             request = CacheRequest(
-                active.request.request_id,
-                active.sequence[: active.length],
-                active.request.namespace,
-                self._chunk_tokens if self._engine.has_windows else None,
+                req.request.request_id,
+                req.tokens,
+                req.request.namespace,
+                reserve_tokens=self._chunk_tokens if self._engine.has_windows else None,
+                branch_points=req.request.branch_points,
             )
             try:
                 lease = self._engine.acquire(request)
             except PrefetchPending:
                 continue
-            except TryLater as error:
-                self._stalled(active, error)
+            except ResourceExhausted as error:
+                if self._prefill_queue or self._running_batch:
+                    req.stalled_since_s = 0.0
+                elif self._is_stalled(req):
+                    self._finish(req, "error", error)
                 return
             except PromptTooLong as error:
-                self._end(active, "failed", error)
+                self._finish(req, "error", error)
                 continue
-            active.lease, active.stored = lease, lease.cached_len
-            active.hit = active.hit or lease.hit
-            active.stalled_since_s = 0.0
-            self._waiting.remove(active)
-            self._prefilling.append(active)
+            req.lease, req.kv_len = lease, lease.cached_len
+            req.hit = req.hit or lease.hit
+            req.stalled_since_s = 0.0
+            self._waiting_queue.remove(req)
+            self._prefill_queue.append(req)
 
-    def _stalled(self, active: _Active, error: TryLater) -> None:
-        """Nothing but a transfer can make room while no request runs: give up when that takes too long."""
-        if self._prefilling or self._running:
-            active.stalled_since_s = 0.0
-        elif self._waited(active):
-            self._end(active, "failed", error)
-
-    def _waited(self, active: _Active) -> bool:
-        """Whether a request has waited for a transfer longer than any takes."""
+    def _is_stalled(self, req: _ScheduledRequest) -> bool:
+        """Whether a request has waited longer than the timeout while only a transfer could free slots for it."""
         now = self._clock()
-        active.stalled_since_s = active.stalled_since_s or now
-        return now - active.stalled_since_s > _STALLED_S
+        req.stalled_since_s = req.stalled_since_s or now
+        return now - req.stalled_since_s > self._stall_timeout_s
 
-    # Work
+    # Forward passes
 
-    def _prefill(self, active: _Active) -> None:
-        """Run the next chunk of a prompt; the last one brings the first token."""
-        start = active.stored
-        end = self._engine.next_stop(active.held, start, min(active.length, start + self._chunk_tokens))
-        if not self._has_slots(active, end):
+    def _prefill_chunk(self, req: _ScheduledRequest) -> None:
+        """Run the next chunk of a prompt; the last chunk yields the first token."""
+        start = req.kv_len
+        end = self._engine.next_stop(req.held_lease, start, min(req.length, start + self._chunk_tokens))
+        if not self._extend_for_chunk(req, end):
             return
         try:
-            logits = self._runner.prefill(active.held, active.sequence, start, end)
-            active.stored = end
-            active.computed_tokens += end - start
-            self._engine.commit(active.held, active.sequence[:end])
+            logits = self._runner.prefill(req.held_lease, req.sequence, start, end)
+            req.kv_len = end
+            req.computed_tokens += end - start
+            self._engine.commit(req.held_lease, req.sequence[:end])
         except TransferError as error:
-            self._retry(active, error)
+            self._retry(req, error)
             return
-        if end < active.length:
+        if end < req.length:
             return
-        token = choose_tokens(logits[None], [active.request.sampling], [len(active.generated)])[0]
-        active.ttft_s = active.ttft_s or self._clock() - active.arrived_s
-        self._prefilling.remove(active)
-        self._running.append(active)
-        self._append(active, token)
+        token = choose_tokens(logits[None], [req.request.sampling_params], [req.num_generated])[0]
+        req.ttft_s = req.ttft_s or self._clock() - req.arrival_s
+        self._prefill_queue.remove(req)
+        self._running_batch.append(req)
+        self._append_token(req, token)
 
-    def _has_slots(self, active: _Active, end: int) -> bool:
-        """Whether a prompt has slots up to `end`; where it gets none, a later step tries again, or others give way."""
-        if end <= active.held.length:
+    def _extend_for_chunk(self, req: _ScheduledRequest, end: int) -> bool:
+        """Give a prompt slots up to `end`. If none are free, preempt the youngest request, which may be this one, and
+        return False: a later step tries again."""
+        missing = end - req.held_lease.length
+        if missing <= 0:
             return True
         try:
-            self._engine.extend(active.held, end - active.held.length)
+            self._engine.extend(req.held_lease, missing)
         except OutOfSlots as error:
-            others = [at for at in (*self._prefilling, *self._running) if at is not active]
-            if others:
-                self._preempt(max([active, *others], key=lambda at: at.arrived_s))
-            elif self._waited(active):
-                self._end(active, "failed", error)
+            if len(self._prefill_queue) + len(self._running_batch) > 1:
+                self._preempt_youngest()
+            elif self._is_stalled(req):
+                self._finish(req, "error", error)
             else:
-                time.sleep(_IDLE_S)  # what is on its way to the host keeps its slots until it is there
+                time.sleep(_IDLE_S)  # pages that are being backed up keep their slots until the copy has finished
             return False
-        active.stalled_since_s = 0.0
+        req.stalled_since_s = 0.0
         return True
 
-    def _decode(self) -> None:
-        """One more token for every running request that still has room."""
-        batch = self._extend_all()
+    def _decode_batch(self) -> None:
+        """Decode one token for every running request that gets a slot."""
+        batch = self._extend_running_batch()
         if not batch:
             return
-        last = [int(active.sequence[active.length - 1]) for active in batch]
+        last_tokens = [int(req.sequence[req.length - 1]) for req in batch]
+        leases = [req.held_lease for req in batch]
         try:
-            logits = self._runner.decode([active.held for active in batch], last)
+            logits = self._runner.decode(leases, last_tokens)
         except TransferError as error:
-            for active in batch:
-                self._retry(active, error)
+            for req in batch:
+                self._retry(req, error)
             return
-        self._engine.track([active.held for active in batch])
-        how = [active.request.sampling for active in batch]
-        tokens = choose_tokens(logits, how, [len(active.generated) for active in batch])
-        for active, token in zip(batch, tokens, strict=True):
-            active.stored = active.length
-            self._append(active, token)
+        self._engine.track(leases)
+        params = [req.request.sampling_params for req in batch]
+        tokens = choose_tokens(logits, params, [req.num_generated for req in batch])
+        for req, token in zip(batch, tokens, strict=True):
+            req.kv_len = req.length
+            self._append_token(req, token)
 
-    def _extend_all(self) -> list[_Active]:
-        """Take a slot for each running request, oldest first; the youngest gives way where there is none."""
-        batch: list[_Active] = []
-        for active in sorted(self._running, key=lambda at: at.arrived_s):
-            while active in self._running:
+    def _extend_running_batch(self) -> list[_ScheduledRequest]:
+        """Take one slot for each running request, oldest first, preempting the youngest request when none is free."""
+        for req in sorted(self._running_batch, key=_arrival):
+            while req in self._running_batch:
                 try:
-                    self._engine.extend(active.held, 1)
+                    self._engine.extend(req.held_lease, 1)
                 except OutOfSlots:
-                    self._preempt(max([*self._prefilling, *self._running], key=lambda at: at.arrived_s))
+                    self._preempt_youngest()
                     continue
-                batch.append(active)
                 break
-        return [active for active in batch if active in self._running]
+        return sorted(self._running_batch, key=_arrival)
 
-    def _append(self, active: _Active, token: int) -> None:
-        active.sequence[active.length] = token
-        active.length += 1
-        finish = active.finish
-        if finish:
-            self._end(active, finish)
+    def _append_token(self, req: _ScheduledRequest, token: int) -> None:
+        req.sequence[req.length] = token
+        req.length += 1
+        reason = req.finish_reason
+        if reason:
+            self._finish(req, reason)
 
-    # Endings
+    # Preemption, retry, end
 
-    def _preempt(self, active: _Active) -> None:
-        """Take a request's slots; it waits in front with its tokens so far, whose whole pages stay in the cache."""
-        self._release(active)
-        active.preemptions += 1
-        self._requeue(active)
+    def _preempt_youngest(self) -> None:
+        """Return the youngest admitted request to the waiting queue; its whole pages stay in the cache."""
+        req = max([*self._prefill_queue, *self._running_batch], key=_arrival)
+        self._commit_and_release(req)
+        req.preemptions += 1
+        self._requeue(req)
 
-    def _retry(self, active: _Active, error: TransferError) -> None:
-        """The prefix failed to load. Its pages left the device, so a second try reads them again or computes them."""
-        if active.retries >= _MAX_RETRIES:
-            self._end(active, "failed", error)
+    def _retry(self, req: _ScheduledRequest, error: TransferError) -> None:
+        """Requeue a request whose prefix failed to load. Its pages left the device, so they are loaded again or
+        computed."""
+        if req.retries >= _MAX_RETRIES:
+            self._finish(req, "error", error)
             return
-        active.retries += 1
-        self._engine.release(active.held)
-        self._requeue(active)
+        req.retries += 1
+        self._engine.release(req.held_lease)
+        self._requeue(req)
 
-    def _requeue(self, active: _Active) -> None:
-        self._forget(active)
-        active.lease, active.stored = None, 0
-        active.handle = self._engine.prefetch(
-            active.request.request_id, active.sequence[: active.length], active.request.namespace
-        )
-        # In order of arrival: of two that gave way, the older is in front.
-        at = next(
-            (i for i, other in enumerate(self._waiting) if other.arrived_s > active.arrived_s), len(self._waiting)
-        )
-        self._waiting.insert(at, active)
+    def _requeue(self, req: _ScheduledRequest) -> None:
+        """Put a released request back into the waiting queue, which is in order of arrival."""
+        self._remove_from_queues(req)
+        req.lease, req.kv_len = None, 0
+        req.prefetch = self._engine.prefetch(req.request.request_id, req.tokens, req.request.namespace)
+        younger = (i for i, other in enumerate(self._waiting_queue) if other.arrival_s > req.arrival_s)
+        self._waiting_queue.insert(next(younger, len(self._waiting_queue)), req)
 
-    def _release(self, active: _Active) -> None:
-        """Commit what is stored, have it audited, and let go."""
-        tokens, lease = active.sequence[: active.stored], active.held
+    def _commit_and_release(self, req: _ScheduledRequest) -> None:
+        """Commit all KV in the pool, audit it and release the lease."""
+        tokens, lease = req.sequence[: req.kv_len], req.held_lease
         self._engine.commit(lease, tokens)
-        if self._auditor is not None and active.stored > lease.cached_len:
+        if self._auditor is not None and req.kv_len > lease.cached_len:
             start_s = time.perf_counter()
-            self._auditor.review(lease, tokens)
+            self._auditor.audit(lease, tokens)
             self._audit_s += time.perf_counter() - start_s
         self._engine.release(lease)
 
-    def _end(self, active: _Active, finish: Finish, error: HiCacheError | None = None) -> None:
-        if active.lease is None:
-            self._engine.cancel(active.request.request_id)
-        elif finish in ("length", "eos"):
-            self._release(active)
+    def _finish(self, req: _ScheduledRequest, reason: FinishReason, error: HiCacheError | None = None) -> None:
+        if req.lease is None:
+            self._engine.cancel(req.request.request_id)
+        elif reason in ("length", "stop"):
+            self._commit_and_release(req)
         else:
-            self._engine.release(active.lease)
-        self._forget(active)
+            self._engine.release(req.lease)
+        self._remove_from_queues(req)
         self._finished.append(
-            Result(
-                request_id=active.request.request_id,
-                prompt_tokens=len(active.request.tokens),
-                tokens=active.generated,
-                finish=finish,
-                hit=active.hit or Hit(),
-                computed_tokens=active.computed_tokens,
-                ttft_s=active.ttft_s,
-                preemptions=active.preemptions,
+            RequestOutput(
+                request_id=req.request.request_id,
+                prompt_tokens=len(req.request.tokens),
+                tokens=req.generated,
+                finish_reason=reason,
+                hit=req.hit or Hit(),
+                computed_tokens=req.computed_tokens,
+                ttft_s=req.ttft_s,
+                preemptions=req.preemptions,
                 error=error,
             )
         )
 
-    def _forget(self, active: _Active) -> None:
-        """Take a request out of whichever queue it is in."""
-        queues: tuple[deque[_Active] | list[_Active], ...] = (self._waiting, self._prefilling, self._running)
+    def _remove_from_queues(self, req: _ScheduledRequest) -> None:
+        queues: tuple[deque[_ScheduledRequest] | list[_ScheduledRequest], ...] = (
+            self._waiting_queue,
+            self._prefill_queue,
+            self._running_batch,
+        )
         for queue in queues:
-            if active in queue:
-                queue.remove(active)
+            if req in queue:
+                queue.remove(req)
+
+
+def _arrival(req: _ScheduledRequest) -> float:
+    return req.arrival_s

@@ -1,10 +1,8 @@
-"""Which models the runner can serve: found out by asking the model, not by a list of names.
+"""Decides whether the runner can serve a model: by examining the model, not by a list of names.
 
-`check_supported` reads from the configuration what kind each layer is of, and what rules the model out. Then it serves
-two sequences with the model by the runner's own passes and compares with the model's own plain forward, in float32
-whatever the weights are kept in (decision 021). A model that passes keeps nothing but what the pools keep for it.
-
-May import transformers, torch, layout, errors and its own package.
+`check_supported` reads the kind of each layer and known obstacles from the configuration. Then it serves two sequences
+with `ModelRunner` and compares the logits with those of plain forwards, in float32 whatever the dtype of the weights
+(decision 021). A model that passes keeps no state besides keys, values and recurrent states in the pools.
 """
 
 from __future__ import annotations
@@ -20,15 +18,9 @@ from transformers.cache_utils import DynamicLayer
 
 from hicache.errors import OutOfMemory, UnsupportedModel
 from hicache.layout import LayerKind, ModelGeometry, StateGeometry
-from hicache.serving.masks import attention_kernel
-from hicache.serving.states import StateCache, StateLayer
-from hicache.serving.trial import (
-    cut_window,
-    lookahead_difference,
-    numbering_difference,
-    served_difference,
-    trial_length,
-)
+from hicache.serving.cache import StateCache, StateLayer
+from hicache.serving.runner import attention_kernel
+from hicache.serving.trial import Trial, short_window, trial_length
 from hicache.serving.widen import float32_weights
 
 _SUPPORTED = (
@@ -41,7 +33,7 @@ _KINDS: dict[str, LayerKind] = {
     "sliding_attention": "window",
     "linear_attention": "recurrent",
 }
-# What is read of a configuration is said of all layers at once; others of its settings may vary from one to the next.
+# These settings are read for all layers at once; others may vary from layer to layer.
 _OF_ALL_LAYERS = {
     "alibi",
     "attention_chunk_size",
@@ -51,13 +43,13 @@ _OF_ALL_LAYERS = {
     "sliding_window",
     "use_sliding_window",
 }
-_NUM_RECORDED = 6  # tokens of the pass that finds out what layers store: more than a convolution sees
-# In the logits' spread. Rounding of float32 came to 4e-5 at the most over all families of the library.
+_NUM_RECORDED = 6  # tokens of the pass that records what layers store: more than a convolution window
+# Relative to the logits' standard deviation. Rounding in float32 gave at most 4e-5 over all families of transformers.
 _MAX_DIFFERENCE = 0.001
 
 
 class _Recorder(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """Keeps keys and values like the library's own layer, and the shapes that it was given."""
+    """A layer of transformers' own cache that also records the shapes of its keys and values."""
 
     def __init__(self, is_sliding: bool) -> None:
         super().__init__()
@@ -72,9 +64,9 @@ class _Recorder(DynamicLayer):  # type: ignore[misc]  # transformers is untyped 
 
 
 def check_supported(model: Any) -> ModelGeometry:
-    """The layers of `model`, a transformers causal language model. Raises UnsupportedModel with the reason.
+    """The geometry of `model`, a transformers causal language model. Raises UnsupportedModel with the reason.
 
-    The model must not be in use: its configuration and weights are changed for a moment.
+    The model must not be used elsewhere meanwhile: its configuration and weights are changed and restored.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     reason = _config_reason(config) or _interface_reason(model)
@@ -87,14 +79,16 @@ def check_supported(model: Any) -> ModelGeometry:
             stack.enter_context(torch.inference_mode())
             stack.callback(model.train, model.training)
             model.eval()
-            stack.enter_context(cut_window(config))
+            stack.enter_context(short_window(config))
             num_tokens = trial_length(config)
-            tried = _recorded(model, kinds)
-            if model.dtype != torch.float32:
-                served_difference(model, tried, num_tokens)  # does it run in its own dtype?
+            recorded = _recorded_geometry(model, kinds)
+            is_wide = model.dtype == torch.float32
+            if not is_wide:
+                Trial(model, num_tokens).served_difference(recorded)  # raises if it does not run in its own dtype
             stack.enter_context(float32_weights(model))
-            ahead, renumbered = lookahead_difference(model, num_tokens), numbering_difference(model)
-            difference = served_difference(model, _recorded(model, kinds), num_tokens)
+            reason = _difference_reason(
+                Trial(model, num_tokens), recorded if is_wide else _recorded_geometry(model, kinds)
+            )
     except (UnsupportedModel, OutOfMemory, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -102,27 +96,36 @@ def check_supported(model: Any) -> ModelGeometry:
         raise UnsupportedModel(
             f"{name} fails when it is tried over a key-value cache ({text}); {_SUPPORTED}"
         ) from error
+    if reason:
+        raise UnsupportedModel(f"{name} {reason}; {_SUPPORTED}")
+    return replace(recorded, window=_window(config) if recorded.window else 0)
+
+
+def _difference_reason(trial: Trial, geometry: ModelGeometry) -> str:
+    """What the trial of a model shows that rules it out; empty if nothing does."""
+    difference = trial.served_difference(geometry)
+    if difference <= _MAX_DIFFERENCE:
+        return ""
+    ahead = trial.lookahead_difference()
     if ahead > _MAX_DIFFERENCE:
-        raise UnsupportedModel(
-            f"{name} is not causal: a token's logits change when others follow it (by {ahead:.2g} of the logits' "
-            f"spread); {_SUPPORTED}"
+        return (
+            f"is not causal: a token's logits change when others follow it (by {ahead:.2g} of the logits' standard "
+            "deviation)"
         )
+    renumbered = trial.numbering_difference()
     if renumbered > _MAX_DIFFERENCE:
-        raise UnsupportedModel(
-            f"{name} does not number positions from 0: told to, it gives other logits (by {renumbered:.2g} of their "
-            f"spread); {_SUPPORTED}"
+        return (
+            f"does not number positions from 0: with such positions, its logits differ (by {renumbered:.2g} of their "
+            "standard deviation)"
         )
-    if difference > _MAX_DIFFERENCE:
-        raise UnsupportedModel(
-            f"{name} gives other results over a cached prefix than without one (by {difference:.2g} of the logits' "
-            "spread): these do not follow from positions, a mask and the keys, values and states that its "
-            f"configuration speaks of; {_SUPPORTED}"
-        )
-    return replace(tried, window=_window(config) if tried.window else 0)
+    return (
+        f"gives other results over a cached prefix than without one (by {difference:.2g} of the logits' standard "
+        "deviation): they depend on more than positions, a mask and the keys, values and states of its configuration"
+    )
 
 
 def _interface_reason(model: Any) -> str:
-    """What the arguments of the model's forward rule out, or nothing."""
+    """Why the signature of the model's forward rules it out; empty if it does not."""
     takes = inspect.signature(model.forward).parameters
     if "past_key_values" not in takes:
         return "no key-value cache (its forward takes no past_key_values)"
@@ -132,21 +135,23 @@ def _interface_reason(model: Any) -> str:
 
 
 def _layer_types(config: Any) -> list[str]:
-    """The library's name of each layer's type; of a configuration that names none, the one that all have."""
+    """transformers' name of each layer's type. Without `layer_types` in the configuration, all layers have the same."""
     types = getattr(config, "layer_types", None)
     if types is not None:
         return [str(layer_type) for layer_type in types]
-    one = "sliding_attention" if _window(config) else "full_attention"
-    return ["chunked_attention" if getattr(config, "attention_chunk_size", None) else one] * config.num_hidden_layers
+    common = "sliding_attention" if _window(config) else "full_attention"
+    if getattr(config, "attention_chunk_size", None):
+        common = "chunked_attention"
+    return [common] * config.num_hidden_layers
 
 
 def _window(config: Any) -> int:
-    """Tokens that a layer with a sliding window looks back on, itself included; 0: no window is configured."""
+    """Tokens in the sliding window, the current one included; 0: no window is configured."""
     return int((getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)) or 0)
 
 
 def _several_windows(config: Any) -> str:
-    """The setting that gives layers windows of their own, with its value, or nothing."""
+    """The setting that gives layers windows of different sizes, with its value; empty if there is none."""
     for name, value in config.to_dict().items():
         sizes = list(value.values()) if isinstance(value, Mapping) else value
         if "window" in name and isinstance(sizes, list | tuple) and len({str(size) for size in sizes}) > 1:
@@ -155,7 +160,7 @@ def _several_windows(config: Any) -> str:
 
 
 def _config_reason(config: Any) -> str:
-    """What the configuration says that rules the model out, or nothing."""
+    """Why the configuration rules the model out; empty if it does not."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder"
     varying = sorted({*(config.per_layer_attributes or ())} & _OF_ALL_LAYERS)
@@ -172,11 +177,11 @@ def _config_reason(config: Any) -> str:
     ropes = [rope for rope in (per_type, *per_type.values()) if isinstance(rope, Mapping)]
     stretching = {str(rope.get("rope_type")) for rope in ropes} & {"dynamic", "longrope"}
     latent = getattr(config, "kv_lora_rank", None)
-    best, positions = getattr(config, "keep_window_size", None) or 0, getattr(config, "max_position_embeddings", 0)
+    top_keys, positions = getattr(config, "keep_window_size", None) or 0, getattr(config, "max_position_embeddings", 0)
     reasons = {
         "attention biases (alibi) that it builds from a padding mask": getattr(config, "alibi", False),
-        f"layers that attend to the best keys alone, a choice that rounding makes (keep_window_size={best})": (
-            0 < best < positions
+        f"layers that attend to the best keys alone, a choice that rounding makes (keep_window_size={top_keys})": (
+            0 < top_keys < positions
         ),
         f"layers of type {', '.join(other)}": other,
         "layers of type sliding_attention without a sliding_window": (
@@ -190,9 +195,9 @@ def _config_reason(config: Any) -> str:
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def _recorded(model: Any, kinds: tuple[LayerKind, ...]) -> ModelGeometry:
-    """What one short pass stored: every attention layer alike, once, [1, kv_heads, tokens, head_dim], and every
-    recurrent one a state of the same shapes."""
+def _recorded_geometry(model: Any, kinds: tuple[LayerKind, ...]) -> ModelGeometry:
+    """The geometry that one short pass shows. Every attention layer must store keys and values once, all of shape
+    [1, kv_heads, tokens, head_dim], and all recurrent layers states of the same shapes."""
     name, window = type(model).__name__, _window(model.config.get_text_config()) if "window" in kinds else 0
     layers = [StateLayer(None) if kind == "recurrent" else _Recorder(kind == "window") for kind in kinds]
     ids = torch.arange(_NUM_RECORDED, device=model.device)[None]
@@ -208,14 +213,17 @@ def _recorded(model: Any, kinds: tuple[LayerKind, ...]) -> ModelGeometry:
     if len(shapes) != 1 or len(shapes[0]) != 4 or shapes[0][::2] != (1, _NUM_RECORDED):
         raise UnsupportedModel(f"{name} stores keys and values of shapes {shapes}; {_SUPPORTED}")
     head_num, head_dim = shapes[0][1::2]
+    dtype = attention[0].dtype
     state = _state_geometry(name, [layer for layer in layers if isinstance(layer, StateLayer)])
     layer_kinds = () if set(kinds) == {"full"} else kinds
-    return ModelGeometry(len(kinds), head_num, head_dim, layer_kinds=layer_kinds, window=window, state=state)
+    return ModelGeometry(
+        len(kinds), head_num, head_dim, layer_kinds=layer_kinds, window=window, state=state, dtype=dtype
+    )
 
 
 def _state_geometry(name: str, layers: list[StateLayer]) -> StateGeometry | None:
-    """What recurrent layers leave, where each leaves the same; None without such layers."""
-    left = [layer.state for layer in layers]
+    """The shapes and dtypes of the recurrent states, which must be the same in all `layers`; None without layers."""
+    states = [layer.state for layer in layers]
     found = {
         StateGeometry(
             conv=tuple(tuple(x.shape[1:]) for x in state.conv),
@@ -223,9 +231,9 @@ def _state_geometry(name: str, layers: list[StateLayer]) -> StateGeometry | None
             conv_dtype=state.conv[0].dtype,
             temporal_dtype=state.temporal.dtype,
         )
-        for state in left
+        for state in states
         if state is not None and all(len(x) == 1 for x in (*state.conv, state.temporal))
     }
-    if None in left or len(found) > 1 or bool(left) != bool(found):
+    if None in states or len(found) > 1 or bool(states) != bool(found):
         raise UnsupportedModel(f"{name} has recurrent layers that keep other states: {found or 'none'}; {_SUPPORTED}")
     return found.pop() if found else None

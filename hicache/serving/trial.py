@@ -1,11 +1,9 @@
-"""A trial run of a model: two sequences served over a small engine, against the model's own plain forward.
+"""A trial of a model: two sequences served over a small engine and compared with plain forwards of the model.
 
-The passes are those of the runner (`PoolForward`), so a trial sees the strides, masks and paddings that requests will.
+The trial runs the passes of `ModelRunner`, so it exercises the strides, masks and padding that requests will.
 
-    short   7 tokens in three pieces: one, many and one again, then one alone and two in a batch
-    long    beyond every bound that the configuration names, in two pieces, then two in the same batch
-
-May import torch, the engine's factory and what stands below it, and its own package.
+    short   7 tokens in three chunks of one, several and one token; then decoded alone once and in a batch of two twice
+    long    longer than every bound in the configuration, in two chunks; then decoded in the same batches
 """
 
 from __future__ import annotations
@@ -24,26 +22,27 @@ from hicache.engine import CacheEngine, CacheRequest
 from hicache.errors import UnsupportedModel
 from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
-from hicache.serving.forward import PoolForward
+from hicache.serving.runner import ModelRunner
 
-_SHORT_ENDS = (1, 2, 6, 7)
+_SHORT_ENDS = (1, 2, 6, 7)  # where the chunks of the short sequence end
 _NUM_DECODED = 3
-_LEAST_LONG = 20
-# A sliding window beyond this is cut down for the trial; other bounds cannot be, and are exceeded up to a limit.
-_MAX_WINDOW, _CUT_WINDOW = 64, 3
+_MIN_LONG = 20  # tokens of the long sequence
+# A longer sliding window is replaced by a short one during the trial. Other bounds cannot be replaced and are exceeded,
+# up to `_MAX_BOUND` tokens.
+_MAX_WINDOW, _TRIAL_WINDOW = 64, 3
 _MAX_BOUND = 4096
 _BOUND = re.compile(r"window|chunk|block|local|keep|sparse|stride|span|topk")
 _NO_BOUND = re.compile(r"^num_|^max_window_layers$|experts")
 
 
 @contextmanager
-def cut_window(config: Any) -> Iterator[None]:
-    """Have a model whose sliding window is long look back on a few tokens."""
+def short_window(config: Any) -> Iterator[None]:
+    """Replace a sliding window of more than 64 tokens by one of 3 inside the `with`."""
     window = getattr(config, "sliding_window", None)
     if not isinstance(window, int) or window <= _MAX_WINDOW:
         yield
         return
-    config.sliding_window = _CUT_WINDOW
+    config.sliding_window = _TRIAL_WINDOW
     try:
         yield
     finally:
@@ -51,9 +50,9 @@ def cut_window(config: Any) -> Iterator[None]:
 
 
 def trial_length(config: Any) -> int:
-    """Tokens of a sequence that leaves behind whatever `config` may bound a layer's view by, as far as positions go.
+    """Tokens of a sequence that exceeds every bound on what a layer attends to, as far as the positions allow.
 
-    To be asked while the sliding window is cut. Raises UnsupportedModel where the sequence would be too long to try.
+    To be called inside `short_window`. Raises UnsupportedModel if the sequence would be too long for a trial.
     """
     bounds = {
         name: value
@@ -61,90 +60,94 @@ def trial_length(config: Any) -> int:
         if type(value) is int and value > 1 and _BOUND.search(name) and not _NO_BOUND.search(name)
     }
     positions = getattr(config, "max_position_embeddings", None)
-    most = positions - _NUM_DECODED if isinstance(positions, int) and positions > 0 else 1 << 30
-    reached = {name: value for name, value in bounds.items() if value < most}
-    for name, value in reached.items():
+    max_len = positions - _NUM_DECODED if isinstance(positions, int) and positions > 0 else 1 << 30
+    reachable = {name: value for name, value in bounds.items() if value < max_len}
+    for name, value in reachable.items():
         if value > _MAX_BOUND:
             raise UnsupportedModel(
-                f"{type(config).__name__} has {name}={value}, and no trial of more than {_MAX_BOUND} tokens is made to "
+                f"{type(config).__name__} has {name}={value}, and a trial has at most {_MAX_BOUND} tokens, too few to "
                 "see what layers do beyond it"
             )
-    longest = max(reached.values(), default=0)
-    return min(most, max(_LEAST_LONG, longest + longest // 2 + 1))
+    longest = max(reachable.values(), default=0)
+    return min(max_len, max(_MIN_LONG, longest + longest // 2 + 1))
 
 
-def lookahead_difference(model: Any, num_tokens: int) -> float:
-    """By how much tokens that come later change the logits of those before them, in the logits' spread."""
-    tokens = _tokens(model, num_tokens, step=3)
-    half = num_tokens // 2
-    return relative_difference(plain_logits(model, tokens[:half])[-1], plain_logits(model, tokens)[half - 1])
+class Trial:
+    """Compares passes of `model` with plain forwards, which it makes at once: of a short sequence and of a long one
+    with `num_tokens` tokens and a few more.
 
+    A difference is the maximum difference of logits, relative to their standard deviation.
+    """
 
-def numbering_difference(model: Any) -> float:
-    """By how much logits change when tokens are said to be at 0, 1, 2, ..., in the logits' spread."""
-    tokens = _tokens(model, _SHORT_ENDS[-1], step=1)
-    ids = torch.arange(len(tokens), device=model.device)[None]
-    return relative_difference(plain_logits(model, tokens, position_ids=ids)[-1], plain_logits(model, tokens)[-1])
+    def __init__(self, model: Any, num_tokens: int) -> None:
+        self._model = model
+        self._sequences = [
+            _tokens(model, _SHORT_ENDS[-1] + _NUM_DECODED, step=1),
+            _tokens(model, num_tokens + _NUM_DECODED - 1, step=3),
+        ]
+        self._plain = [plain_logits(model, tokens) for tokens in self._sequences]
 
+    def lookahead_difference(self) -> float:
+        """How much later tokens change the logits of earlier ones."""
+        long, half = self._sequences[1], len(self._sequences[1]) // 2
+        return relative_difference(plain_logits(self._model, long[:half])[-1], self._plain[1][half - 1])
 
-def served_difference(model: Any, geometry: ModelGeometry, num_tokens: int) -> float:
-    """By how much the logits of served requests differ from plain forwards, the longest of `num_tokens` and a few."""
-    short = _tokens(model, _SHORT_ENDS[-1] + _NUM_DECODED, step=1)
-    long = _tokens(model, num_tokens + _NUM_DECODED - 1, step=3)
-    with _small_engine(model, geometry, len(short) + len(long)) as engine:
-        served = _serve(PoolForward(model, engine.pool, engine.req_to_token, geometry), engine, short, long)
-    plain = {"short": plain_logits(model, short), "long": plain_logits(model, long)}
-    return max(relative_difference(logits, plain[name][position]) for name, position, logits in served)
+    def numbering_difference(self) -> float:
+        """How much explicit positions 0, 1, 2, ... change the logits."""
+        short = self._sequences[0]
+        ids = torch.arange(len(short), device=self._model.device)[None]
+        return relative_difference(plain_logits(self._model, short, position_ids=ids)[-1], self._plain[0][-1])
+
+    def served_difference(self, geometry: ModelGeometry) -> float:
+        """How much the logits of the served sequences differ from those of plain forwards."""
+        num_tokens = sum(len(tokens) for tokens in self._sequences)
+        with _small_engine(self._model, geometry, num_tokens) as engine:
+            served = self._serve(ModelRunner(self._model, engine, geometry), engine)
+        return max(relative_difference(logits, self._plain[i][position]) for i, position, logits in served)
+
+    def _serve(self, runner: ModelRunner, engine: CacheEngine) -> list[tuple[int, int, torch.Tensor]]:
+        """(index of the sequence, position, logits) of every pass."""
+        served: list[tuple[int, int, torch.Tensor]] = []
+        leases = []
+        long_end = len(self._sequences[1]) - _NUM_DECODED + 1
+        for i, ends in enumerate((_SHORT_ENDS, ((long_end + 1) // 2, long_end))):
+            tokens, start = self._sequences[i], 0
+            leases.append(engine.acquire(CacheRequest(str(i), tokens[: ends[-1]])))
+            for end in ends:
+                served.append((i, end - 1, runner.prefill(leases[i], tokens, start, end)))
+                start = end
+        for batch in ([0], [0, 1], [0, 1]):
+            for i in batch:
+                engine.extend(leases[i], 1)
+            last = [int(self._sequences[i][leases[i].length - 1]) for i in batch]
+            logits = runner.decode([leases[i] for i in batch], last)
+            served.extend((i, leases[i].length - 1, row) for i, row in zip(batch, logits, strict=True))
+        for lease in leases:
+            engine.release(lease)
+        return served
 
 
 @torch.inference_mode()
 def plain_logits(model: Any, tokens: npt.NDArray[np.int64], **arguments: torch.Tensor) -> torch.Tensor:
-    """float32 [len, vocab] of one forward without any cache."""
+    """Logits, float32 [len, vocab], of one forward without a cache."""
     ids = torch.from_numpy(tokens).to(model.device)[None]
     logits: torch.Tensor = model(input_ids=ids, use_cache=False, **arguments).logits[0]
     return logits.float()
 
 
 def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, as a share of the expected logits' spread; infinite where one is no number."""
+    """The maximum difference divided by the standard deviation of `expected`; infinite if a logit is NaN."""
     largest = (logits - expected).abs().max() / expected.std().clamp_min(1e-6)
     return float(largest.nan_to_num(nan=float("inf")))
 
 
-def _serve(
-    forward: PoolForward, engine: CacheEngine, short: npt.NDArray[np.int64], long: npt.NDArray[np.int64]
-) -> list[tuple[str, int, torch.Tensor]]:
-    """Logits that the passes gave: of which sequence, of which of its tokens."""
-    served: list[tuple[str, int, torch.Tensor]] = []
-    leases = []
-    for name, tokens, ends in (
-        ("short", short, _SHORT_ENDS),
-        ("long", long, ((len(long) - _NUM_DECODED + 1) // 2, len(long) - _NUM_DECODED + 1)),
-    ):
-        lease, start = engine.acquire(CacheRequest(name, tokens[: ends[-1]])), 0
-        leases.append(lease)
-        for end in ends:
-            served.append((name, end - 1, forward.prefill(lease.row, tokens, start, end)))
-            start = end
-    lengths = [lease.length for lease in leases]
-    for rows in ([0], [0, 1], [0, 1]):
-        for row in rows:
-            engine.extend(leases[row], 1)
-            lengths[row] += 1
-        last = [int((short, long)[row][lengths[row] - 1]) for row in rows]
-        logits = forward.decode([leases[row].row for row in rows], [lengths[row] for row in rows], last)
-        served.extend((("short", "long")[row], lengths[row] - 1, logits[at]) for at, row in enumerate(rows))
-    for lease in leases:
-        engine.release(lease)
-    return served
-
-
 def _small_engine(model: Any, geometry: ModelGeometry, num_tokens: int) -> CacheEngine:
-    """Room for `num_tokens` in the model's dtype, with nothing below the device."""
-    num_tokens += 2 * (geometry.window + 1)  # what the engine keeps free beside a window
+    """An engine with capacity for `num_tokens` in the model's dtype and no host or disk tier."""
+    num_tokens += 2 * (geometry.window + 1)  # the engine keeps this many free for windows
     return build_engine(
         EngineConfig(
             device_tokens=num_tokens,
+            host_bytes=0,
             page_size=1,
             host_page_size=1,
             max_requests=2,

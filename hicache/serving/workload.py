@@ -1,9 +1,7 @@
-"""What the demo asks: conversations over long documents, or sessions recorded elsewhere.
+"""The demo's workload: conversations over long documents, or recorded sessions, and the requests made from them.
 
-A conversation gives one prompt a turn. A document's first prompt is the document and a question; each later one is the
-previous prompt, the answer to it and the next question. A recorded session gives the prompts it was recorded with.
-
-May import numpy, config, settings and errors.
+A conversation yields one prompt per turn. The first prompt of a document is the document and a question; each later one
+is the previous prompt, its answer and the next question. A recorded session yields the prompts as they were recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.errors import ConfigError
-from hicache.serving.models import Tokenizer
+from hicache.layout import ModelGeometry
+from hicache.serving.models import LoadedModel, Tokenizer
+from hicache.serving.request import Request
+from hicache.serving.sampling import SamplingParams
 from hicache.settings import Text
 
 Tokens = npt.NDArray[np.int64]
@@ -32,12 +33,11 @@ _QUESTIONS = (
     "Which part would you test first, and why?",
     "What changed your mind since the first question?",
 )
-# A document of n tokens takes up to this many bytes of text.
-_BYTES_PER_TOKEN = 6
+_BYTES_PER_TOKEN = 6  # of a document's text, at most
 
 
 class Conversation(Protocol):
-    """Turns of one conversation, [0, num_turns)."""
+    """One conversation with turns [0, num_turns)."""
 
     @property
     def name(self) -> str: ...
@@ -45,45 +45,55 @@ class Conversation(Protocol):
     @property
     def num_turns(self) -> int: ...
 
-    def prompt(self, turn: int, before: Sequence[int], answer: Sequence[int]) -> Tokens:
-        """The prompt of a turn; `before` and `answer`: prompt and answer of the turn before, both empty at turn 0."""
+    @property
+    def branch_points(self) -> tuple[int, ...]:
+        """Positions after which prompts of different turns, or of other conversations, may differ."""
         ...
 
-    def most_tokens(self, max_new_tokens: int) -> list[int]:
-        """Prompt and answer of each turn, in tokens, when every answer has its full length."""
+    def prompt(self, turn: int, previous: Sequence[int], answer: Sequence[int]) -> Tokens:
+        """The prompt of a turn, int64; `previous` and `answer`: prompt and answer of the turn before, empty at turn
+        0."""
+        ...
+
+    def turn_lengths(self, max_new_tokens: int) -> list[int]:
+        """Tokens of prompt and answer of each turn, if every answer has its maximum length."""
         ...
 
     def distinct_tokens(self, max_new_tokens: int) -> int:
-        """Tokens whose KV the whole conversation needs, each shared prefix counted once."""
+        """Tokens whose KV the whole conversation needs; a prefix shared by several turns counts once."""
         ...
 
 
 @dataclass(frozen=True)
-class DocumentTalk:
-    """Questions about one document. `opening`: its tokens; `questions`: those of each turn."""
+class DocumentConversation:
+    """Questions about one document. `document`: its tokens; `questions`: the tokens of each turn's question."""
 
     name: str
-    opening: tuple[int, ...]
+    document: tuple[int, ...]
     questions: tuple[tuple[int, ...], ...]
 
     @property
     def num_turns(self) -> int:
         return len(self.questions)
 
-    def prompt(self, turn: int, before: Sequence[int], answer: Sequence[int]) -> Tokens:
-        return np.array([*(before if turn else self.opening), *answer, *self.questions[turn]], dtype=np.int64)
+    @property
+    def branch_points(self) -> tuple[int, ...]:
+        return (len(self.document),)
 
-    def most_tokens(self, max_new_tokens: int) -> list[int]:
-        grown = np.cumsum([len(question) + max_new_tokens for question in self.questions]) + len(self.opening)
-        return [int(tokens) for tokens in grown]
+    def prompt(self, turn: int, previous: Sequence[int], answer: Sequence[int]) -> Tokens:
+        return np.array([*(previous if turn else self.document), *answer, *self.questions[turn]], dtype=np.int64)
+
+    def turn_lengths(self, max_new_tokens: int) -> list[int]:
+        lengths = np.cumsum([len(question) + max_new_tokens for question in self.questions]) + len(self.document)
+        return [int(length) for length in lengths]
 
     def distinct_tokens(self, max_new_tokens: int) -> int:
-        return self.most_tokens(max_new_tokens)[-1]
+        return self.turn_lengths(max_new_tokens)[-1]
 
 
 @dataclass(frozen=True)
-class RecordedTalk:
-    """The prompts of a recorded session, as they were."""
+class RecordedConversation:
+    """The prompts of a recorded session."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
@@ -92,10 +102,14 @@ class RecordedTalk:
     def num_turns(self) -> int:
         return len(self.prompts)
 
-    def prompt(self, turn: int, before: Sequence[int], answer: Sequence[int]) -> Tokens:
+    @property
+    def branch_points(self) -> tuple[int, ...]:
+        return ()
+
+    def prompt(self, turn: int, previous: Sequence[int], answer: Sequence[int]) -> Tokens:
         return np.array(self.prompts[turn], dtype=np.int64)
 
-    def most_tokens(self, max_new_tokens: int) -> list[int]:
+    def turn_lengths(self, max_new_tokens: int) -> list[int]:
         return [len(prompt) + max_new_tokens for prompt in self.prompts]
 
     def distinct_tokens(self, max_new_tokens: int) -> int:
@@ -107,8 +121,8 @@ class RecordedTalk:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """`turns` of each conversation; `documents` of the standard library, the longest of `document_tokens` tokens."""
+class DocumentShape:
+    """`documents` conversations of `turns` turns each over documents of at most `document_tokens` tokens."""
 
     documents: int = 6
     turns: int = 3
@@ -122,36 +136,76 @@ class Shape:
             raise ConfigError(f"--document-tokens {self.document_tokens}: must be at least 128")
 
     def lengths(self) -> list[int]:
-        """Tokens of each document: from a third of the longest up to it, in equal ratios, long and short mixed."""
+        """Tokens of each document: from a third of the maximum up to it, in equal ratios, short and long
+        alternating."""
         steps = max(1, self.documents - 1)
-        rising = [round(self.document_tokens / 3 ** ((steps - i) / steps)) for i in range(self.documents)]
-        middle = (len(rising) + 1) // 2
-        mixed = [0] * len(rising)
-        mixed[0::2], mixed[1::2] = rising[:middle], rising[middle:]
+        ascending = [round(self.document_tokens / 3 ** ((steps - i) / steps)) for i in range(self.documents)]
+        middle = (len(ascending) + 1) // 2
+        mixed = [0] * len(ascending)
+        mixed[0::2], mixed[1::2] = ascending[:middle], ascending[middle:]
         return mixed
 
 
-def standard_library(shape: Shape, tokenizer: Tokenizer, bos: Sequence[int] = ()) -> list[DocumentTalk]:
-    """Long modules of this Python's standard library, the same ones each time."""
+@dataclass(frozen=True)
+class Workload:
+    """The model, the conversations and the limits of one demo. `chunk_tokens`: prompt tokens per step."""
+
+    loaded: LoadedModel
+    geometry: ModelGeometry
+    conversations: Sequence[Conversation]
+    max_new_tokens: int
+    concurrency: int
+    chunk_tokens: int
+    sampling_params: SamplingParams
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        return max(max(conversation.turn_lengths(self.max_new_tokens)) for conversation in self.conversations)
+
+    @property
+    def working_set(self) -> int:
+        """Tokens whose KV all conversations together need."""
+        return sum(conversation.distinct_tokens(self.max_new_tokens) for conversation in self.conversations)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(conversation.num_turns for conversation in self.conversations)
+
+    def request(self, conversation: int, turn: int, prompt: Tokens, namespace: str = "") -> Request:
+        """The request of a turn; its id is made of both numbers and the name of the conversation."""
+        return Request(
+            request_id=f"{conversation + 1}.{turn + 1} {self.conversations[conversation].name}",
+            tokens=prompt,
+            max_new_tokens=self.max_new_tokens,
+            sampling_params=self.sampling_params,
+            namespace=namespace,
+            eos_ids=self.loaded.eos_ids,
+            branch_points=self.conversations[conversation].branch_points,
+        )
+
+
+def standard_library(shape: DocumentShape, tokenizer: Tokenizer, bos: Sequence[int] = ()) -> list[DocumentConversation]:
+    """Conversations over long modules of Python's standard library, always the same ones."""
     folder = Path(sysconfig.get_path("stdlib"))
-    # Without what describes the build: it differs between machines.
+    # _sysconfigdata describes the build and differs between machines.
     files = (file for file in folder.glob("*.py") if not file.name.startswith("_sysconfigdata"))
     sizes = sorted((file.stat().st_size, file) for file in files)
-    talks: list[DocumentTalk] = []
+    conversations: list[DocumentConversation] = []
     for num_tokens in shape.lengths():
-        # The smallest module that surely gives enough tokens, else the largest that is left.
-        at = next((i for i, (size, _) in enumerate(sizes) if size >= num_tokens * _BYTES_PER_TOKEN), len(sizes) - 1)
-        if at < 0:
+        # The smallest module that certainly has enough tokens, else the largest one left.
+        index = next((i for i, (size, _) in enumerate(sizes) if size >= num_tokens * _BYTES_PER_TOKEN), len(sizes) - 1)
+        if index < 0:
             raise ConfigError(f"{folder} has too few modules for --documents {shape.documents}; give --input FILE...")
-        _, file = sizes.pop(at)
-        talks.append(_document(file.stem, _read(file), num_tokens, shape.turns, tokenizer, bos))
-    return talks
+        _, file = sizes.pop(index)
+        conversations.append(_document(file.stem, _read(file), num_tokens, shape.turns, tokenizer, bos))
+    return conversations
 
 
 def own_documents(
-    paths: Sequence[str], shape: Shape, tokenizer: Tokenizer, bos: Sequence[int] = ()
-) -> list[DocumentTalk]:
-    """One conversation a file, cut to `document_tokens`. Raises ConfigError for a file that is unreadable or empty."""
+    paths: Sequence[str], shape: DocumentShape, tokenizer: Tokenizer, bos: Sequence[int] = ()
+) -> list[DocumentConversation]:
+    """One conversation per file, each cut to `document_tokens`. Raises ConfigError for an unreadable or empty file."""
     return [
         _document(Path(path).name, _read(Path(path)), shape.document_tokens, shape.turns, tokenizer, bos)
         for path in paths
@@ -160,11 +214,11 @@ def own_documents(
 
 def recorded_session(
     path: str, turns: int | None, max_prompt_tokens: int, tokenizer: Tokenizer, bos: Sequence[int] = ()
-) -> tuple[RecordedTalk, int]:
-    """A session of JSON lines with the whole prompt of a turn as `input`, and how many of its turns were left out.
+) -> tuple[RecordedConversation, int]:
+    """A session of JSON lines with the whole prompt of a turn as `input`, and the number of turns that were skipped.
 
-    Left out are turns behind the first `turns`, empty prompts and those above `max_prompt_tokens`. Raises ConfigError
-    with the line number.
+    Skipped are turns after the first `turns`, empty prompts and prompts of more than `max_prompt_tokens`. Raises
+    ConfigError with the line number.
     """
     prompts: list[tuple[int, ...]] = []
     skipped = 0
@@ -185,32 +239,32 @@ def recorded_session(
         raise ConfigError(
             f"{path}: no turn with a prompt of 1 to {max_prompt_tokens} tokens; raise --max-prompt-tokens"
         )
-    return RecordedTalk(Path(path).stem, tuple(prompts)), skipped
+    return RecordedConversation(Path(path).stem, tuple(prompts)), skipped
 
 
 def zigzag(num_turns: Sequence[int]) -> list[tuple[int, int]]:
-    """The order of turns, as (conversation, turn): every conversation once a round, rounds forth and back.
+    """The order of turns, as (conversation, turn): each round has one turn of every conversation, in alternating order.
 
-    What was asked about last is asked about first in the next round, so that every tier has its share: in one direction
-    only, each page would be the oldest at the moment it is wanted.
+    A round starts with the conversation that the previous one ended with, so all tiers get hits. If all rounds had the
+    same order, each page would be the least recently used one when it is needed again.
     """
     order: list[tuple[int, int]] = []
     for turn in range(max(num_turns)):
-        one_round = [(talk, turn) for talk, turns in enumerate(num_turns) if turn < turns]
+        one_round = [(conversation, turn) for conversation, turns in enumerate(num_turns) if turn < turns]
         order.extend(reversed(one_round) if turn % 2 else one_round)
     return order
 
 
 def _document(
     name: str, text: str, num_tokens: int, turns: int, tokenizer: Tokenizer, bos: Sequence[int]
-) -> DocumentTalk:
+) -> DocumentConversation:
     if not text.strip():
         raise ConfigError(f"{name} is empty; give a document with text")
-    opening = (*bos, *tokenizer.encode(text[: num_tokens * _BYTES_PER_TOKEN]))[:num_tokens]
-    if not opening:
-        raise ConfigError(f"{name}: the tokenizer finds no token in it; give another document or model")
-    asked = [f"\n\nQuestion {i + 1}: {_QUESTIONS[i % len(_QUESTIONS)]}\nAnswer: " for i in range(turns)]
-    return DocumentTalk(name, opening, tuple(tuple(tokenizer.encode(question)) for question in asked))
+    document = (*bos, *tokenizer.encode(text[: num_tokens * _BYTES_PER_TOKEN]))[:num_tokens]
+    if not document:
+        raise ConfigError(f"{name}: the tokenizer returns no tokens for it; give another document or model")
+    questions = [f"\n\nQuestion {i + 1}: {_QUESTIONS[i % len(_QUESTIONS)]}\nAnswer: " for i in range(turns)]
+    return DocumentConversation(name, document, tuple(tuple(tokenizer.encode(question)) for question in questions))
 
 
 def _common_len(one: Sequence[int], other: Sequence[int]) -> int:

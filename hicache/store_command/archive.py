@@ -66,7 +66,8 @@ class ArchiveWriter:
 
     def add(self, key: bytes, value: bytes) -> None:
         head = self._sum(_KEY_LENGTH.pack(len(key)) + _VALUE_LENGTH.pack(len(value)) + key)
-        self._write(head + value)
+        self._write(head)
+        self._write(value)
         self.num_entries += 1
 
     def finish(self) -> None:
@@ -118,7 +119,7 @@ class ArchiveReader:
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         """Keys and values, not verified; what is no whole archive raises where that shows, at the latest at the end."""
-        max_value_bytes = self.identity.page_bytes + HEADER_BYTES + SEAL_BYTES
+        max_value_bytes = self.identity.page_sizes[-1] + HEADER_BYTES + SEAL_BYTES
         num_entries = 0
         while key_bytes := _KEY_LENGTH.unpack(self._read(_KEY_LENGTH.size))[0]:
             value_bytes = _VALUE_LENGTH.unpack(self._read(_VALUE_LENGTH.size))[0]
@@ -171,7 +172,7 @@ class ArchiveReader:
     def _parse(self, record: bytes) -> tuple[IdentityRecord, Settings]:
         try:
             identity = IdentityRecord.unpack(Path(self._name), record)
-            settings = Settings.unpack(json.dumps(json.loads(record)["settings"]).encode(), 0)
+            settings = Settings.unpack(json.dumps(json.loads(record)["settings"]).encode(), identity.page_sizes, 0)
         except StoreMismatch as error:
             raise StoreMismatch(
                 f"the archive {self._name} comes from a newer store than this release reads; update hicache"
@@ -180,7 +181,7 @@ class ArchiveReader:
             raise self._damaged("its record cannot be read") from error
         if not _makes_sense(identity, settings):
             raise self._damaged("its record makes no sense")
-        return IdentityRecord(identity.identity, identity.page_bytes), settings
+        return IdentityRecord(identity.identity, identity.page_sizes), settings
 
     def _cut(self) -> StoreCorrupt:
         return StoreCorrupt(
@@ -193,9 +194,10 @@ class ArchiveReader:
 
 def _makes_sense(identity: IdentityRecord, settings: Settings) -> bool:
     """Whether each field has its type and range: the checksum tells damage, not what another program wrote."""
-    how = settings.filter
-    numbers = (identity.page_bytes, settings.budget_bytes, settings.level, how.element_bytes, how.tokens, how.channels)
-    texts = (settings.durability, how.kind, *identity.identity)
+    filters = [one.filter for one in settings.formats]
+    shapes = (number for how in filters for number in (how.element_bytes, how.tokens, how.channels))
+    numbers = (*identity.page_sizes, settings.budget_bytes, settings.level, *shapes)
+    texts = (settings.durability, *(how.kind for how in filters), *identity.identity)
     return (
         bool(identity.identity)
         and all(type(value) in (str, int) for value in identity.identity.values())

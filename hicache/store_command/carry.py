@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,8 +31,8 @@ _MAX_BATCH_PAGES = 256
 def record_of(found: StoreDescription) -> tuple[IdentityRecord, Settings]:
     """The records of a store, as an archive carries them."""
     key_id = {KEY_ID_FIELD: found.key_id} if found.encrypted else {}
-    identity = IdentityRecord({**found.identity, **key_id}, found.page_bytes)
-    return identity, Settings(found.budget_bytes, found.durability, found.level, found.filter)
+    identity = IdentityRecord({**found.identity, **key_id}, tuple(one.page_bytes for one in found.formats))
+    return identity, Settings(found.budget_bytes, found.formats, found.durability, found.level)
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ class Allowance:
 
     def budget_for(self, archive: ArchiveReader) -> int:
         """The budget of the store that takes the archive's pages. ConfigError where the archive asks for too much."""
-        page_bytes, asked_bytes = archive.identity.page_bytes, archive.settings.budget_bytes
+        page_bytes, asked_bytes = archive.identity.page_sizes[-1], archive.settings.budget_bytes
         if page_bytes > self.max_page_bytes:
             raise ConfigError(f"the archive has pages of {page_bytes} bytes; raise --max-page if they may have as many")
         if self.budget_bytes is not None:
@@ -107,9 +107,8 @@ def open_target(
         return open_existing(path, cipher=cipher), False
     if cipher is not None:
         identity = {**archive.identity.identity, KEY_ID_FIELD: cipher.key_id}
-        archive.identity.require(path, IdentityRecord(identity, archive.identity.page_bytes))
-    settings = archive.settings
-    wanted = Settings(allowed.budget_for(archive), settings.durability, settings.level, settings.filter)
+        archive.identity.require(path, replace(archive.identity, identity=identity))
+    wanted = replace(archive.settings, budget_bytes=allowed.budget_for(archive))
     return LmdbPageStore.of_record(path, archive.identity, wanted, cipher), True
 
 
@@ -127,7 +126,7 @@ class Loader:
     _batch_bytes: int = 0
 
     def add(self, key: bytes, value: bytes) -> None:
-        full = self._batch_bytes + len(value) > self.store.parts.budget.group_bytes
+        full = self._batch_bytes + len(value) > self.store.parts.budget.commit_bytes
         # A key that comes again was used meanwhile: its place in the order is the later one.
         if full or key in self._batch or len(self._batch) == _MAX_BATCH_PAGES:
             self.flush()

@@ -23,7 +23,6 @@ else:
     _has_rich = True
 
 Step: TypeAlias = Callable[[int, int | None], None]
-_UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 class Heard(logging.Handler):
@@ -75,14 +74,6 @@ class Bars:
 
                 yield step
         self._calm.check()
-
-
-def sized(num_bytes: int) -> str:
-    """`3.2 GiB (3435973836 bytes)`; below 1 KiB the bytes alone."""
-    if num_bytes < 1024:
-        return f"{num_bytes} bytes"
-    power = min(len(_UNITS), (num_bytes.bit_length() - 1) // 10)
-    return f"{num_bytes / 1024**power:.1f} {_UNITS[power - 1]} ({num_bytes} bytes)"
 
 
 def columns(rows: list[tuple[str, object]]) -> str:

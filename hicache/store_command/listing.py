@@ -14,60 +14,56 @@ from typing import Any
 
 from hicache.storage.base import StoreError
 from hicache.storage.codec import is_packed
-from hicache.storage.direct_read import aligned_room
-from hicache.storage.header import HEADER_BYTES, MAGIC
+from hicache.storage.header import MAGIC
 from hicache.storage.lmdb_tree import Place
 from hicache.storage.lookup import Snapshots
-from hicache.storage.lru import PAIR, Tables
+from hicache.storage.lru import Age, Tables
 
 _KEYS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A page. `codec`: "raw" or "zstd"; "unreadable" for what is no page's value; "gone" when it went meanwhile."""
+    """A page of `page_bytes`, as its index says. `codec`: "raw" or "zstd"; "unreadable" for what is no page's value;
+    "gone" when it was removed meanwhile."""
 
     key: bytes
+    page_bytes: int
     stored_bytes: int
     codec: str
 
 
 def entries(env: Snapshots, *, newest: bool, limit: int | None) -> Iterator[Entry]:
     """Least recently used first, or `newest` first; at most `limit`. StoreError when the store cannot be read."""
-    listed: list[tuple[bytes, int]] | None = env.read(partial(_in_order, newest=newest, limit=limit), None)
+    listed: list[tuple[bytes, Age]] | None = env.read(partial(_in_order, newest=newest, limit=limit), None)
     if listed is None:
         raise StoreError("the store cannot be read")
     for start in range(0, len(listed), _KEYS_AT_ONCE):
         some = listed[start : start + _KEYS_AT_ONCE]
         codecs = env.read(partial(_codecs, keys=[key for key, _ in some]), ["unreadable"] * len(some))
-        for (key, stored_bytes), codec in zip(some, codecs, strict=True):
-            yield Entry(key, stored_bytes, codec)
+        for (key, age), codec in zip(some, codecs, strict=True):
+            yield Entry(key, age.page_bytes, age.value_bytes, codec)
 
 
-def _in_order(txn: Any, tables: Tables, *, newest: bool, limit: int | None) -> list[tuple[bytes, int]] | None:
+def _in_order(txn: Any, tables: Tables, *, newest: bool, limit: int | None) -> list[tuple[bytes, Age]] | None:
     with txn.cursor(db=tables.recency) as cursor:
         steps = cursor.iterprev(keys=False) if newest else cursor.iternext(keys=False)
         keys = [bytes(key) for key in islice(steps, limit)]
-    ages = (txn.get(key, db=tables.ages) for key in keys)
-    sizes = (PAIR.unpack(age)[1] if age is not None and len(age) == PAIR.size else 0 for age in ages)
-    return list(zip(keys, sizes, strict=True))
+    return [(key, Age.unpack(txn.get(key, db=tables.ages)) or Age(0, 0, 0)) for key in keys]
 
 
 def _codecs(txn: Any, tables: Tables, *, keys: list[bytes]) -> list[str]:
-    room = aligned_room(HEADER_BYTES)
     # One at a time: asked for several, `places` has the kernel read the values.
-    return [_codec(tables, tables.places(txn, [key])[0], room) for key in keys]
+    return [_codec(tables, tables.places(txn, [key])[0]) for key in keys]
 
 
-def _codec(tables: Tables, place: Place | None, room: memoryview) -> str:
+def _codec(tables: Tables, place: Place | None) -> str:
     if place is None:
         return "gone"
-    if place.length < HEADER_BYTES:
-        return "unreadable"
     try:
-        head = place.head or tables.values.read(Place(place.offset, HEADER_BYTES), room)
+        header = tables.header(place)
     except OSError:
         return "unreadable"
-    if head[: len(MAGIC)] != MAGIC:
+    if header is None or header[: len(MAGIC)] != MAGIC:
         return "unreadable"
-    return "zstd" if is_packed(head) else "raw"
+    return "zstd" if is_packed(header) else "raw"

@@ -22,6 +22,7 @@ from hicache.storage import (
     LmdbPageReader,
     LmdbPageStore,
     PageCipher,
+    PageFilter,
     StoreError,
     StoreTreesDamaged,
     VerifyReport,
@@ -34,9 +35,9 @@ from hicache.storage import (
 )
 from hicache.store_command.archive import ArchiveReader, ArchiveWriter
 from hicache.store_command.carry import STREAM, Allowance, Loader, destination, open_target, record_of, source
-from hicache.store_command.console import Bars, Heard, columns, sized
+from hicache.store_command.console import Bars, Heard, columns
 from hicache.store_command.listing import entries
-from hicache.terminal import printable
+from hicache.terminal import printable, sized
 
 
 @dataclass(frozen=True)
@@ -70,30 +71,32 @@ class Outcome:
 def stat(task: Task) -> Outcome:
     found = describe(task.path)
     figures = dataclasses.asdict(found)
-    raw_bytes = found.entries * found.page_bytes
-    ratio = raw_bytes / found.live_bytes if found.live_bytes else None
+    ratio = found.raw_bytes / found.live_bytes if found.live_bytes else None
     figures |= {"path": str(found.path), "identity": dict(found.identity), "encrypted": found.encrypted, "ratio": ratio}
-    how = found.filter
-    segment = f" of [{how.tokens}, {how.channels}] elements" if how.tokens else ""
-    width = f", {how.element_bytes} bytes an element" if how.kind != "none" else ""
     writer = {None: "nobody", 0: "a process that cannot be named"}.get(found.writer_pid, f"process {found.writer_pid}")
     rows: list[tuple[str, object]] = [
         ("path", found.path),
         *((f"identity.{name}", value) for name, value in found.identity.items()),
         ("format", found.format),
-        ("page", sized(found.page_bytes)),
-        ("filter", f"{how.kind}{width}{segment}"),
+        *(("page", f"{sized(one.page_bytes)}, filter {_filter_text(one.filter)}") for one in found.formats),
+        ("values", "in slots" if found.has_slots else "in tables"),
         ("level", found.level),
         ("durability", found.durability),
         ("encrypted", f"with the key {found.key_id}" if found.encrypted else "no"),
         ("entries", found.entries),
-        ("live", sized(found.live_bytes)),
+        ("live", f"{sized(found.live_bytes)}, of pages of {sized(found.raw_bytes)}"),
         ("file", sized(found.file_bytes)),
         ("budget", sized(found.budget_bytes)),
         ("ratio", "-" if ratio is None else f"{ratio:.3f} bytes of pages a byte stored"),
         ("written by", writer),
     ]
     return Outcome(figures, columns(rows))
+
+
+def _filter_text(how: PageFilter) -> str:
+    segment = f" of [{how.tokens}, {how.channels}] elements" if how.tokens else ""
+    width = f", {how.element_bytes} bytes an element" if how.kind != "none" else ""
+    return f"{how.kind}{width}{segment}"
 
 
 def list_pages(task: Task) -> Outcome:
@@ -103,9 +106,10 @@ def list_pages(task: Task) -> Outcome:
     figures = {
         "path": str(task.path),
         "order": "newest" if newest else "oldest",
-        "entries": [{"key": e.key.hex(), "stored_bytes": e.stored_bytes, "codec": e.codec} for e in listed],
+        "entries": [{**dataclasses.asdict(entry), "key": entry.key.hex()} for entry in listed],
     }
-    return Outcome(figures, "\n".join(f"{e.key.hex()} {e.stored_bytes:>10} {e.codec}" for e in listed))
+    lines = (f"{e.key.hex()} {e.page_bytes:>10} {e.stored_bytes:>10} {e.codec}" for e in listed)
+    return Outcome(figures, "\n".join(lines))
 
 
 def verify_pages(task: Task) -> Outcome:

@@ -1,4 +1,4 @@
-"""Bytes between tier 1 and tier 2."""
+"""Copies between device slots and host pages."""
 
 from hicache.transfer.base import TransferBackend, TransferOp
 from hicache.transfer.counter import LayerTransferCounter

@@ -1,11 +1,9 @@
 """The contract of a transfer backend: copies between device slots and host pages, submitted now, finished later.
 
-`load` (host to device) goes layer by layer and reports each layer through the counter under its load id; `store`
-(device to host) reports only its end. Both return at once. Submission order is completion order within a direction. The
-caller keeps slots and pages untouched by others until the operation is done. A failed operation says so in `error`;
-nothing is known then about the bytes of its destination.
-
-May import numpy, torch, layout, kernels, config and errors.
+`load` (host to device) goes layer by layer and reports each layer to the counter under its load id; `store` (device to
+host) reports only its end. Both return at once. Operations complete in submission order within a direction. The caller
+lets nobody else use slots and pages until the operation is done. A failed operation sets `error`; the bytes of its
+destination are undefined then.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ class TransferOp(Protocol):
     error: Exception | None
 
     def done(self) -> bool:
-        """Whether source and destination are free of it; never blocks."""
+        """Whether source and destination may be used by others; never blocks."""
         ...
 
     def wait(self) -> None:
@@ -30,7 +28,7 @@ class TransferOp(Protocol):
         ...
 
     def wait_outcome(self) -> None:
-        """Block until `error` is final: where a submitted copy cannot fail any more, not at all."""
+        """Block until `error` is final; at once when a submitted copy cannot fail any more."""
         ...
 
     def seconds(self) -> float:
@@ -44,25 +42,25 @@ class TransferBackend(Protocol):
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> TransferOp:
         """Copy host `pages` (int64 CPU [p]) to device `slots` (int64 [p * page_tokens]), reporting layers of `load_id`.
 
-        Waits, on the device, for work already queued on the current stream: whatever last used the slots.
+        Waits, on the device, for the work that is queued on the current stream and may use the slots.
         """
         ...
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor) -> TransferOp:
-        """Copy device `slots` to host `pages`, after the work already queued on the current stream that wrote them."""
+        """Copy device `slots` to host `pages`, after the work queued on the current stream, which wrote the slots."""
         ...
 
-    def figures(self) -> dict[str, float]:
-        """What was measured of the link and decided with it, by dotted name, for the statistics."""
+    def stats(self) -> dict[str, float]:
+        """The measured rates of the link and the number of copies by method, by dotted name."""
         ...
 
     def start(self) -> None: ...
 
     def close(self) -> None:
-        """Finish what was submitted, then release streams or threads."""
+        """Finish submitted operations, then release streams or threads."""
         ...
 
     def abandon(self, deadline_s: float) -> None:
-        """Nobody wants the copies any more: end them early, and return when none runs, or at `deadline_s` of
-        `time.monotonic`. Any thread, copy threads included."""
+        """End copies early; return when none runs, or at `deadline_s` of `time.monotonic`. Any thread, copy threads
+        included."""
         ...

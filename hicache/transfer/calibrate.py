@@ -1,8 +1,8 @@
-"""What the link does between a device and the host's own pages: each way of copying, measured before its first use.
+"""Measures the cost of each copy method between a device and the engine's own host pages, before their first use.
 
-Two widths of piece give two equations, for the cost of a byte and that of a piece. Each copy is queued behind another,
-so that what its issuing takes is not counted twice: that is the host's, and measured apart. Pages are written: they are
-free at that time. May import torch, numpy, kernels and the rest of its package.
+Copies of two widths give two equations, for the cost of a byte and that of a piece. Each copy is queued behind other
+work, so that the device time does not include the host's time to issue it, which is measured apart. The pages are
+written to; all of them are free at that time.
 """
 
 from __future__ import annotations
@@ -17,64 +17,67 @@ import numpy as np
 import torch
 
 from hicache.errors import TransferError
-from hicache.kernels.direct_copy import DirectMover
+from hicache.kernels.page_copy import PageMover
+from hicache.kernels.zero_copy import ZeroCopyMover
 from hicache.transfer.copies import can_batch, copy_batched, copy_strided
-from hicache.transfer.plan import ASSUMED, MIN_PIECE_BYTES, Direction, Rates, Way
+from hicache.transfer.plan import ASSUMED, MIN_PIECE_BYTES, CopyCost, LinkDirection, Rates
 
 log = logging.getLogger(__name__)
 
 _BYTES = 32 << 20
-_LEAST_BYTES = 8 << 20  # of a copy: below this, latency is all that would be seen
-_WIDER = 8  # times the narrowest pieces
+_MIN_BYTES = 8 << 20  # of a copy: smaller copies would show latency only
+_WIDER = 8  # times the narrow pieces
 _SAMPLES = 7
 
 
 def measured_rates(
-    host: torch.Tensor, near: torch.Tensor, layer_bytes: int, num_layers: int, direct: DirectMover, page_tokens: int
+    host: torch.Tensor, buffer: torch.Tensor, layer_bytes: int, zero_copy: ZeroCopyMover, mover: PageMover
 ) -> Rates:
-    """The rates between host pages `[pages, page_bytes]` and `near`, device memory that nobody uses.
+    """The rates between host pages `[pages, page_bytes]` and `buffer`, device memory that nobody uses.
 
-    The assumed ones where the host is too small to show them or a measurement fails, which is logged.
+    `layer_bytes`: of the widest layer of a page; `zero_copy` copies without staging, between the buffers of `mover`.
+    The assumed rates when there are too few pages to measure, or when a measurement fails, which is logged.
     """
-    layers = -(-MIN_PIECE_BYTES // layer_bytes)  # narrower pieces are avoided, and tell nothing of wider ones
+    layers = -(-MIN_PIECE_BYTES // layer_bytes)  # narrower pieces are avoided, and their costs differ
     widths = [min(times * layers * layer_bytes, host.shape[1]) for times in (1, _WIDER)]
-    counts = [min(len(host) - 1, _BYTES // width, near.numel() // width) for width in widths]
-    if counts[0] * widths[0] < _LEAST_BYTES or widths[0] == widths[1] or min(counts) < 1:
+    counts = [min(len(host) - 1, _BYTES // width, buffer.numel() // width) for width in widths]
+    if counts[0] * widths[0] < _MIN_BYTES or widths[0] == widths[1] or min(counts) < 1:
         return ASSUMED
     try:
-        with torch.cuda.device(near.device):
-            link = _Link(host, near, list(zip(widths, counts, strict=True)))
-            ids = torch.zeros(counts[1], dtype=torch.int64, device=near.device)  # all of them the sink
-            slots = torch.zeros(len(ids) * page_tokens, dtype=torch.int64, device=near.device)
+        with torch.cuda.device(buffer.device):
+            link = _Link(host, buffer, list(zip(widths, counts, strict=True)))
+            ids = torch.zeros(counts[1], dtype=torch.int64, device=buffer.device)  # all of them the sink
+            slots = torch.zeros(len(ids) * mover.page_tokens, dtype=torch.int64, device=buffer.device)
             (up_s, _), (down_s, _) = link.seconds(
-                lambda: direct.load(ids, slots, 0, num_layers), lambda: direct.store(slots, ids, 0, num_layers)
+                lambda: zero_copy.load(ids, slots, 0, mover.num_layers),
+                lambda: zero_copy.store(slots, ids, 0, mover.num_layers),
             )
             return Rates(up=link.direction(True, up_s), down=link.direction(False, down_s))
     except (TransferError, RuntimeError) as error:
-        log.warning("the link of %s could not be measured, assuming that of an H200: %s", near.device, error)
+        log.warning("the link of %s could not be measured; the rates of an H200 are assumed: %s", buffer.device, error)
         return ASSUMED
 
 
 class _Link:
     """Copies of `count` pieces of `width` bytes, for each of `pieces` (width, count)."""
 
-    def __init__(self, host: torch.Tensor, near: torch.Tensor, pieces: list[tuple[int, int]]) -> None:
-        self._host, self._near, self._pieces = host, near, pieces
+    def __init__(self, host: torch.Tensor, buffer: torch.Tensor, pieces: list[tuple[int, int]]) -> None:
+        self._buffer, self._pieces = buffer, pieces
         self._pitch = host.shape[1]
         self._first = host.data_ptr() + self._pitch  # page 0 is the sink
-        self._stream = torch.cuda.Stream(near.device)
-        self._blocker = torch.empty(_BYTES, dtype=torch.uint8, device=near.device)
+        self._stream = torch.cuda.Stream(buffer.device)
+        self._blocker = torch.empty(_BYTES, dtype=torch.uint8, device=buffer.device)
 
-    def direction(self, up: bool, direct_s: float) -> Direction:
+    def direction(self, up: bool, zero_copy_s: float) -> LinkDirection:
         assumed = ASSUMED.up if up else ASSUMED.down
-        strided = replace(self._way(self._strided, up), issue_s=0.0)  # one call, whatever the pieces
-        batched = self._way(self._batched, up) if can_batch() else assumed.batched
+        strided = replace(self._cost(self._strided, up), issue_s=0.0)  # one call for any number of pieces
+        batched = self._cost(self._batched, up) if can_batch() else assumed.batched
         pages = self._pieces[1][1]
-        return Direction(strided, batched, Way(pages * self._pitch / direct_s))
+        return LinkDirection(strided, batched, CopyCost(pages * self._pitch / zero_copy_s))
 
     def seconds(self, *copies: Callable[[], None]) -> list[tuple[float, float]]:
-        """Of each copy, timed in turns, the least that it takes on the device, and its issuing on the host: whatever
-        else goes on only ever adds to them."""
+        """Of each copy, timed in turns, the minimum seconds on the device and of issuing on the host: other work on the
+        machine only ever adds to them."""
         found: list[list[tuple[float, float]]] = [[] for _ in copies]
         with torch.cuda.stream(self._stream):
             for turn in range(_SAMPLES + 1):
@@ -96,21 +99,21 @@ class _Link:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3, issued
 
-    def _way(self, copy: Callable[[int, int, bool], None], up: bool) -> Way:
-        """Solve seconds = bytes / rate + pieces * piece_s for the two widths."""
+    def _cost(self, copy: Callable[[int, int, bool], None], up: bool) -> CopyCost:
+        """Solve seconds = bytes / bytes_per_s + pieces * piece_s for the two widths."""
         (w0, n0), (w1, n1) = self._pieces
         (t0, issue_s), (t1, _) = self.seconds(*(partial(copy, w, n, up) for w, n in self._pieces))
         b0, b1 = w0 * n0, w1 * n1
         piece_s = max(0.0, (b1 * t0 - b0 * t1) / (b1 * n0 - b0 * n1))
-        return Way(b1 / max(t1 - n1 * piece_s, 1e-9), piece_s, issue_s / n0)
+        return CopyCost(b1 / max(t1 - n1 * piece_s, 1e-9), piece_s, issue_s / n0)
 
     def _strided(self, width: int, count: int, up: bool) -> None:
-        near, far = self._near.data_ptr(), self._first
-        to, of = ((near, width), (far, self._pitch)) if up else ((far, self._pitch), (near, width))
-        copy_strided(*to, *of, width, count, up, self._stream.cuda_stream)
+        buffer, host = (self._buffer.data_ptr(), width), (self._first, self._pitch)
+        dst, src = (buffer, host) if up else (host, buffer)
+        copy_strided(*dst, *src, width, count, up, self._stream.cuda_stream)
 
     def _batched(self, width: int, count: int, up: bool) -> None:
         order = np.arange(count)
-        near, far = self._near.data_ptr() + order * width, self._first + (order * 7919 % count) * self._pitch
-        to, of = (near, far) if up else (far, near)
-        copy_batched(to, of, width, up, self._stream.cuda_stream)
+        buffer, host = self._buffer.data_ptr() + order * width, self._first + (order * 7919 % count) * self._pitch
+        dst, src = (buffer, host) if up else (host, buffer)
+        copy_batched(dst, src, width, up, self._stream.cuda_stream)

@@ -1,7 +1,6 @@
-"""Calls of the copy engine: a strided copy, and a batch of copies, on plain addresses.
+"""Calls of the copy engine on plain addresses: a strided copy, and a batch of copies.
 
-The batch is the driver's own call, given arrays of numpy: the binding takes lists and turns them into arrays, page by
-page. May import numpy, errors and, where there, cuda.bindings.
+The batch is the driver's own call on numpy arrays; the Python binding takes lists and converts them page by page.
 """
 
 from __future__ import annotations
@@ -36,41 +35,44 @@ class _Attributes(ctypes.Structure):
 
 
 def need_bindings() -> None:
-    """ConfigError where the runtime's bindings are missing."""
+    """ConfigError when the bindings of the CUDA runtime are missing."""
     if cudart is None:
         raise ConfigError("the CUDA backend needs the package cuda-bindings: pip install cuda-bindings")
 
 
-def copy_strided(to: int, to_pitch: int, of: int, of_pitch: int, width: int, rows: int, up: bool, stream: int) -> None:
-    """Queue a 2-D copy of `rows` rows of `width` bytes. TransferError where it is refused."""
+def copy_strided(
+    dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, up: bool, stream: int
+) -> None:
+    """Queue a 2-D copy of `rows` rows of `width` bytes. TransferError when it is refused."""
     kind = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice if up else cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
-    _raise_on(int(cudart.cudaMemcpy2DAsync(to, to_pitch, of, of_pitch, width, rows, kind, stream)[0]))
+    _raise_on(int(cudart.cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, rows, kind, stream)[0]))
 
 
 def can_batch() -> bool:
     """Whether the driver has batched copies (CUDA 13)."""
-    return _batch_call() is not None
+    return batch_call() is not None
 
 
-def copy_batched(to: Addresses, of: Addresses, width: int, any_order: bool, stream: int) -> None:
-    """Queue copies of `width` bytes from each of `of` to its partner in `to`. TransferError where they are refused.
+def copy_batched(dst: Addresses, src: Addresses, width: int, any_order: bool, stream: int) -> None:
+    """Queue a copy of `width` bytes from each address of `src` to the same index of `dst`. TransferError when refused.
 
-    `any_order`: sources may be read in any order, and before work queued earlier: only where nobody writes them.
+    `any_order`: sources may be read in any order, and before work queued earlier; only for sources that nobody writes.
     """
-    call = _batch_call()
+    call = batch_call()
     assert call is not None
-    sizes, first = np.full(len(to), width, np.uint64), np.zeros(1, np.uint64)
+    sizes, first = np.full(len(dst), width, np.uint64), np.zeros(1, np.uint64)
     attributes = _Attributes(src_access_order=_ANY_ORDER if any_order else _STREAM_ORDER)
     _raise_on(
         call(
-            to.ctypes.data, of.ctypes.data, sizes.ctypes.data, len(to), ctypes.addressof(attributes),
+            dst.ctypes.data, src.ctypes.data, sizes.ctypes.data, len(dst), ctypes.addressof(attributes),
             first.ctypes.data, 1, stream,
         )
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
-def _batch_call() -> Callable[..., int] | None:
+def batch_call() -> Callable[..., int] | None:
+    """The driver's cuMemcpyBatchAsync_v2, where it has one."""
     try:
         call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
     except (OSError, AttributeError):

@@ -1,12 +1,8 @@
-"""Which layer of a load has arrived: what lets a forward pass start before its prefix is on the device.
+"""Which layers of a load have arrived, so that a forward pass can start before its whole prefix is on the device.
 
-A load takes a producer, one of a small ring, and records an event after each layer. A batch names the loads it depends
-on, and the pool's getters call `wait_until(layer)`, which makes the consumer wait for that layer of those loads: on
-CUDA the current stream (never the host), on the CPU the calling thread. A load must be submitted before the forward
-that consumes it; an event that was never recorded counts as done. A replayed CUDA graph calls no getter: call
-`wait_all()` before the replay.
-
-May import torch and errors.
+A load records an event after each layer. The pool's getters call `wait_until(layer)`, which orders the consumer behind
+that layer of the loads that its batch depends on: on CUDA the current stream (never the host), on the CPU the calling
+thread. A load must be submitted before the forward that consumes it; an event that was never recorded counts as done.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -23,30 +19,8 @@ from hicache.errors import TransferError
 NUM_PRODUCERS = 3
 
 
-class LayerEvents(Protocol):
-    """The events of one producer, one a layer."""
-
-    def begin(self) -> None:
-        """A new load takes this producer; from here to its last layer it is not finished."""
-        ...
-
-    def record(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Layer (dense index) has arrived, in the order of `stream` (None: the current one), or of this thread."""
-        ...
-
-    def fail(self, error: Exception) -> None:
-        """The load ended early; consumers get `error`."""
-        ...
-
-    def wait(self, layer: int) -> None:
-        """Order the current stream, or hold the current thread, behind the layer. Raises what `fail` was given."""
-        ...
-
-    def finished(self) -> bool: ...
-
-
 class CudaLayerEvents:
-    """One CUDA event a layer, used again by later loads of the same producer."""
+    """The events of one producer: one CUDA event per layer, reused by later loads."""
 
     def __init__(self, num_layers: int) -> None:
         self._events = [torch.cuda.Event() for _ in range(num_layers)]
@@ -54,18 +28,22 @@ class CudaLayerEvents:
         self._error: Exception | None = None
 
     def begin(self) -> None:
+        """A new load takes this producer, which is not finished until the load's last layer."""
         self._submitted, self._error = False, None
 
     def record(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Layer (dense index) has arrived, in the order of `stream` (None: the current stream), or of this thread."""
         self._events[layer].record(stream)
         self._submitted = layer == len(self._events) - 1
 
     def fail(self, error: Exception) -> None:
+        """The load ended early; `wait` raises `error`."""
         self._error, self._submitted = error, True
 
     def wait(self, layer: int) -> None:
+        """Order the current stream behind the layer, or block the current thread. Raises the error of `fail`."""
         if self._error is not None:
-            raise TransferError(f"the load this batch depends on failed: {self._error}") from self._error
+            raise _failed_load(self._error) from self._error
         torch.cuda.current_stream().wait_event(self._events[layer])
 
     def finished(self) -> bool:
@@ -98,17 +76,24 @@ class CpuLayerEvents:
         with self._condition:
             self._condition.wait_for(lambda: self._recorded > layer or self._error is not None)
             if self._error is not None:
-                raise TransferError(f"the load this batch depends on failed: {self._error}") from self._error
+                raise _failed_load(self._error) from self._error
 
     def finished(self) -> bool:
         return self._recorded == self._num_layers or self._error is not None
 
 
-class LayerTransferCounter:
-    """A ring of producers and the loads the present batch consumes.
+LayerEvents: TypeAlias = CudaLayerEvents | CpuLayerEvents
 
-    Load ids count up from 0 and are never used twice, so an id whose producer moved on reads as finished. `begin` and
-    `set_consumer` are the scheduler thread's; `record` and `fail` the copying side's; `wait_until` the forward's.
+
+def _failed_load(error: Exception) -> TransferError:
+    return TransferError(f"the load this batch depends on failed: {error}")
+
+
+class LayerTransferCounter:
+    """A ring of producers, and the loads that the current batch consumes.
+
+    Load ids count up from 0 and are never reused, so an id whose producer carries a later load counts as finished. The
+    scheduler thread calls `begin` and `set_consumer`, the copying side `record` and `fail`, the forward `wait_until`.
     """
 
     def __init__(
@@ -119,7 +104,7 @@ class LayerTransferCounter:
         self._owner = [-1] * producers
         self._next = 0
         self._consumed: tuple[LayerEvents, ...] = ()
-        # Of loads whose bytes never came: kept when their producers carry others, until nobody reads them any more.
+        # Of failed loads: kept when their producers carry other loads, until `forget`.
         self._failures: dict[int, Exception] = {}
         self._failed: Exception | None = None
 
@@ -128,7 +113,7 @@ class LayerTransferCounter:
         return self._ring[self._next % len(self._ring)].finished()
 
     def begin(self) -> int:
-        """Take a producer; returns the load id. Ask `can_begin` first."""
+        """Take a producer; returns the load id. Only after `can_begin`."""
         slot = self._next % len(self._ring)
         assert self._ring[slot].finished(), "began a load without a free producer"
         self._owner[slot] = self._next
@@ -137,20 +122,20 @@ class LayerTransferCounter:
         return self._owner[slot]
 
     def record(self, load_id: int, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Layer (dense index) of a load has arrived; see `LayerEvents.record`."""
+        """Layer (dense index) of a load has arrived; see `CudaLayerEvents.record`."""
         self._events(load_id).record(layer, stream)
 
     def fail(self, load_id: int, error: Exception) -> None:
-        """A load ended early: whoever consumes it is told, until `forget`."""
+        """A load ended early: `wait_until` raises for its consumers, until `forget`."""
         self._failures[load_id] = error
         self._events(load_id).fail(error)
 
     def forget(self, load_id: int) -> None:
-        """Nobody will consume this load again."""
+        """No batch will consume this load again."""
         self._failures.pop(load_id, None)
 
     def set_consumer(self, load_ids: int | Iterable[int]) -> None:
-        """The loads that the coming forward depends on; none of them, or -1: nothing to wait for."""
+        """The loads that the next forward depends on; none or -1: it waits for no load."""
         ids = (load_ids,) if isinstance(load_ids, int) else tuple(load_ids)
         live = [i for i in ids if i >= 0 and self._owner[i % len(self._ring)] == i]
         self._consumed = tuple(self._events(i) for i in live)
@@ -158,7 +143,7 @@ class LayerTransferCounter:
 
     @contextmanager
     def consuming(self, load_ids: Iterable[int]) -> Iterator[None]:
-        """`set_consumer` for the duration: for what is queued beside the coming forward and depends on other loads."""
+        """`set_consumer` for the duration, for work that is queued beside the forward and depends on other loads."""
         before = self._consumed, self._failed
         self.set_consumer(load_ids)
         try:
@@ -167,26 +152,26 @@ class LayerTransferCounter:
             self._consumed, self._failed = before
 
     def wait_until(self, layer: int) -> None:
-        """Order the consumer behind `layer` (dense index) of every consumed load. TransferError where one failed."""
+        """Order the consumer behind `layer` (dense index) of every consumed load. TransferError when one failed."""
         if self._failed is not None:
-            raise TransferError(f"the load this batch depends on failed: {self._failed}") from self._failed
+            raise _failed_load(self._failed) from self._failed
         for events in self._consumed:
             events.wait(layer)
 
     def wait_all(self) -> None:
-        """Order the consumer behind the last layer, hence all of them: for forwards that call no getter."""
+        """Order the consumer behind the last layer, and so behind all: for forwards that call no getter."""
         self.wait_until(self.num_layers - 1)
 
     def _events(self, load_id: int) -> LayerEvents:
         slot = load_id % len(self._ring)
-        assert self._owner[slot] == load_id, f"load {load_id} gave its producer up"
+        assert self._owner[slot] == load_id, f"load {load_id} no longer has a producer"
         return self._ring[slot]
 
 
 class LayerRoutes:
-    """For pools whose layers arrive by several transfers: leads each layer to the counter that knows of it.
+    """For pools whose layers arrive by several transfers: the counter of each layer.
 
-    `routes[position]`: the counter of a layer of the pool, and the layer's dense index there.
+    `routes[position]`: the counter of a layer of the pool, and the layer's dense index in that counter.
     """
 
     def __init__(self, routes: Sequence[tuple[LayerTransferCounter, int]]) -> None:

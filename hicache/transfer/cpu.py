@@ -1,7 +1,7 @@
 """The CPU backend: the same contract as the CUDA backend with two threads in place of its streams.
 
-One thread loads, one stores. The device tier is ordinary memory here, so what a forward wrote before it returned is
-already there; the threads only bring latency and overlap. May import torch, layout, kernels, config and errors.
+One thread loads, one stores. The device tier is ordinary memory, so bytes that a forward has written before it returned
+need no fence; the threads provide latency and overlap.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from hicache.errors import TransferError
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer.counter import LayerTransferCounter
-from hicache.transfer.plan import spans
+from hicache.transfer.plan import intervals
 
 log = logging.getLogger(__name__)
 
 _JOIN_S = 30.0
-_GROUP_BYTES = 1 << 20  # of one page that is gathered at once
+_GROUP_BYTES = 1 << 20  # of one page, gathered at once
 
 
 class _Abandoned(TransferError):
-    """Nobody waits for this copy: no news."""
+    """The engine of this copy is gone. Not worth a warning."""
 
 
 class CpuOp:
@@ -39,11 +39,11 @@ class CpuOp:
         self._ended = threading.Event()
 
     def run(self, copy: Callable[[], None]) -> None:
-        """On the worker: copy, and keep the error for whoever asked."""
+        """On the worker thread: copy, and keep the error."""
         start = time.perf_counter()
         try:
             copy()
-        except Exception as error:  # noqa: BLE001 - kept in `error`, which every landing looks at and counts
+        except Exception as error:  # noqa: BLE001 - kept in `error`, which the flows count
             if not isinstance(error, _Abandoned):
                 log.warning("a copy between tiers failed: %s", error)
             self.error = error
@@ -63,8 +63,8 @@ class CpuOp:
         return self._seconds
 
 
-class _Lane:
-    """One thread that runs copies in the order they were put."""
+class Worker:
+    """A thread that runs copies in submission order."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[tuple[CpuOp, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -91,65 +91,60 @@ class _Lane:
 class CpuTransfer:
     """See `TransferBackend`. `host`: uint8 [pages, page_bytes]; `mover` knows the device buffers."""
 
-    def __init__(self, host: torch.Tensor, mover: PageMover, num_layers: int, counter: LayerTransferCounter) -> None:
-        self._mover, self._counter = mover, counter
-        # numpy moves whole rows at memcpy's speed, where torch's index operations go element by element.
+    def __init__(self, host: torch.Tensor, mover: PageMover, counter: LayerTransferCounter) -> None:
+        self.mover, self._counter = mover, counter
+        # numpy copies whole rows at the speed of memcpy; torch's index operations go element by element.
         self._host = host.numpy()
-        self._num_layers = num_layers
-        ends = [0]
-        for layer in range(num_layers):
-            ends.append(ends[-1] + mover.group_bytes(layer, 1))
-        self._ends = ends  # layer l of a page: [ends[l], ends[l + 1])
-        self._group = max(1, min(num_layers, _GROUP_BYTES // ends[1]))
-        self._up, self._down = _Lane("hicache-load"), _Lane("hicache-store")
+        self._ends = mover.table.ends  # bytes of layer l of a page: [ends[l], ends[l + 1])
+        self._groups = intervals(mover.num_layers, max(1, _GROUP_BYTES // self._ends[1]))
+        self.up, self.down = Worker("hicache-load"), Worker("hicache-store")
         self._abandoned = threading.Event()
 
     def start(self) -> None:
-        self._up.start()
-        self._down.start()
+        self.up.start()
+        self.down.start()
 
     def close(self) -> None:
-        self._up.close()
-        self._down.close()
+        self.up.close()
+        self.down.close()
 
     def abandon(self, deadline_s: float) -> None:
         self._abandoned.set()
-        for lane in (self._up, self._down):
-            lane.close(max(0.0, deadline_s - time.monotonic()))
+        for worker in (self.up, self.down):
+            worker.close(max(0.0, deadline_s - time.monotonic()))
 
-    def figures(self) -> dict[str, float]:
-        """Nothing: memory is as fast as it is."""
-        return {}
+    def stats(self) -> dict[str, float]:
+        return {}  # no link to measure
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> CpuOp:
         op, ids = CpuOp(len(pages) * self._ends[-1]), pages.numpy()
 
         def copy() -> None:
             try:
-                for layer in range(self._num_layers):
+                for layer in range(self.mover.num_layers):
                     self._require_wanted()
                     staging = self._host[ids, self._ends[layer] : self._ends[layer + 1]]
-                    self._mover.scatter(torch.from_numpy(staging), slots, layer, 1)
+                    self.mover.scatter(torch.from_numpy(staging), slots, layer, 1)
                     self._counter.record(load_id, layer)
             except Exception as error:
                 self._counter.fail(load_id, TransferError(str(error)))
                 raise
 
-        self._up.put(op, copy)
+        self.up.put(op, copy)
         return op
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor) -> CpuOp:
         op, ids = CpuOp(len(pages) * self._ends[-1]), pages.numpy()
 
         def copy() -> None:
-            for first, end in spans(self._num_layers, self._group):
+            for first, end in self._groups:
                 self._require_wanted()
                 begin, stop = self._ends[first], self._ends[end]
                 staging = torch.empty(len(pages), stop - begin, dtype=torch.uint8)
-                self._mover.gather(slots, staging, first, end - first)
+                self.mover.gather(slots, staging, first, end - first)
                 self._host[ids, begin:stop] = staging.numpy()
 
-        self._down.put(op, copy)
+        self.down.put(op, copy)
         return op
 
     def _require_wanted(self) -> None:

@@ -1,21 +1,11 @@
 """Which prefix is where: the radix tree over token pages, its components, its page keys and its eviction orders."""
 
 from hicache.tree.base import Duplicate, Inserted, Match, Released
-from hicache.tree.components import MambaRules, SwaRules
+from hicache.tree.components import FullComponent, MambaComponent, SwaComponent, TreeComponent
 from hicache.tree.core import RadixTree
 from hicache.tree.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from hicache.tree.key import PageHasher, RadixKey
-from hicache.tree.mamba_radix_cache import MambaRadixCache, checkpoint_len
-from hicache.tree.node import Component, PageState, Place, Span, Tier, TreeNode
-from hicache.tree.params import (
-    CacheInitParams,
-    EvictParams,
-    EvictResult,
-    InsertParams,
-    InsertResult,
-    MatchPrefixParams,
-    MatchResult,
-)
+from hicache.tree.node import DEVICE, FULL, HOST, MAMBA, SWA, Component, NodeRun, PageState, Tier, TreeNode
 from hicache.tree.policy import (
     EvictionStrategy,
     FIFOStrategy,
@@ -27,47 +17,43 @@ from hicache.tree.policy import (
     SLRUStrategy,
     get_eviction_strategy,
 )
-from hicache.tree.radix_cache import RadixCache
-from hicache.tree.swa_radix_cache import SWARadixCache
+from hicache.tree.share import Shared, share
 
 __all__ = [
+    "DEVICE",
+    "FULL",
+    "HOST",
+    "MAMBA",
+    "SWA",
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
-    "CacheInitParams",
     "Component",
     "Duplicate",
     "EventLog",
-    "EvictParams",
-    "EvictResult",
     "EvictionStrategy",
     "FIFOStrategy",
     "FILOStrategy",
-    "InsertParams",
-    "InsertResult",
+    "FullComponent",
     "Inserted",
     "LFUStrategy",
     "LRUStrategy",
     "MRUStrategy",
-    "MambaRadixCache",
-    "MambaRules",
+    "MambaComponent",
     "Match",
-    "MatchPrefixParams",
-    "MatchResult",
+    "NodeRun",
     "PageHasher",
     "PageState",
-    "Place",
     "PriorityStrategy",
-    "RadixCache",
     "RadixKey",
     "RadixTree",
     "Released",
     "SLRUStrategy",
-    "SWARadixCache",
-    "Span",
-    "SwaRules",
+    "Shared",
+    "SwaComponent",
     "Tier",
+    "TreeComponent",
     "TreeNode",
-    "checkpoint_len",
     "get_eviction_strategy",
+    "share",
 ]

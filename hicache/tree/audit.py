@@ -1,27 +1,18 @@
-"""The rules of the tree, as functions from the nodes to the list of their violations.
-
-May import hicache.tree.node, ledger and policy.
-"""
+"""The rules of the tree, as functions from the nodes to the list of their violations."""
 
 from __future__ import annotations
 
-from hicache.tree.ledger import Book
-from hicache.tree.node import Component, PageState, Place, Tier, TreeNode
+from collections.abc import Sequence
+
+from hicache.tree.accounts import Account
+from hicache.tree.components import TreeComponent
+from hicache.tree.node import DEVICE, FULL, HOST, ChildKey, Tier, TreeNode
 from hicache.tree.policy import RecencyList
 
-_HOLDS = {
-    PageState.DEVICE: (True, False),
-    PageState.BACKING_UP: (True, False),
-    PageState.BOTH: (True, True),
-    PageState.HOST: (False, True),
-    PageState.LOADING: (True, True),
-}
-# Tokens behind one element of a value, by place; the page size for pages.
-_BY_TOKEN = (Place.FULL_DEVICE, Place.SWA_DEVICE)
-_BY_PAGE = (Place.FULL_HOST, Place.SWA_HOST)
 
-
-def structure_violations(root: TreeNode, page_size: int, num_nodes: int) -> list[str]:
+def structure_violations(
+    root: TreeNode, components: Sequence[TreeComponent], page_size: int, num_nodes: int
+) -> list[str]:
     """Every broken rule of links, keys, states and locks, one line each."""
     found: list[str] = []
     seen = 0
@@ -30,21 +21,23 @@ def structure_violations(root: TreeNode, page_size: int, num_nodes: int) -> list
         parent, child_key, node = stack.pop()
         seen += 1
         found.extend(_link_violations(parent, child_key, node, page_size))
-        found.extend(_value_violations(parent, node, page_size))
-        found.extend(_lock_violations(node))
+        found.extend(_full_violations(parent, node))
+        for component in components:
+            found.extend(_value_violations(node, component, page_size))
+            found.extend(_lock_violations(node, component))
         stack.extend((node, key, child) for key, child in node.children.items())
     if seen != num_nodes:
         found.append(f"{seen} nodes are linked, {num_nodes} were counted")
     return found
 
 
-def _link_violations(
-    parent: TreeNode, child_key: bytes | tuple[str, bytes], node: TreeNode, page_size: int
-) -> list[str]:
+def _link_violations(parent: TreeNode, child_key: ChildKey, node: TreeNode, page_size: int) -> list[str]:
     found: list[str] = []
     where = f"node {node.id} at depth {node.depth_tokens}"
     if node.parent is not parent:
         found.append(f"{where}: parent link is wrong")
+    if node.run is None or len(node.run) != node.num_tokens or node.child_key != child_key:
+        found.append(f"{where}: {node.num_tokens} tokens or the key in the parent are not those of its run")
     if node.depth_tokens != parent.depth_tokens + node.num_tokens:
         found.append(f"{where}: {node.num_tokens} tokens below depth {parent.depth_tokens}")
     if node.run is None or not node.num_tokens or node.num_tokens % page_size:
@@ -57,75 +50,78 @@ def _link_violations(
         found.append(f"{where}: namespace {node.namespace!r} below {parent.namespace!r}")
     if node.page_keys is not None and len(node.page_keys) * page_size != node.num_tokens:
         found.append(f"{where}: {len(node.page_keys)} page keys for {node.num_tokens} tokens")
-    found.extend(f"{where}: follows a span that does not know it" for span in node.spans if node not in span.nodes)
-    followed = {span.component for span in node.spans}
-    for component in Component:
-        if node.pending[component] is not None and component not in followed:
-            found.append(f"{where}: {component.name} pages are pending and no copy follows the node")
+    found.extend(f"{where}: refers to a run that does not know it" for run in node.runs if node not in run.nodes)
+    copied = {run.component for run in node.runs}
+    for component in node.holdings:
+        if node.pending(component) is not None and component not in copied:
+            found.append(f"{where}: {component} pages are pending and no copy of the node is in flight")
     return found
 
 
-def _value_violations(parent: TreeNode, node: TreeNode, page_size: int) -> list[str]:
+def _full_violations(parent: TreeNode, node: TreeNode) -> list[str]:
     found: list[str] = []
     where = f"node {node.id} at depth {node.depth_tokens}"
-    held = (node.holds(Tier.DEVICE), node.holds(Tier.HOST))
-    if _HOLDS.get(node.state) != held:
-        found.append(f"{where}: state {node.state.name} but (device, host) held is {held}")
-    if (node.pending[Component.FULL] is not None) != (node.state is PageState.BACKING_UP):
-        found.append(f"{where}: pending pages do not fit state {node.state.name}")
+    if not any(node.holds(FULL, tier) for tier in Tier):
+        found.append(f"{where}: held by no tier")
     for tier in Tier:
-        if node.holds(tier) and not (parent.is_root or parent.holds(tier)):
+        if node.holds(FULL, tier) and not (parent.is_root or parent.holds(FULL, tier)):
             found.append(f"{where}: on {tier.name} below a parent that is not")
-        children = sum(child.holds(tier) for child in node.children.values())
-        if node.children_held[tier] != children:
-            found.append(f"{where}: {children} children on {tier.name}, {node.children_held[tier]} were counted")
-    for place in Place:
-        value = node.values[place]
-        if value is None:
-            continue
-        stride = 1 if place in _BY_TOKEN else page_size
-        want = node.num_tokens // stride if place in (*_BY_TOKEN, *_BY_PAGE) else 1
-        if len(value) != want:
-            found.append(f"{where}: {len(value)} {place.name} elements for {node.num_tokens} tokens")
-        if not node.holds(place.tier):
-            found.append(f"{where}: holds {place.name} where it does not hold FULL")
-    swa = node.values[Place.SWA_DEVICE]
-    if swa is not None and node.holds(Tier.DEVICE) and not swa.equal(node.held(Tier.DEVICE)):
-        found.append(f"{where}: window slots of other slots than the node's")
+        children = sum(child.holds(FULL, tier) for child in node.children.values())
+        if node.children_on[tier] != children:
+            found.append(f"{where}: {children} children on {tier.name}, {node.children_on[tier]} were counted")
     return found
 
 
-def _lock_violations(node: TreeNode) -> list[str]:
-    found = [f"node {node.id}: {node.locks[place]} locks at {place.name}" for place in Place if node.locks[place] < 0]
-    for tier in Tier:
-        full = node.locks[tier]
-        if full < sum(child.locks[tier] for child in node.children.values()):
-            found.append(f"node {node.id}: fewer {tier.name} locks than its children")
-        for component in (Component.SWA, Component.MAMBA):
-            if node.locks[Place.of(component, tier)] > full:
-                found.append(f"node {node.id}: more {component.name} locks than FULL ones on {tier.name}")
-    return found
-
-
-def account_violations(book: Book, holders: list[TreeNode]) -> list[str]:
-    """The sums and the eviction order of one place against the nodes that hold something there."""
+def _value_violations(node: TreeNode, component: TreeComponent, page_size: int) -> list[str]:
     found: list[str] = []
-    place, weight = book.place, book.rules.weight
-    free = [node for node in holders if not node.locks[place]]
-    evictable = sum(map(weight, free))
-    protected = sum(map(weight, holders)) - evictable
-    if (book.evictable, book.protected) != (evictable, protected):
-        account = f"{book.evictable} evictable + {book.protected} protected"
-        found.append(f"{place.name}: account says {account}, the nodes {evictable} + {protected}")
-    if {id(node) for node in book.order} != {id(node) for node in free}:
-        found.append(f"{place.name}: the eviction order is not exactly the unlocked holders")
-    victim = book.order.victim()
-    if (victim is None) != (not any(book.rules.may_go(node, place.tier) for node in free)):
-        found.append(f"{place.name}: the order names {victim}, {len(free)} nodes are unlocked")
-    if victim is not None and not book.rules.may_go(victim, place.tier):
-        found.append(f"{place.name}: the order names {victim}, which may not go")
-    if isinstance(book.order, RecencyList) and place.component is Component.FULL:
-        rank = {id(node): i for i, node in enumerate(book.order)}
-        older = [node for node in free if rank.get(id(node.parent), len(rank)) < rank.get(id(node), -1)]
-        found.extend(f"{place.name}: the parent of node {node.id} is older than the node" for node in older)
+    where, name = f"node {node.id} at depth {node.depth_tokens}", component.name
+    if node.pending(name) is not None and (node.holds(name, HOST) or not node.holds(FULL, DEVICE)):
+        found.append(f"{where}: {name} is being copied to the host, which holds it, or from where it is not")
+    for tier in Tier:
+        if not node.holds(name, tier):
+            continue
+        size = 1 if component.at_node_end else node.num_tokens
+        want = size // page_size if tier is HOST and not component.at_node_end else size
+        if len(node.held(name, tier)) != want:
+            found.append(f"{where}: {len(node.held(name, tier))} elements of {name} on {tier.name}, not {want}")
+        if not node.holds(FULL, tier):
+            found.append(f"{where}: holds {name} on {tier.name} where it does not hold full")
+    shared = component.shares_full_slots and node.holds(name, DEVICE)
+    if shared and node.held(name, DEVICE) is not node.holdings[FULL][DEVICE].value:
+        found.append(f"{where}: {name} slots are not the node's full slots")
+    return found
+
+
+def _lock_violations(node: TreeNode, component: TreeComponent) -> list[str]:
+    found: list[str] = []
+    for tier in Tier:
+        locks, full = node.locks(component.name, tier), node.locks(FULL, tier)
+        if locks < 0 or locks > full:
+            found.append(f"node {node.id}: {locks} locks of {component.name} on {tier.name}, {full} of full")
+        if component.name == FULL and full < sum(child.locks(FULL, tier) for child in node.children.values()):
+            found.append(f"node {node.id}: fewer {tier.name} locks than its children")
+    return found
+
+
+def account_violations(account: Account, holders: list[TreeNode]) -> list[str]:
+    """The sums and the eviction order of one account against the nodes that hold something there."""
+    found: list[str] = []
+    name, size = f"{account.name} on {account.tier.name}", account.size
+    unlocked = [node for node in holders if not node.locks(account.name, account.tier)]
+    evictable = sum(map(size, unlocked))
+    protected = sum(map(size, holders)) - evictable
+    if (account.evictable, account.protected) != (evictable, protected):
+        counted = f"{account.evictable} evictable + {account.protected} protected"
+        found.append(f"{name}: the account says {counted}, the nodes {evictable} + {protected}")
+    if {id(node) for node in account.order} != {id(node) for node in unlocked}:
+        found.append(f"{name}: the eviction order is not exactly the unlocked holders")
+    victim = account.order.victim()
+    if (victim is None) != (not any(account.component.is_evictable(node, account.tier) for node in unlocked)):
+        found.append(f"{name}: the order names {victim}, {len(unlocked)} nodes are unlocked")
+    if victim is not None and not account.component.is_evictable(victim, account.tier):
+        found.append(f"{name}: the order names {victim}, which may not be evicted")
+    if isinstance(account.order, RecencyList) and account.name == FULL:
+        rank = {id(node): i for i, node in enumerate(account.order)}
+        older = [node for node in unlocked if rank.get(id(node.parent), len(rank)) < rank.get(id(node), -1)]
+        found.extend(f"{name}: the parent of node {node.id} is older than the node" for node in older)
     return found

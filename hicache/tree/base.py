@@ -1,42 +1,33 @@
-"""What the tree answers: frozen records of a match, of an insertion and of what left it.
-
-May import torch and hicache.tree.node.
-"""
+"""What the tree returns: records of a match, of an insertion and of what left it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from hicache.tree.node import Place, TreeNode
+from hicache.tree.node import Component, Tier, TreeNode
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """The longest prefix whose full pages are held: `nodes` from the root on; of the last the first `last_len` tokens.
 
-    [0, device_len) is on the device (or on its way), [device_len, device_len + host_len) on the host. How much of it
-    every component can use says `RadixTree.usable_len`.
+    [0, device_len) is on the device or being loaded, [device_len, full_len) on the host. How much of it every component
+    can use says `RadixTree.usable_len`.
     """
 
     namespace: str
     nodes: tuple[TreeNode, ...]
     last_len: int
     device_len: int
-    host_len: int
-
-    @property
-    def full_len(self) -> int:
-        return self.device_len + self.host_len
+    full_len: int
 
 
-@dataclass(frozen=True)
-class Duplicate:
+class Duplicate(NamedTuple):
     """Tokens [start, end) of an insertion that the tree already held, as `value`.
 
-    `adopts_window`: the tree had no window state of them and now counts that of the insertion as its own: the window
-    slots paired with the offered slots are to be paired with `value` instead.
+    `adopts_window`: the tree had no window state of them and takes that of the insertion: the window slots mapped to
+    the offered slots are to be mapped to `value` instead.
     """
 
     start: int
@@ -45,12 +36,11 @@ class Duplicate:
     adopts_window: bool = False
 
 
-@dataclass(frozen=True)
-class Inserted:
+class Inserted(NamedTuple):
     """`node` ends where the insertion did; `gained` took the new value, `duplicates` kept theirs.
 
-    `accepted_len`: tokens placed; less than offered where host pages had no host parent to stand on, or where a copy to
-    the tier was in flight.
+    `accepted_len`: tokens inserted; less than offered where a host page had no parent on the host, or where a copy to
+    the tier is in flight.
     """
 
     node: TreeNode
@@ -59,10 +49,10 @@ class Inserted:
     accepted_len: int
 
 
-@dataclass(frozen=True)
-class Released:
-    """What left the tree and is now the caller's to free: slots, pages or a state."""
+class Released(NamedTuple):
+    """What left the tree and is now the caller's to free. `size`: in tokens, or in states."""
 
-    place: Place
+    component: Component
+    tier: Tier
     value: torch.Tensor
-    num_tokens: int
+    size: int

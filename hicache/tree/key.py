@@ -1,7 +1,10 @@
 """Keys: tokens as packed memory, and the names under which pages are known outside this process.
 
 Tokens are packed as int64. In a tree of bigrams an element is a pair, (first << 32) | second, so the tree itself knows
-of one kind only. Two pairs share an element unless both ids are from 0 to 2^31 - 1, so bigrams take no other ids.
+one kind only. Two pairs share an element unless both ids are from 0 to 2^31 - 1, so bigrams take no other ids.
+
+Packed tokens that are read-only are shared: slices of keys, and long runs of nodes, are views of the same memory.
+Writable ones are the caller's, and a node copies them.
 
 A page's key is a SHA-256 chain over an identity, a namespace and every token up to the page's end, so two pages share a
 key only when model, layout, tenant and the whole prefix are the same:
@@ -9,14 +12,12 @@ key only when model, layout, tenant and the whole prefix are the same:
     seed     = SHA-256(identity digest || namespace length, 8 bytes little endian || namespace, UTF-8)
     key[0]   = SHA-256(seed || tokens of page 0, int64 little endian)
     key[i]   = SHA-256(key[i-1] || tokens of page i)
-
-May import numpy, torch, layout, config and errors.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,16 +30,28 @@ Tokens = npt.NDArray[np.int64]
 TokenSource = Callable[[int, int], Tokens]  # tokens [start, end) of a sequence, packed
 
 _ITEM = 8
+_MANY_IDS = 64
+_SHARED_TOKENS = 4096  # 32 KiB: from here on numpy compares at the speed of memcmp
 _BIGRAM_ID_BITS = 31
 _MAX_ID = np.iinfo(np.int64).max
 _BIGRAM, _ESCAPE = "\x01", "\x00"
 
 
 def pack_tokens(tokens: npt.ArrayLike) -> Tokens:
-    """Any sequence of token ids as one packed, contiguous int64 buffer; no copy when it already is one.
+    """Any sequence of token ids as one packed, contiguous int64 buffer; no copy where it already is one.
 
-    InvalidTokens where that would change an id: for what is no run of integers, and for integers beyond int64.
+    A list is converted into read-only memory. InvalidTokens where that would change an id: for anything but a
+    one-dimensional sequence of integers, and for integers beyond int64.
     """
+    if isinstance(tokens, (list, tuple)) and tokens and not isinstance(tokens[0], bool):
+        try:
+            # Strict, for no float is cut to an integer; many ids as unsigned, twice as fast as numpy converts them.
+            many = len(tokens) >= _MANY_IDS
+            packed = np.frombuffer(array("Q" if many else "q", tokens), np.int64)
+            if not many or not np.count_nonzero(packed < 0):
+                return _read_only(packed)
+        except (TypeError, OverflowError):
+            pass  # negative ids, or none at all: numpy tells
     ids = _as_array(tokens)
     if ids.ndim != 1:
         raise InvalidTokens(f"token ids have the shape {list(ids.shape)}; give one dimension")
@@ -56,7 +69,7 @@ def pack_bigrams(first: Tokens, second: Tokens) -> Tokens:
         raise InvalidTokens(
             f"a key of bigrams has ids from {ids.min()} to {ids.max()}; give ids from 0 to {(1 << _BIGRAM_ID_BITS) - 1}"
         )
-    return first << 32 | second
+    return _read_only(first << 32 | second)
 
 
 def neighbours(tokens: Tokens) -> Tokens:
@@ -92,63 +105,99 @@ def _as_int64(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return np.ascontiguousarray(ids, dtype=np.int64)
 
 
-class RadixKey:
-    """Token ids, and what else has to be equal for two prefixes to be the same.
+def _read_only(packed: Tokens) -> Tokens:
+    """Memory that nobody will write to any more."""
+    packed.setflags(write=False)
+    return packed
 
-    `token_ids`: a sequence of ids, or of pairs with `is_bigram`. What is indexed or sliced out of a key is a key of the
-    same kind with the same `extra_key`; keys with different extra keys never match.
+
+class RadixKey:
+    """Token ids, and what else has to be equal for two prefixes to be the same. Not changed once made.
+
+    `token_ids`: a sequence of ids, or of pairs with `is_bigram`. They are packed once, when a cache first asks; an
+    int64 array is not copied at all. An index or a slice is a key of the same kind with the same `extra_key`, and
+    shares the packed memory. Keys with different extra keys never match.
     """
 
-    __slots__ = ("extra_key", "is_bigram", "token_ids")
+    __slots__ = ("_bigrams", "_ids", "_packed", "extra_key", "is_bigram")
 
     def __init__(self, token_ids: Sequence[Any], extra_key: str | None = None, is_bigram: bool = False) -> None:
-        self.token_ids, self.extra_key, self.is_bigram = token_ids, extra_key, is_bigram
+        self.extra_key, self.is_bigram = extra_key, is_bigram
+        self._ids: Any = token_ids
+        self._packed: Tokens | None = None
+        self._bigrams: RadixKey | None = None
+
+    @classmethod
+    def of_packed(cls, tokens: Tokens, extra_key: str | None, is_bigram: bool) -> RadixKey:
+        """The key of packed tokens, whose ids are unpacked where somebody asks for them."""
+        key = cls(None, extra_key, is_bigram)  # type: ignore[arg-type]
+        key._packed = tokens
+        return key
+
+    @property
+    def token_ids(self) -> Any:
+        """As they were given; a list where the key is a part of another."""
+        if self._ids is None:
+            ids = self.packed().tolist()
+            self._ids = [(pair >> 32, pair & 0xFFFFFFFF) for pair in ids] if self.is_bigram else ids
+        return self._ids
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return len(self._ids if self._packed is None else self._packed)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.token_ids)
 
     def __getitem__(self, at: int | slice) -> RadixKey:
         """One id (or pair), or a run of them, as a key."""
-        ids = self.token_ids[at] if isinstance(at, slice) else [self.token_ids[at]]
-        return RadixKey(ids, self.extra_key, self.is_bigram)
+        run = at if isinstance(at, slice) else slice(at, at + 1 or None)
+        return RadixKey.of_packed(self.packed()[run], self.extra_key, self.is_bigram)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RadixKey):
             return NotImplemented
-        return self.namespace == other.namespace and list(self.token_ids) == list(other.token_ids)
+        return self.namespace == other.namespace and np.array_equal(self.packed(), other.packed())
 
     __hash__ = None  # type: ignore[assignment]  # token_ids may be a list
 
     def __repr__(self) -> str:
-        shown = f"{list(self.token_ids[:10])}{'...' if len(self) > 10 else ''}"
+        shown = f"{list(self[:10].token_ids)}{'...' if len(self) > 10 else ''}"
         return f"RadixKey(extra_key={self.extra_key!r}, token_ids={shown})"
 
     @property
     def namespace(self) -> str:
-        """Different for different extra keys and kinds, and equal to the extra key where that is plain text."""
-        extra = self.extra_key
-        text = "" if extra is None else _ESCAPE + extra if not extra or extra[0] in (_ESCAPE, _BIGRAM) else extra
-        return _BIGRAM + text if self.is_bigram else text
+        """See `namespace_of`."""
+        return namespace_of(self.extra_key, self.is_bigram)
 
     def packed(self) -> Tokens:
         """int64 `[len]`; pairs as in `pack_bigrams`. InvalidTokens where ids cannot be packed."""
-        if not self.is_bigram or not len(self):
-            return pack_tokens(self.token_ids)
-        pairs = _as_array(self.token_ids)
-        if pairs.ndim != 2 or pairs.shape[1] != 2:
-            raise InvalidTokens(f"a key of bigrams has the shape {list(pairs.shape)}; give pairs of token ids")
-        ids = _as_int64(pairs)
-        return pack_bigrams(ids[:, 0], ids[:, 1])
+        if self._packed is None:
+            self._packed = _pack_pairs(self._ids) if self.is_bigram and len(self._ids) else pack_tokens(self._ids)
+        return self._packed
 
     def as_bigrams(self) -> RadixKey:
         """The pairs of neighbours, one fewer than tokens; itself where it is of pairs already."""
         if self.is_bigram:
             return self
-        ids = list(self.token_ids)
-        return RadixKey(list(itertools.pairwise(ids)), self.extra_key, is_bigram=True)
+        if self._bigrams is None:
+            self._bigrams = RadixKey.of_packed(neighbours(self.packed()), self.extra_key, is_bigram=True)
+        return self._bigrams
+
+
+def namespace_of(extra_key: str | None, is_bigram: bool = False) -> str:
+    """Different for different extra keys and kinds of tokens, and equal to an extra key of plain text."""
+    text = extra_key or ""
+    if extra_key is not None and (not text or text[0] in (_ESCAPE, _BIGRAM)):
+        text = _ESCAPE + text
+    return _BIGRAM + text if is_bigram else text
+
+
+def _pack_pairs(pairs: Sequence[Any]) -> Tokens:
+    ids = _as_array(pairs)
+    if ids.ndim != 2 or ids.shape[1] != 2:
+        raise InvalidTokens(f"a key of bigrams has the shape {list(ids.shape)}; give pairs of token ids")
+    ids = _as_int64(ids)
+    return pack_bigrams(ids[:, 0], ids[:, 1])
 
 
 def key_of(tokens: Tokens, namespace: str) -> RadixKey:
@@ -156,30 +205,43 @@ def key_of(tokens: Tokens, namespace: str) -> RadixKey:
     is_bigram = namespace.startswith(_BIGRAM)
     text = namespace[len(_BIGRAM) :] if is_bigram else namespace
     extra = None if not text else text[len(_ESCAPE) :] if text.startswith(_ESCAPE) else text
-    ids: list[Any] = tokens.tolist()
-    if is_bigram:
-        ids = [(pair >> 32, pair & 0xFFFFFFFF) for pair in ids]
-    return RadixKey(ids, extra, is_bigram)
+    return RadixKey.of_packed(tokens, extra, is_bigram)
 
 
 class TokenRun:
-    """Packed tokens with memory of their own, made to be compared: a whole run in one comparison of memory."""
+    """Packed tokens in memory that does not change.
 
-    __slots__ = ("_raw", "tokens")
+    A short run, a writable one, and one that would keep more than twice its own memory alive is copied. A long run of
+    read-only memory is a view of it: neither an insertion nor a split copies it.
+    """
+
+    __slots__ = ("_raw", "_tokens")
 
     def __init__(self, tokens: Tokens) -> None:
-        """Copies `tokens`."""
+        self._raw: bytearray | None = None
+        self._tokens: Tokens | None = None
+        if len(tokens) >= _SHARED_TOKENS and not tokens.flags.writeable:
+            base = tokens.base if isinstance(tokens.base, np.ndarray) else tokens
+            if 2 * len(tokens) >= len(base):
+                self._tokens = tokens
+                return
         # A bytearray compares with any buffer by memcmp, at a fraction of the cost of starting a numpy operation.
-        self._raw = bytearray(tokens.data.cast("B")) if len(tokens) else bytearray()
-        self.tokens: Tokens = np.frombuffer(self._raw, np.int64)
+        self._raw = bytearray(tokens)
 
     def __len__(self) -> int:
-        return len(self._raw) // _ITEM
+        return len(self.tokens) if self._raw is None else len(self._raw) // _ITEM
+
+    @property
+    def tokens(self) -> Tokens:
+        """int64 `[len]`, read-only."""
+        if self._tokens is None:
+            self._tokens = _read_only(np.frombuffer(self._raw or b"", np.int64))
+        return self._tokens
 
     def common_len(self, tokens: Tokens, raw: memoryview, start: int) -> int:
         """How many tokens from the front are those of `tokens` from `start` on. `raw`: the bytes of `tokens`."""
-        length = min(len(self), len(tokens) - start)
-        if length == len(self) and self._raw == raw[start * _ITEM : (start + length) * _ITEM]:
+        mine, length = self._raw, min(len(self), len(tokens) - start)
+        if mine is not None and length == len(self) and mine == raw[start * _ITEM : (start + length) * _ITEM]:
             return length
         same = self.tokens[:length] == tokens[start : start + length]
         first = int(same.argmin()) if length else 0

@@ -1,16 +1,20 @@
 """The page keys of nodes: computed when they are asked for, and once in the life of a page.
 
-May import hicache.tree.key and node.
+A component beside FULL has a key of its own for each page: SHA-256(page key || name of the component).
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
+from hicache.tree.base import Match
 from hicache.tree.key import PageHasher, Tokens
-from hicache.tree.node import TreeNode
+from hicache.tree.node import FULL, Component, TreeNode
 
 
 class PageNames:
-    """Names the pages of one tree. Owned by it."""
+    """The page keys of one tree. Owned by it."""
 
     def __init__(self, hasher: PageHasher) -> None:
         self._hasher = hasher
@@ -31,16 +35,25 @@ class PageNames:
     def before(self, node: TreeNode) -> bytes:
         """The key of the page before the node's first: the namespace's seed at the start of a prompt."""
         parent = node.parent
-        if parent is None or parent.is_root:
+        if parent is None or parent.parent is None:
             return self._hasher.seed(node.namespace)
         return self.of(parent)[-1]
 
+    def of_prompt(self, match: Match, tokens: Tokens) -> list[bytes]:
+        """Keys of the whole pages of a prompt, of which `match` is held."""
+        page = self._hasher.page_size
+        keys = [key for node in match.nodes for key in self.of(node)][: match.full_len // page]
+        previous = keys[-1] if keys else self._hasher.seed(match.namespace)
+        return keys + self._hasher.chain(previous, tokens[len(keys) * page :])
+
     def of_tokens(self, tokens: Tokens, namespace: str) -> list[bytes]:
-        """Keys of the whole pages of a prompt, held or not."""
+        """Keys of the whole pages of a prompt, whatever is held."""
         return self._hasher.chain(self._hasher.seed(namespace), tokens)
 
-    def after(self, node: TreeNode, tokens: Tokens, namespace: str) -> list[bytes]:
-        """Keys of the whole pages that `tokens` have, or would have, below `node`."""
-        if node.is_root:
-            return self.of_tokens(tokens, namespace)
-        return self._hasher.chain(self.of(node)[-1], tokens)
+    @staticmethod
+    def of_component(component: Component, page_keys: Sequence[bytes]) -> list[bytes]:
+        """The keys under which what a component has of these pages is stored."""
+        if component == FULL:
+            return list(page_keys)
+        name = component.encode()
+        return [hashlib.sha256(key + name).digest() for key in page_keys]

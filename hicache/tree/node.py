@@ -1,162 +1,140 @@
 """A node of the prefix tree: a run of whole pages, and what each component holds of them on each tier.
 
-Owns nothing beyond its own fields; only `RadixTree` changes them. A node is touched by the scheduler thread alone. May
-import numpy, torch, errors and hicache.tree.key.
+Only `RadixTree` changes nodes, on the scheduler thread.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
 
 from hicache.tree.key import RadixKey, TokenRun, key_of
 
-_NUM_PLACES = 6  # components times tiers
+_SERIAL_IDS = 8192  # fewer than these torch copies on one thread too, and faster
 _ids = itertools.count()
 _clock = itertools.count(1)
 
+Component: TypeAlias = str
+"""The name of a component: what a prefix needs to have to be used."""
+FULL: Final = "full"  # attention state of every token
+SWA: Final = "swa"  # attention state of the last window
+MAMBA: Final = "mamba"  # a recurrent state at the end
 
-class Component(enum.IntEnum):
-    """What a prefix has to have: attention state of every token, of the last window, a recurrent state at its end."""
 
-    FULL = 0
-    SWA = 1
-    MAMBA = 2
+ChildKey: TypeAlias = bytes | tuple[str, bytes]
+"""The first page of a child's tokens; of a child of the root with its namespace."""
 
 
 class Tier(enum.IntEnum):
-    """The tiers of memory. As a place, a tier means what FULL holds there."""
+    """The tiers of memory."""
 
     DEVICE = 0
     HOST = 1
 
 
-class Place(enum.IntEnum):
-    """A component on a tier: 2 * component + tier.
-
-    FULL_DEVICE    slots, one a token            FULL_HOST    pages of the full pool, one a page
-    SWA_DEVICE     the same full slots, whose    SWA_HOST     pages of the window pool, one a page
-                   window slots are still paired
-    MAMBA_DEVICE   one state `[1]`               MAMBA_HOST   one state `[1]` of the host's pool
-    """
-
-    FULL_DEVICE = 0
-    FULL_HOST = 1
-    SWA_DEVICE = 2
-    SWA_HOST = 3
-    MAMBA_DEVICE = 4
-    MAMBA_HOST = 5
-
-    @property
-    def component(self) -> Component:
-        return _COMPONENTS[self >> 1]
-
-    @property
-    def tier(self) -> Tier:
-        return _TIERS[self & 1]
-
-    @staticmethod
-    def of(component: Component, tier: Tier) -> Place:
-        return _PLACES[2 * component + tier]
-
-
-# Looking members up is much faster than calling their classes.
-_COMPONENTS, _TIERS, _PLACES = tuple(Component), tuple(Tier), tuple(Place)
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
 
 class PageState(enum.Enum):
-    """Where the full pages of a node are, and the copy in flight if there is one. `docs/invariants.md` draws it."""
+    """Where the full pages of a node are, and the copy in flight if there is one. Derived, never stored."""
 
     GONE = "in no tier"
     DEVICE = "device"
-    BACKING_UP = "device, on its way to the host"
+    BACKING_UP = "device, being copied to the host"
     BOTH = "device and host"
     HOST = "host"
-    LOADING = "host, on its way to the device"
-
-
-TRANSITIONS: dict[PageState, frozenset[PageState]] = {
-    PageState.GONE: frozenset({PageState.DEVICE, PageState.HOST}),
-    PageState.DEVICE: frozenset({PageState.BACKING_UP, PageState.BOTH, PageState.GONE}),
-    PageState.BACKING_UP: frozenset({PageState.BOTH, PageState.DEVICE}),
-    PageState.BOTH: frozenset({PageState.HOST, PageState.DEVICE}),
-    PageState.HOST: frozenset({PageState.LOADING, PageState.BOTH, PageState.GONE}),
-    PageState.LOADING: frozenset({PageState.BOTH, PageState.HOST}),
-}
+    LOADING = "host, being copied to the device"
 
 
 def own(value: torch.Tensor) -> torch.Tensor:
-    """A copy of slots or pages. On the CPU by one thread: torch would have others help, and wait for them to wake."""
-    if value.device.type != "cpu":
+    """A copy of slots or pages. Many of them on the CPU by one thread: torch would wake others and wait for them."""
+    if not value.is_cpu or value.numel() < _SERIAL_IDS:
         return value.clone()
     return torch.from_numpy(value.numpy().copy())
 
 
 def joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Slots or pages of several nodes, at least one, as one tensor; on the CPU by one thread, see `own`."""
-    if values[0].device.type != "cpu":
-        return torch.cat(list(values))
+    """Slots or pages of at least one node as one tensor; by one thread as `own`."""
+    if len(values) == 1:
+        return values[0]
+    if not values[0].is_cpu or sum(value.numel() for value in values) < _SERIAL_IDS:
+        return torch.cat(tuple(values))
     return torch.from_numpy(np.concatenate([value.numpy() for value in values]))
 
 
-class Span:
-    """A run of nodes, root side first, of whose `component` a copy is in flight. A split keeps it whole.
+class Holding:
+    """What one component holds of one node on one tier.
+
+    `value`: None for nothing. On the device slots, one a token, or a state `[1]`; on the host pages of the component's
+    pool, one a tree page, or a state `[1]`. The window component holds the full slots whose window slots are mapped.
+    `locks`: how many users need it to stay. `pending`, on the host: the pages that a copy in flight writes to.
+    `stored`, on the host: all of it is known to be on disk. `older`, `newer`: neighbours in the recency list.
+    `node`: its node while it is in that list. Outside of it there is no way back to the node: as part of a cycle, a
+    dropped node would keep its tokens in memory until the garbage collector runs.
+    """
+
+    __slots__ = ("locks", "newer", "node", "older", "pending", "stored", "value")
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+        self.pending: torch.Tensor | None = None
+        self.stored = False
+        self.locks = 0
+        self.node: TreeNode | None = None
+        self.older: Holding | None = None
+        self.newer: Holding | None = None
+
+
+class NodeRun:
+    """Consecutive nodes of one path, root side first, of whose `component` a copy is in flight. Splits keep it whole.
 
     `to`: the tier of memory that it goes to; None: to the disk.
     """
 
-    def __init__(self, nodes: list[TreeNode], component: Component = Component.FULL, to: Tier | None = None) -> None:
+    def __init__(self, nodes: list[TreeNode], component: Component = FULL, to: Tier | None = None) -> None:
         self.nodes, self.component, self.to = nodes, component, to
         for node in nodes:
-            node.spans.append(self)
+            node.runs.append(self)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Stop following the nodes."""
         for node in self.nodes:
-            node.spans.remove(self)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(node.num_tokens for node in self.nodes)
+            node.runs.remove(self)
 
 
 class TreeNode:
-    """A run of pages: `run` holds their tokens, in memory of its own.
+    """A run of pages: `run` holds their tokens, `num_tokens` of them; `child_key` is the node's key in its parent.
 
-    `values[place]`: what is held there, `None` for nothing. `locks[place]`: who needs it to stay.
-    `pending[component]`: where on the host a copy in flight writes to. `children_held[tier]`: children that hold FULL
-    there. `stored`: all pages are known to be on disk. `from_disk`: the host copy was prefetched and not used yet.
-    `hit_count`: requests that used it, its maker included. Times are ticks of a logical clock. The properties behind
-    them speak of FULL, under the names that the field uses.
+    `holdings[component][tier]`: what is held of it. `children_on[tier]`: children that hold FULL there. `from_disk`:
+    the host copy was prefetched and not used yet. `hit_count`: requests that used it, its maker included. Times are
+    ticks of a logical clock. The properties at the end have SGLang's names.
     """
 
     __slots__ = (
+        "child_key",
         "children",
-        "children_held",
+        "children_on",
         "creation_time",
         "depth_tokens",
         "from_disk",
+        "full",
         "hit_count",
+        "holdings",
         "host_ref_counter",
         "id",
         "last_access_time",
-        "locks",
         "namespace",
-        "newer",
-        "older",
+        "num_tokens",
         "page_keys",
         "parent",
-        "pending",
         "priority",
         "run",
-        "spans",
-        "state",
-        "stored",
-        "values",
+        "runs",
     )
 
     def __init__(
@@ -165,25 +143,23 @@ class TreeNode:
         run: TokenRun | None = None,
         parent: TreeNode | None = None,
         namespace: str = "",
+        components: Sequence[Component] = (FULL,),
     ) -> None:
         self.id = next(_ids) if id is None else id
         self.run, self.parent, self.namespace = run, parent, namespace
+        self.num_tokens: int = 0 if run is None else len(run)
         # Tokens from the root to this node's end. A split moves its start, and never its end.
         self.depth_tokens: int = self.num_tokens + (0 if parent is None else parent.depth_tokens)
-        self.children: dict[bytes | tuple[str, bytes], TreeNode] = {}
-        self.children_held = [0] * len(Tier)
-        self.values: list[torch.Tensor | None] = [None] * _NUM_PLACES
-        self.locks = [0] * _NUM_PLACES
-        self.pending: list[torch.Tensor | None] = [None] * len(Component)
-        self.state = PageState.GONE
+        self.child_key: ChildKey = b""
+        self.children: dict[ChildKey, TreeNode] = {}
+        self.children_on = [0, 0]
+        self.holdings = {component: (Holding(), Holding()) for component in components}
+        self.full = self.holdings[FULL]
         self.page_keys: list[bytes] | None = None
         self.hit_count = self.priority = self.host_ref_counter = 0
-        self.stored = self.from_disk = False
+        self.from_disk = False
         self.last_access_time = self.creation_time = next(_clock)
-        self.spans: list[Span] = []
-        # Neighbours in the recency list of each place; None while in none.
-        self.older: list[TreeNode | None] = [None] * _NUM_PLACES
-        self.newer: list[TreeNode | None] = [None] * _NUM_PLACES
+        self.runs: list[NodeRun] = []
 
     def __lt__(self, other: TreeNode) -> bool:
         """Used longer ago."""
@@ -196,31 +172,60 @@ class TreeNode:
     def is_root(self) -> bool:
         return self.parent is None
 
-    @property
-    def num_tokens(self) -> int:
-        return 0 if self.run is None else len(self.run)
-
-    def held(self, place: int) -> torch.Tensor:
-        """What is held at `place`, which must be something."""
-        value = self.values[place]
-        assert value is not None, f"node holds nothing at {Place(place).name}"
+    def held(self, component: Component, tier: Tier) -> torch.Tensor:
+        """What is held there, which must be something."""
+        value = self.holdings[component][tier].value
+        assert value is not None, f"the node holds no {component} on {tier.name}"
         return value
 
-    def holds(self, place: int) -> bool:
-        return self.values[place] is not None
+    def holds(self, component: Component, tier: Tier) -> bool:
+        return self.holdings[component][tier].value is not None
 
-    def path(self) -> Iterator[TreeNode]:
+    def locks(self, component: Component, tier: Tier) -> int:
+        return self.holdings[component][tier].locks
+
+    def pending(self, component: Component) -> torch.Tensor | None:
+        """The host pages that a copy in flight writes to."""
+        return self.holdings[component][HOST].pending
+
+    def is_stored(self, component: Component) -> bool:
+        """Whether all that the component has of it is known to be on disk."""
+        return self.holdings[component][HOST].stored
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether anyone needs anything of it."""
+        return any(device.locks or host.locks for device, host in self.holdings.values())
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a copy of anything of it to the device is in flight."""
+        return bool(self.runs) and any(run.to is DEVICE for run in self.runs)
+
+    @property
+    def state(self) -> PageState:
+        device, host = self.full
+        if device.value is None:
+            return PageState.GONE if host.value is None else PageState.HOST
+        if host.value is None:
+            return PageState.DEVICE if host.pending is None else PageState.BACKING_UP
+        loading = any(run.to is DEVICE and run.component == FULL for run in self.runs)
+        return PageState.LOADING if loading else PageState.BOTH
+
+    def path(self) -> list[TreeNode]:
         """This node and its ancestors, the root left out, deepest first."""
+        nodes: list[TreeNode] = []
         node = self
         while node.parent is not None:
-            yield node
+            nodes.append(node)
             node = node.parent
+        return nodes
 
-    def used(self) -> None:
-        """Note a use now."""
+    def touch(self) -> None:
+        """Record a use now."""
         self.last_access_time = next(_clock)
 
-    # The field's names
+    # SGLang's names
 
     @property
     def key(self) -> RadixKey | None:
@@ -230,26 +235,26 @@ class TreeNode:
     @property
     def value(self) -> torch.Tensor | None:
         """Slots, int64 `[tokens]`."""
-        return self.values[Place.FULL_DEVICE]
+        return self.full[DEVICE].value
 
     @property
     def host_value(self) -> torch.Tensor | None:
         """Host pages, int64 `[pages]`."""
-        return self.values[Place.FULL_HOST]
+        return self.full[HOST].value
 
     @property
     def mamba_value(self) -> torch.Tensor | None:
         """The state at the node's end, int64 `[1]`."""
-        return self.values[Place.MAMBA_DEVICE]
+        return self.holdings[MAMBA][DEVICE].value if MAMBA in self.holdings else None
 
     @property
     def swa_tombstone(self) -> bool:
-        """Whether its window slots are gone from the device."""
-        return self.values[Place.SWA_DEVICE] is None
+        """Whether its window slots left the device."""
+        return SWA not in self.holdings or self.holdings[SWA][DEVICE].value is None
 
     @property
     def evicted(self) -> bool:
-        """Whether the device holds nothing of it. The root of a tree is not evicted, so that climbing ends there."""
+        """Whether the device holds nothing of it. The root of a tree is not evicted: climbing ends there."""
         return self.value is None and not (self.is_root and self.run is not None)
 
     @property
@@ -258,8 +263,8 @@ class TreeNode:
 
     @property
     def lock_ref(self) -> int:
-        """Who needs the node's slots to stay; 1 for the root of a tree, which always stays."""
-        return 1 if self.is_root and self.run is not None else self.locks[Place.FULL_DEVICE]
+        """Users that need its slots to stay; 1 for the root of a tree, which always stays."""
+        return 1 if self.is_root and self.run is not None else self.full[DEVICE].locks
 
     @property
     def full_lock_ref(self) -> int:
@@ -267,22 +272,22 @@ class TreeNode:
 
     @property
     def swa_lock_ref(self) -> int:
-        return self.locks[Place.SWA_DEVICE]
+        return self.holdings[SWA][DEVICE].locks if SWA in self.holdings else 0
 
     @property
     def mamba_lock_ref(self) -> int:
-        return self.locks[Place.MAMBA_DEVICE]
+        return self.holdings[MAMBA][DEVICE].locks if MAMBA in self.holdings else 0
 
     @property
     def hash_value(self) -> list[str] | None:
-        """Page keys as hex digits, where they were asked for before."""
+        """Page keys as hex digits, where they were computed before."""
         return None if self.page_keys is None else [key.hex() for key in self.page_keys]
 
     def get_last_hash_value(self) -> str | None:
         return None if not self.page_keys else self.page_keys[-1].hex()
 
     def protect_host(self) -> None:
-        """A user of the host copy says so; undone by `release_host`."""
+        """Count a user of the host copy; `release_host` undoes it."""
         self.host_ref_counter += 1
 
     def release_host(self) -> None:

@@ -1,10 +1,8 @@
 """What an eviction order is, and the two that policies are made of.
 
-An order is a persistent structure: the next victim is found without looking at the others. A tree keeps one per place
-and tells it of every event there; a policy of its own is a class that answers to `EvictionOrder`, or a strategy in a
-`PriorityHeap`, in a file that imports this one, and a line in the table of `hicache.tree.policy`.
-
-May import nothing above `hicache.tree.node`.
+An order is a persistent structure: the next victim is found without a look at the others. A tree keeps one for each
+component on each tier and reports every event to it. A policy of one's own is an `EvictionOrder`, or a strategy in a
+`PriorityHeap`, in a file that imports this one, and an entry in the table of `hicache.tree.policy`.
 """
 
 from __future__ import annotations
@@ -15,45 +13,45 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from hicache.tree.node import TreeNode
+from hicache.tree.node import Component, Holding, Tier, TreeNode
 
 Priority = float | tuple[float, ...]
-MayGo = Callable[[TreeNode], bool]
+IsEvictable = Callable[[TreeNode], bool]
 
 _NO_ENTRY = -1
 _SPARE_ENTRIES = 16  # stale ones that a small heap may have before it is worth compacting
 
 
 class EvictionOrder(Protocol):
-    """The nodes that hold a value at one place and are not locked there, and which of them goes next.
+    """The nodes that hold a component on a tier and are not locked there, and which of them is evicted next.
 
-    Called by the tree alone, from the scheduler thread. A node's fields are up to date when an event of it is told, and
-    of a path the deepest node comes first.
+    Called by the tree alone, from the scheduler thread. A node's fields are up to date when its event is reported; of a
+    path the deepest node is reported first.
     """
 
     def insert(self, node: TreeNode) -> None:
-        """`node`, unlocked, gained a value here and enters the order as the most recently used."""
+        """`node`, unlocked, gained a value and enters the order as the most recently used."""
 
     def hit(self, node: TreeNode) -> None:
         """`node` was used; nothing happens where it is not in the order."""
 
     def lock(self, node: TreeNode) -> None:
-        """Someone needs `node`, which leaves the order."""
+        """`node` got its first lock and leaves the order."""
 
     def unlock(self, node: TreeNode) -> None:
-        """Nobody needs `node` any more: it is back in the order, as the most recently used."""
+        """`node` lost its last lock and is back in the order, as the most recently used."""
 
-    def expose(self, node: TreeNode) -> None:
-        """The last child of `node`, which is in the order, left this place: where only leaves may go, it may now."""
+    def on_leaf(self, node: TreeNode) -> None:
+        """`node`, which is in the order, became a leaf of its tier, or its rank changed without a use."""
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`upper` is new and took the front of `lower`, which is in the order; it enters with the rank of `lower`."""
+        """`upper` is new and took the first tokens of `lower`, which is in the order; it enters with `lower`'s rank."""
 
     def evict(self, node: TreeNode) -> None:
-        """The value of `node` leaves this place, and `node` the order."""
+        """The value of `node` leaves the tier, and `node` the order."""
 
     def victim(self) -> TreeNode | None:
-        """The next to go, which stays in the order until `evict`; None where none may go."""
+        """The next to be evicted, which stays in the order until `evict`; None where none may be."""
 
     def __contains__(self, node: TreeNode) -> bool: ...
 
@@ -63,76 +61,72 @@ class EvictionOrder(Protocol):
 
 
 class RecencyList:
-    """Least recently used first: a doubly linked list through `older[place]` and `newer[place]` of its nodes.
+    """Least recently used first: a doubly linked list through `older` and `newer` of its nodes' holdings.
 
-    Every operation is O(1). A path is told deepest node first, so a parent is newer than its children and the oldest
-    node is a leaf: no leaf test is needed. Iteration: oldest first.
+    Every operation is O(1). A path is reported deepest node first: a parent is newer than its children, the oldest node
+    is a leaf, and no leaf test is needed. Iteration: oldest first.
     """
 
-    def __init__(self, place: int) -> None:
-        self._place = place
+    def __init__(self, component: Component, tier: Tier) -> None:
+        self._component, self._tier = component, tier
         self._num_nodes = 0
-        # A sentinel closes the ring: sentinel.newer is the oldest node, sentinel.older the newest.
-        self._ring = TreeNode()
-        self._ring.older[place] = self._ring.newer[place] = self._ring
+        # A sentinel without a node closes the ring: sentinel.newer is the oldest, sentinel.older the newest.
+        self._ring = Holding()
+        self._ring.older = self._ring.newer = self._ring
 
     def insert(self, node: TreeNode) -> None:
-        newest = self._ring.older[self._place]
+        newest = self._ring.older
         assert newest is not None
         self._link(node, newest)
 
     def hit(self, node: TreeNode) -> None:
-        if node in self:
-            self._unlink(node)
+        if node.holdings[self._component][self._tier].newer is not None:
+            self.evict(node)
             self.insert(node)
 
     def lock(self, node: TreeNode) -> None:
-        self._unlink(node)
+        self.evict(node)
 
     def unlock(self, node: TreeNode) -> None:
         self.insert(node)
 
-    def expose(self, node: TreeNode) -> None:
+    def on_leaf(self, node: TreeNode) -> None:
         """Nothing to do: its children were older."""
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        self._link(upper, lower)
+        self._link(upper, lower.holdings[self._component][self._tier])
 
     def evict(self, node: TreeNode) -> None:
-        self._unlink(node)
+        holding = node.holdings[self._component][self._tier]
+        older, newer = holding.older, holding.newer
+        assert older is not None and newer is not None
+        older.newer, newer.older = newer, older
+        holding.older = holding.newer = holding.node = None
+        self._num_nodes -= 1
 
     def victim(self) -> TreeNode | None:
-        node = self._ring.newer[self._place]
-        return None if node is self._ring else node
+        oldest = self._ring.newer
+        return None if oldest is None else oldest.node
 
     def __contains__(self, node: TreeNode) -> bool:
-        return node.newer[self._place] is not None
+        return node.holdings[self._component][self._tier].newer is not None
 
     def __iter__(self) -> Iterator[TreeNode]:
-        node = self._ring.newer[self._place]
-        while node is not None and node is not self._ring:
-            yield node
-            node = node.newer[self._place]
+        holding = self._ring.newer
+        while holding is not None and holding.node is not None:
+            yield holding.node
+            holding = holding.newer
 
     def __len__(self) -> int:
         return self._num_nodes
 
-    def _link(self, node: TreeNode, anchor: TreeNode) -> None:
-        """Put `node` right on the newer side of `anchor`."""
-        place = self._place
-        after = anchor.newer[place]
-        assert after is not None and node.newer[place] is None
-        node.older[place], node.newer[place] = anchor, after
-        anchor.newer[place] = after.older[place] = node
+    def _link(self, node: TreeNode, anchor: Holding) -> None:
+        """Insert `node` next to `anchor`, on its newer side."""
+        holding, after = node.holdings[self._component][self._tier], anchor.newer
+        assert after is not None and holding.newer is None
+        holding.node, holding.older, holding.newer = node, anchor, after
+        anchor.newer = after.older = holding
         self._num_nodes += 1
-
-    def _unlink(self, node: TreeNode) -> None:
-        place = self._place
-        older, newer = node.older[place], node.newer[place]
-        assert older is not None and newer is not None
-        older.newer[place], newer.older[place] = newer, older
-        node.older[place] = node.newer[place] = None
-        self._num_nodes -= 1
 
 
 class EvictionStrategy(ABC):
@@ -144,16 +138,15 @@ class EvictionStrategy(ABC):
 
 
 class PriorityHeap:
-    """The node whose priority was lowest when its last event was told goes first; of equals, the one told earlier.
+    """The node whose priority was lowest at its last event goes first; of equals, the one with the earlier event.
 
-    `may_go(node)`: whether it may be a victim now. One that may not has no entry in the heap, or loses it when it comes
-    to the top, until its next event. An entry that a later event has made stale stays until it comes to the top or
-    stale entries outnumber the others; each is made by one event, so every event costs O(log n), amortised. Iteration:
-    in no order.
+    `is_evictable(node)`: whether it may be a victim now. One that may not has no entry in the heap, or loses it at the
+    top, until its next event. An entry that a later event made stale stays until it comes to the top or stale entries
+    outnumber the others: every event costs O(log n), amortised. Iteration: in no order.
     """
 
-    def __init__(self, strategy: EvictionStrategy, may_go: MayGo) -> None:
-        self._strategy, self._may_go = strategy, may_go
+    def __init__(self, strategy: EvictionStrategy, is_evictable: IsEvictable) -> None:
+        self._strategy, self._is_evictable = strategy, is_evictable
         # (*priority, sequence number, node), flat: a comparison that has to follow pointers costs much of a large heap.
         self._heap: list[tuple[Any, ...]] = []
         self._sequence = itertools.count()
@@ -182,7 +175,7 @@ class PriorityHeap:
     def unlock(self, node: TreeNode) -> None:
         self.insert(node)
 
-    def expose(self, node: TreeNode) -> None:
+    def on_leaf(self, node: TreeNode) -> None:
         self.hit(node)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
@@ -198,7 +191,7 @@ class PriorityHeap:
             first = self._heap[0]
             sequence, node = first[-2], first[-1]
             if self._current.get(node) == sequence:
-                if self._may_go(node):
+                if self._is_evictable(node):
                     return node
                 self._current[node] = _NO_ENTRY
                 self._num_current -= 1
@@ -216,7 +209,7 @@ class PriorityHeap:
 
     def _push(self, node: TreeNode) -> None:
         """Enter the node's priority of now; an entry that it has already counts as stale before the call."""
-        if self._may_go(node):
+        if self._is_evictable(node):
             self._current[node] = sequence = next(self._sequence)
             self._num_current += 1
             priority = self._strategy.get_priority(node)
@@ -231,3 +224,12 @@ class PriorityHeap:
         if len(self._heap) > 2 * self._num_current + _SPARE_ENTRIES:
             self._heap = [entry for entry in self._heap if self._current.get(entry[-1]) == entry[-2]]
             heapq.heapify(self._heap)
+
+
+OrderFactory = Callable[[Component, Tier, IsEvictable], EvictionOrder]
+"""Makes an empty order for a component on a tier."""
+
+
+def ranked(strategy: Callable[[], EvictionStrategy]) -> OrderFactory:
+    """Orders that are heaps, each ranked by a strategy of its own."""
+    return lambda component, tier, is_evictable: PriorityHeap(strategy(), is_evictable)

@@ -1,17 +1,23 @@
 """Eviction policies by name: how each ranks nodes, and the order that a tree keeps them in.
 
-Owns the table of policies. A new one is a file that imports `hicache.tree.orders` and a line in `ORDERS`.
-
-May import errors and, of its package, node and orders.
+A policy of one's own is a file that imports `hicache.tree.orders` and an entry in `ORDERS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from hicache.errors import ConfigError
-from hicache.tree.node import TreeNode
-from hicache.tree.orders import EvictionOrder, EvictionStrategy, MayGo, PriorityHeap, RecencyList
+from hicache.tree.node import Component, Tier, TreeNode
+from hicache.tree.orders import (
+    EvictionOrder,
+    EvictionStrategy,
+    IsEvictable,
+    OrderFactory,
+    PriorityHeap,
+    RecencyList,
+    ranked,
+)
 
 __all__ = [
     "ORDERS",
@@ -29,9 +35,8 @@ __all__ = [
     "SLRUStrategy",
     "get_eviction_strategy",
     "make_order",
+    "ranked",
 ]
-
-OrderFactory = Callable[[int, MayGo], EvictionOrder]
 
 
 class LRUStrategy(EvictionStrategy):
@@ -97,35 +102,23 @@ _STRATEGIES: dict[str, type[EvictionStrategy]] = {
 }
 
 
-def _recency(place: int, may_go: MayGo) -> EvictionOrder:
-    return RecencyList(place)
+def _recency(component: Component, tier: Tier, is_evictable: IsEvictable) -> EvictionOrder:
+    return RecencyList(component, tier)
 
 
-def _ranked(name: str) -> OrderFactory:
-    return lambda place, may_go: PriorityHeap(_STRATEGIES[name](), may_go)
+# What a tree's `policy` may name. A list keeps lru in order at O(1) an event, where a heap takes O(log n).
+ORDERS: dict[str, OrderFactory] = {name: ranked(strategy) for name, strategy in _STRATEGIES.items()} | {"lru": _recency}
 
 
-# What a tree's `policy` may name.
-ORDERS: dict[str, OrderFactory] = {
-    "lru": _recency,
-    "lfu": _ranked("lfu"),
-    "fifo": _ranked("fifo"),
-    "mru": _ranked("mru"),
-    "filo": _ranked("filo"),
-    "priority": _ranked("priority"),
-    "slru": _ranked("slru"),
-}
-
-
-def make_order(name: str, place: int, may_go: MayGo) -> EvictionOrder:
-    """An empty order of the policy `name`, in any case, for one place. `may_go`: whether a node may be a victim now.
+def make_order(name: str, component: Component, tier: Tier, is_evictable: IsEvictable) -> EvictionOrder:
+    """An empty order of the policy `name`, in any case. `is_evictable`: whether a node may be a victim now.
 
     ConfigError for an unknown name.
     """
     factory = ORDERS.get(name.lower())
     if factory is None:
         raise _unknown(name, ORDERS)
-    return factory(place, may_go)
+    return factory(component, tier, is_evictable)
 
 
 def get_eviction_strategy(name: str) -> EvictionStrategy:

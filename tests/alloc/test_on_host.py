@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.alloc.on_host import all_once_and_flagged, are_runs, ascending, flag, joined, slots_of
+from hicache.alloc.on_host import are_runs, ascending, distinct, joined, slots_of
+from hicache.alloc.owned import OwnedPages
+from hicache.errors import DoubleFree
 
 ids = st.lists(st.integers(-2, 12), max_size=12).map(lambda values: torch.tensor(values, dtype=torch.int64))
 
@@ -21,17 +24,20 @@ def test_joining_and_ordering(parts: list[torch.Tensor]) -> None:
     assert 99 not in parts[0].tolist()
 
 
-@given(ids, st.lists(st.booleans(), min_size=10, max_size=10))
-def test_flags(named: torch.Tensor, flags: list[bool]) -> None:
-    """Ids pass when each is named once, is from 1 to 9 and has its flag; marking sets those and no others."""
-    state = torch.tensor(flags)
+@given(ids, st.lists(st.booleans(), min_size=9, max_size=9))
+def test_a_double_free_is_found(named: torch.Tensor, allocated: list[bool]) -> None:
+    """Pages are freed where each is named once, is from 1 to 9 and allocated; else DoubleFree changes nothing."""
     want = named.tolist()
-    expected = len(set(want)) == len(want) and all(0 < i < 10 and flags[i] for i in want)
-    assert all_once_and_flagged(state, named) == expected
-    inside = named[(named >= 0) & (named < 10)]
-    for value in (True, False):
-        flag(state, inside, value)
-        assert state.tolist() == [value if i in inside.tolist() else old for i, old in enumerate(flags)]
+    owned = OwnedPages(9, 4, torch.tensor([i for i in range(1, 10) if not allocated[i - 1]], dtype=torch.int64))
+    assert owned.flags.tolist() == [False, *allocated]
+    if len(set(want)) == len(want) and all(0 < i < 10 and allocated[i - 1] for i in want):
+        owned.give(named)
+        assert owned.flags.tolist() == [False, *(allocated[i - 1] and i not in want for i in range(1, 10))]
+        owned.take(named)
+    else:
+        with pytest.raises(DoubleFree):
+            owned.give(named)
+    assert owned.flags.tolist() == [False, *allocated]
 
 
 @given(st.lists(st.integers(1, 9), max_size=6), st.sampled_from([1, 4]), st.data())
@@ -39,6 +45,9 @@ def test_slots_and_runs(pages: list[int], page_size: int, data: st.DataObject) -
     """Slots of pages are runs of them, up to any length; with two slots of different pages exchanged they are not."""
     slots = slots_of(torch.tensor(pages, dtype=torch.int64), page_size, torch.arange(page_size))
     assert slots.tolist() == [p * page_size + i for p in pages for i in range(page_size)]
+    some = slots[data.draw(st.lists(st.integers(0, len(slots) - 1)) if len(slots) else st.just([]))]
+    for part in (slots, some):
+        assert distinct(part // page_size, page_size).tolist() == sorted({slot // page_size for slot in part.tolist()})
     assert are_runs(slots[: data.draw(st.integers(0, len(slots)))], page_size)
     if page_size > 1 and len(set(pages[:2])) == 2:
         slots[[1, page_size + 1]] = slots[[page_size + 1, 1]]

@@ -162,7 +162,6 @@ def test_the_clock_stops_after_the_synchronisation() -> None:
         common.interleave({}, samples=0)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_raw_copies_move_every_byte_they_claim(device: str) -> None:
     """Each raw copy writes ones over the zeros of its targets, as many bytes as it counts, at every run."""
     num_bytes = (1 << 16) + 7

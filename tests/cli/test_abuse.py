@@ -21,7 +21,6 @@ from store_cli_case import LEAN, spawn
 SETTINGS: dict[str, Any] = {
     "budget_bytes": 8 << 20,
     "durability": "relaxed",
-    "filter": {"channels": 0, "element_bytes": 1, "kind": "none", "tokens": 0},
     "level": 1,
 }
 HUGE = "9999999999999999999999"
@@ -37,7 +36,7 @@ def sealed(record: bytes) -> bytes:
 
 
 def archive(identity: object = None, page_bytes: object = 4096, **settings: object) -> bytes:
-    record = {"format": 2, "identity": identity or {"model": "m"}, "page_bytes": page_bytes}
+    record = {"format": 1, "identity": identity or {"model": "m"}, "page_bytes": [page_bytes], "slots": False}
     return sealed(json.dumps({**record, "settings": {**SETTINGS, **settings}}).encode())
 
 
@@ -69,13 +68,16 @@ def a_store(tmp_path: Path) -> Path:
 
 ARCHIVES = {
     "deep": (sealed(b"[" * 100_000), "record cannot be read"),
-    "a truth value for a size": (archive(page_bytes=True), "record makes no sense"),
+    "a truth value for a size": (archive(page_bytes=True), "record cannot be read"),
     "a truth value in the identity": (archive({"model": True}), "record makes no sense"),
     "a budget beyond int64": (archive(budget_bytes=10**30), "record makes no sense"),
     "a budget below nothing": (archive(budget_bytes=-1), "record makes no sense"),
     "a level beyond int64": (archive(level=10**30), "record makes no sense"),
     "a level that is none": (archive(level=99), "level=99"),
-    "a filter beyond int64": (archive(filter={"kind": "planes", "element_bytes": 10**30}), "record makes no sense"),
+    "a filter beyond int64": (
+        archive(formats=[{"page_bytes": 4096, "filter": {"kind": "planes", "element_bytes": 10**30}}]),
+        "record makes no sense",
+    ),
     "an unknown durability": (archive(durability="\x1b[2J"), "out of range"),
     "too large a budget": (archive(budget_bytes=1 << 40), "give --budget, or raise --max-budget"),
     "too large a page": (archive(page_bytes=1 << 30), "raise --max-page"),
@@ -132,7 +134,7 @@ STORE = {
     "a size beyond int64": (["evict", "{path}", "--to", "999999999TB"], "--to"),
     "a budget beyond int64": (["import", "{tmp}/new", "{tmp}/archive", "--budget", "999999999TB"], "--budget"),
     "a budget beyond all addresses": (["import", "{tmp}/new", "{tmp}/archive", "--budget", "1000TB"], "--budget"),
-    "a size cut silently": (["evict", "{path}", "--to", "64.9"], "no size in bytes"),
+    "a size cut silently": (["evict", "{path}", "--to", "64.9"], "not a size in bytes"),
     "too long a path": (["stat", "a" * 5000], "File name too long"),
     "too long an archive": (["export", "{path}", "a" * 5000], "File name too long"),
     "too long an archive to read": (["import", "{tmp}/new", "a" * 5000], "File name too long"),

@@ -103,6 +103,18 @@ def test_own_documents_and_recorded_sessions(tmp_path: Path) -> None:
     assert figures["identical"] is True and sum(figures["hit_tokens"].values()) > 0
 
 
+def test_flags_go_before_the_sizes_that_the_demo_chooses(tmp_path: Path) -> None:
+    """--host-ratio replaces the demo's host_bytes; settings of the disk apply to the demo's own store; without a host
+    tier it keeps no store of its own."""
+    figures = _demo(tmp_path, "--no-baseline", "--host-ratio", "1.5", "--disk-level", "0", "--dtype", "auto")
+    sizes = figures["sizes"]
+    assert sizes["device_tokens"] < sizes["host_tokens"] <= 1.5 * sizes["device_tokens"] + 64
+    moved = figures["bytes_moved"]
+    assert moved["host_to_disk"] > 0
+    figures = _demo(tmp_path, "--no-baseline", "--host-bytes", "0")
+    assert figures["sizes"]["host_tokens"] == 0 == figures["bytes_moved"]["host_to_disk"]
+
+
 BAD = {
     "unknown flag": (["--flavour", "mild"], "--flavour"),
     "no abbreviations": (["--docu", "4"], "--docu"),
@@ -120,7 +132,8 @@ BAD = {
     "page that divides nothing": (["--page-size", "48"], "page_size"),
     "page of nothing": (["--host-page-size", "0"], "host_page_size"),
     "no size": (["--host-bytes", "12Q"], "12Q"),
-    "no host for the disk": (["--host-bytes", "0"], "host_bytes"),
+    "no host for the disk": (["--host-bytes", "0", "--disk", "{tmp}/store"], "host_bytes"),
+    "two sizes for the host": (["--host-bytes", "1MiB", "--host-ratio", "1"], "host_ratio"),
     "prompt longer than the device": (["--device-tokens", "448"], "device_tokens"),
     "prompt longer than the table": (["--max-context-len", "448"], "max_context_len"),
     "prompt longer than the model": (["--document-tokens", "400000"], "--document-tokens"),

@@ -95,8 +95,8 @@ def damage(path: Path, *, flipped: int, unindexed: int) -> None:
 
 
 GOLDEN = {
-    "stat": "path format identity page_bytes filter level durability budget_bytes key_id entries live_bytes file_bytes "
-    "writer_pid encrypted ratio",
+    "stat": "path format identity formats has_slots level durability budget_bytes key_id entries live_bytes raw_bytes "
+    "file_bytes writer_pid encrypted ratio",
     "ls": "path order entries",
     "verify": "path pages bytes encrypted decrypted repair rescued faults left",
     "compact": "path before_bytes after_bytes saved_bytes",
@@ -114,9 +114,10 @@ def test_each_verb_prints_one_json_object(path: Path, tmp_path: Path) -> None:
         figures[verb] = json.loads(child(verb, path, *more.get(verb, []), "--json"))
         assert " ".join(figures[verb]) == GOLDEN[verb]
     stat = figures["stat"]
-    assert (stat["format"], stat["identity"], stat["page_bytes"], stat["entries"]) == (2, IDENTITY, PAGE_BYTES, 24)
+    assert (stat["format"], stat["identity"], stat["has_slots"], stat["entries"]) == (1, IDENTITY, False, 24)
     assert (stat["level"], stat["durability"], stat["budget_bytes"]) == (3, "commit", 64 << 20)
-    assert stat["filter"] == {"kind": "planes", "element_bytes": 2, "tokens": 0, "channels": 0}
+    filter = {"kind": "planes", "element_bytes": 2, "tokens": 0, "channels": 0}
+    assert stat["formats"] == [{"page_bytes": PAGE_BYTES, "filter": filter}]
     assert (stat["encrypted"], stat["key_id"], stat["writer_pid"]) == (False, "", None)
     assert stat["ratio"] == 24 * PAGE_BYTES / stat["live_bytes"] > 1
     assert sum(entry["stored_bytes"] for entry in figures["ls"]["entries"]) == stat["live_bytes"]
@@ -138,12 +139,13 @@ def test_ls_gives_the_use_order(path: Path, capsys: pytest.CaptureFixture[str]) 
     listed = here(capsys, "ls", path)["entries"]
     assert [entry["key"] for entry in listed] == [key_of(number).hex() for number in order]
     assert [entry["codec"] for entry in listed] == ["zstd" if number >= 20 else "raw" for number in order]
+    assert {entry["page_bytes"] for entry in listed} == {PAGE_BYTES}
     assert all((entry["stored_bytes"] == PAGE_BYTES + 48) == (entry["codec"] == "raw") for entry in listed)
     assert here(capsys, "ls", path, "--newest")["entries"] == listed[::-1]
     assert here(capsys, "ls", path, "--newest", "--limit", "5")["entries"] == listed[:-6:-1]
     assert main(["store", "ls", str(path), "--limit", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines] == [[e["key"], str(e["stored_bytes"]), e["codec"]] for e in listed[:2]]
+    assert [line.split() for line in lines] == [[*map(str, e.values())] for e in listed[:2]]
 
 
 def test_beside_a_writer(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,7 +291,7 @@ def test_import_into_another_identity_is_refused(
         store.close()
         err = refused(capsys, "import", tmp_path / name, tmp_path / "a")
         assert "was made for something else" in err
-        assert ("model: stored 'huge', now 'tiny'" if name == "model" else "page_bytes: stored 4096") in err
+        assert ("model: stored 'huge', now 'tiny'" if name == "model" else "page_bytes: stored [4096]") in err
         assert describe(tmp_path / name).entries == 0
     assert "--budget is for a new store" in refused(capsys, "import", path, tmp_path / "a", "--budget", "1GB")
     assert "is too small for pages" in refused(capsys, "import", tmp_path / "new", tmp_path / "a", "--budget", "9kB")
@@ -318,7 +320,7 @@ WRONG = {
     "no such store": (["stat", "{tmp}/none"], "there is no store at"),
     "an empty directory": (["verify", "{tmp}/empty"], "there is no store at"),
     "a file for a directory": (["ls", "{tmp}/file"], "is no directory"),
-    "an empty name": (["compact", ""], "disk path='' is no path"),
+    "an empty name": (["compact", ""], "disk path='' is not a path"),
     "something else": (["verify", "{tmp}/other"], "is not the data of a page store"),
     "no limit": (["ls", "{path}", "--limit", "0"], "--limit: 0 is below 1"),
     "a word for a number": (["ls", "{path}", "--limit", "few"], "--limit"),

@@ -12,14 +12,23 @@ from pathlib import Path
 import pytest
 
 from hicache.cli import main
-from hicache.storage import LmdbPageStore, PageFilter, StoreCorrupt, StoreError, StoreMismatch, describe, pages
+from hicache.storage import (
+    LmdbPageStore,
+    PageFilter,
+    PageFormat,
+    StoreCorrupt,
+    StoreError,
+    StoreMismatch,
+    describe,
+    pages,
+)
 from hicache.storage.lmdb_record import IdentityRecord, Settings
 from hicache.store_command.archive import ArchiveReader, ArchiveWriter
 from hicache.store_command.carry import Loader
 from storage_pages import IDENTITY, key_of, open_store, page_of
 
 PAGE_BYTES, NUM_PAGES = 64, 5
-SETTINGS = Settings(1 << 20, "commit", 3, PageFilter("planes", 2))
+SETTINGS = Settings(1 << 20, (PageFormat(PAGE_BYTES, PageFilter("planes", 2)),), "commit", 3)
 Items = list[tuple[bytes, bytes]]
 
 
@@ -36,7 +45,7 @@ def a_store(tmp_path: Path) -> Iterator[LmdbPageStore]:
 def packed(items: Items, identity: dict[str, str | int] | None = None) -> bytes:
     file = io.BytesIO()
     # An unbuffered file and this one are written alike.
-    writer = ArchiveWriter(file, "a", IdentityRecord(identity or IDENTITY, PAGE_BYTES), SETTINGS)  # type: ignore[arg-type]
+    writer = ArchiveWriter(file, "a", IdentityRecord(identity or IDENTITY, (PAGE_BYTES,)), SETTINGS)  # type: ignore[arg-type]
     for key, value in items:
         writer.add(key, value)
     writer.finish()
@@ -61,7 +70,7 @@ def test_an_archive_gives_back_what_was_put_in(store: LmdbPageStore) -> None:
     assert [key for key, _ in items] == [key_of(n)[: n + 1] for n in range(NUM_PAGES)]
     data = packed(items)
     archive = ArchiveReader(io.BytesIO(data), "a")
-    assert (archive.identity, archive.settings) == (IdentityRecord(IDENTITY, PAGE_BYTES), SETTINGS)
+    assert (archive.identity, archive.settings) == (IdentityRecord(IDENTITY, (PAGE_BYTES,)), SETTINGS)
     assert list(archive.entries()) == items
     assert archive.done_bytes == len(data)
     assert unpacked(packed([])) == ([], None)
@@ -71,15 +80,21 @@ def test_the_bytes_are_those_of_the_description() -> None:
     """A frozen archive of version 1, put together from the description alone: later releases must read it."""
     record = json.dumps(
         {
-            "format": 2,
+            "format": 1,
             "identity": {"model": "m"},
-            "page_bytes": PAGE_BYTES,
+            "page_bytes": [PAGE_BYTES],
             "settings": {
                 "budget_bytes": 1 << 20,
                 "durability": "commit",
-                "filter": {"channels": 0, "element_bytes": 2, "kind": "planes", "tokens": 0},
+                "formats": [
+                    {
+                        "filter": {"channels": 0, "element_bytes": 2, "kind": "planes", "tokens": 0},
+                        "page_bytes": PAGE_BYTES,
+                    }
+                ],
                 "level": 3,
             },
+            "slots": False,
         },
         separators=(",", ":"),
     ).encode()
@@ -150,7 +165,7 @@ def test_what_is_no_whole_archive_is_named(
 def test_the_count_of_entries_is_compared(store: LmdbPageStore) -> None:
     """An archive with right checksums whose writer counted wrongly is refused."""
     file = io.BytesIO()
-    writer = ArchiveWriter(file, "a", IdentityRecord(IDENTITY, PAGE_BYTES), SETTINGS)  # type: ignore[arg-type]
+    writer = ArchiveWriter(file, "a", IdentityRecord(IDENTITY, (PAGE_BYTES,)), SETTINGS)  # type: ignore[arg-type]
     for key, value in pages(store):
         writer.add(key, value)
     writer.num_entries += 1
@@ -169,19 +184,28 @@ def resealed(record: bytes, rest: bytes = b"") -> bytes:
     [
         ({"format": 9}, StoreMismatch, "comes from a newer store"),
         ({"format": "2"}, StoreCorrupt, "record cannot be read"),
-        ({"page_bytes": 0}, StoreCorrupt, "record cannot be read"),
+        ({"page_bytes": [0]}, StoreCorrupt, "record cannot be read"),
+        ({"page_bytes": [2, 1]}, StoreCorrupt, "record cannot be read"),
+        ({"page_bytes": [2, 2]}, StoreCorrupt, "record cannot be read"),
+        ({"page_bytes": []}, StoreCorrupt, "record cannot be read"),
+        ({"page_bytes": list(range(1, 100))}, StoreCorrupt, "record cannot be read"),
         ({"identity": {}}, StoreCorrupt, "record makes no sense"),
         ({"identity": {"model": ["m"]}}, StoreCorrupt, "record makes no sense"),
         ({"settings": {"budget_bytes": "much"}}, StoreCorrupt, "record makes no sense"),
         ({"settings": {"level": None, "budget_bytes": 1 << 20}}, StoreCorrupt, "record makes no sense"),
-        ({"settings": {"filter": {"tokens": "3"}}}, StoreCorrupt, "record makes no sense"),
+        (
+            {"settings": {"formats": [{"page_bytes": PAGE_BYTES, "filter": {"tokens": "3"}}]}},
+            StoreCorrupt,
+            "record makes no sense",
+        ),
     ],
 )
 def test_a_record_that_another_program_wrote_is_checked(
     fields: dict[str, object], kind: type[StoreError], words: str
 ) -> None:
     """A record with a right checksum and wrong fields is refused by name, and never an error of Python's."""
-    record = {"format": 2, "identity": {"model": "m"}, "page_bytes": PAGE_BYTES, "settings": {}, **fields}
+    record = {"format": 1, "identity": {"model": "m"}, "page_bytes": [PAGE_BYTES], "slots": False, "settings": {}}
+    record |= fields
     _, error = unpacked(resealed(json.dumps(record).encode()))
     assert type(error) is kind and words in str(error)
     _, error = unpacked(resealed(b"\xff not json"))

@@ -13,7 +13,7 @@ import pytest
 from hicache.cli import main
 from hicache.storage import LmdbPageStore, PageFilter, describe
 from slot_case import closed_slots, slots_file
-from storage_pages import found_numbers, key_of, open_store, put_numbers
+from storage_pages import found_numbers, key_of, open_store, put_numbers, slots_path
 
 PAGE_BYTES = 256 << 10  # the shortest that gets a slot
 SETTINGS: dict[str, Any] = {"page_bytes": PAGE_BYTES, "budget_bytes": 64 << 20, "filter": PageFilter("planes", 2)}
@@ -51,14 +51,14 @@ def here(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0
 
 
 def taken_bytes(path: Path) -> int:
-    return (path / "data.mdb").stat().st_size + os.stat(path / "pages.dat").st_blocks * 512
+    return (path / "data.mdb").stat().st_size + os.stat(slots_path(path)).st_blocks * 512
 
 
 def test_each_verb_on_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """stat, ls, verify, compact, export, evict and import do their work, and give the figures of both files."""
     path = fill(tmp_path / "store", SETTINGS)
     stat = here(capsys, "stat", path)
-    assert (stat["format"], stat["page_bytes"], stat["entries"]) == (3, PAGE_BYTES, NUM_PAGES)
+    assert (stat["has_slots"], stat["formats"][0]["page_bytes"], stat["entries"]) == (True, PAGE_BYTES, NUM_PAGES)
     assert stat["file_bytes"] == taken_bytes(path) > NUM_RANDOM * PAGE_BYTES
     listed = here(capsys, "ls", path)["entries"]
     assert [entry["key"] for entry in listed[-2:]] == [key_of(0).hex(), key_of(1).hex()]
@@ -97,11 +97,12 @@ def test_a_fault_in_a_slot_is_named_and_mended(tmp_path: Path, capsys: pytest.Ca
     assert (exported["pages"], exported["left_out"]) == (NUM_PAGES - 1, 1)
     assert here(capsys, "verify", path, "--repair")["faults"] == [{**fault, "action": "dropped"}]
     assert here(capsys, "verify", path)["faults"] == [] and held(path) == set(range(NUM_PAGES)) - {4}
-    (path / "pages.dat").unlink()
+    slots = slots_path(path)
+    slots.unlink()
     for verb in ("stat", "ls", "verify", "compact"):
         assert main(["store", verb, str(path)]) == 2
         out, err = capsys.readouterr()
-        assert not out and len(err.splitlines()) == 1 and "pages.dat" in err
+        assert not out and len(err.splitlines()) == 1 and slots.name in err
 
 
 @pytest.mark.parametrize("first", ["tables", "slots"])
@@ -109,14 +110,14 @@ def test_archives_carry_pages_from_and_to_slots(tmp_path: Path, first: str, caps
     """An archive of a store in either form goes into a new store, which has slots, and into one without, and back: the
     same values in the same order, byte for byte in the archives too."""
     path = fill(tmp_path / "store", SETTINGS if first == "slots" else TABLES)
-    assert describe(path).format == (3 if first == "slots" else 2)
+    assert describe(path).has_slots == (first == "slots")
     entries = here(capsys, "ls", path)["entries"]
     here(capsys, "export", path, tmp_path / "archive")
     open_store(tmp_path / "in_tables", **TABLES).close()
-    for name, number in (("new", 3), ("in_tables", 2)):
+    for name in ("new", "in_tables"):
         figures = here(capsys, "import", tmp_path / name, tmp_path / "archive")
         assert (figures["stored"], figures["refused"], figures["created"]) == (NUM_PAGES, 0, name == "new")
-        assert describe(tmp_path / name).format == number
+        assert describe(tmp_path / name).has_slots == (name == "new")
         assert here(capsys, "ls", tmp_path / name)["entries"] == entries
         here(capsys, "export", tmp_path / name, tmp_path / f"archive of {name}")
         assert (tmp_path / f"archive of {name}").read_bytes() == (tmp_path / "archive").read_bytes()

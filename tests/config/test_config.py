@@ -1,9 +1,11 @@
-"""Configuration: what is accepted, and the one line that names the knob when it is not."""
+"""Configuration: what is accepted, where it comes from, and the one line that names the setting when it is not."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +13,11 @@ import pytest
 import torch
 import yaml
 
-from hicache import DiskConfig, EngineConfig, ModelGeometry, build_engine
-from hicache.config import kernel_choice
+from hicache import AdvancedConfig, DiskConfig, EngineConfig, ModelGeometry, build_engine
+from hicache.config import SECTIONS, debug_checks, kernel_choice
 from hicache.disk import identity_of, namespace_digest
 from hicache.errors import ConfigError, IdentityError
+from hicache.flow.write_policy import POLICIES
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.settings import (
     Choice,
@@ -23,10 +26,12 @@ from hicache.settings import (
     Setting,
     Size,
     Text,
+    Tokens,
     Whole,
     parse_bytes,
     settings_of,
 )
+from hicache.tree.policy import ORDERS
 
 LAYOUT = PoolLayout((BufferSpec("k", torch.uint8, (2, 8), "token", (0, 1)),), 4)
 
@@ -37,19 +42,29 @@ def flags(*given: str) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+def flag_of(section: str, name: str) -> str:
+    return f"--{section}-{name}".replace("_", "-") if section else f"--{name}".replace("_", "-")
+
+
 def test_python_yaml_and_flags_agree(tmp_path: Path) -> None:
-    """The same settings make equal configurations, whichever way they come; flags go before the file."""
-    disk = DiskConfig(path="/pages", budget_bytes=2 << 30, readers=3)
-    python = EngineConfig(device_tokens=4096, host_bytes=1 << 30, model_id="m", prefetch_timeout_s=0.5, disk=disk)
+    """The same settings make equal configurations, whichever way they come; flags win over the file."""
+    disk, advanced = DiskConfig(path="/pages", budget_bytes=2 << 30, level=3), AdvancedConfig(disk_reader_threads=3)
+    python = EngineConfig(
+        device_tokens=4096, host_bytes=1 << 30, model_id="m", prefetch_timeout_s=0.5, disk=disk, advanced=advanced
+    )
     file = tmp_path / "engine.yaml"
     file.write_text(
-        "device_tokens: 1\nhost_bytes: 1GiB\nmodel_id: m\ndisk:\n  path: /pages\n  budget_bytes: 2GiB\n  readers: 3\n"
+        "device_tokens: 1\nhost_bytes: 1GiB\nmodel_id: m\n"
+        "disk:\n  path: /pages\n  budget_bytes: 2GiB\n  level: 3\n"
+        "advanced:\n  disk_reader_threads: 3\n"
     )
     given = flags("--config", str(file), "--device-tokens", "4096", "--prefetch-timeout-s", "0.5")
     assert EngineConfig.from_flags(given) == python
-    given = flags("--disk-path", "/pages", "--disk-budget-bytes", "2147483648", "--disk-readers", "3")
+    text = "--disk-path /pages --disk-budget-bytes 2147483648 --disk-level 3 --advanced-disk-reader-threads 3"
     settings = {"device_tokens": 4096, "host_bytes": "1GiB", "model_id": "m", "prefetch_timeout_s": "0.5"}
-    assert EngineConfig.from_flags(given, **settings) == python
+    assert EngineConfig.from_flags(flags(*text.split()), **settings) == python
+    nested = {"disk": dataclasses.asdict(disk), "advanced": {"disk_reader_threads": "3"}}
+    assert EngineConfig.from_dict({**settings, **nested}) == python
 
 
 @pytest.mark.parametrize(
@@ -57,18 +72,25 @@ def test_python_yaml_and_flags_agree(tmp_path: Path) -> None:
     [
         ({"page_size": 0}, "page_size=0 is below 1"),
         ({"page_size": 48}, "page_size=48 does not divide host_page_size=64"),
-        ({"device_tokens": 15}, "device_tokens=15 is below 16"),
+        ({"device_tokens": 15, "host_bytes": 0}, "device_tokens=15 is below 16"),
+        ({"device_tokens": 63}, "device_tokens=63 is below 64"),
         ({"device_tokens": 63, "host_bytes": 1 << 20}, "device_tokens=63 is below 64"),
-        ({"dtype": "int3"}, "dtype='int3': choose one of float32"),
-        ({"write_policy": "sometimes"}, "choose one of write_through, write_through_selective, write_back"),
+        ({"dtype": "int3"}, "dtype='int3': choose one of auto, float32"),
         ({"prefetch_mode": "never"}, "choose one of best_effort"),
         ({"host_bytes": -1}, "host_bytes=-1 is below 0"),
-        ({"disk": DiskConfig(path="/x")}, "set host_bytes or host_ratio above 0"),
-        ({"disk": DiskConfig(path="/x"), "host_bytes": 1 << 20}, "needs model_id"),
+        ({"host_bytes": "automatic"}, "host_bytes='automatic' is not a size in bytes"),
+        ({"host_bytes": 1 << 20, "host_ratio": 2.0}, "give one of them"),
+        ({"host_bytes": 0, "host_ratio": 2.0}, "give one of them"),
+        ({"disk": DiskConfig(path="/x"), "host_bytes": 0}, "set host_bytes to auto or a size, or set host_ratio"),
+        ({"disk": DiskConfig(path="/x")}, "needs model_id"),
+        ({"disk": {"path": "/x"}, "model_id": "m"}, "is not a DiskConfig"),
+        ({"advanced": {"staging_bytes": 1 << 20}}, "is not an AdvancedConfig"),
+        ({"advanced": AdvancedConfig(transfer_chunk_tokens=63)}, "transfer_chunk_tokens=63 is below 64"),
+        ({"mamba_track_interval": 96}, "mamba_track_interval=96 is not a multiple of the cache page of 64"),
     ],
 )
-def test_wrong_settings_name_the_knob(changes: dict[str, object], line: str) -> None:
-    """Every wrong value raises ConfigError with the knob and what would do."""
+def test_wrong_settings_are_named(changes: dict[str, object], line: str) -> None:
+    """Every wrong value raises ConfigError with the setting and what would do."""
     with pytest.raises(ConfigError, match=line):
         EngineConfig(**{"device_tokens": 1024, **changes})  # type: ignore[arg-type]
 
@@ -77,8 +99,14 @@ def test_wrong_files_and_names(tmp_path: Path) -> None:
     """Unknown names, missing files, text for numbers and missing settings are one clear line each."""
     with pytest.raises(ConfigError, match="unknown setting device_token; known are device_tokens"):
         EngineConfig.from_dict({"device_token": 1})
+    with pytest.raises(ConfigError, match="advanced: unknown setting staging; known are transfer_chunk_tokens"):
+        EngineConfig.from_dict({"device_tokens": 64, "advanced": {"staging": 1}})
+    with pytest.raises(ConfigError, match="unknown setting transfer_chunk_tokens"):
+        EngineConfig.from_dict({"device_tokens": 64, "transfer_chunk_tokens": 64})
     with pytest.raises(ConfigError, match="missing setting device_tokens"):
         EngineConfig.from_dict({})
+    with pytest.raises(ConfigError, match="disk: missing setting path"):
+        EngineConfig.from_dict({"device_tokens": 64, "disk": {}})
     with pytest.raises(ConfigError, match="device_tokens='many'"):
         EngineConfig.from_dict({"device_tokens": "many"})
     with pytest.raises(ConfigError, match="cannot read the configuration"):
@@ -86,66 +114,165 @@ def test_wrong_files_and_names(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration"):
         EngineConfig.from_flags(flags("--config", str(tmp_path / "none.yaml")))
     (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(ConfigError, match="no mapping"):
+    with pytest.raises(ConfigError, match="is not a mapping"):
         EngineConfig.from_yaml(tmp_path / "list.yaml")
     with pytest.raises(ConfigError, match="durability='never'"):
         DiskConfig(path="/x", durability="never")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("cls", "changes", "line"),
     [
-        ({"filter": "best"}, "disk filter='best': choose one of auto, none, planes, channel_planes"),
-        ({"hang_s": 0.0}, "hang_s=0.0"),
-        ({"retry_s": 0.0}, "retry_s=0.0"),
-        ({"retry_s": 9.0, "max_retry_s": 8.0}, "retry_s at most max_retry_s"),
-        ({"readers": 0}, "disk readers=0 is below 1"),
-        ({"level": 23}, "1 to 22 are zstd levels"),
+        (DiskConfig, {"filter": "best"}, "disk filter='best': choose one of auto, none, planes, channel_planes"),
+        (DiskConfig, {"level": 23}, "disk level=23 is above 22: zstd level, 1 to 22"),
+        (AdvancedConfig, {"disk_io_timeout_s": 0.0}, "advanced disk_io_timeout_s=0.0"),
+        (AdvancedConfig, {"disk_reopen_backoff_s": 0.0}, "advanced disk_reopen_backoff_s=0.0"),
+        (
+            AdvancedConfig,
+            {"disk_reopen_backoff_s": 9.0, "disk_max_reopen_backoff_s": 8.0},
+            "disk_reopen_backoff_s=9.0 is above disk_max_reopen_backoff_s=8.0",
+        ),
+        (AdvancedConfig, {"disk_reader_threads": 0}, "advanced disk_reader_threads=0 is below 1"),
     ],
 )
-def test_wrong_settings_of_the_disk_name_the_knob(changes: dict[str, object], line: str) -> None:
-    """Every wrong value of the disk tier raises ConfigError with the knob and what would do."""
+def test_wrong_settings_of_a_section_are_named(cls: type, changes: dict[str, object], line: str) -> None:
+    """Every wrong value of the disk and advanced sections raises ConfigError with section, setting and range."""
+    required = {"path": "/x"} if cls is DiskConfig else {}
     with pytest.raises(ConfigError, match=line):
-        DiskConfig(path="/x", **changes)  # type: ignore[arg-type]
+        cls(**{**required, **changes})
+
+
+def test_a_later_source_wins() -> None:
+    """The file wins over a command's defaults and a flag over both. host_bytes and host_ratio are one size given in two
+    ways: whichever a later source uses replaces both, and one source that gives both is refused."""
+    defaults = {"device_tokens": 4096, "host_bytes": 1 << 30}
+    ratio = EngineConfig.from_flags(flags("--host-ratio", "2"), **defaults)
+    assert (ratio.host_bytes, ratio.host_ratio) == ("auto", 2.0)
+    size = EngineConfig.from_flags(flags("--host-bytes", "1MiB"), device_tokens=4096, host_ratio=2.0)
+    assert (size.host_bytes, size.host_ratio) == (1 << 20, 0.0)
+    assert EngineConfig.from_flags(flags("--host-bytes", "auto"), **defaults).host_bytes == "auto"
+    with pytest.raises(ConfigError, match="give one of them"):
+        EngineConfig.from_flags(flags("--host-bytes", "1MiB", "--host-ratio", "2"), **defaults)
+
+
+def test_a_section_of_the_file_can_be_left_empty(tmp_path: Path) -> None:
+    """`disk: null` in the file removes the disk of a command's defaults; flags of the section bring one back."""
+    (tmp_path / "engine.yaml").write_text("disk: null\nadvanced: null\n")
+    defaults = {"device_tokens": 4096, "model_id": "m", "disk": {"path": "/default"}}
+    config = EngineConfig.from_flags(flags("--config", str(tmp_path / "engine.yaml")), **defaults)
+    assert config.disk is None and config.advanced == AdvancedConfig()
+    given = flags("--config", str(tmp_path / "engine.yaml"), "--disk-path", "/flag")
+    assert EngineConfig.from_flags(given, **defaults).disk == DiskConfig(path="/flag")
+    given = flags("--disk-level", "3")
+    assert EngineConfig.from_flags(given, **defaults).disk == DiskConfig(path="/default", level=3)
+
+
+def test_sources_are_known(tmp_path: Path) -> None:
+    """Each value that is not a field's default has its source: a command's default, the file with its path, a flag."""
+    file = tmp_path / "engine.yaml"
+    file.write_text("page_size: 4\nmodel_id: m\ndisk: {path: /x, level: 2}\n")
+    given = flags("--config", str(file), "--page-size", "8", "--disk-level", "3", "--advanced-staging-bytes", "1MiB")
+    assert EngineConfig.sources_of(given, device_tokens=64) == {
+        "device_tokens": "default",
+        "page_size": "flag --page-size",
+        "model_id": f"file {file}",
+        "disk.path": f"file {file}",
+        "disk.level": "flag --disk-level",
+        "advanced.staging_bytes": "flag --advanced-staging-bytes",
+    }
+    config = EngineConfig.from_flags(given, device_tokens=64)
+    assert (config.page_size, config.disk, config.advanced.staging_bytes) == (
+        8,
+        DiskConfig(path="/x", level=3),
+        1 << 20,
+    )
+
+
+def test_auto_is_a_word_and_zero() -> None:
+    """The word auto is accepted where the engine computes a value. host_bytes and dtype keep it, since 0 bytes mean no
+    host tier; sizes of which 0 makes no sense become 0. Other numbers refuse it."""
+    words = dict.fromkeys(("host_bytes", "dtype", "window_tokens", "mamba_size", "host_states"), "auto")
+    config = EngineConfig.from_dict({"device_tokens": 64, **words})
+    assert config == EngineConfig(device_tokens=64) and (config.host_bytes, config.window_tokens) == ("auto", 0)
+    assert config.has_host and config.cache_page_size == config.host_page_size
+    none = EngineConfig(device_tokens=64, host_bytes=0)
+    assert not none.has_host and none.cache_page_size == none.page_size
+    for name, setting in settings_of(EngineConfig).items():
+        if name not in words and isinstance(setting, Whole | Number):
+            with pytest.raises(ConfigError, match=f"{name}='auto'"):
+                EngineConfig(**{"device_tokens": 64, name: "auto"})  # type: ignore[arg-type]
+
+
+def test_the_dtype_of_a_model_is_not_known_early() -> None:
+    """A dtype that is set is torch's; "auto" is refused with the choices, since only an engine resolves it."""
+    assert EngineConfig(device_tokens=64, dtype="float8_e5m2").torch_dtype is torch.float8_e5m2
+    with pytest.raises(ConfigError, match="set dtype to one of float32, float16"):
+        _ = EngineConfig(device_tokens=64).torch_dtype
+
+
+def test_every_setting_explains_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the list of flags each setting has its unit or its choices, its help and its default, in the group of its
+    section."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    parser = argparse.ArgumentParser(prog="x")
+    EngineConfig.add_flags(parser, "engine")
+    text = re.sub(r"\n {4,}", "  ", parser.format_help())  # a flag and its help on one line
+    groups = {group.split(":\n")[0]: group for group in text.split("\n\n")}
+    for section, cls in SECTIONS.items():
+        lines = {line.split()[0]: line for line in groups[section or "engine"].splitlines()}
+        for item in dataclasses.fields(cls):
+            if item.name in SECTIONS:
+                continue
+            setting, line = settings_of(cls)[item.name], lines[flag_of(section, item.name)]
+            assert setting.help in line
+            if isinstance(setting, Choice):
+                assert ", ".join(setting.words) in line
+            if isinstance(setting, Whole | Number) and item.name != "level":  # of zstd: a number without a unit
+                assert setting.unit and f" {setting.unit.upper()} " in line
+            if item.default is not dataclasses.MISSING:
+                assert f"default {setting.text(item.default)}" in line
 
 
 # What no whole number, no size and no number takes.
 NO_NUMBER = [None, True, "", "x", "nan", "inf", [1], {}, b"1", float("nan"), float("inf"), -float("inf"), 1j]
+NO_WHOLE = [*NO_NUMBER, 64.0, 64.9, "64.9", -1, 1 << 63, 10**30, "9" * 30, "9" * 5000, 10**5000]
 WRONG: dict[type[Setting], list[object]] = {
-    Whole: [*NO_NUMBER, 64.0, 64.9, "64.9", -1, 1 << 63, 10**30, "9" * 30, "9" * 5000, 10**5000],
+    Whole: NO_WHOLE,
+    Tokens: NO_WHOLE,
     Size: [*NO_NUMBER, 64.0, 64.9, "64.9", "64.9B", "1KX", "iB", -1, "-1GB", 1 << 63, "999999999TB", "9" * 5000],
     Number: [*NO_NUMBER, -1.0, 1e300, 10**400, "1e400"],
     Text: [None, 1, b"m", ["m"], "\ud800"],
     Choice: [None, 1, "", "sometimes", ["relaxed"], "\ud800"],
     FilePath: [None, 1, b"/x", ["/x"], "a\0b", "\ud800"],
 }
-DECLARED = [(cls, name, setting) for cls in (EngineConfig, DiskConfig) for name, setting in settings_of(cls).items()]
-
-
+DECLARED = [(at, name, setting) for at, cls in SECTIONS.items() for name, setting in settings_of(cls).items()]
 RIGHT = {"device_tokens": 4096, "host_bytes": 1 << 20, "model_id": "m", "disk": {"path": "/x"}}
 
 
-def plain(cls: type, name: str, value: object) -> dict[str, object]:
-    """Plain values of a whole configuration, right but for the one setting of `cls`."""
-    return {**RIGHT, name: value} if cls is EngineConfig else {**RIGHT, "disk": {"path": "/x", name: value}}
+def plain(section: str, name: str, value: object) -> dict[str, object]:
+    """Plain values of a whole configuration, right but for one setting."""
+    if not section:
+        return {**RIGHT, name: value}
+    return {**RIGHT, section: {**({"path": "/x"} if section == "disk" else {}), name: value}}
 
 
-@pytest.mark.parametrize(("cls", "name", "setting"), DECLARED, ids=[f"{c.__name__}.{n}" for c, n, _ in DECLARED])
-def test_every_setting_refuses_every_wrong_kind(cls: type, name: str, setting: Setting, tmp_path: Path) -> None:
-    """What a setting does not take is a ConfigError of one short line with its name, through every door alike: built
+@pytest.mark.parametrize(("section", "name", "setting"), DECLARED, ids=[f"{at}.{name}" for at, name, _ in DECLARED])
+def test_every_setting_refuses_every_wrong_kind(section: str, name: str, setting: Setting, tmp_path: Path) -> None:
+    """What a setting does not take is a ConfigError of one short line with its name, however it is given: built
     directly, from a mapping, from YAML, from a flag. Nothing is cut, rounded or taken for a number."""
-    required = {"device_tokens": 4096} if cls is EngineConfig else {"path": "/x"}
+    cls: type = SECTIONS[section]
+    required: dict[str, object] = {"": {"device_tokens": 4096}, "disk": {"path": "/x"}, "advanced": {}}[section]
     for value in WRONG[type(setting)]:
         doors: list[Callable[[], object]] = [
             lambda value=value: cls(**{**required, name: value}),
-            lambda value=value: EngineConfig.from_dict(plain(cls, name, value)),
+            lambda value=value: EngineConfig.from_dict(plain(section, name, value)),
         ]
         if isinstance(value, str) and "\0" not in value:
-            flag = f"--{'disk-' * (cls is DiskConfig)}{name}={value}".replace("_", "-")
-            doors.append(lambda given=flag: EngineConfig.from_flags(flags(given), **RIGHT))
+            given = f"{flag_of(section, name)}={value}"
+            doors.append(lambda given=given: EngineConfig.from_flags(flags(given), **RIGHT))
         if isinstance(value, None | bool | int | float | list) and value not in (10**5000,):
             file = tmp_path / "engine.yaml"
-            file.write_text(yaml.safe_dump(plain(cls, name, value)))
+            file.write_text(yaml.safe_dump(plain(section, name, value)))
             doors.append(lambda file=file: EngineConfig.from_yaml(file))
         for door in doors:
             with pytest.raises(ConfigError) as caught:
@@ -194,13 +321,6 @@ def test_a_broken_file_is_one_line(content: bytes, tmp_path: Path) -> None:
         EngineConfig.from_flags(given)
 
 
-def test_the_settings_of_the_disk_have_flags() -> None:
-    """Order of bytes, key file and times can be given on the command line."""
-    given = flags("--disk-path", "/p", "--disk-filter", "planes", "--disk-key-file", "/k", "--disk-hang-s", "2.5")
-    config = EngineConfig.from_flags(given, device_tokens=64, host_bytes=1 << 20, model_id="m")
-    assert config.disk == DiskConfig(path="/p", filter="planes", key_file="/k", hang_s=2.5)
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [
@@ -215,21 +335,30 @@ def test_the_settings_of_the_disk_have_flags() -> None:
 def test_sizes_in_bytes(text: str, size: int) -> None:
     """Decimal and binary units mean what they say, to the byte at any size."""
     assert parse_bytes(text) == size
-    with pytest.raises(ConfigError, match="no size in bytes"):
+    with pytest.raises(ConfigError, match="is not a size in bytes"):
         parse_bytes(f"{text}x")
 
 
 def test_kernels_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HICACHE_KERNELS decides when set, the device otherwise, and nonsense raises."""
+    """HICACHE_KERNELS decides when set, in any case, the device otherwise, and nonsense raises."""
     for device, default in (("cpu", "torch"), ("cuda", "triton")):
         monkeypatch.delenv("HICACHE_KERNELS", raising=False)
         assert kernel_choice(torch.device(device)) == default
         for forced in ("triton", "torch"):
-            monkeypatch.setenv("HICACHE_KERNELS", forced)
-            assert kernel_choice(torch.device(device)) == forced
+            for text in (forced, forced.upper()):
+                monkeypatch.setenv("HICACHE_KERNELS", text)
+                assert kernel_choice(torch.device(device)) == forced
     monkeypatch.setenv("HICACHE_KERNELS", "fast")
-    with pytest.raises(ConfigError, match="'triton' or 'torch'"):
+    with pytest.raises(ConfigError, match="set it to triton or torch"):
         kernel_choice(torch.device("cpu"))
+
+
+def test_our_variable_goes_before_the_older_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HICACHE_DEBUG decides where it is set; SGLang's name for it counts only where ours is not."""
+    for ours, theirs, on in (("", "", False), ("1", "", True), ("", "1", True), ("0", "1", False), ("", "0", False)):
+        monkeypatch.setenv("HICACHE_DEBUG", ours)
+        monkeypatch.setenv("SGLANG_DEBUG_MEMORY_POOL", theirs)
+        assert debug_checks() is on
 
 
 def test_devices_that_are_not_there() -> None:
@@ -243,19 +372,33 @@ def test_devices_that_are_not_there() -> None:
             build_engine(EngineConfig(device_tokens=64, device=device), ModelGeometry(1, 1, 8))
 
 
+@pytest.mark.parametrize(
+    ("setting", "names"), [("write_policy", POLICIES), ("eviction_policy", ORDERS)], ids=["write", "eviction"]
+)
+def test_policies_are_named_when_an_engine_is_built(setting: str, names: Mapping[str, object]) -> None:
+    """The help of a policy lists every name; another is refused with that list when the engine is built, with a host
+    tier or without one, since a configuration may name a policy of one's own."""
+    assert all(re.search(rf"\b{name}\b", settings_of(EngineConfig)[setting].help) for name in names)
+    for host_bytes in (0, 1 << 20):
+        config = EngineConfig(device_tokens=64, host_bytes=host_bytes, **{setting: "sometimes"})  # type: ignore[arg-type]
+        known = ", ".join(sorted(names))
+        with pytest.raises(ConfigError, match=f"{setting}='sometimes' is unknown; use one of {known}"):
+            build_engine(config, ModelGeometry(1, 1, 4))
+
+
 def test_identity_is_closed() -> None:
     """Each field that decides what bytes mean changes the identity; the salt changes page keys alone; none may be
     open."""
-    base = {"device_tokens": 1024, "host_bytes": 1 << 20, "model_id": "m"}
+    base = {"device_tokens": 1024, "host_bytes": 1 << 20, "model_id": "m", "dtype": "bfloat16"}
     first = EngineConfig(**base)  # type: ignore[arg-type]
     other_layout = PoolLayout((BufferSpec("k", torch.uint8, (2, 9), "token", (0, 1)),), 4)
-    identities = [identity_of(first, LAYOUT), identity_of(first, other_layout)]
+    identities = [identity_of(first, {"full": LAYOUT}), identity_of(first, {"full": other_layout})]
     # Both fp8 formats are kept as uint8, so the layout alone would not tell them apart.
     for change in ({"model_id": "n"}, {"dtype": "float8_e4m3fn"}, {"dtype": "float8_e5m2"}, {"host_page_size": 32}):
-        identities.append(identity_of(EngineConfig(**{**base, **change}), LAYOUT))  # type: ignore[arg-type]
+        identities.append(identity_of(EngineConfig(**{**base, **change}), {"full": LAYOUT}))  # type: ignore[arg-type]
     assert len({tuple(identity.items()) for identity in identities}) == len(identities)
     salted = EngineConfig(**base, salt="tenant")  # type: ignore[arg-type]
-    assert identity_of(salted, LAYOUT) == identities[0]
-    assert namespace_digest(salted, LAYOUT) != namespace_digest(first, LAYOUT)
+    assert identity_of(salted, {"full": LAYOUT}) == identities[0]
+    assert namespace_digest(salted, {"full": LAYOUT}) != namespace_digest(first, {"full": LAYOUT})
     with pytest.raises(IdentityError, match="model_id is empty"):
-        identity_of(EngineConfig(device_tokens=1024), LAYOUT)
+        identity_of(EngineConfig(device_tokens=1024), {"full": LAYOUT})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,6 @@ from hicache.layout import BufferSpec, PoolLayout
 from hicache.metrics import memory_pressure
 from hicache.plot import MemorySample, plot_memory_usage
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = torch.bfloat16
 GIB = 1 << 30
 
@@ -42,7 +39,6 @@ def lazy_pool(device: str = "cpu", lazy: bool = True) -> MHATokenToKVPool:
     return MHATokenToKVPool(16, 4, BF16, 2, 8, 3, device, False, v_head_dim=4, start_layer=5, lazy=lazy)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_layer_is_allocated_at_its_first_use(device: str) -> None:
     """Only layers that were used take memory, each once, zero-filled; reads and writes are those of an eager pool."""
     pool, eager = lazy_pool(device), lazy_pool(device, lazy=False)
@@ -67,7 +63,8 @@ def test_a_layer_is_allocated_at_its_first_use(device: str) -> None:
 def test_a_bad_store_allocates_nothing_else() -> None:
     """Looking at slots, the layout or the waiter of a lazy pool takes no memory."""
     pool = lazy_pool()
-    assert pool.layout.token_bytes == 3 * 2 * 12 * 2 and pool.slot_spaces[0].num_slots == 20
+    (space,) = pool.slot_spaces
+    assert pool.layout.token_bytes == 3 * 2 * 12 * 2 and (space.name, space.num_slots) == ("full", 20)
     assert pool.mem_usage == 0.0
 
 
@@ -169,7 +166,7 @@ def test_rows_of_pages_and_requests_are_counted() -> None:
 
 
 def test_bad_plans_are_named() -> None:
-    """Both shares or none, shares out of range, and models that leave no room say the numbers and the knob."""
+    """Both shares or none, shares out of range, and models that are too large raise an error with the setting."""
     for shares in ({}, {"mem_fraction_static": 0.9, "reserve_ratio": 0.1}):
         with pytest.raises(ConfigError, match="give exactly one of the two"):
             plan_capacity(GIB, 0, kv_layout(), **shares)
@@ -187,7 +184,7 @@ def test_bad_plans_are_named() -> None:
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_allocators_tell_how_full_they_are(page: int) -> None:
-    """Total, used, utilisation, pages and free pages follow what is handed out; levels change above their limits."""
+    """Total, used, utilisation, pages and free pages follow what is allocated; levels change above their limits."""
     allocator: TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator
     if page == 1:
         allocator = TokenToKVPoolAllocator(100, BF16, "cpu", None, True)

@@ -1,4 +1,4 @@
-"""A store that fails, fills up or hangs is left alone for a while, and tried again at the times that were set."""
+"""A store that fails, fills up or stalls is not used for a while, and is tried again after the configured backoff."""
 
 from __future__ import annotations
 
@@ -14,27 +14,52 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disk_case import PATIENCE_S, Clock, Gate, blank, disk_threads, failing, pages, troubled_tier, wait_for, wait_until
-from hicache.disk import DiskTier, FindDone, FindJob, Hung, Limits, ReadDone, ReadJob, State, WriteDone, WriteJob
+from disk_case import (
+    PATIENCE_S,
+    Clock,
+    Gate,
+    blank,
+    disk_threads,
+    failing,
+    num_held,
+    pages,
+    take_reads,
+    troubled_tier,
+    wait_for_reads,
+    wait_for_writes,
+    wait_until,
+)
+from hicache.disk import (
+    DiskTier,
+    FindDone,
+    FindJob,
+    Limits,
+    ReadClass,
+    ReadDone,
+    ReadJob,
+    Stalled,
+    State,
+    WriteDone,
+    WriteJob,
+)
 from hicache.disk.health import Breaker
 from hicache.metrics import Metrics
 from hicache.storage import StoreError, StoreLocked
-from hicache.storage.counters import Counts
 
-LIMITS = Limits(retry_s=1, max_retry_s=6, max_failures=3)
+LIMITS = Limits(reopen_backoff_s=1, max_reopen_backoff_s=6, max_failures=3)
 
 
-def test_a_breaker_opens_and_closes_at_its_times(caplog: pytest.LogCaptureFixture) -> None:
-    """Three failures in a row open it, one success between them does not; it lets one probe through when its delay is
-    over; the delay doubles with each failed probe up to its bound and starts anew after a success."""
+def test_a_breaker_opens_and_closes_after_its_backoff(caplog: pytest.LogCaptureFixture) -> None:
+    """Three failures in a row open it, a success between them resets the count; one probe passes when the backoff is
+    over; the backoff doubles with each failed probe up to its maximum and starts anew after a success."""
     caplog.set_level(logging.INFO)
     clock = Clock()
     breaker = Breaker("reads", LIMITS, clock)
 
     def fail() -> None:
-        permit = breaker.admit()
-        assert permit is not None
-        breaker.failed(permit, "broken")
+        token = breaker.admit()
+        assert token is not None
+        breaker.failed(token, "broken")
 
     for _ in range(2):
         fail()
@@ -43,9 +68,9 @@ def test_a_breaker_opens_and_closes_at_its_times(caplog: pytest.LogCaptureFixtur
     assert breaker.state is State.CLOSED
     for _ in range(3):
         fail()
-    for delay_s in (1, 2, 4, 6, 6):
+    for backoff_s in (1, 2, 4, 6, 6):
         assert breaker.state is State.OPEN and breaker.refuses() and breaker.admit() is None
-        clock.now_s += delay_s - 0.01
+        clock.now_s += backoff_s - 0.01
         assert breaker.refuses()
         clock.now_s += 0.01
         assert not breaker.refuses()
@@ -64,8 +89,8 @@ def test_a_breaker_opens_and_closes_at_its_times(caplog: pytest.LogCaptureFixtur
     assert breaker.admit() is not None
 
 
-def test_what_was_let_through_before_a_change_tells_nothing() -> None:
-    """The outcome of a call from before a change of state neither closes nor opens the breaker."""
+def test_a_token_of_an_earlier_epoch_changes_nothing() -> None:
+    """The outcome of a call that began before a change of state neither closes nor opens the breaker."""
     clock = Clock()
     breaker = Breaker("reads", LIMITS, clock)
     early, other = breaker.admit(), breaker.admit()
@@ -87,7 +112,8 @@ def test_what_was_let_through_before_a_change_tells_nothing() -> None:
 
 def gauges(disk: DiskTier) -> dict[str, float]:
     metrics = Metrics()
-    disk.add_gauges(metrics)
+    disk.reads.add_gauges(metrics)
+    disk.writes.add_gauges(metrics)
     return metrics.snapshot()
 
 
@@ -101,8 +127,8 @@ def gauges(disk: DiskTier) -> dict[str, float]:
     ],
 )
 def test_failing_writes_stop_and_resume(error: Exception, calls_until_open: int, tmp_path: Path) -> None:
-    """Whatever a put raises is a failed write; after so many the store is not asked until the delay is over, then
-    revived, and what is written then is found. Reads go on meanwhile."""
+    """Whatever a put raises is a failed write; after so many the store is not called until the backoff is over, then it
+    is revived, and pages written from then on are found. Reads go on meanwhile."""
     clock = Clock()
     disk, store = troubled_tier(tmp_path / "s", clock=clock)
     disk.start()
@@ -116,30 +142,30 @@ def test_failing_writes_stop_and_resume(error: Exception, calls_until_open: int,
 
     store.trouble = trouble
     for n in range(5):
-        disk.submit(WriteJob(n, keys, data))
-        assert wait_for(disk.drain_writes, 1) == [WriteDone(n, (False, False))]
-    assert asked == calls_until_open and disk.failures == calls_until_open
+        disk.writes.submit(WriteJob(n, keys, data))
+        assert wait_for_writes(disk, 1) == [WriteDone(n, (False, False))]
+    assert asked == calls_until_open and disk.writes.breaker.failures == calls_until_open
     seen = gauges(disk)
     assert (seen["disk.writes_state"], seen["disk.writes_opens"], seen["disk.reads_state"]) == (2, 1, 0)
     assert seen["disk.writes_refused_jobs"] == 5 - calls_until_open
-    disk.submit(FindJob(0, keys))
-    assert wait_for(disk.drain_reads, 1) == [FindDone(0, 0)] and store.calls == [("contains", keys)]
+    disk.reads.submit(FindJob(0, keys))
+    assert wait_for_reads(disk, 1) == [FindDone(0, 0)] and store.calls == [("contains", keys)]
     store.trouble = lambda verb: None
     clock.now_s += 0.9
-    disk.submit(WriteJob(6, keys, data))
-    assert wait_for(disk.drain_writes, 1)[0].ok == (False, False) and store.verbs("put") == 0
+    disk.writes.submit(WriteJob(6, keys, data))
+    assert wait_for_writes(disk, 1)[0].ok == (False, False) and store.verbs("put") == 0
     clock.now_s += 0.1
-    disk.submit(WriteJob(7, keys, data))
-    assert wait_for(disk.drain_writes, 1)[0].ok == (True, True)
+    disk.writes.submit(WriteJob(7, keys, data))
+    assert wait_for_writes(disk, 1)[0].ok == (True, True)
     assert [verb for verb, _ in store.calls[-2:]] == ["revive", "put"]
-    disk.submit(WriteJob(8, keys, data))
-    assert wait_for(disk.drain_writes, 1)[0].ok == (True, True) and store.verbs("revive") == 1
-    assert gauges(disk)["disk.writes_state"] == 0 and disk.contains(keys, PATIENCE_S) == 2
+    disk.writes.submit(WriteJob(8, keys, data))
+    assert wait_for_writes(disk, 1)[0].ok == (True, True) and store.verbs("revive") == 1
+    assert gauges(disk)["disk.writes_state"] == 0 and num_held(disk, keys, PATIENCE_S) == 2
     disk.close()
 
 
-def test_a_store_that_cannot_be_revived_is_left_alone_longer(tmp_path: Path) -> None:
-    """While `revive` says no, nothing is put, and the delay doubles."""
+def test_a_store_that_cannot_be_revived_is_not_used_for_longer(tmp_path: Path) -> None:
+    """While `revive` fails, no page is put, and the backoff doubles."""
     clock = Clock()
     disk, store = troubled_tier(tmp_path / "s", clock=clock)
     disk.start()
@@ -148,33 +174,33 @@ def test_a_store_that_cannot_be_revived_is_left_alone_longer(tmp_path: Path) -> 
     revive, store.inner.revive = store.inner.revive, lambda: False  # type: ignore[method-assign]
     for n, pause_s in enumerate((0, 1, 2, 4)):
         clock.now_s += pause_s
-        disk.submit(WriteJob(n, keys, data))
-        assert wait_for(disk.drain_writes, 1)[0].ok == (False,)
+        disk.writes.submit(WriteJob(n, keys, data))
+        assert wait_for_writes(disk, 1)[0].ok == (False,)
         assert store.verbs("revive") == n
     store.trouble, store.inner.revive = (lambda verb: None), revive  # type: ignore[method-assign]
     clock.now_s += 5
-    disk.submit(WriteJob(4, keys, data))
-    assert wait_for(disk.drain_writes, 1)[0].ok == (False,) and store.verbs("put") == 0
+    disk.writes.submit(WriteJob(4, keys, data))
+    assert wait_for_writes(disk, 1)[0].ok == (False,) and store.verbs("put") == 0
     clock.now_s += 1
-    disk.submit(WriteJob(5, keys, data))
-    assert wait_for(disk.drain_writes, 1)[0].ok == (True,)
+    disk.writes.submit(WriteJob(5, keys, data))
+    assert wait_for_writes(disk, 1)[0].ok == (True,)
     disk.close()
 
 
 def test_failing_reads_are_misses_and_resume(tmp_path: Path) -> None:
-    """Reads that raise are misses; after three the store is not asked, finds included; after the delay a find passes,
-    and the read behind it decides."""
+    """Reads that raise are misses; after three the store is not called, by finds neither; after the backoff a find
+    passes, and the read behind it decides."""
     clock = Clock()
     disk, store = troubled_tier(tmp_path / "s", clock=clock)
     disk.start()
     keys, data = pages(1, 2)
-    disk.submit(WriteJob(0, keys, data))
-    wait_for(disk.drain_writes, 1)
+    disk.writes.submit(WriteJob(0, keys, data))
+    wait_for_writes(disk, 1)
 
     def read() -> ReadDone:
-        disk.submit(FindJob(1, keys))
-        disk.submit(ReadJob(1, 0, keys, blank(2), threading.Event()))
-        wait_until(lambda: len(answers.extend(disk.drain_reads()) or answers) == 2)
+        disk.reads.submit(FindJob(1, keys))
+        disk.reads.submit(ReadJob(1, 0, keys, blank(2), threading.Event()))
+        wait_until(lambda: len(answers.extend(take_reads(disk)) or answers) == 2)
         done = [answer for answer in answers if isinstance(answer, ReadDone)]
         found.extend(answer.num_pages for answer in answers if isinstance(answer, FindDone))
         answers.clear()
@@ -186,12 +212,14 @@ def test_failing_reads_are_misses_and_resume(tmp_path: Path) -> None:
     assert [read() for _ in range(4)] == [ReadDone(1, 0, (False, False), asked=2)] * 3 + [
         ReadDone(1, 0, (False, False), asked=0)
     ]
-    assert found == [2, 2, 2, 0] and disk.contains(keys, PATIENCE_S) is None
+    assert found == [2, 2, 2, 0] and num_held(disk, keys, PATIENCE_S) is None
     clock.now_s += 1
-    assert disk.contains(keys, PATIENCE_S) == 2
-    assert read().asked == 2 and disk.contains(keys, PATIENCE_S) is None  # the find succeeded and proved nothing
+    assert num_held(disk, keys, PATIENCE_S) == 2
+    assert (
+        read().asked == 2 and num_held(disk, keys, PATIENCE_S) is None
+    )  # the find's success does not close the breaker
     clock.now_s += 1
-    assert disk.contains(keys, PATIENCE_S) is None
+    assert num_held(disk, keys, PATIENCE_S) is None
     clock.now_s += 1
     store.trouble = lambda verb: None
     assert read().ok == (True, True) and gauges(disk)["disk.reads_state"] == 0
@@ -199,81 +227,80 @@ def test_failing_reads_are_misses_and_resume(tmp_path: Path) -> None:
 
 
 def test_reads_that_the_medium_refuses_count_as_failures(tmp_path: Path) -> None:
-    """A store that answers with misses because its medium cannot be read is told from one that has not the pages by
-    its own count of errors."""
+    """Misses because the medium cannot be read are told from misses of absent pages by the store's count of errors."""
     disk, store = troubled_tier(tmp_path / "s", clock=Clock())
     disk.start()
     keys, _ = pages(1, 2)
     for n in range(5):
-        disk.submit(ReadJob(n, 0, keys, blank(2), threading.Event()))
-    wait_for(disk.drain_reads, 5)
+        disk.reads.submit(ReadJob(n, 0, keys, blank(2), threading.Event()))
+    wait_for_reads(disk, 5)
     assert store.verbs("get_into") == 5 and gauges(disk)["disk.reads_state"] == 0
     errors = itertools.count()
     store.inner.thread_read_errors = lambda: next(errors)  # type: ignore[method-assign]
     for n in range(5):
-        disk.submit(ReadJob(n, 0, keys, blank(2), threading.Event()))
-    wait_for(disk.drain_reads, 5)
+        disk.reads.submit(ReadJob(n, 0, keys, blank(2), threading.Event()))
+    wait_for_reads(disk, 5)
     assert store.verbs("get_into") == 8 and gauges(disk)["disk.reads_state"] == 2
     disk.close()
 
 
 @pytest.mark.parametrize("readers", [1, 3])
-def test_a_hanging_read_is_announced_and_the_others_go_on(readers: int, tmp_path: Path) -> None:
-    """A read under way for longer than hang_s is announced once; what waits behind it is answered with nothing; its own
+def test_a_stalled_read_is_announced_and_the_others_go_on(readers: int, tmp_path: Path) -> None:
+    """A read under way for longer than io_timeout_s is announced once; reads that wait behind it are misses; its late
     answer comes when its thread returns, with the bytes; then reads resume."""
     clock = Clock()
     disk, store = troubled_tier(tmp_path / "s", clock=clock, readers=readers)
     disk.start()
     keys, data = pages(1, 2)
-    disk.submit(WriteJob(0, keys, data))
-    wait_for(disk.drain_writes, 1)
+    disk.writes.submit(WriteJob(0, keys, data))
+    wait_for_writes(disk, 1)
     gate = store.trouble = Gate("get_into")
     targets = [blank(2) for _ in range(readers + 1)]
     for n in range(readers + 1):
-        disk.submit(ReadJob(n, n, keys, targets[n], threading.Event()))
+        disk.reads.submit(ReadJob(n, n, keys, targets[n], threading.Event()))
     wait_until(lambda: gate.held == readers)
     clock.now_s += 10
-    assert disk.drain_reads() == []
+    assert take_reads(disk) == []
     clock.now_s += 0.1
-    announced = disk.drain_reads()
-    assert sorted(announced[:readers], key=lambda a: a.ticket) == [Hung(n, n) for n in range(readers)]
+    announced = take_reads(disk)
+    assert sorted(announced[:readers], key=lambda a: a.ticket) == [Stalled(n, n) for n in range(readers)]
     assert announced[readers:] == [ReadDone(readers, readers, (False, False))]
-    assert disk.drain_reads() == [] and disk.contains(keys, PATIENCE_S) is None
+    assert take_reads(disk) == [] and num_held(disk, keys, PATIENCE_S) is None
     for pause_s in (0, 5):  # after its delay too: no thread is left that could try
         clock.now_s += pause_s
-        disk.submit(FindJob(9, keys))
-        assert disk.drain_reads() == [FindDone(9, 0)]
+        disk.reads.submit(FindJob(9, keys))
+        assert take_reads(disk) == [FindDone(9, 0)]
     gate.open()
-    late = wait_for(disk.drain_reads, readers)
+    late = wait_for_reads(disk, readers)
     assert sorted(late, key=lambda a: a.ticket) == [ReadDone(n, n, (True, True), asked=2) for n in range(readers)]
     for target in targets[:readers]:
         assert all(np.array_equal(a, b) for a, b in zip(target, data, strict=True))
-    disk.submit(ReadJob(10, 0, keys, blank(2), threading.Event()))
-    assert wait_for(disk.drain_reads, 1)[0].ok == (True, True)
+    disk.reads.submit(ReadJob(10, 0, keys, blank(2), threading.Event()))
+    assert wait_for_reads(disk, 1)[0].ok == (True, True)
     seen = gauges(disk)
-    assert (seen["disk.reads_hung_jobs"], seen["disk.reads_opens"], seen["disk.reads_state"]) == (readers, 1, 0)
+    assert (seen["disk.reads_stalled_jobs"], seen["disk.reads_opens"], seen["disk.reads_state"]) == (readers, 1, 0)
     assert disk.close() and disk_threads() == []
 
 
-def test_closing_leaves_a_thread_that_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """close() waits for a hanging thread as long as was set and says False; the store stays open and the memory of the
-    thread's pages mapped, so that it may return at any time; then closing ends well."""
+def test_closing_leaves_a_stalled_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """close() waits for a stalled thread for `close_s` and returns False; the store stays open and the memory of the
+    thread's pages mapped until it returns; then closing succeeds."""
     disk, store = troubled_tier(tmp_path / "s", close_s=0.05)
     disk.start()
     keys, data = pages(1, 2)
-    disk.submit(WriteJob(0, keys, data))
-    wait_for(disk.drain_writes, 1)
+    disk.writes.submit(WriteJob(0, keys, data))
+    wait_for_writes(disk, 1)
     gate = store.trouble = Gate("get_into")
     arena = np.zeros((4, 4096), np.uint8)
-    disk.submit(ReadJob(1, 0, keys, (arena[1], arena[3]), threading.Event()))
+    disk.reads.submit(ReadJob(1, 0, keys, (arena[1], arena[3]), threading.Event()))
     wait_until(lambda: gate.held == 1)
     assert disk.close() is False
-    assert "a thread hangs in it" in caplog.text and disk_threads() == ["hicache-disk-reads-0"]
+    assert "a thread is stalled in it" in caplog.text and disk_threads() == ["hicache-disk-reads-0"]
     assert store.inner.contains(keys) == [True, True]
     del arena
     gc.collect()
     gate.open()
-    [answer] = wait_for(disk.drain_reads, 1)
+    [answer] = wait_for_reads(disk, 1)
     assert answer.ok == (True, True)
     wait_until(lambda: disk_threads() == [])
     assert disk.close() is True
@@ -282,15 +309,16 @@ def test_closing_leaves_a_thread_that_hangs(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_only_the_thread_that_could_not_read_is_at_fault(tmp_path: Path) -> None:
-    """Of two reads at a time, one of which the medium refuses, that one alone counts as failed, whoever ends first."""
+    """Of two simultaneous reads, only the one that the medium refused counts as failed, whichever ends first."""
     disk, store = troubled_tier(tmp_path / "s", clock=Clock(), readers=2)
     disk.start()
     (lost, absent), _ = pages(1, 2)
     refused, judged = threading.Event(), threading.Event()
+    errors = threading.local()
 
     def get_into(keys: Sequence[bytes], buffers: Sequence[np.ndarray]) -> list[bool]:
         if keys[0] == lost:
-            store.inner._counters.add(Counts(read_errors=1))
+            errors.count = 1
             refused.set()
             assert judged.wait(PATIENCE_S)
         else:
@@ -298,37 +326,39 @@ def test_only_the_thread_that_could_not_read_is_at_fault(tmp_path: Path) -> None
         return [False]
 
     store.inner.get_into = get_into  # type: ignore[method-assign]
-    disk.submit(ReadJob(0, 0, (lost,), blank(1), threading.Event()))
-    disk.submit(ReadJob(1, 0, (absent,), blank(1), threading.Event()))
-    assert [answer.ticket for answer in wait_for(disk.drain_reads, 1)] == [1]
-    assert disk.failures == 0, "a page that is not there is no failure"
+    store.inner.thread_read_errors = lambda: getattr(errors, "count", 0)  # type: ignore[method-assign]
+    disk.reads.submit(ReadJob(0, 0, (lost,), blank(1), threading.Event()))
+    background = ReadClass.BACKGROUND_READ  # not behind the other
+    disk.reads.submit(ReadJob(1, 0, (absent,), blank(1), threading.Event(), queue_class=background))
+    assert [answer.ticket for answer in wait_for_reads(disk, 1)] == [1]
+    assert disk.reads.breaker.failures == 0, "a page that is not there is no failure"
     judged.set()
-    wait_for(disk.drain_reads, 1)
-    assert disk.failures == 1
+    wait_for_reads(disk, 1)
+    assert disk.reads.breaker.failures == 1
     disk.close()
 
 
-def test_a_look_at_the_disk_waits_no_longer_than_it_is_told_to(tmp_path: Path) -> None:
-    """While the store does not answer, `contains` says that it does not know, and only the first call waits for it at
-    all; when the store has answered, it knows again."""
+def test_a_lookup_waits_no_longer_than_its_argument(tmp_path: Path) -> None:
+    """While the store does not answer, `contains` returns None, and only the first call waits; when the store has
+    answered, `contains` returns the number of pages again."""
     disk, store = troubled_tier(tmp_path / "s", clock=Clock(), readers=1)
     disk.start()
     keys, data = pages(1, 2)
-    disk.submit(WriteJob(0, keys, data))
-    wait_for(disk.drain_writes, 1)
+    disk.writes.submit(WriteJob(0, keys, data))
+    wait_for_writes(disk, 1)
     gate = store.trouble = Gate("contains")
-    assert disk.contains(keys, 0.01) is None
+    assert num_held(disk, keys, 0.01) is None
     wait_until(lambda: gate.held == 1)
-    assert disk.contains(keys, math.inf) is None, "this call would never return if it waited"
-    assert gate.held == 1 and disk.drain_reads() == []
+    assert num_held(disk, keys, math.inf) is None, "this call would never return if it waited"
+    assert gate.held == 1 and take_reads(disk) == []
     gate.open()
-    wait_until(lambda: disk.contains(keys, PATIENCE_S) == 2)
-    assert disk.contains((), 0) == 0
+    wait_until(lambda: num_held(disk, keys, PATIENCE_S) == 2)
+    assert num_held(disk, (), 0) == 0
     disk.close()
 
 
-def test_closing_ends_later_where_the_store_hangs_while_it_is_closed(tmp_path: Path) -> None:
-    """close() returns although the store does not; a later call finishes, and the path is free."""
+def test_closing_ends_later_when_the_close_of_the_store_stalls(tmp_path: Path) -> None:
+    """close() returns although the store's does not; a later call finishes, and the path is free."""
     disk, store = troubled_tier(tmp_path / "s", close_s=0.05)
     disk.start()
     let_go, close = threading.Event(), store.inner.close

@@ -1,56 +1,58 @@
-"""Which job of the disk tier goes first, which is not done at all, and which are done together."""
+"""Which job of the disk tier goes first, which is not done, and which are done together."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disk_case import Clock, Gate, blank, pages, troubled_tier, wait_for, wait_until
-from hicache.disk import FindJob, ReadDone, ReadJob, WriteDone, WriteJob
-from hicache.disk.queueing import JobQueue
+from disk_case import Clock, Gate, blank, pages, troubled_tier, wait_for_reads, wait_for_writes, wait_until
+from hicache.disk import FindJob, ReadClass, ReadDone, ReadJob, WriteDone, WriteJob
+from hicache.disk.io_queue import JobQueue, Queued
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=30), st.integers(1, 20), st.integers(0, 40))
-def test_a_queue_keeps_priority_then_arrival(offers: list[tuple[int, int]], capacity: int, room: int) -> None:
-    """Jobs leave by priority and, within one, in order of arrival; beyond `capacity` none enters; a group fits its
-    room and is as large as it may be."""
-    jobs: JobQueue[tuple[int, int]] = JobQueue(capacity, lambda job: job[1])
-    taken = [jobs.offer((n, size), priority) for n, (priority, size) in enumerate(offers)]
+def test_a_queue_keeps_class_then_number(offers: list[tuple[int, int]], capacity: int, max_bytes: int) -> None:
+    """Jobs leave by class and, within one, by number; beyond `capacity` none enters; a group is at most `max_bytes`
+    and as large as it may be."""
+    jobs: JobQueue[int, None] = JobQueue(capacity)
+    taken = [jobs.offer(Queued(offers[n][0], n, n, offers[n][1], SimpleQueue())) for n in range(len(offers))]
     assert taken == [n < capacity for n in range(len(offers))]
     order = sorted(range(min(capacity, len(offers))), key=lambda n: (offers[n][0], n))
     assert jobs.fullness(1000) == max(len(order) / capacity, sum(offers[n][1] for n in order) / 1000)
-    group = [n for n, _ in jobs.take_more(room)]
+    group = [item.job for item in jobs.take_more(max_bytes)]
     sizes = [offers[n][1] for n in order[: len(group) + 1]]
-    assert group == order[: len(group)] and sum(sizes[: len(group)]) <= room
-    assert len(group) == len(order) or sum(sizes) > room
+    assert group == order[: len(group)] and sum(sizes[: len(group)]) <= max_bytes
+    assert len(group) == len(order) or sum(sizes) > max_bytes
     jobs.close()
     rest = []
-    while (job := jobs.take()) is not None:
-        rest.append(job[0])
+    while (item := jobs.take()) is not None:
+        rest.append(item.job)
     assert group + rest == order and len(jobs) == 0 and jobs.fullness(1) == 0
 
 
 def test_reads_that_somebody_waits_for_go_first(tmp_path: Path) -> None:
-    """One reader: what a request waits for goes before what is speculative, finds before reads, a prompt's first batch
-    before its later ones, and equals in order of arrival."""
+    """One reader: urgent jobs go before background jobs, finds before reads, and jobs of one class in submission
+    order."""
     disk, store = troubled_tier(tmp_path / "s")
     gate = store.trouble = Gate("contains")
     keys = [pages(n, 1)[0] for n in range(9)]
     disk.start()
-    disk.submit(FindJob(0, keys[0]))
+    disk.reads.submit(FindJob(0, keys[0]))
     wait_until(lambda: gate.held == 1)
 
     def read(n: int, batch: int, urgent: bool) -> ReadJob:
-        return ReadJob(n, batch, keys[n], blank(1), threading.Event(), urgent=urgent)
+        queue_class = ReadClass.URGENT_READ if urgent else ReadClass.BACKGROUND_READ
+        return ReadJob(n, batch, keys[n], blank(1), threading.Event(), queue_class=queue_class)
 
     for job in (
         read(7, 0, False),
-        FindJob(6, keys[6], urgent=False),
+        FindJob(6, keys[6], ReadClass.BACKGROUND_FIND),
         read(8, 1, False),
         read(3, 0, True),
         FindJob(1, keys[1]),
@@ -58,31 +60,31 @@ def test_reads_that_somebody_waits_for_go_first(tmp_path: Path) -> None:
         read(5, 0, True),
         FindJob(2, keys[2]),
     ):
-        assert disk.submit(job)
+        assert disk.reads.submit(job)
     gate.open()
-    wait_for(disk.drain_reads, 9)
+    wait_for_reads(disk, 9)
     assert [call[1] for call in store.calls] == keys
     disk.close()
 
 
-def test_no_page_is_read_for_nobody(tmp_path: Path) -> None:
-    """A read that was cancelled or whose deadline has come asks the store for nothing and is answered; the job behind
-    it is read; a cancel is seen between two pages of a batch, and the pages read by then are kept."""
+def test_unwanted_pages_are_not_read(tmp_path: Path) -> None:
+    """A read that was cancelled or whose deadline has passed is answered without calling the store; the next job is
+    read; a cancel takes effect between two parts of a batch, and the pages read before it are kept."""
     clock = Clock()
     disk, store = troubled_tier(tmp_path / "s", clock=clock)
     disk.start()
     keys, data = pages(1, 8)
-    disk.submit(WriteJob(0, keys, data))
-    wait_for(disk.drain_writes, 1)
+    disk.writes.submit(WriteJob(0, keys, data))
+    wait_for_writes(disk, 1)
     never, cancelled, halfway = threading.Event(), threading.Event(), threading.Event()
     cancelled.set()
     targets = [blank(8) for _ in range(4)]
     store.trouble = lambda verb: halfway.set() if store.verbs("get_into") == 4 else None
-    disk.submit(ReadJob(1, 0, keys, targets[0], cancelled))
-    disk.submit(ReadJob(2, 0, keys, targets[1], never, deadline_s=100.0))
-    disk.submit(ReadJob(3, 0, keys, targets[2], never, deadline_s=100.1))
-    disk.submit(ReadJob(4, 5, keys, targets[3], halfway))
-    answers = wait_for(disk.drain_reads, 4)
+    disk.reads.submit(ReadJob(1, 0, keys, targets[0], cancelled))
+    disk.reads.submit(ReadJob(2, 0, keys, targets[1], never, deadline_s=100.0))
+    disk.reads.submit(ReadJob(3, 0, keys, targets[2], never, deadline_s=100.1))
+    disk.reads.submit(ReadJob(4, 5, keys, targets[3], halfway))
+    answers = wait_for_reads(disk, 4)
     assert answers[:3] == [
         ReadDone(1, 0, (False,) * 8),
         ReadDone(2, 0, (False,) * 8),
@@ -97,47 +99,47 @@ def test_no_page_is_read_for_nobody(tmp_path: Path) -> None:
 
 
 def test_a_deadline_that_comes_during_a_batch_ends_it(tmp_path: Path) -> None:
-    """The clock passing a job's deadline while it is read ends it between two pages."""
+    """A deadline that passes while a job is read ends it between two parts."""
     clock = Clock()
     disk, store = troubled_tier(tmp_path / "s", clock=clock)
     disk.start()
     keys, data = pages(1, 8)
-    disk.submit(WriteJob(0, keys, data))
-    wait_for(disk.drain_writes, 1)
+    disk.writes.submit(WriteJob(0, keys, data))
+    wait_for_writes(disk, 1)
 
     def trouble(verb: str) -> None:
         clock.now_s += 1.0
 
     store.trouble = trouble
-    disk.submit(ReadJob(1, 0, keys, blank(8), threading.Event(), deadline_s=clock.now_s + 2.5))
-    [answer] = wait_for(disk.drain_reads, 1)
+    disk.reads.submit(ReadJob(1, 0, keys, blank(8), threading.Event(), deadline_s=clock.now_s + 2.5))
+    [answer] = wait_for_reads(disk, 1)
     assert 0 < answer.asked == sum(answer.ok) < 8 and store.verbs("get_into") == 3
     disk.close()
 
 
-def test_nothing_is_read_behind_a_gap(tmp_path: Path) -> None:
-    """A page that the store does not have ends its batch: what follows it would be of no use."""
+def test_pages_behind_a_gap_are_not_read(tmp_path: Path) -> None:
+    """A missing page ends its batch: the pages behind it would be useless."""
     disk, store = troubled_tier(tmp_path / "s")
     disk.start()
     keys, data = pages(1, 8)
-    disk.submit(WriteJob(0, keys[:1] + keys[2:], data[:1] + data[2:]))
-    wait_for(disk.drain_writes, 1)
-    disk.submit(ReadJob(1, 0, keys, blank(8), threading.Event()))
-    [answer] = wait_for(disk.drain_reads, 1)
+    disk.writes.submit(WriteJob(0, keys[:1] + keys[2:], data[:1] + data[2:]))
+    wait_for_writes(disk, 1)
+    disk.reads.submit(ReadJob(1, 0, keys, blank(8), threading.Event()))
+    [answer] = wait_for_reads(disk, 1)
     assert answer.ok[:2] == (True, False) and not any(answer.ok[2:]) and store.verbs("get_into") == 1
     disk.close()
 
 
 def test_writes_that_wait_are_put_together(tmp_path: Path) -> None:
-    """Jobs that come while the writer is busy go into one put, in order, and each is answered for its own pages."""
+    """Jobs submitted while the writer is busy go into one put, in order, and each is answered for its own pages."""
     disk, store = troubled_tier(tmp_path / "s", queue_jobs=10)
     gate = store.trouble = Gate("put")
     disk.start()
     jobs = [WriteJob(n, *pages(n, n + 1), batch=n) for n in range(5)]
-    disk.submit(jobs[0])
+    disk.writes.submit(jobs[0])
     wait_until(lambda: gate.held == 1)
     for job in jobs[1:]:
-        disk.submit(job)
+        disk.writes.submit(job)
     put, left_out = store.inner.put, (jobs[2].keys[0], jobs[4].keys[3])
 
     def picky(items: Sequence[tuple[bytes, np.ndarray]], lag: float) -> list[bool]:
@@ -145,33 +147,33 @@ def test_writes_that_wait_are_put_together(tmp_path: Path) -> None:
 
     store.inner.put = picky  # type: ignore[method-assign, assignment]
     gate.open()
-    answers = wait_for(disk.drain_writes, 5)
+    answers = wait_for_writes(disk, 5)
     assert answers == [WriteDone(job.ticket, tuple(key not in left_out for key in job.keys), job.batch) for job in jobs]
     assert [call[1] for call in store.calls] == [jobs[0].keys, sum((job.keys for job in jobs[1:]), ())]
     disk.close()
 
 
-def test_a_group_is_bounded_and_told_how_far_behind_it_is(tmp_path: Path) -> None:
-    """A put takes at most its bound of bytes; `lag` is the share of the queue that still waits."""
+def test_a_group_is_bounded_and_told_the_lag(tmp_path: Path) -> None:
+    """A put takes at most a maximum of bytes; `lag` is the fullness of the queue behind it."""
     disk, store = troubled_tier(tmp_path / "s", queue_jobs=20, full_bytes=96 << 20)
     store.inner.put = lambda items, lag: [True] * len(items)  # type: ignore[method-assign, assignment]
     gate = store.trouble = Gate("put")
     disk.start()
     keys, data = pages(1, 1)
-    disk.submit(WriteJob(0, keys, data))
+    disk.writes.submit(WriteJob(0, keys, data))
     wait_until(lambda: gate.held == 1)
     many = data * 6144  # 24 MiB: ten are below the bound of 256 MiB, eleven above it
     for n in range(12):
-        disk.submit(WriteJob(1 + n, keys * len(many), many))
+        disk.writes.submit(WriteJob(1 + n, keys * len(many), many))
     gate.open()
-    assert [answer.ticket for answer in wait_for(disk.drain_writes, 13)] == list(range(13))
+    assert [answer.ticket for answer in wait_for_writes(disk, 13)] == list(range(13))
     assert [len(call[1]) for call in store.calls] == [1, 10 * len(many), 2 * len(many)]
     assert store.lags == [0.0, 48 / 96, 0.0]
     disk.close()
 
 
 def test_pages_are_read_into_the_memory_that_was_given(tmp_path: Path) -> None:
-    """The buffers that the store is handed are the caller's own, so nothing of a page's size is copied on the way."""
+    """The store gets the caller's own buffers, so pages are not copied on the way."""
     disk, store = troubled_tier(tmp_path / "s")
     disk.start()
     seen: list[int] = []
@@ -179,10 +181,10 @@ def test_pages_are_read_into_the_memory_that_was_given(tmp_path: Path) -> None:
     store.inner.get_into = lambda keys, buffers: seen.extend(map(id, buffers)) or get_into(keys, buffers)  # type: ignore
     store.inner.put = lambda items, lag: seen.extend(id(page) for _, page in items) or put(items, lag=lag)  # type: ignore
     keys, data = pages(1, 5)
-    disk.submit(WriteJob(0, keys, data))
-    wait_for(disk.drain_writes, 1)
+    disk.writes.submit(WriteJob(0, keys, data))
+    wait_for_writes(disk, 1)
     target = blank(5)
-    disk.submit(ReadJob(1, 0, keys, target, threading.Event()))
-    wait_for(disk.drain_reads, 1)
+    disk.reads.submit(ReadJob(1, 0, keys, target, threading.Event()))
+    wait_for_reads(disk, 1)
     assert seen == [*map(id, data), *map(id, target)]
     disk.close()

@@ -1,4 +1,4 @@
-"""What the settings of the disk tier say of its pages: their order for packing, and the key that hides them."""
+"""The settings of the disk tier for its pages: the filter before compression, and the key that encrypts them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hicache.disk import cipher_of, page_filter
 from hicache.errors import ConfigError
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.storage import PageFilter, StoreMismatch
-from hicache.tree.node import Tier
+from hicache.tree import FULL, HOST
 from toy_model import GEOMETRY, config, expected_kv, serve
 
 KEY = bytes(range(100, 132))
@@ -35,8 +35,8 @@ def spec(name: str, dtype: torch.dtype, *shape: int, per: str = "token") -> Buff
 
 
 def test_the_filter_follows_the_layout() -> None:
-    """Buffers of one size, a row a token, are ordered by channels; others by the bytes of the smallest element; what
-    is demanded is done, or refused where it cannot be."""
+    """`channel_planes` needs buffers of one size, a row a token, else it is refused; `auto` and `planes` shuffle by the
+    bytes of the smallest element."""
     even = PoolLayout((spec("k", torch.bfloat16, 2, 8), spec("v", torch.bfloat16, 4, 4)), 4)
     fp8 = PoolLayout((spec("kv", torch.uint8, 12),), 4)
     uneven = PoolLayout((spec("k", torch.bfloat16, 2, 8), spec("v", torch.bfloat16, 2, 4)), 4)
@@ -61,15 +61,15 @@ def test_a_segment_of_a_page_is_one_buffer_of_one_layer(tmp_path: Path) -> None:
     """On a page of a real pool: read as [segments, tokens, channels], as the filter will, segment 2 * layer + b is
     exactly the rows of the layer's keys (b = 0) or values (b = 1)."""
     with engine_at(tmp_path / "s") as engine:
-        host = engine._parts.host
+        host = engine.inspect.context.full.host
         assert host is not None
         how = page_filter("channel_planes", host.layout, host.page_tokens)
         assert (how.kind, how.element_bytes, how.tokens, how.channels) == ("channel_planes", 4, 8, 8)
         tokens = tokens_of(1)
         serve(engine, "a", tokens)
         engine.flush()
-        node = engine._parts.tree.match(tokens, "").nodes[-1]
-        page = host.bytes_of[node.held(Tier.HOST)[0]].view(torch.float32)
+        node = engine.inspect.context.tree.match(tokens, "").nodes[-1]
+        page = host.bytes_of[node.held(FULL, HOST)[0]].view(torch.float32)
         segments = page.reshape(-1, how.tokens, how.channels)
         assert len(segments) == 2 * GEOMETRY.layer_num
         truth = expected_kv(tokens)[:8]
@@ -80,7 +80,7 @@ def test_a_segment_of_a_page_is_one_buffer_of_one_layer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wanted", ["auto", "none", "planes", "channel_planes"])
 def test_every_filter_gives_the_same_bytes_back(wanted: str, tmp_path: Path) -> None:
-    """Pages stored under any filter come back as they were, also after a restart with another one."""
+    """Pages stored under any filter come back as they were, also after a restart with another filter."""
     for run, setting in enumerate((wanted, "auto")):
         with engine_at(tmp_path / "s", filter=setting) as engine:
             ticket = engine.prefetch("a", tokens_of(1), mode="wait_complete")
@@ -112,8 +112,8 @@ def test_a_key_is_read_in_each_of_its_forms(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "form", [b"", KEY + b"\n", KEY[:31], KEY.hex().encode()[:-1], KEY.hex().encode()[:-1] + b"g", b"\xff" * 40]
 )
-def test_what_is_no_key_is_refused_and_not_shown(form: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anything else raises, naming the file and what would do, and no part of it."""
+def test_an_invalid_key_is_refused_and_not_shown(form: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An invalid key raises; the message names the file and a valid form, and contains no part of the key."""
     monkeypatch.delenv("HICACHE_DISK_KEY", raising=False)
     path = tmp_path / "key"
     path.write_bytes(form)
@@ -136,10 +136,10 @@ def test_a_store_is_of_no_use_without_its_key(tmp_path: Path, monkeypatch: pytes
     with engine_at(tmp_path / "s", **mine) as engine:
         serve(engine, "a", tokens_of(1))
         engine.flush()
-        host, node = engine._parts.host, engine._parts.tree.match(tokens_of(1), "").nodes[-1]
+        host, node = engine.inspect.context.full.host, engine.inspect.context.tree.match(tokens_of(1), "").nodes[-1]
         assert host is not None
         page = host.bytes_of[1].numpy().tobytes()
-        assert any(page) and node.stored and repr(KEY) not in repr(engine._parts.config)
+        assert any(page) and node.is_stored(FULL) and repr(KEY) not in repr(engine.inspect.context.config)
     stored = b"".join(path.read_bytes() for path in (tmp_path / "s").iterdir() if path.is_file())
     assert not any(page[at : at + 32] in stored for at in range(0, len(page), 32))
     with engine_at(tmp_path / "s", **mine) as engine:

@@ -1,4 +1,4 @@
-"""The engine over a disk that fails or hangs: requests are served as without one, and nothing of the host is lost."""
+"""The engine over a disk that fails or stalls: requests are served as without one, and the host loses nothing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 import hicache.factory
-from disk_case import PATIENCE_S, Clock, Gate, TroubledStore, disk_threads, failing, wait_until
-from hicache import CacheEngine, CacheRequest, DiskConfig, Prefetch, build_engine
+from disk_case import PATIENCE_S, Clock, Gate, TroubledStore, disk_threads, failing, page_keys, wait_until
+from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Prefetch, build_engine
 from hicache.config import PrefetchMode
 from hicache.disk import DiskTier
-from hicache.engine import Held
+from hicache.engine import LookupResult
 from hicache.serving.request import Request
-from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
 from hicache.storage import LmdbPageStore, PageBuffer, StoreError, StoreLocked, pages
-from serving_case import plain_greedy, prompt, tiny_engine, tiny_llama, token_bytes
+from hicache.tree import FULL
+from serving_case import plain_greedy, prompt, tiny_engine, tiny_llama, tiny_runner, token_bytes
 from toy_model import GEOMETRY, config, serve
 
 HOST_PAGES = 39  # of the toy's 40, one is the sink
@@ -48,8 +48,9 @@ def tokens_of(seed: int, length: int = 90) -> np.ndarray:
 
 
 def engine_at(path: Path, **changes: object) -> CacheEngine:
-    disk = DiskConfig(path=str(path), budget_bytes=4 << 20, readers=1)
-    return build_engine(config(disk=disk, prefetch_mode="wait_complete", **changes), GEOMETRY)
+    disk = DiskConfig(path=str(path), budget_bytes=4 << 20)
+    changes = {"prefetch_mode": "wait_complete", "advanced": AdvancedConfig(disk_reader_threads=1), **changes}
+    return build_engine(config(disk=disk, **changes), GEOMETRY)
 
 
 def until_ready(engine: CacheEngine, handle: Prefetch) -> None:
@@ -115,10 +116,10 @@ def test_answers_are_those_of_a_server_without_a_disk(troubled: Troubled, tmp_pa
     """Conversations generate the same tokens as the bare model while the store fails every second turn."""
     clock, stores = troubled
     model = tiny_llama()
-    disk = {"path": str(tmp_path / "s"), "readers": 2}
+    disk = {"path": str(tmp_path / "s")}
     talks = [prompt(length, seed=i) for i, length in enumerate([90, 70, 150, 110])]
     with tiny_engine(model, device_tokens=192, host_bytes=256 * token_bytes(model), disk=disk) as engine:
-        scheduler = Scheduler(engine, ModelRunner(model, engine))
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
         for turn in range(4):
             bad = failing(OSError(errno.EIO, "I/O error"), "get_into", "put")
             stores[-1].trouble = bad if turn % 2 else lambda verb: None
@@ -132,9 +133,9 @@ def test_answers_are_those_of_a_server_without_a_disk(troubled: Troubled, tmp_pa
         assert engine.stats()["disk.writes_opens"] > 0
 
 
-def test_a_prefetch_ends_with_what_landed_when_the_store_fails(troubled: Troubled, tmp_path: Path) -> None:
-    """The store fails behind the first batch: the prefetch ends at once, what had landed is used, and the pages of the
-    rest return."""
+def test_a_prefetch_keeps_what_it_inserted_when_the_store_fails(troubled: Troubled, tmp_path: Path) -> None:
+    """The store fails behind the first batch: the prefetch ends at once, what was inserted is used, and the pages of
+    the rest are freed."""
     _, stores = troubled
     tokens = tokens_of(1)
     fill(tmp_path / "s", tokens)
@@ -168,8 +169,8 @@ def test_a_prefetch_past_its_time_reads_nothing(troubled: Troubled, tmp_path: Pa
 
 
 @pytest.mark.parametrize("verb", ["contains", "get_into"])
-def test_a_hanging_read_lets_its_request_go(verb: str, troubled: Troubled, tmp_path: Path) -> None:
-    """A request that waits for a read that hangs is released; of the host's pages the thread keeps those of its batch
+def test_a_stalled_read_releases_its_request(verb: str, troubled: Troubled, tmp_path: Path) -> None:
+    """A request that waits for a stalled read is released; of the host's pages the thread keeps those of its batch
     alone, until it returns; all requests are served meanwhile, and the disk comes back."""
     clock, stores = troubled
     tokens = tokens_of(1)
@@ -186,14 +187,14 @@ def test_a_hanging_read_lets_its_request_go(verb: str, troubled: Troubled, tmp_p
         engine.check()
         held_pages = 8 if verb == "get_into" else 0
         assert engine.stats()["host.free_pages"] == HOST_PAGES - held_pages
-        assert engine.stats()["disk.reads_hung_jobs"] == 1
+        assert engine.stats()["disk.reads_stalled_jobs"] == 1
         for n in range(6):
             until_ready(engine, engine.prefetch(f"b{n}", tokens_of(n)))
             serve(engine, f"b{n}", tokens_of(n))
             engine.flush()
             engine.check()
         gate.open()
-        wait_until(lambda: engine.poll() or engine._prefetcher.pages_under_way == 0)  # type: ignore[union-attr]
+        wait_until(lambda: engine.poll() or engine.inspect.prefetcher.pages_in_flight(FULL) == 0)  # type: ignore[union-attr]
         engine.check()
         clock.now_s += 3600
         for n in range(5):
@@ -206,9 +207,9 @@ def test_a_hanging_read_lets_its_request_go(verb: str, troubled: Troubled, tmp_p
     assert disk_threads() == []
 
 
-def test_a_hanging_write_holds_up_nobody(troubled: Troubled, tmp_path: Path) -> None:
-    """While the writer hangs, its pages stay locked on the host, others come and go, and flush ends; when it returns,
-    its pages are on disk and may be evicted."""
+def test_a_stalled_write_delays_nobody(troubled: Troubled, tmp_path: Path) -> None:
+    """While the writer is stalled, its pages stay locked on the host, others are evicted, and flush ends; when it
+    returns, its pages are on disk and may be evicted."""
     clock, stores = troubled
     with engine_at(tmp_path / "s") as engine:
         gate = stores[-1].trouble = Gate("put")
@@ -216,7 +217,7 @@ def test_a_hanging_write_holds_up_nobody(troubled: Troubled, tmp_path: Path) -> 
         until_held(engine, gate)
         clock.now_s += 10.1
         engine.flush()
-        assert engine.stats()["disk.writes_hung_jobs"] == 1
+        assert engine.stats()["disk.writes_stalled_jobs"] == 1
         for n in range(1, 7):
             serve(engine, f"b{n}", tokens_of(n))
             engine.flush()
@@ -236,8 +237,8 @@ def test_a_hanging_write_holds_up_nobody(troubled: Troubled, tmp_path: Path) -> 
     assert disk_threads() == []
 
 
-def test_an_engine_closes_over_a_hanging_thread(troubled: Troubled, tmp_path: Path) -> None:
-    """close() ends although a reader hangs; the arena stays mapped until the thread has put its bytes there."""
+def test_an_engine_closes_beside_a_stalled_thread(troubled: Troubled, tmp_path: Path) -> None:
+    """close() ends although a reader is stalled; the arena stays mapped until the thread has put its bytes there."""
     clock, stores = troubled
     tokens = tokens_of(1)
     fill(tmp_path / "s", tokens)
@@ -262,7 +263,7 @@ def test_an_engine_closes_over_a_hanging_thread(troubled: Troubled, tmp_path: Pa
     gc.collect()
     gate.open()
     wait_until(lambda: disk_threads() == [])
-    wanted = np.empty((2, store.inner._page_bytes), np.uint8)  # type: ignore[attr-defined]
+    wanted = np.empty((2, store.inner.page_sizes[0]), np.uint8)  # type: ignore[attr-defined]
     assert get_into(store.calls[-1][1], list(wanted)) == [True, True]
     assert written == [hashlib.sha256(page).digest() for page in wanted]
     store.close()
@@ -274,7 +275,7 @@ def test_pages_go_between_the_arena_and_the_store(troubled: Troubled, tmp_path: 
     tokens = tokens_of(1)
     for reads in (False, True):
         with engine_at(tmp_path / "s") as engine:
-            arena, page_bytes = engine._parts.host.arena.data, engine._parts.host.page_bytes  # type: ignore[union-attr]
+            arena, page_bytes = engine.inspect.context.full.host.arena.data, engine.inspect.context.full.host.page_bytes  # type: ignore[union-attr]
             inner, places = stores[-1].inner, []
             get_into, put = inner.get_into, inner.put
 
@@ -297,7 +298,7 @@ def test_an_urgent_prefetch_overtakes_a_speculative_one(troubled: Troubled, tmp_
     fill(tmp_path / "s", *prompts)
     for verb in ("contains", "get_into"):
         with engine_at(tmp_path / "s") as engine:
-            store, keys = stores[-1], [engine._parts.tree.names.of_tokens(p[:32], "")[0] for p in prompts]
+            store, keys = stores[-1], [page_keys(engine, p[:32])[0] for p in prompts]
             gate = Gate("contains")
             modes: list[PrefetchMode] = ["wait_complete", "best_effort", "wait_complete"]
 
@@ -323,17 +324,17 @@ def test_an_urgent_prefetch_overtakes_a_speculative_one(troubled: Troubled, tmp_
 
 
 def test_what_memory_serves_counts_as_used_on_disk(tmp_path: Path) -> None:
-    """A prompt that is served from device or host again is the last that the disk gives up, and its tail goes before
-    its head; a prompt that nobody asks for goes first."""
+    """A prompt that is served from device or host again is the last that the disk evicts, and its last pages are
+    evicted before its first; a prompt that nobody asks for is evicted first."""
     one, two = tokens_of(1), tokens_of(2)
     with engine_at(tmp_path / "s") as engine:
         for n, tokens in enumerate((one, two, one)):
             hit = serve(engine, f"r{n}", tokens).hit
             engine.flush()
         assert hit.device + hit.host > 0 and hit.disk == 0
-        store = engine._parts.disk.store
+        store = engine.inspect.context.disk.store
         store.sync()
-        keys = [engine._parts.tree.names.of_tokens(tokens, "") for tokens in (one, two)]
+        keys = [page_keys(engine, tokens) for tokens in (one, two)]
         order = [key for key, _ in pages(store)]
         assert order == keys[1][::-1] + keys[0][::-1] and len(keys[0]) > 4
 
@@ -348,7 +349,7 @@ def test_what_an_outage_kept_from_the_disk_is_sent_again(troubled: Troubled, tmp
         store.trouble = failing(OSError(errno.ENOSPC, "no space left"), "put", "revive")
         serve(engine, "a", tokens)
         engine.flush()
-        keys = engine._parts.tree.names.of_tokens(tokens, "")
+        keys = page_keys(engine, tokens)
         assert not any(store.inner.contains(keys))
         refused = engine.stats()["persist.failed_pages"]
         serve(engine, "b", tokens)
@@ -363,25 +364,27 @@ def test_what_an_outage_kept_from_the_disk_is_sent_again(troubled: Troubled, tmp
 
 
 def test_a_page_waits_for_its_turn_once(troubled: Troubled, tmp_path: Path) -> None:
-    """However often a prompt is used while the writer is busy with others, its nodes stand in the line once each."""
+    """However often a prompt is used while the writer is busy with others, its nodes are queued once each."""
     _, stores = troubled
     with engine_at(tmp_path / "s") as engine:
         gate = stores[-1].trouble = Gate("put")
 
         def use(name: str, seed: int) -> None:
             serve(engine, name, tokens_of(seed))
-            engine._backup.wait()
-            engine._restore.wait()
+            assert engine.inspect.backup is not None
+            engine.inspect.backup.wait()
+            engine.inspect.restore.wait()
             engine.poll()
 
         for seed in range(1, 4):
             use(f"a{seed}", seed)
-        waiting = engine._persist._waiting
-        before = len(waiting)
+        persist = engine.inspect.persist
+        assert persist is not None
+        before = persist.num_waiting
         for n in range(5):
             for seed in range(1, 4):
                 use(f"b{n}.{seed}", seed)
-        after = len(waiting)
+        after = persist.num_waiting
         gate.open()
         assert before > 0, "the host's half was to be locked by then"
         assert after <= before + 1
@@ -390,11 +393,12 @@ def test_a_page_waits_for_its_turn_once(troubled: Troubled, tmp_path: Path) -> N
 
 
 def test_the_scheduler_never_waits_for_the_disk(tmp_path: Path, troubled: Troubled) -> None:
-    """While every read and write of the store hangs, lookup says that the disk is not known, and stats and close
+    """While every read and write of the store stalls, lookup says that the disk is not known, and stats and close
     return; when the store answers again, a later close finishes and the next engine finds what was acknowledged."""
     clock, stores = troubled
-    settings = DiskConfig(path=str(tmp_path / "s"), budget_bytes=4 << 20, readers=1, hang_s=0.05)
-    engine = build_engine(config(disk=settings), GEOMETRY)
+    settings = DiskConfig(path=str(tmp_path / "s"), budget_bytes=4 << 20)
+    advanced = AdvancedConfig(disk_reader_threads=1, disk_io_timeout_s=0.05)
+    engine = build_engine(config(disk=settings, advanced=advanced), GEOMETRY)
     engine.start()
     serve(engine, "a", tokens_of(0))
     engine.flush()
@@ -404,9 +408,7 @@ def test_the_scheduler_never_waits_for_the_disk(tmp_path: Path, troubled: Troubl
     assert (held.disk, held.disk_known) == (0, False)
     serve(engine, "b", tokens_of(2))
     wait_until(lambda: (engine.poll(), gate.held == 2)[1])
-    with stores[0].inner._env.quiet():  # nobody can look into its files now
-        stats = engine.stats()
-    assert stats["disk.entries"] == entries > 0
+    assert engine.stats()["disk.entries"] == entries > 0
     clock.now_s += 1
     engine.close()
     assert "hicache-disk-writes-0" in disk_threads()
@@ -416,4 +418,4 @@ def test_the_scheduler_never_waits_for_the_disk(tmp_path: Path, troubled: Troubl
     wait_until(lambda: disk_threads() == [])
     engine.close()
     with engine_at(tmp_path / "s") as again:
-        assert again.lookup(tokens_of(0), disk_wait_s=PATIENCE_S) == Held(0, 0, 88)
+        assert again.lookup(tokens_of(0), disk_wait_s=PATIENCE_S) == LookupResult(0, 0, 88)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from component_case import STATES, WINDOWS
+from component_case import config as component_config
 from hicache import CacheEngine, CacheRequest, DiskConfig, Lease, build_engine
 from hicache.errors import (
     DuplicateRequest,
@@ -21,8 +23,6 @@ from hicache.errors import (
     NotRunning,
     TokensMismatch,
 )
-from sides_case import STATES, WINDOWS
-from sides_case import config as sides_config
 from toy_model import GEOMETRY, compute, config, expected_kv, read, serve
 
 TOKENS = np.arange(60)
@@ -93,7 +93,7 @@ def test_any_run_of_ids_is_taken(tokens: Any, engine: CacheEngine) -> None:
 
 @pytest.mark.parametrize("what", BAD_NAMESPACES)
 def test_namespaces_that_no_key_can_hold_are_refused(what: str, engine: CacheEngine) -> None:
-    """A namespace that is no text with a UTF-8 form is refused at the door; honest tenants never notice."""
+    """A namespace that is no text with a UTF-8 form is refused before it reaches a key."""
     bad: Any = BAD_NAMESPACES[what]
     unchanged(engine, lambda: engine.lookup(TOKENS, bad), InvalidArgument, "namespace=")
     unchanged(engine, lambda: engine.prefetch("a", TOKENS, bad), InvalidArgument, "namespace=")
@@ -125,7 +125,9 @@ def test_numbers_and_names_out_of_range_are_refused(engine: CacheEngine) -> None
 def test_a_second_lease_of_one_request_is_refused(engine: CacheEngine) -> None:
     """A request id holds one lease; the second is refused and the first goes on."""
     lease = engine.acquire(CacheRequest("a", TOKENS))
-    unchanged(engine, lambda: engine.acquire(CacheRequest("a", np.arange(5))), DuplicateRequest, "a holds a lease")
+    unchanged(
+        engine, lambda: engine.acquire(CacheRequest("a", np.arange(5))), DuplicateRequest, "a already has a lease"
+    )
     compute(engine, lease, TOKENS, 0, len(TOKENS))
     engine.commit(lease, TOKENS)
     engine.release(lease)
@@ -137,7 +139,7 @@ def test_a_commit_of_other_tokens_is_refused(engine: CacheEngine) -> None:
     compute(engine, lease, TOKENS, 0, len(TOKENS))
     other = TOKENS.copy()
     other[17] = 4
-    unchanged(engine, lambda: engine.commit(lease, other), TokensMismatch, "token 17 of the commit is 4.*for 17")
+    unchanged(engine, lambda: engine.commit(lease, other), TokensMismatch, "token 17 of the commit is 4.*lease is 17")
     unchanged(engine, lambda: engine.commit(lease, np.arange(61)), InvalidTokens, "61 tokens.*slots for 60")
     engine.commit(lease, TOKENS[:30])
     engine.extend(lease, 10)
@@ -185,7 +187,7 @@ def test_a_lease_that_ended_is_refused(end: str, engine: CacheEngine) -> None:
     else:
         engine.cancel("a")
     for call in verbs(engine, lease).values():
-        unchanged(engine, call, LeaseEnded, "the lease of a has ended")
+        unchanged(engine, call, LeaseEnded, "the lease of a was released")
     engine.release(lease)
     other = np.arange(200, 260)
     taker = engine.acquire(CacheRequest("b", other))
@@ -214,11 +216,11 @@ def test_a_new_lease_of_the_same_id_does_not_revive_the_old(engine: CacheEngine)
 @pytest.mark.parametrize("model", [GEOMETRY, WINDOWS, STATES], ids=["full", "window", "hybrid"])
 def test_a_lease_of_another_engine_is_refused(model: Any) -> None:
     """No verb takes a lease that another engine gave, and the right one gets everything back."""
-    with build_engine(sides_config(), model) as ours, build_engine(sides_config(), model) as theirs:
+    with build_engine(component_config(), model) as ours, build_engine(component_config(), model) as theirs:
         lease = theirs.acquire(CacheRequest("a", TOKENS, reserve_tokens=16))
         same_id = ours.acquire(CacheRequest("a", TOKENS, reserve_tokens=16))
         for call in (*verbs(ours, lease).values(), lambda: ours.release(lease)):
-            unchanged(ours, call, ForeignLease, "the lease of a is of another engine")
+            unchanged(ours, call, ForeignLease, "the lease of a belongs to another engine")
         ours.release(same_id)
         theirs.release(lease)
         for engine in (ours, theirs):
@@ -270,13 +272,13 @@ def test_a_failure_on_the_way_leaks_no_lock(monkeypatch: pytest.MonkeyPatch) -> 
             raise ZeroDivisionError
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._parts.allocator, "alloc", broken)
+            patch.setattr(engine.inspect.context.full.allocator, "alloc", broken)
             with pytest.raises(ZeroDivisionError):
                 engine.acquire(CacheRequest("b", np.arange(80)))
         engine.check()
         assert engine.stats()["device.protected_tokens"] == 0
         with monkeypatch.context() as patch:
-            patch.setattr(engine._parts.transfer, "store", broken)
+            patch.setattr(engine.inspect.context.full.transfer, "store", broken)
             with engine.acquire(CacheRequest("c", np.arange(300, 340))) as lease:
                 compute(engine, lease, np.arange(300, 340), 0, 40)
                 with pytest.raises(ZeroDivisionError):

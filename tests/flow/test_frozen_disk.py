@@ -1,4 +1,4 @@
-"""A disk that hangs, in earnest: a file system that is frozen under the store, or a device that answers no reads.
+"""A disk that really stalls: a file system that is frozen under the store, or a device that answers no reads.
 
 Run as a program, this file is the serving process. The test freezes the disk and thaws it when the process says that it
 has served, or when it has said nothing for so long that it must be standing still.
@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from disk_case import wait_until
-from hicache import CacheEngine, CacheRequest, DiskConfig, Lease, build_engine
-from hicache.errors import TryLater
+from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Lease, build_engine
+from hicache.errors import ResourceExhausted
 from storage_pages import forget_cached
 from toy_model import GEOMETRY, config
 
@@ -62,7 +62,7 @@ def mount(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(params=["writes", "reads"])
 def freezer(request: pytest.FixtureRequest, mount: Path) -> Iterator[Freezer]:
-    """A file system whose writes, or reads, can be made to hang."""
+    """A file system whose writes, or reads, can be made to stall."""
     if request.param == "writes":
         with contextlib.ExitStack() as frozen:
 
@@ -94,9 +94,9 @@ def freezer(request: pytest.FixtureRequest, mount: Path) -> Iterator[Freezer]:
 
 
 @pytest.mark.long
-def test_serving_goes_on_while_the_disk_hangs(freezer: Freezer) -> None:
-    """While the disk answers no write, or no read, a job hangs in it, requests are served to their end, another thread
-    runs, lookup and stats return, and so does close; when it answers again, closing ends and the store opens."""
+def test_serving_goes_on_while_the_disk_stalls(freezer: Freezer) -> None:
+    """While the disk answers no write, or no read, a job is stalled in it, requests are served to their end, another
+    thread runs, lookup and stats return, and so does close; when it answers again, closing ends and the store opens."""
     pipe = subprocess.PIPE
     command = [sys.executable, __file__, str(freezer.mount / "store"), freezer.kind]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=Path(__file__).parent) as child:
@@ -116,15 +116,18 @@ def test_serving_goes_on_while_the_disk_hangs(freezer: Freezer) -> None:
             child.stdin.flush()
             assert said.get(timeout=STANDSTILL_S) == "whole"
         except queue.Empty:
-            pytest.fail("the process stood still while the disk hung")
+            pytest.fail("the process stood still while the disk was stalled")
         finally:
             freezer.thaw()
             child.kill()
 
 
 def engine_at(path: str) -> CacheEngine:
-    disk = DiskConfig(path=path, budget_bytes=16 << 20, hang_s=1.0, retry_s=1.0)
-    engine = build_engine(config(disk=disk, prefetch_mode="best_effort", device_tokens=1024), GEOMETRY)
+    disk = DiskConfig(path=path, budget_bytes=16 << 20)
+    advanced = AdvancedConfig(disk_io_timeout_s=1.0, disk_reopen_backoff_s=1.0)
+    engine = build_engine(
+        config(disk=disk, advanced=advanced, prefetch_mode="best_effort", device_tokens=1024), GEOMETRY
+    )
     for layer in range(GEOMETRY.layer_num):
         for buffer in engine.pool.get_kv_buffer(layer):
             buffer.random_()
@@ -148,7 +151,7 @@ def serve(engine: CacheEngine, number: int) -> None:
 def admitted(engine: CacheEngine, request: CacheRequest) -> Lease | None:
     try:
         return engine.acquire(request)
-    except TryLater:
+    except ResourceExhausted:
         return None
 
 
@@ -176,20 +179,20 @@ def main(path: str, kind: str) -> None:
     before = beats[0]
     served = 0
     # New prompts are written and asked for; old ones are read.
-    while served < NUM_SERVED or not engine.stats()[f"disk.{kind}_hung_jobs"] or beats[0] < before + NUM_BEATS:
+    while served < NUM_SERVED or not engine.stats()[f"disk.{kind}_stalled_jobs"] or beats[0] < before + NUM_BEATS:
         serve(engine, served % NUM_STORED if kind == "reads" else 1000 + served)
         served += 1
     print("served", flush=True)
     engine.close()
     print("closed", flush=True)
     sys.stdin.readline()
-    disk = engine._parts.disk
+    disk = engine.inspect.context.disk
     assert disk is not None
     wait_until(disk.close)
     engine.close()
     again = engine_at(path)
     again.check()
-    again._parts.disk.store.check()
+    again.inspect.context.disk.store.check()
     serve(again, 0)
     again.close()
     print("whole", flush=True)

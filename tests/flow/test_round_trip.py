@@ -6,7 +6,6 @@ store know of it. The bytes expected at each stop are worked out row by row from
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hicache.config import EngineConfig
+from hicache.config import AdvancedConfig, EngineConfig
 from hicache.device import (
     AscendMLAPagedTokenToKVPool,
     AscendTokenToKVPool,
@@ -33,15 +32,8 @@ from hicache.device import (
 from hicache.errors import ConfigError
 from hicache.factory import build_transfer
 from hicache.host import HostPagePool
-from hicache.storage import LmdbPageStore
+from hicache.storage import LmdbPageStore, PageFormat
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PLACES = [
-    ("cpu", "torch"),
-    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
-    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
-    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
-]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SIZE, LAYERS, START = 76, 3, 2  # tokens, layers, and the first layer's global id
@@ -191,7 +183,8 @@ def through_the_disk(path: Path, host: HostPagePool, source: torch.Tensor, targe
 
     def store() -> LmdbPageStore:
         identity = {"model": "round trip", "layout": host.layout.digest().hex()}
-        return LmdbPageStore(path, identity=identity, page_bytes=host.page_bytes, budget_bytes=16 << 20)
+        formats = [PageFormat(host.page_bytes)]
+        return LmdbPageStore(path, identity=identity, formats=formats, budget_bytes=16 << 20)
 
     first = store()
     assert first.put(list(zip(keys, host.views(source), strict=True))) == [True] * len(keys)
@@ -206,7 +199,7 @@ def one_round_trip(space: SlotSpace, host_page: int, device: str, path: Path) ->
     page = space.layout.device_page_size
     config = EngineConfig(
         device_tokens=max(SIZE, host_page), host_bytes=1, host_page_size=host_page, page_size=page, device=device,
-        staging_bytes=1 << 16, transfer_chunk_tokens=host_page,
+        advanced=AdvancedConfig(staging_bytes=1 << 16, transfer_chunk_tokens=host_page),
     )  # fmt: skip
     host = HostPagePool(space.layout, host_page, 8 * space.layout.page_bytes(host_page), pin=device == "cuda")
     backend, counter = build_transfer(config, space, host)
@@ -243,12 +236,10 @@ def one_round_trip(space: SlotSpace, host_page: int, device: str, path: Path) ->
         host.close()
 
 
-@pytest.mark.parametrize(("device", "kernels"), PLACES)
 @pytest.mark.parametrize("name", POOLS)
-def test_bytes_come_back(device: str, kernels: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_come_back(device: str, kernels: str, name: str, tmp_path: Path) -> None:
     """Random bytes of a pool are in host pages as its layout says, survive the disk and arrive at other slots; all
     other slots and pages stay as they were."""
-    monkeypatch.setenv("HICACHE_KERNELS", kernels)
     spaces = POOLS[name].build(device)
     assert spaces
     for space in spaces:
@@ -257,8 +248,8 @@ def test_bytes_come_back(device: str, kernels: str, name: str, tmp_path: Path, m
 
 
 def test_host_pages_are_whole_device_pages() -> None:
-    """A host page that is no whole number of device pages is refused where rows belong to pages, with both knobs, and
-    accepted where every row belongs to a token."""
+    """A host page that is no whole number of device pages is refused where rows belong to pages, with both settings,
+    and accepted where every row belongs to a token."""
     (space,) = nsa(8)("cpu")
     with pytest.raises(ConfigError, match=r"page_size=8 tokens, and 12 tokens .* set host_page_size to a multiple"):
         HostPagePool(space.layout, 12, 1 << 20, pin=False)

@@ -1,4 +1,4 @@
-"""The memory behind the host tier: what may be taken, where it lies, and that all of it is there and pinned."""
+"""The memory of the host tier: how much may be taken, its NUMA node, and that it is resident and pinned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.host.arena import TOUCH_BYTES, CudaRegistry, PinnedArena
-from hicache.host.memory import RESERVE_BYTES, available_bytes, host_budget, require
+from hicache.host.memory import RESERVE_BYTES, available_bytes, bytes_of_ratio, require
 from hicache.host.numa import cpus_near, parse_cpu_list, pci_address, run_near
 
 GIB = 1 << 30
@@ -48,7 +48,7 @@ def group_v1(path: str, limit: int | str, used: int) -> dict[str, str]:
 
 
 def test_a_machine_without_groups_gives_what_it_has(tmp_path: Path) -> None:
-    """Without any control group the machine's own figure counts, and a machine that does not tell is an error."""
+    """Without control groups, MemAvailable counts; a machine without MemAvailable is an error."""
     assert machine(tmp_path, "0::/", {}) == 64 * GIB
     (tmp_path / "proc/self/cgroup").unlink()
     assert available_bytes(tmp_path / "proc", tmp_path / "nowhere") == 64 * GIB
@@ -76,7 +76,7 @@ V2_CASES = {
 
 @pytest.mark.parametrize(("membership", "groups", "expected"), V2_CASES.values(), ids=V2_CASES)
 def test_groups_of_version_2(tmp_path: Path, membership: str, groups: dict[str, str], expected: int) -> None:
-    """The tightest limit from our group up to the mount point counts, by what it leaves and not by its size."""
+    """From our group up to the mount point, the limit with the least memory left counts."""
     assert machine(tmp_path, membership, groups) == expected
 
 
@@ -96,12 +96,12 @@ V1_CASES = {
 
 @pytest.mark.parametrize(("membership", "groups", "expected"), V1_CASES.values(), ids=V1_CASES)
 def test_groups_of_version_1(tmp_path: Path, membership: str, groups: dict[str, str], expected: int) -> None:
-    """The memory controller's groups count under their own file names, those of other controllers do not."""
+    """Groups of the memory controller count, under the file names of version 1; groups of other controllers do not."""
     assert machine(tmp_path, membership, groups) == expected
 
 
 def test_cached_files_count_as_free(tmp_path: Path) -> None:
-    """A group filled by cached file pages has room; what it uses otherwise has not, in both versions."""
+    """In both versions, cached file pages of a group count as free, and its other usage does not."""
     stat = f"anon {5 * GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}\nfile_mapped {GIB}\nodd line here"
     assert machine(tmp_path / "2", "0::/a", group_v2("a", 8 * GIB, 8 * GIB) | {"a/memory.stat": stat}) == 3 * GIB
     # The plain fields of version 1 leave child groups out.
@@ -111,20 +111,18 @@ def test_cached_files_count_as_free(tmp_path: Path) -> None:
 
 
 def test_this_machine_has_a_figure() -> None:
-    """On the machine that runs this, the budget is above nothing and at most all memory there is."""
+    """On this machine, the available memory is positive and at most the total memory."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < available_bytes() <= total
 
 
-def test_a_budget_is_bytes_or_a_ratio() -> None:
-    """The tier has the bytes asked for or the ratio's share of the device tier, to the last byte that fits."""
-    assert host_budget(0, 0.0, 8 * GIB, 0) == 0
-    assert host_budget(5 * GIB, 0.0, 8 * GIB, 5 * GIB + RESERVE_BYTES) == 5 * GIB
-    assert host_budget(0, 2.5, 8 * GIB, 20 * GIB + RESERVE_BYTES) == 20 * GIB
+def test_sizes_fit_up_to_the_last_byte() -> None:
+    """Bytes asked for, and a ratio of the device tier, are accepted up to the last byte that fits."""
+    assert bytes_of_ratio(2.5, 8 * GIB, 20 * GIB + RESERVE_BYTES) == 20 * GIB
     with pytest.raises(OutOfMemory, match=f"lower host_bytes to at most {5 * GIB - 1}$"):
-        host_budget(5 * GIB, 0.0, 8 * GIB, 5 * GIB + RESERVE_BYTES - 1)
+        require(5 * GIB, "host_bytes", 5 * GIB + RESERVE_BYTES - 1)
     with pytest.raises(OutOfMemory, match=r"lower host_ratio to at most 2\.499$"):
-        host_budget(0, 2.5, 8 * GIB, 20 * GIB + RESERVE_BYTES - 1)
+        bytes_of_ratio(2.5, 8 * GIB, 20 * GIB + RESERVE_BYTES - 1)
     require(5 * GIB, "l2_bytes", 5 * GIB + RESERVE_BYTES)
     with pytest.raises(OutOfMemory, match="lower l2_bytes to at most 0"):
         require(1, "l2_bytes", 0)
@@ -132,34 +130,23 @@ def test_a_budget_is_bytes_or_a_ratio() -> None:
 
 @pytest.mark.parametrize("device_bytes", [1, 999, 3 * GIB + 7, 140 * GIB])
 def test_the_ratio_that_is_proposed_fits(device_bytes: int) -> None:
-    """Whoever follows the message of a ratio that did not fit gets a tier, or is told that none is left."""
+    """The ratio that the message of a refused ratio proposes fits."""
     available = RESERVE_BYTES + 7 * GIB // 3
     with pytest.raises(OutOfMemory) as caught:
-        host_budget(0, 1e12, device_bytes, available)
+        bytes_of_ratio(1e12, device_bytes, available)
     proposed = float(str(caught.value).rsplit(" ", 1)[1])
-    assert host_budget(0, proposed, device_bytes, available) <= available - RESERVE_BYTES
+    assert bytes_of_ratio(proposed, device_bytes, available) <= available - RESERVE_BYTES
     assert proposed >= 0.999 * (available - RESERVE_BYTES) / device_bytes - 0.001
 
 
-@pytest.mark.parametrize(
-    ("asked", "ratio", "message"),
-    [
-        (-1, 0.0, "host_bytes=-1 is below 0"),
-        (0, -0.5, "host_ratio=-0.5 is no size"),
-        (0, float("nan"), "host_ratio=nan is no size"),
-        (0, float("inf"), "host_ratio=inf is no size"),
-        (GIB, 1.0, "set one of them"),
-        (0, 1e-12, "raise host_ratio"),
-    ],
-)
-def test_sizes_that_are_none(asked: int, ratio: float, message: str) -> None:
-    """Negative and undefined sizes, two at once and less than a byte are refused by name."""
-    with pytest.raises(ConfigError, match=message):
-        host_budget(asked, ratio, GIB, 64 * GIB)
+def test_a_ratio_below_a_byte_is_refused() -> None:
+    """A ratio that leaves the host tier less than a byte is refused with the setting's name."""
+    with pytest.raises(ConfigError, match="raise host_ratio"):
+        bytes_of_ratio(1e-12, GIB, 64 * GIB)
 
 
 def test_cpu_lists() -> None:
-    """The kernel's lists are read as it writes them: single CPUs, ranges, nothing; anything else is an error."""
+    """Lists as the kernel writes them are parsed: single CPUs, ranges, the empty list; other texts are an error."""
     assert parse_cpu_list("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
     assert parse_cpu_list("5") == {5}
     assert parse_cpu_list("\n") == frozenset()
@@ -179,7 +166,7 @@ TWO_NODES = {
 
 
 def test_the_cpus_of_a_gpu_are_those_of_its_node(tmp_path: Path) -> None:
-    """Of the CPUs we may use, those on the GPU's node are near; where nothing is known of it, none is preferred."""
+    """The allowed CPUs on the GPU's node are near; when its node is unknown, no CPU is preferred."""
     sys, all_cpus = write(tmp_path, TWO_NODES), range(16)
     assert cpus_near("0000:17:00.0", all_cpus, sys) == {0, 1, 2, 3, 8, 9, 10, 11}
     assert cpus_near("0000:dc:00.0", all_cpus, sys) == {4, 5, 6, 7, 12, 13, 14, 15}
@@ -192,14 +179,14 @@ def test_the_cpus_of_a_gpu_are_those_of_its_node(tmp_path: Path) -> None:
 
 
 def test_one_node_is_no_preference(tmp_path: Path) -> None:
-    """Where all memory is equally far, nothing is bound."""
+    """On a machine of one node, no CPU is preferred."""
     one = {name: text for name, text in TWO_NODES.items() if "node1" not in name}
     assert cpus_near("0000:17:00.0", range(16), write(tmp_path, one)) == frozenset()
     assert cpus_near("0000:17:00.0", range(16), tmp_path / "nowhere") == frozenset()
 
 
 def test_work_runs_on_the_cpus_given_and_leaves_ours() -> None:
-    """Every item is worked on once, by bound threads that are not the caller, whose own CPUs stay as they are."""
+    """Every item is worked on once, by bound threads other than the caller, whose affinity does not change."""
     before = os.sched_getaffinity(0)
     for cpus in (frozenset({min(before)}), frozenset[int]()):
         seen: list[tuple[int, set[int], bool]] = []
@@ -216,8 +203,8 @@ def test_work_runs_on_the_cpus_given_and_leaves_ours() -> None:
         run_near(lambda item: 1 // item, [1, 0, 1], frozenset())
 
 
-def test_work_on_cpus_that_are_gone_is_done_all_the_same() -> None:
-    """CPUs that vanished since they were listed are a lost preference, not a failure."""
+def test_work_for_cpus_that_are_gone_is_done() -> None:
+    """Binding to CPUs that do not exist is skipped, and the work is done."""
     done: list[int] = []
     run_near(done.append, range(5), frozenset({1 << 14}))
     assert sorted(done) == list(range(5))
@@ -277,7 +264,7 @@ class Pins:
     [(64, 1 << 16, 1 << 20), (65, 1 << 16, 1 << 20), (3000, 24, 1), (100, 3 * 4096 + 512, 100_000), (1, 7, 1 << 20)],
 )
 def test_chunks_cover_the_arena_once(rows: int, row_bytes: int, chunk_bytes: int) -> None:
-    """Registered chunks tile the arena, end between rows, and no two share a page of the system."""
+    """Registered chunks cover the arena once, end between rows, and no two share a page of the system."""
     pins = Pins()
     arena = PinnedArena(rows, row_bytes, pin=True, registry=pins, chunk_bytes=chunk_bytes)
     start, step = arena.data.data_ptr(), arena.rows_per_chunk * row_bytes
@@ -289,9 +276,9 @@ def test_chunks_cover_the_arena_once(rows: int, row_bytes: int, chunk_bytes: int
     assert not pins.held
 
 
-def test_memory_is_there_before_it_is_pinned() -> None:
-    """When the first chunk is registered every page is resident already, huge pages were asked for, and no child will
-    see them; without pinning nothing is taken before it is written."""
+def test_memory_is_resident_before_it_is_pinned() -> None:
+    """When the first chunk is registered, every page is resident, huge pages were requested, and a child process will
+    not see them; without pinning, memory is taken when it is written."""
     rows, row_bytes = 3 * TOUCH_BYTES // (1 << 20) + 5, 1 << 20
     seen: list[tuple[int, set[str]]] = []
 
@@ -316,12 +303,12 @@ def test_memory_is_there_before_it_is_pinned() -> None:
 
 @pytest.mark.parametrize("fail_at", [0, 1, 3])
 def test_a_failure_halfway_unpins_what_was_pinned(fail_at: int) -> None:
-    """Whether CUDA refuses a chunk or raises, nothing stays registered, and a refusal names the knob."""
+    """Whether CUDA refuses a chunk or raises, no chunk stays registered, and a refusal names the setting."""
     refusing = Pins(fail_at)
     with pytest.raises(
         OutOfMemory, match=r"cannot pin 1048576 of 4194304 bytes .*\(out of something\); lower l2_bytes"
     ):
-        PinnedArena(64, 1 << 16, pin=True, knob="l2_bytes", registry=refusing, chunk_bytes=1 << 20)
+        PinnedArena(64, 1 << 16, pin=True, setting="l2_bytes", registry=refusing, chunk_bytes=1 << 20)
     assert len(refusing.most) == fail_at and not refusing.held
     raising = Pins(fail_at, RuntimeError("no driver"))
     with pytest.raises(RuntimeError, match="no driver"):
@@ -330,7 +317,7 @@ def test_a_failure_halfway_unpins_what_was_pinned(fail_at: int) -> None:
 
 
 def test_an_arena_that_is_dropped_is_unpinned() -> None:
-    """Without a close, what was registered does not outlive the arena, for its addresses will be used again."""
+    """A dropped arena unregisters its chunks without a close, because its addresses will be used again."""
     pins = Pins()
     arena = PinnedArena(8, 1 << 16, pin=True, registry=pins)
     assert pins.held
@@ -340,7 +327,7 @@ def test_an_arena_that_is_dropped_is_unpinned() -> None:
 
 
 def test_an_unpin_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Closing goes on to the other chunks and says what could not be undone."""
+    """A chunk that cannot be unregistered is logged, and closing goes on with the others."""
     pins = Pins()
     arena = PinnedArena(64, 1 << 16, pin=True, registry=pins, chunk_bytes=1 << 20)
     del pins.held[arena.data.data_ptr() + (2 << 20)]
@@ -349,8 +336,8 @@ def test_an_unpin_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None
     assert [record.getMessage() for record in caplog.records] == ["cannot unpin a chunk of CPU memory: not registered"]
 
 
-def test_memory_that_cannot_be_mapped_names_the_knob() -> None:
-    """An address space limit is an OutOfMemory like any other."""
+def test_memory_that_cannot_be_mapped_names_the_setting() -> None:
+    """An address space limit raises OutOfMemory with the setting."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), limits[1]))
@@ -363,8 +350,7 @@ def test_memory_that_cannot_be_mapped_names_the_knob() -> None:
 
 @pytest.mark.gpu
 def test_pinned_memory_is_pinned() -> None:
-    """Every row of every chunk is page-locked as CUDA sees it and travels whole, and is page-locked no more after
-    close."""
+    """CUDA sees every row of every chunk as page-locked and copies it whole; after close, no row is page-locked."""
     arena = PinnedArena(64, 1 << 20, pin=True, chunk_bytes=24 << 20)
     assert arena.rows_per_chunk == 24
     assert all(row.is_pinned() for row in arena.data)
@@ -378,7 +364,7 @@ def test_pinned_memory_is_pinned() -> None:
 
 @pytest.mark.gpu
 def test_a_refused_registration_harms_no_kernel() -> None:
-    """What CUDA refuses is said in its words, and the next kernel of this thread runs as if nothing had been."""
+    """A refused registration returns CUDA's message, and the next kernel of this thread runs without an error."""
     arena = PinnedArena(4, 1 << 20, pin=True)
     refused = CudaRegistry().register(arena.data.data_ptr(), 1 << 20)
     assert refused is not None and refused.startswith("CUDA error ")
@@ -390,7 +376,7 @@ def test_a_refused_registration_harms_no_kernel() -> None:
 
 @pytest.mark.gpu
 def test_the_cpus_near_this_gpu_are_ours() -> None:
-    """The GPU's address is one that sysfs knows, and the CPUs near it, where any are preferred, are allowed to us."""
+    """sysfs knows the GPU's address, and the CPUs near it are allowed to this process."""
     address, known = pci_address(torch.device("cuda", 0)), Path("/sys/bus/pci/devices")
     assert address is None or not known.exists() or (known / address).exists()
     assert CudaRegistry().near() <= os.sched_getaffinity(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -10,16 +9,7 @@ import torch
 
 from hicache.kernels.last_loc import get_last_loc_torch, get_last_loc_triton, last_loc
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PLACES = [
-    ("cpu", "torch"),
-    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
-    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
-    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
-]
 
-
-@pytest.mark.parametrize(("device", "kernels"), PLACES)
 @pytest.mark.parametrize("num_requests", [1, 5, 300])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_slot_before_the_end(device: str, kernels: str, num_requests: int, dtype: torch.dtype) -> None:
@@ -36,7 +26,6 @@ def test_the_slot_before_the_end(device: str, kernels: str, num_requests: int, d
     assert get(*on).tolist() == expected
 
 
-@pytest.mark.parametrize(("device", "kernels"), PLACES)
 def test_no_requests_and_a_view_of_a_table(device: str, kernels: str) -> None:
     """No requests give an empty tensor; a table that is a slice of a wider one is read by its stride."""
     table = torch.arange(60, dtype=torch.int32, device=device).view(6, 10)[:, :4]

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from hicache.kernels.mla import get_latent, set_latent
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PLACES = [
-    ("cpu", "torch"),
-    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
-    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
-    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
-]
 PARTS = [(512, 64, 576), (24, 8, 32), (7, 3, 10), (5, 1, 9), (1024, 1500, 2524)]
 
 
@@ -30,7 +21,6 @@ def as_bytes(x: torch.Tensor) -> list[int]:
     return x.cpu().contiguous().view(torch.uint8).flatten().tolist()
 
 
-@pytest.mark.parametrize(("device", "kernels"), PLACES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize(("rank", "rope", "row"), PARTS)
 def test_parts_go_in_and_come_out(
@@ -55,7 +45,6 @@ def test_parts_go_in_and_come_out(
     assert [as_bytes(x) for x in got] == [as_bytes(first), as_bytes(second)]
 
 
-@pytest.mark.parametrize(("device", "kernels"), PLACES)
 def test_parts_of_a_wider_tensor(device: str, kernels: str) -> None:
     """Parts that are slices of one projection, rows that are slices of wider ones, and int32 slots are stored right."""
     whole = bits(6, 90, dtype=torch.bfloat16, seed=1).to(device)
@@ -70,7 +59,6 @@ def test_parts_of_a_wider_tensor(device: str, kernels: str) -> None:
     assert as_bytes(got[0]) == as_bytes(nope) and as_bytes(got[1]) == as_bytes(rope)
 
 
-@pytest.mark.parametrize(("device", "kernels"), PLACES)
 def test_no_rows(device: str, kernels: str) -> None:
     """No slots store nothing and read empty parts."""
     buffer = torch.zeros(4, 1, 6, device=device)
@@ -81,14 +69,14 @@ def test_no_rows(device: str, kernels: str) -> None:
 
 
 def test_wrong_rows_are_named() -> None:
-    """Parts that do not fit the row, the slots or its dtype raise ValueError with both sides, and store nothing."""
+    """Parts that do not fit the row, the slots or its dtype raise ValueError with both shapes, and store nothing."""
     buffer, loc = torch.zeros(4, 1, 6), torch.tensor([1, 2])
     for nope, rope, message in (
         (torch.ones(2, 1, 4), torch.ones(2, 1, 3), r"nope \(2, 4\) and rope \(2, 3\) .* rows of 6 elements"),
         (torch.ones(3, 1, 4), torch.ones(2, 1, 2), "for 2 slots"),
         (torch.ones(2, 1, 4).half(), torch.ones(2, 1, 2), "torch.float16, rope of torch.float32"),
         (torch.ones(2, 2, 4), torch.ones(2, 1, 2), r"nope of shape \(2, 2, 4\)"),
-        (torch.ones(4, 2).T, torch.ones(2, 1, 2), "elements of a row must be adjacent"),
+        (torch.ones(4, 2).T, torch.ones(2, 1, 2), "rows must be contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
             set_latent(nope, rope, buffer, loc, "torch")

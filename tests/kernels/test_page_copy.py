@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from hicache.kernels.page_copy import PageMover
-from page_case import PLACES, POOLS, U8, build, host_pages, page_bytes, random_bytes, rows_of
+from page_case import POOLS, U8, build, host_pages, page_bytes, random_bytes, rows_of
 
 
-@pytest.mark.parametrize(("device", "kernels"), PLACES)
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
 @pytest.mark.parametrize("name", POOLS)
 def test_bytes_down_and_up(device: str, kernels: str, page_tokens: int, name: str) -> None:
@@ -37,7 +36,6 @@ def test_bytes_down_and_up(device: str, kernels: str, page_tokens: int, name: st
         assert rows_of(pool) == before
 
 
-@pytest.mark.parametrize(("device", "kernels"), PLACES)
 @pytest.mark.parametrize(("offset", "padding"), [(0, 24), (3, 5), (4, 0), (8, 8)])
 def test_strided_and_unaligned_staging(device: str, kernels: str, offset: int, padding: int) -> None:
     """Rows of staging may be apart and start at any byte; the bytes between them stay."""
@@ -58,7 +56,6 @@ def test_strided_and_unaligned_staging(device: str, kernels: str, offset: int, p
     assert host_pages(rows_of(pool), target.tolist(), 4, 0, 2) == page_bytes(staging)
 
 
-@pytest.mark.parametrize(("device", "kernels"), PLACES)
 def test_layers_of_one_tensor(device: str, kernels: str) -> None:
     """Buffers that are views of one tensor, token rows apart, are read and written at their own strides."""
     whole = random_bytes(2, 10, 3, 4, seed=2).to(device)
@@ -74,7 +71,6 @@ def test_layers_of_one_tensor(device: str, kernels: str) -> None:
     assert torch.equal(whole[:, :, 1], middle)
 
 
-@pytest.mark.parametrize(("device", "kernels"), PLACES)
 @pytest.mark.parametrize(("span", "page_tokens"), [(4, 4), (4, 16), (3, 6)])
 @pytest.mark.parametrize("layers_differ", [False, True])
 def test_rows_of_device_pages(device: str, kernels: str, span: int, page_tokens: int, layers_differ: bool) -> None:
@@ -133,7 +129,7 @@ def test_offsets_beyond_two_gib() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    """A staging buffer, slots or layers that do not fit raise ValueError with both sides, and move nothing."""
+    """A staging buffer, slots or layers that do not fit raise ValueError with both shapes, and move nothing."""
     pool = build("mha", 8, "cpu")
     mover = PageMover(pool, 4, "torch")
     size = mover.group_bytes(0, 1)
@@ -149,7 +145,7 @@ def test_wrong_arguments_are_named() -> None:
         mover.gather(slots, staging, 2, 2)
     with pytest.raises(ValueError, match="rows contiguous"):
         PageMover([[torch.zeros(4, 3, 2).transpose(1, 2)]], 1, "torch")
-    with pytest.raises(ValueError, match="buffer 1 has a row for 3 tokens, which are no whole part of a page of 4"):
+    with pytest.raises(ValueError, match="buffer 1 has a row for 3 tokens, which does not divide a page of 4"):
         PageMover(pool, 4, "torch", [[1, 3]] * 3)
     with pytest.raises(ValueError, match="0 layers"):
         PageMover([], 1, "torch")

@@ -9,8 +9,6 @@ import torch
 
 from hicache.kernels.paged_attention import contiguous_to_paged, paged_attention_forward, paged_to_contiguous
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """One request, token by token and head by head: the last `len(q)` of `len(k)` tokens attend causally."""
@@ -25,7 +23,6 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("seq_len", [1, 5])
@@ -69,7 +66,7 @@ def test_formats_convert_both_ways(tokens: int, row: tuple[int, ...]) -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    """Heads, sizes and tables that do not fit raise ValueError with both sides."""
+    """Heads, sizes and tables that do not fit raise ValueError with both shapes."""
     q, k, table, lens = torch.zeros(1, 1, 4, 8), torch.zeros(9, 3, 8), torch.zeros(1, 2).long(), torch.ones(1).long()
     with pytest.raises(ValueError, match="kv heads that divide"):
         paged_attention_forward(q, k, k, table, lens, 4)

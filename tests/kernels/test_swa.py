@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from hicache.kernels.swa import translate_slots
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PLACES = [
-    ("cpu", "torch"),
-    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
-    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
-    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
-]
 
 
 def oracle(mapping: list[int], loc: int) -> int:
@@ -24,7 +14,6 @@ def oracle(mapping: list[int], loc: int) -> int:
     return mapping[loc] if loc < len(mapping) else 0
 
 
-@pytest.mark.parametrize(("device", "kernels"), PLACES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 1023, 2500])
 def test_every_slot_gives_its_peer(device: str, kernels: str, dtype: torch.dtype, tokens: int) -> None:
@@ -37,7 +26,6 @@ def test_every_slot_gives_its_peer(device: str, kernels: str, dtype: torch.dtype
     assert got.dtype == torch.int64 and got.tolist() == [oracle(mapping.tolist(), x) for x in loc.tolist()]
 
 
-@pytest.mark.parametrize(("device", "kernels"), PLACES)
 def test_tables_keep_their_shape(device: str, kernels: str) -> None:
     """A page table of two dimensions, strided too, comes back in its shape; the input stays."""
     mapping = torch.arange(100, device=device).flip(0)

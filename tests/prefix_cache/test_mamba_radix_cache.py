@@ -22,6 +22,7 @@ from hicache import (
     release_kv_cache,
 )
 from hicache.errors import ConfigError, InvariantError, OutOfRows, OutOfSlots, OutOfStates, ShapeError
+from hicache.tree.node import DEVICE, MAMBA
 from mamba_case import checkpoint, free, node_of, prefill
 from prefix_case import Request, Toy, full_cache, key, mamba_cache, matched, recurrence
 
@@ -137,7 +138,7 @@ def test_a_copy_evicts_but_not_what_it_copies() -> None:
     small = mamba_cache(num_states=1)
     put(small, [1, 2])
     refused = Request([1, 2, 9])
-    with pytest.raises(OutOfStates, match="1 recurrent states more are needed than the 0"):
+    with pytest.raises(OutOfStates, match="0 are free and 1 more are needed"):
         Toy(small).admit(refused)
     assert refused.mamba_pool_idx is None and matched(small, [1, 2]) == 2 and small.mamba_protected_size() == 0
     small.sanity_check()
@@ -191,13 +192,11 @@ def test_locks_keep_the_path_and_one_state() -> None:
 def test_full_eviction_takes_tombstones_too() -> None:
     """A leaf goes with its state, and so do ancestors that have none and no other child."""
     cache = mamba_cache()
-    put(cache, [1, 2])
-    put(cache, [1, 2, 3, 4])
-    put(cache, [1, 2, 3, 4, 5, 6])
-    put(cache, [1, 2, 9])
-    node = node_of(cache, [1, 2, 3, 4])
-    cache._drop(node, 4)  # its state alone
-    assert node.mamba_value is None and cache.total_size() == (7, 3)
+    for tokens in ([1, 2, 3, 4], [1, 2], [1, 2, 3, 4, 5, 6], [1, 2, 9]):
+        put(cache, tokens)
+    # The oldest state is that of an inner node, which stays without it.
+    assert cache.evict(EvictParams(0, mamba_num=1)) == EvictResult(0, 0, 1)
+    assert matched(cache, [1, 2, 3, 4]) == 2 and cache.total_size() == (7, 3)
     matched(cache, [1, 2, 9])
     assert cache.evict(EvictParams(1)) == EvictResult(4, 0, 1)
     assert matched(cache, [1, 2, 3, 4, 5, 6]) == 2 and cache.total_size() == (3, 2)
@@ -238,8 +237,8 @@ def test_sanity_check_finds_planted_faults() -> None:
     for tokens in ([1, 2], [3, 4], [5, 6]):
         put(cache, tokens)
     one, two, three = (node_of(cache, tokens) for tokens in ([1, 2], [3, 4], [5, 6]))
-    two.values[4] = one.values[4]
-    cache.req_to_token_pool.mamba_pool.free(three.values[4])
+    two.holdings[MAMBA][DEVICE].value = one.mamba_value
+    cache.req_to_token_pool.mamba_pool.free(three.mamba_value)
     with pytest.raises(InvariantError) as caught:
         cache.sanity_check()
     assert "two nodes hold one state" in str(caught.value) and "of the tree are free" in str(caught.value)
@@ -250,7 +249,7 @@ def test_the_tree_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     cache = mamba_cache()
     put(cache, [1, 2])
     put(cache, [1, 2, 3])
-    cache._drop(node_of(cache, [1, 2]), 4)
+    cache.evict(EvictParams(0, mamba_num=1))
     lines = cache.pretty_print().splitlines()
     assert capsys.readouterr().out.splitlines() == lines
     assert [line.split("] ", 1)[1] for line in lines[1:3]] == ["2 [1, 2] r=0 mr=0 mv=None", "1 [3] r=0 mr=0 mv=[2]"]

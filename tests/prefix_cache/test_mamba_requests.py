@@ -7,19 +7,20 @@ import torch
 
 from hicache import (
     MambaRadixCache,
-    RadixKey,
     checkpoint_len,
     release_kv_cache,
 )
 from mamba_case import checkpoint, free, node_of, prefill
-from prefix_case import Request, Toy, mamba_cache, matched, recurrence
+from prefix_case import Request, Toy, mamba_cache, matched, nodes_of, recurrence
 
 
 def states_of(cache: MambaRadixCache, tokens: list[int]) -> list[int]:
     """At which lengths of a prompt the tree has states."""
-    match = cache._tree.match(RadixKey(tokens).packed())
-    ends = [node.depth_tokens for node in match.nodes if node.mamba_value is not None]
-    return [end for end in ends if end <= match.device_len]
+    return [
+        node.depth_tokens
+        for node, path in nodes_of(cache)
+        if node.mamba_value is not None and path == tokens[: len(path)]
+    ]
 
 
 def test_a_finished_request_donates_its_state() -> None:

@@ -25,6 +25,7 @@ from hicache import (
     TreeNode,
 )
 from hicache.errors import ConfigError, InvalidTokens, InvariantError, ShapeError
+from hicache.tree.node import DEVICE, FULL
 from prefix_case import full_cache, key, matched
 from radix_case import insert
 
@@ -50,7 +51,7 @@ SURFACE = """
 
 def test_every_name_is_at_the_front_door() -> None:
     """What the caches are built and called with comes from `hicache`, and says what it is."""
-    assert [name for name in SURFACE.split() if name not in hicache.__all__ or not vars(hicache)[name].__doc__] == []
+    assert [name for name in SURFACE.split() if name not in hicache.__all__ or not getattr(hicache, name).__doc__] == []
 
 
 def test_value_objects_take_positions_and_defaults() -> None:
@@ -349,10 +350,10 @@ def test_sanity_check_finds_planted_faults() -> None:
     insert(cache, [7, 8], value=torch.tensor([99, 0]))
     allocator.free(slots[:1])
     node = cache.match_prefix(key([5, 6])).last_device_node
-    node.locks[0] = 1
+    node.holdings[FULL][DEVICE].locks = 1
     with pytest.raises(InvariantError) as caught:
         cache.sanity_check()
     text = str(caught.value)
-    for what in ("account says", r"are held more than once", "[1] of the tree are free", "do not exist"):
+    for what in ("the account says", r"are held more than once", "[1] of the tree are free", "do not exist"):
         assert what in text, text
     assert "[3, 4]" in text and len(caught.value.violations) >= 4

@@ -22,7 +22,7 @@ from hicache import (
     release_kv_cache,
 )
 from hicache.errors import OutOfSlots
-from prefix_case import Batch, Cache, Request, Toy, full_cache, key, mamba_cache, matched, swa_cache
+from prefix_case import Batch, Cache, Request, Toy, full_cache, key, mamba_cache, matched, nodes_of, swa_cache
 from radix_case import insert
 
 
@@ -211,7 +211,7 @@ def test_priorities_of_requests_reach_the_prefix() -> None:
     run(toy, [1, 2, 3, 4, 5], chunk=1, priority=5)
     assert [matched(cache, tokens) for tokens in ([1, 2, 3, 4, 5], [7, 8, 9])] == [5, 3]
     prefix = cache.match_prefix(key([1, 2, 3])).last_device_node
-    assert [node.priority for node in cache._tree.nodes() if node.num_tokens == 3] == [5, 2] and prefix.priority == 5
+    assert prefix.priority == 5 and cache.match_prefix(key([7, 8, 9])).last_device_node.priority == 2
     cache.evict(EvictParams(1))
     assert [matched(cache, tokens) for tokens in ([1, 2, 3, 4, 5], [7, 8, 9])] == [5, 0]
 
@@ -245,7 +245,7 @@ def test_what_is_not_inserted_raises_nothing() -> None:
     toy.admit(req)
     toy.extend(req, 9)
     release_kv_cache(req, cache, is_insert=False)
-    assert [node.priority for node in cache._tree.nodes()] == [1]
+    assert [node.priority for node, _ in nodes_of(cache)] == [1]
 
 
 def test_out_of_memory_shows_the_tree(caplog: pytest.LogCaptureFixture) -> None:
@@ -259,7 +259,7 @@ def test_out_of_memory_shows_the_tree(caplog: pytest.LogCaptureFixture) -> None:
     cache.cache_unfinished_req(req)
     late = Request(list(range(200, 209)))
     toy.admit(late)
-    with caplog.at_level(logging.ERROR, "hicache.alloc"), pytest.raises(OutOfSlots, match="9 tokens asked, 8 avail"):
+    with caplog.at_level(logging.ERROR, "hicache"), pytest.raises(OutOfSlots, match="9 tokens requested, 8 avail"):
         toy.extend(late, 9)
     assert "8 [100, 101, 102, 103, 104, 105, 106, 107] r=1" in caplog.text and "#tokens: 8" in caplog.text
     toy.refuse(late)

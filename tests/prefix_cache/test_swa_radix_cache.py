@@ -53,12 +53,10 @@ def test_a_match_has_its_window_behind_it(page: int) -> None:
     put(cache, pages(1, 2, page=page))
     put(cache, pages(1, 2, 3, 4, 5, page=page))
     put(cache, pages(1, 2, 3, 9, page=page))
-    assert matched(cache, pages(1, page=page)) == page
-    # The window of block 2 goes: it was used longest ago of what is no leaf, and is inner.
-    node = cache.match_prefix(key(pages(1, 2, page=page))).last_device_node
-    freed = cache._tree.drop(node, 2)  # what eviction does to its victim
-    cache._slots.take(freed)
-    assert node.swa_tombstone and sizes(cache)[1] - sizes(cache)[3] == page
+    for used in ((1, 2), (1, 2, 3, 4, 5), (1, 2, 3, 9), (1,)):
+        assert matched(cache, pages(*used, page=page)) == len(used) * page
+    # The windows of block 2, an inner node, were used longest ago.
+    assert cache.evict(EvictParams(0, swa_num_tokens=1)) == EvictResult(0, page)
     found = [matched(cache, pages(*range(1, n + 1), page=page)) for n in (1, 2, 3, 4, 5)]
     assert found == [page, page, page, 4 * page, 5 * page]
     assert matched(cache, pages(1, 2, 3, 9, page=page)) == 4 * page

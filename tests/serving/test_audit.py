@@ -1,4 +1,4 @@
-"""The audit of KV bytes: it compares what comes back, finds one flipped byte, and remembers over processes."""
+"""The audit of KV bytes: it compares pages that come back, finds one flipped byte, and survives the process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from hicache.errors import ConfigError
 from hicache.kernels.page_copy import PageMover
 from hicache.serving.audit import AuditCounts, KVAudit
 from hicache.serving.request import Request
-from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
-from serving_case import prompt, tiny_engine, tiny_llama, token_bytes
+from serving_case import prompt, shared, tiny_engine, tiny_llama, tiny_runner, token_bytes
 
 
 def _engine(model: Any, tmp_path: Path, **settings: Any) -> CacheEngine:
@@ -30,16 +29,16 @@ def _engine(model: Any, tmp_path: Path, **settings: Any) -> CacheEngine:
 
 def _ask(engine: CacheEngine, model: Any, audit: KVAudit, *lengths: int) -> None:
     """One request after the other, named and seeded by its length."""
-    scheduler = Scheduler(engine, ModelRunner(model, engine), auditor=audit)
+    scheduler = Scheduler(engine, tiny_runner(model, engine), auditor=audit)
     for length in lengths:
         result = scheduler.run([Request(str(length), prompt(length, seed=length), 4)])[0]
-        assert result.finish == "length"
+        assert result.finish_reason == "length"
         engine.flush()
 
 
 def test_pages_that_come_back_are_compared(tmp_path: Path) -> None:
-    """Computed pages are recorded, pages from the device are left alone, pages from the host are compared."""
-    model = tiny_llama()
+    """Computed pages are recorded, pages on the device are not compared, pages from the host are."""
+    model = shared(tiny_llama)
     with _engine(model, tmp_path) as engine:
         audit = KVAudit(engine, "tiny")
         _ask(engine, model, audit, 100)
@@ -54,8 +53,8 @@ def test_pages_that_come_back_are_compared(tmp_path: Path) -> None:
 
 
 def test_one_flipped_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load that changes one byte of one layer makes exactly that page a mismatch."""
-    model = tiny_llama(device="cpu")
+    """If a load changes one byte of one layer, exactly that page is a mismatch."""
+    model = shared(tiny_llama, device="cpu")
     scatter = PageMover.scatter
 
     def flipping(self: PageMover, staging: torch.Tensor, slots: torch.Tensor, first: int, count: int) -> None:
@@ -74,8 +73,8 @@ def test_one_flipped_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_digests_outlive_the_process(tmp_path: Path) -> None:
-    """With a sidecar a second engine compares what the first one stored; without, or for another model, it cannot."""
-    model = tiny_llama()
+    """With a sidecar, a second engine compares pages of the first; without one, or for another model, it does not."""
+    model = shared(tiny_llama)
     sidecar = tmp_path / "audit.jsonl"
     with _engine(model, tmp_path) as engine:
         audit = KVAudit(engine, "tiny", sidecar)
@@ -94,8 +93,9 @@ def test_digests_outlive_the_process(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_dropped_and_the_file_stays_good(tmp_path: Path) -> None:
-    """A line cut short by a kill is left out, what follows starts a line of its own, and later reads take all of it."""
-    model = tiny_llama()
+    """A line that a killed process wrote half is dropped, later digests start on a new line, and the file stays
+    readable."""
+    model = shared(tiny_llama)
     sidecar = tmp_path / "audit.jsonl"
     with _engine(model, tmp_path) as engine:
         audit = KVAudit(engine, "tiny", sidecar)
@@ -117,13 +117,13 @@ def test_a_torn_last_line_is_dropped_and_the_file_stays_good(tmp_path: Path) -> 
         assert audit.counts == AuditCounts(compared=3)
 
 
-def test_a_file_that_is_no_audit_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_audit_file_is_refused(tmp_path: Path) -> None:
     """A damaged line in the middle, or a path that cannot be opened, raises ConfigError that names file and line."""
-    model = tiny_llama()
+    model = shared(tiny_llama)
     sidecar = tmp_path / "audit.jsonl"
     sidecar.write_text('{"page": "00", "kv": "00"}\nnonsense\n{"page": "01", "kv": "01"}\n')
     with tiny_engine(model) as engine:
-        with pytest.raises(ConfigError, match=r"audit\.jsonl:2 is no line"):
+        with pytest.raises(ConfigError, match=r"audit\.jsonl:2 is not a line"):
             KVAudit(engine, "tiny", sidecar)
         with pytest.raises(ConfigError, match="cannot use the audit file"):
             KVAudit(engine, "tiny", tmp_path)

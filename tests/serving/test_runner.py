@@ -1,4 +1,4 @@
-"""The model runner against the model's own forward pass, by value."""
+"""The model runner compared with plain forwards of the model, by value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hicache.engine import CacheEngine, CacheRequest, Lease
 from hicache.errors import ShapeError
 from hicache.serving.runner import ModelRunner
-from serving_case import plain_logits, prompt, tiny_engine, tiny_llama
+from serving_case import geometry_of, plain_logits, prompt, shared, tiny_engine, tiny_llama, tiny_runner
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -24,12 +24,13 @@ def _prefill(runner: ModelRunner, engine: CacheEngine, name: str, tokens: np.nda
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
 def test_chunked_prefill_gives_the_logits_of_one_whole_forward(kernel: str, heads: int, kv_heads: int) -> None:
-    """Whatever the chunks of a prompt, the last logits of each are those of a forward over everything up to it."""
-    model = tiny_llama(heads=heads, kv_heads=kv_heads, kernel=kernel)
+    """However a prompt is cut into chunks, the last logits of each chunk are those of a forward over all tokens so
+    far."""
+    model = shared(tiny_llama, heads=heads, kv_heads=kv_heads, kernel=kernel)
     tokens = prompt(150, seed=1)
     expected = plain_logits(model, tokens)
     with tiny_engine(model) as engine:
-        runner = ModelRunner(model, engine)
+        runner = tiny_runner(model, engine)
         for number, ends in enumerate([(150,), (1, 150), (64, 65, 150), (7, 71, 100, 149, 150)]):
             lease = engine.acquire(CacheRequest(f"r{number}", tokens, namespace=f"n{number}"))
             start = 0
@@ -41,12 +42,12 @@ def test_chunked_prefill_gives_the_logits_of_one_whole_forward(kernel: str, head
 
 
 def test_prefill_behind_a_prefix_of_another_request() -> None:
-    """A prompt whose front another request computed gives the logits of computing all of it."""
-    model = tiny_llama()
+    """A prompt whose prefix another request computed gives the logits of computing all of it."""
+    model = shared(tiny_llama)
     first, second = prompt(100, seed=2), prompt(120, seed=3)
     second[:100] = first
     with tiny_engine(model) as engine:
-        runner = ModelRunner(model, engine)
+        runner = tiny_runner(model, engine)
         engine.release(_prefill(runner, engine, "first", first))
         lease = engine.acquire(CacheRequest("second", second))
         assert lease.cached_len == 100 // engine.page_size * engine.page_size > 0
@@ -54,13 +55,12 @@ def test_prefill_behind_a_prefix_of_another_request() -> None:
         torch.testing.assert_close(logits, plain_logits(model, second)[-1], **TOLERANCE)
 
 
-def test_a_chunk_is_split_where_its_mask_would_be_too_large() -> None:
-    """A bound on mask entries changes how a chunk runs, not what comes out."""
-    model = tiny_llama()
+def test_a_chunk_with_a_large_mask_runs_in_several_passes() -> None:
+    """A maximum of mask entries changes the number of passes, not the logits."""
+    model = shared(tiny_llama)
     tokens = prompt(130, seed=4)
     with tiny_engine(model) as engine:
-        runner = ModelRunner(model, engine)
-        runner._forward._mask_entries = 130 * 9  # 9 rows at a time
+        runner = ModelRunner(model, engine, geometry_of(model), max_mask_entries=130 * 9)  # 9 rows per pass
         lease = engine.acquire(CacheRequest("r", tokens))
         runner.prefill(lease, tokens, 0, 50)
         logits = runner.prefill(lease, tokens, 50, 130)
@@ -69,30 +69,32 @@ def test_a_chunk_is_split_where_its_mask_would_be_too_large() -> None:
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("lengths", [(40,), (33, 33), (1, 80, 17, 64)])
-def test_batched_decode_gives_each_requests_own_logits(kernel: str, lengths: tuple[int, ...]) -> None:
-    """Requests of any lengths decoded together get the logits each would get alone, for several steps."""
-    model = tiny_llama(kernel=kernel)
+def test_batched_decode_gives_the_logits_of_each_request_alone(kernel: str, lengths: tuple[int, ...]) -> None:
+    """Requests of different lengths decoded in one batch get the logits that each gets alone, for several steps."""
+    model = shared(tiny_llama, kernel=kernel)
     with tiny_engine(model) as engine:
-        runner = ModelRunner(model, engine)
-        # A long request leaves its slots behind in the first row: they must not be read.
+        runner = tiny_runner(model, engine)
+        # A long request leaves stale slots in the first row; they must not be read.
         engine.release(_prefill(runner, engine, "before", prompt(200, seed=9)))
         sequences = [prompt(length, seed=10 + i).tolist() for i, length in enumerate(lengths)]
         leases = [_prefill(runner, engine, f"r{i}", np.array(s)) for i, s in enumerate(sequences)]
+        decoded = []
         for step in range(20):
             for i, sequence in enumerate(sequences):
                 sequence.append((7 * step + i) % 97)
                 engine.extend(leases[i], 1)
-            logits = runner.decode(leases, [sequence[-1] for sequence in sequences])
-            for got, sequence in zip(logits, sequences, strict=True):
-                torch.testing.assert_close(got, plain_logits(model, sequence)[-1], **TOLERANCE)
+            decoded.append(runner.decode(leases, [sequence[-1] for sequence in sequences]))
+        for i, sequence in enumerate(sequences):
+            logits = torch.stack([step[i] for step in decoded])
+            torch.testing.assert_close(logits, plain_logits(model, sequence)[-20:], **TOLERANCE)
 
 
 def test_decoded_tokens_serve_as_a_prefix() -> None:
-    """KV that decoding stored is as good for the next prompt as KV of a prefill."""
-    model = tiny_llama()
+    """The KV of decoded tokens serves as the prefix of the next prompt."""
+    model = shared(tiny_llama)
     sequence = prompt(30, seed=5).tolist()
     with tiny_engine(model) as engine:
-        runner = ModelRunner(model, engine)
+        runner = tiny_runner(model, engine)
         lease = _prefill(runner, engine, "first", np.array(sequence))
         for step in range(40):
             sequence.append(step)
@@ -108,10 +110,10 @@ def test_decoded_tokens_serve_as_a_prefix() -> None:
 
 
 def test_a_prefill_outside_the_lease_is_refused() -> None:
-    """A range that the lease has no slots for raises ShapeError before anything runs."""
-    model = tiny_llama()
+    """A range without slots in the lease raises ShapeError before anything runs."""
+    model = shared(tiny_llama)
     with tiny_engine(model) as engine:
-        runner = ModelRunner(model, engine)
+        runner = tiny_runner(model, engine)
         tokens = prompt(40, seed=6)
         lease = engine.acquire(CacheRequest("r", tokens[:30]))
         for start, end in [(0, 31), (5, 5), (-1, 4)]:

@@ -1,4 +1,4 @@
-"""Which models the runner takes, and how it names what it does not take."""
+"""Which models the runner supports, and the reason in the error for those it does not."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import transformers as hf
 from family_case import tiny_family
 from hicache.errors import ConfigError, UnsupportedModel
 from hicache.layout import ModelGeometry, StateGeometry
-from hicache.serving.masks import attention_mask
+from hicache.serving.runner import attention_mask
 from hicache.serving.support import check_supported
-from hicache.serving.trial import plain_logits, relative_difference, served_difference
+from hicache.serving.trial import Trial, plain_logits, relative_difference
 from hybrid_case import tiny_gemma, tiny_mistral, tiny_qwen3_next, tiny_qwen3_window
-from serving_case import prompt, tiny_llama
+from serving_case import geometry_of, prompt, shared, tiny_llama
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -42,9 +42,9 @@ def _build(config: Any) -> Any:
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_geometry_is_what_the_layers_store(kernel: str) -> None:
-    """Layers, KV heads and head size come from what the model hands to its cache."""
+    """Layers, KV heads, head size and dtype are those of the keys and values that the model stores."""
     model = tiny_llama(layers=3, heads=4, kv_heads=2, kernel=kernel)
-    assert check_supported(model) == ModelGeometry(layer_num=3, head_num=2, head_dim=16)
+    assert check_supported(model) == ModelGeometry(layer_num=3, head_num=2, head_dim=16, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -58,15 +58,15 @@ def test_geometry_is_what_the_layers_store(kernel: str) -> None:
     ids=lambda config: config.model_type,
 )
 def test_other_plain_attention_is_supported(config: Any) -> None:
-    """Support does not depend on the model's name: any architecture of plain attention passes."""
+    """Support does not depend on the model's name: any architecture with plain attention is supported."""
     geometry = check_supported(_build(config))
     assert (geometry.layer_num, geometry.head_dim) == (2, 8)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 16, 4096, 200_000])
 def test_windows_are_found(window: int) -> None:
-    """Kinds of layers and the window come from the configuration, which is as before afterwards."""
-    heads: dict[str, Any] = {"head_num": 2, "head_dim": 16, "window": window}
+    """Kinds of layers and the window come from the configuration, which is unchanged afterwards."""
+    heads: dict[str, Any] = {"head_num": 2, "head_dim": 16, "window": window, "dtype": torch.float32}
     for model, kinds in (
         (tiny_mistral(window), ("window", "window", "window")),
         (tiny_gemma(window, version=2), ("window", "full", "window", "full")),
@@ -80,13 +80,14 @@ def test_windows_are_found(window: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recurrent_layers_are_found(dtype: torch.dtype) -> None:
-    """Shapes and dtypes of a state are those that the layers keep: a whole convolution window, a temporal part."""
+    """Shapes and dtypes of a state are those in the layers: a whole convolution window and a temporal part."""
     assert check_supported(tiny_qwen3_next().to(dtype)) == ModelGeometry(
         layer_num=4,
         head_num=2,
         head_dim=16,
         layer_kinds=("recurrent", "recurrent", "recurrent", "full"),
         state=StateGeometry(((2 * 2 * 8 + 4 * 8, 4),), (4, 8, 8), dtype, torch.float32),
+        dtype=dtype,
     )
 
 
@@ -129,7 +130,7 @@ def test_recurrent_layers_are_found(dtype: torch.dtype) -> None:
             "rope_type=dynamic",
         ),
         (hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), "Bloom"),
-        # Its kernels start from nothing where several tokens follow a state.
+        # Its kernels ignore the state when several tokens follow.
         (
             hf.JambaConfig(
                 **{k: v for k, v in SMALL.items() if k != "head_dim"},
@@ -149,8 +150,8 @@ def test_recurrent_layers_are_found(dtype: torch.dtype) -> None:
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_other_layers_are_refused_by_name(config: Any, names: str) -> None:
-    """A model with layers that the runner does not know is refused in one line that says which and what would do."""
+def test_unsupported_layers_are_named(config: Any, names: str) -> None:
+    """A model with unsupported layers is refused in one line that names them and says what is supported."""
     before = config.to_dict()
     with pytest.raises(UnsupportedModel, match=names) as caught:
         check_supported(_build(config))
@@ -165,10 +166,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("window", [8, 100])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("build", [tiny_mistral, tiny_gemma, tiny_qwen3_window])
-def test_a_window_that_the_model_does_not_keep_to_is_refused(
+def test_a_window_that_differs_from_the_configuration_is_refused(
     build: Callable[[int], Any], dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that looks back further, or less far, than its configuration says is refused by comparing values."""
+    """A model whose window is longer or shorter than its configuration says is refused by comparing values."""
     for factor in (0.5, 4):
         model = build(window).to(dtype)
         module = sys.modules[type(model).__module__]
@@ -185,18 +186,18 @@ def test_a_window_that_the_model_does_not_keep_to_is_refused(
                 check_supported(model)
 
 
-def test_a_recurrent_layer_that_keeps_more_than_its_state_is_refused() -> None:
-    """A layer whose results depend on something that the cache does not carry is refused by comparing values."""
+def test_a_recurrent_layer_with_hidden_state_is_refused() -> None:
+    """A layer whose output depends on something that the pools do not store is refused by comparing values."""
     model = tiny_qwen3_next()
     layer = model.model.layers[1].linear_attn
     plain = layer.forward
 
     def with_memory(hidden_states: torch.Tensor, cache_params: Any = None, **kwargs: Any) -> Any:
-        """Adds the sum of all inputs so far, which it keeps in the cache's layer, beside what is meant to be there."""
-        place = SimpleNamespace() if cache_params is None else cache_params.layers[1]
-        seen = hidden_states.cumsum(1) + getattr(place, "seen", 0)
-        place.seen = seen[:, -1:]
-        return plain(hidden_states=hidden_states, cache_params=cache_params, **kwargs) + 0.1 * seen
+        """Adds the sum of all inputs so far, which it stores in an attribute of the cache's layer."""
+        layer = SimpleNamespace() if cache_params is None else cache_params.layers[1]
+        total = hidden_states.cumsum(1) + getattr(layer, "total", 0)
+        layer.total = total[:, -1:]
+        return plain(hidden_states=hidden_states, cache_params=cache_params, **kwargs) + 0.1 * total
 
     layer.forward = with_memory
     with pytest.raises(UnsupportedModel, match="other results over a cached prefix"):
@@ -204,7 +205,7 @@ def test_a_recurrent_layer_that_keeps_more_than_its_state_is_refused() -> None:
 
 
 def test_a_recurrent_layer_without_a_temporal_state_is_refused() -> None:
-    """A layer that leaves a convolution window alone has not the state that the pools keep."""
+    """A layer that stores a convolution window but no temporal state is refused."""
     model = tiny_qwen3_next()
     layer = model.model.layers[1].linear_attn
     plain = layer.forward
@@ -235,18 +236,18 @@ def test_a_recurrent_layer_without_a_temporal_state_is_refused() -> None:
         ({"layer_kinds": ("full", "window")}, r"window=0 with window layers \[1\]"),
         ({"window": 8}, r"window=8 with window layers \[\]"),
         ({"layer_kinds": ("full", "recurrent")}, r"state=None with recurrent layers \[1\]"),
-        ({"layer_kinds": ("full", "local")}, "names .'local'."),
+        ({"layer_kinds": ("full", "local")}, "contains .'local'."),
         ({"state": StateGeometry(((4, 2),), (2, 2), torch.float32, torch.float32)}, r"recurrent layers \[\]"),
     ],
 )
 def test_a_geometry_whose_fields_disagree_is_refused(fields: dict[str, Any], message: str) -> None:
-    """Kinds, window and state say the same of the model, or ConfigError says what does not fit."""
+    """If kinds, window and state contradict one another, ConfigError names the contradiction."""
     with pytest.raises(ConfigError, match=message):
         ModelGeometry(2, 1, 8, **fields)
 
 
 def test_a_geometry_names_its_layers() -> None:
-    """Layers are found by kind; without kinds, all have full attention."""
+    """Layers are listed by kind; without kinds, all have full attention."""
     assert ModelGeometry(2, 1, 8).full_layers == (0, 1)
     geometry = ModelGeometry(3, 1, 8, layer_kinds=("window", "full", "window"), window=4)
     assert (geometry.full_layers, geometry.window_layers, geometry.recurrent_layers) == ((1,), (0, 2), ())
@@ -254,7 +255,7 @@ def test_a_geometry_names_its_layers() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_that_depends_on_the_number_of_tokens_is_refused(dtype: torch.dtype) -> None:
-    """A model that looks plain but whose results change with how its input is cut is refused by comparing values."""
+    """A model whose output depends on the number of input tokens is refused by comparing values."""
     model = tiny_llama().to(dtype)
     plain = model.model.layers[0].self_attn.forward
 
@@ -268,8 +269,8 @@ def test_attention_that_depends_on_the_number_of_tokens_is_refused(dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_positions_that_do_not_come_from_the_caller_are_refused(dtype: torch.dtype) -> None:
-    """A model that numbers the tokens of each pass by itself is refused by comparing values."""
+def test_a_model_that_ignores_the_given_positions_is_refused(dtype: torch.dtype) -> None:
+    """A model that numbers the tokens of each pass from 0 is refused by comparing values."""
     model = tiny_llama().to(dtype)
     plain = model.model.rotary_emb.forward
 
@@ -282,10 +283,8 @@ def test_positions_that_do_not_come_from_the_caller_are_refused(dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_bias_that_goes_with_the_models_own_mask_is_refused(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ALiBi, which a model adds to the mask that it makes and does not add to a given one, is found by its absence."""
+def test_a_bias_in_the_models_own_mask_is_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias such as ALiBi that a model adds only to masks of its own is detected, as a given mask lacks it."""
     model = tiny_llama(kernel="eager").to(dtype)
     module = sys.modules[type(model).__module__]
     masks = module.create_causal_mask
@@ -302,9 +301,9 @@ def test_a_bias_that_goes_with_the_models_own_mask_is_refused(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_trial_exceeds_what_a_layer_looks_at(dtype: torch.dtype) -> None:
-    """A layer that goes by other rules beyond some number of tokens is found, up to the longest trial; where that would
-    be too short, the message names the number."""
+def test_the_trial_exceeds_the_bounds_of_a_layer(dtype: torch.dtype) -> None:
+    """A layer that behaves otherwise beyond a number of tokens is detected, up to the maximum length of a trial; if
+    that is too short, the message names the number."""
     for value in (30, 300):
         with pytest.raises(UnsupportedModel, match="other results over"):
             check_supported(tiny_family("gpt_neo", window_size=value).to(dtype))
@@ -313,15 +312,15 @@ def test_the_trial_exceeds_what_a_layer_looks_at(dtype: torch.dtype) -> None:
 
 
 def test_a_choice_of_the_best_keys_is_refused() -> None:
-    """A layer that attends to a number of keys by their scores is refused by that number, unless it is never exceeded:
-    scores that are nearly equal make the choice one of rounding, on any device."""
+    """A layer that attends to the k best keys is refused with the value of k, unless no prompt has more keys: rounding
+    decides between nearly equal scores."""
     with pytest.raises(UnsupportedModel, match=r"best keys alone.*keep_window_size=300"):
         check_supported(tiny_family("doge", keep_window_size=300))
     assert check_supported(tiny_family("doge", keep_window_size=1 << 20)).layer_num
 
 
 def test_settings_that_vary_from_layer_to_layer_are_refused() -> None:
-    """Windows of several sizes are refused by the name of the setting, however the configuration gives them."""
+    """Windows of several sizes are refused with the name of the setting, in either form of configuration."""
     with pytest.raises(UnsupportedModel, match=r"vary from layer to layer \(sliding_window\)"):
         check_supported(tiny_family("mistral", per_layer_config={1: {"sliding_window": 5}}))
     model = tiny_family("mistral")
@@ -332,10 +331,9 @@ def test_settings_that_vary_from_layer_to_layer_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("row", ["llama", "mistral", "qwen3_next", "mixtral", "gpt_oss"])
-def test_rounding_does_not_decide(row: str, dtype: torch.dtype) -> None:
-    """A model in 16 bits is taken like the same model in 32, and its weights are the same tensors afterwards."""
-    model = tiny_family(row)
-    expected = check_supported(model)
+def test_a_model_with_16_bit_weights_is_supported(row: str, dtype: torch.dtype) -> None:
+    """A model with 16-bit weights is supported like the same model in float32, and its weights are unchanged."""
+    model, expected = tiny_family(row), geometry_of(shared(tiny_family, row))
     weights = {
         name: (tensor, tensor.data_ptr(), tensor.clone()) for name, tensor in model.to(dtype).state_dict().items()
     }
@@ -347,26 +345,26 @@ def test_rounding_does_not_decide(row: str, dtype: torch.dtype) -> None:
     assert not model.training and model.dtype == dtype
 
 
-def test_a_deep_model_in_bfloat16_is_taken() -> None:
-    """A model whose 16-bit logits move by a tenth of their spread when a forward is of other length is taken."""
-    # On the CPU, whose kernels round by the length; a GPU's give such small ones the same.
+def test_a_deep_model_in_bfloat16_is_supported() -> None:
+    """A model whose 16-bit logits depend noticeably on the length of a forward is supported."""
+    # On the CPU, where rounding depends on the length; on a GPU it does not for so small a model.
     model = tiny_family("llama", "cpu", num_hidden_layers=48, hidden_size=64, head_dim=16).to(torch.bfloat16)
     tokens = prompt(40, 1)
     whole = plain_logits(model, tokens)
     moved = [relative_difference(plain_logits(model, tokens[:n])[-1], whole[n - 1]) for n in (7, 16, 33)]
-    assert max(moved) > 0.01, moved  # else this shows nothing
+    assert max(moved) > 0.01, moved  # otherwise the test proves nothing
     assert check_supported(model).layer_num == 48
 
 
-def test_a_model_in_training_mode_is_judged_without_dropout() -> None:
-    """Dropout does not count against a model, whose mode is as before afterwards."""
+def test_a_model_in_training_mode_is_examined_without_dropout() -> None:
+    """A model in training mode is supported despite dropout, and stays in training mode."""
     model = tiny_family("gpt2", attn_pdrop=0.5, resid_pdrop=0.5).train()
     check_supported(model)
     assert model.training
 
 
-def test_running_out_of_memory_says_nothing_about_the_model() -> None:
-    """An allocation that fails is raised as it is, and the weights are narrow again."""
+def test_running_out_of_memory_is_raised() -> None:
+    """An allocation error is raised unchanged, and the weights are 16-bit again."""
     model = tiny_llama().to(torch.bfloat16)
     layer = model.model.layers[1]
     plain = layer.forward
@@ -383,9 +381,9 @@ def test_running_out_of_memory_says_nothing_about_the_model() -> None:
 
 
 @pytest.mark.gpu
-def test_an_8b_model_in_bfloat16_is_taken_and_served() -> None:
-    """The geometry of an 8B model with random 16-bit weights is taken, and its served logits differ from plain ones by
-    no more than plain ones do among themselves when a forward is of another length."""
+def test_an_8b_model_in_bfloat16_is_supported() -> None:
+    """A model of 8B geometry with random 16-bit weights is supported, and its served logits differ from plain ones by
+    no more than plain ones of different lengths differ from one another."""
     config = hf.LlamaConfig(
         vocab_size=1024,
         hidden_size=4096,
@@ -402,30 +400,31 @@ def test_an_8b_model_in_bfloat16_is_taken_and_served() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     geometry = check_supported(model)
-    assert geometry == ModelGeometry(layer_num=32, head_num=8, head_dim=128)
-    # One layer of 218 million weights in float32, what stands outside of the layers, and what a pass takes.
+    assert geometry == ModelGeometry(layer_num=32, head_num=8, head_dim=128, dtype=torch.bfloat16)
+    # One layer of 218 million weights in float32, the weights outside of the layers, and activations.
     assert torch.cuda.max_memory_allocated() - before < 3 << 30
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     tokens = prompt(64, 1)
     with torch.inference_mode():
         whole = plain_logits(model, tokens)
         own = max(relative_difference(plain_logits(model, tokens[:n])[-1], whole[n - 1]) for n in (7, 16, 33))
-        served = served_difference(model, geometry, 64)
+        served = Trial(model, 64).served_difference(geometry)
     assert 0 < own < 1 and served < 3 * own, (own, served)
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("window", [0, 1, 3])
-def test_a_mask_hides_what_comes_later_and_what_the_window_has_left(kernel: str, window: int) -> None:
-    """Query at position p sees keys [0, p], or the window's part of them, and nothing else, in each kernel's form."""
+def test_a_mask_is_causal_and_limited_to_the_window(kernel: str, window: int) -> None:
+    """A query at position p sees keys [0, p], or the window's part of them, and no others, in each kernel's format."""
     queries = torch.tensor([[0, 3], [5, 2]])
     for keys in (torch.arange(6)[None], torch.tensor([[-2, -1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])):
         mask = attention_mask(queries, keys, kernel, torch.float32, window)
         assert mask.shape == (2, 1, 2, 6)
         for b in range(2):
             for q in range(2):
-                at = int(queries[b, q])
-                seen = [max(0, at - window + 1 if window else 0) <= int(key) <= at for key in keys.expand(2, -1)[b]]
+                position = int(queries[b, q])
+                first = max(0, position - window + 1) if window else 0
+                seen = [first <= int(key) <= position for key in keys.expand(2, -1)[b]]
                 row = mask[b, 0, q].tolist()
                 lowest = torch.finfo(torch.float32).min
                 assert row == (seen if kernel == "sdpa" else [0.0 if s else lowest for s in seen])

@@ -1,4 +1,4 @@
-"""A model of 16-bit weights computing in float32: the same function as a float32 copy, in the memory of one layer."""
+"""A model with 16-bit weights computing in float32: equal to a float32 copy, in the memory of one layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = ["llama", "gpt2", "qwen3_next", "mixtral", "bamba", "gpt_oss", "phimoe"]
 @pytest.mark.parametrize("row", ROWS)
 @torch.inference_mode()
 def test_a_widened_model_is_its_float32_copy(row: str, dtype: torch.dtype) -> None:
-    """Logits are those of a copy with every weight in float32, and no more than one layer is wide at a time."""
+    """Logits are those of a copy with every weight in float32, and at most one layer is in float32 at a time."""
     model = tiny_family(row).to(dtype)
     ids = torch.arange(12, device=model.device)[None]
     expected = copy.deepcopy(model).float()(input_ids=ids).logits
@@ -37,7 +37,7 @@ def test_a_widened_model_is_its_float32_copy(row: str, dtype: torch.dtype) -> No
 
 
 def test_a_float32_model_is_left_alone() -> None:
-    """Wide weights stay the tensors that they are, and so do the weights of a model that fails on the way."""
+    """Float32 weights are not replaced, and the weights of a model whose forward raises are restored."""
     model = tiny_family("llama")
     pointers = [weight.data_ptr() for weight in model.parameters()]
     with float32_weights(model):
@@ -56,7 +56,7 @@ def test_a_float32_model_is_left_alone() -> None:
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_the_precision_of_multiplication_is_as_before(precision: str) -> None:
-    """TF32, which shortens float32 on CUDA, is off meanwhile and as it was afterwards."""
+    """TF32, which rounds float32 factors on CUDA, is off inside and has its previous setting afterwards."""
     before, matmul = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul
     torch.set_float32_matmul_precision(precision)
     try:

@@ -1,4 +1,4 @@
-"""What the demo asks: documents, follow-up questions, recorded sessions, and the identity of models."""
+"""The demo's workload: documents, follow-up questions, recorded sessions, and the identity of models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import torch
 
 from hicache.errors import ConfigError
 from hicache.serving.models import ByteTokenizer, load_local, model_identity, random_model
-from hicache.serving.workload import RecordedTalk, Shape, own_documents, recorded_session, standard_library, zigzag
+from hicache.serving.workload import (
+    DocumentShape,
+    RecordedConversation,
+    own_documents,
+    recorded_session,
+    standard_library,
+    zigzag,
+)
 from serving_case import tiny_llama
 
 BYTES = ByteTokenizer()
@@ -23,93 +30,96 @@ def _session(path: Path, *lines: str) -> str:
 
 
 def test_default_documents_have_the_lengths_asked_for() -> None:
-    """Six different modules from a third of 12288 tokens up to it, the same ones every time."""
-    talks = standard_library(Shape(), BYTES, bos=(256,))
-    assert sorted(len(talk.opening) for talk in talks) == sorted(Shape().lengths())
-    assert min(Shape().lengths()) == 4096 and max(Shape().lengths()) == 12288
-    assert len({talk.name for talk in talks}) == 6
-    assert talks == standard_library(Shape(), BYTES, bos=(256,))
-    assert all(talk.opening[0] == 256 and max(talk.opening[1:]) < 256 for talk in talks)
+    """Six different modules of 4096 to 12288 tokens, the same ones every time."""
+    conversations = standard_library(DocumentShape(), BYTES, bos=(256,))
+    assert sorted(len(c.document) for c in conversations) == sorted(DocumentShape().lengths())
+    assert min(DocumentShape().lengths()) == 4096 and max(DocumentShape().lengths()) == 12288
+    assert len({c.name for c in conversations}) == 6
+    assert conversations == standard_library(DocumentShape(), BYTES, bos=(256,))
+    assert all(c.document[0] == 256 and max(c.document[1:]) < 256 for c in conversations)
 
 
 def test_follow_up_prompts_grow_from_prompt_and_answer() -> None:
     """Each prompt begins with the whole previous prompt and its answer; the planned lengths are exact."""
-    talk = standard_library(Shape(documents=1, turns=4, document_tokens=500), BYTES)[0]
-    before: list[int] = []
+    conversation = standard_library(DocumentShape(documents=1, turns=4, document_tokens=500), BYTES)[0]
+    previous: list[int] = []
     answer: list[int] = []
     for turn in range(4):
-        prompt = talk.prompt(turn, before, answer)
+        prompt = conversation.prompt(turn, previous, answer)
         assert prompt.dtype == np.int64
-        assert prompt[: len(before) + len(answer)].tolist() == before + answer
-        assert f"Question {turn + 1}:" in BYTES.decode(prompt[len(before) + len(answer) :].tolist())
-        assert talk.most_tokens(3)[turn] == len(prompt) + 3
-        before, answer = prompt.tolist(), [1, 2, 3]
-    assert talk.distinct_tokens(3) == len(before) + 3
+        assert prompt[: len(previous) + len(answer)].tolist() == previous + answer
+        assert f"Question {turn + 1}:" in BYTES.decode(prompt[len(previous) + len(answer) :].tolist())
+        assert conversation.turn_lengths(3)[turn] == len(prompt) + 3
+        previous, answer = prompt.tolist(), [1, 2, 3]
+    assert conversation.distinct_tokens(3) == len(previous) + 3
 
 
 def test_own_documents_are_cut_to_the_longest(tmp_path: Path) -> None:
-    """A file becomes a conversation of at most `document_tokens`; short ones stay whole."""
+    """A file becomes a conversation over at most `document_tokens`; short files stay whole."""
     (tmp_path / "long.txt").write_text("ä" * 1000)
     (tmp_path / "short.txt").write_text("hello")
-    talks = own_documents([str(tmp_path / "long.txt"), str(tmp_path / "short.txt")], Shape(document_tokens=200), BYTES)
-    assert [len(talk.opening) for talk in talks] == [200, 5]
-    assert BYTES.decode(talks[0].opening) == "ä" * 100
+    conversations = own_documents(
+        [str(tmp_path / "long.txt"), str(tmp_path / "short.txt")], DocumentShape(document_tokens=200), BYTES
+    )
+    assert [len(c.document) for c in conversations] == [200, 5]
+    assert BYTES.decode(conversations[0].document) == "ä" * 100
 
 
-def test_turns_go_forth_and_back() -> None:
-    """Every turn once, in order within a conversation; a round starts with the conversation that ended the last one."""
+def test_rounds_alternate_in_direction() -> None:
+    """Every turn occurs once, in order per conversation; a round starts with the last conversation of the previous
+    one."""
     order = zigzag([3, 1, 2])
     assert order == [(0, 0), (1, 0), (2, 0), (2, 1), (0, 1), (0, 2)]
 
 
 def test_a_session_gives_its_prompts(tmp_path: Path) -> None:
-    """Prompts come as recorded; empty, too long and surplus ones are counted as left out."""
+    """Prompts are those recorded; empty, too long and surplus ones are skipped and counted."""
     lines = [json.dumps({"input": text, "output": "x"}) for text in ("abc", "", "abcdef", "x" * 50, "zz", "yy")]
     path = _session(tmp_path / "s.jsonl", *lines)
-    talk, skipped = recorded_session(path, 3, 20, BYTES, bos=(256,))
-    assert [BYTES.decode(prompt[1:]) for prompt in talk.prompts] == ["abc", "abcdef", "zz"]
+    conversation, skipped = recorded_session(path, 3, 20, BYTES, bos=(256,))
+    assert [BYTES.decode(prompt[1:]) for prompt in conversation.prompts] == ["abc", "abcdef", "zz"]
     assert skipped == 3
-    assert talk.prompt(1, (), ()).tolist() == [256, *b"abcdef"]
+    assert conversation.prompt(1, (), ()).tolist() == [256, *b"abcdef"]
     assert recorded_session(path, None, 60, BYTES)[1] == 1
 
 
 def test_distinct_tokens_count_shared_prefixes_once() -> None:
-    """The working set of a session counts each prefix that an earlier prompt had once, and every answer."""
-    talk = RecordedTalk("s", ((1, 2, 3), (1, 2, 3, 4), (9, 9), (1, 2, 7)))
-    assert talk.distinct_tokens(10) == 3 + 1 + 2 + 1 + 40
-    assert talk.most_tokens(10) == [13, 14, 12, 13]
+    """The working set of a session counts a prefix that an earlier prompt has once, and every answer."""
+    conversation = RecordedConversation("s", ((1, 2, 3), (1, 2, 3, 4), (9, 9), (1, 2, 7)))
+    assert conversation.distinct_tokens(10) == 3 + 1 + 2 + 1 + 40
+    assert conversation.turn_lengths(10) == [13, 14, 12, 13]
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '"text"', "{}", '{"input": 5}', '{"input": null}', "5"])
 def test_a_malformed_line_is_named_by_number(tmp_path: Path, line: str) -> None:
-    """What is no object with a text `input` raises ConfigError with file and line."""
+    """A line that is not an object with a text `input` raises ConfigError with file and line."""
     path = _session(tmp_path / "s.jsonl", '{"input": "fine"}', "", line)
     with pytest.raises(ConfigError, match=r"s\.jsonl:3"):
         recorded_session(path, None, 100, BYTES)
 
 
 def test_unusable_inputs_are_refused_by_name(tmp_path: Path) -> None:
-    """Missing, binary and empty files, a session without a usable turn, and impossible shapes."""
+    """Missing, binary and empty files, sessions without a usable turn and invalid shapes raise ConfigError."""
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty").write_text(" \n")
     for name, words in (("missing", "No such file"), ("binary", "not UTF-8"), ("empty", "empty"), (".", "directory")):
         with pytest.raises(ConfigError, match=words):
-            own_documents([str(tmp_path / name)], Shape(), BYTES)
+            own_documents([str(tmp_path / name)], DocumentShape(), BYTES)
     with pytest.raises(ConfigError, match="--max-prompt-tokens"):
         recorded_session(_session(tmp_path / "s.jsonl", '{"input": "too long"}'), None, 3, BYTES)
     for wrong in ({"documents": 0}, {"turns": 0}, {"document_tokens": 100}):
         with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", "-")):
-            Shape(**wrong)
+            DocumentShape(**wrong)
 
 
 def test_bytes_are_tokens() -> None:
-    """Any text survives the way to byte tokens and back; special ids stand for nothing."""
+    """Text is unchanged by encoding and decoding; special ids decode to nothing."""
     text = "naïve — 日本\n\x00"
     assert BYTES.decode([256, *BYTES.encode(text), 259]) == text
 
 
 def test_a_random_model_is_fixed_by_its_seed() -> None:
-    """One seed, one identity and one output; another seed, another identity. The global generator is not moved."""
+    """The same seed gives the same identity and output, another seed another one. The global generator is unchanged."""
     state = torch.random.get_rng_state()
     first, again, other = (random_model(seed, torch.float32, torch.device("cpu")) for seed in (1, 1, 2))
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -120,7 +130,7 @@ def test_a_random_model_is_fixed_by_its_seed() -> None:
 
 
 def test_identity_sees_weights_and_configuration() -> None:
-    """One changed tensor, another dtype or another configuration value gives another identity."""
+    """A changed tensor, dtype or configuration value changes the identity."""
     base = model_identity(tiny_llama())
     assert base == model_identity(tiny_llama())
     changed = tiny_llama()
@@ -133,7 +143,7 @@ def test_identity_sees_weights_and_configuration() -> None:
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
-    """A missing directory or one without a model raises ConfigError that names it."""
+    """A missing directory and one without a model raise ConfigError that names it in one line."""
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(ConfigError, match=str(path)) as caught:
             load_local(str(path), torch.float32, torch.device("cpu"))

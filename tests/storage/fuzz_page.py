@@ -36,12 +36,8 @@ def decode(codec: PageCodec, value: bytes) -> tuple[str, bytes]:
 def mended(data: bytes) -> bytes:
     """`data` as a value whose namespace, stored length and checksum are right; the other fields are the fuzzer's."""
     fields, payload = bytearray(data[:FIELD_BYTES].ljust(FIELD_BYTES, b"\0")), data[HEADER_BYTES:]
-    version_1 = fields[4] == 1
     fields[:4], fields[5] = b"HKVP", 0
-    if version_1:
-        fields[16:24], fields[24:40] = len(payload).to_bytes(8, "little"), NAMESPACE
-    else:
-        fields[12:16], fields[28:44] = len(payload).to_bytes(4, "little"), NAMESPACE
+    fields[12:16], fields[28:44] = len(payload).to_bytes(4, "little"), NAMESPACE
     return seal(b"key", bytes(fields), payload)
 
 
@@ -51,8 +47,7 @@ def one_input(data: bytes) -> None:
     if not reason:
         if decode(PLAIN, value) != ("", page) or PLAIN.verify_stored(b"key", value):
             raise AssertionError("a second reading differs from the first")
-        raw_at = slice(8, 16) if value[4] == 1 else slice(8, 12)
-        if int.from_bytes(value[raw_at], "little") != PAGE_BYTES or value[4] not in (1, 2, 3):
+        if int.from_bytes(value[8:12], "little") != PAGE_BYTES or value[4] != 1:
             raise AssertionError("a page was made of a header that contradicts it")
         if not value[6] and value[HEADER_BYTES:] != page:
             raise AssertionError("a raw page differs from its payload")

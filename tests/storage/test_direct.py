@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.storage.direct_read import ALIGNMENT, LEAST_BYTES, DirectReads, aligned_room
+from hicache.storage.direct_read import LEAST_BYTES, DirectReads
+from hicache.storage.memory import ALIGNMENT, aligned_buffer
 from hicache.storage.slot_file import SlotFile
 from storage_pages import (
     Layout,
@@ -74,7 +75,7 @@ def test_a_payload_is_the_same_either_way(kept: File, block: int, length: int, h
         forget_cached(kept.path)
         if how == "partly cached":
             os.pread(kept.descriptor, length // 3, offset)
-        room = aligned_room(length)
+        room = aligned_buffer(length)
         slots.read(offset, length, room)
     assert bytes(room[:length]) == kept.truth[offset : offset + length].ljust(length, b"\0")
 
@@ -88,7 +89,7 @@ def test_reads_beside_a_writer_are_not_direct(file: File, how: str, through_memo
         if how == "beside a write":
             slots.write(0, file.truth[:ALIGNMENT])
         forget_cached(file.path)
-        slots.read(ALIGNMENT, LEAST_BYTES, aligned_room(LEAST_BYTES))
+        slots.read(ALIGNMENT, LEAST_BYTES, aligned_buffer(LEAST_BYTES))
         assert file.direct.wants(ALIGNMENT, LEAST_BYTES) != through_memory
 
 
@@ -96,7 +97,7 @@ def test_only_long_values_that_are_not_in_memory_go_direct(file: File) -> None:
     """A short value, and one that the kernel has most of, are left to it; afterwards, nothing new is in its memory."""
     file.needs_direct_reads()
     assert file.direct.wants(100, LEAST_BYTES) and not file.direct.wants(100, LEAST_BYTES - 1)
-    room = aligned_room(LEAST_BYTES)
+    room = aligned_buffer(LEAST_BYTES)
     assert file.direct.read(room, ALIGNMENT, LEAST_BYTES) == LEAST_BYTES
     assert bytes(room[:LEAST_BYTES]) == file.truth[ALIGNMENT : ALIGNMENT + LEAST_BYTES]
     assert file.direct.wants(0, FILE_BYTES)
@@ -108,7 +109,7 @@ def test_what_direct_reads_refuse_is_read_otherwise(file: File) -> None:
     """Memory that is not aligned, or a file system without such reads, gives nothing and no error; a failing medium
     raises."""
     file.needs_direct_reads()
-    room = aligned_room(LEAST_BYTES)
+    room = aligned_buffer(LEAST_BYTES)
     assert file.direct.read(room[1:], 0, LEAST_BYTES) == 0
     end = FILE_BYTES - ALIGNMENT
     assert file.direct.read(room, end, LEAST_BYTES) == ALIGNMENT and bytes(room[:ALIGNMENT]) == file.truth[end:]

@@ -26,6 +26,7 @@ from storage_pages import (
     key_of,
     open_store,
     put_numbers,
+    slots_path,
 )
 
 HOLDER = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); input()"
@@ -166,11 +167,12 @@ def refuse_damaged(path: Path) -> None:
 
 
 def refuse_missing_slots(path: Path) -> None:
-    (path / "pages.dat").rename(path / "moved")
+    slots = slots_path(path)
+    slots.rename(path / "moved")
     try:
         open_store(path)
     finally:
-        (path / "moved").rename(path / "pages.dat")
+        (path / "moved").rename(slots)
 
 
 def refuse_reader(path: Path) -> None:

@@ -32,6 +32,7 @@ from storage_pages import (
     key_of,
     open_store,
     put_numbers,
+    slots_path,
 )
 
 NUM_PAGES = 64
@@ -181,7 +182,8 @@ def restore(kept: dict[int, int]) -> None:
 def test_failed_reads_and_writes_of_slots(tmp_path: Path) -> None:
     """Slots that cannot be read are counted misses, no reason to drop their pages; a slot that cannot be written turns
     the store read-only, which reads on. Both pass: the pages are served, and the store revives."""
-    store, data = open_store(tmp_path, **SLOTS), tmp_path / "pages.dat"
+    store = open_store(tmp_path, **SLOTS)
+    data = slots_path(tmp_path)
     assert put_numbers(store, range(20)) == [True] * 20
     kept = exchange(list(descriptors_of(data)), data, os.O_WRONLY)
     assert len(kept) in (1, 2) and found_numbers(store, range(20)) == set()
@@ -253,8 +255,10 @@ def with_bad_sector(path: Path, tables: Tables) -> tuple[Tables, BadSector | Bad
     if tables.slots is None:
         values = BadSector(path / "data.mdb", tables.psize)
         return dataclasses.replace(tables, values=values), values
-    slots = BadSlot(path / "pages.dat", tables.slots.file.slot_bytes, writable=True)
-    return dataclasses.replace(tables, slots=dataclasses.replace(tables.slots, file=slots)), slots
+    [(page_bytes, whole)] = tables.slots.by_page_bytes.items()
+    bad = BadSlot(slots_path(path), whole.file.slot_bytes, writable=True)
+    by_page_bytes = {page_bytes: dataclasses.replace(whole, file=bad)}
+    return dataclasses.replace(tables, slots=dataclasses.replace(tables.slots, by_page_bytes=by_page_bytes)), bad
 
 
 @both_layouts

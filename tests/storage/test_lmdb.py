@@ -116,7 +116,7 @@ def test_identity(tmp_path: Path) -> None:
         open_store(tmp_path, identity={**IDENTITY, "model": "huge"})
     with pytest.raises(StoreMismatch, match=r"salt: stored None, now 'a'"):
         open_store(tmp_path, identity={**IDENTITY, "salt": "a"})
-    with pytest.raises(StoreMismatch, match=r"page_bytes: stored 16320, now 8192"):
+    with pytest.raises(StoreMismatch, match=r"page_bytes: stored \[16320\], now \[8192\]"):
         open_store(tmp_path, page_bytes=8192)
     with pytest.raises(StoreError, match="identity"):
         open_store(tmp_path, identity={})
@@ -306,7 +306,7 @@ def test_check_finds_wrong_counters(tmp_path: Path, layout: Layout) -> None:
         with env.begin(write=True) as txn:
             txn.delete(key_of(1), db=tables[b"ages"])
             txn.put((77).to_bytes(8, "big"), key_of(9), db=tables[b"recency"])
-            txn.put(b"counters", (6).to_bytes(8, "little") + bytes(8), db=tables[b"meta"])
+            txn.put(b"counters", (6).to_bytes(8, "little") + bytes(16), db=tables[b"meta"])
     store = open_store(tmp_path)
     with pytest.raises(StoreCorrupt) as caught:
         store.check()
@@ -321,8 +321,8 @@ def test_missing_packages() -> None:
     """Without lmdb and zstandard the package imports, and building a store names what to install."""
     code = (
         "import sys; sys.modules['lmdb'] = sys.modules['zstandard'] = None\n"
-        "from hicache.storage import LmdbPageStore, StoreError\n"
-        "try: LmdbPageStore('x', identity={'m': 1}, page_bytes=8, budget_bytes=1 << 20)\n"
+        "from hicache.storage import LmdbPageStore, PageFormat, StoreError\n"
+        "try: LmdbPageStore('x', identity={'m': 1}, formats=[PageFormat(8)], budget_bytes=1 << 20)\n"
         "except StoreError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

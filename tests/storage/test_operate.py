@@ -12,6 +12,7 @@ from hicache.storage import (
     LmdbPageStore,
     PageCipher,
     PageFilter,
+    PageFormat,
     StoreError,
     StoreMismatch,
     VerifyReport,
@@ -48,10 +49,11 @@ def test_describe(tmp_path: Path) -> None:
     live_bytes = store.stats().live_bytes
     store.close()
     found = describe(tmp_path)
-    assert dict(found.identity) == IDENTITY and found.page_bytes == PAGE_BYTES
-    assert (found.filter, found.level, found.durability, found.budget_bytes) == (how, 3, "commit", 64 << 20)
-    assert (found.entries, found.live_bytes, found.key_id, found.writer_pid) == (7, live_bytes, "", None)
-    assert found.file_bytes == (tmp_path / "data.mdb").stat().st_size and found.format == 2
+    assert dict(found.identity) == IDENTITY and found.formats == (PageFormat(PAGE_BYTES, how),)
+    assert (found.level, found.durability, found.budget_bytes) == (3, "commit", 64 << 20)
+    assert (found.entries, found.live_bytes, found.raw_bytes) == (7, live_bytes, 7 * PAGE_BYTES)
+    assert (found.key_id, found.writer_pid) == ("", None)
+    assert found.file_bytes == (tmp_path / "data.mdb").stat().st_size and found.format == 1
     with pytest.raises(StoreError, match="there is no store"):
         describe(tmp_path / "none")
 
@@ -68,29 +70,27 @@ def test_open_existing(tmp_path: Path) -> None:
     again.close()
     after = describe(tmp_path)
     assert after.entries == 6
-    assert (after.filter, after.durability, after.budget_bytes) == (before.filter, "commit", before.budget_bytes)
+    assert (after.formats, after.durability, after.budget_bytes) == (before.formats, "commit", before.budget_bytes)
     store = open_store(tmp_path)
     assert found_numbers(store, range(10), kind="normal") == {0, 1, 2, 3, 4, 9}
     store.close()
 
 
-def test_store_of_format_1(tmp_path: Path) -> None:
-    """A store without settings, as format 1 left it, is described, opened and brought up to the present format."""
+def test_store_without_settings(tmp_path: Path) -> None:
+    """A store that lost its settings record is described and opened with the defaults, and has one again."""
     store = open_store(tmp_path)
     put_numbers(store, range(5))
     store.close()
 
-    def age(txn: lmdb.Transaction, tables: dict[bytes, object]) -> None:
-        txn.delete(b"settings", db=tables[b"meta"])
-        record = txn.get(b"store", db=tables[b"meta"]).replace(b'"format":2', b'"format":1')
-        txn.put(b"store", record, db=tables[b"meta"])
+    def lose(txn: lmdb.Transaction, tables: dict[bytes, object]) -> None:
+        assert txn.delete(b"settings", db=tables[b"meta"])
 
-    change(tmp_path, age)
-    assert describe(tmp_path).format == 1 and describe(tmp_path).level == 1
+    change(tmp_path, lose)
+    assert describe(tmp_path).level == 1 and describe(tmp_path).formats == (PageFormat(PAGE_BYTES),)
     store = open_store(tmp_path, level=5)
     assert found_numbers(store, range(6)) == set(range(5))
     store.close()
-    assert (describe(tmp_path).format, describe(tmp_path).level) == (2, 5)
+    assert describe(tmp_path).level == 5
 
 
 def test_left_over_probe(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def plant(txn: lmdb.Transaction, tables: dict[bytes, object]) -> None:
     txn.delete(key_of(10), db=tables[b"ages"])
     txn.put(key_of(11), b"short", db=tables[b"ages"])
     txn.put((900).to_bytes(8, "big"), key_of(77), db=tables[b"recency"])
-    txn.put(b"counters", (2).to_bytes(8, "little") + bytes(8), db=tables[b"meta"])
+    txn.put(b"counters", (2).to_bytes(8, "little") + bytes(16), db=tables[b"meta"])
 
 
 def test_verify_finds_and_mends_every_fault(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_wrong_counters_do_not_stop_writing(tmp_path: Path) -> None:
     store.close()
 
     def lower(txn: lmdb.Transaction, tables: dict[bytes, object]) -> None:
-        txn.put(b"counters", (5).to_bytes(8, "little") + bytes(8), db=tables[b"meta"])
+        txn.put(b"counters", (5).to_bytes(8, "little") + bytes(16), db=tables[b"meta"])
 
     change(tmp_path, lower)
     store = open_store(tmp_path, budget_bytes=budget)

@@ -17,6 +17,7 @@ from hicache.storage import (
     LmdbPageReader,
     LmdbPageStore,
     PageCipher,
+    PageFormat,
     StoreCorrupt,
     StoreError,
     StoreLocked,
@@ -221,7 +222,7 @@ def test_second_writer_is_told_who_writes(tmp_path: Path, others: list[Other]) -
         open_store(tmp_path)
     found = describe(tmp_path)
     assert (found.writer_pid, found.entries, dict(found.identity)) == (writer.process.pid, 3, IDENTITY)
-    assert (found.page_bytes, found.budget_bytes, found.encrypted) == (PAGE_BYTES, 64 << 20, False)
+    assert (found.formats, found.budget_bytes, found.encrypted) == ((PageFormat(PAGE_BYTES),), 64 << 20, False)
     writer.kill()
     assert describe(tmp_path).writer_pid is None
 

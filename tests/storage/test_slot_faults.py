@@ -24,7 +24,7 @@ from child_case import in_child
 from hicache.storage import LmdbPageReader, LmdbPageStore, StoreCorrupt, StoreError, describe, verify
 from slot_case import MEMORY, SLOT_BYTES, closed_slots, open_slots
 from slot_faults import ALL, FAULTS, NUM_PAGES, NUM_RANDOM, SETTINGS, behind, make
-from storage_pages import found_numbers, key_of, put_numbers
+from storage_pages import PAGE_BYTES, found_numbers, key_of, put_numbers, slots_path
 
 MODES = ("read", "verify")
 
@@ -133,11 +133,11 @@ def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path, left_bytes: int) ->
     lost = behind(left_bytes)(closed_slots(tmp_path / "store"))
     with contextlib.closing(LmdbPageReader(tmp_path / "read")) as reader:
         assert found_of(reader) == ALL
-        os.truncate(tmp_path / "read" / "pages.dat", left_bytes)
+        os.truncate(slots_path(tmp_path / "read"), left_bytes)
         assert found_of(reader) == ALL - lost and reader.stats().corrupt == len(lost)
     with contextlib.closing(open_slots(tmp_path / "store", **SETTINGS)) as store:
         assert found_of(store) == ALL
-        os.truncate(tmp_path / "store" / "pages.dat", left_bytes)
+        os.truncate(slots_path(tmp_path / "store"), left_bytes)
         assert found_of(store) == ALL - lost and store.stats().corrupt == len(lost)
         assert put_numbers(store, [1000]) == [True] and store.stats().entries == NUM_PAGES - len(lost) + 1
         store.check()
@@ -149,16 +149,17 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     them again it is what it was."""
     make(tmp_path / "store")
     data = (tmp_path / "store" / "data.mdb").read_bytes()
-    (tmp_path / "store" / "pages.dat").rename(tmp_path / "kept")
+    slots = slots_path(tmp_path / "store")
+    slots.rename(tmp_path / "kept")
     for _ in range(2):
-        with pytest.raises(StoreCorrupt, match=r"pages\.dat"):
+        with pytest.raises(StoreCorrupt, match=slots.name):
             open_slots(tmp_path / "store", **SETTINGS)
         for opening in (LmdbPageReader, describe):
-            with pytest.raises(StoreError, match=r"pages\.dat"):
+            with pytest.raises(StoreError, match=slots.name):
                 opening(tmp_path / "store")
     assert (tmp_path / "store" / "data.mdb").read_bytes() == data
-    assert not (tmp_path / "store" / "pages.dat").exists()
-    (tmp_path / "kept").rename(tmp_path / "store" / "pages.dat")
+    assert not slots.exists()
+    (tmp_path / "kept").rename(slots)
     with contextlib.closing(open_slots(tmp_path / "store", **SETTINGS)) as store:
         assert found_of(store) == ALL
         store.check()
@@ -168,10 +169,10 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_slots_without_their_tables(tmp_path: Path, content: bytes) -> None:
     """What has the name of the slots' file where no store is, is not overwritten; what a store left that was killed
     while it was made is."""
-    file = tmp_path / "pages.dat"
+    file = tmp_path / f"pages-{PAGE_BYTES}.dat"
     file.write_bytes(content)
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"pages\.dat is there, but no store; move it away"):
+        with pytest.raises(StoreError, match=r"pages-16320\.dat is there, but no store; move it away"):
             open_slots(tmp_path, **SETTINGS)
         assert file.read_bytes() == content
     file.write_bytes(bytes(4096))

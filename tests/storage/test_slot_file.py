@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, describe
-from hicache.storage.direct_read import DirectReads, aligned_room
+from hicache.storage.direct_read import DirectReads
+from hicache.storage.memory import aligned_buffer
 from slot_case import (
     BLOCK_BYTES,
     EXTENT_BYTES,
@@ -27,7 +28,7 @@ from slot_case import (
     slots_of,
     taken_bytes,
 )
-from storage_pages import forget_cached, found_numbers, key_of, page_of, put_numbers
+from storage_pages import forget_cached, found_numbers, key_of, page_of, put_numbers, slots_path
 
 
 def used_up(path: Path) -> Slots:
@@ -105,7 +106,7 @@ SHIFTS = (0, 1, 64, 4095)
 
 def aligned(page_bytes: int, shift: int = 0) -> PageBuffer:
     """Memory for a page, `shift` bytes from an aligned place."""
-    return np.frombuffer(aligned_room(page_bytes + shift), dtype=np.uint8)[shift : shift + page_bytes]
+    return np.frombuffer(aligned_buffer(page_bytes + shift), dtype=np.uint8)[shift : shift + page_bytes]
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 3 * 4096, 64 << 10, 70_001, 5000, 1, 256 << 10, 260 << 10, 300_001])
@@ -126,7 +127,7 @@ def test_buffers_may_lie_anywhere(tmp_path: Path, page_bytes: int, kind: str) ->
         require_at_every_shift(store, keys, page_of(7, page_bytes, kind))
     with contextlib.closing(open_slots(tmp_path, **settings)) as store:
         require_at_every_shift(store, keys, page_of(7, page_bytes, kind))
-        forget_cached(tmp_path / "pages.dat")
+        forget_cached(slots_path(tmp_path))
         require_at_every_shift(store, keys, page_of(7, page_bytes, kind))
         store.check()
 
@@ -147,14 +148,14 @@ def require_at_every_shift(store: LmdbPageStore, keys: list[bytes], page: PageBu
 def test_pages_are_read_past_the_kernels_memory(tmp_path: Path) -> None:
     """What the kernel does not have of a raw page goes from the medium to where it is wanted, or, if that is not
     aligned, by way of the thread's memory: the kernel does not have it afterwards."""
-    page_bytes, data = 1 << 20, tmp_path / "pages.dat"
+    page_bytes = 1 << 20
     settings = {"page_bytes": page_bytes, "budget_bytes": 64 << 20}
     with contextlib.closing(open_slots(tmp_path, **settings)) as store:
         put_numbers(store, range(4), page_bytes)
     buffers = [aligned(page_bytes), aligned(page_bytes, 64)]
     with contextlib.closing(open_slots(tmp_path, **settings)) as store, slots_file(tmp_path) as descriptor:
-        forget_cached(data)
-        with contextlib.closing(DirectReads(data, descriptor)) as reads:
+        forget_cached(slots_path(tmp_path))
+        with contextlib.closing(DirectReads(slots_path(tmp_path), descriptor)) as reads:
             if not reads.wants(0, page_bytes):
                 pytest.skip("no direct reads here, or the kernel does not tell what it has in memory")
             assert store.get_into([key_of(0), key_of(1)], buffers) == [True] * 2
@@ -209,5 +210,5 @@ def test_a_store_works_on_file_systems_of_all_kinds(mounted: tuple[str, Path], t
         store.check()
         store.close()
         has_slots = name == "copied" or kind == "tmpfs"
-        assert describe(path / name).format == (3 if has_slots else 2)
-        assert ((path / name / "pages.dat").stat().st_size > 40 * SLOT_BYTES) == has_slots
+        assert describe(path / name).has_slots == has_slots
+        assert (slots_path(path / name).stat().st_size > 40 * SLOT_BYTES) == has_slots

@@ -17,6 +17,7 @@ from hicache.storage import (
     LmdbPageStore,
     PageCipher,
     PageFilter,
+    PageFormat,
     StoreError,
     StoreMismatch,
     describe,
@@ -27,7 +28,7 @@ from hicache.storage import (
     verify,
 )
 from slot_case import SLOT_BYTES, closed_slots, open_slots, payloads, slots_file, slots_of
-from storage_pages import PAGE_BYTES, found_numbers, key_of, open_store, page_of, put_numbers
+from storage_pages import PAGE_BYTES, found_numbers, key_of, open_store, page_of, put_numbers, slots_path
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 LONG_PAGE_BYTES = 1 << 20
@@ -37,42 +38,53 @@ SLOTS: dict[str, Any] = {"slots_from_bytes": 1}
 
 def record_of(path: Path) -> dict[str, Any]:
     """The identity record of a closed store, as it is stored."""
-    with lmdb.open(str(path), max_dbs=6, map_size=1 << 27) as env, env.begin(db=env.open_db(b"meta")) as txn:
+    with lmdb.open(str(path), max_dbs=16, map_size=1 << 27) as env, env.begin(db=env.open_db(b"meta")) as txn:
         record: dict[str, Any] = json.loads(txn.get(b"store"))
         return record
 
 
 @pytest.mark.parametrize(
-    ("changes", "slot_bytes"),
+    ("page_sizes", "changes", "slot_bytes"),
     [
-        ({"page_bytes": (256 << 10) - 1}, 0),
-        ({"page_bytes": 256 << 10}, 256 << 10),
-        ({"page_bytes": 256 << 10, **TABLES}, 0),
-        ({"page_bytes": (256 << 10) + 1}, (256 << 10) + 4096),
-        ({"page_bytes": 256 << 10, "cipher": PageCipher(KEY)}, (256 << 10) + 4096),
-        ({"page_bytes": PAGE_BYTES, **SLOTS}, SLOT_BYTES),
-        ({"page_bytes": 1, **SLOTS}, 4096),
+        ([(256 << 10) - 1], {}, []),
+        ([256 << 10], {}, [256 << 10]),
+        ([256 << 10], TABLES, []),
+        ([(256 << 10) + 1], {}, [(256 << 10) + 4096]),
+        ([256 << 10], {"cipher": PageCipher(KEY)}, [(256 << 10) + 4096]),
+        ([PAGE_BYTES], SLOTS, [SLOT_BYTES]),
+        ([1], SLOTS, [4096]),
+        ([100, 5000, 70_000], {}, []),
+        ([1 << 20, 100, 5000], {}, [4096, 8192, 1 << 20]),
     ],
 )
-def test_the_record_names_the_slots(tmp_path: Path, changes: dict[str, Any], slot_bytes: int) -> None:
-    """A store for pages of 256 KiB and more has slots, format 3 and their size in its record, room for a seal where
-    pages are encrypted; another has format 2, a record as ever, and no file of slots. Each stays what it is."""
-    store = open_store(tmp_path, **changes)
-    put_numbers(store, range(3), changes["page_bytes"])
-    store.check()
-    store.close()
-    store = open_store(tmp_path, **{**changes, "slots_from_bytes": 1 << 40 if slot_bytes else 1})
-    assert found_numbers(store, range(4), changes["page_bytes"]) == {0, 1, 2}
-    store.close()
-    assert describe(tmp_path).format == (3 if slot_bytes else 2)
+def test_the_largest_pages_decide_on_slots(
+    tmp_path: Path, page_sizes: list[int], changes: dict[str, Any], slot_bytes: list[int]
+) -> None:
+    """A store whose largest pages have 256 KiB and more has a slot file for each size, with slots of whole blocks that
+    take an encrypted page too; another has none. The record says so, and each stays what it is."""
+    settings = {"formats": [PageFormat(page_bytes) for page_bytes in page_sizes], **changes}
+    with contextlib.closing(open_store(tmp_path, **settings)) as store:
+        for page_bytes in page_sizes:
+            assert store.put([(key_of(page_bytes), page_of(3, page_bytes))] * 2) == [True] * 2
+        store.check()
+    files = {int(file.stem.split("-")[1]): file.stat().st_size for file in tmp_path.glob("pages-*.dat")}
+    assert sorted(files) == (sorted(page_sizes) if slot_bytes else [])
+    assert [-(-files[page_bytes] // 4096) * 4096 for page_bytes in sorted(files)] == slot_bytes
+    settings["slots_from_bytes"] = 1 << 40 if slot_bytes else 1
+    with contextlib.closing(open_store(tmp_path, **settings)) as store:
+        for page_bytes in page_sizes:
+            page = np.empty(page_bytes, dtype=np.uint8)
+            assert store.get_into([key_of(page_bytes)], [page]) == [True]
+            np.testing.assert_array_equal(page, page_of(3, page_bytes))
     record = record_of(tmp_path)
-    assert record.pop("slot_bytes", 0) == slot_bytes and (tmp_path / "pages.dat").exists() == bool(slot_bytes)
-    assert record.keys() == {"format", "identity", "page_bytes"} and record["format"] == (3 if slot_bytes else 2)
+    assert describe(tmp_path).has_slots == record["slots"] == bool(slot_bytes)
+    assert record.keys() == {"format", "identity", "page_bytes", "slots"} and record["format"] == 1
+    assert record["page_bytes"] == sorted(page_sizes)
 
 
 def test_long_pages_stay_in_tables(tmp_path: Path) -> None:
-    """A store of format 2 with pages of 1 MiB, opened as any store is now, is read and written, evicts and compacts in
-    its tables, and can be described, read by others and opened by an operator."""
+    """A store with pages of 1 MiB in its tables, opened as any store is, is read and written, evicts and compacts in
+    them, and can be described, read by others and opened by an operator."""
     settings = {"page_bytes": LONG_PAGE_BYTES, "budget_bytes": 64 << 20}
     with contextlib.closing(open_store(tmp_path, **settings, **TABLES)) as store:
         put_numbers(store, range(10), LONG_PAGE_BYTES)
@@ -88,7 +100,7 @@ def test_long_pages_stay_in_tables(tmp_path: Path) -> None:
             store.check()
     with contextlib.closing(LmdbPageReader(tmp_path)) as reader:
         assert found_numbers(reader, range(10), LONG_PAGE_BYTES) == set(range(10))
-    assert describe(tmp_path).format == 2 and not (tmp_path / "pages.dat").exists()
+    assert not describe(tmp_path).has_slots and not list(tmp_path.glob("pages-*.dat"))
 
 
 def fill(store: LmdbPageStore) -> None:
@@ -164,7 +176,7 @@ def test_encrypted_slots(tmp_path: Path, kind: str, level: int) -> None:
             aligned = np.frombuffer(os.urandom(PAGE_BYTES + 4096), dtype=np.uint8).copy()[:PAGE_BYTES]
             assert store.get_into([key_of(3)], [aligned]) == [True] and np.array_equal(aligned, page)
             slots = slots_of(store)
-    plain, sealed = ((tmp_path / name / "pages.dat").read_bytes() for name in ("plain", "sealed"))
+    plain, sealed = (slots_path(tmp_path / name).read_bytes() for name in ("plain", "sealed"))
     packed = payloads(tmp_path / "plain", closed_slots(tmp_path / "plain"))[key_of(3)]
     assert (page.tobytes() in plain) == (len(packed) == PAGE_BYTES) == (not level or kind == "random")
     for content in (page.tobytes(), packed):

@@ -20,21 +20,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.storage import LmdbPageReader, LmdbPageStore, PageBuffer
-from hicache.storage.direct_read import aligned_room
+from hicache.storage.memory import aligned_buffer
 from slot_case import (
     BLOCK_BYTES,
     EXTENT_BYTES,
     MEMORY,
     SLOT_BYTES,
-    TABLES,
     Slots,
     open_slots,
     payloads,
     read_slots,
     slots_of,
+    tables_of,
     taken_bytes,
 )
-from storage_pages import found_numbers, key_of, page_of, put_numbers
+from storage_pages import found_numbers, key_of, page_of, put_numbers, slots_path
 
 MODEL_PAGE_BYTES, MODEL_SLOT_BYTES = 60_000, 15 * BLOCK_BYTES
 BUDGETS = (3_000_000, 1_750_000)  # the smaller one has room for about 16 raw pages
@@ -117,7 +117,7 @@ def empty(model: Model) -> None:
     model.step("delete", [(number, 0) for number in list(model.shares)])
     model.store.compact()
     assert taken_bytes(model.path) <= EXTENT_BYTES
-    assert (slots_of(model.store).num_slots, (model.path / "pages.dat").stat().st_size) == (0, 0)
+    assert (slots_of(model.store).num_slots, slots_path(model.path).stat().st_size) == (0, 0)
     model.step("put", [(number, 16) for number in range(5)])
     model.store.close()
 
@@ -148,10 +148,6 @@ def test_slots_hold_while_pages_are_evicted(tmp_path: Path, num_steps: int) -> N
     empty(model)
 
 
-def tables_of(store: LmdbPageStore, txn: Any) -> dict[bytes, Any]:
-    return {name: store._env.tables.env.open_db(name, txn, create=False) for name in TABLES}
-
-
 def churn(store: LmdbPageStore, turn: int) -> None:
     """Some pages go, others come, of several sizes, and the oldest are evicted."""
     store.delete([key_of(number) for number in range(turn * 7 % 40, turn * 7 % 40 + 9)])
@@ -175,7 +171,7 @@ def test_a_slot_that_a_snapshot_shows_is_never_written(tmp_path: Path) -> None:
     store = open_slots(tmp_path, budget_bytes=AMPLE_BUDGET)
     put_numbers(store, range(40))
     with store._env.tables.env.begin() as txn:
-        shown = read_slots(txn, tables_of(store, txn))
+        shown = read_slots(txn, tables_of(store._env.tables.env, txn))
         before = payloads(tmp_path, shown)
         for turn in range(25):
             churn(store, turn)
@@ -220,7 +216,7 @@ def read_twice(path: str, num_pages: int) -> None:
         return not isinstance(value, str) and bytes(value[48:]) == page_of(number).tobytes()
 
     def body(txn: Any, tables: Any) -> None:
-        room = aligned_room(verifier.max_value_bytes)
+        room = aligned_buffer(verifier.max_value_bytes)
         for turn in range(2):
             print(sum(is_right(txn, tables, number, room) for number in range(num_pages)), "right", flush=True)
             if not turn:
@@ -247,7 +243,7 @@ class Moment(NamedTuple):
         """These tables beside the newer slots are a sound store with all its pages, which takes more."""
         copy.mkdir()
         (copy / "data.mdb").write_bytes(self.data)
-        shutil.copy(newer / "pages.dat", copy)
+        shutil.copy(slots_path(newer), copy)
         with contextlib.closing(open_commits(copy)) as store:
             held = {number for number in range(1000) if key_of(number) in self.slots.used}
             assert found_numbers(store, held, MODEL_PAGE_BYTES) == held and len(held) == len(self.slots.used)

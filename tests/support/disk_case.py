@@ -1,4 +1,4 @@
-"""What tests of the disk tier share: a clock they set, and a real store that fails, waits or hangs when told to."""
+"""What tests of the disk tier share: a clock that they set, and a real store that fails, waits or stalls on demand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from hicache.disk import DiskTier, Limits
-from hicache.storage import LmdbPageStore, PageBuffer, PageStore, StoreStats
+from hicache.engine import CacheEngine
+from hicache.storage import LmdbPageStore, PageBuffer, PageFormat, PageStore, StoreStats
 
 PAGE_BYTES = 4096
 PATIENCE_S = 20.0
@@ -27,7 +28,7 @@ class Clock:
 
 
 class TroubledStore:
-    """Passes everything on to `inner`. `trouble(verb)` runs before each call and may raise, wait or hang; `calls` lists
+    """Passes everything on to `inner`. `trouble(verb)` runs before each call and may raise or wait; `calls` lists
     what got through: the verb and its keys, of puts the lag too."""
 
     def __init__(self, inner: PageStore) -> None:
@@ -121,9 +122,9 @@ def troubled_tier(
     close_s: float = 30.0,
 ) -> tuple[DiskTier, TroubledStore]:
     """A tier over a troubled store of 4 KiB pages; start it before use."""
-    inner = LmdbPageStore(path, identity={"model": "toy"}, page_bytes=PAGE_BYTES, budget_bytes=8 << 20)
+    inner = LmdbPageStore(path, identity={"model": "toy"}, formats=[PageFormat(PAGE_BYTES)], budget_bytes=8 << 20)
     store = TroubledStore(inner)
-    limits = Limits(hang_s=10, retry_s=1, max_retry_s=6, close_s=close_s)
+    limits = Limits(io_timeout_s=10, reopen_backoff_s=1, max_reopen_backoff_s=6, close_s=close_s)
     tier = DiskTier(store, readers=readers, queue_jobs=queue_jobs, full_bytes=full_bytes, limits=limits, clock=clock)
     return tier, store
 
@@ -139,12 +140,29 @@ def blank(count: int) -> tuple[np.ndarray, ...]:
     return tuple(np.zeros(PAGE_BYTES, np.uint8) for _ in range(count))
 
 
-def wait_for(drain: Callable[[], list], count: int) -> list:
-    """The next `count` answers."""
+def take_reads(disk: DiskTier) -> list:
+    return disk.reads.take(disk.reads.finished())
+
+
+def take_writes(disk: DiskTier) -> list:
+    return disk.writes.take(disk.writes.finished())
+
+
+def wait_for_reads(disk: DiskTier, count: int) -> list:
+    """The next `count` outcomes of reads."""
+    return _wait_for(lambda: take_reads(disk), count)
+
+
+def wait_for_writes(disk: DiskTier, count: int) -> list:
+    """The next `count` outcomes of writes."""
+    return _wait_for(lambda: take_writes(disk), count)
+
+
+def _wait_for(take: Callable[[], list], count: int) -> list:
     found: list = []
     deadline_s = time.monotonic() + PATIENCE_S
     while len(found) < count and time.monotonic() < deadline_s:
-        found.extend(drain())
+        found.extend(take())
     assert len(found) == count, found
     return found
 
@@ -160,3 +178,15 @@ def disk_threads() -> list[str]:
     """Names of the threads of any disk tier that are alive; a store may have its own."""
     names = [thread.name for thread in threading.enumerate()]
     return [name for name in names if name.startswith(("hicache-disk-reads", "hicache-disk-writes"))]
+
+
+def page_keys(engine: CacheEngine, tokens: np.ndarray, namespace: str = "") -> list[bytes]:
+    """The keys of the whole pages of a prompt."""
+    tree = engine.inspect.context.tree
+    return tree.names.of_prompt(tree.match(tokens, namespace), tokens)
+
+
+def num_held(disk: DiskTier, keys: Sequence[bytes], wait_s: float) -> int | None:
+    """How many of `keys`, from the first on, the disk holds; None where it did not answer in time."""
+    found = disk.find(keys, wait_s)
+    return None if found is None else found.num_pages

@@ -1,4 +1,4 @@
-"""Every causal language model family of transformers, and what becomes of it: data.
+"""Every causal language model family of transformers, and whether it is served: data.
 
 `docs/models.md` shows these rows and the tests hold them. `family_case` makes the models.
 """
@@ -14,15 +14,15 @@ WINDOW = 12
 
 @dataclass(frozen=True)
 class Family:
-    """`kind`: of a family that is served, "full", "window" or "hybrid" by its layers; "" where it is refused, with
-    `reason` in the message."""
+    """`kind`: "full", "window" or "hybrid" for a family that is served; "" for one that is refused with `reason` in the
+    message. `changes`: of its configuration."""
 
     kind: str = ""
     reason: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-# The version whose families these are, and those of it that make no small model of their own.
+# The version of transformers with these families, and the families of which there is no small model.
 TRANSFORMERS = "5.23"
 UNTRIED = {
     "blt": "its byte patches come from a second model",
@@ -70,7 +70,7 @@ FAMILIES: dict[str, Family] = {
     "cohere_compass_text": Family(
         "full",
         changes={
-            "layer_types": ["full_attention", "full_attention", "full_attention", "full_attention"],
+            "layer_types": ["full_attention", "full_attention"],
             "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
         },
     ),
@@ -340,7 +340,7 @@ FAMILIES: dict[str, Family] = {
     "roformer": Family(reason="no way to be told positions"),
     "rwkv": Family(reason="no key-value cache"),
     "seed_oss": Family("full"),
-    "smollm3": Family("full"),
+    "smollm3": Family("full", changes={"num_hidden_layers": 4}),  # the fourth has no position embedding
     "solar_open": Family("full"),
     "stablelm": Family("full"),
     "starcoder2": Family("full"),

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
-import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PLACES = [
-    ("cpu", "torch"),
-    pytest.param("cpu", "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton runs on the GPU here")),
-    pytest.param("cuda", "torch", marks=pytest.mark.gpu),
-    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
-]
 BF16, F32, U8 = torch.bfloat16, torch.float32, torch.uint8
 # For each layer, the (row shape, dtype) of each buffer.
 POOLS = {

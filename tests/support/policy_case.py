@@ -1,14 +1,14 @@
-"""A world of nodes that orders are told of, and oracles that sort them all at every victim."""
+"""Nodes whose events are reported to an eviction order, and oracles that sort all nodes at every victim."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from hicache.tree.node import TreeNode
+from hicache.tree.node import FULL, HOST, SWA, TreeNode
 from hicache.tree.policy import make_order
 
-PLACE = 3
-# What goes first under each policy: the lowest.
+COMPONENT, TIER = SWA, HOST
+# What each policy evicts first: the lowest.
 RANKS: dict[str, Callable[[TreeNode], tuple[int, ...]]] = {
     "lru": lambda n: (n.last_access_time,),
     "lfu": lambda n: (n.hit_count, n.last_access_time),
@@ -20,29 +20,37 @@ RANKS: dict[str, Callable[[TreeNode], tuple[int, ...]]] = {
 }
 
 
+def locks_of(node: TreeNode) -> int:
+    return node.locks(COMPONENT, TIER)
+
+
+def add_locks(node: TreeNode, count: int) -> None:
+    node.holdings[COMPONENT][TIER].locks += count
+
+
 class SortedOracle:
-    """Sorts all nodes whenever it is asked: by their rank when their last event was told, then by when it was told."""
+    """Sorts all nodes whenever it is asked: by their rank at their last event, then by when that was reported."""
 
     def __init__(self, name: str) -> None:
         self.rank = RANKS[name]
-        self.told: dict[TreeNode, tuple[tuple[int, ...], int]] = {}
+        self.reported: dict[TreeNode, tuple[tuple[int, ...], int]] = {}
         self.events = 0
 
     def enter(self, node: TreeNode) -> None:
         self.events += 1
-        self.told[node] = (self.rank(node), self.events)
+        self.reported[node] = (self.rank(node), self.events)
 
     def beside(self, upper: TreeNode, lower: TreeNode) -> None:
         self.enter(upper)
 
-    def expose(self, node: TreeNode) -> None:
+    def on_leaf(self, node: TreeNode) -> None:
         self.enter(node)
 
     def leave(self, node: TreeNode) -> None:
-        del self.told[node]
+        del self.reported[node]
 
     def by_rank(self) -> list[TreeNode]:
-        return sorted(self.told, key=lambda node: self.told[node])
+        return sorted(self.reported, key=lambda node: self.reported[node])
 
 
 class ListOracle:
@@ -59,7 +67,7 @@ class ListOracle:
     def beside(self, upper: TreeNode, lower: TreeNode) -> None:
         self.nodes.insert(self.nodes.index(lower) + 1, upper)
 
-    def expose(self, node: TreeNode) -> None:
+    def on_leaf(self, node: TreeNode) -> None:
         assert node in self.nodes
 
     def leave(self, node: TreeNode) -> None:
@@ -70,13 +78,13 @@ class ListOracle:
 
 
 class World:
-    """Nodes at one place, with the rules by which a tree tells an order and, at the same time, an oracle of them."""
+    """Nodes of one account, whose events are reported to an order, as a tree does it, and to an oracle."""
 
     def __init__(self, name: str, leaves_only: bool) -> None:
         self.leaves_only = leaves_only
-        self.order = make_order(name, PLACE, self._may_go)
+        self.order = make_order(name, COMPONENT, TIER, self._is_evictable)
         self.oracle = ListOracle() if name == "lru" else SortedOracle(name)
-        self.root = TreeNode()
+        self.root = TreeNode(components=(FULL, COMPONENT))
         self.held: list[TreeNode] = []
         self.lock_ends: list[TreeNode] = []
         self.keys = 0
@@ -97,11 +105,11 @@ class World:
             self.touch_path(node)
 
     def touch_path(self, node: TreeNode) -> None:
-        """The order is told of locked nodes too: it has to ignore them."""
+        """Uses of locked nodes are reported to the order too: it has to ignore them."""
         for at in node.path():
-            at.used()
+            at.touch()
             self.order.hit(at)
-            if not at.locks[PLACE]:
+            if not locks_of(at):
                 self.oracle.enter(at)
 
     def lock(self, at: int, _: int) -> None:
@@ -109,8 +117,8 @@ class World:
             end = self._pick(self.held, at)
             self.lock_ends.append(end)
             for node in end.path():
-                node.locks[PLACE] += 1
-                if node.locks[PLACE] == 1:
+                add_locks(node, 1)
+                if locks_of(node) == 1:
                     self.order.lock(node)
                     self.oracle.leave(node)
 
@@ -118,9 +126,9 @@ class World:
         if self.lock_ends:
             end = self.lock_ends.pop(at % len(self.lock_ends))
             for node in end.path():
-                node.locks[PLACE] -= 1
-                if not node.locks[PLACE]:
-                    node.used()
+                add_locks(node, -1)
+                if not locks_of(node):
+                    node.touch()
                     self.order.unlock(node)
                     self.oracle.enter(node)
 
@@ -131,19 +139,20 @@ class World:
         assert lower.parent is not None
         key = next(key for key, node in lower.parent.children.items() if node is lower)
         upper = self._link(lower.parent, key)
-        upper.hit_count, upper.priority, upper.locks = lower.hit_count, lower.priority, list(lower.locks)
+        upper.hit_count, upper.priority = lower.hit_count, lower.priority
+        add_locks(upper, locks_of(lower))
         upper.creation_time, upper.last_access_time = lower.creation_time, lower.last_access_time
         lower.parent = upper
-        if not lower.locks[PLACE]:
+        if not locks_of(lower):
             self.order.split(upper, lower)
             self.oracle.beside(upper, lower)
         upper.children[b"lower"] = lower
 
     def use_elsewhere(self, at: int, _: int) -> None:
-        """Another place shares the fields, and this one is told nothing."""
+        """Other accounts share the fields, and nothing is reported to this order."""
         if self.held:
             node = self._pick(self.held, at)
-            node.used()
+            node.touch()
             node.hit_count += 1
             node.priority += 1
 
@@ -153,23 +162,23 @@ class World:
             self._drop(node)
 
     def drop_any(self, at: int, _: int) -> None:
-        """What goes need not be the victim: a request may be aborted."""
-        free = [node for node in self.held if not node.locks[PLACE] and not node.children]
+        """What is dropped need not be the victim: a request may be aborted."""
+        free = [node for node in self.held if not locks_of(node) and not node.children]
         if free:
             self._drop(self._pick(free, at))
 
     def expected(self) -> TreeNode | None:
-        """The first that may go of all that are in order, found the slow way."""
+        """The first evictable of all that are in the order, found by a look at each."""
         allowed = (node for node in self.oracle.by_rank() if not (self.leaves_only and node.children))
         return next(allowed, None)
 
     def _drop(self, node: TreeNode) -> None:
-        """An inner node that goes stays as a link: only its value has left this place."""
+        """An inner node leaves the account alone: its children follow its parent from then on."""
         parent = node.parent
         self.order.evict(node)
         self.oracle.leave(node)
         self.held.remove(node)
-        if node.children:  # taken out of the middle: the children move up
+        if node.children:
             assert parent is not None
             for child in node.children.values():
                 child.parent = parent
@@ -177,11 +186,11 @@ class World:
         assert parent is not None
         parent.children = {key: child for key, child in parent.children.items() if child is not node}
         if not parent.children and parent in self.order:
-            self.order.expose(parent)
-            self.oracle.expose(parent)
+            self.order.on_leaf(parent)
+            self.oracle.on_leaf(parent)
 
     def _link(self, parent: TreeNode, key: bytes | tuple[str, bytes] | None = None) -> TreeNode:
-        node = TreeNode(parent=parent)
+        node = TreeNode(parent=parent, components=(FULL, COMPONENT))
         parent.children[key or self._new_key()] = node
         self.held.append(node)
         return node
@@ -190,7 +199,7 @@ class World:
         self.keys += 1
         return self.keys.to_bytes(4, "little")
 
-    def _may_go(self, node: TreeNode) -> bool:
+    def _is_evictable(self, node: TreeNode) -> bool:
         return not (self.leaves_only and node.children)
 
     @staticmethod

@@ -148,6 +148,14 @@ def key(tokens: list[int], extra_key: str | None = None) -> MatchPrefixParams:
     return MatchPrefixParams(RadixKey(tokens, extra_key))
 
 
+def nodes_of(cache: Cache) -> list[tuple[TreeNode, list[int]]]:
+    """Every node of the tree with all tokens from the root to its end, parents first."""
+    found: list[tuple[TreeNode, list[int]]] = [(cache.root_node, [])]
+    for node, path in found:
+        found.extend((child, path + list(child.key or ())) for child in node.children.values())
+    return found[1:]
+
+
 def matched(cache: Cache, tokens: list[int], extra_key: str | None = None) -> int:
     """How many of `tokens` hit now."""
     return len(cache.match_prefix(key(tokens, extra_key)).device_indices)

@@ -1,9 +1,10 @@
-"""What the tests of the runner and the scheduler share: tiny random models, tiny engines, and answers without a
+"""Shared by the tests of the runner and the scheduler: tiny random models, tiny engines, and answers without a
 cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from hicache.config import EngineConfig
 from hicache.engine import CacheEngine
 from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
+from hicache.serving.runner import ModelRunner
+from hicache.serving.support import check_supported
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 97
@@ -29,7 +32,7 @@ def tiny_llama(
     kernel: str = "sdpa",
     device: str = DEVICE,
 ) -> Any:
-    """A Llama-architecture model of some thousand weights in float32."""
+    """A Llama model with some thousand weights in float32."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -40,7 +43,7 @@ def tiny_llama(
         head_dim=16,
         max_position_embeddings=4096,
         eos_token_id=None,
-        # Larger than the default: logits that lie apart, so that rounding does not choose the token.
+        # Larger than the default, so logits differ by more than rounding.
         initializer_range=0.2,
         attn_implementation=kernel,
     )
@@ -49,10 +52,24 @@ def tiny_llama(
         return LlamaForCausalLM(config).eval().to(device)
 
 
+@functools.cache
+def shared(build: Callable[..., Any], *args: Any, **changes: Any) -> Any:
+    """`build(*args, **changes)`, built once per session. Tests must not change the model."""
+    return build(*args, **changes)
+
+
+@functools.cache
+def geometry_of(model: Any) -> ModelGeometry:
+    """`check_supported(model)`, once per model."""
+    return check_supported(model)
+
+
+def tiny_runner(model: Any, engine: CacheEngine) -> ModelRunner:
+    return ModelRunner(model, engine, geometry_of(model))
+
+
 def tiny_engine(model: Any, **settings: Any) -> CacheEngine:
     """An engine with pages of 16 tokens (4 on the device) for `model`; not started."""
-    config = model.config
-    geometry = ModelGeometry(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
     defaults: dict[str, Any] = {
         "device_tokens": 512,
         "page_size": 4,
@@ -63,14 +80,14 @@ def tiny_engine(model: Any, **settings: Any) -> CacheEngine:
         "device": str(model.device),
         "model_id": "tiny",
         "prefetch_mode": "wait_complete",
-        "transfer_chunk_tokens": 64,
-        "staging_bytes": 1 << 20,
+        "host_bytes": 0,
+        "advanced": {"transfer_chunk_tokens": 64, "staging_bytes": 1 << 20},
     }
-    return build_engine(EngineConfig.from_dict({**defaults, **settings}), geometry)
+    return build_engine(EngineConfig.from_dict({**defaults, **settings}), geometry_of(model))
 
 
 def token_bytes(model: Any) -> int:
-    """Bytes of KV of one token in float32."""
+    """KV bytes of one token in float32."""
     config = model.config
     return int(config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 4)
 
@@ -87,9 +104,16 @@ def plain_logits(model: Any, tokens: Sequence[int] | npt.NDArray[np.int64]) -> t
     return logits
 
 
-def plain_greedy(model: Any, tokens: npt.NDArray[np.int64], num_new: int) -> tuple[int, ...]:
-    """`num_new` tokens, each the most likely one after a whole forward pass over all before it."""
-    sequence = tokens.tolist()
-    for _ in range(num_new):
-        sequence.append(int(plain_logits(model, sequence)[-1].argmax()))
+def plain_greedy(model: Any, tokens: npt.NDArray[np.int64], num_new: int, draft: Sequence[int] = ()) -> tuple[int, ...]:
+    """The greedy continuation of `tokens` by `num_new` tokens, by whole forward passes without a cache.
+
+    `draft`: a guess that one pass verifies, as in speculative decoding. It changes the number of passes, not the
+    answer.
+    """
+    sequence, draft = tokens.tolist(), list(draft)[: num_new - 1]
+    while len(sequence) < len(tokens) + num_new:
+        greedy = plain_logits(model, [*sequence, *draft])[len(sequence) - 1 :].argmax(-1).tolist()
+        accepted = next((i for i, (a, b) in enumerate(zip(draft, greedy, strict=False)) if a != b), len(draft))
+        sequence += greedy[: accepted + 1]
+        draft = []
     return tuple(sequence[len(tokens) :])

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import lmdb
 
 from hicache.storage import LmdbPageStore
-from storage_pages import open_store
+from storage_pages import open_store, slots_path
 
 SLOT_BYTES, BLOCK_BYTES = 16384, 4096  # of the tests' page; what a payload takes is whole blocks
 EXTENT_BYTES = 2 * BLOCK_BYTES  # of the file system, to say where a file with many holes lies
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # commits wait for no medium there
 RECORD = struct.Struct("<QI48s")
 SPACE = struct.Struct("<QQQ")
-TABLES = (b"pages", b"ages", b"recency", b"meta", b"free", b"freed")
 _FREED = struct.Struct(">QQ")
 
 
@@ -67,7 +66,7 @@ def open_slots(path: Any, **changes: Any) -> LmdbPageStore:
 def slots_of(store: LmdbPageStore) -> Slots:
     env = store._env.tables.env
     with env.begin() as txn:
-        return read_slots(txn, {name: env.open_db(name, txn, create=False) for name in TABLES})
+        return read_slots(txn, tables_of(env, txn))
 
 
 def read_slots(txn: Any, tables: dict[bytes, Any]) -> Slots:
@@ -80,16 +79,26 @@ def read_slots(txn: Any, tables: dict[bytes, Any]) -> Slots:
         {key: Record(*RECORD.unpack_from(raw)) for key, raw in records.items()},
         {slot: (commit, int.from_bytes(raw, "little")) for (commit, slot), raw in freed},
         set(free),
-        *SPACE.unpack(txn.get(b"slots", db=tables[b"meta"])),
+        *SPACE.unpack(txn.get(space_key(txn, tables), db=tables[b"meta"])),
     )
+
+
+def tables_of(env: Any, txn: Any) -> dict[bytes, Any]:
+    """The tables by name; `free` and `freed` are those of the one page size that the store has."""
+    names = [bytes(name) for name, _ in txn.cursor()]
+    return {name.split(b"-")[0]: env.open_db(name, txn, create=False) for name in names}
+
+
+def space_key(txn: Any, tables: dict[bytes, Any]) -> bytes:
+    """The key in `meta` of the counters of slots, of the one page size that the store has."""
+    [key] = [bytes(key) for key, _ in txn.cursor(db=tables[b"meta"]) if key.startswith(b"slots")]
+    return key
 
 
 def change(path: Path, body: Callable[[Any, dict[bytes, Any]], None]) -> None:
     """Change the tables of a closed store, behind its back."""
-    with lmdb.open(str(path), max_dbs=len(TABLES), map_size=1 << 27) as env:
-        tables = {name: env.open_db(name, create=False) for name in TABLES}
-        with env.begin(write=True) as txn:
-            body(txn, tables)
+    with lmdb.open(str(path), max_dbs=8, map_size=1 << 27) as env, env.begin(write=True) as txn:
+        body(txn, tables_of(env, txn))
 
 
 def closed_slots(path: Path) -> Slots:
@@ -101,13 +110,13 @@ def closed_slots(path: Path) -> Slots:
 
 def taken_bytes(path: Path) -> int:
     """What the file of slots takes of the medium."""
-    return os.stat(path / "pages.dat").st_blocks * 512
+    return os.stat(slots_path(path)).st_blocks * 512
 
 
 @contextmanager
 def slots_file(path: Path) -> Iterator[int]:
     """A descriptor of the file of slots."""
-    descriptor = os.open(path / "pages.dat", os.O_RDWR)
+    descriptor = os.open(slots_path(path), os.O_RDWR)
     try:
         yield descriptor
         os.fsync(descriptor)

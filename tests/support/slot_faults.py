@@ -13,8 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from hicache.storage import PageFilter
-from slot_case import RECORD, SLOT_BYTES, SPACE, Record, Slots, change, closed_slots, open_slots, read_slots, slots_file
-from storage_pages import key_of, put_numbers
+from slot_case import (
+    RECORD,
+    SLOT_BYTES,
+    SPACE,
+    Record,
+    Slots,
+    change,
+    closed_slots,
+    open_slots,
+    read_slots,
+    slots_file,
+    space_key,
+)
+from storage_pages import key_of, put_numbers, slots_path
 
 NUM_RANDOM, NUM_PAGES = 70, 90
 ALL = frozenset(range(NUM_PAGES))
@@ -121,7 +133,7 @@ def counters(**fields: int) -> Callable[[Path], None]:
         slots = read_slots(txn, tables)
         names = ("num_slots", "used_bytes", "freed_bytes")
         raw = SPACE.pack(*(getattr(slots, name) + fields.get(name, 0) for name in names))
-        txn.put(b"slots", raw, db=tables[b"meta"])
+        txn.put(space_key(txn, tables), raw, db=tables[b"meta"])
 
     return lambda path: change(path, body)
 
@@ -140,9 +152,9 @@ def in_meta(key: bytes, body: Callable[[bytes], bytes | None]) -> Callable[[Path
     return lambda path: change(path, replace)
 
 
-def slots_of_size(slot_bytes: int) -> Callable[[Path], None]:
-    """The identity record says another size of slots."""
-    return in_meta(b"store", lambda raw: raw.replace(b'"slot_bytes":16384', b'"slot_bytes":%d' % slot_bytes))
+def identity(old: bytes, new: bytes) -> Callable[[Path], None]:
+    """The identity record says something else."""
+    return in_meta(b"store", lambda raw: raw.replace(old, new))
 
 
 def entry(table: bytes, key: Callable[[Slots], bytes], value: bytes | None) -> Callable[[Path], None]:
@@ -171,7 +183,7 @@ def on_file(body: Callable[[Path], object]) -> Callable[[Path], None]:
     """A change of the file of slots."""
 
     def plant(path: Path) -> None:
-        body(path / "pages.dat")
+        body(slots_path(path))
 
     return plant
 
@@ -260,8 +272,8 @@ FAULTS: dict[str, Fault] = {
     "slots too few": Fault(counters(num_slots=-60), behind(39 * SLOT_BYTES), NOT_ONCE, stops_writing=True),
     "slots too many": Fault(counters(num_slots=100), named=NOT_ONCE),
     "slots far too many": Fault(counters(num_slots=1 << 62), named=NOT_ONCE),
-    "no counters": Fault(in_meta(b"slots", lambda _: None), refused="counters of the slots are damaged"),
-    "counters cut": Fault(in_meta(b"slots", lambda raw: raw[:23]), refused="counters of the slots are damaged"),
+    "no counters": Fault(in_meta(b"slots-16320", lambda _: None), refused="counters of the slots are damaged"),
+    "counters cut": Fault(in_meta(b"slots-16320", lambda raw: raw[:23]), refused="counters of the slots are damaged"),
     "payloads flipped": Fault(on_payloads(flip_payloads), ALL),
     "payloads swapped": Fault(on_payloads(swap_payloads), frozenset({3, 4, 75, 76})),
     "payloads zero": Fault(on_payloads(zero_payloads), frozenset({3, 75})),
@@ -271,7 +283,7 @@ FAULTS: dict[str, Fault] = {
     "file a directory": Fault(on_file(as_directory), refused="is not a page store"),
     "file empty": Fault(on_file(lambda data: os.truncate(data, 0)), ALL),
     "file cut": Fault(on_file(lambda data: os.truncate(data, CUT_AT)), behind(CUT_AT)),
-    "slots in tables": Fault(slots_of_size(0), refused="unreadable identity record"),
-    "slots smaller": Fault(slots_of_size(8192), refused="unreadable identity record"),
-    "slots larger": Fault(slots_of_size(32768), ALL),
+    "slots in tables": Fault(identity(b"true", b"false"), refused="has slots, its identity record has none"),
+    "slots no flag": Fault(identity(b"true", b"1"), refused="unreadable identity record"),
+    "no sizes": Fault(identity(b"[16320]", b"[]"), refused="unreadable identity record"),
 }

@@ -1,8 +1,8 @@
 """Copies that start when a test says so: the CPU backend with its two threads replaced by queues.
 
-A copy runs whole, on the test's thread, when it is stepped or waited for; until then it is in flight. So what happens
-while a copy is in flight, and how long it is, follow from the test alone. On CUDA the streams of copies sleep when a
-test says so, and nothing fails.
+A copy runs whole, on the test's thread, when it is stepped or waited for; until then it is in flight. So the test alone
+decides how long it is and what happens meanwhile. On CUDA the streams of copies sleep when a test says so, and no copy
+fails.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from hicache import CacheEngine
-from hicache.transfer import CpuTransfer, CudaTransfer
+from hicache.transfer import CpuTransfer, CudaTransfer, TransferBackend
 from hicache.transfer.cpu import CpuOp
 
 
@@ -50,16 +50,20 @@ class _Link:
         self.run_all()
 
 
+def _transfers(engine: CacheEngine) -> list[TransferBackend]:
+    return [component.transfer for component in engine.inspect.context.components if component.has_host]
+
+
 class SteppedTransfers:
     """All copies of an engine, of every component. Build it before the engine starts."""
 
     def __init__(self, engine: CacheEngine) -> None:
         self.up: list[_Link] = []
         self.down: list[_Link] = []
-        for _, transfer in engine._transfers():
+        for transfer in _transfers(engine):
             assert isinstance(transfer, CpuTransfer)
             up, down = _Link(), _Link()
-            transfer._up, transfer._down = up, down  # type: ignore[assignment]
+            transfer.up, transfer.down = up, down  # type: ignore[assignment]
             self._break(transfer, up, down)
             self.up.append(up)
             self.down.append(down)
@@ -76,11 +80,11 @@ class SteppedTransfers:
     @staticmethod
     def _break(transfer: CpuTransfer, up: _Link, down: _Link) -> None:
         """Have the copies of a link that fails fail as they move bytes, half-way through a load."""
-        mover = transfer._mover
+        mover = transfer.mover
         scatter, gather = mover.scatter, mover.gather
 
         def scattering(staging: object, slots: object, first_layer: int, num_layers: int) -> None:
-            if up.fails is not None and first_layer == transfer._num_layers - 1:
+            if up.fails is not None and first_layer == mover.num_layers - 1:
                 raise up.fails
             scatter(staging, slots, first_layer, num_layers)  # type: ignore[arg-type]
 
@@ -99,8 +103,8 @@ class SleepingTransfers:
     down: tuple[_Link, ...] = ()
 
     def __init__(self, engine: CacheEngine) -> None:
-        transfers = [transfer for _, transfer in engine._transfers() if isinstance(transfer, CudaTransfer)]
-        self._streams = [s for t in transfers for lane in (t._up, t._down) for s in (lane.copy, lane.kernel)]
+        transfers = [transfer for transfer in _transfers(engine) if isinstance(transfer, CudaTransfer)]
+        self._streams = [s for t in transfers for pair in (t.up, t.down) for s in (pair.copy, pair.kernel)]
 
     @property
     def links(self) -> list[SleepingTransfers]:

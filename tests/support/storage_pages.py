@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hicache.storage import LmdbPageStore
+from hicache.storage import LmdbPageStore, PageFilter, PageFormat
 
 # With a value's header and lmdb's own 16 bytes exactly four pages of the file.
 PAGE_BYTES = (16 << 10) - 64
@@ -32,6 +33,14 @@ def budget_of(num_pages: int, layout: Layout, page_bytes: int = PAGE_BYTES) -> i
     return values_bytes + (index_bytes if layout == SLOTS else 0)
 
 
+# The length of all pages, or the lengths between which the number of a page chooses.
+Bytes = int | Sequence[int]
+
+
+def bytes_of(number: int, page_bytes: Bytes) -> int:
+    return page_bytes if isinstance(page_bytes, int) else page_bytes[number % len(page_bytes)]
+
+
 def key_of(number: int) -> bytes:
     return hashlib.sha256(b"key %d" % number).digest()
 
@@ -48,29 +57,35 @@ def page_of(number: int, page_bytes: int = PAGE_BYTES, kind: str = "random") -> 
 
 
 def open_store(path: Any, **changes: Any) -> LmdbPageStore:
-    settings: dict[str, Any] = {"identity": IDENTITY, "page_bytes": PAGE_BYTES, "budget_bytes": 64 << 20}
-    return LmdbPageStore(path, **{**settings, **changes})
+    """A store of `formats`, or of those that `page_bytes` and `filter` make."""
+    page_bytes, filter = changes.pop("page_bytes", PAGE_BYTES), changes.pop("filter", PageFilter())
+    formats = [PageFormat(size, filter) for size in ([page_bytes] if isinstance(page_bytes, int) else page_bytes)]
+    return LmdbPageStore(path, **{"identity": IDENTITY, "formats": formats, "budget_bytes": 64 << 20, **changes})
 
 
-def put_numbers(store: LmdbPageStore, numbers: Any, page_bytes: int = PAGE_BYTES, kind: str = "random") -> list[bool]:
-    return store.put([(key_of(n), page_of(n, page_bytes, kind)) for n in numbers])
+def put_numbers(store: LmdbPageStore, numbers: Any, page_bytes: Bytes = PAGE_BYTES, kind: str = "random") -> list[bool]:
+    return store.put([(key_of(n), page_of(n, bytes_of(n, page_bytes), kind)) for n in numbers])
+
+
+def slots_path(path: Path) -> Path:
+    """The file of slots of a store whose pages have one size."""
+    [file] = path.glob("pages-*.dat")
+    return file
 
 
 def values_file(path: Path, layout: Layout) -> Path:
     """The file of a store that has its values."""
-    return path / ("pages.dat" if layout == SLOTS else "data.mdb")
+    return slots_path(path) if layout == SLOTS else path / "data.mdb"
 
 
 def has_slots(path: Path) -> bool:
     """Whether values of a store are in slots; it must have some."""
-    slots = path / "pages.dat"
-    return slots.exists() and slots.stat().st_size > 0
+    return any(file.stat().st_size > 0 for file in path.glob("pages-*.dat"))
 
 
 def blocks_bytes(path: Path) -> int:
     """What the files of a store take of the medium."""
-    files = (path / name for name in ("data.mdb", "pages.dat"))
-    return sum(file.stat().st_blocks * 512 for file in files if file.exists())
+    return sum(file.stat().st_blocks * 512 for file in (path / "data.mdb", *path.glob("pages-*.dat")))
 
 
 def forget_cached(path: Path) -> None:
@@ -83,13 +98,13 @@ def forget_cached(path: Path) -> None:
         os.close(descriptor)
 
 
-def found_numbers(store: LmdbPageStore, numbers: Any, page_bytes: int = PAGE_BYTES, kind: str = "random") -> set[int]:
+def found_numbers(store: LmdbPageStore, numbers: Any, page_bytes: Bytes = PAGE_BYTES, kind: str = "random") -> set[int]:
     """The numbers that the store has, after comparing every byte of each."""
     wanted = list(numbers)
-    buffers = [np.empty(page_bytes, dtype=np.uint8) for _ in wanted]
+    buffers = [np.empty(bytes_of(n, page_bytes), dtype=np.uint8) for n in wanted]
     found = set()
     for number, buffer, hit in zip(wanted, buffers, store.get_into([key_of(n) for n in wanted], buffers), strict=True):
         if hit:
-            np.testing.assert_array_equal(buffer, page_of(number, page_bytes, kind))
+            np.testing.assert_array_equal(buffer, page_of(number, bytes_of(number, page_bytes), kind))
             found.add(number)
     return found

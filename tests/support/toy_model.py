@@ -11,7 +11,7 @@ import hashlib
 import numpy as np
 import torch
 
-from hicache import CacheEngine, CacheRequest, EngineConfig, Lease, ModelGeometry
+from hicache import AdvancedConfig, CacheEngine, CacheRequest, EngineConfig, Lease, ModelGeometry
 
 GEOMETRY = ModelGeometry(layer_num=3, head_num=2, head_dim=4)
 
@@ -27,7 +27,7 @@ def config(**changes: object) -> EngineConfig:
         "max_context_len": 256,
         "dtype": "float32",
         "model_id": "toy",
-        "transfer_chunk_tokens": 16,
+        "advanced": AdvancedConfig(transfer_chunk_tokens=16),
     }
     return EngineConfig(**{**values, **changes})  # type: ignore[arg-type]
 

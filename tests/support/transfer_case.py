@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from hicache.config import EngineConfig
+from hicache.config import AdvancedConfig, EngineConfig
 from hicache.device import (
     HybridLinearKVPool,
     Mamba2CacheParams,
@@ -35,12 +35,12 @@ from hicache.device import (
 )
 from hicache.factory import build_transfer
 from hicache.host import HostPagePool
-from hicache.kernels.direct_copy import DirectMover
 from hicache.kernels.page_copy import PageMover
+from hicache.kernels.zero_copy import ZeroCopyMover
 from hicache.transfer import TransferBackend, TransferOp, cpu, cuda
 from hicache.transfer.copies import can_batch
 from hicache.transfer.counter import CpuLayerEvents
-from hicache.transfer.plan import Direction, Method, Plan, Shape, Way, choose
+from hicache.transfer.plan import CopyCost, LinkDirection, Method, Plan, Shape, choose
 
 Ids = np.ndarray
 ON_DEVICE, ON_HOST = 24, 28  # host pages that each tier can hold
@@ -121,11 +121,12 @@ class Move:
 
 def at_each_move(monkeypatch: pytest.MonkeyPatch, hook: Callable[[Move], object]) -> None:
     """Call `hook` ahead of whatever moves rows of a pool for a backend, on the thread that does."""
-    for owner, name in ((PageMover, "gather"), (PageMover, "scatter"), (DirectMover, "load"), (DirectMover, "store")):
+    moves = ((PageMover, "gather"), (PageMover, "scatter"), (ZeroCopyMover, "load"), (ZeroCopyMover, "store"))
+    for owner, name in moves:
         original = getattr(owner, name)
 
         def hooked(
-            self: PageMover | DirectMover,
+            self: PageMover | ZeroCopyMover,
             a: torch.Tensor,
             b: torch.Tensor,
             first: int,
@@ -159,54 +160,60 @@ class Lanes:
 
 class CopiesWhenNeeded:
     """On the CPU, a layer moves only when a consumer waits for it, or when somebody waits for its copy or a later one
-    of its lane to end. So whoever does not wait comes too early, each time."""
+    of its thread to end. So whoever does not wait comes too early, each time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._changed, self._running = threading.Condition(), threading.local()
-        self._of_lane: dict[cpu._Lane, list[cpu.CpuOp]] = {}
+        self._of_worker: dict[cpu.Worker, list[cpu.CpuOp]] = {}
+        self._begun: CpuLayerEvents | None = None  # of the load that is about to be submitted
         self._loads: dict[CpuLayerEvents, cpu.CpuOp] = {}
         self._ended: set[cpu.CpuOp] = set()  # somebody waits for their end
         self._layer: dict[cpu.CpuOp, int] = {}  # the last layer that a consumer waits for
         at_each_move(monkeypatch, self._hold)
-        run, put, close = cpu.CpuOp.run, cpu._Lane.put, cpu._Lane.close
+        run, put, close = cpu.CpuOp.run, cpu.Worker.put, cpu.Worker.close
         end, wait, load = cpu.CpuOp.wait, CpuLayerEvents.wait, cpu.CpuTransfer.load
+        begin = CpuLayerEvents.begin
 
         def running(op: cpu.CpuOp, copy: Callable[[], None]) -> None:
             self._running.op = op
             run(op, copy)
 
-        def queued(lane: cpu._Lane, op: cpu.CpuOp, copy: Callable[[], None]) -> None:
+        def queued(worker: cpu.Worker, op: cpu.CpuOp, copy: Callable[[], None]) -> None:
             with self._changed:
-                self._of_lane.setdefault(lane, []).append(op)
-            put(lane, op, copy)
+                self._of_worker.setdefault(worker, []).append(op)
+            put(worker, op, copy)
 
         def ending(op: cpu.CpuOp) -> None:
             self._end_all_to(op)
             end(op)
 
-        def closing(lane: cpu._Lane) -> None:
-            for op in self._of_lane.get(lane, [])[-1:]:
+        def closing(worker: cpu.Worker) -> None:
+            for op in self._of_worker.get(worker, [])[-1:]:
                 self._end_all_to(op)
-            close(lane)
+            close(worker)
+
+        def beginning(events: CpuLayerEvents) -> None:
+            self._begun = events
+            begin(events)
 
         def loaded(backend: cpu.CpuTransfer, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> cpu.CpuOp:
             op = load(backend, pages, slots, load_id)
-            events = backend._counter._events(load_id)
-            assert isinstance(events, CpuLayerEvents)
-            self._loads[events] = op
+            assert self._begun is not None
+            self._loads[self._begun] = op
             return op
 
         def waiting(events: CpuLayerEvents, layer: int) -> None:
             op = self._loads.get(events)
-            if op is not None and events._recorded <= layer and events._error is None:
+            if op is not None:
                 self._need(op, layer)
             wait(events, layer)
 
         monkeypatch.setattr(cpu.CpuOp, "run", running)
-        monkeypatch.setattr(cpu._Lane, "put", queued)
+        monkeypatch.setattr(cpu.Worker, "put", queued)
         monkeypatch.setattr(cpu.CpuOp, "wait", ending)
-        monkeypatch.setattr(cpu._Lane, "close", closing)
+        monkeypatch.setattr(cpu.Worker, "close", closing)
         monkeypatch.setattr(cpu.CpuTransfer, "load", loaded)
+        monkeypatch.setattr(CpuLayerEvents, "begin", beginning)
         monkeypatch.setattr(CpuLayerEvents, "wait", waiting)
 
     def _hold(self, move: Move) -> None:
@@ -226,8 +233,8 @@ class CopiesWhenNeeded:
             self._changed.notify_all()
 
     def _before(self, op: cpu.CpuOp) -> list[cpu.CpuOp]:
-        lane = next(ops for ops in self._of_lane.values() if op in ops)
-        return lane[: lane.index(op)]
+        ops = next(ops for ops in self._of_worker.values() if op in ops)
+        return ops[: ops.index(op)]
 
 
 class StreamGate:
@@ -264,23 +271,23 @@ class StreamGate:
         self._flag[0] = 1
 
 
-def force_ways(monkeypatch: pytest.MonkeyPatch, ways: Sequence[Method]) -> None:
-    """On CUDA, copies go by these ways, at random, whatever would be quickest. Where slots are no runs, or go down,
-    strided copies stand in for straight ones."""
-    lanes, never = Lanes(2), Way(bytes_per_s=1.0, piece_s=1e3, issue_s=1e3)
+def force_methods(monkeypatch: pytest.MonkeyPatch, methods: Sequence[Method]) -> None:
+    """On CUDA, copies use these methods, at random, whatever they cost. Where slots are no runs, and down, strided
+    copies stand in for unstaged ones."""
+    lanes, never = Lanes(2), CopyCost(bytes_per_s=1.0, piece_s=1e3, issue_s=1e3)
     if torch.cuda.is_available():
-        ways = [way for way in ways if way != "batched" or can_batch()]
-        if not ways:
+        methods = [method for method in methods if method != "batched" or can_batch()]
+        if not methods:
             pytest.skip("this driver has no batched copies")
 
-    def chosen(direction: Direction, shape: Shape, buffer_bytes: int, *, ramp: bool) -> Plan:
-        way = lanes.of(f"{ramp} {shape.num_layers} {shape.layer_bytes}").choice(ways)
-        if way == "straight" and shape.slot_runs:
-            return Plan("straight", tuple((layer, layer + 1) for layer in range(shape.num_layers)))
-        way = "strided" if way == "straight" else way
-        only = {name: getattr(direction, name) if name == way else never for name in ("strided", "batched", "direct")}
-        plan = choose(Direction(**only), replace(shape, slot_runs=0), buffer_bytes, ramp=ramp)
-        assert plan.method == way
+    def chosen(direction: LinkDirection, shape: Shape, buffer_bytes: int, *, up: bool) -> Plan:
+        method = lanes.of(f"{up} {shape.num_layers} {shape.layer_bytes}").choice(methods)
+        if method == "unstaged" and shape.slot_runs:
+            return Plan("unstaged", tuple((layer, layer + 1) for layer in range(shape.num_layers)))
+        method = "strided" if method == "unstaged" else method
+        only = {name: cost if name == method else never for name, cost in vars(direction).items()}
+        plan = choose(LinkDirection(**only), replace(shape, slot_runs=0), buffer_bytes, up=up)
+        assert plan.method == method
         return plan
 
     monkeypatch.setattr(cuda, "choose", chosen)
@@ -326,7 +333,8 @@ class Tier:
         self.parts = page_tokens // self.block_tokens  # device pages of a host page
         config = EngineConfig(
             device_tokens=space.num_slots, host_bytes=1, page_size=self.block_tokens, host_page_size=page_tokens,
-            device=str(space.device), staging_bytes=staging_bytes, transfer_chunk_tokens=2 * page_tokens,
+            device=str(space.device),
+            advanced=AdvancedConfig(staging_bytes=staging_bytes, transfer_chunk_tokens=2 * page_tokens),
         )  # fmt: skip
         page_bytes = space.layout.page_bytes(page_tokens)
         self.host = HostPagePool(space.layout, page_tokens, (ON_HOST + 1) * page_bytes, pin=self.on_cuda)
@@ -372,7 +380,7 @@ class Tier:
         self.free[blocks] = False
         return blocks
 
-    def room(self) -> int:
+    def available(self) -> int:
         """Pages that free blocks would hold."""
         return int(self.free.sum()) // self.parts
 
@@ -433,11 +441,11 @@ class Tier:
 class Rig:
     """A pool of `RIG_LAYERS` layers, a host pool and the started backend between them; host pages of 16 tokens."""
 
-    def __init__(self, device: torch.device, heads: int, dim: int, v_dim: int, page: int, staging: int) -> None:
-        size, host_page = 512, 16
+    def __init__(self, device_name: str, heads: int, dim: int, v_dim: int, page: int, staging: int) -> None:
+        device, size, host_page = torch.device(device_name), 512, 16
         config = EngineConfig(
             device_tokens=size, host_bytes=1, host_page_size=host_page, page_size=page, device=str(device),
-            staging_bytes=staging, transfer_chunk_tokens=64,
+            advanced=AdvancedConfig(staging_bytes=staging, transfer_chunk_tokens=64),
         )  # fmt: skip
         self.pool = MHATokenToKVPool(
             size, page, torch.bfloat16, heads, dim, RIG_LAYERS, device, False, v_head_dim=v_dim
@@ -471,10 +479,10 @@ class Rig:
 
 
 @contextlib.contextmanager
-def held(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def held(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Transfers submitted within move nothing before it is left, or what it yields is called. On CUDA the current
     stream is held ahead of them, and with it whatever makes the host wait for the device: warm up before."""
-    if device.type == "cuda":
+    if device == "cuda":
         stream_gate = StreamGate()
         stream_gate.hold(torch.cuda.current_stream(device))
         try:

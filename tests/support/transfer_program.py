@@ -1,14 +1,14 @@
 """A program that moves pages at random between a small device tier and a small host tier, and knows every byte.
 
-    land      before every step: wait for the oldest loads and stores, as many as are drawn, and look at what they left
+    complete  before every step: wait for the oldest loads and stores, as many as are drawn, and look at what they left
     serve     load what is on the host alone; a forward reads it layer by layer as it arrives, beside what is on the
               device, and writes something new, whose backup is submitted at once
-    load      without a reader          demote     give up what is idle on one of the tiers
+    load      without a reader          demote     drop what is idle on one of the tiers
     backup    what has no copy          audit      wait for all, compare every row and page of both tiers
 
-What is done, and in which order, follows from the seed alone: how many operations land is drawn, never read off the
+What is done, and in which order, follows from the seed alone: how many operations complete is drawn, never read off the
 clock, and nothing else asks whether a copy has ended. Slots and host pages are handed out again as soon as the
-operations that used them have landed. On CUDA sleeping kernels stand before what a forward, or a load's predecessor,
+operations that used them have completed. On CUDA sleeping kernels stand before what a forward, or a load's predecessor,
 writes, so that whoever does not wait for it comes too early. The same seed is the same program on either device.
 """
 
@@ -30,7 +30,7 @@ from transfer_case import NUM_CONTENTS, ON_HOST, POISON, UNKNOWN, Ids, Layout, S
 
 LARGE = 17  # pages, more than the smallest staging buffers hold
 SIZES = (1, 1, 2, 3, 5, 7, 11, LARGE)
-LANDS = 0.45  # the chance that one more operation of a kind lands before a step
+COMPLETES = 0.45  # the chance that one more operation of a kind completes before a step
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class Program:
         )
         self.entries: list[Entry] = []
         self.lanes: dict[tuple[int, str], deque[TransferOp]] = {}
-        self.flights: dict[str, deque[Entry]] = {"load": deque(), "store": deque()}  # submitted and not landed
+        self.flights: dict[str, deque[Entry]] = {"load": deque(), "store": deque()}  # submitted and not completed
         self.counts: Counter[str] = Counter()
         self.history: list[tuple[str, list[int]]] = []
         self.tolerant, self.late, self.on_cuda = tolerant, late, device == "cuda"
@@ -92,12 +92,12 @@ class Program:
             torch.cuda.synchronize()
 
     def run(self, steps: int) -> None:
-        """`steps` random actions, each after some operations have landed; then an audit."""
+        """`steps` random actions, each after some operations have completed; then an audit."""
         actions: list[tuple[float, Callable[[], None]]] = [
             (0.60, self.serve), (0.14, self.load_one), (0.16, self.demote), (0.07, self.backup_one), (0.03, self.audit),
         ]  # fmt: skip
         for step in range(steps):
-            self.land_some()
+            self.complete_some()
             chosen = self.rng.choice(len(actions), p=[weight for weight, _ in actions])
             try:
                 actions[chosen][1]()
@@ -143,9 +143,9 @@ class Program:
 
     def audit(self) -> None:
         """Wait for everything, and compare everything."""
-        for way, entries in self.flights.items():
+        for kind, entries in self.flights.items():
             while entries:
-                self.land(way)
+                self.complete(kind)
         self.watch.settle()
         if self.on_cuda:
             torch.cuda.synchronize()
@@ -164,8 +164,8 @@ class Program:
         if len(self.flights["load"]) == NUM_PRODUCERS:
             self.counts["refused"] += 1
             return False
-        assert all(tier.counter.can_begin() for tier in self.tiers), "a load that has landed keeps its producer"
-        if not self._room_on_device(len(entry.contents), keep):
+        assert all(tier.counter.can_begin() for tier in self.tiers), "a load that has completed keeps its producer"
+        if not self._available_on_device(len(entry.contents), keep):
             return False
         assert entry.pages is not None
         entry.blocks = [tier.take(len(entry.contents), self.rng) for tier in self.tiers]
@@ -181,8 +181,8 @@ class Program:
         return True
 
     def backup(self, entry: Entry, keep: Sequence[Entry]) -> None:
-        """Submit the store of an entry on the stream that may still be writing it, where the host has room."""
-        if not self._room_on_host(len(entry.contents), [entry, *keep]):
+        """Submit the store of an entry on the stream that may still be writing it, where the host has capacity."""
+        if not self._available_on_host(len(entry.contents), [entry, *keep]):
             return
         assert entry.blocks is not None
         for t, (tier, blocks) in enumerate(zip(self.tiers, entry.blocks, strict=True)):
@@ -205,7 +205,7 @@ class Program:
         return tier.slots_on_host(blocks) if on_host else tier.spot(blocks, blocks).slots
 
     def forward(self, read: Sequence[Entry], new: Entry | None) -> bool:
-        """Read entries, whatever of them is still on its way, and write `new`. False: it was told that a load
+        """Read entries, whatever of them is still being loaded, and write `new`. False: it was told that a load
         failed."""
         self._slow()
         self.counts["overlaps"] += any(entry.loads for entry in read)
@@ -237,26 +237,26 @@ class Program:
         self.counts["forwards"] += 1
         return True
 
-    def land_some(self) -> None:
-        """Land the oldest loads and the oldest stores, a random number of each."""
-        for way, entries in self.flights.items():
-            while entries and self.rng.random() < LANDS:
-                self.land(way)
+    def complete_some(self) -> None:
+        """Complete the oldest loads and the oldest stores, a random number of each."""
+        for kind, entries in self.flights.items():
+            while entries and self.rng.random() < COMPLETES:
+                self.complete(kind)
 
-    def land(self, way: str) -> None:
+    def complete(self, kind: str) -> None:
         """Wait for the oldest load or store, and look at what it left."""
-        entry = self.flights[way].popleft()
-        for (t, kind), ops in self.lanes.items():
+        entry = self.flights[kind].popleft()
+        for (t, other), ops in self.lanes.items():
             done = [op.done() for op in reversed(ops)]  # newest first: an older one must have ended before
-            assert done == sorted(done), f"{kind}s of tier {t} ended out of order"
-        for op in entry.loads if way == "load" else entry.stores:
+            assert done == sorted(done), f"{other}s of tier {t} ended out of order"
+        for op in entry.loads if kind == "load" else entry.stores:
             if not op.done():
                 op.wait()
             assert op.done()
         for t in range(len(self.tiers)):
-            self.lanes[t, way].popleft()
-        self.history.append((f"end of {way}", entry.contents.tolist()))
-        if way == "load":
+            self.lanes[t, kind].popleft()
+        self.history.append((f"end of {kind}", entry.contents.tolist()))
+        if kind == "load":
             self._end_load(entry)
         else:
             self._end_store(entry)
@@ -305,7 +305,7 @@ class Program:
 
     def _new_entry(self, keep: Sequence[Entry]) -> Entry | None:
         count = int(self.rng.choice(SIZES))
-        if not self._room_on_device(count, keep):
+        if not self._available_on_device(count, keep):
             return None
         contents = (self._next_content + np.arange(count)) % (NUM_CONTENTS - 1) + 1
         self._next_content += count
@@ -314,16 +314,16 @@ class Program:
             tier.placed(blocks, contents)
         return entry
 
-    def _room_on_device(self, num_pages: int, keep: Sequence[Entry]) -> bool:
-        """Evict idle entries, never those of `keep`, until there is room."""
-        while any(tier.room() < num_pages for tier in self.tiers):
+    def _available_on_device(self, num_pages: int, keep: Sequence[Entry]) -> bool:
+        """Evict idle entries, never those of `keep`, until so many pages are free."""
+        while any(tier.available() < num_pages for tier in self.tiers):
             victims = [e for e in self._entries(resident=True) if e.idle and e not in keep]
             if not victims:
                 return False
             self._leave_device(self._some(victims, 1)[0])
         return True
 
-    def _room_on_host(self, num_pages: int, keep: Sequence[Entry]) -> bool:
+    def _available_on_host(self, num_pages: int, keep: Sequence[Entry]) -> bool:
         while any(tier.host.available() < num_pages for tier in self.tiers):
             victims = [e for e in self._entries(on_host=True) if e.idle and e not in keep]
             if not victims:
@@ -358,9 +358,9 @@ class Program:
                 tier.write(layer, spot)
             tier.placed(blocks, UNKNOWN)
 
-    def _submitted(self, op: TransferOp, tier: int, way: str) -> TransferOp:
-        self.lanes.setdefault((tier, way), deque()).append(op)
-        self.counts[way] += 1
+    def _submitted(self, op: TransferOp, tier: int, kind: str) -> TransferOp:
+        self.lanes.setdefault((tier, kind), deque()).append(op)
+        self.counts[kind] += 1
         self.counts["most at once"] = max(self.counts["most at once"], sum(map(len, self.lanes.values())))
         return op
 

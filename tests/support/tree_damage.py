@@ -51,7 +51,7 @@ class Trees:
         meta = read_meta(self._data)
         assert meta is not None
         self.meta = meta
-        with lmdb.open(str(path), max_dbs=8, readonly=True, lock=False) as env, env.begin() as txn:
+        with lmdb.open(str(path), max_dbs=16, readonly=True, lock=False) as env, env.begin() as txn:
             self.tables = {bytes(name): TableRecord.unpack(record) for name, record in txn.cursor()}
 
     def save(self) -> None:

@@ -13,23 +13,14 @@ from hicache.errors import TransferError
 from hicache.transfer import LayerTransferCounter
 from hicache.transfer.counter import NUM_PRODUCERS, CpuLayerEvents, CudaLayerEvents, LayerRoutes
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+def events(device: str) -> Callable[[int], CpuLayerEvents | CudaLayerEvents]:
+    return CudaLayerEvents if device == "cuda" else CpuLayerEvents
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
-
-
-def events(device: torch.device) -> Callable[[int], CpuLayerEvents | CudaLayerEvents]:
-    return CudaLayerEvents if device.type == "cuda" else CpuLayerEvents
-
-
-def slow_producer(
-    device: torch.device, counter: LayerTransferCounter, load_id: int, data: torch.Tensor
-) -> Iterator[None]:
+def slow_producer(device: str, counter: LayerTransferCounter, load_id: int, data: torch.Tensor) -> Iterator[None]:
     """Fill row `layer` of `data` with layer + 1, late, and record each; beside the consumer, as a load does."""
-    if device.type == "cuda":
+    if device == "cuda":
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -53,8 +44,8 @@ def slow_producer(
     thread.join()
 
 
-def test_the_consumer_sees_every_layer(device: torch.device) -> None:
-    """Behind `wait_until(layer)` the layer's data is there, for each of several loads consumed at once."""
+def test_the_consumer_sees_every_layer(device: str) -> None:
+    """After `wait_until(layer)` the layer's data has arrived, for each of several loads consumed at once."""
     counter = LayerTransferCounter(4, events(device))
     loads = [(counter.begin(), torch.zeros(4, 1000, device=device)) for _ in range(2)]
     running = [slow_producer(device, counter, load_id, data) for load_id, data in loads]
@@ -69,8 +60,8 @@ def test_the_consumer_sees_every_layer(device: torch.device) -> None:
         next(producer, None)
 
 
-def test_waiting_for_the_last_layer_covers_all(device: torch.device) -> None:
-    """A forward that calls no getter is right behind `wait_all()`."""
+def test_waiting_for_the_last_layer_covers_all(device: str) -> None:
+    """After `wait_all()` all layers have arrived, for a forward that calls no getter."""
     counter = LayerTransferCounter(4, events(device))
     load_id, data = counter.begin(), torch.zeros(4, 1000, device=device)
     producer = slow_producer(device, counter, load_id, data)
@@ -81,8 +72,8 @@ def test_waiting_for_the_last_layer_covers_all(device: torch.device) -> None:
     next(producer, None)
 
 
-def test_nothing_to_wait_for(device: torch.device) -> None:
-    """-1, no load at all, and loads whose producer moved on return at once."""
+def test_finished_loads_do_not_block(device: str) -> None:
+    """Waiting returns at once for -1, for no load, and for loads whose producer carries a later load."""
     counter = LayerTransferCounter(2, events(device))
     counter.wait_until(1)
     for consumer in (-1, ()):
@@ -92,14 +83,14 @@ def test_nothing_to_wait_for(device: torch.device) -> None:
     for load_id in (first, counter.begin(), counter.begin()):
         for layer in range(2):
             counter.record(load_id, layer)
-    if device.type == "cuda":
+    if device == "cuda":
         torch.cuda.synchronize()
     assert counter.begin() == 3
     counter.set_consumer(first)  # its producer carries load 3 now, which nobody finishes
     counter.wait_until(1)
 
 
-def test_a_producer_is_reused_only_when_finished(device: torch.device) -> None:
+def test_a_producer_is_reused_only_when_finished(device: str) -> None:
     """Three loads may be in flight; the fourth needs the first to have recorded its last layer."""
     counter = LayerTransferCounter(2, events(device))
     ids = [counter.begin() for _ in range(3)]
@@ -107,13 +98,13 @@ def test_a_producer_is_reused_only_when_finished(device: torch.device) -> None:
     counter.record(ids[0], 0)
     assert not counter.can_begin()
     counter.record(ids[0], 1)
-    if device.type == "cuda":
+    if device == "cuda":
         torch.cuda.synchronize()
     assert counter.can_begin()
 
 
-def test_a_failed_load_reaches_its_consumer(device: torch.device) -> None:
-    """`wait_until` raises what the load failed of, and the producer is free again."""
+def test_a_failed_load_reaches_its_consumer(device: str) -> None:
+    """`wait_until` raises the error of the load, and the producer is free again."""
     counter = LayerTransferCounter(2, events(device))
     load_id = counter.begin()
     counter.fail(load_id, TransferError("the link is down"))
@@ -123,7 +114,7 @@ def test_a_failed_load_reaches_its_consumer(device: torch.device) -> None:
     assert counter.can_begin()
 
 
-def test_other_loads_hold_nobody_up(device: torch.device) -> None:
+def test_a_batch_waits_for_its_own_loads_only(device: str) -> None:
     """A batch that consumes one load does not wait for another that never arrives."""
     counter = LayerTransferCounter(2, events(device))
     first, other = counter.begin(), counter.begin()
@@ -137,9 +128,9 @@ def test_other_loads_hold_nobody_up(device: torch.device) -> None:
     counter.fail(other, TransferError("never came"))
 
 
-def test_a_failure_reaches_those_who_consume_it_alone(device: torch.device) -> None:
-    """Of two loads one fails: who consumes both is told at any layer, who consumes the other reads on, and the next
-    load of the same producer starts afresh."""
+def test_a_failure_reaches_its_consumers_only(device: str) -> None:
+    """Of two loads one fails: a batch that consumes both gets the error at any layer, a batch that consumes the other
+    does not, and the next load of the same producer succeeds."""
     counter = LayerTransferCounter(2, events(device))
     good, bad = counter.begin(), counter.begin()
     counter.record(good, 0)
@@ -152,38 +143,38 @@ def test_a_failure_reaches_those_who_consume_it_alone(device: torch.device) -> N
             counter.wait_until(layer)
     counter.set_consumer(good)
     counter.wait_all()
-    if device.type == "cuda":
+    if device == "cuda":
         torch.cuda.synchronize()
     for _ in range(NUM_PRODUCERS):  # the last of them takes the producer of the failed load
         assert counter.can_begin()
         load_id = counter.begin()
         counter.record(load_id, 0)
         counter.record(load_id, 1)
-        if device.type == "cuda":
+        if device == "cuda":
             torch.cuda.synchronize()
         counter.set_consumer(load_id)
         counter.wait_all()
 
 
-def test_a_failure_outlives_its_producer(device: torch.device) -> None:
-    """A batch that consumes a failed load is told of it however many loads began since: its bytes never came."""
+def test_a_failure_outlives_its_producer(device: str) -> None:
+    """A batch that consumes a failed load gets its error however many loads began since."""
     counter = LayerTransferCounter(1, events(device))
     bad = counter.begin()
     counter.fail(bad, TransferError("the link is down"))
     for _ in range(NUM_PRODUCERS):
         counter.record(counter.begin(), 0)
-        if device.type == "cuda":
+        if device == "cuda":
             torch.cuda.synchronize()
     counter.set_consumer(bad)
     with pytest.raises(TransferError, match="the link is down"):
         counter.wait_all()
-    counter.forget(bad)  # nobody reads it any more
+    counter.forget(bad)  # no batch reads it any more
     counter.set_consumer(bad)
     counter.wait_all()
 
 
-def test_routes_lead_each_layer_to_its_own_counter() -> None:
-    """A pool whose layers come by two transfers waits for a layer at its index in the one that brings it."""
+def test_each_layer_is_routed_to_its_own_counter() -> None:
+    """A pool whose layers arrive by two transfers waits for each layer at its index in its own transfer."""
     asked: list[tuple[str, int]] = []
 
     class Named(LayerTransferCounter):

@@ -1,4 +1,4 @@
-"""What a transfer backend does when things go wrong or come to an end: copies that raise, busy producers, closing."""
+"""Failures and ends of transfers: copies that raise, busy producers, closing."""
 
 from __future__ import annotations
 
@@ -10,23 +10,16 @@ import pytest
 import torch
 
 from hicache.errors import TransferError
+from hicache.kernels.upload import IdUploader
 from hicache.transfer import copies
 from hicache.transfer.counter import NUM_PRODUCERS
-from hicache.transfer.ids import IdUploader
 from hicache.transfer.plan import Method
-from transfer_case import Rig, before_each_move, force_ways, held
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+from transfer_case import Rig, before_each_move, force_methods, held
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
-
-
-def test_busy_producers_refuse_another_load(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With as many loads in flight as there are producers, `can_begin` says no and `begin` is a bug; once the first
-    has ended its producer carries the next, and its id reads as finished."""
+def test_busy_producers_refuse_another_load(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many loads in flight as producers, `can_begin` is false and `begin` is a bug; when the first has ended,
+    its producer carries the next load, and its id counts as finished."""
     rig = Rig(device, 2, 64, 64, 16, 1 << 16)
     try:
         slots, pages = torch.arange(16, 16 + 64, device=device), torch.arange(1, 5)
@@ -48,8 +41,8 @@ def test_busy_producers_refuse_another_load(device: torch.device, monkeypatch: p
         rig.close()
 
 
-def test_closing_finishes_what_is_in_flight(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`close()` returns when loads and stores that had not begun to move are done, and their bytes have arrived."""
+def test_closing_finishes_what_is_in_flight(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close()` returns when submitted loads and stores are done and their bytes have arrived."""
     rig = Rig(device, 2, 64, 64, 16, 1 << 16)
     try:
         rig.fill()
@@ -93,8 +86,8 @@ class Fault:
 
 
 def before_each_copy_call(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    """A fault makes CUDA refuse the copy: the call returns an error, as it does when it means it."""
-    strided, batched = copies.cudart.cudaMemcpy2DAsync, copies._batch_call()
+    """A fault makes CUDA refuse the copy: the call returns an error."""
+    strided, batched = copies.cudart.cudaMemcpy2DAsync, copies.batch_call()
     unknown = copies.cudart.cudaError_t.cudaErrorUnknown
 
     def passes() -> bool:
@@ -106,7 +99,7 @@ def before_each_copy_call(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None
 
     monkeypatch.setattr(copies.cudart, "cudaMemcpy2DAsync", lambda *args: strided(*args) if passes() else (unknown,))
     if batched is not None:
-        monkeypatch.setattr(copies, "_batch_call", lambda: lambda *args: batched(*args) if passes() else int(unknown))
+        monkeypatch.setattr(copies, "batch_call", lambda: lambda *args: batched(*args) if passes() else int(unknown))
 
 
 def before_each_upload(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
@@ -121,30 +114,29 @@ def before_each_upload(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
 
 
 Seam = Callable[[pytest.MonkeyPatch, Fault], None]
-# Where a copy may raise, and the way that copies go: on CUDA there are several.
-SEAMS: list[object] = [("cpu", before_each_move, "direct")]
+# Where a copy may raise, and the copy method: on CUDA there are several.
+SEAMS: list[object] = [("cpu", before_each_move, "zero_copy")]
 SEAMS += [
-    pytest.param("cuda", seam, way, marks=pytest.mark.gpu)
-    for seam, way in (
+    pytest.param("cuda", seam, method, marks=pytest.mark.gpu)
+    for seam, method in (
         (before_each_move, "strided"),
         (before_each_move, "batched"),
-        (before_each_move, "direct"),
-        (before_each_copy_call, "straight"),
+        (before_each_move, "zero_copy"),
+        (before_each_copy_call, "unstaged"),
         (before_each_copy_call, "strided"),
         (before_each_copy_call, "batched"),
         (before_each_upload, "strided"),
-        (before_each_upload, "direct"),
+        (before_each_upload, "zero_copy"),
     )
 ]
 HOST_PAGE = 16
 
 
 class Scene:
-    """A rig with wide layers, every second page of both tiers in use, and nothing where a copy of `pages` should not
-    write."""
+    """A rig with wide layers and known bytes in both tiers, inside and outside the destination of a copy."""
 
     def __init__(self, device: str) -> None:
-        self.rig = Rig(torch.device(device), 16, 128, 128, HOST_PAGE, 1 << 20)
+        self.rig = Rig(device, 16, 128, 128, HOST_PAGE, 1 << 20)
         self.rig.fill()
         order = torch.from_numpy(np.random.default_rng(2).permutation(24))
         self.pages = order[:11] + 1
@@ -169,7 +161,7 @@ class Scene:
             buffer[self.slots] = -9
 
     def check(self, *, slots: bool, pages: bool) -> None:
-        """Everything is as it was; what the copies write, `slots` and `pages`, only where it is asked for."""
+        """Compare everything with the truth, the destinations of copies, `slots` and `pages`, only on request."""
         for buffer, kept in zip(self.rig.buffers, self.truth, strict=True):
             assert torch.equal(buffer[self.others], kept[self.others])
             assert not slots or torch.equal(buffer, kept)
@@ -179,15 +171,15 @@ class Scene:
 
 def moments(passes: int) -> tuple[int, ...]:
     """At the first, in the middle, at the last, and once more than there are producers."""
-    assert passes > 0, "the copy went by another way than the test expects"
+    assert passes > 0, "the copy used another method than the test expects"
     return (0, passes // 2, passes - 1, 0)
 
 
-@pytest.mark.parametrize(("device", "seam", "way"), SEAMS)
-def test_a_load_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, device: str, seam: Seam, way: Method) -> None:
-    """A copy up that raises, wherever in the middle, ends its operation with an error and its consumer with
-    TransferError; all that was not its destination stays as it was, and the next loads are whole."""
-    force_ways(monkeypatch, [way])
+@pytest.mark.parametrize(("device", "seam", "method"), SEAMS)
+def test_a_failed_load_is_reported(monkeypatch: pytest.MonkeyPatch, device: str, seam: Seam, method: Method) -> None:
+    """A load that raises at any point ends with an error, and its consumer gets a TransferError; bytes outside its
+    destination do not change, and the next loads are complete."""
+    force_methods(monkeypatch, [method])
     scene, fault = Scene(device), Fault()
     rig = scene.rig
     try:
@@ -218,11 +210,11 @@ def test_a_load_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, device: 
         rig.close()
 
 
-@pytest.mark.parametrize(("device", "seam", "way"), SEAMS)
-def test_a_store_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, device: str, seam: Seam, way: Method) -> None:
-    """A copy down that raises ends its operation with an error; its source and all other pages stay as they were, and
-    the next stores are whole."""
-    force_ways(monkeypatch, [way])
+@pytest.mark.parametrize(("device", "seam", "method"), SEAMS)
+def test_a_failed_store_is_reported(monkeypatch: pytest.MonkeyPatch, device: str, seam: Seam, method: Method) -> None:
+    """A store that raises ends with an error; its source and all other pages do not change, and the next stores are
+    complete."""
+    force_methods(monkeypatch, [method])
     scene, fault = Scene(device), Fault()
     rig = scene.rig
     try:
@@ -244,12 +236,12 @@ def test_a_store_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, device:
         rig.close()
 
 
-@pytest.mark.parametrize(("device", "seam", "way"), SEAMS)
-def test_a_failure_leaves_transfers_beside_it_alone(
-    monkeypatch: pytest.MonkeyPatch, device: str, seam: Seam, way: Method
+@pytest.mark.parametrize(("device", "seam", "method"), SEAMS)
+def test_a_failure_does_not_affect_other_transfers(
+    monkeypatch: pytest.MonkeyPatch, device: str, seam: Seam, method: Method
 ) -> None:
-    """Of loads submitted at once the second fails: the first and the third bring their bytes, to who consumes them."""
-    force_ways(monkeypatch, [way])
+    """Of three loads submitted at once the second fails: the first and the third complete for their consumers."""
+    force_methods(monkeypatch, [method])
     scene, fault = Scene(device), Fault()
     rig = scene.rig
     try:

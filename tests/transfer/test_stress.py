@@ -1,7 +1,7 @@
 """Transfers under stress: thousands of overlapping loads and stores over tiny tiers, with forwards beside them.
 
-`transfer_program` is the program and holds the truth; the second half of this file makes the mistakes that it is there
-to find, so that a program that stopped looking is noticed.
+`transfer_program` is the program and holds the truth; the second half of this file plants mistakes that the program
+must find.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from hicache.kernels.page_copy import PageMover
 from hicache.transfer import LayerTransferCounter, TransferOp
 from hicache.transfer.cpu import CpuOp
 from hicache.transfer.plan import Method
-from transfer_case import LAYOUTS, CopiesWhenNeeded, Lanes, Move, at_each_move, before_each_move, force_ways
+from transfer_case import LAYOUTS, CopiesWhenNeeded, Lanes, Move, at_each_move, before_each_move, force_methods
 from transfer_program import Program
 
-WAYS: list[Method] = ["straight", "strided", "batched", "direct"]
-# On CUDA: bytes of staging, and the ways that copies go, at random. Left to the plan, small ones all go direct.
+METHODS: list[Method] = ["unstaged", "strided", "batched", "zero_copy"]
+# On CUDA: bytes of staging, and the copy methods, at random. The plan would choose zero-copy for all small copies.
 PLACES = [
     ("cpu", 1 << 16, ()),
     pytest.param("cuda", 1 << 16, (), marks=pytest.mark.gpu),
-    pytest.param("cuda", 1 << 16, ("straight",), marks=pytest.mark.gpu),
+    pytest.param("cuda", 1 << 16, ("unstaged",), marks=pytest.mark.gpu),
     pytest.param("cuda", 1 << 16, ("strided", "batched"), marks=pytest.mark.gpu),
-    pytest.param("cuda", 1 << 20, WAYS, marks=pytest.mark.gpu),
+    pytest.param("cuda", 1 << 20, METHODS, marks=pytest.mark.gpu),
 ]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # The copies of wide pages themselves are most of the work on the CPU; the default run has them where they are not.
 SMALL = [name for name in LAYOUTS if name != "mha, wide"]
 
@@ -44,9 +43,9 @@ def many_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def go_by(monkeypatch: pytest.MonkeyPatch, ways: Sequence[Method]) -> None:
-    if ways:
-        force_ways(monkeypatch, ways)
+def go_by(monkeypatch: pytest.MonkeyPatch, methods: Sequence[Method]) -> None:
+    if methods:
+        force_methods(monkeypatch, methods)
 
 
 def dawdle(monkeypatch: pytest.MonkeyPatch, device: str, longest_s: float = 1e-2) -> None:
@@ -73,14 +72,14 @@ def check_it_was_stress(program: Program, steps: int) -> None:
     assert counts["most at once"] >= 3 * len(program.tiers), counts
 
 
-@pytest.mark.parametrize(("device", "staging_bytes", "ways"), PLACES)
+@pytest.mark.parametrize(("device", "staging_bytes", "methods"), PLACES)
 @pytest.mark.parametrize("name", SMALL)
 def test_every_byte_is_where_it_should_be(
-    monkeypatch: pytest.MonkeyPatch, device: str, staging_bytes: int, ways: Sequence[Method], name: str
+    monkeypatch: pytest.MonkeyPatch, device: str, staging_bytes: int, methods: Sequence[Method], name: str
 ) -> None:
-    """Forwards beside overlapping loads and stores see the truth layer by layer, confirmed stores left it on the host,
-    and in the end every row and every page is what its last writer left, whatever its layout."""
-    go_by(monkeypatch, ways)
+    """For every layout, forwards beside overlapping loads and stores read the truth layer by layer, completed stores
+    have written it to the host, and in the end every row and every page is as its last writer left it."""
+    go_by(monkeypatch, methods)
     dawdle(monkeypatch, device)
     program = Program(LAYOUTS[name], device, 1, staging_bytes=staging_bytes)
     stress(program, 300)
@@ -90,8 +89,8 @@ def test_every_byte_is_where_it_should_be(
 @pytest.mark.parametrize("name", ["mha", "swa"])
 @pytest.mark.parametrize("tolerant", [False, True])
 def test_the_program_is_that_of_its_seed(name: str, tolerant: bool) -> None:
-    """However late copies are, the same loads, stores and forwards are submitted and land in the same order, failures
-    among them; another seed is another program."""
+    """However late copies are, a seed submits the same loads, stores and forwards, which complete and fail in the same
+    order; another seed gives another program."""
     histories = []
     for seed, needed in ((7, False), (7, True), (8, False)):
         with pytest.MonkeyPatch.context() as patch:
@@ -108,27 +107,27 @@ def test_the_program_is_that_of_its_seed(name: str, tolerant: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ways", [("strided",), ("batched",), ("direct",), WAYS])
+@pytest.mark.parametrize("methods", [("strided",), ("batched",), ("zero_copy",), METHODS])
 @pytest.mark.parametrize("staging_bytes", [1 << 16, 1 << 20, 1 << 24])
-def test_wide_pages_on_the_device(monkeypatch: pytest.MonkeyPatch, staging_bytes: int, ways: Sequence[Method]) -> None:
+def test_wide_pages_on_cuda(monkeypatch: pytest.MonkeyPatch, staging_bytes: int, methods: Sequence[Method]) -> None:
     """The same for pages whose layers are as wide as a large model's, through a ring of one page a buffer and more, by
-    each way of copying and by all of them in turn."""
-    go_by(monkeypatch, ways)
+    each copy method and by all of them in turn."""
+    go_by(monkeypatch, methods)
     program = Program(LAYOUTS["mha, wide"], "cuda", 2, staging_bytes=staging_bytes)
     stress(program, 200)
     check_it_was_stress(program, 200)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("device", "staging_bytes", "ways"), PLACES)
+@pytest.mark.parametrize(("device", "staging_bytes", "methods"), PLACES)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("seed", range(10, 13))
 def test_every_byte_for_longer(
-    monkeypatch: pytest.MonkeyPatch, device: str, staging_bytes: int, ways: Sequence[Method], name: str, seed: int
+    monkeypatch: pytest.MonkeyPatch, device: str, staging_bytes: int, methods: Sequence[Method], name: str, seed: int
 ) -> None:
     """The same, thousands of transfers a run."""
     steps = 600 if (device, name) == ("cpu", "mha, wide") else 5000
-    go_by(monkeypatch, ways)
+    go_by(monkeypatch, methods)
     dawdle(monkeypatch, device)
     program = Program(LAYOUTS[name], device, seed, staging_bytes=staging_bytes)
     stress(program, steps)
@@ -147,7 +146,7 @@ def fail_now_and_then(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
 
 
 def amid_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str, steps: int) -> None:
-    force_ways(monkeypatch, WAYS)
+    force_methods(monkeypatch, METHODS)
     dawdle(monkeypatch, device)
     fail_now_and_then(monkeypatch, 0.06)
     program = Program(LAYOUTS[name], device, 3, tolerant=True)
@@ -156,27 +155,24 @@ def amid_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str, steps
     assert counts["failed"] > 5 and counts["told"] > 0 and counts["forwards"] > steps // 8, counts
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["mha", "nsa", "hybrid"])
 def test_failures_stay_with_their_transfers(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
-    """Where copies fail now and then, each failure is reported by its operation and, for a load, to every forward that
-    consumes it and to no other; all other bytes are the truth, and loads never run out of producers."""
+    """Each random failure is reported by its operation and, for a load, to exactly the forwards that consume it; all
+    other bytes are the truth, and loads never run out of producers."""
     amid_failures(monkeypatch, device, name, 250)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_many_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
     """The same, longer."""
     amid_failures(monkeypatch, device, name, 600 if name == "mha, wide" else 4000)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["mha", "swa"])
 def test_closing_finishes_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
-    """After `close()` every submitted operation is done, without an error, and all of its bytes have arrived."""
-    force_ways(monkeypatch, WAYS)
+    """After `close()` every submitted operation is done without an error and all its bytes have arrived."""
+    force_methods(monkeypatch, METHODS)
     dawdle(monkeypatch, device, 2e-2)
     program = Program(LAYOUTS[name], device, 5)
     try:
@@ -223,17 +219,19 @@ def never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def leaves_the_last_page_behind(way: str) -> Callable[[pytest.MonkeyPatch], None]:
+def leaves_the_last_page_behind(direction: str) -> Callable[[pytest.MonkeyPatch], None]:
     def mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-        move = PageMover._move_naive
+        scatter, gather = PageMover.scatter, PageMover.gather
 
-        def short(
-            self: PageMover, slots: torch.Tensor, staging: torch.Tensor, first: int, count: int, gather: bool
-        ) -> None:
-            pages = len(staging) - 1 if (way == "down") == gather and len(staging) > 9 else len(staging)
-            move(self, slots[: pages * self.page_tokens], staging[:pages], first, count, gather)
+        def scattered(self: PageMover, staging: torch.Tensor, slots: torch.Tensor, first: int, count: int) -> None:
+            pages = len(staging) - (len(staging) > 9)
+            scatter(self, staging[:pages], slots[: pages * self.page_tokens], first, count)
 
-        monkeypatch.setattr(PageMover, "_move_naive", short)
+        def gathered(self: PageMover, slots: torch.Tensor, staging: torch.Tensor, first: int, count: int) -> None:
+            pages = len(staging) - (len(staging) > 9)
+            gather(self, slots[: pages * self.page_tokens], staging[:pages], first, count)
+
+        monkeypatch.setattr(PageMover, *(("gather", gathered) if direction == "down" else ("scatter", scattered)))
 
     return mistake
 
@@ -264,7 +262,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_program_finds_mistakes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A backend that makes one mistake does not get through the program, which says what it saw."""
+    """The program fails for a backend with one planted mistake, with a message that tells it."""
     mistake, message = MISTAKES[name]
     mistake(monkeypatch)
     CopiesWhenNeeded(monkeypatch)
@@ -274,21 +272,20 @@ def test_the_program_finds_mistakes(monkeypatch: pytest.MonkeyPatch, name: str) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
-def test_the_program_finds_a_missing_fence(monkeypatch: pytest.MonkeyPatch, way: Method) -> None:
-    """A load that does not know of what was queued before it, for it was submitted on an unrelated stream, is
-    overwritten, and the program says so."""
-    force_ways(monkeypatch, [way])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_program_finds_a_missing_fence(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
+    """The program finds a load that is overwritten by earlier work, because it was submitted on an unrelated stream."""
+    force_methods(monkeypatch, [method])
     program = Program(LAYOUTS["mha"], "cuda", 6, late="poison")
     with pytest.raises(AssertionError, match=WRONG_BYTES):
         stress(program, 200)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
-def test_the_program_finds_a_forward_that_does_not_wait(monkeypatch: pytest.MonkeyPatch, way: Method) -> None:
-    """Layer events that nobody waits for are noticed on the GPU too."""
-    force_ways(monkeypatch, [way])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_program_finds_a_forward_that_does_not_wait(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
+    """The program finds a forward that does not wait for layer events."""
+    force_methods(monkeypatch, [method])
     reads_without_waiting(monkeypatch)
     program = Program(LAYOUTS["mha"], "cuda", 6, late="loads")
     with pytest.raises(AssertionError, match=WRONG_BYTES):

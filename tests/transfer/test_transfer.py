@@ -1,4 +1,4 @@
-"""Transfers, one suite for both backends, and the plans of the one that has a choice."""
+"""Transfers, one suite for both backends, and the plans of the CUDA backend."""
 
 from __future__ import annotations
 
@@ -12,26 +12,19 @@ from hypothesis import strategies as st
 
 from hicache.transfer.plan import (
     ASSUMED,
+    CopyCost,
     Plan,
     Shape,
-    Way,
     choose,
-    cut,
     fewer_steps,
     group_size,
-    ramped,
-    spans,
+    growing,
+    intervals,
+    page_runs,
     tapered,
 )
 from transfer_case import RIG_LAYERS as LAYERS
 from transfer_case import Rig, StreamGate
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 @pytest.mark.parametrize(("heads", "dim", "v_dim"), [(2, 64, 64), (1, 24, 40), (8, 128, 128)])
@@ -39,7 +32,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("staging", [1 << 16, 64 << 20])
 def test_bytes_come_back(
-    device: torch.device, heads: int, dim: int, v_dim: int, page: int, scattered: bool, staging: int
+    device: str, heads: int, dim: int, v_dim: int, page: int, scattered: bool, staging: int
 ) -> None:
     """Stored bytes are in host-page order, and a load puts them at other slots, touching nothing else."""
     rig, rng = Rig(device, heads, dim, v_dim, page, staging), np.random.default_rng(3)
@@ -73,7 +66,7 @@ def test_bytes_come_back(
         rig.close()
 
 
-def test_a_forward_reads_layers_as_they_arrive(device: torch.device) -> None:
+def test_a_forward_reads_layers_as_they_arrive(device: str) -> None:
     """Getters wait for their own layer of a load that was submitted before, whatever was in the slots."""
     rig = Rig(device, 8, 128, 128, 16, 1 << 20)
     try:
@@ -98,13 +91,13 @@ def test_a_forward_reads_layers_as_they_arrive(device: torch.device) -> None:
         rig.close()
 
 
-def test_a_store_waits_for_what_was_queued_before(device: torch.device) -> None:
+def test_a_store_waits_for_what_was_queued_before(device: str) -> None:
     """A store submitted right after a slow forward copies what that forward wrote."""
     rig = Rig(device, 8, 128, 128, 16, 1 << 20)
     try:
         slots, pages = torch.arange(16, 16 + 256, device=device), torch.arange(1, 17)
         for value in range(1, 6):
-            if device.type == "cuda":
+            if device == "cuda":
                 torch.cuda._sleep(20_000_000)
             for buffer in rig.buffers:
                 buffer.fill_(value)
@@ -115,7 +108,7 @@ def test_a_store_waits_for_what_was_queued_before(device: torch.device) -> None:
         rig.close()
 
 
-def test_a_load_waits_for_the_last_users_of_its_slots(device: torch.device) -> None:
+def test_a_load_waits_for_the_last_users_of_its_slots(device: str) -> None:
     """A load submitted right after a slow forward that read its slots and wrote to them comes after both."""
     rig = Rig(device, 8, 128, 128, 16, 1 << 20)
     try:
@@ -126,7 +119,7 @@ def test_a_load_waits_for_the_last_users_of_its_slots(device: torch.device) -> N
         for value in range(1, 6):
             for buffer in rig.buffers:
                 buffer.fill_(value)
-            if device.type == "cuda":
+            if device == "cuda":
                 torch.cuda._sleep(20_000_000)
             seen = [buffer[slots].clone() for buffer in rig.buffers]
             for buffer in rig.buffers:
@@ -142,7 +135,7 @@ def test_a_load_waits_for_the_last_users_of_its_slots(device: torch.device) -> N
 def test_a_replayed_graph_needs_the_last_layer() -> None:
     """A captured forward calls no getter when it is replayed: behind `wait_all()` it reads what a load still under way
     brings, and without it what was there before."""
-    rig = Rig(torch.device("cuda"), 8, 128, 128, 16, 1 << 20)
+    rig = Rig("cuda", 8, 128, 128, 16, 1 << 20)
     try:
         rig.pool.register_layer_transfer_counter(rig.counter)
         rig.fill()
@@ -188,11 +181,10 @@ def test_a_replayed_graph_needs_the_last_layer() -> None:
 
 @given(st.lists(st.integers(1, 60), unique=True, max_size=40), st.integers(1, 20))
 def test_runs_cover_pages_in_order(pages: list[int], rows_per_chunk: int) -> None:
-    """Runs spell out exactly the pages, in order, each contiguous and within one pinned chunk, and none can be
-    longer."""
+    """Runs are exactly the pages, in order, each contiguous and within one pinned chunk, and none can be longer."""
     ids = np.array(pages, dtype=np.int64)
-    found = cut(ids, rows_per_chunk)
-    first, count, position = found.page, found.count, found.position
+    found = page_runs(ids, rows_per_chunk)
+    first, count, position = found.first_pages, found.lengths, found.position
     spelled = [page for f, c in zip(first, count, strict=True) for page in range(f, f + c)]
     assert spelled == pages
     assert [int(p) for p in position] == [0, *np.cumsum(count)[:-1].tolist()][: len(position)]
@@ -211,96 +203,95 @@ def sizes(plan: Plan) -> list[int]:
 
 
 @given(st.lists(st.integers(1, 60), unique=True, max_size=20), st.integers(2, 9), st.data())
-def test_a_cut_is_the_same_whole_or_in_parts(pages: list[int], rows_per_chunk: int, data: st.DataObject) -> None:
+def test_runs_of_a_part_are_the_pages_of_that_part(pages: list[int], rows_per_chunk: int, data: st.DataObject) -> None:
     """The runs within any part of a list of pages are the pages of that part, in order, at their positions."""
     ids = np.array(pages, dtype=np.int64)
     start = data.draw(st.integers(0, len(pages)))
     stop = data.draw(st.integers(start, len(pages)))
-    found = cut(ids, rows_per_chunk).within(start, stop) if start < stop else []
+    found = page_runs(ids, rows_per_chunk).within(start, stop) if start < stop else []
     assert [page + i for page, count, _ in found for i in range(count)] == pages[start:stop]
     assert [at + i for _, count, at in found for i in range(count)] == list(range(stop - start))
     assert all(page // rows_per_chunk == (page + count - 1) // rows_per_chunk for page, count, _ in found)
 
 
 def test_plans_cover_every_layer_once() -> None:
-    """Whatever is moved and however it is cut, the groups of a plan are the layers, in order, each once."""
+    """For any shape, the groups of a plan are the layers, in order, each once."""
     for direction in (ASSUMED.up, ASSUMED.down):
         for layers, layer_bytes in ((1, 64), (5, 1 << 10), (32, 256 << 10), (61, 73728), (80, 64 << 10)):
             for pages, num_runs in ((1, 1), (7, 7), (512, 1), (512, 512)):
-                for ramp in (True, False):
+                for up in (True, False):
                     shape = Shape(layer_bytes, layers, pages, num_runs, grouped=layers != 5)
-                    plan = choose(direction, shape, BUFFER, ramp=ramp)
+                    plan = choose(direction, shape, BUFFER, up=up)
                     covered = [layer for first, end in plan.groups for layer in range(first, end)]
                     assert covered == list(range(layers))
                     if not shape.grouped:
                         assert set(sizes(plan)) == {1}
 
 
-def test_plans_choose_the_cheaper_way() -> None:
-    """Runs go by strided copies, scattered pages by batches, and what is too small for either by the kernel."""
+def test_plans_choose_the_cheapest_method() -> None:
+    """Runs use strided copies, scattered pages batched copies, and small pieces the zero-copy kernel."""
     scattered, few = replace(LAYERS_32, num_runs=512), replace(LAYERS_32, num_pages=1)
-    assert choose(ASSUMED.up, LAYERS_32, BUFFER, ramp=True).method == "strided"
-    assert choose(ASSUMED.up, scattered, BUFFER, ramp=True).method == "batched"
-    assert choose(ASSUMED.up, few, BUFFER, ramp=True).method == "direct"
+    assert choose(ASSUMED.up, LAYERS_32, BUFFER, up=True).method == "strided"
+    assert choose(ASSUMED.up, scattered, BUFFER, up=True).method == "batched"
+    assert choose(ASSUMED.up, few, BUFFER, up=True).method == "zero_copy"
     narrow = Shape(layer_bytes=512, num_layers=4, num_pages=4096, num_runs=4096)
-    assert choose(ASSUMED.up, narrow, BUFFER, ramp=True).method == "direct"
+    assert choose(ASSUMED.up, narrow, BUFFER, up=True).method == "zero_copy"
 
 
-def test_plans_go_straight_where_calls_are_few() -> None:
-    """Slots that are known to be a few runs are written by the copy engine itself, layer by layer; not
-    where the runs are so many, or the pieces so small, that staging costs less."""
+def test_plans_are_unstaged_where_calls_are_few() -> None:
+    """The copy engine writes to slots that are a few runs, layer by layer; many runs or small pieces are staged."""
     few = replace(LAYERS_32, slot_runs=1, num_parts=64, part_bytes=128 << 10)
-    plan = choose(ASSUMED.up, few, BUFFER, ramp=True)
-    assert plan.method == "straight" and sizes(plan) == [1] * 32
-    assert choose(ASSUMED.up, replace(few, slot_runs=200, num_runs=200), BUFFER, ramp=True).method == "batched"
-    assert choose(ASSUMED.up, replace(few, part_bytes=64 << 10), BUFFER, ramp=True).method == "strided"
+    plan = choose(ASSUMED.up, few, BUFFER, up=True)
+    assert plan.method == "unstaged" and sizes(plan) == [1] * 32
+    assert choose(ASSUMED.up, replace(few, slot_runs=200, num_runs=200), BUFFER, up=True).method == "batched"
+    assert choose(ASSUMED.up, replace(few, part_bytes=64 << 10), BUFFER, up=True).method == "strided"
     small = replace(few, layer_bytes=8 << 10, num_pages=16384)
-    assert choose(ASSUMED.up, small, BUFFER, ramp=True).method == "strided"
+    assert choose(ASSUMED.up, small, BUFFER, up=True).method == "strided"
 
 
 @given(st.integers(1, 400), st.integers(1, 50), st.integers(0, 60))
-def test_a_tapered_cover_is_a_cover(total: int, step: int, least: int) -> None:
-    """Tapering keeps the order of the pages, touches the last chunk alone, and leaves no more than `least` of it."""
-    chunks = spans(total, step)
-    found = tapered(chunks, least)
+def test_tapered_intervals_cover_the_same_pages(total: int, step: int, max_last: int) -> None:
+    """Tapering keeps the order of the pages, splits the last chunk only, and leaves at most `max_last` pages of it."""
+    chunks = intervals(total, step)
+    found = tapered(chunks, max_last)
     assert [page for start, stop in found for page in range(start, stop)] == list(range(total))
     assert found[: len(chunks) - 1] == chunks[:-1] and all(start < stop for start, stop in found)
-    assert found[-1][1] - found[-1][0] <= max(1, least)
+    assert found[-1][1] - found[-1][0] <= max(1, max_last)
     ends = [stop - start for start, stop in found[len(chunks) - 1 :]]
     assert ends == sorted(ends, reverse=True)
 
 
-def test_nothing_tapers_to_nothing() -> None:
-    """A copy of no pages has no chunks, tapered or not."""
-    assert spans(0, 4) == [] == tapered([], 2)
+def test_a_copy_of_no_pages_has_no_chunks() -> None:
+    """There are no chunks for no pages, tapered or not."""
+    assert intervals(0, 4) == [] == tapered([], 2)
 
 
 def test_groups_make_pieces_worth_their_cost() -> None:
-    """A piece costs at most its share of the time of its bytes, in no more layers than that takes or a buffer fits."""
-    free, dear = Way(50e9), Way(50e9, piece_s=1e-6)
+    """A piece costs at most its share of the time of its bytes, in the minimum number of layers, within a buffer."""
+    free, dear = CopyCost(50e9), CopyCost(50e9, piece_s=1e-6)
     assert group_size(free, LAYERS_32, BUFFER, 0.015) == 1
     assert group_size(dear, LAYERS_32, BUFFER, 0.015) == 16  # 5 us a layer: 1.5 % is reached at 13 layers
     assert group_size(dear, LAYERS_32, BUFFER, 0.1) == 2
     assert group_size(dear, LAYERS_32, 16 << 20, 0.015) == 8  # eight pages must fit
     assert group_size(dear, replace(LAYERS_32, layer_bytes=2 << 20), BUFFER, 0.015) == 2
     assert group_size(free, replace(LAYERS_32, layer_bytes=16 << 10), BUFFER, 0.015) == 16  # to 256 KiB
-    assert ramped(1, 8, 32, down=True) == [1, 2, 4, 8, 8, 2, 4, 2, 1] and ramped(1, 1, 3, down=True) == [1, 1, 1]
-    assert ramped(2, 8, 7, down=True) == [2, 3, 2] and ramped(2, 8, 3, down=True) == [2, 1]
-    assert ramped(4, 8, 3, down=True) == [3] and ramped(4, 8, 3, down=False) == [3]
-    assert ramped(1, 8, 32, down=False) == [1, 2, 4, 8, 8, 8, 1] and ramped(1, 1, 3, down=False) == [1, 1, 1]
+    assert growing(1, 8, 32, shrink=True) == [1, 2, 4, 8, 8, 2, 4, 2, 1] and growing(1, 1, 3, shrink=True) == [1, 1, 1]
+    assert growing(2, 8, 7, shrink=True) == [2, 3, 2] and growing(2, 8, 3, shrink=True) == [2, 1]
+    assert growing(4, 8, 3, shrink=True) == [3] and growing(4, 8, 3, shrink=False) == [3]
+    assert growing(1, 8, 32, shrink=False) == [1, 2, 4, 8, 8, 8, 1] and growing(1, 1, 3, shrink=False) == [1, 1, 1]
 
 
 def test_groups_grow_where_steps_are_too_many() -> None:
-    """Steps take the host's time: groups double while that makes them fewer, and stay where a buffer bounds them."""
+    """Steps take the host's time: groups double while that makes steps fewer, within a buffer."""
     many = replace(LAYERS_32, num_pages=2048)
-    assert fewer_steps(1, Way(50e9), LAYERS_32, 256 << 20) == 2  # 32 steps of 3.2 ms beside a copy of 86 ms
-    assert fewer_steps(1, Way(50e9), LAYERS_32, 16 << 20) == 1  # a buffer holds an eighth of a layer: 256 either way
-    assert fewer_steps(1, Way(50e9), many, 1 << 30) == 1
+    assert fewer_steps(1, CopyCost(50e9), LAYERS_32, 256 << 20) == 2  # 32 steps of 3.2 ms beside a copy of 86 ms
+    assert fewer_steps(1, CopyCost(50e9), LAYERS_32, 16 << 20) == 1  # a buffer holds an eighth of a layer
+    assert fewer_steps(1, CopyCost(50e9), many, 1 << 30) == 1
 
 
 def test_up_starts_with_few_layers() -> None:
-    """However layers are grouped on the way up, the first comes as soon as pieces of 128 KiB allow."""
+    """Up, the first group has only the layers that make a piece of 128 KiB."""
     for layer_bytes, first in ((256 << 10, 1), (128 << 10, 1), (64 << 10, 2), (16 << 10, 8)):
         for num_runs in (1, 512):
-            plan = choose(ASSUMED.up, replace(LAYERS_32, layer_bytes=layer_bytes, num_runs=num_runs), BUFFER, ramp=True)
-            assert plan.method == "direct" or sizes(plan)[0] == first, (layer_bytes, num_runs)
+            plan = choose(ASSUMED.up, replace(LAYERS_32, layer_bytes=layer_bytes, num_runs=num_runs), BUFFER, up=True)
+            assert plan.method == "zero_copy" or sizes(plan)[0] == first, (layer_bytes, num_runs)

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.errors import ConfigError
-from hicache.tree import PageHasher, RadixTree, Tier
-from hicache.tree.node import TreeNode
+from hicache.tree import DEVICE, FULL, PageHasher, RadixTree, TreeNode
 from hicache.tree.orders import EvictionStrategy, PriorityHeap
 from hicache.tree.policy import SLRUStrategy, get_eviction_strategy, make_order
-from policy_case import PLACE, RANKS, World
+from policy_case import RANKS, World, locks_of
 
 NAMES = ["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
 
@@ -36,7 +35,7 @@ def play(name: str, leaves_only: bool, events: list[Event]) -> World:
         expected = world.oracle.by_rank()
         assert len(world.order) == len(expected)
         assert sorted(node.id for node in world.order) == sorted(node.id for node in expected)
-        assert all((node in world.order) == (not node.locks[PLACE]) for node in world.held)
+        assert all((node in world.order) == (not locks_of(node)) for node in world.held)
     return world
 
 
@@ -49,30 +48,30 @@ def play(name: str, leaves_only: bool, events: list[Event]) -> World:
 def test_every_victim_is_the_one_that_sorting_all_nodes_finds(
     name: str, leaves_only: bool, events: list[Event]
 ) -> None:
-    """After any events the victim is the first of all unlocked nodes that may go, and the order holds exactly those."""
+    """After any events the victim is the first evictable unlocked node, and the order contains the unlocked nodes."""
     play(name, leaves_only, events)
 
 
 @pytest.mark.parametrize("leaves_only", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_long_histories_agree_with_sorting(name: str, leaves_only: bool) -> None:
-    """The same over a history long enough for the heap to be compacted many times, until everything has gone."""
+    """The same over a history long enough for the heap to be compacted many times, until all nodes are evicted."""
     dice = random.Random(f"{name}{leaves_only}")
     events = [(dice.choice(EVENTS), dice.randrange(1000), dice.randrange(1000)) for _ in range(700)]
     world = play(name, leaves_only, events)
-    play_out: list[TreeNode] = []
+    evicted: list[TreeNode] = []
     while world.lock_ends:
         world.unlock(0, 0)
     while (victim := world.order.victim()) is not None:
         assert victim is world.expected()
         world.evict(0, 0)
-        play_out.append(victim)
-    assert len(world.order) == 0 and not world.held and len(play_out) > 20
-    assert len(set(play_out)) == len(play_out)
+        evicted.append(victim)
+    assert len(world.order) == 0 and not world.held and len(evicted) > 20
+    assert len(set(evicted)) == len(evicted)
 
 
 def test_the_recency_list_reads_oldest_first() -> None:
-    """Iteration gives the order in which the nodes would go."""
+    """Iteration gives the order in which the nodes would be evicted."""
     dice = random.Random(5)
     world = World("lru", True)
     for _ in range(300):
@@ -81,7 +80,7 @@ def test_the_recency_list_reads_oldest_first() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_tree_names_the_lowest_of_what_may_go(name: str) -> None:
+def test_the_tree_names_the_lowest_evictable_node(name: str) -> None:
     """In a real tree the victim is, before each eviction, a node of lowest priority among the unlocked leaves."""
     dice, tree = random.Random(name), RadixTree(1, PageHasher(b"identity", 1), policy=name)
     rank, locked, evictions = get_eviction_strategy(name.upper()), [], 0
@@ -91,25 +90,44 @@ def test_the_tree_names_the_lowest_of_what_may_go(name: str) -> None:
         node = tree.node_at(match, match.device_len)
         for at in node.path():
             at.hit_count += 1
-        tree.lock(node, Tier.DEVICE)
+        tree.lock(node, DEVICE)
         rest = tokens[match.device_len :]
-        new = tree.insert(node, rest, torch.zeros(len(rest), dtype=torch.int64), Tier.DEVICE).node
-        tree.move_lock(node, new, Tier.DEVICE)
+        new = tree.insert(node, rest, torch.zeros(len(rest), dtype=torch.int64), DEVICE).node
+        tree.move_lock(node, new, DEVICE)
         new.priority = dice.randrange(3)
         locked.append(new)
         while len(locked) > dice.randrange(6):
-            tree.unlock(locked.pop(dice.randrange(len(locked))), Tier.DEVICE)
-        while tree.evictable(Tier.DEVICE) > 40:
-            free = [at for at in tree.nodes() if not at.locks[0] and not at.children]
-            victim = tree.victim(Tier.DEVICE)
+            tree.unlock(locked.pop(dice.randrange(len(locked))), DEVICE)
+        while tree.evictable(FULL, DEVICE) > 40:
+            free = [at for at in tree.nodes() if not at.locks(FULL, DEVICE) and not at.children]
+            victim = tree.victim(FULL, DEVICE)
             assert victim in free
             assert rank.get_priority(victim) == min(map(rank.get_priority, free))
             if victim.num_tokens > 1:
-                victim = tree.cut_tail(victim, 1)
-            tree.drop(victim, Tier.DEVICE)
+                victim = tree.split_suffix(victim, 1)
+            tree.drop(victim, FULL, DEVICE)
             evictions += 1
         tree.check()
     assert evictions > 100
+
+
+def test_a_raised_priority_counts_at_once() -> None:
+    """A path whose priority is raised is evicted later from then on, without a use; no priority is lowered."""
+    tree = RadixTree(1, PageHasher(b"identity", 1), policy="priority")
+    nodes = []
+    for first in range(3):
+        tokens = np.array([first, 10, 11])
+        nodes.append(tree.insert(tree.root, tokens, torch.ones(3, dtype=torch.int64), DEVICE).node)
+        tree.split_suffix(nodes[-1], 1)
+    assert tree.victim(FULL, DEVICE) is nodes[0]
+    for node, priority in ((nodes[0], 2), (nodes[1], 1), (nodes[0], 0)):
+        tree.raise_priority(node, priority)
+    evicted = []
+    while (victim := tree.victim(FULL, DEVICE)) is not None:
+        assert victim.run is not None
+        evicted.append((victim.priority, victim.num_tokens))
+        tree.drop(victim, FULL, DEVICE)
+    assert evicted == [(0, 2), (0, 1), (1, 2), (1, 1), (2, 2), (2, 1)]
 
 
 class CountedRank(EvictionStrategy):
@@ -139,7 +157,7 @@ def test_a_heap_stays_as_small_as_what_it_holds() -> None:
         order.insert(node)
     for turn in range(50):
         for node in nodes[turn % 7 :]:
-            node.used()
+            node.touch()
             if turn % 2:
                 order.hit(node)
             else:
@@ -153,7 +171,7 @@ def test_a_heap_stays_as_small_as_what_it_holds() -> None:
 
 
 def test_a_heap_stays_small_where_nodes_keep_growing_and_losing_children() -> None:
-    """The bound holds though most nodes are left out of the heap again and again, and come back by an exposure."""
+    """The bound holds though most nodes leave the heap again and again, and come back when they become leaves."""
     inner: set[TreeNode] = set()
     order = PriorityHeap(get_eviction_strategy("lru"), lambda node: node not in inner)
     nodes = [TreeNode() for _ in range(100)]
@@ -164,9 +182,9 @@ def test_a_heap_stays_small_where_nodes_keep_growing_and_losing_children() -> No
         assert order.victim() is nodes[99]
         inner.clear()
         for node in nodes[:99]:
-            order.expose(node)
+            order.on_leaf(node)
         for node in nodes * 3:
-            node.used()
+            node.touch()
             order.hit(node)
             assert order.num_entries <= 2 * len(order) + 20
 
@@ -182,7 +200,7 @@ def test_the_cost_of_an_event_grows_with_the_logarithm_of_the_nodes(num_nodes: i
     rank.comparisons, events = 0, 8 * num_nodes
     for at in range(events):
         node = nodes[dice.randrange(num_nodes)]
-        node.used()
+        node.touch()
         if at % 4 == 0:
             order.hit(node)
         elif at % 4 == 1:
@@ -192,21 +210,21 @@ def test_the_cost_of_an_event_grows_with_the_logarithm_of_the_nodes(num_nodes: i
             victim = order.victim()
             assert victim is not None
             order.evict(victim)
-            victim.used()
+            victim.touch()
             order.insert(victim)
     assert rank.comparisons <= 4 * events * np.log2(num_nodes)
 
 
-def test_what_may_not_go_is_looked_at_once() -> None:
-    """A node that may not go costs one look until it is exposed, however often the victim is asked for."""
+def test_what_is_not_evictable_is_tested_once() -> None:
+    """A node that is not evictable is tested once until it becomes a leaf, however often the victim is asked for."""
     looks: list[TreeNode] = []
     inner: set[TreeNode] = set()
 
-    def may_go(node: TreeNode) -> bool:
+    def is_evictable(node: TreeNode) -> bool:
         looks.append(node)
         return node not in inner
 
-    order, nodes = PriorityHeap(get_eviction_strategy("fifo"), may_go), [TreeNode() for _ in range(100)]
+    order, nodes = PriorityHeap(get_eviction_strategy("fifo"), is_evictable), [TreeNode() for _ in range(100)]
     for node in nodes:
         order.insert(node)
     inner.update(nodes[:99])
@@ -215,7 +233,7 @@ def test_what_may_not_go_is_looked_at_once() -> None:
     assert len(looks) == 100 + 99 + 50
     inner.discard(nodes[40])
     assert order.victim() is nodes[99]
-    order.expose(nodes[40])
+    order.on_leaf(nodes[40])
     assert order.victim() is nodes[40] and len(order) == 100
 
 
@@ -226,10 +244,12 @@ def test_names_are_known_in_any_case(name: str) -> None:
         node = TreeNode()
         assert type(get_eviction_strategy(written)) is type(get_eviction_strategy(name))
         assert np.array_equal(get_eviction_strategy(written).get_priority(node), np.squeeze(RANKS[name](node)))
-        assert type(make_order(written, 0, lambda node: True)) is type(make_order(name, 0, lambda node: True))
+        assert type(make_order(written, FULL, DEVICE, lambda node: True)) is type(
+            make_order(name, FULL, DEVICE, lambda node: True)
+        )
 
 
-@pytest.mark.parametrize("ask", [get_eviction_strategy, lambda name: make_order(name, 0, lambda node: True)])
+@pytest.mark.parametrize("ask", [get_eviction_strategy, lambda name: make_order(name, FULL, DEVICE, lambda node: True)])
 def test_an_unknown_name_is_refused_with_the_names_there_are(ask: Callable[[str], object]) -> None:
     """ConfigError, which is a ValueError, names what was asked for and every policy."""
     with pytest.raises(ConfigError) as refused:
@@ -239,15 +259,15 @@ def test_an_unknown_name_is_refused_with_the_names_there_are(ask: Callable[[str]
 
 
 def test_the_protected_segment_starts_where_it_is_told_to() -> None:
-    """With a threshold of 3, what was used twice still goes before what was used three times, however recently."""
+    """With a threshold of 3, what was used twice is evicted before what was used three times, however recently."""
     order = PriorityHeap(SLRUStrategy(protected_threshold=3), lambda node: True)
     nodes = [TreeNode() for _ in range(3)]
     for node, hits in zip(nodes, (3, 2, 1), strict=True):
         node.hit_count = hits
-        node.used()
+        node.touch()
         order.insert(node)
-    went = []
+    evicted = []
     while (victim := order.victim()) is not None:
         order.evict(victim)
-        went.append(victim)
-    assert went == [nodes[1], nodes[2], nodes[0]]
+        evicted.append(victim)
+    assert evicted == [nodes[1], nodes[2], nodes[0]]

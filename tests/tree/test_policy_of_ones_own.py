@@ -1,97 +1,27 @@
-"""A policy in one file: frequencies that age, and a memory of what was evicted, written against the protocol."""
+"""Eviction policies of one's own: a strategy and an order, each in one file, and an entry in the table of policies."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from hicache.tree import PageHasher, RadixTree, Tier
-from hicache.tree.node import TreeNode
-from hicache.tree.orders import EvictionOrder, EvictionStrategy, MayGo, PriorityHeap
+import aged_frequency
+import largest_first
+from aged_frequency import AgedFrequency
+from hicache.tree import DEVICE, FULL, PageHasher, RadixTree
+from hicache.tree.orders import OrderFactory, ranked
 from hicache.tree.policy import ORDERS
-
-# A policy of one's own: this class could be a file beside orders.py; its line in ORDERS is `"aged": AgedFrequency`.
-
-
-class AgedFrequency(EvictionStrategy):
-    """Uses count half as much after every `HALF_LIFE` events; what was evicted is remembered with its count.
-
-    A node's rank is log2 of the sum of 2^(t / HALF_LIFE) over its uses at times t, so ranks age without being touched.
-    """
-
-    HALF_LIFE, MAX_GHOSTS = 20.0, 32
-
-    def __init__(self, place: int, may_go: MayGo) -> None:
-        self._heap = PriorityHeap(self, may_go)
-        self._ranks: dict[TreeNode, float] = {}
-        self._ghosts: OrderedDict[bytes, float] = OrderedDict()
-        self._now = 0
-
-    def get_priority(self, node: TreeNode) -> float:
-        return self._ranks[node]
-
-    def insert(self, node: TreeNode) -> None:
-        self._ranks[node] = self._ghosts.pop(self._name(node), -np.inf)
-        self._use(node)
-        self._heap.insert(node)
-
-    def hit(self, node: TreeNode) -> None:
-        if node in self._heap:
-            self._use(node)
-            self._heap.hit(node)
-
-    def lock(self, node: TreeNode) -> None:
-        self._heap.lock(node)
-
-    def unlock(self, node: TreeNode) -> None:
-        if node not in self._ranks:  # it gained its value while it was locked
-            self._ranks[node] = self._ghosts.pop(self._name(node), -np.inf)
-        self._use(node)
-        self._heap.unlock(node)
-
-    def expose(self, node: TreeNode) -> None:
-        self._heap.expose(node)
-
-    def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        self._ranks[upper] = self._ranks[lower]
-        self._heap.split(upper, lower)
-
-    def evict(self, node: TreeNode) -> None:
-        self._heap.evict(node)
-        self._ghosts[self._name(node)] = self._ranks.pop(node)
-        if len(self._ghosts) > self.MAX_GHOSTS:
-            self._ghosts.popitem(last=False)
-
-    def victim(self) -> TreeNode | None:
-        return self._heap.victim()
-
-    def __contains__(self, node: TreeNode) -> bool:
-        return node in self._heap
-
-    def __iter__(self) -> Iterator[TreeNode]:
-        return iter(self._heap)
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def _use(self, node: TreeNode) -> None:
-        self._now += 1
-        self._ranks[node] = float(np.logaddexp2(self._ranks[node], self._now / self.HALF_LIFE))
-
-    @staticmethod
-    def _name(node: TreeNode) -> bytes:
-        return b"".join(at.run.tokens.tobytes() for at in node.path() if at.run is not None)
+from largest_first import LargestFirst
 
 
 class Cache:
     """A tree of one-page prompts of its own policy, that holds a fixed number of them."""
 
-    def __init__(self, policy: str, room: int) -> None:
-        self.tree, self.room = RadixTree(1, PageHasher(b"identity", 1), policy=policy), room
+    def __init__(self, policy: str, capacity: int) -> None:
+        self.tree, self.capacity = RadixTree(1, PageHasher(b"identity", 1), policy=policy), capacity
 
     def ask(self, prompt: int) -> bool:
         """Whether the prompt was there; it is afterwards."""
@@ -100,35 +30,66 @@ class Cache:
         if match.device_len:
             for node in match.nodes:
                 node.hit_count += 1
-            self.tree.touch(match.nodes[-1], Tier.DEVICE)
+            self.tree.touch(match.nodes[-1], DEVICE)
         else:
-            if self.tree.evictable(Tier.DEVICE) == self.room:
-                victim = self.tree.victim(Tier.DEVICE)
+            if self.tree.evictable(FULL, DEVICE) == self.capacity:
+                victim = self.tree.victim(FULL, DEVICE)
                 assert victim is not None
-                self.tree.drop(victim, Tier.DEVICE)
-            self.tree.insert(self.tree.root, tokens, torch.zeros(1, dtype=torch.int64), Tier.DEVICE)
+                self.tree.drop(victim, FULL, DEVICE)
+            self.tree.insert(self.tree.root, tokens, torch.zeros(1, dtype=torch.int64), DEVICE)
         self.tree.check()
         return bool(match.device_len)
 
 
+# What each of the two takes beside its file: one entry in the table.
+OWN: dict[str, OrderFactory] = {"aged": AgedFrequency, "largest": ranked(LargestFirst)}
+
+
+@pytest.fixture(autouse=True)
+def own_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, order in OWN.items():
+        monkeypatch.setitem(ORDERS, name, order)
+
+
 @pytest.fixture
-def aged(monkeypatch: pytest.MonkeyPatch) -> Cache:
-    order: Callable[[int, MayGo], EvictionOrder] = AgedFrequency
-    monkeypatch.setitem(ORDERS, "aged", order)
-    return Cache("Aged", room=4)
+def aged() -> Cache:
+    return Cache("Aged", capacity=4)
+
+
+@pytest.mark.parametrize("module", [aged_frequency, largest_first])
+def test_a_policy_of_ones_own_is_one_file(module: ModuleType) -> None:
+    """Each file imports what nodes and orders are, and nothing else of the project."""
+    names = {getattr(value, "__module__", None) for value in vars(module).values()}
+    ours = {name for name in names if name is not None and name.startswith("hicache")}
+    assert ours <= {"hicache.tree.node", "hicache.tree.orders"}
+
+
+def test_a_strategy_of_ones_own_ranks_what_a_tree_evicts() -> None:
+    """The tree evicts the prompt of most tokens first, of equals the least recently used; under lru the oldest."""
+    for policy, expected in (("largest", [4, 3, 2, 2, 1]), ("lru", [2, 4, 1, 2, 3])):
+        tree, evicted = RadixTree(1, PageHasher(b"identity", 1), policy=policy), list[list[int]]()
+        for first, length in enumerate((2, 4, 1, 2, 3)):
+            tree.insert(tree.root, np.full(length, first), torch.arange(1, length + 1), DEVICE)
+        while (victim := tree.victim(FULL, DEVICE)) is not None:
+            (released,) = tree.drop(victim, FULL, DEVICE)
+            evicted.append([released.size, int(victim.run.tokens[0]) if victim.run is not None else -1])
+            tree.check()
+        assert [size for size, _ in evicted] == expected
+        twos = [first for size, first in evicted if size == 2]
+        assert twos == [0, 3]
 
 
 def test_a_policy_of_ones_own_resists_what_recency_does_not(aged: Cache) -> None:
-    """Prompts seen once do not drive out what was used often under the registered policy; under lru they do."""
-    for cache, survives in ((aged, True), (Cache("lru", room=4), False)):
+    """Prompts seen once do not evict what was used often under the policy of one's own; under lru they do."""
+    for cache, survives in ((aged, True), (Cache("lru", capacity=4), False)):
         for prompt in (1, 2, 1, 2, 1, 2, *range(100, 110)):
             cache.ask(prompt)
         assert (cache.ask(1), cache.ask(2)) == (survives, survives)
 
 
 def test_a_policy_of_ones_own_forgets_what_has_aged(aged: Cache) -> None:
-    """What was used often long ago goes before what is used now: a plain count would keep it."""
-    for cache, forgets in ((aged, True), (Cache("lfu", room=4), False)):
+    """What was used often long ago is evicted before what is used now: a plain count would keep it."""
+    for cache, forgets in ((aged, True), (Cache("lfu", capacity=4), False)):
         for prompt in (1,) * 20 + (2, 3, 4) * 18 + (5,):
             cache.ask(prompt)
         assert cache.ask(1) is not forgets
@@ -139,7 +100,7 @@ def test_a_policy_of_ones_own_remembers_what_it_evicted(aged: Cache) -> None:
     for prompt in (1, 1, 1, 1, 10, 11, 12):
         aged.ask(prompt)
     victim = aged.tree.match(np.array([1])).nodes[0]
-    aged.tree.drop(victim, Tier.DEVICE)
+    aged.tree.drop(victim, FULL, DEVICE)
     for prompt in (1, 20, 20, 21, 21, 22, 22, 23, 23):
         aged.ask(prompt)
     assert aged.ask(1)

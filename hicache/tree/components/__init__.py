@@ -1,8 +1,8 @@
-"""What a prefix has to have to be usable: one file a component."""
+"""What a prefix needs to have to be used: one file a component."""
 
-from hicache.tree.components.base import Rules, Walk
-from hicache.tree.components.full import FullRules
-from hicache.tree.components.mamba import MambaRules
-from hicache.tree.components.swa import SwaRules
+from hicache.tree.components.base import MatchWalk, TreeComponent
+from hicache.tree.components.full import FullComponent
+from hicache.tree.components.mamba import MambaComponent
+from hicache.tree.components.swa import SwaComponent
 
-__all__ = ["FullRules", "MambaRules", "Rules", "SwaRules", "Walk"]
+__all__ = ["FullComponent", "MambaComponent", "MatchWalk", "SwaComponent", "TreeComponent"]

@@ -1,57 +1,48 @@
 """Full attention: every token from the root on is needed.
 
-    match   anywhere, for the tree's own walk ends where a token is held by no tier
-    lock    the whole path to the root
-    evict   what has no child on the tier, so that what is held stays a prefix
-
-May import hicache.tree.node and components.base.
+match   anywhere: the tree's own walk ends where no tier holds a token
+lock    the whole path to the root
+evict   nodes without a child on the tier, so that what a tier holds stays a prefix
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
-from hicache.tree.components.base import Rules, Walk
-from hicache.tree.node import Component, Place, Tier, TreeNode, own
+from hicache.tree.components.base import MatchWalk, TreeComponent
+from hicache.tree.node import FULL, Tier, TreeNode
 
 
-class _Anywhere(Walk):
+class _Anywhere(MatchWalk):
     def ends_in(self, node: TreeNode, length: int, on_host: bool) -> bool:
         return True
 
 
-class FullRules(Rules):
-    """`page_size`: tokens of a tree page. A slot a token on the device, a page a tree page on the host."""
+class FullComponent(TreeComponent):
+    name = FULL
 
-    component = Component.FULL
-    places = (Place.FULL_DEVICE, Place.FULL_HOST)
-
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
-
-    def walk(self) -> Walk:
+    def new_walk(self) -> MatchWalk:
         return _Anywhere()
 
-    def reach(self, node: TreeNode) -> Iterator[TreeNode]:
+    def required_nodes(self, node: TreeNode) -> Iterator[TreeNode]:
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def nodes_to_lock(self, node: TreeNode, tier: Tier) -> list[TreeNode]:
         return node.path()
 
-    def weight(self, node: TreeNode) -> int:
-        return node.num_tokens
+    def nodes_to_unlock(self, node: TreeNode, tier: Tier) -> list[TreeNode]:
+        return node.path()
 
-    def split(self, value: torch.Tensor, at_tokens: int, tier: Tier) -> tuple[torch.Tensor | None, torch.Tensor]:
-        at = at_tokens if tier is Tier.DEVICE else at_tokens // self._page_size
-        return own(value[:at]), own(value[at:])
+    def is_evictable(self, node: TreeNode, tier: Tier) -> bool:
+        return not node.children_on[tier]
 
-    def may_go(self, node: TreeNode, tier: Tier) -> bool:
-        return not node.children_held[tier]
-
-    def to_move(self, old: TreeNode, new: TreeNode, tier: Tier) -> tuple[list[TreeNode], list[TreeNode]]:
-        """Only what lies between the two, where `new` continues `old`: the cost of a chunk, not of its prompt."""
+    def nodes_to_move(self, old: TreeNode, new: TreeNode, tier: Tier) -> tuple[list[TreeNode], list[TreeNode]]:
+        """The nodes between the two where `new` continues `old`: the cost of a chunk, not of its prompt."""
         between: list[TreeNode] = []
-        for at in new.path():
-            if at is old:
-                return between, []
-            between.append(at)
-        return between, list(old.path())
+        node = new
+        while node.parent is not None and node is not old:
+            between.append(node)
+            node = node.parent
+        return between, [] if node is old else old.path()

@@ -1,0 +1,92 @@
+"""`hicache config --show`: every setting in force, its value with unit, and where it came from. Loads no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from hicache.config import SECTIONS, VARIABLES, EngineConfig, Variable
+from hicache.settings import settings_of
+from hicache.terminal import printable
+
+_REQUIRED = "device_tokens"
+_PLACEHOLDER = 1 << 30  # for device_tokens where it is not given: large enough for every page size
+
+
+class _Row(NamedTuple):
+    """A setting or a variable. `value`: as JSON has it; `text`: as the table has it; `computed_from`: of an auto value,
+    what the engine computes it from."""
+
+    name: str
+    value: object
+    unit: str
+    text: str
+    source: str
+    computed_from: str = ""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hicache config`: its own and one for each setting."""
+    parser.usage = "hicache config --show [--json] [--config FILE] [--SETTING VALUE ...]"
+    parser.add_argument("--show", action="store_true", required=True, help="print the settings in force")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    EngineConfig.add_flags(parser)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Print the table or the JSON object; returns 0. Raises `ConfigError` where the settings are wrong."""
+    settings, variables = list(_settings(flags)), [_variable(variable) for variable in VARIABLES]
+    if flags.json:
+        print(json.dumps({"settings": _object(settings), "environment": _object(variables)}))
+    else:
+        print(_table(("setting", "value", "from"), settings))
+        print()
+        print(_table(("environment", "value", "from"), variables))
+    return 0
+
+
+def _settings(flags: argparse.Namespace) -> Iterator[_Row]:
+    config = EngineConfig.from_flags(flags, **{_REQUIRED: _PLACEHOLDER})
+    sources = EngineConfig.sources_of(flags)
+    for section, cls in SECTIONS.items():
+        part: Any = getattr(config, section) if section else config
+        if part is None:
+            yield _Row(section, None, "", "none", sources.get(section, "default"))
+            continue
+        for name, setting in settings_of(cls).items():
+            full_name = f"{section}.{name}" if section else name
+            if full_name == _REQUIRED and full_name not in sources:
+                yield _Row(full_name, None, setting.unit, "not set", "required")
+            else:
+                given, source = getattr(part, name), sources.get(full_name, "default")
+                value, computed_from = ("auto", setting.computed_from) if setting.is_auto(given) else (given, "")
+                yield _Row(full_name, value, setting.unit, setting.text(given), source, computed_from)
+
+
+def _variable(variable: Variable) -> _Row:
+    value, name = variable.read()
+    if not name:
+        return _Row(variable.names[0], None, "", "unset", f"default: {variable.default}")
+    shown = "set" if variable.is_secret else value
+    return _Row(variable.names[0], shown, "", shown, f"environment variable {name}")
+
+
+def _object(rows: Sequence[_Row]) -> dict[str, dict[str, object]]:
+    """Rows by name, without what is empty."""
+    found: dict[str, dict[str, object]] = {row.name: {"value": row.value, "source": row.source} for row in rows}
+    for row in rows:
+        found[row.name] |= {"unit": row.unit} if row.unit else {}
+        found[row.name] |= {"computed_from": row.computed_from} if row.computed_from else {}
+    return found
+
+
+def _table(titles: tuple[str, str, str], rows: Sequence[_Row]) -> str:
+    """Aligned columns, without what a terminal would obey."""
+    cells = [titles]
+    for row in rows:
+        source = f"{row.source}; computed from {row.computed_from}" if row.computed_from else row.source
+        cells.append((printable(row.name), printable(row.text), printable(source)))
+    widths = [max(len(line[column]) for line in cells) + 2 for column in (0, 1)]
+    return "\n".join(f"{name:<{widths[0]}}{text:<{widths[1]}}{source}" for name, text, source in cells)

@@ -1,0 +1,270 @@
+"""The reads or the writes of the disk tier: waiting jobs by class, outcomes in submission order, threads and breaker.
+
+A job is named by its queue class and its number within the class, counted from 1 in the order of submission.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeAlias, TypeVar
+
+from hicache.disk.health import Breaker, Limits, Watchdog
+from hicache.disk.jobs import Job, Stalled
+from hicache.metrics import Metrics
+
+J = TypeVar("J", bound=Job)
+D = TypeVar("D")
+
+Outcomes: TypeAlias = "queue.SimpleQueue[tuple[Queued[J, D], D | Stalled]]"
+_UNORDERED = -1  # the queue class of jobs whose outcomes have a queue of their own; it goes first
+
+
+@dataclass(frozen=True, order=True)
+class Queued(Generic[J, D]):
+    """A job on its way. Lower classes go first, within a class lower numbers. `num_bytes`: of its pages. `outcomes`:
+    where its outcomes go."""
+
+    queue_class: int
+    number: int
+    job: J = field(compare=False)
+    num_bytes: int = field(compare=False)
+    outcomes: Outcomes[J, D] = field(compare=False)
+
+
+class JobQueue(Generic[J, D]):
+    """At most `capacity` jobs, handed out in their order. Any thread.
+
+    Bounded by their number alone: the pages behind the jobs exist whether they wait here or not.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._changed = threading.Condition()
+        self._heap: list[Queued[J, D]] = []
+        self._waiting_bytes = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def offer(self, item: Queued[J, D]) -> bool:
+        """Add a job; False when the queue is full, and nothing happened then."""
+        with self._changed:
+            if len(self._heap) >= self._capacity:
+                return False
+            heapq.heappush(self._heap, item)
+            self._waiting_bytes += item.num_bytes
+            self._changed.notify()
+            return True
+
+    def take(self) -> Queued[J, D] | None:
+        """Wait for a job. None: the queue is closed and empty."""
+        with self._changed:
+            while not self._heap and not self._closed:
+                self._changed.wait()
+            return self._pop() if self._heap else None
+
+    def take_more(self, max_bytes: int) -> list[Queued[J, D]]:
+        """The next waiting jobs, up to `max_bytes` together, without waiting."""
+        with self._changed:
+            taken: list[Queued[J, D]] = []
+            while self._heap and (max_bytes := max_bytes - self._heap[0].num_bytes) >= 0:
+                taken.append(self._pop())
+            return taken
+
+    def clear(self) -> list[Queued[J, D]]:
+        """Take all waiting jobs, without waiting."""
+        with self._changed:
+            return [self._pop() for _ in range(len(self._heap))]
+
+    def fullness(self, full_bytes: int) -> float:
+        """In [0, 1]: the larger of jobs / capacity and waiting bytes / `full_bytes`."""
+        with self._changed:
+            return min(1.0, max(len(self._heap) / self._capacity, self._waiting_bytes / full_bytes))
+
+    def close(self) -> None:
+        """`take` returns the remaining jobs, then None."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _pop(self) -> Queued[J, D]:
+        item = heapq.heappop(self._heap)
+        self._waiting_bytes -= item.num_bytes
+        return item
+
+
+class OutcomeOrder(Generic[D]):
+    """Outcomes of one queue class, put in any order and taken in submission order. Scheduler thread.
+
+    A job's outcome is its answer, or `Stalled` where its thread has not returned in time. The answer of a stalled job
+    takes the place of its `Stalled` as long as that was not taken; afterwards it is taken as a late answer.
+
+        (0, taken]          outcomes were taken
+        (taken, finished]   every job has an outcome, which can be taken
+        (0, released]       no thread uses the jobs' pages any more; released <= finished
+    """
+
+    def __init__(self) -> None:
+        self.finished = self.released = 0
+        self._taken = 0
+        self._outcomes: dict[int, D | Stalled] = {}
+        self._stalled: set[int] = set()
+        self._late: dict[int, D] = {}
+
+    def put(self, number: int, outcome: D | Stalled) -> None:
+        if isinstance(outcome, Stalled):
+            self._stalled.add(number)
+            self._outcomes[number] = outcome
+        else:
+            self._stalled.discard(number)
+            pending = self._outcomes if number > self._taken else self._late
+            pending[number] = outcome
+        while self.finished + 1 in self._outcomes:
+            self.finished += 1
+        self.released = min([self.finished, *(stalled - 1 for stalled in self._stalled)])
+
+    def take(self, finished: int) -> list[D | Stalled]:
+        """The outcomes of jobs up to number `finished` that were not taken yet."""
+        found = [self._outcomes.pop(number) for number in range(self._taken + 1, finished + 1)]
+        self._taken = max(self._taken, finished)
+        return found
+
+    def take_late(self, released: int) -> list[D]:
+        """The late answers of jobs up to number `released` that were not taken yet."""
+        return [self._late.pop(number) for number in sorted(self._late) if number <= released]
+
+
+class IoQueue(Generic[J, D]):
+    """Owned by the scheduler thread; the worker threads take from `jobs` and call `answer` and `refuse`.
+
+    `unserved` makes the answer to a job for which the store was not asked. Invariant: every submitted job is answered
+    once, whatever happens to its thread; a job whose thread does not return is announced as `Stalled`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        num_classes: int,
+        unserved: Callable[[J], D],
+        limits: Limits,
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = name
+        self.breaker = Breaker(name, limits, clock)
+        self.jobs: JobQueue[J, D] = JobQueue(capacity)
+        self._outcomes: Outcomes[J, D] = queue.SimpleQueue()
+        self._orders: list[OutcomeOrder[D]] = [OutcomeOrder() for _ in range(num_classes)]
+        self._finished = (0,) * (2 * num_classes)
+        self._submitted = [0] * num_classes
+        self._unserved, self._limits, self._clock = unserved, limits, clock
+        self._threads: list[tuple[threading.Thread, Watchdog[Queued[J, D]]]] = []
+        self._counting = threading.Lock()
+        self._refused = self._stalled = 0
+        self._stopped = False
+
+    def add_threads(self, count: int, loop: Callable[[Watchdog[Queued[J, D]]], None]) -> None:
+        for n in range(count):
+            watchdog: Watchdog[Queued[J, D]] = Watchdog(self._clock, self._limits.io_timeout_s)
+            name = f"hicache-disk-{self.name}-{n}"
+            self._threads.append((threading.Thread(target=loop, args=(watchdog,), name=name, daemon=True), watchdog))
+
+    def start(self) -> None:
+        for thread, _ in self._threads:
+            thread.start()
+
+    def submit(self, job: J) -> bool:
+        """Queue a job under the next number of its class, or refuse it when no thread would do it. False: the queue is
+        full; the job has no number."""
+        queue_class = job.queue_class
+        num_bytes = sum(page.nbytes for page in job.pages)
+        item = Queued(queue_class, self._submitted[queue_class] + 1, job, num_bytes, self._outcomes)
+        if self.refuses():
+            self.refuse(item)
+        elif not self.jobs.offer(item):
+            return False
+        self._submitted[queue_class] += 1
+        return True
+
+    def submit_unordered(self, job: J) -> Outcomes[J, D] | None:
+        """Queue a job before all others; its outcomes come through the returned queue. None: the queue is full."""
+        outcomes: Outcomes[J, D] = queue.SimpleQueue()
+        return outcomes if self.jobs.offer(Queued(_UNORDERED, 0, job, 0, outcomes)) else None
+
+    def refuses(self) -> bool:
+        """Whether a job submitted now would not be done: the breaker is open, or no thread is left."""
+        return self.breaker.refuses() or self._stopped or all(watchdog.is_stalled for _, watchdog in self._threads)
+
+    def refuse(self, item: Queued[J, D]) -> None:
+        with self._counting:
+            self._refused += 1
+        self.answer(item, self._unserved(item.job))
+
+    def answer(self, item: Queued[J, D], answer: D) -> None:
+        item.outcomes.put((item, answer))
+
+    def finished(self) -> tuple[int, ...]:
+        """For each class, the number up to which every job has an outcome; then, for each class, the number up to which
+        no thread uses the jobs' pages: below a stalled job's number until its thread returned. 0: none. Ranks agree on
+        element-wise minima of these vectors."""
+        for _, watchdog in self._threads:
+            if watchdog.stalls_at_s < math.inf and self._clock() > watchdog.stalls_at_s:
+                token = watchdog.report(self._announce)
+                if token is not None:
+                    why = f"a job takes longer than io_timeout_s={self._limits.io_timeout_s:g}"
+                    self.breaker.failed(token, why, at_once=True)
+        if len(self.jobs) and self.refuses():
+            for item in self.jobs.clear():
+                self.refuse(item)
+        if not self._outcomes.empty():
+            while not self._outcomes.empty():
+                item, outcome = self._outcomes.get()
+                self._orders[item.queue_class].put(item.number, outcome)
+            finished = [order.finished for order in self._orders]
+            self._finished = (*finished, *(order.released for order in self._orders))
+        return self._finished
+
+    def take(self, through: Sequence[int]) -> list[D | Stalled]:
+        """The outcomes up to these numbers, class by class in submission order; then late answers of stalled jobs."""
+        num_classes = len(self._orders)
+        found: list[D | Stalled] = []
+        for order, finished in zip(self._orders, through[:num_classes], strict=True):
+            found += order.take(finished)
+        for order, released in zip(self._orders, through[num_classes:], strict=True):
+            found += order.take_late(released)
+        return found
+
+    def stop(self, deadline_s: float) -> bool:
+        """Let the threads finish what is queued, until `deadline_s` of `time.monotonic`; true when all have ended."""
+        self._stopped = True
+        self.jobs.close()
+        for thread, watchdog in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(0 if watchdog.is_stalled else max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread, _ in self._threads)
+
+    def add_gauges(self, metrics: Metrics) -> None:
+        name, breaker = self.name, self.breaker
+        for series, help, read in (
+            ("state", "breaker: 0 closed, 1 half open, 2 open", lambda: breaker.state),
+            ("opens", "times that the breaker opened", lambda: breaker.opens),
+            ("failures", "calls that the store failed", lambda: breaker.failures),
+            (
+                "refused_jobs",
+                "jobs for which the store was not asked, because the breaker was open",
+                lambda: self._refused,
+            ),
+            ("stalled_jobs", "jobs under way for longer than io_timeout_s", lambda: self._stalled),
+        ):
+            metrics.gauge(f"disk.{name}_{series}", f"{name} of the disk tier: {help}", read)
+
+    def _announce(self, item: Queued[J, D]) -> None:
+        self._stalled += 1
+        item.outcomes.put((item, Stalled(item.job.ticket, item.job.batch)))

@@ -1,0 +1,79 @@
+"""The header of fixed size before the bytes of a stored tensor.
+
+    [ 0,  4)   magic b"HITC"
+    [ 4,  8)   u8 format version, u8 dtype, u8 dimensions, a zero
+    [ 8, 16)   u64 bytes of the tensor
+    [16, 32)   nonce, drawn anew for each value
+    [32, 256)  u64 size of each dimension, then zeros
+
+Integers are little-endian.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from hicache.errors import ShapeError
+
+HEADER_BYTES = 256
+_HEADER = struct.Struct("<4sBBBxQ16s")
+_MAX_DIMS = (HEADER_BYTES - _HEADER.size) // 8
+_MAGIC, TENSOR_FORMAT_VERSION = b"HITC", 1
+
+# The codes are part of the format: append, never reorder.
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What it takes to make a tensor of its bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+    nonce: bytes
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> TensorHeader:
+        """A new value's header. ShapeError for a tensor that the format cannot describe."""
+        if x.dtype not in _DTYPES or x.dim() > _MAX_DIMS or x.layout != torch.strided:
+            raise ShapeError(
+                f"a tensor of {x.dtype}, {x.layout} and {x.dim()} dimensions; the cache takes strided tensors of up to "
+                f"{_MAX_DIMS} dimensions of {', '.join(map(str, _DTYPES))}"
+            )
+        return cls(x.dtype, tuple(x.shape), x.numel() * x.element_size(), os.urandom(16))
+
+    def pack(self) -> bytes:
+        code = _DTYPES.index(self.dtype)
+        fixed = _HEADER.pack(_MAGIC, TENSOR_FORMAT_VERSION, code, len(self.shape), self.num_bytes, self.nonce)
+        return (fixed + struct.pack(f"<{len(self.shape)}Q", *self.shape)).ljust(HEADER_BYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, data: bytes) -> TensorHeader | None:
+        """None for a header that this version cannot read."""
+        magic, version, code, dims, num_bytes, nonce = _HEADER.unpack_from(data)
+        if (magic, version) != (_MAGIC, TENSOR_FORMAT_VERSION) or code >= len(_DTYPES) or dims > _MAX_DIMS:
+            return None
+        shape = struct.unpack_from(f"<{dims}Q", data, _HEADER.size)
+        header = cls(_DTYPES[code], shape, num_bytes, nonce)
+        return header if math.prod(shape) * header.dtype.itemsize == num_bytes else None

@@ -1,0 +1,148 @@
+"""Commit: what a request computed becomes the tree's. Release: what the request held is freed.
+
+The slots of whole pages are shared in chunks; where another request was first, its slots are used and ours freed. What
+belongs to exactly the tokens that were computed, like a recurrent state, is donated with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hicache.errors import InvalidTokens, TokensMismatch, TransferError
+from hicache.flow.backup import Backup
+from hicache.flow.components import SlidingWindow
+from hicache.flow.context import EngineContext
+from hicache.flow.device_eviction import DeviceEviction
+from hicache.flow.lease import Lease
+from hicache.flow.persist import Persist
+from hicache.flow.restore import Restore
+from hicache.tree.key import TokenRun, Tokens, bytes_of
+from hicache.tree.node import DEVICE, HOST, SWA, Component, own
+from hicache.tree.share import share
+
+
+class Commit:
+    """Commits and ends leases. Owned by the scheduler thread. `backup`, `persist`: None without that tier."""
+
+    def __init__(
+        self,
+        context: EngineContext,
+        restore: Restore,
+        eviction: DeviceEviction,
+        backup: Backup | None,
+        persist: Persist | None,
+    ) -> None:
+        self._context, self._restore, self._eviction = context, restore, eviction
+        self._backup, self._persist = backup, persist
+        self._windows = context.by_name.get(SWA)
+        self._skipped_states = context.metrics.counter(
+            "commit.skipped_states", "states not kept because every other was in use"
+        )
+
+    def next_stop(self, lease: Lease, start: int, end: int) -> int:
+        """See `CacheEngine.next_stop`."""
+        return min(component.next_stop(lease, start, end) for component in self._context.components)
+
+    def commit(self, lease: Lease, tokens: Tokens) -> None:
+        """See `CacheEngine.commit`."""
+        _require_sequence(lease, tokens)
+        if len(tokens) > lease.tree_len:
+            _require_loaded(lease)
+        for length in sorted({*self._context.ending.commit_points(lease, len(tokens))}):
+            donated = self._donations(lease, length)
+            if donated is not None:
+                self._share(lease, tokens, length, donated)
+
+    def track(self, leases: Sequence[Lease]) -> None:
+        """See `CacheEngine.track`."""
+        for component in self._context.components:
+            ready: list[Lease] = []
+            for lease in component.due_to_track(leases):
+                need = component.needed_to_track(lease)
+                if not need or self._eviction.make_available(component, need):
+                    if need:
+                        component.prepare_to_track(lease)
+                    ready.append(lease)
+                else:
+                    self._skipped_states.value += 1
+            if ready:
+                component.track(ready)
+
+    def release(self, lease: Lease) -> None:
+        """See `CacheEngine.release`."""
+        lease.released = True
+        context = self._context
+        context.tree.unlock(lease.node, DEVICE)
+        context.tree.touch(lease.node, HOST)
+        if self._persist is not None:
+            self._persist.touch(lease.node)
+        for component in context.components:
+            component.release(lease)
+        context.req_to_token.free(lease)
+        for load in lease.loads:
+            self._restore.stop_reading(load)
+
+    def _donations(self, lease: Lease, length: int) -> dict[Component, torch.Tensor] | None:
+        """What components give to the tree with the first `length` tokens; None where nothing is to be shared."""
+        donated: dict[Component, torch.Tensor] = {}
+        if length <= lease.tree_len:
+            return None
+        for component in self._context.components:
+            need = component.needed_to_donate(lease, length)
+            if need and not self._eviction.make_available(component, need):
+                self._skipped_states.value += 1
+                if component.rules.ends_matches:
+                    return None
+                continue
+            value = component.donate(lease, length)
+            if value is not None:
+                donated[component.name] = value
+        return donated
+
+    def _share(self, lease: Lease, tokens: Tokens, end: int, donated: dict[Component, torch.Tensor]) -> None:
+        """Give positions [tree_len, end) to the tree, with the values that belong to their end."""
+        context, tree, start = self._context, self._context.tree, lease.tree_len
+        slots = own(lease.held_slots(start, end))  # the lease's are written over below
+        window_from = None if self._windows is None else 0
+        shared = share(tree, lease.node, tokens[start:end], slots, lease.namespace, window_from, donated)
+        if len(shared.ours):
+            lease.write(start, shared.theirs)
+            if isinstance(self._windows, SlidingWindow):
+                for ours, theirs in shared.adopted:
+                    self._windows.adopt(ours, theirs)
+            context.full.free(shared.ours)
+        for name in shared.refused:
+            context.by_name[name].free(donated[name])
+        for component in context.components:
+            component.trim(shared.node)
+        tree.move_lock(lease.node, shared.node, DEVICE)
+        # What another request is loading is shared by a later commit, when it has arrived.
+        lease.node, lease.tree_len = shared.node, start + shared.accepted_len
+        if lease.tree_len > len(lease.tokens):
+            lease.tokens = TokenRun(tokens[: lease.tree_len])
+        tree.raise_priority(shared.node, lease.priority)
+        if self._backup is not None:
+            self._backup.maybe_backup(shared.node)
+
+
+def _require_loaded(lease: Lease) -> None:
+    """TransferError where the prefix of the lease failed to load: what was computed on it must not be shared."""
+    for load in lease.loads:
+        if load.error is None:
+            load.op.wait_outcome()
+        if load.error is not None:
+            raise TransferError(f"{lease.request_id}: its prefix could not be loaded: {load.error}")
+
+
+def _require_sequence(lease: Lease, tokens: Tokens) -> None:
+    """InvalidTokens where a token has no slot yet, TokensMismatch where one is not the lease's."""
+    if len(tokens) > lease.length:
+        raise InvalidTokens(
+            f"{lease.request_id}: {len(tokens)} tokens were committed, the lease has slots for {lease.length}; "
+            f"extend it before the forward"
+        )
+    same_len = lease.tokens.common_len(tokens, bytes_of(tokens), 0)
+    if same_len < min(len(tokens), len(lease.tokens)):
+        raise TokensMismatch(lease.request_id, same_len, int(tokens[same_len]), int(lease.tokens.tokens[same_len]))

@@ -1,0 +1,20 @@
+"""What each component adds to the movements: one file a component."""
+
+from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink
+from hicache.flow.components.full import FullAttention
+from hicache.flow.components.state import RecurrentState
+from hicache.flow.components.window import SlidingWindow
+
+# Of the models that hicache knows, in the order in which the movements call them.
+COMPONENTS: tuple[type[CacheComponent], ...] = (FullAttention, SlidingWindow, RecurrentState)
+
+__all__ = [
+    "COMPONENTS",
+    "Admission",
+    "Base",
+    "CacheComponent",
+    "FullAttention",
+    "HostLink",
+    "RecurrentState",
+    "SlidingWindow",
+]

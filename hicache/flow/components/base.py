@@ -1,0 +1,247 @@
+"""The contract of a cache component: one record of what moves it between the tiers, and what it does in each movement.
+
+    admit     refuse_impossible, needed, refuse_now, take, start
+    evict     available, device_victim, count_eviction, free
+    restore   begin_load, fail_load
+    commit    next_stop, commit_points, donate, release; track: due_to_track, prepare_to_track, track
+    disk      pages_to_prefetch
+    check     device_violations
+
+The movements (`hicache.flow.admit`, ...) call these for every component in the same order, FULL first. A component of
+one's own is a subclass in a file of its own, and its counterpart in `hicache.tree.components`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from hicache.alloc.base import BaseTokenToKVPoolAllocator
+from hicache.config import EngineConfig
+from hicache.device.base import KVCache, SlotSpace
+from hicache.device.req_to_token import ReqToTokenPool
+from hicache.errors import OutOfSlots, ResourceExhausted
+from hicache.flow.lease import CacheRequest, Lease
+from hicache.flow.load import Load, LoadPlan
+from hicache.host.pool import HostPagePool
+from hicache.layout import ModelGeometry
+from hicache.metrics import Metrics
+from hicache.transfer.base import TransferBackend
+from hicache.transfer.counter import LayerTransferCounter
+from hicache.tree.base import Match
+from hicache.tree.components import TreeComponent
+from hicache.tree.core import RadixTree
+from hicache.tree.node import DEVICE, HOST, Component, TreeNode
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """How the rows of a component move between device and host. Without a host tier: rows and counter alone."""
+
+    space: SlotSpace
+    counter: LayerTransferCounter
+    host: HostPagePool | None = None
+    transfer: TransferBackend | None = None
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the components of an engine are built on. `allocator`: of slots, with what is mapped to them."""
+
+    config: EngineConfig
+    pool: KVCache
+    req_to_token: ReqToTokenPool
+    allocator: BaseTokenToKVPoolAllocator
+    tree: RadixTree
+    metrics: Metrics
+
+
+@dataclass
+class Admission:
+    """What one request is to get. Counted before anything changes; `plan` follows.
+
+    Intervals of positions: [0, device_len) is on the device, [device_len, length) is to be loaded, [length, end) is to
+    be computed. `num_slots`: of [device_len, end) in whole device pages; `num_own`: of [length, end).
+    """
+
+    match: Match
+    length: int
+    device_len: int
+    end: int
+    num_slots: int
+    num_own: int
+    plan: LoadPlan | None = None
+
+
+class CacheComponent(ABC):
+    """One component of one engine. Scheduler thread only. The factory asks the class whether a model has it.
+
+    `rules`: its counterpart in the tree. Sizes are in tokens, or in states where `rules.at_node_end`.
+    """
+
+    @classmethod
+    @abstractmethod
+    def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
+        """Its counterpart in the tree; None where the model does not have this component."""
+
+    @classmethod
+    def slot_space(cls, config: EngineConfig, rules: TreeComponent, pool: KVCache) -> SlotSpace:
+        """The rows that are moved between the tiers: of the pool, or made here for a component with rows of its own."""
+        return next(space for space in pool.slot_spaces if space.name == rules.name)
+
+    def __init__(self, base: Base, rules: TreeComponent, link: HostLink) -> None:
+        self.config, self.tree, self.rules = base.config, base.tree, rules
+        self.name: Component = rules.name
+        self.counter, self.has_host = link.counter, link.host is not None
+        # Its host pool, and what copies between it and the device: used only where `has_host`.
+        self.host, self.transfer = cast(HostPagePool, link.host), cast(TransferBackend, link.transfer)
+        # Elements of a device value that one host page holds.
+        self.page_size = 1 if rules.at_node_end else base.tree.page_size
+
+    def device_ids(self, value: torch.Tensor) -> torch.Tensor:
+        """What the transfer moves of a device value: its own slots or states."""
+        return value
+
+    # Evict
+
+    @abstractmethod
+    def available(self) -> int:
+        """Free on the device."""
+
+    @abstractmethod
+    def free(self, value: torch.Tensor) -> None:
+        """Give a device value back."""
+
+    def device_victim(self, size: int) -> TreeNode | None:
+        """The node that should lose its device value next; split where less than all of it is needed."""
+        return self.tree.victim(self.name, DEVICE, size)
+
+    def host_victim(self, num_pages: int) -> TreeNode | None:
+        return self.tree.victim(self.name, HOST, num_pages * self.page_size)
+
+    def count_eviction(self, node: TreeNode) -> None:  # noqa: B027 - most count nothing
+        """`node` is about to lose its device value."""
+
+    # Admit
+
+    def refuse_impossible(self, request: CacheRequest) -> None:  # noqa: B027
+        """Raise PromptTooLong where the request can never fit."""
+
+    def trim(self, node: TreeNode) -> None:  # noqa: B027
+        """Split nodes above `node` such that no more than needed is kept for a prefix that ends there."""
+
+    def missing(self, node: TreeNode) -> tuple[TreeNode, ...]:
+        """Nodes, root side first, whose values have to be loaded for a prefix that ends with `node`."""
+        required = [at for at in self.rules.required_nodes(node) if not at.holds(self.name, DEVICE)]
+        return tuple(reversed(required))
+
+    def load_bytes(self, length: int, match: Match) -> int:
+        """About what a load of the first `length` tokens of a match brings."""
+        return 0
+
+    @abstractmethod
+    def needed(self, admission: Admission) -> int:
+        """What the request needs to be free on the device."""
+
+    def kept(self, admission: Admission) -> int:
+        """Of what is evictable now, what the request's prefix keeps."""
+        return 0
+
+    def shortage(self, needed: int) -> ResourceExhausted:
+        """The error of a request that `needed` more than can be made free."""
+        return OutOfSlots(needed, self.available(), self.tree.evictable(self.name, DEVICE))
+
+    def refuse_now(self, admission: Admission) -> None:
+        """Raise `shortage` where the request does not fit at this moment. Changes nothing."""
+        needed = self.needed(admission)
+        evictable = self.tree.evictable(self.name, DEVICE) - self.kept(admission)
+        if needed > self.available() + max(0, evictable):
+            raise self.shortage(needed)
+
+    def take(self, slots: torch.Tensor) -> None:  # noqa: B027
+        """A lease got new `slots` of its own: take what belongs to them. `size_of(len(slots))` is free."""
+
+    def size_of(self, num_slots: int) -> int:
+        """What `take` needs for new slots."""
+        return 0
+
+    def start(self, lease: Lease, plan: LoadPlan) -> None:  # noqa: B027
+        """The load of the lease was submitted, if there is one: prepare what else its first forward needs."""
+
+    # Restore
+
+    @abstractmethod
+    def begin_load(self, load: Load, nodes: Sequence[TreeNode], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+        """Enter what `load` brings into the tree or the lease; returns the slots or states that it writes to.
+
+        `slots`: those of the tokens that the load brings, from the first on.
+        """
+
+    def fail_load(self, load: Load) -> None:  # noqa: B027
+        """The load failed: take what it was to bring off the device."""
+
+    # Commit
+
+    def next_stop(self, lease: Lease, start: int, end: int) -> int:
+        """Where a pass over the prompt from `start` should end, at most at `end`."""
+        return end
+
+    def commit_points(self, lease: Lease, num_tokens: int) -> list[int]:
+        """Where `rules.ends_matches`: lengths, ascending, at which the tokens computed so far are given to the tree."""
+        return [num_tokens // self.tree.page_size * self.tree.page_size]
+
+    def needed_to_donate(self, lease: Lease, length: int) -> int:
+        """What has to be free for `donate`."""
+        return 0
+
+    def donate(self, lease: Lease, length: int) -> torch.Tensor | None:
+        """A device value that belongs to exactly the first `length` tokens, for the tree; None for none."""
+        return None
+
+    def due_to_track(self, leases: Sequence[Lease]) -> list[Lease]:
+        """Leases whose decoding has come to a point that is worth keeping."""
+        return []
+
+    def needed_to_track(self, lease: Lease) -> int:
+        return 0
+
+    def track(self, leases: Sequence[Lease]) -> None:  # noqa: B027
+        """Keep what `due_to_track` named."""
+
+    def prepare_to_track(self, lease: Lease) -> None:  # noqa: B027
+        """Take what `needed_to_track` named, which is free."""
+
+    def release(self, lease: Lease) -> None:  # noqa: B027
+        """The lease ends: free what it holds."""
+
+    # Disk
+
+    @abstractmethod
+    def pages_to_prefetch(self, end: int, in_memory: Sequence[bool], on_disk: Sequence[bool]) -> list[int] | None:
+        """Pages, by index, that a prefix of `end` pages needs from the disk; None where the disk lacks one.
+
+        `in_memory[i]`, `on_disk[i]`: whether page i is held there.
+        """
+
+    # Check
+
+    @abstractmethod
+    def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
+        """Where free + held by the tree + owned by leases is not all there is. `loads`: those in flight."""
+
+
+def account_violations(what: str, sums: tuple[int, int, int], total: int, ids: Sequence[torch.Tensor]) -> list[str]:
+    """Whether free + in the tree + elsewhere (`sums`) is `total`, and no id is owned twice or the sink."""
+    found = []
+    if sum(sums) != total:
+        found.append(f"{what}: {sums[0]} free + {sums[1]} in the tree + {sums[2]} elsewhere is not {total}")
+    owned = torch.cat([value.cpu() for value in ids]) if ids else torch.empty(0, dtype=torch.int64)
+    if len(owned.unique()) != len(owned):
+        found.append(f"{what}: one has two owners")
+    if len(owned) and int(owned.min()) < 1:
+        found.append(f"{what}: the sink was handed out")
+    return found

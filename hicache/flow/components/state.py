@@ -1,0 +1,163 @@
+"""Recurrent states in the engine: two a request, and one at the end of every node that a match can end at.
+
+A state belongs to exactly the tokens that it has consumed. A request's running state is copied where a page ends; its
+checkpoint, a second state, is donated without a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from hicache.config import EngineConfig
+from hicache.device.base import KVCache
+from hicache.device.hybrid_req import HybridReqToTokenPool
+from hicache.errors import OutOfStates, ResourceExhausted
+from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, account_violations
+from hicache.flow.lease import Lease
+from hicache.flow.load import Load, LoadPlan
+from hicache.layout import ModelGeometry
+from hicache.tree.base import Match
+from hicache.tree.components import MambaComponent, TreeComponent
+from hicache.tree.node import DEVICE, MAMBA, TreeNode
+
+_STATES_PER_REQUEST = 2  # the running state and the last checkpoint
+
+
+class RecurrentState(CacheComponent):
+    """Of models with recurrent layers. The rows of their request table come with states."""
+
+    @classmethod
+    def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
+        return MambaComponent() if isinstance(model, ModelGeometry) and model.recurrent_layers else None
+
+    def __init__(self, base: Base, rules: TreeComponent, link: HostLink) -> None:
+        super().__init__(base, rules, link)
+        assert isinstance(base.req_to_token, HybridReqToTokenPool)
+        self._table, self._pool = base.req_to_token, base.req_to_token.mamba_pool
+        self._pool.register_layer_transfer_counter(link.counter)
+        # States are kept where a page ends and the model's kernels can return one.
+        self._step = math.lcm(base.tree.page_size, base.config.mamba_chunk_tokens)
+        self._evicted = base.metrics.counter(
+            "evict.states", "recurrent states evicted from the device before their pages"
+        )
+
+    def available(self) -> int:
+        return self._pool.available_size()
+
+    def free(self, value: torch.Tensor) -> None:
+        self._pool.free(value)
+
+    def count_eviction(self, node: TreeNode) -> None:
+        self._evicted.value += 1
+
+    def load_bytes(self, length: int, match: Match) -> int:
+        return self.host.page_bytes if self.has_host else 0
+
+    def needed(self, admission: Admission) -> int:
+        return _STATES_PER_REQUEST
+
+    def kept(self, admission: Admission) -> int:
+        return min(1, admission.length)
+
+    def shortage(self, needed: int) -> ResourceExhausted:
+        return OutOfStates(needed - self.available(), self.available())
+
+    def start(self, lease: Lease, plan: LoadPlan) -> None:
+        """Copy the state that the prefix left on the device to the request's own."""
+        if plan.missing[MAMBA] or plan.node.is_root:
+            return
+        with self._copying():
+            self._pool.copy_from(plan.node.held(MAMBA, DEVICE), _running(lease))
+
+    def begin_load(self, load: Load, nodes: Sequence[TreeNode], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+        """Straight to the request's own state: nobody else can use it while it advances."""
+        lease.state_load = load
+        return _running(lease)
+
+    def next_stop(self, lease: Lease, start: int, end: int) -> int:
+        """Before `end`: at the last point below the prompt's end, where the cached prefix branched off another prompt,
+        at the request's branch points, and at 1, 2, 4, ... times `mamba_prefill_interval`: a second prompt that shares
+        a prefix hits at least half of it."""
+        step, interval = self._step, self.config.mamba_prefill_interval
+        points = [lease.prompt_len - 1, lease.branching_len, *lease.branch_points]
+        if interval:
+            points.append(interval << (start // interval).bit_length())
+        stops = (point // step * step for point in points)
+        return min((stop for stop in stops if start < stop < end), default=end)
+
+    def commit_points(self, lease: Lease, num_tokens: int) -> list[int]:
+        """After the checkpoint, and at the end, which is exact for the running state, where a page ends there."""
+        points = [num_tokens] if not num_tokens % self.tree.page_size else []
+        if lease.mamba_checkpoint_idx is not None and lease.checkpoint_len <= num_tokens:
+            points = [lease.checkpoint_len, *points]
+        return [point for point in points if point > lease.tree_len]
+
+    def needed_to_donate(self, lease: Lease, length: int) -> int:
+        return 0 if self._has_checkpoint(lease, length) else 1
+
+    def donate(self, lease: Lease, length: int) -> torch.Tensor:
+        if self._has_checkpoint(lease, length):
+            assert lease.mamba_checkpoint_idx is not None
+            state, lease.mamba_checkpoint_idx = lease.mamba_checkpoint_idx.reshape(1), None
+            return state
+        with self._copying(lease):
+            copy = self._pool.fork_from(_running(lease))
+        assert copy is not None, "made available before"
+        return copy
+
+    def due_to_track(self, leases: Sequence[Lease]) -> list[Lease]:
+        interval = self.config.mamba_track_interval
+        return [lease for lease in leases if not lease.length % interval]
+
+    def needed_to_track(self, lease: Lease) -> int:
+        return int(lease.mamba_checkpoint_idx is None)
+
+    def prepare_to_track(self, lease: Lease) -> None:
+        state = self._pool.alloc(1)
+        assert state is not None, "made available before"
+        lease.mamba_checkpoint_idx = state[0]
+
+    def track(self, leases: Sequence[Lease]) -> None:
+        """The running states become the checkpoints, and the requests go on in copies of them."""
+        with self._copying(*leases):
+            self._table.checkpoint(list(leases))
+        for lease in leases:
+            lease.checkpoint_len = lease.length
+
+    def release(self, lease: Lease) -> None:
+        """Free the lease's states; where a load may still write to one, when that has ended."""
+        states, load = lease.take_states(), lease.state_load
+        if load is not None and not load.op.done():
+            load.orphan_states.setdefault(MAMBA, []).extend(states)
+        elif states:
+            self.free(torch.cat(states))
+
+    def pages_to_prefetch(self, end: int, in_memory: Sequence[bool], on_disk: Sequence[bool]) -> list[int] | None:
+        if in_memory[end - 1]:
+            return []
+        return [end - 1] if on_disk[end - 1] else None
+
+    def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
+        held = self.tree.values(MAMBA, DEVICE)
+        of_leases = [state for lease in leases for state in (lease.mamba_pool_idx, lease.mamba_checkpoint_idx)]
+        owned = [state.reshape(1) for state in of_leases if state is not None]
+        owned += [state for load in loads for state in load.orphan_states.get(MAMBA, ())]
+        return account_violations("states", (self.available(), len(held), len(owned)), self._pool.size, [*held, *owned])
+
+    @staticmethod
+    def _has_checkpoint(lease: Lease, length: int) -> bool:
+        return lease.mamba_checkpoint_idx is not None and lease.checkpoint_len == length
+
+    def _copying(self, *leases: Lease) -> AbstractContextManager[None]:
+        """For copies on the device: they wait for what loads the states of `leases`, and for nothing else."""
+        return self.counter.consuming({load_id for lease in leases for load_id in lease.load_ids_of(MAMBA)})
+
+
+def _running(lease: Lease) -> torch.Tensor:
+    """The state `[1]` that the forward advances."""
+    assert lease.mamba_pool_idx is not None
+    return lease.mamba_pool_idx.reshape(1)

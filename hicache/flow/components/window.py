@@ -1,0 +1,155 @@
+"""Sliding windows in the engine: window slots, mapped to full slots, for the last window of each prefix.
+
+A prefix needs the window slots of its last `window` tokens only. What lies before them is evicted first, and nodes are
+split where the last window begins, so that no more is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hicache.alloc.swa import SWATokenToKVPoolAllocator
+from hicache.config import EngineConfig
+from hicache.device.base import KVCache
+from hicache.errors import PromptTooLong
+from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, account_violations
+from hicache.flow.components.full import owned_slots
+from hicache.flow.lease import CacheRequest, Lease
+from hicache.flow.load import Load
+from hicache.layout import ModelGeometry
+from hicache.tree.base import Match
+from hicache.tree.components import SwaComponent, TreeComponent
+from hicache.tree.node import DEVICE, FULL, SWA, NodeRun, TreeNode, joined
+
+
+class SlidingWindow(CacheComponent):
+    """Of models with window layers."""
+
+    rules: SwaComponent
+
+    @classmethod
+    def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
+        if not isinstance(model, ModelGeometry) or not model.window_layers:
+            return None
+        return SwaComponent(model.window, config.cache_page_size)
+
+    def __init__(self, base: Base, rules: TreeComponent, link: HostLink) -> None:
+        super().__init__(base, rules, link)
+        assert isinstance(base.allocator, SWATokenToKVPoolAllocator)
+        self._allocator = base.allocator
+        self._evicted = base.metrics.counter(
+            "evict.window_tokens", "tokens whose window slots were evicted from the device before their full slots"
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that one request may get slots for at a time, beside the window of its prefix."""
+        return self._capacity - self.rules.window - self.page_size
+
+    @property
+    def _capacity(self) -> int:
+        page = self._allocator.page_size
+        return self._allocator.size_swa // page * page
+
+    def device_ids(self, value: torch.Tensor) -> torch.Tensor:
+        """The window slots of full slots."""
+        return self._allocator.translate_loc_from_full_to_swa(value)
+
+    def available(self) -> int:
+        return self._allocator.swa_available_size()
+
+    def free(self, value: torch.Tensor) -> None:
+        self._allocator.free_swa(value)
+
+    def adopt(self, from_slots: torch.Tensor, to_slots: torch.Tensor) -> None:
+        """Map the window slots of full slots `from_slots` to `to_slots` instead."""
+        self._allocator.move_window(from_slots, to_slots)
+
+    def device_victim(self, size: int) -> TreeNode | None:
+        """Of a node longer than the window the front goes first: no match at its end needs it."""
+        node = self.tree.victim(SWA, DEVICE)
+        surplus = 0 if node is None else self.rules.surplus_tokens(node)
+        return self.tree.split_prefix(node, surplus) if node is not None and surplus else node
+
+    def count_eviction(self, node: TreeNode) -> None:
+        self._evicted.value += node.num_tokens
+
+    def trim(self, node: TreeNode) -> None:
+        required = self.rules.required_nodes(node)
+        surplus = sum(at.num_tokens for at in required) - self.rules.window
+        if surplus >= self.page_size:
+            self.tree.split_prefix(required[-1], surplus // self.page_size * self.page_size)
+
+    def refuse_impossible(self, request: CacheRequest) -> None:
+        reserve = request.reserve_tokens
+        reserved = len(request.tokens) if reserve is None else min(len(request.tokens), reserve)
+        page = self._allocator.page_size
+        if -(-reserved // page) * page > self.max_tokens:
+            setting = "window_tokens (or acquire less with reserve_tokens)"
+            raise PromptTooLong(len(request.tokens), self.max_tokens, setting)
+
+    def load_bytes(self, length: int, match: Match) -> int:
+        if not self.has_host:
+            return 0
+        return min(length, self.rules.window) // self.page_size * self.host.page_bytes
+
+    def needed(self, admission: Admission) -> int:
+        """A window slot for each token to be computed, and for each of the last window that the device lacks."""
+        own = admission.num_own
+        if admission.plan is not None:
+            return own + admission.plan.num_tokens(SWA)
+        return own + self._in_last_window(admission)[0]
+
+    def kept(self, admission: Admission) -> int:
+        return self._in_last_window(admission)[1]
+
+    def take(self, slots: torch.Tensor) -> None:
+        mapped = self._allocator.alloc_window(slots)
+        assert mapped, "made available before"
+
+    def size_of(self, num_slots: int) -> int:
+        return num_slots
+
+    def begin_load(self, load: Load, nodes: Sequence[TreeNode], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+        full_slots = [node.held(FULL, DEVICE) for node in nodes]
+        self.take(joined(full_slots))
+        for node, value in zip(nodes, full_slots, strict=True):
+            self.tree.attach(node, SWA, DEVICE, value)
+        load.runs[SWA] = NodeRun(list(nodes), SWA, DEVICE)
+        return joined(full_slots)
+
+    def fail_load(self, load: Load) -> None:
+        """Windows of nodes whose full slots stay; the others left with those."""
+        nodes = [node for node in load.runs[SWA].nodes if node.holds(SWA, DEVICE)] if SWA in load.runs else []
+        if nodes:  # a load that fails with another may still write to the window slots: only its end makes them free
+            load.op.wait()
+        for node in nodes:
+            self.free(self.tree.detach(node, SWA, DEVICE).value)
+
+    def pages_to_prefetch(self, end: int, in_memory: Sequence[bool], on_disk: Sequence[bool]) -> list[int] | None:
+        first = max(0, end - -(-self.rules.window // self.page_size))
+        missing = [page for page in range(first, end) if not in_memory[page]]
+        return missing if all(on_disk[page] for page in missing) else None
+
+    def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
+        """Window slots of the nodes that hold them, and those of leases' full slots."""
+        held = [self.device_ids(value) for value in self.tree.values(SWA, DEVICE)]
+        owned = [self.device_ids(slots) for slots in owned_slots(leases, loads)]
+        owned = [slots[slots > 0] for slots in owned]
+        sums = (self.available(), sum(map(len, held)), sum(map(len, owned)))
+        return account_violations("window slots", sums, self._capacity, [*held, *owned])
+
+    def _in_last_window(self, admission: Admission) -> tuple[int, int]:
+        """Of the last window before the end of the prefix: tokens to be loaded, and evictable tokens to be locked."""
+        length, missing, kept, pos = admission.length, 0, 0, 0
+        start = max(0, length - self.rules.window) // self.page_size * self.page_size
+        for node in admission.match.nodes:
+            overlap = min(pos + node.num_tokens, length) - max(pos, start)
+            if overlap > 0 and not node.holds(SWA, DEVICE):
+                missing += overlap
+            elif overlap > 0 and not node.locks(SWA, DEVICE):
+                kept += overlap
+            pos += node.num_tokens
+        return missing, kept

@@ -1,0 +1,62 @@
+"""What the movements of one engine work on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from hicache.config import EngineConfig
+from hicache.device.base import KVCache
+from hicache.device.req_to_token import ReqToTokenPool
+from hicache.disk.workers import DiskTier
+from hicache.flow.components import CacheComponent, FullAttention
+from hicache.flow.write_policy import WritePolicy
+from hicache.metrics import Metrics
+from hicache.tree.base import Released
+from hicache.tree.core import RadixTree
+from hicache.tree.node import DEVICE, Component, Tier, joined
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """`components`: those of the model, FULL first. `disk`: None where there is no such tier."""
+
+    config: EngineConfig
+    pool: KVCache
+    req_to_token: ReqToTokenPool
+    tree: RadixTree
+    metrics: Metrics
+    components: tuple[CacheComponent, ...]
+    write_policy: WritePolicy
+    disk: DiskTier | None = None
+
+    @cached_property
+    def full(self) -> FullAttention:
+        full = self.components[0]
+        assert isinstance(full, FullAttention)
+        return full
+
+    @cached_property
+    def by_name(self) -> dict[Component, CacheComponent]:
+        return {component.name: component for component in self.components}
+
+    @cached_property
+    def ending(self) -> CacheComponent:
+        """The component that decides at which tokens nodes may end."""
+        return next((component for component in self.components if component.rules.ends_matches), self.full)
+
+    @property
+    def has_host(self) -> bool:
+        return self.full.has_host
+
+    def free(self, released: Sequence[Released]) -> None:
+        """Free what left the tree, each where it came from."""
+        values: dict[tuple[Component, Tier], list[torch.Tensor]] = {}
+        for item in released:
+            values.setdefault((item.component, item.tier), []).append(item.value)
+        for (name, tier), parts in values.items():
+            component = self.by_name[name]
+            (component.free if tier is DEVICE else component.host.free)(joined(parts))

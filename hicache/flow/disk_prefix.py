@@ -1,0 +1,118 @@
+"""Which part of a prompt the disk can add to what memory serves, for all components together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hicache.disk.jobs import FindDone
+from hicache.flow.components import CacheComponent
+from hicache.flow.context import EngineContext
+from hicache.tree.base import Match
+from hicache.tree.key import Tokens
+from hicache.tree.node import FULL, HOST, Component, Tier
+
+
+@dataclass(frozen=True)
+class DiskPrefix:
+    """The whole pages of a prompt, by index from 0.
+
+    [0, num_usable)               memory can serve them, for all components
+    [0, num_host_pages)           their full pages are on the host, or being copied there
+    [num_host_pages, num_pages)   full pages that the disk may add; `page_keys`
+    [num_usable, num_pages)       pages of the other components that it may add; `component_keys`
+    """
+
+    context: EngineContext
+    tokens: Tokens
+    namespace: str
+    match: Match
+    num_pages: int
+    num_usable: int
+    num_host_pages: int
+    # By component beside FULL, when the prefix was looked at: whether device or host held each page of it.
+    in_memory: dict[Component, list[bool]]
+
+    @classmethod
+    def of(cls, context: EngineContext, tokens: Tokens, namespace: str) -> DiskPrefix:
+        """The prefix of whole pages of `tokens`, which it copies. Changes nothing."""
+        tree, page = context.tree, context.tree.page_size
+        tokens = tokens[: len(tokens) // page * page].copy()
+        match = tree.match(tokens, namespace)
+        on_host = end = 0
+        for node in match.nodes:
+            end += min(node.num_tokens, match.full_len - end)
+            if not (node.holds(FULL, HOST) or node.pending(FULL) is not None):
+                break
+            on_host = end
+        usable = tree.usable_len(match, match.full_len, on_host=True)
+        num_pages = len(tokens) // page
+        in_memory = {
+            component.name: _held_pages(component, match, page, num_pages) for component in context.components[1:]
+        }
+        return cls(context, tokens, namespace, match, num_pages, usable // page, on_host // page, in_memory)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether memory can serve all of it, and the host has all full pages."""
+        return self.num_usable == self.num_host_pages == self.num_pages
+
+    @cached_property
+    def page_keys(self) -> tuple[bytes, ...]:
+        return tuple(self._keys[self.num_host_pages :])
+
+    @cached_property
+    def component_keys(self) -> tuple[bytes, ...]:
+        """One component after the other."""
+        pages = range(self.num_usable, self.num_pages)
+        return tuple(key for component in self._others for key in self.keys_of(component.name, pages))
+
+    def keys_of(self, component: Component, indices: Sequence[int]) -> list[bytes]:
+        return self.context.tree.names.of_component(component, [self._keys[index] for index in indices])
+
+    def usable_end(self, found: FindDone, num_pages: int) -> int:
+        """The pages of the longest prefix that all components can use, with the first `num_pages` full pages of those
+        found; at most `num_usable` where the disk adds nothing."""
+        limit = self.num_host_pages + num_pages
+        for end in range(limit, self.num_usable, -1):
+            if all(pages is not None for pages in self._to_read(end, found).values()):
+                return end
+        return min(limit, self.num_usable)
+
+    def to_read(self, end: int, found: FindDone) -> dict[Component, list[int]]:
+        """The pages to be read for a prefix of `end` pages, as `usable_end` gave it, by component."""
+        full = list(range(self.num_host_pages, end))
+        others = self._to_read(end, found) if end > self.num_usable else {}
+        return {FULL: full, **{name: pages for name, pages in others.items() if pages is not None}}
+
+    @property
+    def _others(self) -> tuple[CacheComponent, ...]:
+        return self.context.components[1:]
+
+    @cached_property
+    def _keys(self) -> list[bytes]:
+        """Of all full pages."""
+        return self.context.tree.names.of_prompt(self.match, self.tokens)
+
+    def _to_read(self, end: int, found: FindDone) -> dict[Component, list[int] | None]:
+        """By component: what a prefix of `end` pages needs from the disk; None where that lacks it."""
+        needed: dict[Component, list[int] | None] = {}
+        num_asked = self.num_pages - self.num_usable
+        for index, component in enumerate(self._others):
+            asked = found.others[index * num_asked : (index + 1) * num_asked] or [False] * num_asked
+            on_disk = [*[False] * self.num_usable, *asked]
+            needed[component.name] = component.pages_to_prefetch(end, self.in_memory[component.name], on_disk)
+        return needed
+
+
+def _held_pages(component: CacheComponent, match: Match, page_size: int, num_pages: int) -> list[bool]:
+    """Which pages of a prompt the device or the host hold of a component."""
+    held, start = [False] * num_pages, 0
+    for node in match.nodes:
+        end = start + node.num_tokens // page_size
+        first = end - 1 if component.rules.at_node_end else start
+        if any(node.holds(component.name, tier) for tier in Tier):
+            held[first:end] = [True] * (min(end, num_pages) - first)
+        start = end
+    return held[:num_pages]

@@ -1,0 +1,42 @@
+"""Capacity on the host: the least recently used pages leave, the last of a prefix first."""
+
+from __future__ import annotations
+
+import torch
+
+from hicache.flow.components import CacheComponent
+from hicache.flow.context import EngineContext
+from hicache.tree.node import FULL, HOST
+
+
+class HostEviction:
+    """Owned by the scheduler thread."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        count = context.metrics.counter
+        self._evicted = count("evict.host_tokens", "tokens evicted from the host")
+        self._never_stored = count("evict.unstored_tokens", "tokens evicted from the host before the disk had them")
+
+    def capacity(self, component: CacheComponent) -> int:
+        """Host pages of a component that are free or evictable."""
+        tree = self._context.tree
+        return component.host.available() + tree.evictable(component.name, HOST) // component.page_size
+
+    def alloc(self, component: CacheComponent, num_pages: int) -> torch.Tensor | None:
+        """`num_pages` pages of a component's host pool, after evictions; `None`, and nothing evicted, when short."""
+        host, tree = component.host, self._context.tree
+        if num_pages > self.capacity(component):
+            return None
+        while (short := num_pages - host.available()) > 0:
+            node = component.host_victim(short)
+            if node is None:
+                return None
+            stored = node.is_stored(FULL)
+            released = tree.drop(node, component.name, HOST)
+            self._context.free(released)
+            tokens = sum(item.size for item in released if item.component == FULL and item.tier is HOST)
+            self._evicted.value += tokens
+            if self._context.disk is not None and not stored:
+                self._never_stored.value += tokens
+        return host.alloc(num_pages)

@@ -1,0 +1,151 @@
+"""A request and its lease: the hold of an admitted request on the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hicache.flow.load import Load
+from hicache.tree.key import TokenRun
+from hicache.tree.node import FULL, Component, TreeNode
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Tokens of a request that need not be computed, by the tier that held them when it was admitted."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """What admission needs to know. `tokens`: int64 ids of the whole prompt; `namespace`: the tenant.
+
+    `reserve_tokens`: tokens behind the cached prefix that get slots at admission, the others by `extend`; None: all.
+    `priority`, from 0: under `eviction_policy="priority"`, what the request uses or adds has at least this one from
+    then on. `branch_points`: token positions, like the end of a system prompt, after which other prompts may go on
+    differently; a hybrid model keeps a recurrent state at the last page boundary of each.
+    """
+
+    request_id: str
+    tokens: npt.NDArray[np.int64]
+    namespace: str = ""
+    reserve_tokens: int | None = None
+    priority: int = 0
+    branch_points: tuple[int, ...] = ()
+
+
+class Lease:
+    """A request's hold on the cache: a pinned prefix, a row of the request table and the slots of the rest.
+
+    Made by `acquire`, ended by `release` (or by leaving its `with`). Intervals of positions:
+
+        [0, cached_len)          needed no computing when the lease was made; its loads are `load_ids`
+        [0, tree_len)            slots belong to the tree, pinned through `node`
+        [tree_len, length)       slots belong to the lease and hold, or will hold, KV of its own
+        [length, held_len)       slots of the last device page that no token uses yet
+
+    `tokens` are the prompt's, and those behind it whose slots the tree got.
+
+    In a hybrid model it has two states as well: `mamba_pool_idx`, which the forward advances, and
+    `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing). `state_load` brings
+    the first of them, where the prefix left it on the host.
+
+    Read `slots` anew for each pass, after its `begin_forward`: where another request committed the same tokens first,
+    `commit` replaces this lease's slots with the tree's.
+
+    Slots are kept in the request's row, on the pool's device, and on the host too, where they were chosen there
+    (`home`, the allocator's device).
+    """
+
+    def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor, home: torch.device) -> None:
+        self.request_id, self.namespace = request.request_id, request.namespace
+        self.prompt_len, self.priority = len(request.tokens), request.priority
+        self.branch_points = request.branch_points
+        self.tokens = TokenRun(request.tokens)
+        self.node = node
+        self.req_pool_idx: int | None = None
+        self.mamba_pool_idx: torch.Tensor | None = None
+        self.mamba_checkpoint_idx: torch.Tensor | None = None
+        self._table = req_to_token
+        self._slots = torch.empty(req_to_token.shape[1], dtype=torch.int64) if home.type == "cpu" else None
+        self.hit = Hit()
+        self.cached_len = self.tree_len = self.length = self.held_len = 0
+        self.checkpoint_len = self.branching_len = 0
+        self.loads: list[Load] = []
+        self.state_load: Load | None = None
+        self.released = False
+        self.on_exit: Callable[[Lease], None] = _no_owner
+
+    @property
+    def row(self) -> int:
+        """The row of the request table."""
+        assert self.req_pool_idx is not None
+        return self.req_pool_idx
+
+    @property
+    def load_ids(self) -> tuple[int, ...]:
+        """The loads of full pages that the forward of this request must wait for, layer by layer."""
+        return self.load_ids_of(FULL)
+
+    def load_ids_of(self, component: Component) -> tuple[int, ...]:
+        return tuple(load.load_ids[component] for load in self.loads if component in load.load_ids)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Slots of positions [0, length), int64 on the pool's device."""
+        return self.slots_of(0, self.length)
+
+    def slots_of(self, start: int, end: int) -> torch.Tensor:
+        """Slots of positions [start, end), int64 on the pool's device."""
+        return self._table[self.row, start:end].long()
+
+    def held_slots(self, start: int, end: int) -> torch.Tensor:
+        """The same, on the allocator's device. May be a view: copy what is kept."""
+        return self.slots_of(start, end) if self._slots is None else self._slots[start:end]
+
+    def write(self, start: int, slots: torch.Tensor) -> None:
+        """Set the slots of positions [start, start + len(slots))."""
+        end, row = start + len(slots), self._table[self.row]
+        if self._slots is not None:
+            self._slots.numpy()[start:end] = slots.numpy()  # by one thread, see `hicache.tree.node.own`
+        if row.device.type == "cpu":
+            row.numpy()[start:end] = slots.numpy()
+        else:
+            row[start:end] = _on_device(slots, row.device)
+
+    def read(self, loads: Sequence[Load]) -> None:
+        """Wait for these too, and count as their reader."""
+        for load in loads:
+            if load not in self.loads:
+                load.readers += 1
+                self.loads.append(load)
+
+    def take_states(self) -> list[torch.Tensor]:
+        """Its states, each `[1]`, which it no longer has."""
+        states = [state.reshape(1) for state in (self.mamba_pool_idx, self.mamba_checkpoint_idx) if state is not None]
+        self.mamba_pool_idx = self.mamba_checkpoint_idx = None
+        return states
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.on_exit(self)
+
+
+def _on_device(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`ids` there, int64. From the host through pinned memory, behind what is queued: nothing waits."""
+    if ids.device.type == device.type:
+        return ids
+    return ids.pin_memory().to(device, non_blocking=True)
+
+
+def _no_owner(lease: Lease) -> None:
+    raise AssertionError(f"lease {lease.request_id} belongs to no engine")

@@ -1,0 +1,69 @@
+"""When pages are copied to the host. A policy of one's own is a class in its own file and an entry in `POLICIES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from hicache.config import EngineConfig
+from hicache.errors import ConfigError
+from hicache.tree.node import TreeNode
+
+
+class WritePolicy(Protocol):
+    """Asked on the scheduler thread. `at_eviction`: pages without a host copy are copied when they are evicted."""
+
+    at_eviction: bool
+
+    def wants(self, node: TreeNode) -> bool:
+        """Whether the pages of `node`, which a request added or used just now, are to be copied at once.
+
+        The host holds prefixes: where the answer is no, what continues `node` is not copied either.
+        """
+        ...
+
+
+class WriteThrough:
+    """Everything, at once."""
+
+    at_eviction = False
+
+    def wants(self, node: TreeNode) -> bool:
+        return True
+
+
+class WriteThroughSelective:
+    """What `hits` requests have used, its maker included."""
+
+    at_eviction = False
+
+    def __init__(self, hits: int) -> None:
+        self._hits = hits
+
+    def wants(self, node: TreeNode) -> bool:
+        return node.hit_count >= self._hits
+
+
+class WriteBack:
+    """Nothing until the device evicts it, which then waits for the copy."""
+
+    at_eviction = True
+
+    def wants(self, node: TreeNode) -> bool:
+        return False
+
+
+# What the setting `write_policy` may name.
+POLICIES: dict[str, Callable[[EngineConfig], WritePolicy]] = {
+    "write_through": lambda config: WriteThrough(),
+    "write_through_selective": lambda config: WriteThroughSelective(config.selective_hits),
+    "write_back": lambda config: WriteBack(),
+}
+
+
+def make_write_policy(config: EngineConfig) -> WritePolicy:
+    """The policy that the configuration names. ConfigError for an unknown name."""
+    factory = POLICIES.get(config.write_policy)
+    if factory is None:
+        raise ConfigError(f"write_policy={config.write_policy!r} is unknown; use one of {', '.join(sorted(POLICIES))}")
+    return factory(config)

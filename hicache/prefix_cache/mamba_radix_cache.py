@@ -1,0 +1,248 @@
+"""The prefix cache of models with recurrent states beside full attention.
+
+A state belongs to exactly the tokens that it has consumed: it is stored at the end of a node that ends there, and a
+match ends at the deepest node that has one. A request that continues from a state gets a copy, which it overwrites. A
+prompt can hit only where a state was stored, which the caller decides:
+
+    cache_unfinished_req   a copy of the running state, at the end of `fill_ids`: every chunk ends with a state
+    cache_finished_req     the running state itself, at the end of what was computed
+    both, extra buffer     the checkpoint itself, at `mamba_last_track_seqlen`
+
+The same prompt again asks for all but its last token, so the state at its end is too deep. For a hit, a runner ends a
+forward at `checkpoint_len(len(prompt), mamba_cache_chunk_size, page_size)` and there either calls
+`cache_unfinished_req(req, chunked=True)`, or, with the extra buffer, `table.checkpoint([req])` and sets
+`req.mamba_last_track_seqlen`. While decoding it does the same every `mamba_track_interval` tokens: the two states
+alternate, and the last checkpoint is stored when the request ends. Where a match returns `mamba_branching_seqlen`, one
+more stop there saves the next request the same work.
+
+With pages of more than one token, a state is stored at whole pages only; any other is freed, never stored under a
+shorter key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hicache.device.hybrid_req import HybridReqToTokenPool
+from hicache.errors import ConfigError, InvariantError, OutOfStates, ShapeError
+from hicache.prefix_cache.base import BasePrefixCache
+from hicache.prefix_cache.params import (
+    CacheInitParams,
+    EvictParams,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+from hicache.prefix_cache.protocols import CachedRequest
+from hicache.tree.base import Released
+from hicache.tree.components import MambaComponent, TreeComponent
+from hicache.tree.key import TokenSource
+from hicache.tree.node import DEVICE, FULL, MAMBA, TreeNode, joined
+
+
+def checkpoint_len(prompt_len: int, mamba_cache_chunk_size: int, page_size: int = 1) -> int:
+    """Where to store a state so that the same prompt hits: the last multiple of both sizes strictly below its end.
+
+    0: nowhere.
+    """
+    unit = math.lcm(mamba_cache_chunk_size, page_size)
+    return max(0, prompt_len - 1) // unit * unit
+
+
+class MambaRadixCache(BasePrefixCache):
+    """Prefixes, their slots, and states at some of their ends. Called on the stream that uses the states.
+
+    `full_*` sizes are in tokens, `mamba_*` sizes in states. A lock keeps the prefix and the state at its end.
+    """
+
+    def __init__(self, params: CacheInitParams) -> None:
+        """ConfigError for a table without states, and for bigrams, whose keys end one token before the state does."""
+        table = params.req_to_token_pool
+        if not isinstance(table, HybridReqToTokenPool):
+            raise ConfigError(f"{type(table).__name__} has no states; use HybridReqToTokenPool")
+        if params.enable_mamba_extra_buffer and not table.enable_mamba_extra_buffer:
+            raise ConfigError("enable_mamba_extra_buffer=True, but the request table was built without it")
+        if params.is_eagle:
+            raise ConfigError("is_eagle=True: a state has consumed a token more than its key of bigrams; set it False")
+        super().__init__(params)
+        self.enable_mamba_extra_buffer = params.enable_mamba_extra_buffer
+        self.mamba_cache_chunk_size = params.mamba_cache_chunk_size
+        self._table, self._pool = table, table.mamba_pool
+        self._checkpoint_unit = math.lcm(params.mamba_cache_chunk_size, params.page_size)
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """As the base's, up to the deepest state.
+
+        With `cow_mamba`, `req` gets a state that has consumed the match: a copy, or a cleared one where nothing matched
+        and it has a state already. Raises OutOfStates, which leaves `req` as it is.
+        """
+        match, node = self._match(params.key)
+        if params.cow_mamba and params.req is not None:
+            self._copy_state(node, params.req)
+        branching_len = match.device_len // self._checkpoint_unit * self._checkpoint_unit
+        missing = branching_len if branching_len > node.depth_tokens else None
+        return self._result(node)._replace(mamba_branching_seqlen=missing)
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """As the base's, with the state that has consumed the key, which the tree owns then unless it has one.
+
+        The slots offered for the first `prefix_len` tokens stay the caller's. ShapeError without a state, and for a key
+        that is not whole pages.
+        """
+        if self.disable:
+            return InsertResult(0)
+        if params.mamba_value is None or params.mamba_value.numel() != 1:
+            raise ShapeError("no prefix can be matched without a state at its end; give one, [1], as mamba_value")
+        if not len(params.key) or len(params.key) % self.page_size:
+            raise ShapeError(
+                f"a state that has consumed {len(params.key)} tokens cannot be stored: they are not whole pages of "
+                f"{self.page_size}"
+            )
+        shared = self._insert(params, donated={MAMBA: params.mamba_value.to(self.device)})
+        return InsertResult(shared.ours.numel(), mamba_exist=MAMBA in shared.refused)
+
+    def mamba_evictable_size(self) -> int:
+        return self._tree.evictable(MAMBA, DEVICE)
+
+    def mamba_protected_size(self) -> int:
+        return self._tree.protected(MAMBA, DEVICE)
+
+    def total_size(self) -> tuple[int, int]:
+        """Tokens and states held."""
+        return self._held(FULL), self._held(MAMBA)
+
+    def all_mamba_values_flatten(self) -> torch.Tensor:
+        """All states that the tree holds, int64, in no order."""
+        return self._flat(MAMBA)
+
+    def supports_mamba(self) -> bool:
+        return True
+
+    def available_and_evictable_str(self) -> str:
+        states = f"{self._pool.available_size()} states available, {self.mamba_evictable_size()} evictable"
+        return f"{super().available_and_evictable_str()}; {states}"
+
+    def _new_components(self) -> Sequence[TreeComponent]:
+        return (MambaComponent(),)
+
+    def _share_unfinished(self, req: CachedRequest, tokens: TokenSource, num_tokens: int, chunked: bool) -> None:
+        assert req.mamba_pool_idx is not None, "the request has no state"
+        running = req.mamba_pool_idx
+        checkpoint_at = self._checkpoint_of(req, num_tokens)
+        if checkpoint_at and self._has_free_state():
+            self._store(req, tokens, checkpoint_at, chunked, lambda: self._table.take_checkpoint(req))
+        if self._may_store(req, num_tokens) and self._has_free_state():
+            self._store(req, tokens, num_tokens, chunked, lambda: self._pool.fork_from(running.reshape(1)))
+
+    def _share_finished(self, req: CachedRequest, tokens: TokenSource, num_tokens: int) -> None:
+        checkpoint_at = self._checkpoint_of(req, num_tokens)
+        if checkpoint_at:
+            self._store(req, tokens, checkpoint_at, False, lambda: _donated_checkpoint(req))
+        # The running state has consumed what is committed; where fewer tokens are known, it belongs to no known prefix.
+        if num_tokens == req.kv_committed_len and self._may_store(req, num_tokens):
+            self._store(req, tokens, num_tokens, False, lambda: _donated_state(req))
+
+    def _free_states_of(self, req: CachedRequest) -> None:
+        held = [req.mamba_pool_idx]
+        if self._table.enable_mamba_extra_buffer:
+            held.append(req.mamba_checkpoint_idx)
+        if any(state is not None for state in held):
+            self._table.free_mamba_cache(req)
+
+    def _free(self, released: list[Released]) -> None:
+        super()._free(released)
+        states = [gone.value for gone in released if gone.component == MAMBA]
+        if states:
+            self._pool.free(joined(states))
+
+    def _own_violations(self) -> list[str]:
+        found: list[str] = []
+        try:
+            self._pool.check()
+        except InvariantError as error:
+            found.extend(error.violations)
+        held = self.all_mamba_values_flatten().cpu()
+        if held.unique().numel() != held.numel():
+            found.append("two nodes hold one state")
+        free = held[torch.isin(held, self._pool.free_slots.cpu())]
+        if free.numel():
+            found.append(f"states {free[:8].tolist()} of the tree are free")
+        return found
+
+    def _totals(self) -> str:
+        full, states = self.total_size()
+        return f"#full_tokens: {full}, #mamba_num: {states}"
+
+    def _copy_state(self, node: TreeNode, req: CachedRequest) -> None:
+        """Make the request's state one that has consumed the tokens up to `node`."""
+        own = req.mamba_pool_idx
+        if node.is_root:
+            if own is not None:
+                for tensor in (*self._pool.mamba_cache.conv, self._pool.mamba_cache.temporal):
+                    tensor.index_fill_(1, own.reshape(1), 0)
+            return
+        state = node.held(MAMBA, DEVICE)
+        if own is not None:
+            self._pool.copy_from(state, own.reshape(1))
+            return
+        self._tree.lock(node, DEVICE)
+        try:
+            copy = self._pool.fork_from(state) if self._has_free_state() else None
+        finally:
+            self._tree.unlock(node, DEVICE)
+        if copy is None:
+            raise OutOfStates(1, self._pool.available_size())
+        req.mamba_pool_idx = copy[0]
+
+    def _has_free_state(self) -> bool:
+        """Whether a state is free, after the eviction of one where none was."""
+        return self._pool.available_size() > 0 or self.evict(EvictParams(0, mamba_num=1)).mamba_num_evicted > 0
+
+    def _checkpoint_of(self, req: CachedRequest, num_tokens: int) -> int:
+        """How many of the first `num_tokens` tokens the checkpoint has consumed; 0 where there is none to store."""
+        if not self.enable_mamba_extra_buffer:
+            return 0
+        length = req.mamba_last_track_seqlen or 0
+        stored = length <= num_tokens and req.mamba_checkpoint_idx is not None and self._may_store(req, length)
+        return length if stored else 0
+
+    def _may_store(self, req: CachedRequest, length: int) -> bool:
+        """Whether a state after `length` tokens can be stored: beyond what is shared, at the end of a page."""
+        return length > req.last_node.depth_tokens and length % self.page_size == 0
+
+    def _store(
+        self,
+        req: CachedRequest,
+        tokens: TokenSource,
+        length: int,
+        chunked: bool,
+        take: Callable[[], torch.Tensor | None],
+    ) -> None:
+        """Share the first `length` tokens with the state that `take` makes the tree's, unless the tree has one."""
+        self._share(req, tokens, length, chunked)
+        node = req.last_node
+        assert node.depth_tokens == length, "a state may be stored under exactly what it has consumed"
+        if not node.holds(MAMBA, DEVICE):
+            state = take()
+            assert state is not None, "a state was free before"
+            self._tree.attach(node, MAMBA, DEVICE, state)
+        if self.enable_mamba_extra_buffer and (req.mamba_last_track_seqlen or 0) <= length:
+            req.mamba_last_track_seqlen = None  # stored, or of no more use
+
+
+def _donated_state(req: CachedRequest) -> torch.Tensor:
+    """The running state `[1]`, which the request no longer refers to."""
+    assert req.mamba_pool_idx is not None, "the request has no state"
+    state, req.mamba_pool_idx = req.mamba_pool_idx, None
+    return state.reshape(1)
+
+
+def _donated_checkpoint(req: CachedRequest) -> torch.Tensor:
+    """The state of the checkpoint `[1]`, which the request no longer refers to."""
+    assert req.mamba_checkpoint_idx is not None, "the request has no checkpoint"
+    state, req.mamba_checkpoint_idx = req.mamba_checkpoint_idx, None
+    return state.reshape(1)

@@ -1,0 +1,119 @@
+"""The value objects that callers of the prefix caches pass in and get back, under the field's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from hicache.errors import ConfigError
+from hicache.tree.key import RadixKey
+from hicache.tree.node import TreeNode
+
+_NO_EFFECT = (
+    "tp_cache_group",
+    "enable_metrics",
+    "pp_rank",
+    "pp_size",
+    "disable_finished_insert",
+    "cache_ttl_seconds",
+)
+
+
+@dataclass(frozen=True)
+class CacheInitParams:
+    """What a prefix cache is made of. `hicache.prefix_cache.protocols` says what it asks of table and allocator.
+
+    `token_to_kv_pool_allocator` may be None, and `req_to_token_pool` where no request is cached: for simulations.
+    `page_size`, `sliding_window_size` and `mamba_cache_chunk_size` are in tokens. `chunked_prefill_size` is carried for
+    schedulers; no cache reads it. The fields from `tp_cache_group` on are there for schedulers that pass them, and take
+    their defaults alone: one rank, no metrics of the tree's own, finished requests inserted, no expiry.
+    """
+
+    disable: bool
+    req_to_token_pool: Any
+    token_to_kv_pool_allocator: Any
+    page_size: int
+    is_eagle: bool = False
+    eviction_policy: str = "lru"
+    enable_kv_cache_events: bool = False
+    enable_mamba_extra_buffer: bool = False
+    chunked_prefill_size: int | None = None
+    sliding_window_size: int | None = None
+    mamba_cache_chunk_size: int = 64
+    tp_cache_group: Any = None
+    enable_metrics: bool = False
+    pp_rank: int = 0
+    pp_size: int = 1
+    disable_finished_insert: bool = False
+    cache_ttl_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        """ConfigError where a caller asks for what these caches do not do."""
+        for name in _NO_EFFECT:
+            given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if given != default:
+                raise ConfigError(f"{name}={given!r} has no effect on these caches yet; leave it at {default!r}")
+
+
+class MatchPrefixParams(NamedTuple):
+    """`cow_mamba`: `req` shall get a copy of the matched recurrent state as its own."""
+
+    key: RadixKey
+    cow_mamba: bool = False
+    req: Any = None
+
+
+class MatchResult(NamedTuple):
+    """The longest usable prefix.
+
+    `device_indices`: its slots, int64 `[tokens]`. `last_device_node` ends there; `last_host_node` and `host_hit_length`
+    say the same of the host, which these caches do not use. `mamba_branching_seqlen`: where a recurrent state is
+    missing that would have made the match longer, or None.
+    """
+
+    device_indices: torch.Tensor
+    last_device_node: TreeNode
+    last_host_node: TreeNode
+    host_hit_length: int = 0
+    mamba_branching_seqlen: int | None = None
+
+
+class InsertParams(NamedTuple):
+    """Hold the tokens `key` as `value`, slots int64 `[tokens]`; None takes the token ids for slots.
+
+    `mamba_value`: the state `[1]` that has consumed exactly `key`. `prev_prefix_len`: tokens whose slots the caller has
+    from a match. `swa_evicted_seqlen`: tokens whose window slots are gone. `chunked`: more of the same request follows.
+    """
+
+    key: RadixKey
+    value: torch.Tensor | None = None
+    mamba_value: torch.Tensor | None = None
+    prev_prefix_len: int = 0
+    swa_evicted_seqlen: int = 0
+    chunked: bool = False
+    priority: int = 0
+
+
+class InsertResult(NamedTuple):
+    """`prefix_len`: tokens that were held before. `mamba_exist`: so was the state, and the caller frees its own."""
+
+    prefix_len: int
+    mamba_exist: bool = False
+
+
+class EvictParams(NamedTuple):
+    """How much to evict: tokens, tokens of window slots, and recurrent states."""
+
+    num_tokens: int
+    swa_num_tokens: int = 0
+    mamba_num: int = 0
+
+
+class EvictResult(NamedTuple):
+    """How much was evicted."""
+
+    num_tokens_evicted: int = 0
+    swa_num_tokens_evicted: int = 0
+    mamba_num_evicted: int = 0

@@ -1,0 +1,45 @@
+"""The prefix cache of models with full attention only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hicache.prefix_cache.base import BasePrefixCache
+from hicache.prefix_cache.params import CacheInitParams, InsertParams, InsertResult
+from hicache.tree.node import FULL
+
+
+class RadixCache(BasePrefixCache):
+    """Prefixes of token pages and their slots. See the base."""
+
+    @classmethod
+    def create_simulated(
+        cls,
+        disable: bool = False,
+        mock_allocator: Any = None,
+        page_size: int = 1,
+        enable_kv_cache_events: bool = False,
+    ) -> RadixCache:
+        """A cache without pools. `mock_allocator`: an object with `device` and `free(slots)`, or None."""
+        return cls(
+            CacheInitParams(
+                disable=disable,
+                req_to_token_pool=None,
+                token_to_kv_pool_allocator=mock_allocator,
+                page_size=page_size,
+                enable_kv_cache_events=enable_kv_cache_events,
+            )
+        )
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """As the base's. The slots offered for the first `prefix_len` tokens stay the caller's."""
+        if self.disable:
+            return InsertResult(0)
+        return InsertResult(self._insert(params).ours.numel())
+
+    def total_size(self) -> int:
+        """Tokens held."""
+        return self._held(FULL)
+
+    def _totals(self) -> str:
+        return f"#tokens: {self.total_size()}"

@@ -1,0 +1,151 @@
+"""The slots of a prefix cache: how they are freed and audited, and the tensors that requests see of theirs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hicache.alloc.base import BaseTokenToKVPoolAllocator
+from hicache.alloc.swa import SWATokenToKVPoolAllocator
+from hicache.device.req_to_token import ReqToTokenPool
+from hicache.errors import InvariantError
+from hicache.prefix_cache.protocols import CachedRequest, SlotAllocator
+from hicache.tree.base import Released
+from hicache.tree.core import RadixTree
+from hicache.tree.node import DEVICE, FULL, SWA, joined
+from hicache.tree.share import Shared
+
+
+class AllocatorAdapter:
+    """The allocator behind a cache: a real one, one that stands in for it, or none in a simulation."""
+
+    def __init__(self, allocator: SlotAllocator | None) -> None:
+        self._allocator = allocator
+        self._real = allocator if isinstance(allocator, BaseTokenToKVPoolAllocator) else None
+        self._windows = allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else None
+
+    def free(self, slots: torch.Tensor, first_position: int = 0) -> None:
+        """Free slots of consecutive tokens of one sequence, the first of them at `first_position`."""
+        if not slots.numel():
+            return
+        if self._real is not None:
+            self._real.free_run(slots, first_position)
+        elif self._allocator is not None:
+            self._allocator.free(slots)
+
+    def free_released(self, released: list[Released]) -> None:
+        """Free slots that left the tree, and window slots that left it alone, all at once. States are not freed."""
+        windows = [gone.value for gone in released if gone.component == SWA]
+        if windows and self._windows is not None:
+            self._windows.free_swa(joined(windows))
+        slots = [gone.value for gone in released if gone.component == FULL]
+        if slots:
+            self.free(joined(slots))
+
+    def free_replaced(self, shared: Shared, first_position: int) -> None:
+        """Free the slots that the tree's replace, after their window slots went to those that have none."""
+        if self._windows is not None:
+            for ours, theirs in shared.adopted:
+                self._windows.move_window(ours, theirs)
+        self.free(shared.ours, first_position)
+
+    def available_str(self) -> str:
+        """How many tokens the allocator has free, of each kind where there are two."""
+        if self._real is None:
+            return "tokens of an unknown number available"
+        text = f"{self._real.available_size()} tokens available"
+        if self._windows is None:
+            return text
+        return f"{text} (full {self._windows.full_available_size()}, window {self._windows.swa_available_size()})"
+
+    def violations(self, tree: RadixTree) -> list[str]:
+        """The allocator's own, and slots of the tree that it holds twice, that are free, or that do not exist."""
+        allocator = self._real
+        # An allocator of the caller's own may keep its free slots in another way.
+        if allocator is None or not isinstance(getattr(allocator, "free_pages", None), torch.Tensor):
+            return []
+        found: list[str] = []
+        try:
+            allocator.check()
+        except InvariantError as error:
+            found.extend(error.violations)
+        values = tree.values(FULL, DEVICE)
+        if not values:
+            return found
+        held = torch.cat(values).cpu()
+        free = torch.cat((allocator.free_pages, allocator.release_pages)).cpu()
+        page_size = allocator.page_size
+        for bad, what in (
+            (held[(held < page_size) | (held >= allocator.size // page_size * page_size + page_size)], "do not exist"),
+            (held[torch.isin(held // page_size, free)], "are free"),
+            (_repeated(held), "are held more than once"),
+        ):
+            if bad.numel():
+                found.append(f"slots {bad[:8].tolist()} of the tree {what}")
+        return found
+
+    def window_violations(self, tree: RadixTree) -> list[str]:
+        """Nodes that hold window slots which are not mapped, or the other way round."""
+        if self._windows is None:
+            return []
+        found = []
+        for node in tree.nodes():
+            mapped = self._windows.translate_loc_from_full_to_swa(node.held(FULL, DEVICE)) > 0
+            holds = node.holds(SWA, DEVICE)
+            if not bool((mapped == holds).all()):
+                found.append(f"node {node.id}: {int(mapped.sum())} of {node.num_tokens} tokens have windows, {holds=}")
+        return found
+
+
+class TableRows:
+    """The rows of a request table, read as int64; on the CPU by numpy, which copies a few slots much faster."""
+
+    def __init__(self, table: ReqToTokenPool | None) -> None:
+        self._rows = None if table is None else table.req_to_token
+        self._on_host = None if self._rows is None or not self._rows.is_cpu else self._rows.numpy()
+
+    def slots(self, row: int, start: int, end: int) -> torch.Tensor:
+        """The slots of tokens [start, end), int64, a copy."""
+        if self._on_host is not None:
+            return torch.from_numpy(self._on_host[row, start:end].astype(np.int64))
+        assert self._rows is not None, "the cache was built without a request table"
+        return self._rows[row, start:end].to(torch.int64)
+
+
+class PrefixBuffers:
+    """`prefix_indices` of requests whose prefill goes by chunks: int64 copies of their rows that grow by what is new.
+
+    A request's tensor is the front of a longer one: the next chunk costs its own length. Buffers are kept by row, and
+    one is a request's only while the request shows it.
+    """
+
+    def __init__(self, rows: TableRows) -> None:
+        self._rows = rows
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def grown(self, req: CachedRequest, known_len: int, num_tokens: int) -> torch.Tensor:
+        """The first `num_tokens` slots of its row; the first `known_len` are as `req.prefix_indices` has them."""
+        row, shown = req.req_pool_idx, req.prefix_indices
+        assert row is not None, "the request has no row"
+        buffer = self._buffers.get(row)
+        if buffer is None or shown.numel() < known_len or shown.data_ptr() != buffer.data_ptr():
+            self._buffers[row] = buffer = self._rows.slots(row, 0, num_tokens)
+            return buffer
+        if buffer.numel() < num_tokens:
+            longer = buffer.new_empty(max(num_tokens, 2 * buffer.numel()))
+            longer[:known_len] = buffer[:known_len]
+            self._buffers[row] = buffer = longer
+        buffer[known_len:num_tokens] = self._rows.slots(row, known_len, num_tokens)
+        return buffer[:num_tokens]
+
+    def forget(self, row: int) -> None:
+        self._buffers.pop(row, None)
+
+    def clear(self) -> None:
+        self._buffers.clear()
+
+
+def _repeated(values: torch.Tensor) -> torch.Tensor:
+    ids, counts = values.unique(return_counts=True)
+    several: torch.Tensor = ids[counts > 1]
+    return several

@@ -1,0 +1,98 @@
+"""The prefix cache of models with sliding windows beside full attention.
+
+A prefix is usable where the last `sliding_window_size` tokens have window slots, or all tokens from the root on have.
+Window slots are evicted before full ones: a node without them is a tombstone, which a match may pass and not end in. A
+request frees its own as it decodes (`swa_evicted_seqlen`). A tombstone gets window slots again from the next request
+that computes the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hicache.alloc.swa import SWATokenToKVPoolAllocator
+from hicache.errors import ConfigError
+from hicache.prefix_cache.base import BasePrefixCache
+from hicache.prefix_cache.params import CacheInitParams, InsertParams, InsertResult
+from hicache.prefix_cache.protocols import CachedRequest
+from hicache.tree.components import SwaComponent, TreeComponent
+from hicache.tree.node import DEVICE, FULL, SWA, Component, TreeNode
+
+
+class SWARadixCache(BasePrefixCache):
+    """Prefixes, their full slots, and for some of them window slots, which the allocator maps the full ones to.
+
+    Sizes are in tokens: `full_*` of full slots, `swa_*` of window slots. A lock covers the window slots of the nodes
+    that the last `sliding_window_size` tokens lie in.
+    """
+
+    def __init__(self, params: CacheInitParams) -> None:
+        """ConfigError without a window, or with an allocator that has no window slots."""
+        window, allocator = params.sliding_window_size, params.token_to_kv_pool_allocator
+        if window is None or window < 1:
+            raise ConfigError(f"sliding_window_size={window}; give the window of the model, in tokens")
+        if allocator is not None and not isinstance(allocator, SWATokenToKVPoolAllocator):
+            raise ConfigError(f"{type(allocator).__name__} has no window slots; use SWATokenToKVPoolAllocator")
+        self.sliding_window_size = window
+        super().__init__(params)
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """As the base's. The slots offered for tokens from `prev_prefix_len` on that were held before are freed.
+
+        Tokens from `swa_evicted_seqlen` on are offered with window slots, which tombstones take.
+        """
+        if self.disable:
+            return InsertResult(0)
+        tokens, namespace = self._packed(params.key)
+        known_len = self._whole_pages(min(params.prev_prefix_len, len(tokens)))
+        # The caller has these from a match: the slots are the tree's own, tombstones without window slots among them.
+        if known_len:
+            known_len = min(known_len, self._tree.match(tokens[:known_len], namespace).device_len)
+        shared = self._insert(params, known_len)
+        self._slots.free_replaced(shared, known_len)
+        return InsertResult(known_len + shared.ours.numel())
+
+    def inc_lock_ref(self, node: TreeNode) -> int | None:
+        """Lock the prefix that ends with `node`. The result may be given to `dec_lock_ref`, which ignores it."""
+        super().inc_lock_ref(node)
+        return None if self.disable or node.is_root else node.id
+
+    def swa_evictable_size(self) -> int:
+        return self._tree.evictable(SWA, DEVICE)
+
+    def swa_protected_size(self) -> int:
+        return self._tree.protected(SWA, DEVICE)
+
+    def total_size(self) -> tuple[int, int]:
+        """Tokens held, and tokens with window slots."""
+        return self._held(FULL), self._held(SWA)
+
+    def supports_swa(self) -> bool:
+        return True
+
+    def available_and_evictable_str(self) -> str:
+        return f"{super().available_and_evictable_str()} (window {self.swa_evictable_size()})"
+
+    def _new_components(self) -> Sequence[TreeComponent]:
+        self._window = SwaComponent(self.sliding_window_size, self.page_size)
+        return (self._window,)
+
+    def _window_from(self, swa_evicted_seqlen: int, start: int, end: int) -> int | None:
+        # A page has lost its window slots when the first of its tokens has.
+        lost = -(-swa_evicted_seqlen // self.page_size) * self.page_size
+        return min(max(lost, start), end) - start
+
+    def _evicted_window(self, req: CachedRequest) -> int:
+        return req.swa_evicted_seqlen
+
+    def _part_to_evict(self, victim: TreeNode, component: Component) -> TreeNode:
+        # In a node longer than the window, no match at its end needs the window slots of the front.
+        surplus = self._window.surplus_tokens(victim) if component == SWA else 0
+        return self._tree.split_prefix(victim, surplus) if surplus else victim
+
+    def _own_violations(self) -> list[str]:
+        return self._slots.window_violations(self._tree)
+
+    def _totals(self) -> str:
+        full, swa = self.total_size()
+        return f"#full_tokens: {full}, #swa_tokens: {swa}"

@@ -1,0 +1,180 @@
+"""Sizes that the configuration leaves open, computed from the model and the available memory before anything is built.
+
+    dtype          the model's, or the pool's; bfloat16 where neither has one
+    window_tokens  a window for each of max_requests, one prefill chunk, and cached windows; at most device_tokens
+    mamba_size     two states for each of max_requests (running and checkpoint), and cached states
+    host_bytes     twice the device tier; at most half of the available memory, and 32 GiB where it is pinned for CUDA
+    host_states    cached states
+
+Cached windows and cached states take at most half as many bytes as the KV of full attention on the same tier, and
+there is at most one state per page. A host tier below an eighth of the device tier would hold too little of what the
+device evicts: then there is none. Pinning takes about half a second per GiB, which the limit of 32 GiB bounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hicache.config import EngineConfig
+from hicache.device.base import KVCache
+from hicache.errors import ConfigError, OutOfMemory
+from hicache.host.memory import RESERVE_BYTES, bytes_of_ratio, require
+from hicache.layout import ModelGeometry
+
+STATES_PER_REQUEST = 2
+HOST_RATIO = 2
+MAX_PINNED_BYTES = 32 << 30
+_KV_PER_CACHED = 2  # bytes of full attention for each byte of cached windows or states
+_MEMORY_SHARE = 2  # the host tier takes at most 1/2 of the available memory
+_MIN_HOST_SHARE = 8  # a host tier below 1/8 of the device tier is not built
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes over all layers: of a token in layers kept whole, of a token in window layers, of a recurrent state."""
+
+    full: int
+    window: int = 0
+    state: int = 0
+
+
+def row_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> RowBytes:
+    """What the pools of a model store in `dtype`. A model with windows in every layer keeps its first layer whole."""
+    attention = geometry.head_num * (geometry.head_dim + (geometry.v_head_dim or geometry.head_dim)) * dtype.itemsize
+    num_full = len(geometry.full_layers) or min(1, len(geometry.window_layers))
+    num_window = len(geometry.full_layers) + len(geometry.window_layers) - num_full
+    state_bytes = 0
+    if (state := geometry.state) is not None:
+        conv = sum(math.prod(shape) for shape in state.conv) * state.conv_dtype.itemsize
+        state_bytes = conv + math.prod(state.temporal) * state.temporal_dtype.itemsize
+    return RowBytes(num_full * attention, num_window * attention, len(geometry.recurrent_layers) * state_bytes)
+
+
+def resolve(config: EngineConfig, model: ModelGeometry | KVCache, available: int) -> EngineConfig:
+    """The configuration with a number for every size. `available`: bytes that this process may take.
+
+    Raises `ConfigError` and `OutOfMemory` where a size that was given does not fit, or a disk tier would have no host
+    tier.
+    """
+    if config.dtype == "auto":
+        config = dataclasses.replace(config, dtype=str(model.dtype or torch.bfloat16).removeprefix("torch."))
+    if isinstance(model, KVCache):
+        spaces = model.slot_spaces
+        pool_bytes = sum(
+            buffer.nbytes for s in spaces for layer in s.layout.layers for buffer in s.layer_buffers(layer)
+        )
+        page_bytes = [space.layout.page_bytes(config.host_page_size) for space in spaces] if config.has_host else []
+        return _with_host(config, pool_bytes, page_bytes, 0, available)
+    rows = row_bytes(model, config.torch_dtype)
+    if model.window_layers:
+        config = dataclasses.replace(config, window_tokens=window_tokens(config, model.window, rows))
+    if rows.state:
+        config = dataclasses.replace(config, mamba_size=mamba_size(config, rows))
+    page_bytes = [num_bytes * config.host_page_size for num_bytes in (rows.full, rows.window) if num_bytes]
+    return _with_host(config, device_bytes(config, rows), page_bytes, rows.state, available)
+
+
+def window_tokens(config: EngineConfig, window: int, rows: RowBytes) -> int:
+    """Slots of the window layers, in whole device pages. `ConfigError` where those given are too few."""
+    size, page = _whole(config.device_tokens, config.page_size), config.cache_page_size
+    minimum = min(size, 2 * (window + page))
+    if config.window_tokens:
+        if config.window_tokens < minimum:
+            raise ConfigError(
+                f"window_tokens={config.window_tokens} cannot hold the windows of {window} tokens of two requests; "
+                f"raise window_tokens to at least {minimum}"
+            )
+        return _whole(config.window_tokens, config.page_size)
+    running = config.max_requests * (_pages(window, page) + 1) * page
+    chunk = _pages(config.prefill_chunk_tokens, page) * page
+    cached = size * rows.full // (_KV_PER_CACHED * rows.window) if rows.window else size
+    return _whole(min(size, max(minimum, running + chunk + cached)), config.page_size)
+
+
+def mamba_size(config: EngineConfig, rows: RowBytes) -> int:
+    """Recurrent states of the device tier."""
+    if config.mamba_size:
+        return config.mamba_size
+    kv_bytes = config.device_tokens * rows.full
+    cached = min(kv_bytes // _KV_PER_CACHED // rows.state, config.device_tokens // config.cache_page_size)
+    return STATES_PER_REQUEST * config.max_requests + max(STATES_PER_REQUEST, cached)
+
+
+def device_bytes(config: EngineConfig, rows: RowBytes) -> int:
+    """Bytes of the device tier; every pool has a page, or a state, as a sink for padding."""
+    tokens, page = _whole(config.device_tokens, config.page_size), config.page_size
+    window = (config.window_tokens + page) * rows.window
+    return (tokens + page) * rows.full + window + (config.mamba_size + 1) * rows.state
+
+
+def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available: int) -> int:
+    """Bytes of the host tier, 0 for none. `minimum`: a page of each of its pools and their sinks."""
+    if config.host_ratio:
+        return bytes_of_ratio(config.host_ratio, device_bytes, available)
+    if config.host_bytes != "auto":
+        if config.host_bytes:
+            require(config.host_bytes, "host_bytes", available)
+        return config.host_bytes
+    on_cuda = config.device.startswith("cuda")
+    free = max(0, available - RESERVE_BYTES - (0 if on_cuda else device_bytes))
+    wanted = min(max(HOST_RATIO * device_bytes, minimum), free // _MEMORY_SHARE)
+    wanted = min(wanted, MAX_PINNED_BYTES) if on_cuda else wanted
+    needed = max(minimum, device_bytes // _MIN_HOST_SHARE)
+    if wanted >= needed:
+        log.info("host_bytes=auto: %d bytes for a device tier of %d, %d available", wanted, device_bytes, available)
+        return wanted
+    reason = f"host_bytes=auto finds no room: {available} bytes are available, {_MEMORY_SHARE * needed} more than the "
+    reason += f"reserve of {RESERVE_BYTES} are needed"
+    if config.disk is not None:
+        raise OutOfMemory(
+            f"{reason}; the disk tier needs a host tier: free memory, or set host_bytes to at least {minimum}"
+        )
+    log.warning("there is no host tier: %s; free memory, or set host_bytes", reason)
+    return 0
+
+
+def host_states(config: EngineConfig, total: int, page_bytes: int, state_bytes: int) -> int:
+    """Recurrent states of a host tier of `total` bytes, beside pages of `page_bytes`."""
+    if config.host_states:
+        return config.host_states
+    by_bytes, by_pages = total // (1 + _KV_PER_CACHED) // state_bytes, total // (page_bytes + state_bytes)
+    return max(1, min(by_bytes, by_pages) - 1)  # a state is the sink
+
+
+def host_shares(config: EngineConfig, page_bytes: Mapping[str, int], num_states: int | None) -> dict[str, int]:
+    """Bytes of each host pool of a resolved configuration, by component: states as set, of all others as many pages.
+
+    `page_bytes`: of a page of each pool. `num_states`: of recurrent states; None without such a pool.
+    """
+    total = config.host_bytes
+    assert isinstance(total, int), "the configuration is resolved"
+    shares = {} if num_states is None else {"mamba": (num_states + 1) * page_bytes["mamba"]}
+    others = {name: num_bytes for name, num_bytes in page_bytes.items() if name not in shares}
+    num_pages = (total - sum(shares.values())) // sum(others.values())
+    return {**{name: num_pages * num_bytes for name, num_bytes in others.items()}, **shares}
+
+
+def _with_host(
+    config: EngineConfig, device_bytes: int, page_bytes: Sequence[int], state_bytes: int, available: int
+) -> EngineConfig:
+    if not config.has_host:
+        return config
+    total = host_bytes(config, device_bytes, 2 * (sum(page_bytes) + state_bytes), available)
+    states = host_states(config, total, page_bytes[0], state_bytes) if total and state_bytes else config.host_states
+    return dataclasses.replace(config, host_bytes=total, host_ratio=0.0, host_states=states)
+
+
+def _pages(tokens: int, page: int) -> int:
+    return -(-tokens // page)
+
+
+def _whole(tokens: int, page: int) -> int:
+    return tokens // page * page

@@ -1,0 +1,171 @@
+"""`hicache config --show` as a user meets it: every setting, its value and where it came from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.cli import main
+from hicache.config import SECTIONS, VARIABLES
+from hicache.settings import settings_of
+
+KEY = "5ec2e7" * 10
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        for name in variable.names:
+            monkeypatch.delenv(name, raising=False)
+
+
+def show(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The output of the command, which must succeed."""
+    capsys.readouterr()
+    assert main(["config", "--show", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    return out
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    shown: dict[str, Any] = json.loads(show(capsys, "--json", *arguments))
+    return shown
+
+
+def test_each_value_has_its_source(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A value is the field's default, the file's or a flag's, and says which; the flag wins over the file."""
+    file = tmp_path / "engine.yaml"
+    file.write_text("device_tokens: 4096\nhost_bytes: 1GiB\nmodel_id: m\ndisk: {path: /pages, level: 3}\n")
+    given = ["--config", str(file), "--host-bytes", "2GiB", "--advanced-disk-queue-jobs", "7"]
+    settings = figures(capsys, *given)["settings"]
+    assert settings["device_tokens"] == {"value": 4096, "unit": "tokens", "source": f"file {file}"}
+    assert settings["host_bytes"] == {"value": 2 << 30, "unit": "bytes", "source": "flag --host-bytes"}
+    assert settings["disk.level"] == {"value": 3, "source": f"file {file}"}
+    assert settings["disk.durability"] == {"value": "relaxed", "source": "default"}
+    assert settings["advanced.disk_queue_jobs"] == {
+        "value": 7,
+        "unit": "jobs",
+        "source": "flag --advanced-disk-queue-jobs",
+    }
+    lines = {line.split()[0]: line for line in show(capsys, *given).splitlines() if line}
+    assert "2.0 GiB (2147483648 bytes)" in lines["host_bytes"] and "flag --host-bytes" in lines["host_bytes"]
+    assert lines["disk.level"].endswith(f"file {file}") and lines["page_size"].split() == [
+        "page_size",
+        "16",
+        "tokens",
+        "default",
+    ]
+
+
+def test_every_setting_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every setting and every variable has a line, in text as in JSON; without a disk that is one line. Nothing has to
+    be given: a required setting is shown as such."""
+    names = [f"{at}.{name}" if at else name for at, cls in SECTIONS.items() for name in settings_of(cls)]
+    with_disk = figures(capsys, "--disk-path", "/x", "--model-id", "m")
+    assert list(with_disk["settings"]) == names
+    assert list(with_disk["environment"]) == [variable.names[0] for variable in VARIABLES]
+    bare = figures(capsys)["settings"]
+    assert bare["disk"] == {"value": None, "source": "default"}
+    assert list(bare) == [*(name for name in names if "." not in name), "disk", *(n for n in names if "advanced" in n)]
+    assert bare["device_tokens"] == {"value": None, "unit": "tokens", "source": "required"}
+    text = show(capsys)
+    assert [line.split()[0] for line in text.splitlines() if line] == [
+        "setting",
+        *bare,
+        "environment",
+        *with_disk["environment"],
+    ]
+
+
+def test_a_computed_value_says_what_it_follows_from(capsys: pytest.CaptureFixture[str]) -> None:
+    """A value that is left to the engine is shown as auto, with what it is computed from; one that is set is not."""
+    settings = figures(capsys)["settings"]
+    auto = {name for name, row in settings.items() if row["value"] == "auto"}
+    assert auto == {"host_bytes", "dtype", "window_tokens", "mamba_size", "host_states"}
+    assert auto == {name for name, row in settings.items() if "computed_from" in row}
+    assert "available memory" in settings["host_bytes"]["computed_from"]
+    for flag in (["--host-bytes", "0"], ["--host-ratio", "2"]):
+        settings = figures(capsys, *flag)["settings"]
+        assert ("computed_from" in settings["host_bytes"]) == (flag[0] == "--host-ratio")
+    settings = figures(capsys, "--window-tokens", "128", "--mamba-size", "auto")["settings"]
+    assert settings["window_tokens"] == {"value": 128, "unit": "tokens", "source": "flag --window-tokens"}
+    assert settings["mamba_size"]["value"] == "auto" and settings["mamba_size"]["source"] == "flag --mamba-size"
+
+
+def test_the_environment_is_shown_and_the_key_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each variable has its value and the name that it was found under, or the default; of the key, that it is set."""
+    environment = figures(capsys)["environment"]
+    assert environment["HICACHE_KERNELS"] == {"value": None, "source": "default: triton on CUDA, torch elsewhere"}
+    assert environment["HICACHE_DISK_KEY"]["value"] is None
+    monkeypatch.setenv("HICACHE_KERNELS", "torch")
+    monkeypatch.setenv("SGLANG_DEBUG_MEMORY_POOL", "1")
+    monkeypatch.setenv("HICACHE_DISK_KEY", KEY)
+    environment = figures(capsys)["environment"]
+    assert environment["HICACHE_KERNELS"] == {"value": "torch", "source": "environment variable HICACHE_KERNELS"}
+    assert environment["HICACHE_DEBUG"] == {"value": "1", "source": "environment variable SGLANG_DEBUG_MEMORY_POOL"}
+    assert environment["HICACHE_DISK_KEY"] == {"value": "set", "source": "environment variable HICACHE_DISK_KEY"}
+    assert KEY not in show(capsys, "--json") and KEY not in show(capsys)
+
+
+BAD = {
+    "no verb": ([], "--show"),
+    "an unknown setting": (["--show", "--flavour", "mild"], "--flavour"),
+    "an old name": (["--show", "--disk-readers", "3"], "--disk-readers"),
+    "a wrong value": (["--show", "--page-size", "48"], "page_size=48"),
+    "two sizes for one tier": (["--show", "--host-bytes", "1GiB", "--host-ratio", "2"], "host_ratio=2.0"),
+    "a disk without a path": (["--show", "--disk-level", "3"], "path"),
+    "a disk without a model": (["--show", "--disk-path", "/x"], "model_id"),
+    "a disk without a host tier": (["--show", "--disk-path", "/x", "--host-bytes", "0"], "host_bytes"),
+    "a missing file": (["--show", "--config", "{tmp}/none.yaml"], "none.yaml"),
+    "a broken file": (["--show", "--config", "{tmp}/broken.yaml"], "broken.yaml"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_input_is_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 2, one line on stderr that names the culprit, and no table."""
+    (tmp_path / "broken.yaml").write_text("{a: [\n")
+    arguments, culprit = BAD[case]
+    try:
+        status = main(["config", *(text.format(tmp=tmp_path) for text in arguments)])
+    except SystemExit as exit:
+        status = int(str(exit.code))
+    out, err = capsys.readouterr()
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith("hicache: error: ") and culprit in err
+
+
+def test_a_wrong_variable_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable with a value that no engine would accept is refused, with the values that would do."""
+    monkeypatch.setenv("HICACHE_MAMBA_SSM_DTYPE", "int8")
+    assert main(["config", "--show"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "HICACHE_MAMBA_SSM_DTYPE='int8': set it to float32 or bfloat16 or float16" in err
+
+
+def test_text_of_the_file_does_not_reach_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Control characters in a value or in the file's name are printed as escapes and add no line."""
+    (tmp_path / "a.yaml").write_text('model_id: "m\\e[2J\\nx"\n')
+    out = show(capsys, "--config", str(tmp_path / "a.yaml"))
+    assert "m\\x1b[2J\\nx" in out and len(out.splitlines()) == len(show(capsys).splitlines())
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    """The command answers where torch cannot be imported."""
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'numpy', 'lmdb', 'transformers', 'rich'):\n"
+        "    sys.modules[name] = None\n"
+        "from hicache.cli import main\n"
+        "sys.exit(main(['config', '--show', '--device-tokens', '64']))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0 and not run.stderr and "64 tokens" in run.stdout

@@ -1,0 +1,189 @@
+"""A page store of one's own: a class in one file that answers to `PageStore` is the disk tier of an engine."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import memory_store
+from disk_case import PATIENCE_S, TroubledStore, disk_threads, failing, page_keys, wait_until
+from hicache import AdvancedConfig, CacheEngine, DiskConfig, Hit, build_engine
+from hicache.errors import ConfigError
+from hicache.storage import PageBuffer, PageStore, StoreError
+from memory_store import MemoryPageStore
+from toy_model import GEOMETRY, config, serve
+
+PROMPT_LEN, CACHED_LEN, NUM_PAGES = 90, 88, 11  # pages of 8 tokens
+
+
+def prompt(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 50, PROMPT_LEN)
+
+
+def engine_over(store: PageStore, **changes: object) -> CacheEngine:
+    advanced = AdvancedConfig(disk_reopen_backoff_s=1e-3, disk_max_reopen_backoff_s=1e-3)
+    changes = {"prefetch_mode": "wait_complete", "advanced": advanced, **changes}
+    return build_engine(config(**changes), GEOMETRY, store=store)
+
+
+def ask(engine: CacheEngine, name: str, tokens: np.ndarray, namespace: str = "") -> Hit:
+    """Prefetch and serve a request: what it reuses is compared with what was computed."""
+    handle = engine.prefetch(name, tokens, namespace)
+    wait_until(lambda: (engine.poll(), handle.ended)[1])
+    hit = serve(engine, name, tokens, namespace).hit
+    engine.flush()
+    engine.check()
+    return hit
+
+
+class Forgetful(MemoryPageStore):
+    """A store that can refuse what it is given, and lose what it has."""
+
+    takes = gives = True
+
+    def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
+        return super().put(items, lag=lag) if self.takes else [False] * len(items)
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
+        return super().get_into(keys, buffers) if self.gives else [False] * len(keys)
+
+
+def test_a_store_of_ones_own_is_one_file() -> None:
+    """Its file imports the contract of stores, and nothing else of the project."""
+    names = {getattr(value, "__module__", None) for value in vars(memory_store).values()}
+    assert {name for name in names if name is not None and name.startswith("hicache")} == {"hicache.storage.base"}
+
+
+def test_pages_that_left_memory_come_back_from_it(device: str) -> None:
+    """Over tiers that hold a part of the prompts, each is read back from the store with its values, however often."""
+    store = MemoryPageStore(1 << 20)
+    prompts = [prompt(n) for n in range(8)]
+    with engine_over(store, device=device) as engine:
+        first = [ask(engine, f"a{n}", tokens) for n, tokens in enumerate(prompts)]
+        again = [ask(engine, f"b{n}", tokens) for n, tokens in enumerate(prompts)]
+        assert all(hit == Hit() for hit in first)
+        assert all(hit == Hit(disk=CACHED_LEN) for hit in again[:3])  # the least recently used
+        assert engine.stats()["disk.entries"] == 8 * NUM_PAGES
+    store.check()
+
+
+def test_engines_share_a_store_that_its_owner_closes() -> None:
+    """A second engine over the same object finds what the first stored, while that runs and after both have ended:
+    an engine closes no store that it was given."""
+    store, tokens = MemoryPageStore(1 << 20), prompt(1)
+    with engine_over(store) as first, engine_over(store) as second:
+        assert ask(first, "a", tokens) == Hit()
+        assert ask(second, "b", tokens) == Hit(disk=CACHED_LEN)
+    assert disk_threads() == []
+    with engine_over(store) as third:
+        assert ask(third, "c", tokens) == Hit(disk=CACHED_LEN)
+        keys = page_keys(third, tokens)
+    assert store.contains(keys) == [True] * NUM_PAGES
+    store.close()
+    with engine_over(store) as fourth:  # every call raises now
+        assert ask(fourth, "d", tokens) == Hit() and ask(fourth, "e", tokens) == Hit(device=CACHED_LEN)
+        assert fourth.stats()["disk.failed_touches"] == 2
+
+
+def test_a_shared_store_never_mixes_models_and_tenants() -> None:
+    """Engines of other models, salts and namespaces find nothing of each other's, though the store knows of none."""
+    store, tokens = MemoryPageStore(1 << 20), prompt(1)
+    with engine_over(store) as engine:
+        ask(engine, "a", tokens, "tenant")
+    for changes, namespace in (({"model_id": "other"}, "tenant"), ({"salt": "other"}, "tenant"), ({}, "other")):
+        with engine_over(store, **changes) as engine:
+            assert ask(engine, "b", tokens, namespace) == Hit()
+    with engine_over(store) as engine:
+        assert ask(engine, "c", tokens, "tenant") == Hit(disk=CACHED_LEN)
+
+
+def test_its_budget_evicts_the_end_of_what_was_used_least_recently() -> None:
+    """A store that is full keeps what was used last, and of a prompt that it keeps in part the first pages."""
+    with engine_over(MemoryPageStore(1 << 20)) as engine:
+        page_bytes = engine.inspect.context.full.host.page_bytes
+    store = MemoryPageStore(page_bytes * (NUM_PAGES + 4))
+    with engine_over(store) as engine:
+        for n in range(2):
+            ask(engine, f"a{n}", prompt(n))
+        old, new = (store.contains(page_keys(engine, prompt(n))) for n in range(2))
+    assert new == [True] * NUM_PAGES and old == [True] * 4 + [False] * (NUM_PAGES - 4)
+    with engine_over(store) as engine:
+        assert ask(engine, "b", prompt(0)) == Hit(disk=4 * 8)
+
+
+ERRORS = {
+    "the medium fails": OSError(errno.EIO, "I/O error"),
+    "the medium is full": OSError(errno.ENOSPC, "no space"),
+    "an error of stores": StoreError("no"),
+    "a bug": ZeroDivisionError(),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_store_that_raises_is_left_alone(error: str) -> None:
+    """While its calls raise, requests are served as without a disk tier; when they return again it is used again."""
+    store = TroubledStore(MemoryPageStore(1 << 20))
+    with engine_over(store) as engine:
+        ask(engine, "a", prompt(0))
+        store.trouble = failing(ERRORS[error], "contains", "get_into", "put")
+        for n in range(1, 5):  # they evict the first from both tiers
+            assert ask(engine, f"b{n}", prompt(n)).disk == 0
+        assert ask(engine, "c", prompt(0)) == Hit()
+        stats = engine.stats()
+        assert stats["persist.failed_pages"] >= 4 * NUM_PAGES
+        assert stats["disk.writes_opens"] > 0 and stats["disk.reads_opens"] > 0
+        store.trouble = lambda verb: None
+        keys = page_keys(engine, prompt(4))
+        wait_until(_uses(engine, prompt(4), lambda: all(store.inner.contains(keys))))
+    with engine_over(store) as engine:
+        assert ask(engine, "d", prompt(4)) == Hit(disk=CACHED_LEN)
+
+
+def _uses(engine: CacheEngine, tokens: np.ndarray, holds: Callable[[], bool]) -> Callable[[], bool]:
+    """Whether it holds after one more request for that prompt."""
+    return lambda: (ask(engine, "again", tokens), holds())[1]
+
+
+def test_what_a_store_refuses_stays_on_the_host() -> None:
+    """Where `put` says False the pages count as failed, serve from the host, and are stored once it says True."""
+    store, tokens = Forgetful(1 << 20), prompt(1)
+    with engine_over(store) as engine:
+        store.takes = False
+        ask(engine, "a", tokens)
+        keys = page_keys(engine, tokens)
+        assert engine.stats()["persist.failed_pages"] == NUM_PAGES and not any(store.contains(keys))
+        for n in (2, 3):  # the device holds one prompt
+            serve(engine, f"b{n}", prompt(n))
+            engine.flush()
+        assert serve(engine, "c", tokens).hit == Hit(host=CACHED_LEN)
+        store.takes = True
+        wait_until(_uses(engine, tokens, lambda: all(store.contains(keys))))
+
+
+def test_what_a_store_has_lost_is_a_miss() -> None:
+    """Where `get_into` says False for pages that `contains` named, they are counted as lost and computed again."""
+    store, tokens = Forgetful(1 << 20), prompt(1)
+    with engine_over(store) as engine:
+        ask(engine, "a", tokens)
+    store.gives = False
+    with engine_over(store) as engine:
+        assert engine.lookup(tokens, disk_wait_s=PATIENCE_S).disk == CACHED_LEN
+        assert ask(engine, "b", tokens) == Hit()
+        stats = engine.stats()
+        assert stats["prefetch.lost_pages"] > 0 and stats["disk.reads_opens"] == 0
+
+
+def test_a_store_takes_the_place_of_the_disk_settings(tmp_path: Path) -> None:
+    """A store beside a path of the disk tier is refused, and so is one without what a disk tier needs."""
+    store = MemoryPageStore(1 << 20)
+    for changes, line in (
+        ({"disk": DiskConfig(path=str(tmp_path))}, "give one of them"),
+        ({"host_bytes": 0}, "set host_bytes"),
+        ({"model_id": ""}, "needs model_id"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            engine_over(store, **changes)

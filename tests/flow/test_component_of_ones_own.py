@@ -1,0 +1,323 @@
+"""A component of one's own: two files, and the engine's own movements take it through all tiers.
+
+Here it is the last hidden state of a cached prefix. The toy model knows the true one of every prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from component_case import STATES, WINDOWS, compute, config, verify
+from disk_case import wait_until
+from hicache import CacheEngine, CacheRequest, DiskConfig, Hit, Lease, ModelGeometry, build_engine
+from hicache.errors import ConfigError, InvalidArgument, InvariantError, ResourceExhausted, TransferError
+from hicache.transfer.counter import NUM_PRODUCERS
+from hicache.tree import DEVICE, FULL, TreeNode
+from memory_store import MemoryPageStore
+from own_component import cache, tree
+from own_component.cache import LastHidden
+from toy_model import GEOMETRY
+
+PAGE = 8
+MODELS = [pytest.param(GEOMETRY, id="full"), pytest.param(WINDOWS, id="windows"), pytest.param(STATES, id="states")]
+
+
+class OneRow(LastHidden):
+    NUM_ROWS = 1
+
+
+class TwoRows(LastHidden):
+    NUM_ROWS = 2
+
+
+def prompt(seed: int, length: int = 61) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 50, length)
+
+
+def continued(tokens: np.ndarray, seed: int = 99) -> np.ndarray:
+    """The next turn of a conversation."""
+    return np.concatenate([tokens, prompt(seed, 9)])
+
+
+def hidden(tokens: np.ndarray, namespace: str) -> torch.Tensor:
+    """The last hidden state after `tokens`, float32 `[HIDDEN]`."""
+    digest = hashlib.sha256(namespace.encode() + b"|" + tokens.astype("<i8").tobytes()).digest()
+    rng = np.random.default_rng(int.from_bytes(digest[:8], "little"))
+    return torch.from_numpy(rng.standard_normal(LastHidden.HIDDEN, dtype=np.float32))
+
+
+def prefill(engine: CacheEngine, lease: Lease, tokens: np.ndarray, model: ModelGeometry) -> None:
+    """The rest of a prompt; each commit is offered the hidden state of its last whole page."""
+    start = lease.cached_len
+    while start < len(tokens):
+        end = engine.next_stop(lease, start, len(tokens))
+        compute(engine, lease, tokens, start, end, model)
+        whole = end // PAGE * PAGE
+        truth = hidden(tokens[:whole], lease.namespace)
+        engine.component(LastHidden).offer(lease, whole, truth.to(engine.pool.device))
+        engine.commit(lease, tokens[:end])
+        start = end
+
+
+def reuse(engine: CacheEngine, lease: Lease, tokens: np.ndarray, model: ModelGeometry) -> bool:
+    """Whether the cache has the hidden state of the lease's last cached token: KV and hidden state are compared."""
+    verify(engine, lease, tokens, lease.cached_len, model)
+    found = engine.component(LastHidden).read(lease)
+    if found is not None:
+        assert torch.equal(found.cpu(), hidden(tokens[: lease.cached_len], lease.namespace))
+    return found is not None
+
+
+def serve(
+    engine: CacheEngine, name: str, tokens: np.ndarray, model: ModelGeometry, namespace: str = ""
+) -> tuple[Hit, bool]:
+    """One whole request; its hit, and whether its hidden state came from the cache."""
+    with engine.acquire(CacheRequest(name, tokens, namespace)) as lease:
+        found = reuse(engine, lease, tokens, model)
+        prefill(engine, lease, tokens, model)
+    engine.flush()
+    engine.check()
+    return lease.hit, found
+
+
+def node_of(engine: CacheEngine, tokens: np.ndarray) -> TreeNode:
+    """The node that ends with these tokens."""
+    radix = engine.inspect.context.tree
+    return radix.node_at(radix.match(tokens), len(tokens))
+
+
+def evict(engine: CacheEngine, tokens: np.ndarray, component: str) -> None:
+    """From the device, what the node that ends with these tokens has of a component."""
+    context = engine.inspect.context
+    context.free(context.tree.drop(node_of(engine, tokens), component, DEVICE))
+
+
+def test_it_is_two_files() -> None:
+    """They import contracts and no movement, and nothing of hicache imports them."""
+    modules = {getattr(value, "__module__", "") for file in (tree, cache) for value in vars(file).values()}
+    ours = {name for name in modules if name.startswith("hicache.")}
+    assert {name for name in ours if name.startswith("hicache.flow")} == {
+        "hicache.flow.components.base",
+        "hicache.flow.lease",
+        "hicache.flow.load",
+    }
+    assert not {name for name in ours if name.split(".")[1] in {"engine", "factory", "transfer", "host", "disk"}}
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("model", MODELS)
+def test_it_comes_back_from_device_and_host(device: str, model: ModelGeometry, policy: str) -> None:
+    """What a commit was offered is read by the request that continues its prefix, from the device, and from the host
+    after others took the device; another tenant reads nothing."""
+    settings = config(device=device, write_policy=policy)
+    with build_engine(settings, model, components=[LastHidden]) as engine:
+        first = prompt(1)
+        assert serve(engine, "a", first, model) == (Hit(), False)
+        assert serve(engine, "b", continued(first[:56]), model) == (Hit(device=56), True)
+        assert engine.stats()["restore.bytes"] == 0
+        assert serve(engine, "other", first, model, "tenant") == (Hit(), False)
+        for n in (2, 3, 4):
+            serve(engine, f"c{n}", prompt(n), model)
+        assert not node_of(engine, first[:56]).holds("last_hidden", DEVICE)
+        hit, found = serve(engine, "d", continued(first[:56], 98), model)
+        assert hit.host > 0 and hit.device + hit.host == 56 and found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_it_is_evicted_and_loaded_alone(device: str, model: ModelGeometry) -> None:
+    """Two rows serve many prompts whose pages stay on the device: a row is evicted alone, and is the only thing
+    that a load brings back."""
+    settings = config(device=device, device_tokens=1024, window_tokens=512, mamba_size=40)
+    with build_engine(settings, model, components=[TwoRows]) as engine:
+        for n in range(1, 5):
+            serve(engine, f"a{n}", prompt(n), model)
+        stats = engine.stats()
+        assert stats["evict.hidden_states"] > 0 and stats["evict.device_demoted_tokens"] == 0
+        assert serve(engine, "b", continued(prompt(1)[:56]), model) == (Hit(device=56), True)
+        moved = engine.stats()["restore.bytes"] - stats["restore.bytes"]
+        assert moved == engine.component(LastHidden).host.page_bytes == 4 * LastHidden.HIDDEN
+
+
+def test_nodes_are_split_for_pages_and_not_for_it(device: str) -> None:
+    """A row belongs to the end of its node, so its eviction splits none. Since a match may end without a hidden state,
+    a long node that loses pages loses its last ones alone."""
+    with build_engine(config(device=device, device_tokens=1024), GEOMETRY, components=[TwoRows]) as engine:
+        for n in range(1, 5):
+            serve(engine, f"a{n}", prompt(n), GEOMETRY)
+        assert engine.stats()["evict.hidden_states"] == 2 and engine.stats()["tree.nodes"] == 4
+    with build_engine(config(device=device, host_bytes=0, page_size=8), GEOMETRY, components=[LastHidden]) as engine:
+        first = prompt(1, 97)
+        serve(engine, "a", first, GEOMETRY)
+        serve(engine, "b", prompt(2, 50), GEOMETRY)
+        assert serve(engine, "c", first, GEOMETRY) == (Hit(device=72), False)
+
+
+@pytest.mark.parametrize("own_store", [False, True], ids=["lmdb", "own store"])
+@pytest.mark.parametrize("model", MODELS)
+def test_it_comes_back_from_disk_after_a_restart(
+    device: str, model: ModelGeometry, own_store: bool, tmp_path: Path
+) -> None:
+    """A second engine reads from the store what the first was offered, with the pages of the prefix."""
+    store = MemoryPageStore(4 << 20) if own_store else None
+    disk = None if own_store else DiskConfig(path=str(tmp_path / "store"), budget_bytes=16 << 20)
+    settings = config(device=device, disk=disk, prefetch_mode="wait_complete")
+    first = prompt(1)
+    with build_engine(settings, model, [LastHidden], store) as engine:
+        serve(engine, "a", first, model)
+    with build_engine(settings, model, [LastHidden], store) as engine:
+        longer = continued(first[:56])
+        handle = engine.prefetch("b", longer)
+        wait_until(lambda: (engine.poll(), handle.ended)[1])
+        assert serve(engine, "b", longer, model) == (Hit(disk=56), True)
+        engine.flush()
+        engine.check()
+
+
+def test_no_request_waits_for_it_or_is_refused() -> None:
+    """With its only row in use, a prompt whose hidden state is on the host is served without it, and a commit keeps
+    none; when the row is free again, it is loaded."""
+    with build_engine(config(device_tokens=512), GEOMETRY, components=[OneRow]) as engine:
+        first, second, third = prompt(1), prompt(2), prompt(3)
+        serve(engine, "a", first, GEOMETRY)
+        serve(engine, "b", second, GEOMETRY)  # takes the row
+        with engine.acquire(CacheRequest("reader", continued(second[:56]))) as reader:
+            assert reuse(engine, reader, continued(second[:56]), GEOMETRY)
+            assert serve(engine, "c", continued(first[:56]), GEOMETRY) == (Hit(device=56), False)
+            assert serve(engine, "d", third, GEOMETRY) == (Hit(), False)
+            assert engine.stats()["commit.skipped_states"] == 2
+            assert reuse(engine, reader, continued(second[:56]), GEOMETRY)  # nobody wrote to it meanwhile
+        assert not node_of(engine, third[:56]).holds("last_hidden", DEVICE)
+        evict(engine, second[:56], "last_hidden")
+        assert serve(engine, "e", continued(first[:56], 97), GEOMETRY) == (Hit(device=56), True)
+
+
+def test_the_row_of_the_prefix_before_is_not_counted_on() -> None:
+    """The only evictable row belongs to the end of what the device has of a prompt, and is pinned while the rest is
+    loaded: the prompt is served without the hidden state of its end."""
+    with build_engine(config(device_tokens=512), GEOMETRY, components=[TwoRows]) as engine:
+        first, second = prompt(1), prompt(2)
+        serve(engine, "a", first[:41], GEOMETRY)
+        serve(engine, "b", first, GEOMETRY)
+        evict(engine, first[:56], FULL)
+        serve(engine, "c", second, GEOMETRY)
+        with engine.acquire(CacheRequest("reader", continued(second[:56]))) as reader:
+            assert reuse(engine, reader, continued(second[:56]), GEOMETRY)
+            assert serve(engine, "d", continued(first[:56]), GEOMETRY) == (Hit(device=40, host=16), False)
+        evict(engine, second[:56], "last_hidden")
+        assert serve(engine, "e", continued(first[:56], 98), GEOMETRY) == (Hit(device=56), True)
+
+
+def test_no_request_waits_for_a_busy_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While as many loads of hidden states are in flight as there may be, another prompt is served without its own."""
+    with build_engine(config(device_tokens=512), GEOMETRY, components=[LastHidden]) as engine:
+        prompts = [prompt(n) for n in range(NUM_PRODUCERS + 1)]
+        for n, tokens in enumerate(prompts):
+            serve(engine, f"a{n}", tokens, GEOMETRY)
+            evict(engine, tokens[:56], "last_hidden")
+        mover, gate = engine.component(LastHidden).transfer.mover, threading.Event()  # type: ignore[attr-defined]
+        scatter = mover.scatter
+        monkeypatch.setattr(mover, "scatter", lambda *given: (gate.wait(60), scatter(*given)))
+        leases = [engine.acquire(CacheRequest(f"b{n}", tokens)) for n, tokens in enumerate(prompts)]
+        assert not reuse(engine, leases[-1], prompts[-1], GEOMETRY)
+        engine.check()
+        gate.set()
+        assert all(reuse(engine, *given, GEOMETRY) for given in zip(leases[:-1], prompts, strict=False))
+        for lease in leases:
+            engine.release(lease)
+        engine.flush()
+        engine.check()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_failed_load_of_it_is_told(model: ModelGeometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader gets `TransferError` before and after the failure has landed, its row is free again, and a retry
+    works."""
+    with build_engine(config(), model, components=[LastHidden]) as engine:
+        first, component = prompt(1), engine.component(LastHidden)
+        for n in range(1, 5):
+            serve(engine, f"a{n}", prompt(n), model)
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("the link is down")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(component.transfer.mover, "scatter", broken)  # type: ignore[attr-defined]
+            lease = engine.acquire(CacheRequest("b", first))
+            for _ in range(2):
+                engine.begin_forward([lease])
+                with pytest.raises(TransferError, match="the link is down"):
+                    component.read(lease)
+                engine.flush()
+                engine.check()
+            engine.release(lease)
+            engine.check()
+        assert serve(engine, "c", first, model)[1]
+
+
+def test_check_finds_a_row_that_nobody_owns() -> None:
+    """A row that left the tree and was not freed is a violation that `engine.check` names."""
+    with build_engine(config(), GEOMETRY, components=[LastHidden]) as engine:
+        serve(engine, "a", prompt(1), GEOMETRY)
+        node = node_of(engine, prompt(1)[:56])
+        row = engine.inspect.context.tree.detach(node, "last_hidden", DEVICE).value
+        with pytest.raises(InvariantError, match="hidden states: 7 free"):
+            engine.check()
+        engine.component(LastHidden).free(row)
+        engine.check()
+
+
+def test_components_are_found_by_class_and_told_apart_by_name() -> None:
+    """Two of one name are refused; an engine gives a component by its class, and says when it has none."""
+    with pytest.raises(ConfigError, match="full, last_hidden, last_hidden; give each a name of its own"):
+        build_engine(config(), GEOMETRY, components=[OneRow, TwoRows])
+    with build_engine(config(), GEOMETRY, components=[OneRow]) as engine:
+        assert isinstance(engine.component(LastHidden), OneRow)
+        with pytest.raises(InvalidArgument, match="no TwoRows; give it to build_engine"):
+            engine.component(TwoRows)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_requests(device: str, policy: str, model: ModelGeometry, seed: int) -> None:
+    """Whatever requests come and end in between, every hidden state that is read is the true one, and every account
+    holds."""
+    rng = np.random.default_rng(seed)
+    stems, found = [prompt(n, 64) for n in range(4)], 0
+    live: dict[str, tuple[Lease, np.ndarray]] = {}
+    settings = config(
+        device=device,
+        write_policy=policy,
+        page_size=int(rng.choice([1, 4, 8])),
+        host_bytes=int(rng.choice([20, 40])) * 8 * 256,
+        mamba_size=14,
+    )
+    with build_engine(settings, model, components=[TwoRows if seed else LastHidden]) as engine:
+        for step in range(60):
+            stem = stems[rng.integers(len(stems))][: rng.integers(1, 9) * PAGE]
+            tokens = np.concatenate([stem, rng.integers(0, 2, rng.integers(1, 3)), rng.integers(0, 50, 3)])
+            try:
+                lease = engine.acquire(CacheRequest(f"r{step}", tokens, str(rng.choice(["", "tenant"]))))
+                live[f"r{step}"] = (lease, tokens)
+            except ResourceExhausted:
+                engine.check()
+            for name in [name for name in live if rng.random() < 0.6]:
+                lease, tokens = live.pop(name)
+                found += reuse(engine, lease, tokens, model)
+                if rng.random() < 0.8:
+                    prefill(engine, lease, tokens, model)
+                engine.release(lease)
+                engine.check()
+            if rng.random() < 0.5:
+                engine.poll()
+        for name in live:
+            engine.cancel(name)
+        engine.flush()
+        engine.check()
+        assert found

@@ -1,0 +1,124 @@
+"""Hybrid and sliding-window models end to end: scheduler, runner and engine give the tokens of no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hicache import CacheEngine, EngineConfig, build_engine
+from hicache.serving.request import Request, RequestOutput
+from hicache.serving.scheduler import Scheduler
+from hybrid_case import tiny_gemma, tiny_mistral, tiny_qwen3_next
+from serving_case import VOCAB, geometry_of, plain_greedy, prompt, shared, tiny_runner
+
+MODELS = [
+    pytest.param(lambda **changes: shared(tiny_qwen3_next, **changes), id="qwen3_next"),
+    pytest.param(lambda **changes: shared(tiny_gemma, 40, **changes), id="gemma3"),
+    pytest.param(lambda **changes: shared(tiny_mistral, 40, **changes), id="mistral"),
+]
+TURNS = 3
+
+
+def engine_for(model: Any, **settings: Any) -> CacheEngine:
+    """Pages of 16 tokens, 4 on the device; capacity for a few prompts of 200 tokens, and a host tier for more."""
+    defaults: dict[str, Any] = {
+        "device_tokens": 640,
+        "host_bytes": 8 << 20,
+        "page_size": 4,
+        "host_page_size": 16,
+        "window_tokens": 320,
+        "mamba_size": 14,
+        "mamba_chunk_tokens": 16,
+        "mamba_track_interval": 16,
+        "max_requests": 4,
+        "max_context_len": 2048,
+        "dtype": "float32",
+        "device": str(model.device),
+        "model_id": "tiny",
+    }
+    return build_engine(EngineConfig.from_dict({**defaults, **settings}), geometry_of(model))
+
+
+def serve(scheduler: Scheduler, name: str, tokens: np.ndarray, max_new_tokens: int) -> RequestOutput:
+    (output,) = scheduler.run([Request(name, tokens, max_new_tokens)])
+    assert output.error is None
+    return output
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_conversations_have_the_tokens_of_no_cache(make: Callable[..., Any]) -> None:
+    """Three conversations of three turns, more than the device holds: all tokens are those without a cache."""
+    model = make()
+    with engine_for(model) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=64)
+        prompts = [prompt(150, seed) for seed in range(3)]
+        hit_rates = []
+        for turn in range(TURNS):
+            for i, tokens in enumerate(prompts):
+                output = serve(scheduler, f"{i}.{turn}", tokens, 20)
+                assert output.tokens == plain_greedy(model, tokens, 20, output.tokens)
+                hit_rates.append(output.cached_len / len(tokens))
+                prompts[i] = np.concatenate([tokens, np.array(output.tokens), prompt(9, 10 * i + turn)])
+                engine.check()
+        assert hit_rates[:3] == [0.0] * 3 and min(hit_rates[3:]) > 0.7
+        engine.flush()
+        engine.check()
+        assert engine.stats()["restore.bytes"] > 0
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_concurrent_requests_have_the_tokens_of_no_cache(make: Callable[..., Any]) -> None:
+    """Four concurrent requests with a common prefix, in chunks, with preemptions when slots run out."""
+    model = make()
+    prefix = prompt(90, 1)
+    prompts = [np.concatenate([prefix, prompt(20 + 5 * n, n + 2)]) for n in range(6)]
+    with engine_for(model, device_tokens=480, window_tokens=384, mamba_size=20) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=48, max_running=4)
+        outputs = {o.request_id: o for o in scheduler.run([Request(str(n), t, 24) for n, t in enumerate(prompts)])}
+        for n, tokens in enumerate(prompts):
+            answer = outputs[str(n)].tokens
+            assert answer == plain_greedy(model, tokens, 24, answer), f"request {n}"
+        engine.flush()
+        engine.check()
+        stats = engine.stats()
+        assert stats["engine.leases"] == stats["device.protected_tokens"] == 0
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_the_same_prompt_again_hits(make: Callable[..., Any], page_size: int) -> None:
+    """1024 tokens served twice: the second request hits all but the last page, for any page size, with the same
+    tokens."""
+    model = make(max_position_embeddings=2048)
+    settings = {"page_size": page_size, "host_page_size": 64, "host_bytes": 0, "device_tokens": 2560}
+    with engine_for(model, **settings, mamba_chunk_tokens=64, mamba_track_interval=256, window_tokens=2048) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+        tokens = prompt(1024, 3)
+        first, second = (serve(scheduler, name, tokens, 4) for name in ("first", "second"))
+        assert first.cached_len == 0 and first.tokens == second.tokens
+        is_hybrid = bool(geometry_of(model).recurrent_layers)
+        assert second.cached_len == (960 if is_hybrid or page_size == 64 else 1023)
+
+
+def test_states_of_a_long_prompt_hit() -> None:
+    """A prompt of 2250 tokens in chunks of 2048 leaves states at 2048, at powers of two below, at the last multiple of
+    64 and at its end."""
+    model = shared(tiny_qwen3_next, max_position_embeddings=4096)
+    settings = {"host_bytes": 0, "device_tokens": 5120, "max_context_len": 3072, "mamba_chunk_tokens": 64}
+    with engine_for(model, **settings, page_size=1, mamba_track_interval=256) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=2048)
+        tokens = prompt(2250, 5)
+        first = serve(scheduler, "first", tokens, 3)
+        assert first.cached_len == 0
+        # A prompt of 2048 tokens hits at most 2047: first the state at 1024 of the longer one, then its own at 1984.
+        for num_tokens, hit in ((2250, 2240), (2225, 2048), (2048, 1024), (2048, 1984)):
+            again = serve(scheduler, f"again {num_tokens}", tokens[:num_tokens], 3)
+            assert again.cached_len == hit, num_tokens
+            if num_tokens == 2250:
+                assert again.tokens == first.tokens
+        longer = np.concatenate([tokens, [int(first.tokens[0])], prompt(40, 6) % VOCAB])
+        assert serve(scheduler, "longer", longer, 3).cached_len >= 2250
+        engine.check()

@@ -1,0 +1,364 @@
+"""Pages of several sizes in one store: one identity, one budget, one use order, in tables and in slots."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hicache.storage import (
+    LmdbPageReader,
+    LmdbPageStore,
+    PageBuffer,
+    PageCipher,
+    PageFilter,
+    PageFormat,
+    StoreError,
+    StoreMismatch,
+    StoreTreesDamaged,
+    describe,
+    evict,
+    open_existing,
+    pages,
+    put_values,
+    rescue,
+    verify,
+)
+from slot_case import MEMORY
+from storage_pages import LAYOUTS, Layout, blocks_bytes, both_layouts, key_of, open_store, page_of
+from tree_damage import BRANCH, Trees
+
+SIZES = (700, 5_000, 60_000)
+FORMATS = (PageFormat(60_000, PageFilter("planes", 2)), PageFormat(700), PageFormat(5_000, PageFilter("planes", 4)))
+BUDGET = 2 << 20  # about 30 of the largest pages
+LARGE_BUDGET = 16 << 20
+
+
+def open_mixed(path: Any, **changes: Any) -> LmdbPageStore:
+    return open_store(path, **{"formats": FORMATS, "budget_bytes": BUDGET, **changes})
+
+
+def size_of(number: int) -> int:
+    return SIZES[number % 3]
+
+
+def mixed_page(number: int) -> PageBuffer:
+    """A page of the size that the number decides, which packs or does not."""
+    return page_of(number, size_of(number), ("random", "normal", "flat")[number // 3 % 3])
+
+
+def put(store: LmdbPageStore, numbers: Any) -> list[bool]:
+    return store.put([(key_of(n), mixed_page(n)) for n in numbers])
+
+
+def get(store: LmdbPageStore | LmdbPageReader, numbers: Any) -> list[int]:
+    """The numbers that are there, after comparing every byte of each."""
+    wanted = list(numbers)
+    buffers = [np.empty(size_of(n), dtype=np.uint8) for n in wanted]
+    hits = store.get_into([key_of(n) for n in wanted], buffers)
+    found = [(n, buffer) for n, buffer, hit in zip(wanted, buffers, hits, strict=True) if hit]
+    for number, buffer in found:
+        np.testing.assert_array_equal(buffer, mixed_page(number))
+    return [number for number, _ in found]
+
+
+class Model:
+    """A store, and the numbers of its pages from the least to the most recently used."""
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        self.path, self.layout, self.order = path, layout, list[int]()
+        self.store = open_mixed(path, **layout)
+        self.num_evicted = 0
+
+    def step(self, verb: str, numbers: list[int]) -> None:
+        getattr(self, verb)(numbers)
+        held = [n for n, is_held in zip(self.order, self._contains(self.order), strict=True) if is_held]
+        # What went was the least recently used, in order, whatever its size.
+        assert held == self.order[len(self.order) - len(held) :]
+        self.num_evicted += len(self.order) - len(held)
+        self.order = held
+        self.require()
+
+    def put(self, numbers: list[int]) -> None:
+        present = [n for n in numbers if n in self.order]
+        self._use(present)
+        self.order += [n for n in reversed(numbers) if n not in present]
+        stored = put(self.store, numbers)
+        assert stored == self._contains(numbers)
+
+    def get(self, numbers: list[int]) -> None:
+        assert get(self.store, numbers) == [n for n in numbers if n in self.order]
+        self._use([n for n in numbers if n in self.order])
+
+    def touch(self, numbers: list[int]) -> None:
+        self.store.touch([key_of(n) for n in numbers])
+        self._use([n for n in numbers if n in self.order])
+
+    def delete(self, numbers: list[int]) -> None:
+        gone = [n for n in numbers if n in self.order]
+        assert self.store.delete([key_of(n) for n in numbers]) == len(gone)
+        self.order = [n for n in self.order if n not in gone]
+
+    def misfit(self, numbers: list[int]) -> None:
+        """Asked for in another size, a page is missed and stays, and is not counted as corrupt."""
+        buffers = [np.empty(size_of(n + 1), dtype=np.uint8) for n in numbers]
+        assert self.store.get_into([key_of(n) for n in numbers], buffers) == [False] * len(numbers)
+
+    def compact(self, numbers: list[int]) -> None:
+        del numbers
+        self.store.compact()
+
+    def reopen(self, numbers: list[int]) -> None:
+        del numbers
+        self.store.close()
+        self.store = open_mixed(self.path, **self.layout)
+
+    def require(self) -> None:
+        self.store.check()
+        stats = self.store.stats()
+        assert (stats.entries, stats.raw_bytes) == (len(self.order), sum(map(size_of, self.order)))
+        assert (stats.corrupt, stats.read_errors, stats.write_errors, stats.read_only) == (0, 0, 0, False)
+        assert stats.file_bytes <= 1.05 * BUDGET and blocks_bytes(self.path) <= 1.05 * BUDGET
+
+    def _use(self, numbers: list[int]) -> None:
+        self.order = [n for n in self.order if n not in numbers] + numbers[::-1]
+
+    def _contains(self, numbers: list[int]) -> list[bool]:
+        return self.store.contains([key_of(n) for n in numbers])
+
+
+NUMBERS = st.lists(st.integers(0, 149), min_size=1, max_size=20, unique=True)
+VERBS = st.sampled_from(["put"] * 5 + ["get", "touch", "delete", "misfit", "compact", "reopen"])
+STEPS = st.lists(st.tuples(VERBS, NUMBERS), min_size=1, max_size=30)
+
+
+def run_model(layout: Layout, steps: list[tuple[str, list[int]]]) -> Model:
+    with TemporaryDirectory(dir=MEMORY) as path:
+        model = Model(Path(path), layout)
+        for verb, numbers in steps:
+            model.step(verb, numbers)
+        assert get(model.store, model.order) == model.order
+        model.store.close()
+    return model
+
+
+@given(STEPS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_store_holds_what_a_model_holds(layout: Layout, steps: list[tuple[str, list[int]]]) -> None:
+    """Whatever is put, used, deleted and opened again, pages of three sizes are evicted in the order of their use
+    alone, every byte comes back, indexes and counters agree, and the files stay within the budget."""
+    run_model(layout, steps)
+
+
+@pytest.mark.long
+@given(st.lists(st.tuples(VERBS, NUMBERS), min_size=40, max_size=120))
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@settings(max_examples=150, derandomize=False)
+def test_a_store_holds_what_a_model_holds_for_longer(layout: Layout, steps: list[tuple[str, list[int]]]) -> None:
+    """As above, over longer histories."""
+    run_model(layout, steps)
+
+
+@both_layouts
+def test_a_history_that_evicts_every_size(layout: Layout) -> None:
+    """Runs of one size push out runs of the others, there and back, many times the budget."""
+    sizes = [[n for n in range(600) if n % 3 == index] for index in range(3)]
+    steps = []
+    for turn in range(9):
+        numbers = sizes[turn % 3]
+        steps += [("put", numbers[at : at + 15]) for at in range(turn * 15 % 60, 195 if turn % 3 == 2 else 120, 15)]
+    assert run_model(layout, steps).num_evicted > 200
+
+
+@both_layouts
+def test_eviction_counts_bytes(tmp_path: Path, layout: Layout) -> None:
+    """One large page pushes out about as many bytes of small ones, and small ones push out few large ones."""
+    with contextlib.closing(open_mixed(tmp_path, level=0, budget_bytes=LARGE_BUDGET, **layout)) as store:
+        first = 0
+        while not store.stats().evicted:
+            assert all(put(store, range(first * 3 + 1, first * 3 + 61, 3)))  # pages of 5 000 bytes
+            first += 20
+        evicted = store.stats().evicted
+        assert all(put(store, [3 * n + 2 for n in range(60)]))  # pages of 60 000 bytes
+        # Pages are stored in blocks of 4096 bytes: 2 for the small, 15 for the large ones. One commit is 1/64 of the
+        # budget, 32 small pages.
+        assert 60 * 15 / 2 - 40 <= store.stats().evicted - evicted <= 60 * 15 / 2 + 40
+        store.check()
+
+
+@both_layouts
+def test_sizes_are_part_of_the_identity(tmp_path: Path, layout: Layout) -> None:
+    """A store is opened with its sizes in any order and with other filters; with others it is refused, by name."""
+    with contextlib.closing(open_mixed(tmp_path, **layout)) as store:
+        put(store, range(6))
+    for formats in (FORMATS, FORMATS[::-1], [PageFormat(size) for size in SIZES]):
+        with contextlib.closing(open_mixed(tmp_path, formats=formats, **layout)) as store:
+            assert get(store, range(7)) == list(range(6))
+    assert describe(tmp_path).formats == tuple(PageFormat(size) for size in SIZES)
+    for formats in ([PageFormat(700)], FORMATS[:2], (*FORMATS, PageFormat(9))):
+        with pytest.raises(StoreMismatch, match=r"store\.page_bytes: stored \[700, 5000, 60000\], now \["):
+            open_mixed(tmp_path, formats=formats, **layout)
+    with contextlib.closing(LmdbPageReader(tmp_path)) as reader:
+        assert reader.page_sizes == SIZES and get(reader, range(7)) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("formats", "message"),
+    [
+        ([], "give 1 to 16, each of another page size"),
+        ([PageFormat(700), PageFormat(700, PageFilter("planes", 2))], "each of another page size"),
+        ([PageFormat(size) for size in range(1, 18)], "give 1 to 16"),
+        ([PageFormat(700), PageFormat(0)], "page_bytes=0: choose 1 to 1073741824"),
+        ([PageFormat(700), PageFormat((1 << 30) + 1)], "page_bytes=1073741825: choose 1 to 1073741824"),
+        ([PageFormat(700), PageFormat(9, PageFilter("planes", 2))], "units of 2 bytes"),
+        ([PageFormat(700), PageFormat(1 << 20)], "too small for pages of 1048576 bytes; raise it to"),
+    ],
+)
+def test_formats_that_make_no_store(tmp_path: Path, formats: list[PageFormat], message: str) -> None:
+    """No format, two of one size, too many, a size or filter out of range, or too large for the budget: refused."""
+    with pytest.raises(StoreError, match=message):
+        open_mixed(tmp_path, formats=formats)
+    assert not (tmp_path / "data.mdb").exists()
+
+
+@both_layouts
+def test_buffers_have_one_of_the_sizes(tmp_path: Path, layout: Layout) -> None:
+    """Another length is an error that names the sizes; a declared one that is not the page's is a miss."""
+    with contextlib.closing(open_mixed(tmp_path, **layout)) as store:
+        put(store, range(9))
+        for length in (1, 699, 701, 60_001):
+            buffer = np.zeros(length, dtype=np.uint8)
+            with pytest.raises(StoreError, match=r"uint8 \[700 or 5000 or 60000\], got uint8"):
+                store.get_into([key_of(0)], [buffer])
+            with pytest.raises(StoreError, match=r"uint8 \[700 or 5000 or 60000\], got uint8"):
+                store.put([(key_of(50), buffer)])
+        for size in SIZES:
+            hits = store.get_into(list(map(key_of, range(9))), [np.empty(size, dtype=np.uint8) for _ in range(9)])
+            assert hits == [size_of(n) == size for n in range(9)]
+        assert store.stats().misses == 18 and store.stats().corrupt == 0
+        assert store.put([(key_of(0), mixed_page(1))]) == [True]  # present in another size: it stays as it is
+        assert get(store, range(9)) == list(range(9))
+        store.check()
+
+
+@both_layouts
+def test_damage_in_another_size_is_still_found(tmp_path: Path, layout: Layout) -> None:
+    """A damaged page that is asked for in another size is corrupt, not of another size: it is counted and deleted."""
+    with contextlib.closing(open_mixed(tmp_path, level=0, **layout)) as store:
+        put(store, [2])
+    file = tmp_path / "pages-60000.dat" if "pages-60000.dat" in os.listdir(tmp_path) else tmp_path / "data.mdb"
+    content, page = bytearray(file.read_bytes()), mixed_page(2).tobytes()
+    content[content.index(page) + 30_000] ^= 1
+    file.write_bytes(content)
+    with contextlib.closing(open_mixed(tmp_path, level=0, **layout)) as store:
+        assert store.get_into([key_of(2)], [np.empty(700, dtype=np.uint8)]) == [False]
+        assert store.stats().corrupt == 1 and store.contains([key_of(2)]) == [False]
+        assert put(store, [2]) == [True] and get(store, [2]) == [2]
+        store.check()
+
+
+@pytest.mark.parametrize("cipher", [None, PageCipher(bytes(range(32)))], ids=["plain", "encrypted"])
+@both_layouts
+def test_operators_carry_pages_of_all_sizes(tmp_path: Path, layout: Layout, cipher: PageCipher | None) -> None:
+    """Carried to another store, verified, shrunk and read by others, pages keep their bytes and their order, without
+    the key too."""
+    with contextlib.closing(open_mixed(tmp_path / "a", cipher=cipher, **layout)) as store:
+        put(store, range(30))
+        get(store, [7, 3])
+        live_bytes = store.stats().live_bytes
+    for other in LAYOUTS.values():
+        target = tmp_path / f"in {other['slots_from_bytes']}"
+        open_mixed(target, cipher=cipher, **other).close()
+        with (
+            contextlib.closing(open_existing(tmp_path / "a")) as store,
+            contextlib.closing(open_existing(target)) as copy,
+        ):
+            carried = list(pages(store))
+            assert [key for key, _ in carried[-2:]] == [key_of(3), key_of(7)]
+            assert put_values(copy, carried) == [True] * 30 and list(pages(copy)) == carried
+            stats = copy.stats()
+            assert (stats.live_bytes, stats.raw_bytes) == (live_bytes, sum(size_of(n) for n in range(30)))
+            assert stats.put_bytes_raw == stats.raw_bytes
+            assert (verify(copy).pages, verify(copy).faults) == (30, ())
+        with contextlib.closing(LmdbPageReader(target, cipher=cipher)) as reader:
+            assert get(reader, range(31)) == list(range(30))
+        with contextlib.closing(open_existing(target, cipher=cipher)) as copy:
+            gone = evict(copy, 400_000)
+            left = [key for key, _ in pages(copy)]
+            assert 0 < gone < 30 and left == [key for key, _ in carried[gone:]]
+            copy.check()
+
+
+@pytest.mark.parametrize("table", [b"pages", b"ages", b"recency"])
+@both_layouts
+def test_rescue_of_all_sizes(tmp_path: Path, layout: Layout, table: bytes) -> None:
+    """With the root of a table gone, the tables are built anew from their leaves: pages of every size are there, byte
+    by byte, in their order."""
+    settings = {"budget_bytes": LARGE_BUDGET, **layout}
+    with contextlib.closing(open_mixed(tmp_path, **settings)) as store:
+        put(store, range(120))
+        get(store, range(0, 120, 7))
+        store.sync()
+        order = [key for key, _ in pages(store)]
+    trees = Trees(tmp_path)
+    root = trees.tables[table].root
+    assert trees.word(root, 10) == BRANCH
+    trees.put(root, 12, 0xFFFF)
+    trees.save()
+    with pytest.raises(StoreTreesDamaged, match="damaged head"):
+        open_mixed(tmp_path, **settings)
+    assert rescue(tmp_path) == 120
+    with contextlib.closing(open_mixed(tmp_path, **settings)) as store:
+        assert verify(store, repair=True).faults == ()
+        assert [key for key, _ in pages(store)] == order
+        assert get(store, range(121)) == list(range(120))
+        assert put(store, range(120, 150)) == [True] * 30
+        store.check()
+
+
+def round_trip(path: Path, page_bytes: int, cipher: PageCipher | None, layout: Layout) -> None:
+    """A state of `page_bytes` beside small pages is put, read, read by a store that was opened again, and evicted.
+    A plain one does not pack, an encrypted one does."""
+    formats = [PageFormat(4096), PageFormat(page_bytes, PageFilter("planes", 2))]
+    settings: dict[str, Any] = {"formats": formats, "budget_bytes": 20 * page_bytes, "cipher": cipher, **layout}
+    state = np.resize(page_of(3, 1 << 20, "normal" if cipher else "random"), page_bytes)
+    state[:8] = 1
+    back, small = np.empty(page_bytes, dtype=np.uint8), [page_of(n, 4096) for n in range(20)]
+    with contextlib.closing(open_store(path, **settings)) as store:
+        items = [(key_of(n), page) for n, page in enumerate(small)]
+        assert store.put([*items, (b"state", state)]) == [True] * 21
+        assert store.get_into([b"state"], [back]) == [True]
+        np.testing.assert_array_equal(back, state)
+        assert store.stats().raw_bytes == page_bytes + 20 * 4096
+        assert (store.stats().live_bytes < page_bytes) == (cipher is not None)
+    with contextlib.closing(open_store(path, **settings)) as store:
+        back[:] = 0
+        assert store.get_into([b"state"], [back]) == [True]
+        np.testing.assert_array_equal(back, state)
+        store.check()
+        assert store.get_into([key_of(n) for n in range(20)], [np.empty(4096, dtype=np.uint8)] * 20) == [True] * 20
+        assert evict(store, 4 << 20) >= 1 and store.contains([b"state"]) == [False]
+        store.check()
+
+
+@pytest.mark.parametrize("cipher", [None, PageCipher(bytes(32))], ids=["plain", "encrypted"])
+@both_layouts
+def test_a_state_of_many_mebibytes(tmp_path: Path, layout: Layout, cipher: PageCipher | None) -> None:
+    """A state longer than any buffer that is kept comes back."""
+    round_trip(tmp_path, (65 << 20) + 8, cipher, layout)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cipher", [None, PageCipher(bytes(32))], ids=["plain", "encrypted"])
+@both_layouts
+def test_a_state_of_a_gibibyte(tmp_path: Path, layout: Layout, cipher: PageCipher | None) -> None:
+    """The longest page that a format may have comes back."""
+    round_trip(tmp_path, 1 << 30, cipher, layout)

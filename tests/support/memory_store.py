@@ -1,0 +1,115 @@
+"""A page store of one's own: pages in a dictionary, the least recently used evicted first.
+
+An engine uses it as its disk tier: `build_engine(config, model, store=MemoryPageStore(1 << 30))`. Several engines may
+share it, one after the other or at a time: page keys tell models, layouts and tenants apart.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from hicache.storage.base import PageBuffer, StoreCorrupt, StoreError, StoreStats
+
+
+class MemoryPageStore:
+    """See `hicache.storage.base.PageStore`. Any thread may call any method: one lock guards everything."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._lock = threading.Lock()
+        self._pages: OrderedDict[bytes, bytes] = OrderedDict()  # the most recently used last
+        self._num_bytes = self._hits = self._misses = self._puts = self._evicted = 0
+        self._closed = False
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            self._require_open()
+            return [key in self._pages for key in keys]
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
+        with self._lock:
+            self._require_open()
+            pages = [self._pages.get(key, b"") for key in keys]
+            self._use(keys)
+            ok = [len(page) == len(buffer) for page, buffer in zip(pages, buffers, strict=True)]
+            self._hits += sum(ok)
+            self._misses += len(ok) - sum(ok)
+        for page, buffer, held in zip(pages, buffers, ok, strict=True):  # without the lock: bytes never change
+            if held:
+                buffer[:] = np.frombuffer(page, np.uint8)
+        return ok
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._require_open()
+            self._use(keys)
+
+    def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
+        with self._lock:
+            self._require_open()
+            for key, page in items:
+                if key not in self._pages:
+                    self._pages[key] = page.tobytes()
+                    self._num_bytes += len(page)
+                    self._puts += 1
+            self._use([key for key, _ in items])
+            while self._num_bytes > self._budget_bytes:
+                _, page_bytes = self._pages.popitem(last=False)
+                self._num_bytes -= len(page_bytes)
+                self._evicted += 1
+            return [key in self._pages for key, _ in items]
+
+    def revive(self) -> bool:
+        return True
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            self._require_open()
+            removed = [page for page in (self._pages.pop(key, None) for key in keys) if page is not None]
+            self._num_bytes -= sum(map(len, removed))
+            return len(removed)
+
+    def stats(self) -> StoreStats:
+        return StoreStats(
+            entries=len(self._pages),
+            live_bytes=self._num_bytes,
+            budget_bytes=self._budget_bytes,
+            hits=self._hits,
+            misses=self._misses,
+            puts=self._puts,
+            evicted=self._evicted,
+        )
+
+    def thread_read_errors(self) -> int:
+        return 0
+
+    def check(self) -> None:
+        with self._lock:
+            num_bytes = sum(map(len, self._pages.values()))
+            if num_bytes != self._num_bytes:
+                violations = [f"the pages have {num_bytes} bytes, {self._num_bytes} were counted"]
+                raise StoreCorrupt("the store in memory has lost count", violations)
+
+    def compact(self) -> int:
+        return 0
+
+    def sync(self) -> None:
+        """Nothing of it survives the process."""
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+
+    def _use(self, keys: Sequence[bytes]) -> None:
+        """The first of them is the most recently used."""
+        for key in reversed(keys):
+            if key in self._pages:
+                self._pages.move_to_end(key)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreError("the store is closed; make another")

@@ -1,0 +1,135 @@
+"""A component of one's own in the engine: the last hidden state at the end of a cached prefix.
+
+A speculative decoder starts from the hidden state of the last token. Where a prompt continues a cached prefix, that
+token is not computed again, and its hidden state comes from the cache. It is optional: no request waits for a hidden
+state or is refused for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hicache.config import EngineConfig
+from hicache.device.base import KVCache, SlotSpace
+from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, account_violations
+from hicache.flow.lease import Lease
+from hicache.flow.load import Load
+from hicache.layout import BufferSpec, ModelGeometry, PoolLayout
+from hicache.tree.components import TreeComponent
+from hicache.tree.node import DEVICE, HOST, NodeRun, TreeNode
+from own_component.tree import LastHiddenComponent
+
+
+class LastHidden(CacheComponent):
+    """float32 rows `[NUM_ROWS + 1, HIDDEN]` on the device; row 0 is the sink. Subclass it for other sizes.
+
+    Each of the others is free, held by a node of the tree, or left to a load that failed. Leases own none.
+    """
+
+    HIDDEN, NUM_ROWS = 16, 8
+
+    @classmethod
+    def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent:
+        return LastHiddenComponent()
+
+    @classmethod
+    def slot_space(cls, config: EngineConfig, rules: TreeComponent, pool: KVCache) -> SlotSpace:
+        rows = torch.zeros(cls.NUM_ROWS + 1, cls.HIDDEN, device=pool.device)
+        layout = PoolLayout((BufferSpec("last_hidden", rows.dtype, (cls.HIDDEN,), "request", (0,)),), 1)
+        return SlotSpace(rules.name, layout, len(rows), rows.device, lambda layer: (rows,))
+
+    def __init__(self, base: Base, rules: TreeComponent, link: HostLink) -> None:
+        super().__init__(base, rules, link)
+        (self._rows,) = link.space.layer_buffers(0)
+        self._free = list(range(1, len(self._rows)))
+        self._offered: dict[str, tuple[int, torch.Tensor]] = {}
+        self._evicted = base.metrics.counter("evict.hidden_states", "hidden states evicted from the device")
+
+    # What a model runner calls
+
+    def offer(self, lease: Lease, length: int, hidden: torch.Tensor) -> None:
+        """`hidden`, `[HIDDEN]`, is that of token `length - 1`: the commit of the first `length` tokens keeps it."""
+        self._offered[lease.request_id] = (length, hidden)
+
+    def read(self, lease: Lease) -> torch.Tensor | None:
+        """The hidden state `[HIDDEN]` of the last cached token; None where the cache has none.
+
+        Call it after `begin_forward`, before the lease's first commit. Raises `TransferError` where its load failed.
+        """
+        self.counter.wait_all()
+        node = lease.node
+        return self._rows[int(node.held(self.name, DEVICE))].clone() if node.holds(self.name, DEVICE) else None
+
+    # Evict
+
+    def available(self) -> int:
+        return len(self._free)
+
+    def free(self, value: torch.Tensor) -> None:
+        self._free += value.tolist()
+
+    def count_eviction(self, node: TreeNode) -> None:
+        self._evicted.value += 1
+
+    # Admit
+
+    def missing(self, node: TreeNode) -> tuple[TreeNode, ...]:
+        """The node, where the host has what the device lacks and a row can be had for it."""
+        wanted = node.holds(self.name, HOST) and not node.holds(self.name, DEVICE)
+        # One of the evictable rows may belong to the end of what is pinned before this one is taken.
+        has_row = bool(self._free) or self.tree.evictable(self.name, DEVICE) > 1
+        return (node,) if wanted and has_row and self.counter.can_begin() else ()
+
+    def needed(self, admission: Admission) -> int:
+        return 0 if admission.plan is None else len(admission.plan.missing[self.name])
+
+    # Restore
+
+    def begin_load(self, load: Load, nodes: Sequence[TreeNode], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+        """To the tree, where the lease and later requests read it."""
+        rows = [self._take() for _ in nodes]
+        for node, row in zip(nodes, rows, strict=True):
+            self.tree.attach(node, self.name, DEVICE, row)
+        load.runs[self.name] = NodeRun(list(nodes), self.name, DEVICE)
+        return torch.cat(rows)
+
+    def fail_load(self, load: Load) -> None:
+        """The copy may still write to the row: it is freed when that has ended."""
+        for node in load.runs[self.name].nodes if self.name in load.runs else ():
+            row = self.tree.detach(node, self.name, DEVICE).value
+            load.orphan_states.setdefault(self.name, []).append(row)
+
+    # Commit
+
+    def needed_to_donate(self, lease: Lease, length: int) -> int:
+        return int(lease.request_id in self._offered and self._offered[lease.request_id][0] == length)
+
+    def donate(self, lease: Lease, length: int) -> torch.Tensor | None:
+        if not self.needed_to_donate(lease, length):
+            return None
+        row = self._take()
+        self._rows[int(row)] = self._offered.pop(lease.request_id)[1]
+        return row
+
+    def release(self, lease: Lease) -> None:
+        self._offered.pop(lease.request_id, None)
+
+    # Disk
+
+    def pages_to_prefetch(self, end: int, in_memory: Sequence[bool], on_disk: Sequence[bool]) -> list[int] | None:
+        return [end - 1] if on_disk[end - 1] and not in_memory[end - 1] else []
+
+    # Check
+
+    def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
+        held = self.tree.values(self.name, DEVICE)
+        orphans = [row for load in loads for row in load.orphan_states.get(self.name, ())]
+        sums = (self.available(), len(held), len(orphans))
+        free = torch.tensor(self._free, dtype=torch.int64)
+        return account_violations("hidden states", sums, self.NUM_ROWS, [*held, *orphans, free])
+
+    def _take(self) -> torch.Tensor:
+        """A free row, `[1]`."""
+        return torch.tensor([self._free.pop()])

@@ -1,0 +1,22 @@
+"""A write policy of one's own: pages reach the host if requests of high priority use them.
+
+It is a policy where a name has an entry for it in `hicache.flow.write_policy.POLICIES`:
+`{"write_through_priority": lambda config: PriorityWriteThrough(minimum=1)}`.
+"""
+
+from __future__ import annotations
+
+from hicache.tree.node import TreeNode
+
+
+class PriorityWriteThrough:
+    """What requests of at least priority `minimum` use, at once. A node has the highest priority of its requests, and
+    none ranks below what continues it, so what is wanted is always a prefix."""
+
+    at_eviction = False
+
+    def __init__(self, minimum: int) -> None:
+        self._minimum = minimum
+
+    def wants(self, node: TreeNode) -> bool:
+        return node.priority >= self._minimum

@@ -1,0 +1,112 @@
+"""Unstaged loads into slots that are runs: which slots are runs, and where the bytes land.
+
+A copy of plain memory stands in for the copy engine's call; `test_stress` runs the call itself on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hicache.host import HostPagePool
+from hicache.kernels.page_copy import PageMover
+from hicache.transfer import unstaged
+from hicache.transfer.unstaged import UnstagedCopier
+from transfer_case import LAYOUTS
+
+ROWS_PER_CHUNK = 5  # as if memory had been pinned in many pieces, which no copy may cross
+
+
+def copied(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, up: bool, stream: int) -> None:
+    """What a strided copy does."""
+    assert up and stream == 7
+    for row in range(rows):
+        ctypes.memmove(dst + row * dst_pitch, src + row * src_pitch, width)
+
+
+class Tier:
+    """One slot space of a layout with its host pages, and the copier between them."""
+
+    def __init__(self, name: str, space_index: int) -> None:
+        self.space = LAYOUTS[name].build("cpu")[space_index]
+        self.page_tokens = 1 if self.space.name == "mamba" else LAYOUTS[name].host_page
+        layout = self.space.layout
+        self.host = HostPagePool(layout, self.page_tokens, 29 * layout.page_bytes(self.page_tokens), pin=False)
+        self.mover = PageMover(
+            [self.space.layer_buffers(layer) for layer in layout.layers],
+            self.page_tokens,
+            "torch",
+            [layout.spans_of(layer) for layer in layout.layers],
+        )
+        self.copier = UnstagedCopier(self.mover, self.host.bytes_of, ROWS_PER_CHUNK, layout.device_page_size)
+
+    def rows(self) -> list[torch.Tensor]:
+        layers = self.space.layout.layers
+        return [b.flatten(1).view(torch.uint8) for layer in layers for b in self.space.layer_buffers(layer)]
+
+
+TIERS = {f"{name} {i}": Tier(name, i) for name in LAYOUTS for i in range(len(LAYOUTS[name].build("cpu")))}
+
+
+@pytest.mark.parametrize("name", TIERS)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_bytes_land_where_scattering_puts_them(name: str, data: st.DataObject) -> None:
+    """From host pages anywhere to slots that are runs page by page: every row of the pool is as after staging and
+    scattering, and all other rows are unchanged."""
+    tier = TIERS[name]
+    block = tier.page_tokens
+    places = tier.space.num_slots // block - 1
+    count = data.draw(st.integers(1, min(9, places)))
+    pages = np.array(data.draw(st.permutations(range(1, 29)))[:count], dtype=np.int64)
+    first = np.array(data.draw(st.permutations(range(1, places + 1)))[:count], dtype=np.int64) * block
+    if data.draw(st.booleans()):
+        pages, first = np.sort(pages), np.sort(first)
+    slots = (first[:, None] + np.arange(block)).reshape(-1)
+    generator = torch.Generator().manual_seed(3)
+    tier.host.bytes_of.random_(0, 256, generator=generator)
+    for rows in tier.rows():
+        rows.fill_(9)
+    runs = tier.copier.runs(pages, slots)
+    assert runs is not None and sum(runs.pages.lengths) == count
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unstaged, "copy_strided", copied)
+        for layer in range(tier.mover.num_layers):
+            tier.copier.load(runs, layer, 7)
+    found = [rows.clone() for rows in tier.rows()]
+    for rows in tier.rows():
+        rows.fill_(9)
+    tier.mover.scatter(tier.host.bytes_of[torch.from_numpy(pages)], torch.from_numpy(slots), 0, tier.mover.num_layers)
+    assert all(torch.equal(got, rows) for got, rows in zip(found, tier.rows(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["mha 0", "nsa 0"])
+def test_runs_have_maximum_length(name: str) -> None:
+    """Consecutive pages with consecutive slots are one run, up to the end of a pinned chunk; a jump ends it."""
+    tier = TIERS[name]
+    block = tier.page_tokens
+    slots = np.arange(block, 5 * block)
+    runs = tier.copier.runs(np.array([1, 2, 3, 4]), slots)
+    assert runs is not None and runs.pages.lengths == [4] and runs.first_slot.tolist() == [block]
+    for pages, counts in (([3, 4, 5, 6], [2, 2]), ([1, 2, 4, 3], [2, 1, 1])):
+        found = tier.copier.runs(np.array(pages), slots)
+        assert found is not None and found.pages.lengths == counts
+    apart = slots + np.repeat([0, 0, block, block], block)
+    found = tier.copier.runs(np.array([1, 2, 3, 4]), apart)
+    assert found is not None and found.pages.lengths == [2, 2]
+
+
+def test_slots_out_of_order_are_no_runs() -> None:
+    """Two exchanged slots of a page, or a device page that does not begin at a row of its buffer, are no runs."""
+    tier, paged = TIERS["mha 0"], TIERS["nsa 0"]
+    slots = np.arange(16, 48)
+    slots[[3, 4]] = slots[[4, 3]]
+    assert tier.copier.runs(np.array([1, 2]), slots) is None
+    assert paged.copier.runs(np.array([1]), np.arange(18, 34)) is None
+    assert paged.copier.runs(np.array([1]), np.arange(16, 32)) is not None
+    assert tier.copier.runs(np.array([], dtype=np.int64), np.array([], dtype=np.int64)) is None
