@@ -117,6 +117,8 @@ class SGLang:
         try:
             modules = {name.rsplit(".", 1)[1]: __import__(name, fromlist=["*"]) for name in sorted(_REAL)}
         except (KeyError, OSError, ImportError, AttributeError) as error:
+            for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+                del sys.modules[name]
             raise BenchUnavailable(f"the caches of SGLang cannot be loaded from {source}: {error!r}") from error
         finally:
             sys.meta_path.remove(finder)

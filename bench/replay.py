@@ -69,10 +69,10 @@ def prompts_of(blocks: Sequence[Tokens], setup: Setup) -> list[Prompt]:
     prompts = []
     for ids in blocks[: setup.max_requests]:
         held = ids[: max(1, len(ids) - 1)]
-        if len(held) * RUNNING >= setup.pool_blocks:
+        if 2 * len(held) * RUNNING >= setup.pool_blocks:
             continue
         tokens = (held[:, None] * 7919 + offsets * (1 + held[:, None] % 97)).reshape(-1) % _VOCABULARY
-        answer = dice.integers(1 << 20, 1 << 30, 1 if setup.block_tokens == 1 else int(dice.integers(1, 600)))
+        answer = dice.integers(1 << 20, 1 << 30, int(dice.integers(1, setup.block_tokens + 1)))
         prompts.append((held.tolist() if setup.block_tokens == 1 else tokens.tolist(), answer.tolist()))
     return prompts
 

@@ -150,8 +150,10 @@ class RadixKey:
 
     def __getitem__(self, at: int | slice) -> RadixKey:
         """One id (or pair), or a run of them, as a key."""
-        run = at if isinstance(at, slice) else slice(at, at + 1 or None)
-        return RadixKey.of_packed(self.packed()[run], self.extra_key, self.is_bigram)
+        packed = self.packed()[at] if isinstance(at, slice) else self.packed()[at : at + 1 or None]
+        if not isinstance(at, slice) and not len(packed):
+            raise IndexError(f"a key of {len(self)} tokens has none at {at}")
+        return RadixKey.of_packed(packed, self.extra_key, self.is_bigram)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RadixKey):

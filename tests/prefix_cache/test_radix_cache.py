@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 
@@ -24,7 +21,7 @@ from hicache import (
     RadixKey,
     TreeNode,
 )
-from hicache.errors import ConfigError, InvalidTokens, InvariantError, ShapeError
+from hicache.errors import ConfigError, InvariantError, ShapeError
 from hicache.tree.node import DEVICE, FULL
 from prefix_case import full_cache, key, matched
 from radix_case import insert
@@ -73,45 +70,6 @@ def test_value_objects_take_positions_and_defaults() -> None:
     for value, name in ((params, "page_size"), (result, "host_hit_length"), (InsertParams(tokens), "priority")):
         with pytest.raises(AttributeError):
             setattr(value, name, 1)
-
-
-def test_keys_keep_their_extra_key() -> None:
-    """Length and iteration are those of the ids; an index and a slice are keys of the same tenant and kind."""
-    tokens = RadixKey([1, 2, 3, 4], "tenant")
-    assert len(tokens) == 4 and list(tokens) == [1, 2, 3, 4]
-    assert tokens[1:3] == RadixKey([2, 3], "tenant") and tokens[-1] == RadixKey([4], "tenant")
-    pairs = tokens.as_bigrams()
-    assert pairs[:2] == RadixKey([(1, 2), (2, 3)], "tenant", True) != RadixKey([(1, 2), (2, 3)], None, True)
-
-
-@pytest.mark.parametrize("tokens", [[3, -1, 2], [1, (2 << 32) + 5, 7], [1, 2, 1 << 31], [1 << 31, 2, 1]])
-def test_bigrams_take_no_ids_that_collide(tokens: list[int]) -> None:
-    """Ids outside [0, 2^31), whose pairs would read as other pairs, are refused wherever pairs are made of them, and
-    the largest id that is taken hits itself alone."""
-    cache = RadixCache(CacheInitParams(False, None, None, 1, is_eagle=True))
-    with pytest.raises(InvalidTokens, match="from 0 to 2147483647"):
-        insert(cache, tokens)
-    with pytest.raises(InvalidTokens, match="from 0 to 2147483647"):
-        cache.match_prefix(key(tokens))
-    with pytest.raises(InvalidTokens, match="from 0 to 2147483647"):
-        RadixKey(tokens).as_bigrams().packed()
-    assert cache.total_size() == 0
-    top = (1 << 31) - 1
-    insert(cache, [0, top, top], value=torch.tensor([5, 6]))
-    assert [matched(cache, asked) for asked in ([0, top, top], [0, top, 0], [1, top, top])] == [2, 1, 0]
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    [[1.5, 2.0], [[1, 2], [3, 4]], np.array([1 << 63], np.uint64), [1 << 70], ["a"], [True, False], [1, [2, 3]]],
-)
-def test_keys_hold_integers(tokens: Any) -> None:
-    """What packing would change, so that another prompt could hit it, is refused by name."""
-    with pytest.raises(InvalidTokens, match="token id"):
-        RadixKey(tokens).packed()
-    assert RadixKey([]).packed().tolist() == [] and RadixKey(np.array([7], np.uint64)).packed().tolist() == [7]
-    with pytest.raises(InvalidTokens, match=r"shape \[3\]"):
-        RadixKey([1, 2, 3], is_bigram=True).packed()
 
 
 def test_prefixes_are_found_and_shared() -> None:

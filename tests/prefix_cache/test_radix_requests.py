@@ -6,17 +6,13 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from hicache import (
     EvictParams,
     EvictResult,
-    InsertParams,
-    MatchPrefixParams,
     RadixCache,
-    RadixKey,
     TokenToKVPoolAllocator,
     alloc_for_extend,
     release_kv_cache,
@@ -266,16 +262,6 @@ def test_out_of_memory_shows_the_tree(caplog: pytest.LogCaptureFixture) -> None:
     release_kv_cache(late, cache)
     release_kv_cache(req, cache)
     cache.sanity_check()
-
-
-def test_keys_may_be_packed() -> None:
-    """Token ids as a numpy array match what lists inserted, and the other way round."""
-    cache = RadixCache.create_simulated(page_size=4)
-    insert(cache, list(range(12)))
-    packed = np.arange(12)
-    assert len(cache.match_prefix(MatchPrefixParams(RadixKey(packed))).device_indices) == 12  # type: ignore[arg-type]
-    cache.insert(InsertParams(RadixKey(packed + 50)))  # type: ignore[arg-type]
-    assert matched(cache, list(range(50, 62))) == 12
 
 
 def test_an_allocator_may_be_a_stand_in() -> None:
