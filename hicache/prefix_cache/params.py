@@ -11,24 +11,16 @@ from hicache.errors import ConfigError
 from hicache.tree.key import RadixKey
 from hicache.tree.node import TreeNode
 
-_NO_EFFECT = (
-    "tp_cache_group",
-    "enable_metrics",
-    "pp_rank",
-    "pp_size",
-    "disable_finished_insert",
-    "cache_ttl_seconds",
-)
+_NO_EFFECT = ["tp_cache_group", "enable_metrics", "pp_rank", "pp_size", "disable_finished_insert", "cache_ttl_seconds"]
 
 
 @dataclass(frozen=True)
 class CacheInitParams:
-    """What a prefix cache is made of. `hicache.prefix_cache.protocols` says what it asks of table and allocator.
+    """The parameters of a prefix cache; sizes are in tokens.
 
-    `token_to_kv_pool_allocator` may be None, and `req_to_token_pool` where no request is cached: for simulations.
-    `page_size`, `sliding_window_size` and `mamba_cache_chunk_size` are in tokens. `chunked_prefill_size` is carried for
-    schedulers; no cache reads it. The fields from `tp_cache_group` on are there for schedulers that pass them, and take
-    their defaults alone: one rank, no metrics of the tree's own, finished requests inserted, no expiry.
+    In a simulation `token_to_kv_pool_allocator` may be None, and so may `req_to_token_pool` where no request is cached.
+    `chunked_prefill_size` is carried for schedulers; no cache reads it. Schedulers pass the fields from
+    `tp_cache_group` on; only the defaults are accepted: one rank, no metrics, finished requests inserted, no expiry.
     """
 
     disable: bool
@@ -50,7 +42,7 @@ class CacheInitParams:
     cache_ttl_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        """ConfigError where a caller asks for what these caches do not do."""
+        """ConfigError for a value that these caches do not implement."""
         for name in _NO_EFFECT:
             given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             if given != default:
@@ -58,7 +50,7 @@ class CacheInitParams:
 
 
 class MatchPrefixParams(NamedTuple):
-    """`cow_mamba`: `req` shall get a copy of the matched recurrent state as its own."""
+    """`cow_mamba`: `req` gets a copy of the matched recurrent state."""
 
     key: RadixKey
     cow_mamba: bool = False
@@ -68,9 +60,9 @@ class MatchPrefixParams(NamedTuple):
 class MatchResult(NamedTuple):
     """The longest usable prefix.
 
-    `device_indices`: its slots, int64 `[tokens]`. `last_device_node` ends there; `last_host_node` and `host_hit_length`
-    say the same of the host, which these caches do not use. `mamba_branching_seqlen`: where a recurrent state is
-    missing that would have made the match longer, or None.
+    `device_indices`: its slots, int64 `[tokens]`. `last_device_node` ends there. `last_host_node` and `host_hit_length`
+    are those of a host tier, which these caches do not have. `mamba_branching_seqlen`: the length at which a recurrent
+    state would have made the match longer, or None.
     """
 
     device_indices: torch.Tensor
@@ -81,10 +73,10 @@ class MatchResult(NamedTuple):
 
 
 class InsertParams(NamedTuple):
-    """Hold the tokens `key` as `value`, slots int64 `[tokens]`; None takes the token ids for slots.
+    """Insert the tokens `key` with `value`, slots int64 `[tokens]`; without one the token ids stand for the slots.
 
-    `mamba_value`: the state `[1]` that has consumed exactly `key`. `prev_prefix_len`: tokens whose slots the caller has
-    from a match. `swa_evicted_seqlen`: tokens whose window slots are gone. `chunked`: more of the same request follows.
+    `mamba_value`: the state `[1]` that has consumed exactly `key`. `prev_prefix_len`: tokens whose slots come from a
+    match. `swa_evicted_seqlen`: tokens whose window slots are freed. `chunked`: more of the same request follows.
     """
 
     key: RadixKey
@@ -97,7 +89,7 @@ class InsertParams(NamedTuple):
 
 
 class InsertResult(NamedTuple):
-    """`prefix_len`: tokens that were held before. `mamba_exist`: so was the state, and the caller frees its own."""
+    """`prefix_len`: tokens held before. `mamba_exist`: a state was held at their end, and the caller frees its own."""
 
     prefix_len: int
     mamba_exist: bool = False

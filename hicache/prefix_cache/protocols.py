@@ -25,7 +25,7 @@ class SlotAllocator(Protocol):
 class KVRequest(Protocol):
     """A request with a row in the table.
 
-    Of the tokens in its row, [0, kv_committed_len) are computed and may go to the tree, and
+    Of the tokens in its row, [0, kv_committed_len) are computed and may be shared, and
     [kv_committed_len, kv_allocated_len) have slots with nothing in them (speculation, or a cancelled step).
     `prefix_indices`, int64 `[prefix]` on the device, are the slots it continues from; the first `cache_protected_len`
     of them belong to the tree.

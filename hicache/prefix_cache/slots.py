@@ -113,7 +113,7 @@ class TableRows:
 
 
 class PrefixBuffers:
-    """`prefix_indices` of requests whose prefill goes by chunks: int64 copies of their rows that grow by what is new.
+    """`prefix_indices` of requests that are prefilled in chunks: int64 copies of their rows that grow by the new slots.
 
     A request's tensor is the front of a longer one: the next chunk costs its own length. Buffers are kept by row, and
     one is a request's only while the request shows it.

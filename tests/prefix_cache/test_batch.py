@@ -1,4 +1,4 @@
-"""Batches of extends and decodes over a table, an allocator and a tree that gives up what nobody uses."""
+"""Batches of extends and decodes over a table, an allocator and a tree that evicts what nobody uses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PLACES = [
 
 @dataclass(eq=False)
 class Request:
-    """`tokens` stand for the prompt; slots and row come and go."""
+    """A request that has slots and a row for a while."""
 
     prefix_indices: torch.Tensor
     req_pool_idx: int | None = None
@@ -55,7 +55,7 @@ class Request:
 
 
 class FlatTree:
-    """Whole finished sequences, the oldest evicted first: as much of a prefix tree as making room needs."""
+    """Whole finished sequences, the oldest evicted first: as much of a prefix cache as batches need."""
 
     def __init__(self, allocator: BaseTokenToKVPoolAllocator, table: ReqToTokenPool) -> None:
         self.token_to_kv_pool_allocator = allocator
@@ -93,7 +93,7 @@ class FlatTree:
 
 @dataclass
 class Batch:
-    """What a scheduler hands over: an extend where `reqs` grow from their prefixes, a decode over their rows."""
+    """A scheduler's batch: an extend of `reqs` from their prefixes, or a decode of their rows."""
 
     reqs: list[Request]
     tree_cache: FlatTree
@@ -167,7 +167,7 @@ def test_extend_decode_release(device: str, kernels: str, page_size: int, monkey
     assert rows == row_ids.tolist() == [r.req_pool_idx for r in requests] and len(set(rows)) == 3 and 0 not in rows
     assert list(itertools.chain(*(row_of(tree, r) for r in requests))) == out.tolist()
 
-    # The second chunk of request 0 goes on in its row and page; request 2 waits.
+    # The second chunk of request 0 continues in its row and page; request 2 waits.
     before = row_of(tree, requests[0])
     requests[0].prefix_indices = torch.tensor(before, device=device)
     _, _, again = extend(tree, [requests[0]], [11])
@@ -211,7 +211,7 @@ def test_several_tokens_a_request(device: str, kernels: str, page_size: int, mon
     for request, new in zip(requests, slots.view(3, 3).tolist(), strict=True):
         request.kv_allocated_len += 3
         assert row_of(tree, request)[-3:] == new and in_pages(row_of(tree, request), page_size)
-    # Only some of them are kept: what was allocated and not committed is freed with the request.
+    # Only some are committed: the other slots are freed with the request.
     requests[0].kv_committed_len += 1
     for request in requests:
         release_kv_cache(request, tree, is_insert=False)
@@ -219,8 +219,8 @@ def test_several_tokens_a_request(device: str, kernels: str, page_size: int, mon
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_room_is_made_by_as_much_as_is_short(page_size: int) -> None:
-    """The tree is asked for the shortage alone, and not at all where there is room."""
+def test_no_more_is_evicted_than_is_missing(page_size: int) -> None:
+    """The tree is asked to evict what is missing for an allocation, and not at all where nothing is."""
     tree = rig(40, page_size)
     old = [fresh(tree) for _ in range(3)]
     extend(tree, old, [8, 8, 12])
@@ -236,7 +236,7 @@ def test_room_is_made_by_as_much_as_is_short(page_size: int) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_refused_batch_takes_nothing(page_size: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Out of slots: an error with what was asked, available and evictable, the tree in the log, and no row taken."""
+    """Out of slots: an error with tokens requested, available and evictable, the tree in the log, and no row taken."""
     tree = rig(24, page_size)
     first = fresh(tree)
     extend(tree, [first], [17])
@@ -315,8 +315,8 @@ def test_lengths_that_disagree_are_named() -> None:
     assert tree.token_to_kv_pool_allocator.available_size() == 40 and tree.req_to_token_pool.available_size() == 8
 
 
-def test_both_sides_of_a_window_are_asked_for() -> None:
-    """Over a window allocator the tree is told what each side is short of."""
+def test_full_and_window_slots_are_evicted() -> None:
+    """Over a window allocator the tree is asked for what is missing of full and of window slots."""
     allocator = SWATokenToKVPoolAllocator(32, 16, 4, torch.bfloat16, "cpu", None, True)
     tree = FlatTree(allocator, ReqToTokenPool(4, 64, "cpu", False))
     request = fresh(tree)
@@ -358,7 +358,7 @@ def test_conservation(page_size: int, seed: int) -> None:
                     request.kv_allocated_len += n
             elif running:
                 request = running.pop(rng.randrange(len(running)))
-                # Of what has slots, the last few tokens were called off.
+                # The last few tokens that have slots were not computed.
                 request.kv_committed_len = max(0, request.kv_allocated_len - rng.choice([0, 1, 5]))
                 release_kv_cache(request, tree, is_insert=action == "end")
         except (OutOfSlots, OutOfRows):

@@ -269,8 +269,8 @@ class CacheMachine(RuleBasedStateMachine):
         slots = torch.cat((match.device_indices[:known_len], fresh))
         space_key = RadixKey(tokens, space)
         if isinstance(cache, SWARadixCache):
-            peers = cache.token_to_kv_pool_allocator.translate_loc_from_full_to_swa(fresh)
-            self.toy.window.update(zip(peers.tolist(), names[known_len:], strict=True))
+            window_slots = cache.token_to_kv_pool_allocator.translate_loc_from_full_to_swa(fresh)
+            self.toy.window.update(zip(window_slots.tolist(), names[known_len:], strict=True))
             lost = min(max(known_len, evicted * self.page), len(tokens) - self.page)
             cache.token_to_kv_pool_allocator.free_swa(slots[known_len : max(lost, known_len)])
             cache.insert(InsertParams(space_key, slots, prev_prefix_len=known_len, swa_evicted_seqlen=lost))
@@ -297,8 +297,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert toy.state(state) == recurrence(tokens)
         if isinstance(self.cache, SWARadixCache):
             slots = [held.slots[name] for name, has_window in held.window_of.items() if has_window]
-            peers = toy.allocator.translate_loc_from_full_to_swa(torch.tensor(slots, dtype=torch.int64)).tolist()
-            assert [toy.window[peer] for peer in peers] == [held.contents[slot] for slot in slots]
+            window_slots = toy.allocator.translate_loc_from_full_to_swa(torch.tensor(slots, dtype=torch.int64)).tolist()
+            assert [toy.window[slot] for slot in window_slots] == [held.contents[slot] for slot in slots]
         for req in self.running:
             toy.check_readable(req, req.kv_committed_len)
 

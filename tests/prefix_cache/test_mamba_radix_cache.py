@@ -190,7 +190,7 @@ def test_locks_keep_the_path_and_one_state() -> None:
 
 
 def test_full_eviction_takes_tombstones_too() -> None:
-    """A leaf goes with its state, and so do ancestors that have none and no other child."""
+    """A leaf is evicted with its state, and so are ancestors that have no state and no other child."""
     cache = mamba_cache()
     for tokens in ([1, 2, 3, 4], [1, 2], [1, 2, 3, 4, 5, 6], [1, 2, 9]):
         put(cache, tokens)
@@ -204,7 +204,7 @@ def test_full_eviction_takes_tombstones_too() -> None:
 
 
 def test_states_are_evicted_by_their_own_recency() -> None:
-    """The state used longest ago goes: of an inner node alone, of a leaf with it; a match refreshes its own alone."""
+    """The least recently used state is evicted, alone from an inner node; a match refreshes only the state it uses."""
     cache = mamba_cache()
     put(cache, [1, 2])
     put(cache, [1, 2, 3, 4])

@@ -192,9 +192,9 @@ def test_checkpoints_are_kept_while_decoding() -> None:
     cache.sanity_check()
 
 
-def test_without_a_state_to_be_had_nothing_is_stored() -> None:
-    """Where no state is free and none may go, a running request keeps its slots to itself, goes on, and gives its
-    state away at its end."""
+def test_without_a_free_state_nothing_is_stored() -> None:
+    """Where no state is free or evictable, a running request shares nothing, continues, and donates its state at its
+    end."""
     cache = mamba_cache(num_states=1)
     toy = Toy(cache)
     req = Request(list(range(12)))
@@ -245,8 +245,8 @@ def test_a_request_that_is_called_off_leaves_nothing(extra_buffer: bool, disable
 
 @pytest.mark.parametrize("is_insert", [False, True])
 def test_the_end_frees_the_states_that_the_tree_does_not_take(is_insert: bool) -> None:
-    """Also for a caller that frees the row itself: a checkpoint at a length that the tree has a state of, and an end
-    that is no whole page, go back to the pool."""
+    """Also for a caller that frees the row itself: a checkpoint at a length where the tree has a state, and an end
+    within a page, are freed."""
     cache = mamba_cache(page_size=4, extra_buffer=True)
     toy = Toy(cache)
     for _ in range(2):
@@ -263,7 +263,7 @@ def test_the_end_frees_the_states_that_the_tree_does_not_take(is_insert: bool) -
 
 
 def test_a_checkpoint_ahead_of_its_tokens_waits() -> None:
-    """A checkpoint that has consumed more than is handed over is not stored, under no length, until the rest is."""
+    """A checkpoint that has consumed more tokens than are shared is not stored until the rest is shared."""
     cache = mamba_cache(page_size=4, extra_buffer=True)
     toy = Toy(cache)
     req = Request(list(range(10)))

@@ -187,7 +187,7 @@ def test_locks_of_another_tree_are_refused() -> None:
 
 
 def test_eviction_takes_whole_leaves() -> None:
-    """The least recently used leaves go, whole, until at least as much is free as was asked, or all that may."""
+    """The least recently used leaves are evicted whole, until at least as much is free as was requested."""
     allocator = Freed()
     cache = RadixCache.create_simulated(mock_allocator=allocator)
     for tokens in ([1, 2, 3, 4, 5], [1, 2, 9], [20, 21]):
@@ -242,7 +242,7 @@ def test_uses_are_counted_and_priorities_kept() -> None:
     insert(cache, [1, 2, 3, 4, 5], priority=7)
     below = cache.match_prefix(key([1, 2, 3, 4])).last_device_node
     assert (node.hit_count, node.priority, below.hit_count, below.priority) == (5, 7, 4, 7)
-    # Half of a node is as dear as the whole was; what is new beside it is not.
+    # Half of a node has the priority of the whole; a new node beside it has its own.
     insert(cache, [1, 2, 9], priority=-1)
     upper = cache.match_prefix(key([1, 2])).last_device_node
     assert upper.priority == node.priority == 7
@@ -290,7 +290,7 @@ def test_the_tree_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_wrong_shapes_are_named() -> None:
-    """Fewer slots than tokens, and pages of no token, raise with what was given."""
+    """Fewer slots than tokens, and pages of no token, raise with the numbers given."""
     with pytest.raises(ShapeError, match="2 slots for a key of 3 tokens"):
         insert(RadixCache.create_simulated(), [1, 2, 3], value=torch.tensor([1, 2]))
     with pytest.raises(ConfigError, match="page_size=0"):

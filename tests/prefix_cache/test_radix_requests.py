@@ -1,4 +1,4 @@
-"""RadixCache and requests: what they hand over as they grow, and give back at every exit."""
+"""RadixCache and requests: what they share as they grow, and free at every exit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_requests_go_through_the_tree(page_size: int) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_two_requests_compute_the_same(page_size: int) -> None:
-    """Of two that computed one prefix beside each other, the later takes over the slots of the earlier and frees its
+    """Of two that computed one prefix beside each other, the later uses the slots of the earlier and frees its
     own, in the row too."""
     cache = full_cache(32 * page_size, page_size)
     toy = Toy(cache)
@@ -84,7 +84,7 @@ def test_two_requests_compute_the_same(page_size: int) -> None:
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("disable", [False, True])
 def test_a_request_that_is_called_off_leaves_nothing(page_size: int, disable: bool) -> None:
-    """Not inserted: what was the tree's before stays, everything else is free, and nothing is locked."""
+    """Not inserted: the tree keeps what it held before, everything else is free, and nothing is locked."""
     cache = full_cache(32 * page_size, page_size, disable=disable)
     toy = Toy(cache)
     tokens = list(range(3 * page_size))
@@ -110,7 +110,7 @@ def test_a_request_that_is_called_off_leaves_nothing(page_size: int, disable: bo
 
 
 def test_a_disabled_cache_serves_by_chunks() -> None:
-    """Without a tree a request goes on from its own slots, and all of them are freed with it."""
+    """Without a tree a request continues from its own slots, and all of them are freed with it."""
     cache = full_cache(32, 4, disable=True)
     assert run(Toy(cache), list(range(10)), chunk=3, new=2) == 0
     assert cache.token_to_kv_pool_allocator.available_size() == 32 and cache.total_size() == 0
@@ -176,7 +176,7 @@ def test_a_chunk_costs_a_chunk() -> None:
 
 
 def test_a_row_may_change_hands_unseen() -> None:
-    """Where a row was given back without a word, its next request sees its own slots, not those of the last."""
+    """Where a row was freed without the cache's knowledge, its next request sees its own slots."""
     cache = full_cache(64)
     toy = Toy(cache)
     run(toy, [1, 2, 3])
@@ -216,7 +216,7 @@ def test_priorities_of_requests_reach_the_prefix() -> None:
 @pytest.mark.parametrize("make", [full_cache, swa_cache, mamba_cache])
 def test_a_request_that_adds_no_page_raises_its_prefix(make: Callable[..., Cache], ends: bool) -> None:
     """A request whose own tokens fill no page lends its priority to the prefix it used, as it grows and as it ends, and
-    what others left at a lesser one goes first."""
+    prefixes of a lower priority are evicted first."""
     cache = make(page_size=4, eviction_policy="priority")
     toy = Toy(cache)
     run(toy, list(range(8)), priority=1)

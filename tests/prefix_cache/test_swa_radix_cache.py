@@ -31,7 +31,7 @@ def put(cache: SWARadixCache, tokens: list[int], **more: int) -> InsertResult:
 
 
 def sizes(cache: SWARadixCache) -> tuple[int, int, int, int]:
-    """Free and held, on the full side and on the window's."""
+    """Full slots free and held, and window slots free and held."""
     allocator, held = cache.token_to_kv_pool_allocator, cache.total_size()
     assert held == (
         cache.full_evictable_size() + cache.full_protected_size(),
@@ -65,14 +65,14 @@ def test_a_match_has_its_window_behind_it(page: int) -> None:
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_window_eviction_leaves_tombstones_and_takes_leaves(page: int) -> None:
-    """Of an inner node only window slots go; a leaf goes whole; of a node longer than the window first the front."""
+    """An inner node loses window slots alone, a leaf is evicted whole, a node longer than the window its front's."""
     cache = swa_cache(64, 64, window=2 * page, page_size=page)
     put(cache, pages(1, 2, page=page))
     put(cache, pages(1, 2, 3, 4, page=page))
     assert cache.evict(EvictParams(0, swa_num_tokens=1)) == EvictResult(0, 2 * page)
     assert sizes(cache) == (64 - 4 * page, 4 * page, 64 - 2 * page, 2 * page)
     assert matched(cache, pages(1, 2, page=page)) == 0 and matched(cache, pages(1, 2, 3, 4, page=page)) == 4 * page
-    # The tombstone has no other use than its child, and goes with it.
+    # The tombstone serves its child alone, and is evicted with it.
     assert cache.evict(EvictParams(0, swa_num_tokens=1)) == EvictResult(4 * page, 2 * page)
     assert sizes(cache) == (64, 0, 64, 0)
     put(cache, pages(1, 2, 3, 4, 5, 6, page=page))
@@ -84,8 +84,8 @@ def test_window_eviction_leaves_tombstones_and_takes_leaves(page: int) -> None:
     cache.sanity_check()
 
 
-def test_both_sides_are_evicted_in_one_call() -> None:
-    """Full eviction takes leaves with their windows, and what it freed counts for the window side."""
+def test_full_and_window_slots_are_evicted_in_one_call() -> None:
+    """Full eviction takes leaves with their windows, and the window slots freed count for the rest."""
     cache = swa_cache(64, 64)
     put(cache, [1, 2, 3])
     put(cache, [1, 2, 3, 4, 5])
@@ -136,9 +136,9 @@ def test_what_lost_its_window_becomes_a_tombstone(page: int) -> None:
 
 
 @pytest.mark.parametrize("page", [1, 4])
-def test_tombstones_take_over_windows(page: int) -> None:
-    """Whoever offers the same tokens with windows gives them to the tombstones: the tree's full slots stay, what was
-    offered is freed, and the prefix is usable again, from where the offer had windows on."""
+def test_tombstones_get_windows_again(page: int) -> None:
+    """An insertion of the same tokens with window slots maps them to the tombstones: the tree's full slots stay, those
+    of the insertion are freed, and the prefix is usable again where it brought window slots."""
     cache = swa_cache(64, 64, window=2 * page, page_size=page)
     tokens = pages(1, 2, 3, 4, 5, 6, page=page)
     put(cache, tokens, swa_evicted_seqlen=4 * page)
@@ -169,9 +169,9 @@ def test_slots_of_a_match_are_not_freed() -> None:
 
 
 @pytest.mark.parametrize("page", [1, 4, 16])
-def test_requests_give_up_their_windows(page: int) -> None:
-    """A request that decodes far gives up window slots as it goes; what it leaves is usable at its end, the prompt in
-    the middle is not, and serving the prompt again brings it back."""
+def test_requests_free_their_windows(page: int) -> None:
+    """A request that decodes far frees window slots meanwhile; the prefix that it leaves is usable at its end, not at
+    the prompt's, until the prompt is served again."""
     window = 2 * page
     cache = swa_cache(40 * page, 16 * page, window=window, page_size=page, columns=40 * page)
     toy = Toy(cache)
@@ -211,7 +211,7 @@ def test_requests_give_up_their_windows(page: int) -> None:
 
 
 def test_a_disabled_cache_keeps_nothing() -> None:
-    """Nothing matches or stays, and a request's slots go back on both sides."""
+    """Nothing matches or stays, and a request's full and window slots are freed."""
     cache = swa_cache(32, 32, page_size=4, disable=True)
     toy = Toy(cache)
     req = Request(list(range(9)))
@@ -225,7 +225,7 @@ def test_a_disabled_cache_keeps_nothing() -> None:
 
 
 def test_bigrams_have_windows_too() -> None:
-    """A cache of bigrams holds one slot fewer than tokens on both sides, and frees the last with the request."""
+    """A cache of bigrams holds one full and one window slot fewer than tokens, and frees the last with the request."""
     cache = swa_cache(32, 32, window=4, is_eagle=True)
     toy = Toy(cache)
     req = Request(list(range(9)))
@@ -260,7 +260,7 @@ def test_sanity_check_finds_lost_windows() -> None:
 
 
 def test_the_tree_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    """The text names locks of both sides and tombstones, and sums up both."""
+    """The text names locks of full and window slots and tombstones, and sums up both."""
     cache = swa_cache(32, 32, window=2)
     put(cache, [1, 2, 3, 4], swa_evicted_seqlen=2)
     cache.inc_lock_ref(cache.match_prefix(key([1, 2, 3, 4])).last_device_node)

@@ -239,8 +239,8 @@ class Toy:
         assert [self.full[slot] for slot in slots.tolist()] == want
         if isinstance(self.cache, SWARadixCache):
             first = max(0, end - self.cache.sliding_window_size)
-            peers = self.allocator.translate_loc_from_full_to_swa(slots[first:]).tolist()
-            assert all(peers) and [self.window[peer] for peer in peers] == want[first:]
+            window_slots = self.allocator.translate_loc_from_full_to_swa(slots[first:]).tolist()
+            assert all(window_slots) and [self.window[slot] for slot in window_slots] == want[first:]
         if self.is_mamba and req.mamba_pool_idx is not None:
             assert self.state(req.mamba_pool_idx) == recurrence(req.tokens[:end])
 
@@ -258,8 +258,10 @@ class Toy:
         for position in range(start, end):
             self.full[slots[position]] = want[position]
         if self.is_swa:
-            peers = self.allocator.translate_loc_from_full_to_swa(torch.tensor(slots[start:end], dtype=torch.int64))
-            self.window.update(zip(peers.tolist(), want[start:end], strict=True))
+            window_slots = self.allocator.translate_loc_from_full_to_swa(
+                torch.tensor(slots[start:end], dtype=torch.int64)
+            )
+            self.window.update(zip(window_slots.tolist(), want[start:end], strict=True))
         if self.is_mamba:
             assert req.mamba_pool_idx is not None
             number, count = self.state(req.mamba_pool_idx)
