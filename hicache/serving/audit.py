@@ -43,9 +43,9 @@ class AuditCounts:
 class KVAudit:
     """The scheduler's `Auditor`. Called on the scheduler thread only. It owns the sidecar file until `close`.
 
-    `identity`: model and dtype, which the digests cover beside the tokens. `sidecar`: a file that digests are appended
-    to and earlier ones are read from; a last line that a killed process wrote half is dropped. Raises ConfigError if
-    the file cannot be used.
+    `identity`: model and dtype, which the digests cover in addition to the tokens. `sidecar`: a file that digests are
+    appended to and earlier ones are read from; a last line that a killed process wrote half is dropped. Raises
+    ConfigError if the file cannot be used.
     """
 
     def __init__(self, engine: CacheEngine, identity: str, sidecar: Path | None = None) -> None:

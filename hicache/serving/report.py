@@ -1,4 +1,4 @@
-"""The demo's output: a row per turn while it runs, the summary, and the figures of `--json`."""
+"""The demo's output: a row per turn while it runs, the summary, and the results for `--json`."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Report:
         return self.audit.mismatched == 0 and all(turn.identical for turn in self.turns)
 
     def to_json(self) -> dict[str, Any]:
-        """The figures of `--json`. `ttft_ms`: medians over turns after the first, null if there are none."""
+        """The results for `--json`. `ttft_ms`: medians over turns after the first, null if there are none."""
         later = [turn for turn in self.turns if turn.number]
         first = [turn for turn in self.turns if not turn.number]
         ttft = _ttft_ms(later)
@@ -146,25 +146,25 @@ class Report:
         }
 
     def summary(self) -> str:
-        """The most important figures, in a few lines of text."""
-        figures = self.to_json()
-        hits, ttft, pages = figures["hit_tokens"], figures["ttft_ms"], self.audit
-        prompt_tokens = max(1, figures["prompt_tokens"])
+        """The most important results, in a few lines of text."""
+        results = self.to_json()
+        hits, ttft, pages = results["hit_tokens"], results["ttft_ms"], self.audit
+        prompt_tokens = max(1, results["prompt_tokens"])
         shares = ", ".join(f"{tier} {tokens} ({tokens / prompt_tokens:.0%})" for tier, tokens in hits.items())
-        moved = ", ".join(f"{link.replace('_', ' ')} {size / 1e6:.0f}" for link, size in figures["bytes_moved"].items())
+        moved = ", ".join(f"{link.replace('_', ' ')} {size / 1e6:.0f}" for link, size in results["bytes_moved"].items())
         lines = [
             f"identical: {'yes' if self.identical else 'NO'}   {self._checked()}",
             f"KV pages that came back: {pages.compared} compared, {pages.mismatched} differ, "
             f"{pages.unrecorded} of an earlier run without a record",
-            f"prompt tokens {figures['prompt_tokens']}: {shares}, computed {figures['computed_tokens']}",
+            f"prompt tokens {results['prompt_tokens']}: {shares}, computed {results['computed_tokens']}",
             f"moved, MB: {moved}",
         ]
         if ttft["cached"] is not None:
             line = f"median time to first token after the first turn: {ttft['cached']:.0f} ms"
-            if figures["speedup"] is not None:
-                line += f", recomputed {ttft['recompute']:.0f} ms: {figures['speedup']:.1f} times shorter"
+            if results["speedup"] is not None:
+                line += f", recomputed {ttft['recompute']:.0f} ms: {results['speedup']:.1f} times shorter"
             lines.append(line)
-        lines.append(f"{figures['requests']} requests on {self.device} in {self.seconds:.1f} s")
+        lines.append(f"{results['requests']} requests on {self.device} in {self.seconds:.1f} s")
         return "\n".join(lines)
 
     def _checked(self) -> str:

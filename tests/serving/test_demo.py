@@ -18,7 +18,7 @@ SMALL = ["--documents", "3", "--turns", "2", "--document-tokens", "400", "--chun
 
 
 def _demo(model: Path, *flags: str) -> tuple[int, dict[str, Any]]:
-    """Exit status and JSON figures of a small demo with the model in a directory."""
+    """Exit status and JSON report of a small demo with the model in a directory."""
     out = model.parent / "out.json"
     status = main(["demo", *SMALL, "--model", str(model), "--json", str(out), *flags])
     return status, json.loads(out.read_text())
@@ -35,11 +35,11 @@ def test_every_kind_of_model_hits_on_disk(row: str, tmp_path: Path, capsys: pyte
     """Models with full attention, windows and recurrent layers hit on the device and on the disk, move bytes between
     all tiers, and yield the tokens of generate."""
     baseline = ["--baseline" if row == "llama" else "--no-baseline"]
-    status, figures = _demo(_saved(tmp_path, row), "--check-against", "transformers", *baseline)
-    assert status == 0 and figures["identical"] is True and figures["compared_with_transformers"] is True
-    assert figures["hit_tokens"]["device"] > 0 and figures["hit_tokens"]["disk"] > 0
-    assert min(figures["bytes_moved"].values()) > 0
-    assert figures["pages"]["compared"] > 0 == figures["pages"]["mismatched"]
+    status, report = _demo(_saved(tmp_path, row), "--check-against", "transformers", *baseline)
+    assert status == 0 and report["identical"] is True and report["compared_with_transformers"] is True
+    assert report["hit_tokens"]["device"] > 0 and report["hit_tokens"]["disk"] > 0
+    assert min(report["bytes_moved"].values()) > 0
+    assert report["pages"]["compared"] > 0 == report["pages"]["mismatched"]
     references = f"{'a run without a cache and ' * (row == 'llama')}transformers' generate"
     assert f"every generated token equals that of {references}" in capsys.readouterr().out
 
@@ -56,18 +56,18 @@ def test_a_second_process_hits_on_disk(tmp_path: Path) -> None:
     code = "import json, sys; from hicache.cli import main; sys.exit(max(map(main, json.loads(sys.argv[1]))))"
     subprocess.run([sys.executable, "-c", code, json.dumps(runs)], check=True, capture_output=True)
     for model, disk in zip(models, disks, strict=True):
-        status, figures = _demo(model, *disk)
-        first_turns = [turn for turn in figures["turns"] if turn["turn"] == 1]
-        assert status == 0 and figures["identical"] is True
+        status, report = _demo(model, *disk)
+        first_turns = [turn for turn in report["turns"] if turn["turn"] == 1]
+        assert status == 0 and report["identical"] is True
         assert all(turn["hit_tokens"]["disk"] > 0 for turn in first_turns)
-        assert figures["pages"]["compared"] > 0 == figures["pages"]["mismatched"]
+        assert report["pages"]["compared"] > 0 == report["pages"]["mismatched"]
 
 
 def test_a_window_model_needs_no_host_tier(tmp_path: Path) -> None:
     """A window model is served without a host tier: without a disk, none is needed."""
-    status, figures = _demo(_saved(tmp_path, "mistral"), "--host-bytes", "0")
-    assert status == 0 and figures["identical"] is True
-    assert figures["sizes"]["host_tokens"] == 0 < figures["hit_tokens"]["device"]
+    status, report = _demo(_saved(tmp_path, "mistral"), "--host-bytes", "0")
+    assert status == 0 and report["identical"] is True
+    assert report["sizes"]["host_tokens"] == 0 < report["hit_tokens"]["device"]
 
 
 @pytest.mark.parametrize("window", [200, 1000])
@@ -75,8 +75,8 @@ def test_long_windows_fit(window: int, tmp_path: Path) -> None:
     """A window as long as the prompts or longer is served with the default sizes, with several concurrent requests and
     whole prompts in one chunk."""
     model = _saved(tmp_path, "mistral", sliding_window=window)
-    status, figures = _demo(model, "--check-against", "transformers", "--concurrency", "3", "--chunk", "8192")
-    assert status == 0 and figures["identical"] is True
+    status, report = _demo(model, "--check-against", "transformers", "--concurrency", "3", "--chunk", "8192")
+    assert status == 0 and report["identical"] is True
 
 
 def test_a_difference_from_generate_is_reported(
@@ -90,8 +90,8 @@ def test_a_difference_from_generate_is_reported(
         return (*first, last ^ 1)
 
     monkeypatch.setattr(drive, "generate", other)
-    status, figures = _demo(_saved(tmp_path, "llama"), "--check-against", "transformers")
-    assert status == 1 and figures["identical"] is False
+    status, report = _demo(_saved(tmp_path, "llama"), "--check-against", "transformers")
+    assert status == 1 and report["identical"] is False
     assert "identical: NO" in capsys.readouterr().out
 
 

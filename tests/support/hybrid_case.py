@@ -1,4 +1,4 @@
-"""What the tests of hybrid and sliding-window models share: tiny random models of each architecture, and the pools that
+"""Shared by the tests of hybrid and sliding-window models: tiny random models of each architecture, and pools that
 serve them without an engine.
 """
 
@@ -50,13 +50,13 @@ _SMALL: dict[str, Any] = {
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,
-    # Larger than the default: logits that lie apart, so that rounding does not choose the token.
+    # Larger than the default, so logits differ by more than rounding.
     "initializer_range": 0.2,
 }
 
 
 def tiny_qwen3_next(seed: int = 0, **changes: Any) -> Any:
-    """Four layers, the last with full attention, three recurrent; experts in each second one. float32."""
+    """Three recurrent layers and one with full attention; experts in every second layer. float32."""
     pytest.importorskip("transformers", minversion="5.20", reason="its layers keep recurrent states otherwise")
     config = {
         **_SMALL,
@@ -76,15 +76,15 @@ def tiny_qwen3_next(seed: int = 0, **changes: Any) -> Any:
     model = _build(Qwen3NextForCausalLM, Qwen3NextConfig, config, seed)
     for layer in model.model.layers:
         if layer.block_type == "linear_attention":
-            # As drawn, most heads forget within a token or two, and a lost state would go unnoticed: here a token's
-            # share of the state fades by 1 % to 50 % a token.
+            # With random rates most heads forget within two tokens, and a lost state would go unnoticed. Here the
+            # contribution of a token decays by 1 % to 50 % per token.
             rates = torch.linspace(0.01, 0.5, len(layer.linear_attn.A_log), device=layer.linear_attn.A_log.device)
             layer.linear_attn.A_log.data.copy_(rates.log())
     return model
 
 
 def tiny_mistral(window: int, seed: int = 0, **changes: Any) -> Any:
-    """Three layers with a window each."""
+    """Three window layers."""
     config = {**_SMALL, "num_hidden_layers": 3, "sliding_window": window, **changes}
     return _build(MistralForCausalLM, MistralConfig, config, seed)
 
@@ -119,10 +119,10 @@ def _build(architecture: Any, config: Any, settings: dict[str, Any], seed: int) 
 
 
 class Pools:
-    """What a runner asks of an engine, without one: the pools of `geometry`, and leases that share nothing.
+    """A `ForwardEngine` without a cache: the pools of `geometry`, and leases that share nothing.
 
-    A model with windows in every layer keeps its first layer whole, as the engine's factory has it. `keep_windows`: all
-    layers do, in a pool of one slot space.
+    If every layer has a window, the first layer keeps all tokens, as in the engine's factory. `keep_windows`: all
+    layers keep all tokens, in a pool with one slot space.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Pools:
         self.begun += len(leases)
 
     def lease(self, num_tokens: int = 0) -> Lease:
-        """A lease of `num_tokens` slots, with a zeroed state where the model has states."""
+        """A lease of `num_tokens` slots, with a zeroed state if the model has states."""
         request = CacheRequest("r", np.zeros(num_tokens, dtype=np.int64))
         lease = Lease(request, TreeNode(), self.req_to_token.req_to_token, self.allocator.device)
         assert self.req_to_token.alloc([lease]) is not None
@@ -196,7 +196,7 @@ class Pools:
             lease.held_len += short
 
     def free_windows(self, lease: Lease, end: int) -> None:
-        """Give back the window slots of the whole pages of [0, end), after spoiling what is in them."""
+        """Free the window slots of the whole pages of [0, end), after overwriting their KV with NaN."""
         slots = lease.slots_of(0, end // self.page_size * self.page_size)
         peers = self.windows.translate_loc_from_full_to_swa(slots)
         assert isinstance(self.pool, SWAKVPool)
