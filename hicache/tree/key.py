@@ -227,7 +227,7 @@ class TokenRun:
             if 2 * len(tokens) >= len(base):
                 self._tokens = tokens
                 return
-        # A bytearray compares with any buffer by memcmp, at a fraction of the cost of starting a numpy operation.
+        # A bytearray compares its front with any buffer by memcmp, which is faster than starting a numpy operation.
         self._raw = bytearray(tokens)
 
     def __len__(self) -> int:
@@ -242,8 +242,8 @@ class TokenRun:
 
     def common_len(self, tokens: Tokens, raw: memoryview, start: int) -> int:
         """How many tokens from the front are those of `tokens` from `start` on. `raw`: the bytes of `tokens`."""
-        mine, length = self._raw, min(len(self), len(tokens) - start)
-        if mine is not None and length == len(self) and mine == raw[start * _ITEM : (start + length) * _ITEM]:
+        length = min(len(self), len(tokens) - start)
+        if self._raw is not None and self._raw.startswith(raw[start * _ITEM : (start + length) * _ITEM]):
             return length
         same = self.tokens[:length] == tokens[start : start + length]
         first = int(same.argmin()) if length else 0
