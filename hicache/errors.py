@@ -51,10 +51,10 @@ class OutOfStates(ResourceExhausted):
 
 
 class TransferBusy(ResourceExhausted):
-    """Every producer of the layer counter has a load in flight. Retry after a poll."""
+    """The loads in flight leave no room for another, or one of them, of this prefix, has failed. Retry after a poll."""
 
-    def __init__(self, producers: int) -> None:
-        super().__init__(f"the maximum of {producers} loads is in flight; poll and retry")
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; poll and retry")
 
 
 class PromptTooLong(HiCacheError, ValueError):

@@ -48,7 +48,9 @@ class Admit:
         if not context.req_to_token.available_size():
             raise OutOfRows(context.config.max_requests)
         if needs_load and not self._restore.can_start():
-            raise TransferBusy(NUM_PRODUCERS)
+            raise TransferBusy(f"the maximum of {NUM_PRODUCERS} loads is in flight")
+        if self._restore.has_failed(admission.match.nodes):
+            raise TransferBusy("a load of this prefix has failed and not yet ended")
 
         node = tree.node_at(admission.match, admission.length)
         for component in context.components:

@@ -69,6 +69,10 @@ class Restore(CopyMovement[Load]):
         live = [load for load in self._in_flight if not load.abandoned]
         return [load for load in live if any(load.brings(node) for node in nodes)]
 
+    def has_failed(self, nodes: Sequence[TreeNode]) -> bool:
+        """Whether a load in flight that brings anything of `nodes` has failed: whoever joined it would fail with it."""
+        return bool(self._in_flight) and any(load.error is not None for load in self.loads_of(nodes))
+
     def in_flight(self) -> list[Load]:
         """The loads that have not completed, oldest first."""
         return list(self._in_flight)

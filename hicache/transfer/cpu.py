@@ -44,9 +44,9 @@ class CpuOp:
         try:
             copy()
         except Exception as error:  # noqa: BLE001 - kept in `error`, which the flows count
+            self.error = error
             if not isinstance(error, _Abandoned):
                 log.warning("a copy between tiers failed: %s", error)
-            self.error = error
         self._seconds = time.perf_counter() - start
         self._ended.set()
 
@@ -127,6 +127,7 @@ class CpuTransfer:
                     self.mover.scatter(torch.from_numpy(staging), slots, layer, 1)
                     self._counter.record(load_id, layer)
             except Exception as error:
+                op.error = error  # before its consumers raise, who may then ask for it
                 self._counter.fail(load_id, TransferError(str(error)))
                 raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hicache.kernels.page_copy import PageMover
 from hicache.serving.request import Request, RequestOutput
 from hicache.serving.sampling import SamplingParams
 from hicache.serving.scheduler import Scheduler
+from hicache.transfer.counter import LayerTransferCounter
 from serving_case import plain_greedy, prompt, shared, tiny_engine, tiny_llama, tiny_runner, token_bytes
 
 PAGE = 16
@@ -232,6 +234,36 @@ def test_a_failed_load_is_retried_once(tmp_path: Path, monkeypatch: pytest.Monke
                 assert isinstance(output.error, TransferError) and output.finish_reason == "error"
             assert failures[0] == 0
             _assert_released(engine)
+
+
+def test_a_request_does_not_join_a_load_that_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward pass may raise before the failed copy has ended; the retry waits for its end and loads anew."""
+    model = shared(tiny_llama, device="cpu")
+    tokens = prompt(100, seed=6)
+    scatter, fail, failures = PageMover.scatter, LayerTransferCounter.fail, [0]
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        if failures[0] > 0:
+            failures[0] -= 1
+            raise RuntimeError("the link is down")
+        scatter(*args, **kwargs)
+
+    def fail_and_linger(*args: Any) -> None:
+        fail(*args)
+        time.sleep(0.2)  # the copying thread is preempted before the copy ends
+
+    monkeypatch.setattr(PageMover, "scatter", failing)
+    monkeypatch.setattr(LayerTransferCounter, "fail", fail_and_linger)
+    with _tiers(model, tmp_path, device=256, host=256) as engine:
+        scheduler = _scheduler(engine, model)
+        scheduler.run([Request("first", tokens, 2)])
+        engine.flush()
+        _evict_all(engine, scheduler, "other")
+        failures[0] = 1
+        output = scheduler.run([Request("retried", tokens, 5)])[0]
+        assert output.tokens == plain_greedy(model, tokens, 5)
+        assert failures[0] == 0
+        _assert_released(engine)
 
 
 def _evict_all(engine: CacheEngine, scheduler: Scheduler, name: str) -> None:
