@@ -99,7 +99,7 @@ def _open(path: Path, page_bytes: int, num_pages: int, *, filter: PageFilter | N
     return LmdbPageStore(
         path,
         identity={"model": "bench"},
-        formats=[PageFormat(page_bytes, filter or PageFilter("planes", 2))],
+        formats=[PageFormat(page_bytes, filter or PageFilter("byte_shuffle", 2))],
         budget_bytes=int((num_pages + 32) * page_bytes * 1.1) + (64 << 20),
     )
 
@@ -180,8 +180,8 @@ def _compression(report: Report, page_bytes: int, kinds: Mapping[str, Sequence[P
     """The compression ratio of the pages under each filter."""
     shapes = {"read.packed": (PAGE_TOKENS, CHANNELS), "read.trained": (TRAINED_TOKENS, TRAINED_CHANNELS)}
     for kind in (name for name in shapes if name in kinds):
-        by_channel = PageFilter("channel_planes", 2, *shapes[kind])
-        for page_filter in (PageFilter(), PageFilter("planes", 2), by_channel):
+        by_channel = PageFilter("channel_byte_shuffle", 2, *shapes[kind])
+        for page_filter in (PageFilter(), PageFilter("byte_shuffle", 2), by_channel):
             codec = PageCodec(page_bytes=page_bytes, namespace=bytes(16), level=1, filter=page_filter)
             ratios = [page_bytes / len(codec.encode(b"key", page)) for page in kinds[kind]]
             report.add(Case.of(f"pack.{kind.removeprefix('read.')}.{page_filter.kind}", ratios, "x"))
@@ -226,7 +226,7 @@ def _raw_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[Callabl
 @contextmanager
 def _decompressing(page: PageBuffer) -> Iterator[None]:
     """As many threads as cores decompress `page`, over and over."""
-    codec = PageCodec(page_bytes=len(page), namespace=bytes(16), level=1, filter=PageFilter("planes", 2))
+    codec = PageCodec(page_bytes=len(page), namespace=bytes(16), level=1, filter=PageFilter("byte_shuffle", 2))
     value, done = codec.encode(b"key", page), threading.Event()
 
     def decompress() -> None:

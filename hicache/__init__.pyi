@@ -88,9 +88,9 @@ from hicache.prefix_cache.radix_cache import RadixCache as RadixCache
 from hicache.prefix_cache.swa_radix_cache import SWARadixCache as SWARadixCache
 from hicache.storage.base import StoreCorrupt as StoreCorrupt
 from hicache.storage.base import StoreError as StoreError
+from hicache.storage.base import StoreIndexDamaged as StoreIndexDamaged
 from hicache.storage.base import StoreLocked as StoreLocked
 from hicache.storage.base import StoreMismatch as StoreMismatch
-from hicache.storage.base import StoreTreesDamaged as StoreTreesDamaged
 from hicache.tensor_cache import HiCache as HiCache
 from hicache.tensor_cache import TensorCacheStats as TensorCacheStats
 from hicache.transfer import LayerTransferCounter as LayerTransferCounter

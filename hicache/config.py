@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PrefetchMode = Literal["best_effort", "wait_complete", "timeout"]
 Kernels = Literal["triton", "torch"]
 Durability = Literal["relaxed", "commit"]
-Filter = Literal["auto", "none", "planes", "channel_planes"]
+Filter = Literal["auto", "none", "byte_shuffle", "channel_byte_shuffle"]
 Auto = Literal["auto"]
 
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

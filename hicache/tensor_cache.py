@@ -346,7 +346,7 @@ def _open_store(path: str | os.PathLike[str], namespace: str, block_bytes: int, 
     return LmdbPageStore(
         path,
         identity={"kind": "tensor cache", "format": TENSOR_FORMAT_VERSION, "namespace": namespace},
-        formats=[PageFormat(block_bytes, PageFilter("planes", 2))],
+        formats=[PageFormat(block_bytes, PageFilter("byte_shuffle", 2))],
         budget_bytes=disk_bytes,
     )
 

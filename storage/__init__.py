@@ -1,16 +1,16 @@
-"""Page stores: keys and bytes on disk or elsewhere, without a tensor in sight.
+"""Page stores: keys and bytes on disk or elsewhere, without tensors.
 
-    base          the contract of a page store, and its errors
-    lmdb_store    the embedded one, for the process that writes it; lmdb_reader: for others; lookup: reading, for both
-    lmdb_writer   commits and the budget; packer: packing beside them; lru: use order; slots, slot_file: long values
-    lmdb_env      the open store; lmdb_file: its files; lmdb_record: what it says of itself
-    directory     who may write to it, and who else may read it: nobody; reader_table: where readers are noted
-    codec         a page and its value: header, filters, cipher
-    check         what must hold, value by value; operate: what operators do
-    tree_check    whether lmdb may walk its file (lmdb_meta, lmdb_tree: the format); rescue: building it anew
+    base               the contract of a page store, and its errors
+    lmdb_store         the embedded store, for the process that writes it; lmdb_reader: for other processes
+    lookup             reading, for both; lmdb_writer: commits and the budget; compressor: encoding beside them
+    lmdb_env           the open files of a writer; lmdb_file: validating, creating and opening them
+    tables             the tables and their records; write_transaction: their changes; slots, slot_file: long values
+    records            what a store says of itself; directory: file names and the writer lock; reader_table: readers
+    codec              a page and its value: header, filters, cipher
+    check              the consistency check; index_check: validating LMDB's B-tree pages; lmdb_pages: their format
+    maintenance        what operators do; rescue: rebuilding a damaged index
 
-Importing this package needs neither lmdb nor zstandard; building an `LmdbPageStore` does. May import numpy, lmdb,
-zstandard and the standard library.
+Importing this package needs neither lmdb nor zstandard; building an `LmdbPageStore` does.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from hicache.storage.base import (
     PageStore,
     StoreCorrupt,
     StoreError,
+    StoreIndexDamaged,
     StoreLocked,
     StoreMismatch,
     StoreStats,
-    StoreTreesDamaged,
 )
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import choose_filter
 from hicache.storage.filters import PageFilter, PageFormat
 from hicache.storage.lmdb_reader import LmdbPageReader
 from hicache.storage.lmdb_store import LmdbPageStore
-from hicache.storage.operate import (
+from hicache.storage.maintenance import (
     Fault,
+    PageEntry,
     StoreDescription,
     VerifyReport,
     describe,
     evict,
+    list_pages,
     open_existing,
     pages,
     put_values,
@@ -51,20 +53,22 @@ __all__ = [
     "LmdbPageStore",
     "PageBuffer",
     "PageCipher",
+    "PageEntry",
     "PageFilter",
     "PageFormat",
     "PageStore",
     "StoreCorrupt",
     "StoreDescription",
     "StoreError",
+    "StoreIndexDamaged",
     "StoreLocked",
     "StoreMismatch",
     "StoreStats",
-    "StoreTreesDamaged",
     "VerifyReport",
     "choose_filter",
     "describe",
     "evict",
+    "list_pages",
     "open_existing",
     "pages",
     "put_values",

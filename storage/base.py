@@ -1,4 +1,4 @@
-"""The contract of a page store: what the disk tier (or a remote one) promises, whatever keeps the bytes.
+"""The contract of a page store: what the disk tier, or a remote one, promises, whatever keeps the bytes.
 
 A page store knows keys and bytes, never tensors. Owns the protocol, its errors and its statistics.
 """
@@ -20,7 +20,7 @@ Durability: TypeAlias = Literal["relaxed", "commit"]
 
 
 class StoreError(HiCacheError):
-    """A store cannot be opened or was called wrongly; the message names the remedy."""
+    """A store cannot be opened, or was called wrongly; the message names the remedy."""
 
 
 class StoreLocked(StoreError):
@@ -32,23 +32,23 @@ class StoreMismatch(StoreError):
 
 
 class StoreCorrupt(StoreError):
-    """The files are not what a store wrote, or `check()` found violations (all of them are in `violations`)."""
+    """The files are not what a store wrote, or `check()` found violations (`violations` lists them all)."""
 
     def __init__(self, message: str, violations: Sequence[str] = ()) -> None:
         self.violations = tuple(violations)
         super().__init__(message)
 
 
-class StoreTreesDamaged(StoreCorrupt):
-    """The tables of a store must not be walked; `rescue` builds them anew from what can still be read.
+class StoreIndexDamaged(StoreCorrupt):
+    """The index (LMDB's B-tree pages) of a store is damaged; `rescue` rebuilds it from the leaf pages that can be read.
 
-    `reason`: the first fault of them, without the remedy.
+    `reason`: the first fault, without the remedy.
     """
 
     def __init__(self, data: Path, fault: str) -> None:
-        self.reason = f"the tables are damaged ({fault})"
+        self.reason = f"the index is damaged ({fault})"
         super().__init__(
-            f"the tables of {data} are damaged ({fault}); verify the store with repair, or remove the directory"
+            f"the index of {data} is damaged ({fault}); verify the store with repair, or remove the directory"
         )
 
 
@@ -57,10 +57,10 @@ class StoreStats:
     """A snapshot. Counters start at zero when the store is opened; sizes are those after the last commit. What a store
     does not count stays zero.
 
-    `live_bytes`: values that can be read, headers included. `raw_bytes`: the pages that these hold. `file_bytes`: what
-    the files take, which `budget_bytes` bounds. `put_bytes_raw` and `put_bytes_stored`: pages put, before and after
-    packing. `corrupt`: reads that found bytes which could not be verified. `read_errors`, `write_errors`: calls the
-    medium refused. `read_only`: it refused a write, and nothing is written until `revive`.
+    `entries`: stored pages. `live_bytes`: their values, headers included. `raw_bytes`: the same pages uncompressed.
+    `file_bytes`: disk space of the files, which `budget_bytes` bounds. `put_bytes_raw`, `put_bytes_stored`: pages that
+    were put, before and after compression. `corrupt`: reads whose bytes could not be verified. `read_errors`,
+    `write_errors`: I/O calls that failed. `read_only`: a write failed, and nothing is written until `reopen` succeeds.
     """
 
     entries: int = 0
@@ -85,73 +85,74 @@ class StoreStats:
 
 
 class PageStore(Protocol):
-    """Pages of one or several declared sizes under keys of 1 to 511 bytes. A buffer of another length is a
-    `StoreError`.
+    """Pages of one or several declared sizes, under keys of 1 to 511 bytes.
 
-    Threads: `contains`, `get_into`, `touch` and `stats` from any thread, many at a time; the others from one writer
-    thread.
+    A buffer whose length is none of the sizes raises `StoreError`.
+    Threads: `contains`, `get_into`, `touch` and `stats` may be called from any threads at the same time; the other
+    methods from one writer thread.
     Order: within one call the earlier key counts as the more recently used. Callers pass the pages of a prompt from
-    its first to its last, and the tail of a prefix is worth nothing without its head, so the tail is to go first.
+    first to last: a suffix is worth nothing without its prefix, so the suffix is evicted first.
     """
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys `get_into` would look up now. Changes nothing; a later `get_into` may still miss."""
+        """Which keys `get_into` would read now. Changes nothing; a later `get_into` may still miss."""
         ...
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
         """Fill `buffers[i]`, writable contiguous uint8 `[page_bytes]`, with the page of `keys[i]`.
 
-        True: the buffer holds verified bytes. False: a miss, and the buffer's content is undefined. Bytes that cannot
-        be verified are a miss; they are counted and deleted by the writer's next call. A page of another size than the
-        buffer is a miss too, and stays. Never raises for what is stored.
+        True: the buffer holds verified bytes. False: a miss; the content of the buffer is undefined. Bytes that cannot
+        be verified are a miss, are counted, and are deleted by the next call of the writer. A page of another size than
+        the buffer is a miss, is not counted as corrupt, and is kept. Never raises because of what is stored.
         """
         ...
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Pages that were used, wherever they were served from; returns at once. What is not there is left alone."""
+        """Count pages as used, wherever they were served from. Returns at once; absent keys are ignored."""
         ...
 
     def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
-        """Store pages, contiguous uint8 `[page_bytes]`, evicting others as the budget demands.
+        """Store pages, contiguous uint8 `[page_bytes]`, and evict others as the budget demands.
 
-        True: visible, and durable as the store was configured. A key that is present, whatever its size, is not written
-        again and counts as used. False: not stored (the medium is full or failed); what was stored before stays.
-        `lag` in [0, 1]: 0, the caller's writer keeps up; 1, its queue is full. A store may pack less to catch up.
+        True: visible, and durable as the store was configured. A key that is present, whatever the size of its page, is
+        not written again and counts as used. False: not stored (the disk is full or failed); what was stored before is
+        kept. `lag` in [0, 1]: 0, the caller's writer keeps up; 1, its queue is full. A store may compress less then.
         """
         ...
 
-    def revive(self) -> bool:
-        """Try to write again after the medium refused; true when the store is writable now, as it may have been before.
+    def reopen(self) -> bool:
+        """Try to write again after a write failed; True when the store is writable now, also when it was before.
 
-        Loses nothing and may be called at any time, as often as the caller likes: it does not wait between attempts.
+        Loses nothing and does not wait between attempts: the caller decides how often to try.
         """
         ...
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove pages; returns how many there were."""
+        """Remove pages; returns how many were present."""
         ...
 
     def stats(self) -> StoreStats:
-        """What is known in memory: never waits for the medium, nor raises for what became of it."""
+        """What is known in memory. Does no I/O and never raises."""
         ...
 
     def thread_read_errors(self) -> int:
-        """Reads that the medium refused to the calling thread so far; each was a miss. Never waits for the medium."""
+        """Failed reads of the calling thread so far; each was a miss. Does no I/O."""
         ...
 
     def check(self) -> None:
-        """Verify every value, index and counter, in a quiet moment. Raises `StoreCorrupt` once, with all violations."""
+        """Verify every value, index and counter, while nobody writes. Raises `StoreCorrupt` once, with all
+        violations."""
         ...
 
     def compact(self) -> int:
-        """Give free space back to the file system; returns the bytes by which the file shrank."""
+        """Return free space to the file system; returns by how many bytes the files shrank."""
         ...
 
     def sync(self) -> None:
-        """Return when everything put so far survives a power cut."""
+        """Return when everything put so far survives a power failure."""
         ...
 
     def close(self) -> None:
-        """Wait for readers, sync and release the path. The second call does nothing; any other call but `stats`
-        raises."""
+        """Wait for readers, sync, and release the path. A second call does nothing; any other call but `stats` raises
+        `StoreError`."""
         ...

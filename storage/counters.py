@@ -1,4 +1,4 @@
-"""What a store counts from its opening on. Owns the counters and their lock; may import the standard library."""
+"""What a store counts since it was opened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Fields of `StoreStats` that only ever grow; see there."""
+    """The fields of `StoreStats` that only grow; see there."""
 
     hits: int = 0
     misses: int = 0
@@ -21,21 +21,21 @@ class Counts:
     write_errors: int = 0
 
 
-class _OfThread(threading.local):
+class _ThreadCounts(threading.local):
     read_errors = 0
 
 
 class Counters:
-    """The running `Counts`; any thread."""
+    """The current `Counts`; any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now = Counts()
-        self._of_thread = _OfThread()
+        self._of_thread = _ThreadCounts()
 
     @property
     def thread_read_errors(self) -> int:
-        """Of `read_errors`, those that the calling thread added."""
+        """The part of `read_errors` that the calling thread added."""
         return self._of_thread.read_errors
 
     def add(self, more: Counts) -> None:

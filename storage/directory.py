@@ -1,7 +1,7 @@
-"""The directory of a store: made private, held by one writer, and known again by what it is rather than by its name.
+"""The directory of a store: its file names, their modes, and the lock of the one process that writes.
 
-Owns the writer's lock file and the modes of all files. The kernel releases a lock with its process, however that ends,
-and lists who has it: the file says nothing, so nothing in it can be out of date. May import the standard library, base.
+The kernel releases the lock when its process ends, however it ends, and lists the holder, so the lock file itself is
+empty and cannot be out of date.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESCUE_FOLDER, NEW_READERS_FILE = "rescue.tmp", "lock.new"
 _FILES = frozenset((DATA_FILE, LOCK_FILE, READERS_FILE, COMPACT_FILE, RESCUE_FOLDER, NEW_READERS_FILE))
 _SLOTS_FILE = re.compile(r"pages-[1-9][0-9]*\.dat")
 PRIVATE_FOLDER_MODE, PRIVATE_FILE_MODE = 0o700, 0o600
-_OF_OTHERS = 0o077
+_MODE_OF_OTHERS = 0o077
 _KERNEL_LOCKS = Path("/proc/locks")
 
 
@@ -37,9 +37,21 @@ def is_store_file(name: str) -> bool:
     return name in _FILES or _SLOTS_FILE.fullmatch(name) is not None
 
 
+def sync_directory(path: Path) -> None:
+    """Make renames in `path` survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class WriterLock:
-    """The right to write to one directory, from construction to `close`. The directory is made if need be, private to
-    its user; an existing one and its files are made so, with a warning. Raises `StoreLocked` or `StoreError`."""
+    """The right to write to one directory, from construction to `close`.
+
+    A missing directory is created, private to its user. An existing one and its files are made private, with a warning.
+    Raises `StoreLocked` or `StoreError`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,7 +70,7 @@ class WriterLock:
             raise
 
     def require_same(self) -> None:
-        """OSError when the path no longer leads to the directory that is locked: a store there is another writer's."""
+        """OSError when the path no longer leads to the locked directory: a store there belongs to another writer."""
         held = os.fstat(self._descriptor)
         try:
             found = os.stat(self._path / LOCK_FILE)
@@ -85,7 +97,7 @@ class WriterLock:
 
 
 def share_lock(path: Path) -> int | None:
-    """Keep writers out while the returned descriptor is open; None when one is inside, or for want of a file."""
+    """Exclude writers while the returned descriptor is open; None when a writer is active, or without a lock file."""
     try:
         descriptor = os.open(path / LOCK_FILE, os.O_RDONLY)
     except OSError:
@@ -99,7 +111,7 @@ def share_lock(path: Path) -> int | None:
 
 
 def writer_of(path: Path) -> int | None:
-    """The process that writes to the store now, 0 when it cannot be named; None: nobody does."""
+    """The id of the process that writes to the store now, 0 when it cannot be named, None when there is none."""
     descriptor = share_lock(path)
     if descriptor is not None:
         os.close(descriptor)
@@ -115,9 +127,9 @@ def writer_of(path: Path) -> int | None:
 
 
 def _holder(descriptor: int) -> int:
-    """The process that the kernel names as the holder of a lock on the file, 0 where it names none that is alive.
+    """The process that the kernel lists as the holder of a lock on the file, 0 if it lists none that is alive.
 
-    It names none for a holder in another container, and none at all on network file systems.
+    It lists no holder in another container, and none at all on network file systems.
     """
     held = os.fstat(descriptor)
     file = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x}:{held.st_ino}"
@@ -141,18 +153,18 @@ def _holder_in_words(descriptor: int) -> str:
 
 
 def _make_private(path: Path) -> None:
-    """Take the rights of others away from the files of a store, and from the directory where it has nothing else."""
+    """Remove the rights of others from the files of a store, and from the directory if it contains nothing else."""
     names = sorted(os.listdir(path))
-    # What lock.mdb may link to is private by itself; what else is here is not ours to change.
+    # The target of the link lock.mdb is private by itself.
     ours = [path / name for name in names if is_store_file(name) and not (path / name).is_symlink()]
     if all(map(is_store_file, names)):
         ours.insert(0, path)
     for file in ours:
         mode = stat.S_IMODE(file.stat().st_mode)
-        if not mode & _OF_OTHERS:
+        if not mode & _MODE_OF_OTHERS:
             continue
         try:
-            file.chmod(mode & ~_OF_OTHERS)
+            file.chmod(mode & ~_MODE_OF_OTHERS)
         except OSError as error:
             log.warning("other users may read %s (%s); let its owner run chmod go= on it", file, error.strerror)
         else:

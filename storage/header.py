@@ -1,14 +1,13 @@
-"""The header of a stored value: what it says, and why it is or is not believed.
+"""The header of a stored value: its fields, its checksum, and the rules by which a value is accepted or refused.
 
-docs/disk_format.md describes every byte. Every field is checked before it is used, and no length in it is ever
-allocated. Owns the format of the header and the checksum.
+docs/disk_format.md describes every byte. Each field is checked before it is used, and no memory is allocated by a
+length in it.
 
-The checksum covers the key, so a value under another key does not verify. Of a plain zstd frame it covers only the
-first bytes and the last ones, which are zstd's own checksum of the decompressed page: computing both checksums over the
-whole takes a third of the time of decompression. CRC-32 (zlib's) is chosen for speed: at
-3.8 GB/s it was the fastest of what every Python has (adler32 3.1, sha1 1.7, sha256 1.6, blake2b 0.8), it lets other
-threads run meanwhile and finds every burst of up to 32 bits. It is taken over the stored bytes, before anything parses
-them.
+The checksum covers the key, so a value does not verify under another key. Of an unencrypted zstd frame it covers only
+the first bytes and the last ones, which are zstd's own checksum of the decompressed page: computing both checksums over
+the whole would take a third of the decompression time. CRC-32 (zlib's) is chosen for speed: at 3.8 GB/s it was the
+fastest of what every Python has (adler32 3.1, sha1 1.7, sha256 1.6, blake2b 0.8), it releases the interpreter lock, and
+it detects every burst of up to 32 bits. It is computed over the stored bytes, before anything parses them.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hicache.storage.cipher import SEAL_BYTES
+from hicache.storage.cipher import ENCRYPTION_BYTES
 from hicache.storage.filters import FILTER_KINDS, PageFilter
 
 MAGIC = b"HKVP"
 VERSION = 1
 RAW, ZSTD = 0, 1
 NAMESPACE_BYTES = 16
-# Lengths are 32 bits wide, and cipher and zstd count in signed ones; tested up to here.
+# Lengths are 32 bits wide, and cipher and zstd count in signed integers; tested up to this size.
 MAX_PAGE_BYTES = 1 << 30
 
 _ENCRYPTED = 1
@@ -37,13 +36,32 @@ _KEY_LENGTH = struct.Struct("<H")
 FIELD_BYTES = _FIELDS.size
 HEADER_BYTES = FIELD_BYTES + _CHECKSUM.size
 _PAGE_BYTES, _PAGE_BYTES_OFFSET = struct.Struct("<I"), 8
-# The checksum covers these bytes of a plain zstd frame: its header, of up to 18 bytes, and its own checksum.
-_FRAME_HEAD_BYTES, _FRAME_CHECKSUM_BYTES = 32, 4
+_CODEC_OFFSET = 6
+# The checksum covers these bytes of an unencrypted zstd frame: its header, of up to 18 bytes, and its own checksum.
+_FRAME_START_BYTES, _FRAME_CHECKSUM_BYTES = 32, 4
+
+
+@dataclass(frozen=True)
+class HeaderAndPayload:
+    """A value in two parts, as it is kept in a slot."""
+
+    header: bytes
+    payload: bytes | memoryview
+
+    def __len__(self) -> int:
+        """Length of the whole value."""
+        return len(self.header) + len(self.payload)
+
+    @classmethod
+    def of(cls, value: bytes | memoryview) -> HeaderAndPayload:
+        """The parts of a contiguous value."""
+        view = memoryview(value)
+        return cls(bytes(view[:HEADER_BYTES]), view[HEADER_BYTES:])
 
 
 @dataclass(frozen=True)
 class ValueHeader:
-    """What a header says. `stored_bytes` is the length of the payload, `raw_bytes` of the page."""
+    """The fields of a header. `stored_bytes` is the length of the payload, `raw_bytes` that of the page."""
 
     codec: int
     encrypted: bool
@@ -53,95 +71,86 @@ class ValueHeader:
     namespace: bytes
 
     @property
-    def rests_on_frame(self) -> bool:
+    def is_verified_by_frame(self) -> bool:
         """Whether the payload is verified by the checksum in its zstd frame, over the decompressed page."""
         return self.codec == ZSTD and not self.encrypted
 
     def pack(self) -> bytes:
-        """The header's fields, without the checksum."""
-        how = self.filter
+        """The header without its checksum."""
+        filter = self.filter
         flags = _ENCRYPTED if self.encrypted else 0
         lengths = (self.raw_bytes, self.stored_bytes)
-        arrangement = (FILTER_KINDS.index(how.kind), how.element_bytes, 0, how.tokens, how.channels)
-        return _FIELDS.pack(MAGIC, VERSION, self.codec, flags, *lengths, *arrangement, self.namespace)
+        order = (FILTER_KINDS.index(filter.kind), filter.element_bytes, 0, filter.tokens, filter.channels)
+        return _FIELDS.pack(MAGIC, VERSION, self.codec, flags, *lengths, *order, self.namespace)
 
     def contradiction(self, payload_bytes: int, page_bytes: int, namespace: bytes) -> str:
         """Why no value of a page of `page_bytes` in `namespace` with such a payload has this header; "" if one may."""
-        overhead_bytes = SEAL_BYTES if self.encrypted else 0
-        packed_bytes = self.stored_bytes - overhead_bytes
+        overhead_bytes = ENCRYPTION_BYTES if self.encrypted else 0
+        content_bytes = self.stored_bytes - overhead_bytes
         rules = (
             (self.codec in (RAW, ZSTD), f"unknown codec {self.codec}"),
             (self.raw_bytes == page_bytes, f"page of {self.raw_bytes} bytes"),
             (self.stored_bytes == payload_bytes, "stored length differs from the value's"),
-            (0 <= packed_bytes <= page_bytes, f"payload of {packed_bytes} bytes"),
-            (self.codec != RAW or packed_bytes == page_bytes, "raw page of another length"),
+            (0 <= content_bytes <= page_bytes, f"payload of {content_bytes} bytes"),
+            (self.codec != RAW or content_bytes == page_bytes, "raw page of another length"),
             (self.codec != RAW or self.filter == PageFilter(), "raw page with a filter"),
             (self.namespace == namespace, "another namespace"),
         )
-        return next((reason for holds, reason in rules if not holds), "") or self.filter.misfit(page_bytes)
+        return next((reason for holds, reason in rules if not holds), "") or self.filter.mismatch(page_bytes)
 
 
-def bound_to(key: bytes, fields: bytes | memoryview) -> bytes:
-    """What checksum and cipher tie a payload to: the key, with its length, and the header's fields."""
+def associated_data(key: bytes, fields: bytes | memoryview) -> bytes:
+    """What checksum and cipher tie a payload to: the key, with its length, and the fields of the header."""
     return b"".join((_KEY_LENGTH.pack(len(key)), key, fields))
 
 
-def head_of(key: bytes, fields: bytes, *payload: bytes | memoryview) -> bytes:
-    """The header of the value that stores `payload`, given in parts, under `key`."""
-    checksum = zlib.crc32(bound_to(key, fields))
+def finalise_header(key: bytes, fields: bytes, *payload: bytes | memoryview) -> bytes:
+    """`fields` with their checksum: the header of the value that stores `payload`, given in parts, under `key`."""
+    checksum = zlib.crc32(associated_data(key, fields))
     for part in _covered(fields, *payload):
         checksum = zlib.crc32(part, checksum)
     return fields + _CHECKSUM.pack(checksum)
 
 
+def finalise_into(buffer: memoryview, key: bytes, fields: bytes, *payload: bytes | memoryview) -> int:
+    """Write the value that stores `payload`, given in parts, under `key` to the start of `buffer`; returns its
+    length."""
+    buffer[:HEADER_BYTES] = finalise_header(key, fields, *payload)
+    return HEADER_BYTES + copy_parts(buffer[HEADER_BYTES:], *payload)
+
+
 def copy_parts(into: memoryview, *parts: bytes | memoryview) -> int:
-    """Write parts in a row to the start of `into`; returns how many bytes they have."""
-    end, target = 0, np.frombuffer(into, dtype=np.uint8)  # numpy copies beside other threads, a memoryview does not
+    """Write `parts` one after the other to the start of `into`; returns how many bytes they have."""
+    end, target = 0, np.frombuffer(into, dtype=np.uint8)  # numpy releases the interpreter lock, a memoryview does not
     for part in parts:
         start, end = end, end + len(part)
         np.copyto(target[start:end], np.frombuffer(part, dtype=np.uint8))
     return end
 
 
-def seal_into(room: memoryview, key: bytes, fields: bytes, *payload: bytes | memoryview) -> int:
-    """Write the value that stores `payload` under `key` to the start of `room`; returns its length.
-
-    Header fields, checksum, and the payload's parts in a row.
-    """
-    room[:HEADER_BYTES] = head_of(key, fields, *payload)
-    return HEADER_BYTES + copy_parts(room[HEADER_BYTES:], *payload)
-
-
-def seal(key: bytes, fields: bytes, *payload: bytes | memoryview) -> bytes:
-    """The same in memory of its own."""
-    room = bytearray(HEADER_BYTES + sum(map(len, payload)))
-    seal_into(memoryview(room), key, fields, *payload)
-    return bytes(room)
-
-
 def read_header(
-    key: bytes, head: bytes | memoryview, payload: memoryview, page_bytes: int, namespace: bytes
+    key: bytes, header: bytes | memoryview, payload: memoryview, page_bytes: int, namespace: bytes
 ) -> ValueHeader | str:
-    """The header of a value that holds together in every length and in its checksum, or the reason why it does not."""
-    if len(head) < HEADER_BYTES:
-        return f"value of {len(head)} bytes is shorter than a header"
-    magic, version = _START.unpack_from(head)
+    """The fields of a value whose lengths and checksum are consistent, or the reason why it is refused."""
+    if len(header) < HEADER_BYTES:
+        return f"value of {len(header)} bytes is shorter than a header"
+    magic, version = _START.unpack_from(header)
     if magic != MAGIC:
         return "not the value of a page"
     if version != VERSION:
         return f"value version {version}, this release reads {VERSION}"
-    header = _parse(head)
-    if isinstance(header, str):
-        return header
-    reason = header.contradiction(len(payload), page_bytes, namespace)
+    parsed = _parse(header)
+    if isinstance(parsed, str):
+        return parsed
+    reason = parsed.contradiction(len(payload), page_bytes, namespace)
     if reason:
         return reason
-    return header if head == head_of(key, bytes(head[:FIELD_BYTES]), payload) else "checksum differs"
+    return parsed if header == finalise_header(key, bytes(header[:FIELD_BYTES]), payload) else "checksum differs"
 
 
-def is_packed(value: bytes | memoryview) -> bool:
-    """Whether an encoded value holds its page packed, by zstd, rather than raw."""
-    return value[6] != RAW
+def is_compressed(value: bytes | memoryview) -> bool:
+    """Whether a value says that it holds its page compressed rather than raw. Not verified."""
+    return value[_CODEC_OFFSET] != RAW
 
 
 def page_bytes_of(value: bytes | memoryview) -> int:
@@ -149,21 +158,21 @@ def page_bytes_of(value: bytes | memoryview) -> int:
     return int(_PAGE_BYTES.unpack_from(value, _PAGE_BYTES_OFFSET)[0])
 
 
-def _parse(view: bytes | memoryview) -> ValueHeader | str:
-    _, _, codec, flags, *rest = _FIELDS.unpack_from(view)
+def _parse(header: bytes | memoryview) -> ValueHeader | str:
+    _, _, codec, flags, *rest = _FIELDS.unpack_from(header)
     raw_bytes, stored_bytes, kind, element_bytes, reserved, tokens, channels, namespace = rest
     if flags not in (0, _ENCRYPTED) or reserved:
         return f"unknown flags {flags}, {reserved}"
     if kind >= len(FILTER_KINDS):
         return f"unknown filter {kind}"
-    how = PageFilter(FILTER_KINDS[kind], element_bytes, tokens, channels)
-    return ValueHeader(codec, flags == _ENCRYPTED, raw_bytes, stored_bytes, how, namespace)
+    filter = PageFilter(FILTER_KINDS[kind], element_bytes, tokens, channels)
+    return ValueHeader(codec, flags == _ENCRYPTED, raw_bytes, stored_bytes, filter, namespace)
 
 
 def _covered(fields: bytes, *payload: bytes | memoryview) -> tuple[bytes | memoryview, ...]:
-    """The parts of a payload, here in one part if it is a frame, that the checksum is taken over."""
+    """The parts of a payload that the checksum covers. An unencrypted frame is given as one part."""
     codec, flags = _FIELDS.unpack(fields)[2:4]
     if codec != ZSTD or flags:
         return payload
     (frame,) = payload
-    return frame[:_FRAME_HEAD_BYTES], frame[-_FRAME_CHECKSUM_BYTES:]
+    return frame[:_FRAME_START_BYTES], frame[-_FRAME_CHECKSUM_BYTES:]

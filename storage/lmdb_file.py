@@ -1,16 +1,14 @@
-"""The files of an lmdb page store: whether they are ours, and opening them without a crash.
+"""The files of a store: validated, created, and opened as tables.
 
-lmdb trusts its file: a truncated one kills the process on first touch, a foreign one may do worse. So what can be
-checked is checked before lmdb maps it. Owns the environment's flags. May import lmdb, the standard library, base,
-cipher, direct_read, directory, lmdb_meta, lmdb_record, lmdb_tree, lru, reader_table, slot_file, slots and tree_check.
+LMDB trusts its file: a cut one ends the process on first access, a foreign one may do worse. So everything that can be
+validated is validated before LMDB maps the file.
 
-    DIR/data.mdb     lmdb's data      DIR/writer.lock   held by the one store that writes (see directory)
-    DIR/lock.mdb     lmdb's readers   DIR/compact.tmp   a copy being compacted; a left-over is removed
-    DIR/pages-SIZE.dat   the slots for pages of that size, where a store has slots
-    DIR/rescue.tmp/  tables that are being built anew; left-overs are removed
+    DIR/data.mdb         LMDB's data           DIR/writer.lock   held by the one process that writes (directory.py)
+    DIR/lock.mdb         LMDB's readers        DIR/compact.tmp   a copy being compacted; a left-over is removed
+    DIR/pages-SIZE.dat   slots (slots.py)      DIR/rescue.tmp/   an index being rebuilt; a left-over is removed
 
-Readers in other processes register in `lock.mdb` (see reader_table). It is never replaced while anyone has the store
-open, so that readers of the old data file and the writer of a compacted one agree on the current transaction.
+Readers in other processes register in `lock.mdb` (reader_table.py). It is never replaced while anyone has the store
+open, so readers of the old data file and the writer of a compacted one agree on the current transaction.
 """
 
 from __future__ import annotations
@@ -22,45 +20,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache.storage.base import StoreCorrupt, StoreError, StoreTreesDamaged
-from hicache.storage.cipher import SEAL_BYTES
-from hicache.storage.directory import DATA_FILE, PRIVATE_FILE_MODE, slots_file, writer_of
-from hicache.storage.lmdb_meta import Meta, read_meta
-from hicache.storage.lmdb_record import MAX_FORMATS, SETTINGS_KEY, STORE_KEY, IdentityRecord, Settings
-from hicache.storage.lmdb_tree import ValueFile
-from hicache.storage.lru import COUNTERS_KEY, PROBE_KEY, TABLE_NAMES, Tables, Totals
-from hicache.storage.memory import ALIGNMENT
-from hicache.storage.packages import lmdb, medium_errors
+from hicache.storage.base import StoreCorrupt, StoreError, StoreIndexDamaged
+from hicache.storage.cipher import ENCRYPTION_BYTES
+from hicache.storage.directory import DATA_FILE, PRIVATE_FILE_MODE, slots_file, sync_directory
+from hicache.storage.index_check import index_fault
+from hicache.storage.lmdb_pages import Meta, read_meta
+from hicache.storage.memory import ALIGNMENT, round_up
+from hicache.storage.optional_packages import io_errors, lmdb
 from hicache.storage.reader_table import READER_SLOTS
-from hicache.storage.slot_file import SlotFile, whole_blocks
-from hicache.storage.slots import SlotSet, SlotTables, Space, slot_table_names, space_key
-from hicache.storage.tree_check import trees_fault
-
-__all__ = [
-    "DATA_FILE",
-    "MAX_TABLES",
-    "FileSpec",
-    "create_tables",
-    "find_tables",
-    "mend_length",
-    "open_tables",
-    "read_identity",
-    "require_trees",
-    "sync_directory",
-    "writer_of",
-]
+from hicache.storage.records import MAX_FORMATS, SETTINGS_KEY, STORE_KEY, IdentityRecord, Settings
+from hicache.storage.slot_file import SlotFile
+from hicache.storage.slots import SlotCounters, SlotSet, SlotTables, counters_key, slot_table_names
+from hicache.storage.tables import COUNTERS_KEY, PROBE_KEY, TABLE_NAMES, Tables, Totals
+from hicache.storage.value_file import ValueFile
 
 _SHRINKING_BYTES, _SPARE_INDEX_BYTES = 16 << 20, 128 << 10
-_TREES_AT_OPENING_BYTES = 64 << 20  # about a quarter of a second from a cold disk
+MAX_INDEX_CHECKED_BYTES = 64 << 20  # when a store is opened; about a quarter of a second from a cold disk
 MAX_TABLES = len(TABLE_NAMES) + 2 * MAX_FORMATS
 
 
-def mend_length(path: Path) -> int | None:
-    """Look at the data file before lmdb maps it. Raises `StoreCorrupt` for what lmdb must not be given.
+def restore_length(path: Path) -> int | None:
+    """Validate the data file before LMDB maps it. Raises `StoreCorrupt` for what LMDB must not open.
 
-    lmdb may leave the file shorter than its last page number says when the pages at the end are free, but maps it
-    as if it were whole. A file that is short is extended with zeros; then the length it had is returned, for the caller
-    to verify all values before it trusts any. None: the file is whole, or new.
+    LMDB may leave the file shorter than its last page number states if the pages at the end are free, but maps it in
+    full length. A short file is extended with zeros and its former length returned: the caller then verifies all values
+    before it trusts any. None: the file has its length, or is new.
     """
     data = path / DATA_FILE
     meta = read_meta(data)
@@ -73,30 +57,31 @@ def mend_length(path: Path) -> int | None:
     return size
 
 
-def require_trees(path: Path, meta: Meta | None, *, whole: bool = False) -> None:
-    """Look at the trees of a snapshot before lmdb walks them; it must be held, or nobody write. Large ones are looked
-    at only where the `whole` is asked for, and then so are the pages with which long values begin.
+def require_valid_index(path: Path, meta: Meta | None, *, whole: bool = False) -> None:
+    """Validate the index of a snapshot before LMDB follows it; a read transaction holds it, or nobody writes. A large
+    index is validated only if `whole`, and then also the first page of each long value.
 
-    Raises `StoreTreesDamaged`, and `StoreError` where the medium fails.
+    Raises `StoreIndexDamaged`, and `StoreError` if the file cannot be read.
     """
     data = path / DATA_FILE
     if meta is None:
         return
     try:
-        fault = trees_fault(data, meta, most_bytes=None if whole else _TREES_AT_OPENING_BYTES, heads=whole)
+        fault = index_fault(data, meta, max_bytes=None if whole else MAX_INDEX_CHECKED_BYTES, overflow=whole)
     except OSError as error:
-        raise StoreError(f"cannot read {data}: {error}; mend the medium or choose another disk path") from error
+        raise StoreError(f"cannot read {data}: {error}; repair the disk or choose another disk path") from error
     if fault:
-        raise StoreTreesDamaged(data, fault)
+        raise StoreIndexDamaged(data, fault)
 
 
 @dataclass(frozen=True)
 class FileSpec:
-    """What an environment is opened with: the bound of its files, what of that is for tables beside slots, the identity
-    that the store must have, the settings to be recorded, and the page size from which on a new store has slots."""
+    """What a store is opened with for writing: the maximum of all its files, what of that is for the data file if
+    values are in slots, the required identity, the settings to record, and the page size from which a new store has
+    slots."""
 
     path: Path
-    map_bytes: int
+    max_bytes: int
     index_bytes: int
     max_readers: int
     identity: IdentityRecord
@@ -116,15 +101,15 @@ def open_tables(spec: FileSpec) -> Tables:
         is_new = env.stat()["entries"] == 0
         if is_new:
             with env.begin(write=True) as txn:
-                identity = dataclasses.replace(spec.identity, has_slots=_make_slot_files(spec))
+                identity = dataclasses.replace(spec.identity, has_slots=_create_slot_files(spec))
                 create_tables(env, txn, identity, spec.settings)
         else:
-            _adopt(env, spec)
+            _require_identity(env, spec)
         tables = find_tables(env, path, writable=True)
-    except medium_errors as error:
+    except io_errors as error:
         env.close()
         if is_new or isinstance(error, (lmdb.DiskError, lmdb.MapFullError)):
-            raise StoreError(f"no room for a store at {path}: {error}; free space or choose another path") from error
+            raise StoreError(f"no space for a store at {path}: {error}; free space or choose another path") from error
         if isinstance(error, SystemError):
             raise StoreError(f"lmdb failed to open {path}: {error}; try again") from error
         raise StoreCorrupt(f"{path} is not a page store: {error}; choose another disk path") from error
@@ -135,12 +120,12 @@ def open_tables(spec: FileSpec) -> Tables:
 
 
 def find_tables(env: Any, path: Path, *, writable: bool) -> Tables:
-    """The tables of an open environment that is a store. Raises what lmdb raises when one is missing, OSError when a
-    file is, and `StoreError`."""
+    """The tables of an open environment that is a store. Raises what LMDB raises for a missing table, OSError for a
+    missing file, and `StoreError`."""
     *others, meta = (env.open_db(name, create=False) for name in TABLE_NAMES)
     with env.begin() as txn:
         identity = read_identity(path, txn, meta)
-        if not identity.has_slots and any(txn.get(space_key(size), db=meta) for size in identity.page_sizes):
+        if not identity.has_slots and any(txn.get(counters_key(size), db=meta) for size in identity.page_sizes):
             raise StoreCorrupt(f"the store {path} has slots, its identity record has none; choose another disk path")
     psize = env.stat()["psize"]
     with contextlib.ExitStack() as opened:
@@ -149,7 +134,7 @@ def find_tables(env: Any, path: Path, *, writable: bool) -> Tables:
         by_page_bytes = {}
         for page_bytes in identity.page_sizes if identity.has_slots else ():
             free, freed = (env.open_db(name, create=False) for name in slot_table_names(page_bytes))
-            file = SlotFile(slots_file(path, page_bytes), slot_bytes_for(identity, page_bytes), writable=writable)
+            file = SlotFile(slots_file(path, page_bytes), _slot_bytes(identity, page_bytes), writable=writable)
             opened.callback(file.close)
             by_page_bytes[page_bytes] = SlotTables(page_bytes, file, free, freed)
         opened.pop_all()
@@ -158,18 +143,21 @@ def find_tables(env: Any, path: Path, *, writable: bool) -> Tables:
 
 
 def read_identity(path: Path, txn: Any, meta: Any) -> IdentityRecord:
-    """Whose pages the store holds. Raises `StoreCorrupt`, and `StoreMismatch` for a newer format."""
+    """Whose pages the store holds. Raises `StoreCorrupt`, and `StoreMismatch` for another format."""
     totals = Totals.unpack(txn.get(COUNTERS_KEY, db=meta))
     return IdentityRecord.unpack(path, None if totals is None else txn.get(STORE_KEY, db=meta))
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames in `path` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def create_tables(env: Any, txn: Any, identity: IdentityRecord, settings: Settings) -> None:
+    """Create the tables and records of a store without pages."""
+    *_, meta = (env.open_db(name, txn=txn) for name in TABLE_NAMES)
+    for page_bytes in identity.page_sizes if identity.has_slots else ():
+        for name in slot_table_names(page_bytes):
+            env.open_db(name, txn=txn)
+        txn.put(counters_key(page_bytes), SlotCounters().pack(), db=meta)
+    txn.put(STORE_KEY, identity.pack(), db=meta)
+    txn.put(SETTINGS_KEY, settings.pack(), db=meta)
+    txn.put(COUNTERS_KEY, Totals().pack(), db=meta)
 
 
 def _open_env(spec: FileSpec) -> Any:
@@ -178,8 +166,8 @@ def _open_env(spec: FileSpec) -> Any:
         size = (path / DATA_FILE).stat().st_size if (path / DATA_FILE).exists() else 0
         return lmdb.open(
             str(path),
-            # A file made with a larger budget needs room beyond its end before anything in it can be evicted.
-            map_size=spec.map_bytes if size <= spec.map_bytes else size + size // 64 + _SHRINKING_BYTES,
+            # A file made with a larger budget needs space after its end before anything in it can be evicted.
+            map_size=spec.max_bytes if size <= spec.max_bytes else size + size // 64 + _SHRINKING_BYTES,
             max_dbs=MAX_TABLES,
             max_readers=READER_SLOTS,
             mode=PRIVATE_FILE_MODE,
@@ -189,76 +177,64 @@ def _open_env(spec: FileSpec) -> Any:
         )
     except (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError) as error:
         raise StoreCorrupt(f"{path} is not a page store of this version: {error}; choose another disk path") from error
-    except medium_errors as error:
+    except io_errors as error:
         raise StoreError(f"cannot open the store {path}: {error}; choose another disk path") from error
 
 
-def create_tables(env: Any, txn: Any, identity: IdentityRecord, settings: Settings) -> None:
-    """The tables and records of a store without a page."""
-    *_, meta = (env.open_db(name, txn=txn) for name in TABLE_NAMES)
-    for page_bytes in identity.page_sizes if identity.has_slots else ():
-        for name in slot_table_names(page_bytes):
-            env.open_db(name, txn=txn)
-        txn.put(space_key(page_bytes), Space().pack(), db=meta)
-    txn.put(STORE_KEY, identity.pack(), db=meta)
-    txn.put(SETTINGS_KEY, settings.pack(), db=meta)
-    txn.put(COUNTERS_KEY, Totals().pack(), db=meta)
-
-
-def slot_bytes_for(identity: IdentityRecord, page_bytes: int) -> int:
+def _slot_bytes(identity: IdentityRecord, page_bytes: int) -> int:
     """Length of a slot for pages of one size."""
-    return whole_blocks(page_bytes + (SEAL_BYTES if identity.key_id else 0))
+    return round_up(page_bytes + (ENCRYPTION_BYTES if identity.key_id else 0))
 
 
-def _make_slot_files(spec: FileSpec) -> bool:
-    """Whether a new store has its values in slots; their files are there then, empty.
+def _create_slot_files(spec: FileSpec) -> bool:
+    """Whether a new store has its values in slots; then their files exist and are empty.
 
-    All sizes go the same way, so that one budget holds for all: by the largest one.
+    The largest page decides for all sizes, so that one budget and one use order hold for all.
     """
     if spec.identity.page_sizes[-1] < spec.slots_from_bytes:
         return False
     try:
-        return all(_make_slot_file(spec, page_bytes) for page_bytes in spec.identity.page_sizes)
+        return all(_create_slot_file(spec, page_bytes) for page_bytes in spec.identity.page_sizes)
     finally:
         sync_directory(spec.path)
 
 
-def _make_slot_file(spec: FileSpec, page_bytes: int) -> bool:
-    """An empty file of slots; whether slots can become holes in it."""
+def _create_slot_file(spec: FileSpec, page_bytes: int) -> bool:
+    """Create an empty slot file; whether holes free disk space in it."""
     path = slots_file(spec.path, page_bytes)
     _require_unused(path)
-    file = SlotFile(path, slot_bytes_for(spec.identity, page_bytes), writable=True, create=True)
+    file = SlotFile(path, _slot_bytes(spec.identity, page_bytes), writable=True, create=True)
     try:
-        file.cut(0)
-        return file.can_empty()
+        file.truncate(0)
+        return file.can_punch_holes()
     finally:
         file.close()
 
 
 def _require_unused(file: Path) -> None:
-    """A store that is being made may have left a block of zeros here; what else there is is not ours to remove."""
-    with contextlib.suppress(FileNotFoundError), file.open("rb") as there:
-        if any(there.read(ALIGNMENT)) or there.read(1):
+    """An interrupted creation may have left a block of zeros here; anything else belongs to somebody."""
+    with contextlib.suppress(FileNotFoundError), file.open("rb") as opened:
+        if any(opened.read(ALIGNMENT)) or opened.read(1):
             raise StoreError(f"{file} is there, but no store; move it away or choose another disk path")
 
 
 def _with_bounds(tables: Tables, slots: SlotSet, spec: FileSpec) -> Tables:
-    """The bound divided between tables and slots, and the slots tidied up."""
+    """Divide the maximum between data file and slots, and free what uncommitted writes take of the slots."""
     try:
-        map_bytes = max(spec.index_bytes, tables.index_bytes() + _SPARE_INDEX_BYTES)
+        map_bytes = max(spec.index_bytes, tables.data_bytes() + _SPARE_INDEX_BYTES)
         tables.env.set_mapsize(map_bytes)
         with tables.env.begin() as txn:
             for each in slots.by_page_bytes.values():
-                each.tidy(txn, tables.meta)
-    except medium_errors as error:
+                each.discard_uncommitted(txn, tables.meta)
+    except io_errors as error:
         tables.close()
         raise StoreCorrupt(f"cannot open the slots of {spec.path}: {error}; choose another disk path") from error
-    max_bytes = spec.map_bytes - spec.index_bytes
+    max_bytes = spec.max_bytes - spec.index_bytes
     return dataclasses.replace(tables, slots=dataclasses.replace(slots, max_bytes=max_bytes))
 
 
-def _adopt(env: Any, spec: FileSpec) -> None:
-    """Compare the identity; then note the settings that are in force now, and drop what a killed probe left."""
+def _require_identity(env: Any, spec: FileSpec) -> None:
+    """Compare the identity; then record the settings now in force, and remove what a killed probe left."""
     *_, meta = (env.open_db(name, create=False) for name in TABLE_NAMES)
     with env.begin() as txn, txn.cursor(db=meta) as cursor:
         stored = read_identity(spec.path, txn, meta)
@@ -267,7 +243,7 @@ def _adopt(env: Any, spec: FileSpec) -> None:
     stored.require(spec.path, spec.identity)
     if settings == spec.settings.pack() and not has_probe:
         return
-    # A full disk must not keep a store from being read: the records are as they were, then.
+    # A full disk must not prevent reading: then the records stay as they were.
     with contextlib.suppress(lmdb.DiskError, lmdb.MapFullError, OSError), env.begin(write=True) as txn:
         txn.put(SETTINGS_KEY, spec.settings.pack(), db=meta)
         txn.delete(PROBE_KEY, db=meta)

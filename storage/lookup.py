@@ -1,7 +1,6 @@
-"""Finding and reading pages in an open store, the same for the process that writes it and for those that only read.
+"""The read path of a store, for the process that writes it and for those that only read it.
 
-Every read is verified; what cannot be read or verified is a miss. Owns each thread's room for one value. May import
-numpy, the standard library, base, codec, counters, direct_read, lru and slot_file.
+Every read is verified; what cannot be read or verified is a miss.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,34 +18,20 @@ from hicache.storage.check import Verifier
 from hicache.storage.codec import PageCodecs
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.header import HEADER_BYTES, page_bytes_of
-from hicache.storage.lmdb_tree import Place
-from hicache.storage.lru import AccessLog, Tables, Totals
 from hicache.storage.memory import Scratch
 from hicache.storage.slot_file import is_aligned
+from hicache.storage.tables import Sizes, Tables
+from hicache.storage.value_file import ValueLocation
+from hicache.storage.write_transaction import AccessLog
 
 log = logging.getLogger("hicache.storage")
 T = TypeVar("T")
 
-_KEYS_PER_READ = 8  # a read transaction pins freed pages: short ones let the writer reuse them
-
-
-class Sizes(NamedTuple):
-    """How many values there are, the sum of their sizes and of their pages', and what the files take."""
-
-    entries: int = 0
-    live_bytes: int = 0
-    raw_bytes: int = 0
-    file_bytes: int = 0
-
-
-def sizes_of(txn: Any, tables: Tables) -> Sizes:
-    """Those of a snapshot, and of the files now."""
-    totals = Totals.read(txn, tables.meta)
-    return Sizes(txn.stat(tables.pages)["entries"], totals.live_bytes, totals.raw_bytes, tables.file_bytes())
+_KEYS_PER_READ = 8  # a read transaction keeps freed pages from being reused: short ones let the writer reuse them
 
 
 class Snapshots(Protocol):
-    """An open file that can be read, one snapshot at a time."""
+    """An open store that is read one snapshot at a time."""
 
     def read(self, body: Callable[[Any, Tables], T], otherwise: T) -> T: ...
 
@@ -54,19 +39,21 @@ class Snapshots(Protocol):
 
 
 @dataclass(frozen=True)
-class SealedValues:
-    """A store's values as they are stored, and how they are verified without decrypting them."""
+class StoredValues:
+    """The values of a store as they are stored, and how they are verified without decrypting them."""
 
     env: Snapshots
     verifier: Verifier
 
 
 class Lookup:
-    """`contains`, `get_into` and the sizes of a store; any thread. Notes uses and bad values in `accesses`."""
+    """`contains`, `get_into` and `stats` of a store; any thread. Notes uses and bad values in the access log."""
 
-    def __init__(self, env: Snapshots, codecs: PageCodecs, accesses: AccessLog, counters: Counters, name: str) -> None:
+    def __init__(
+        self, env: Snapshots, codecs: PageCodecs, access_log: AccessLog, counters: Counters, name: str
+    ) -> None:
         self._env, self._codecs = env, codecs
-        self._accesses, self._counters, self._name = accesses, counters, name
+        self._access_log, self._counters, self._name = access_log, counters, name
         self._scratch = Scratch()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -75,8 +62,10 @@ class Lookup:
         def look(txn: Any, tables: Tables) -> list[bool]:
             get, ages = txn.get, tables.ages
             found = [get(key, None, ages) is not None for key in keys]
-            if self._accesses.any_doomed:
-                found = [held and not self._accesses.is_doomed(key) for key, held in zip(keys, found, strict=True)]
+            if self._access_log.any_quarantined:
+                found = [
+                    held and not self._access_log.is_quarantined(key) for key, held in zip(keys, found, strict=True)
+                ]
             return found
 
         return self._env.read(look, [False] * len(keys))
@@ -91,8 +80,8 @@ class Lookup:
         for start in range(0, len(keys), _KEYS_PER_READ):
             part = slice(start, start + _KEYS_PER_READ)
             found += self._get_part(keys[part], buffers[part])
-        # Oldest first: the first key of the call is to end up as the most recently used.
-        self._accesses.used(key for key, hit in zip(reversed(keys), reversed(found), strict=True) if hit)
+        # Oldest first: the first key of the call is to become the most recently used.
+        self._access_log.add_used(key for key, hit in zip(reversed(keys), reversed(found), strict=True) if hit)
         self._counters.add(Counts(hits=sum(found), misses=len(found) - sum(found)))
         return found
 
@@ -104,15 +93,15 @@ class Lookup:
     def _get_part(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
         """`get_into` for the keys of one read transaction."""
         found = [False] * len(keys)
-        doomed: list[bytes] = []
+        bad: list[bytes] = []
 
         def decode(txn: Any, tables: Tables) -> None:
-            present = [i for i, key in enumerate(keys) if tables.has(txn, key)]
-            places = tables.places(txn, [keys[i] for i in present]) if present else []
-            for i, place in zip(present, places, strict=True):
+            present = [i for i, key in enumerate(keys) if tables.contains(txn, key)]
+            locations = tables.locate(txn, [keys[i] for i in present]) if present else []
+            for i, location in zip(present, locations, strict=True):
                 try:
-                    reason = self._decode(tables, keys[i], place, buffers[i])
-                    if reason and self._is_of_another_size(tables, keys[i], place, len(buffers[i])):
+                    reason = self._decode(tables, keys[i], location, buffers[i])
+                    if reason and self._is_of_another_size(tables, keys[i], location, len(buffers[i])):
                         continue
                 except OSError as error:
                     log.warning("cannot read a page of the store %s: %s", self._name, error)
@@ -120,46 +109,47 @@ class Lookup:
                     continue
                 found[i] = not reason
                 if reason:
-                    log.warning("dropping a page of the store %s that does not verify: %s", self._name, reason)
-                    doomed.append(keys[i])
+                    log.warning("deleting a page of the store %s that does not verify: %s", self._name, reason)
+                    bad.append(keys[i])
 
         self._env.read(decode, None)
-        if doomed:
-            self._accesses.doom(doomed)
-            self._counters.add(Counts(corrupt=len(doomed)))
+        if bad:
+            self._access_log.quarantine(bad)
+            self._counters.add(Counts(corrupt=len(bad)))
         return found
 
-    def _decode(self, tables: Tables, key: bytes, place: Place | None, buffer: PageBuffer) -> str:
-        """Why the buffer does not hold the page now, "" if it does. OSError where the medium fails."""
-        if place is None:
-            return "not found in its tree"
+    def _decode(self, tables: Tables, key: bytes, location: ValueLocation | None, buffer: PageBuffer) -> str:
+        """Why the buffer does not hold the page now, "" if it does. OSError if the disk fails."""
+        if location is None:
+            return "not found in the index"
         codec = self._codecs[len(buffer)]
-        if place.length > codec.max_value_bytes:
-            return f"value of {place.length} bytes, longer than a page's"
-        is_raw = place.length == HEADER_BYTES + len(buffer)
-        if tables.slots is not None and is_raw and is_aligned(buffer):  # no copy, then
-            tables.slots.file_of(place).read(place.offset, len(buffer), buffer.data)
-            return codec.decode_apart(key, place.head, buffer.data, buffer)
-        return codec.decode_into(key, tables.read(place, self._scratch.take(place.length)), buffer)
+        if location.length > codec.max_value_bytes:
+            return f"value of {location.length} bytes, longer than a page's"
+        is_raw = location.length == HEADER_BYTES + len(buffer)
+        if tables.slots is not None and is_raw and is_aligned(buffer):  # read in place, without a copy
+            tables.slots.file_of(location).read(location.offset, len(buffer), buffer.data)
+            return codec.decode_split(key, location.header, buffer.data, buffer)
+        return codec.decode_into(key, tables.read(location, self._scratch.take(location.length)), buffer)
 
-    def _is_of_another_size(self, tables: Tables, key: bytes, place: Place | None, page_bytes: int) -> bool:
-        """Whether the value is that of a page of another size: verified, as far as that needs no key."""
-        header = None if place is None else tables.header(place)
-        if place is None or header is None or page_bytes_of(header) == page_bytes:
+    def _is_of_another_size(self, tables: Tables, key: bytes, location: ValueLocation | None, page_bytes: int) -> bool:
+        """Whether there is a valid value of a page of another size; verified without decrypting it."""
+        header = None if location is None else tables.header(location)
+        if location is None or header is None or page_bytes_of(header) == page_bytes:
             return False
-        if place.length > self._codecs.max_value_bytes:
+        if location.length > self._codecs.max_value_bytes:
             return False
-        return not self._codecs.verify_stored(key, tables.read(place, self._scratch.take(place.length)))
+        return not self._codecs.verify_stored(key, tables.read(location, self._scratch.take(location.length)))
 
 
 def check_keys(keys: Sequence[bytes]) -> None:
+    """`StoreError` unless every key has 1 to 511 bytes."""
     for key in keys:
         if not 1 <= len(key) <= 511:
             raise StoreError(f"a key has 1 to 511 bytes, this one {len(key)}")
 
 
 def check_page(page: PageBuffer, page_sizes: Collection[int], *, writeable: bool) -> None:
-    """`StoreError` unless it is one-dimensional memory of one of the sizes."""
+    """`StoreError` unless it is contiguous uint8 of one of the sizes."""
     fits = page.dtype == np.uint8 and page.ndim == 1 and len(page) in page_sizes and page.flags.c_contiguous
     if not fits or (writeable and not page.flags.writeable):
         kind = "writable contiguous" if writeable else "contiguous"

@@ -1,4 +1,4 @@
-"""Memory for pages and values: aligned for direct reads, used again where that pays, given back where it is large."""
+"""Memory for pages and values: aligned for direct reads, reused where that pays, returned where it is large."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ from hicache.storage.base import PageBuffer
 
 log = logging.getLogger("hicache.storage")
 
-ALIGNMENT = 4096  # bytes; of offset, length and memory of a direct read: as much as any medium asks for
-# A buffer up to this size is kept for the next value. Touching fresh memory costs more than copying a small value into
-# it; a large one (a recurrent state of hundreds of MiB) must not stay allocated in every thread.
+ALIGNMENT = 4096  # bytes: offset, length and memory of an O_DIRECT read; sufficient for every common disk
+# Buffers up to this size are kept for the next value: page-faulting fresh memory costs more than copying a small value.
+# A large buffer (a recurrent state of hundreds of MiB) must not stay allocated in every thread.
 MAX_KEPT_BYTES = 64 << 20
 
-# Of glibc's malloc.h. Blocks up to the threshold come from the heap (32 MiB is the maximum), and so much free memory
-# may stay at its end.
+# From glibc's malloc.h. Blocks up to the mmap threshold come from the heap (32 MiB is its maximum), and the heap keeps
+# free memory at its end up to the trim threshold.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _HEAP_BLOCK_BYTES, _KEPT_HEAP_BYTES = 32 << 20, 256 << 20
 
 
+def round_up(num_bytes: int) -> int:
+    """`num_bytes` rounded up to whole blocks of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def aligned_buffer(num_bytes: int) -> memoryview:
-    """Page-aligned memory, a block longer than `num_bytes` in whole blocks of `ALIGNMENT`. Takes none until touched."""
-    return memoryview(mmap.mmap(-1, -(-num_bytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT))
+    """Page-aligned memory of `num_bytes` in whole blocks, and one block more. Uses no memory until it is touched."""
+    return memoryview(mmap.mmap(-1, round_up(num_bytes) + ALIGNMENT))
 
 
 class Scratch(threading.local):
-    """One buffer a thread. What `take` returned is valid until the same thread calls `take` again."""
+    """One buffer per thread. What `take` returned is valid until the same thread calls `take` again."""
 
     def __init__(self) -> None:
         self._kept: memoryview = memoryview(b"")
@@ -49,11 +54,12 @@ class Scratch(threading.local):
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep up to 256 MiB of freed memory. Another call is harmless; without glibc it does nothing.
+    """Have this process keep up to 256 MiB of freed memory. Calling it again is harmless; without glibc it does
+    nothing.
 
-    lmdb allocates every page that a commit changes, and frees it afterwards. glibc returns blocks of that size to the
-    system at once, and the next commit faults in fresh pages, which takes longer than copying values into them (1.7
-    against 7 GB/s on one machine).
+    LMDB allocates every page that a commit changes, and frees it afterwards. By default glibc returns blocks of that
+    size to the system, and the next commit page-faults fresh ones, which is slower than copying values into them
+    (1.7 against 7 GB/s on one machine).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -133,5 +133,5 @@ def test_an_engine_that_is_dropped_stops_its_threads(tmp_path: Path) -> None:
     del engine, lease
     gc.collect()
     left = {thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()}
-    assert not {name for name in left if not name.startswith("hicache-disk-pack")}
+    assert not {name for name in left if not name.startswith("hicache-disk-compress")}
     open_existing(tmp_path).close()

@@ -161,7 +161,7 @@ def test_an_incomplete_tensor_is_a_miss(tmp_path: Path) -> None:
     store = LmdbPageStore(
         tmp_path,
         identity={"kind": "tensor cache", "format": 1, "namespace": ""},
-        formats=[PageFormat(BLOCK, PageFilter("planes", 2))],
+        formats=[PageFormat(BLOCK, PageFilter("byte_shuffle", 2))],
         budget_bytes=16 << 20,
     )
     blocks = store.stats().entries

@@ -58,12 +58,12 @@ def page_filter(wanted: Filter, layout: PoolLayout, page_tokens: int) -> PageFil
     uniform = len(widths) == 1 and not others and per == "token"
     if wanted == "none":
         return PageFilter()
-    if wanted != "channel_planes":
+    if wanted != "channel_byte_shuffle":
         # Where element widths differ, the smallest: a larger one would mix numbers of two buffers.
-        return PageFilter("planes", min(widths))
+        return PageFilter("byte_shuffle", min(widths))
     if not uniform:
-        raise ConfigError("disk filter='channel_planes' needs buffers of one shape, a row a token; set it to 'auto'")
-    return PageFilter("channel_planes", widths.pop(), page_tokens, channels)
+        raise ConfigError("disk filter='channel_byte_shuffle' needs buffers of one shape, a row a token; set it to 'auto'")
+    return PageFilter("channel_byte_shuffle", widths.pop(), page_tokens, channels)
 
 
 def _digests(layouts: Mapping[str, PoolLayout]) -> str:

@@ -218,7 +218,7 @@ class DiskTier:
         lag = self.writes.jobs.fullness(self._full_bytes)
 
         def put() -> list[bool]:
-            if token.is_probe and not self.store.revive():
+            if token.is_probe and not self.store.reopen():
                 raise StoreError("the store still takes no writes")
             return self.store.put(items, lag=lag)
 

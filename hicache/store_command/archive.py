@@ -1,6 +1,6 @@
-"""A store's pages in one file or stream, to be carried to another machine.
+"""The archive format: the pages of a store in one file or stream, to be moved to another machine.
 
-Pages pass as they are stored: packed, encrypted if they were, each with its own checksum. All integers are
+Pages pass as they are stored: compressed, encrypted if they were, each with its own checksum. All integers are
 little-endian; `[a, b)` are the bytes from `a` on, without `b`.
 
     header  [ 0,  4)      magic, b"HKVA"
@@ -18,9 +18,9 @@ little-endian; `[a, b)` are the bytes from `a` on, without `b`.
             [ 2, 10)      u64 number of entries
             [10, 14)      u32 CRC-32 over header, entries and [0, 10) of the end, without the values
 
-Entries come least recently used first. Values are left out of the last checksum because each verifies itself, with its
-key: a damaged one is refused alone. Nothing follows the end. No length is trusted: a value is at most a page with its
-overhead. Owns the format. May import the standard library, settings and storage.
+Entries come least recently used first. The last checksum excludes the values because each verifies itself, with its
+key: only the damaged one is refused. Nothing follows the end. No length is trusted: a value is at most the largest page
+with its overhead.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from typing import BinaryIO
 
 from hicache.settings import INT64_MAX
 from hicache.storage.base import StoreCorrupt, StoreError, StoreMismatch
-from hicache.storage.cipher import SEAL_BYTES
+from hicache.storage.cipher import ENCRYPTION_BYTES
 from hicache.storage.header import HEADER_BYTES
-from hicache.storage.lmdb_record import IdentityRecord, Settings
+from hicache.storage.records import IdentityRecord, Settings
 
 MAGIC, ARCHIVE_VERSION = b"HKVA", 1
 _START = struct.Struct("<4sHHI")
@@ -52,7 +52,7 @@ _MAX_KEY_BYTES = 511
 class ArchiveWriter:
     """Writes header, entries and end to `file`, which is unbuffered; `name` is for messages. One thread.
 
-    StoreError when the file refuses. Without `finish` the archive is a truncated one.
+    StoreError when writing fails. Without `finish` the archive is truncated.
     """
 
     def __init__(self, file: io.RawIOBase, name: str, identity: IdentityRecord, settings: Settings) -> None:
@@ -78,7 +78,7 @@ class ArchiveWriter:
         return data
 
     def _sum_after(self, data: bytes) -> bytes:
-        """`data`, and the checksum that ends with it; the sum goes on over both."""
+        """`data` and the checksum up to its end; later checksums cover both."""
         return data + self._sum(_CHECKSUM.pack(self._checksum))
 
     def _write(self, data: bytes) -> None:
@@ -94,10 +94,10 @@ class ArchiveWriter:
 
 
 class ArchiveReader:
-    """The archive in `file`: whose pages they are, and the pages once, from the first to the last. One thread.
+    """Reads the archive in `file`: whose pages they are, and the pages once, in order. One thread.
 
-    Building it reads the header. Raises `StoreCorrupt` for what is no archive, was cut or damaged, `StoreMismatch` for
-    a newer one, `StoreError` for what cannot be read.
+    The constructor reads the header. Raises `StoreCorrupt` for what is no archive, is cut or damaged, `StoreMismatch`
+    for a newer version, `StoreError` if reading fails.
     """
 
     def __init__(self, file: BinaryIO, name: str) -> None:
@@ -118,8 +118,8 @@ class ArchiveReader:
         self.identity, self.settings = self._parse(record)
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
-        """Keys and values, not verified; what is no whole archive raises where that shows, at the latest at the end."""
-        max_value_bytes = self.identity.page_sizes[-1] + HEADER_BYTES + SEAL_BYTES
+        """Keys and values, not verified; an incomplete archive raises where that shows, at the latest at the end."""
+        max_value_bytes = self.identity.page_sizes[-1] + HEADER_BYTES + ENCRYPTION_BYTES
         num_entries = 0
         while key_bytes := _KEY_LENGTH.unpack(self._read(_KEY_LENGTH.size))[0]:
             value_bytes = _VALUE_LENGTH.unpack(self._read(_VALUE_LENGTH.size))[0]
@@ -136,13 +136,13 @@ class ArchiveReader:
             raise self._damaged("it goes on after its end")
 
     def _start(self) -> bytes:
-        """The first bytes; what is too short for them is another file, unless it begins like an archive."""
+        """The first bytes; a shorter file is no archive, unless it starts like one."""
         data = self._some(_START.size)
         if len(data) == _START.size:
             self._checksum = zlib.crc32(data)
             return data
         if data and MAGIC.startswith(data[: len(MAGIC)]):
-            raise self._cut()
+            raise self._truncated()
         raise StoreCorrupt(f"{self._name} is no archive of a store; give a file that `hicache store export` wrote")
 
     def _read(self, num_bytes: int) -> bytes:
@@ -153,7 +153,7 @@ class ArchiveReader:
     def _take(self, num_bytes: int) -> bytes:
         data = self._some(num_bytes)
         if len(data) < num_bytes:
-            raise self._cut()
+            raise self._truncated()
         return data
 
     def _some(self, num_bytes: int) -> bytes:
@@ -183,7 +183,7 @@ class ArchiveReader:
             raise self._damaged("its record makes no sense")
         return IdentityRecord(identity.identity, identity.page_sizes), settings
 
-    def _cut(self) -> StoreCorrupt:
+    def _truncated(self) -> StoreCorrupt:
         return StoreCorrupt(
             f"the archive {self._name} is cut short after {self.done_bytes} bytes; copy or export it anew"
         )
@@ -193,11 +193,11 @@ class ArchiveReader:
 
 
 def _makes_sense(identity: IdentityRecord, settings: Settings) -> bool:
-    """Whether each field has its type and range: the checksum tells damage, not what another program wrote."""
-    filters = [one.filter for one in settings.formats]
-    shapes = (number for how in filters for number in (how.element_bytes, how.tokens, how.channels))
+    """Whether each field has its type and range: the checksum detects damage, not what another program wrote."""
+    filters = [format.filter for format in settings.formats]
+    shapes = (number for filter in filters for number in (filter.element_bytes, filter.tokens, filter.channels))
     numbers = (*identity.page_sizes, settings.budget_bytes, settings.level, *shapes)
-    texts = (settings.durability, *(how.kind for how in filters), *identity.identity)
+    texts = (settings.durability, *(filter.kind for filter in filters), *identity.identity)
     return (
         bool(identity.identity)
         and all(type(value) in (str, int) for value in identity.identity.values())

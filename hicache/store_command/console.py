@@ -1,6 +1,6 @@
-"""What `hicache store` says while it works: a bar on a terminal, and what the store logged.
+"""The output of `hicache store` while it works: a progress bar on a terminal, and what the store logged.
 
-Works without rich; then there is no bar. May import rich (optional), the standard library and serving.interrupt.
+Without the package rich there is no bar.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ else:
 Step: TypeAlias = Callable[[int, int | None], None]
 
 
-class Heard(logging.Handler):
-    """Collects what the store logs, each message once, so that an error stays one line and can name its cause."""
+class LogCapture(logging.Handler):
+    """Collects the warnings of the store, each once, so that an error stays one line and can name its cause."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -40,7 +40,7 @@ class Heard(logging.Handler):
     def last(self, otherwise: str) -> str:
         return self.messages[-1] if self.messages else otherwise
 
-    def __enter__(self) -> Heard:
+    def __enter__(self) -> LogCapture:
         self._log.addHandler(self)
         return self
 
@@ -48,11 +48,11 @@ class Heard(logging.Handler):
         self._log.removeHandler(self)
 
 
-class Bars:
-    """Progress on stderr, and the moments at which Ctrl-C is heard.
+class ProgressBars:
+    """Progress on stderr, and the points at which Ctrl-C takes effect.
 
-    `during` gives a function to be called with steps done and steps in all (None: not known) after each step; what is
-    done between two calls is never interrupted half-way.
+    `during` yields a function that is called after each step with the steps done and the steps in all (None: not
+    known). The work between two calls is never interrupted.
     """
 
     def __init__(self, calm: CalmInterrupt, *, wanted: bool) -> None:
@@ -77,7 +77,7 @@ class Bars:
 
 
 def columns(rows: list[tuple[str, object]]) -> str:
-    """Names and values, a line each, without what a terminal would obey."""
+    """Names and values, one per line, without control characters."""
     shown = [(printable(name), printable(str(value))) for name, value in rows]
     width = max(len(name) for name, _ in shown) + 2
     return "\n".join(f"{name:<{width}}{value}" for name, value in shown)

@@ -75,7 +75,7 @@ ARCHIVES = {
     "a level beyond int64": (archive(level=10**30), "record makes no sense"),
     "a level that is none": (archive(level=99), "level=99"),
     "a filter beyond int64": (
-        archive(formats=[{"page_bytes": 4096, "filter": {"kind": "planes", "element_bytes": 10**30}}]),
+        archive(formats=[{"page_bytes": 4096, "filter": {"kind": "byte_shuffle", "element_bytes": 10**30}}]),
         "record makes no sense",
     ),
     "an unknown durability": (archive(durability="\x1b[2J"), "out of range"),
@@ -256,7 +256,10 @@ sys.exit(main(sys.argv[2:]))
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        *((module, ["store", "stat", "{tmp}"]) for module in ("numpy", "torch", "yaml", "hicache.store_command.verbs")),
+        *(
+            (module, ["store", "stat", "{tmp}"])
+            for module in ("numpy", "torch", "yaml", "hicache.store_command.commands")
+        ),
         *((module, ["demo"]) for module in ("torch.nn", "transformers", "hicache.serving.runner", "tokenizers")),
     ],
 )

@@ -19,7 +19,7 @@ import pytest
 
 from hicache.cli import main
 from hicache.storage import LmdbPageReader, LmdbPageStore, PageCipher, PageFilter, describe
-from hicache.storage.lmdb_meta import TreeRoot
+from hicache.storage.lmdb_pages import TreeRoot
 from storage_pages import IDENTITY, PAGE_BYTES, found_numbers, key_of, open_store, put_numbers
 from store_cli_case import child, spawn
 
@@ -51,7 +51,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 @pytest.fixture(name="path")
 def a_store(tmp_path: Path) -> Path:
     """20 pages that do not pack and 4 that do; the oldest three were used again, so that order is not that of keys."""
-    store = open_store(tmp_path / "store", filter=PageFilter("planes", 2), level=3, durability="commit")
+    store = open_store(tmp_path / "store", filter=PageFilter("byte_shuffle", 2), level=3, durability="commit")
     for number in range(20):
         put_numbers(store, [number])
     put_numbers(store, range(20, 24), kind="normal")
@@ -116,7 +116,7 @@ def test_each_verb_prints_one_json_object(path: Path, tmp_path: Path) -> None:
     stat = figures["stat"]
     assert (stat["format"], stat["identity"], stat["has_slots"], stat["entries"]) == (1, IDENTITY, False, 24)
     assert (stat["level"], stat["durability"], stat["budget_bytes"]) == (3, "commit", 64 << 20)
-    filter = {"kind": "planes", "element_bytes": 2, "tokens": 0, "channels": 0}
+    filter = {"kind": "byte_shuffle", "element_bytes": 2, "tokens": 0, "channels": 0}
     assert stat["formats"] == [{"page_bytes": PAGE_BYTES, "filter": filter}]
     assert (stat["encrypted"], stat["key_id"], stat["writer_pid"]) == (False, "", None)
     assert stat["ratio"] == 24 * PAGE_BYTES / stat["live_bytes"] > 1
@@ -201,30 +201,34 @@ def test_tables_that_are_damaged(path: Path, tmp_path: Path, capsys: pytest.Capt
     before = [entry["key"] for entry in here(capsys, "ls", path)["entries"]]
     reader = LmdbPageReader(path)
     last_page = (path / "data.mdb").stat().st_size // 4096
-    root = reader.sealed.env.read(lambda txn, _: TreeRoot.unpack(txn.get(b"pages"), last_page).root, 0)
+    root = reader.stored_values.env.read(lambda txn, _: TreeRoot.unpack(txn.get(b"pages"), last_page).root, 0)
     reader.close()
     with (path / "data.mdb").open("r+b") as file:
         file.seek(root * 4096)
         file.write(b"another")
     for verb, *more in (["stat"], ["ls"], ["verify"], ["compact"], ["export", tmp_path / "a"]):
         said = refused(capsys, verb, path, *more)
-        assert f"are damaged (a page of pages has a damaged head: page {root})" in said and "with repair" in said
+        assert f"is damaged (a page of pages has a damaged header: page {root})" in said and "with repair" in said
     assert not (tmp_path / "a").exists()
     copy = tmp_path / "copy"
     shutil.copytree(path, copy)
     mended = here(capsys, "verify", path, "--repair")
     assert mended["rescued"] == mended["pages"] and mended["left"] == 0
-    assert [(fault["key"], fault["action"]) for fault in mended["faults"]] == [(None, "tables rebuilt")]
+    assert [(fault["key"], fault["action"]) for fault in mended["faults"]] == [(None, "index rescued")]
     assert here(capsys, "verify", path)["faults"] == []
     assert main(["store", "verify", str(copy), "--repair"]) == 0
-    assert "tables rebuilt" in capsys.readouterr().out
+    assert "index rescued" in capsys.readouterr().out
     assert {entry["key"] for entry in here(capsys, "ls", path)["entries"]} >= set(before)
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 def test_round_trip(key: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Through an archive and through pipes, to a new store: the same pages, use order, settings; no key is needed."""
-    settings = {"cipher": PageCipher(key) if key else None, "filter": PageFilter("planes", 2), "durability": "commit"}
+    settings = {
+        "cipher": PageCipher(key) if key else None,
+        "filter": PageFilter("byte_shuffle", 2),
+        "durability": "commit",
+    }
     store = open_store(tmp_path / "a", **settings)
     put_numbers(store, range(30), kind="normal")
     put_numbers(store, range(5, 9), kind="normal")
@@ -314,7 +318,7 @@ def test_import_keeps_to_the_budget(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 WRONG = {
-    "no verb": ([], "VERB"),
+    "no subcommand": ([], "COMMAND"),
     "unknown verb": (["polish", "{path}"], "polish"),
     "no directory": (["stat"], "DIR"),
     "no such store": (["stat", "{tmp}/none"], "there is no store at"),
@@ -357,7 +361,7 @@ def test_wrong_input_is_one_line(case: str, path: Path, tmp_path: Path, capsys: 
 
 
 if __name__ == "__main__":
-    writing: LmdbPageStore = open_store(sys.argv[1], filter=PageFilter("planes", 2), level=3, durability="commit")
+    writing: LmdbPageStore = open_store(sys.argv[1], filter=PageFilter("byte_shuffle", 2), level=3, durability="commit")
     put_numbers(writing, range(100, 103))
     print("ready", flush=True)
     sys.stdin.read()

@@ -22,13 +22,13 @@ from hicache.storage import (
     describe,
     pages,
 )
-from hicache.storage.lmdb_record import IdentityRecord, Settings
+from hicache.storage.records import IdentityRecord, Settings
 from hicache.store_command.archive import ArchiveReader, ArchiveWriter
-from hicache.store_command.carry import Loader
+from hicache.store_command.import_export import Loader
 from storage_pages import IDENTITY, key_of, open_store, page_of
 
 PAGE_BYTES, NUM_PAGES = 64, 5
-SETTINGS = Settings(1 << 20, (PageFormat(PAGE_BYTES, PageFilter("planes", 2)),), "commit", 3)
+SETTINGS = Settings(1 << 20, (PageFormat(PAGE_BYTES, PageFilter("byte_shuffle", 2)),), "commit", 3)
 Items = list[tuple[bytes, bytes]]
 
 
@@ -88,7 +88,7 @@ def test_the_bytes_are_those_of_the_description() -> None:
                 "durability": "commit",
                 "formats": [
                     {
-                        "filter": {"channels": 0, "element_bytes": 2, "kind": "planes", "tokens": 0},
+                        "filter": {"channels": 0, "element_bytes": 2, "kind": "byte_shuffle", "tokens": 0},
                         "page_bytes": PAGE_BYTES,
                     }
                 ],
@@ -122,7 +122,7 @@ def test_every_flipped_bit_is_found(store: LmdbPageStore) -> None:
     """Whatever bit is flipped, the archive is refused, or one value is, since it does not verify."""
     items = list(pages(store))
     data = packed(items)
-    verify = store.sealed.verifier.verify
+    verify = store.stored_values.verifier.verify
     num_refused_values = 0
     for place in range(len(data)):
         for bit in range(8):

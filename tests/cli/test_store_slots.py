@@ -16,7 +16,7 @@ from slot_case import closed_slots, slots_file
 from storage_pages import found_numbers, key_of, open_store, put_numbers, slots_path
 
 PAGE_BYTES = 256 << 10  # the shortest that gets a slot
-SETTINGS: dict[str, Any] = {"page_bytes": PAGE_BYTES, "budget_bytes": 64 << 20, "filter": PageFilter("planes", 2)}
+SETTINGS: dict[str, Any] = {"page_bytes": PAGE_BYTES, "budget_bytes": 64 << 20, "filter": PageFilter("byte_shuffle", 2)}
 TABLES: dict[str, Any] = {**SETTINGS, "slots_from_bytes": 1 << 40}
 NUM_RANDOM, NUM_PAGES = 12, 18
 

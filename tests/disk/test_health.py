@@ -128,7 +128,7 @@ def gauges(disk: DiskTier) -> dict[str, float]:
 )
 def test_failing_writes_stop_and_resume(error: Exception, calls_until_open: int, tmp_path: Path) -> None:
     """Whatever a put raises is a failed write; after so many the store is not called until the backoff is over, then it
-    is revived, and pages written from then on are found. Reads go on meanwhile."""
+    is reopened, and pages written from then on are found. Reads go on meanwhile."""
     clock = Clock()
     disk, store = troubled_tier(tmp_path / "s", clock=clock)
     disk.start()
@@ -157,27 +157,27 @@ def test_failing_writes_stop_and_resume(error: Exception, calls_until_open: int,
     clock.now_s += 0.1
     disk.writes.submit(WriteJob(7, keys, data))
     assert wait_for_writes(disk, 1)[0].ok == (True, True)
-    assert [verb for verb, _ in store.calls[-2:]] == ["revive", "put"]
+    assert [verb for verb, _ in store.calls[-2:]] == ["reopen", "put"]
     disk.writes.submit(WriteJob(8, keys, data))
-    assert wait_for_writes(disk, 1)[0].ok == (True, True) and store.verbs("revive") == 1
+    assert wait_for_writes(disk, 1)[0].ok == (True, True) and store.verbs("reopen") == 1
     assert gauges(disk)["disk.writes_state"] == 0 and num_held(disk, keys, PATIENCE_S) == 2
     disk.close()
 
 
-def test_a_store_that_cannot_be_revived_is_not_used_for_longer(tmp_path: Path) -> None:
-    """While `revive` fails, no page is put, and the backoff doubles."""
+def test_a_store_that_cannot_be_reopened_is_not_used_for_longer(tmp_path: Path) -> None:
+    """While `reopen` fails, no page is put, and the backoff doubles."""
     clock = Clock()
     disk, store = troubled_tier(tmp_path / "s", clock=clock)
     disk.start()
     keys, data = pages(1, 1)
     store.trouble = failing(OSError(errno.ENOSPC, "no space"), "put")
-    revive, store.inner.revive = store.inner.revive, lambda: False  # type: ignore[method-assign]
+    reopen, store.inner.reopen = store.inner.reopen, lambda: False  # type: ignore[method-assign]
     for n, pause_s in enumerate((0, 1, 2, 4)):
         clock.now_s += pause_s
         disk.writes.submit(WriteJob(n, keys, data))
         assert wait_for_writes(disk, 1)[0].ok == (False,)
-        assert store.verbs("revive") == n
-    store.trouble, store.inner.revive = (lambda verb: None), revive  # type: ignore[method-assign]
+        assert store.verbs("reopen") == n
+    store.trouble, store.inner.reopen = (lambda verb: None), reopen  # type: ignore[method-assign]
     clock.now_s += 5
     disk.writes.submit(WriteJob(4, keys, data))
     assert wait_for_writes(disk, 1)[0].ok == (False,) and store.verbs("put") == 0

@@ -35,26 +35,26 @@ def spec(name: str, dtype: torch.dtype, *shape: int, per: str = "token") -> Buff
 
 
 def test_the_filter_follows_the_layout() -> None:
-    """`channel_planes` needs buffers of one size, a row a token, else it is refused; `auto` and `planes` shuffle by the
+    """`channel_byte_shuffle` needs buffers of one size, a row a token, else it is refused; `auto` and `byte_shuffle` shuffle by the
     bytes of the smallest element."""
     even = PoolLayout((spec("k", torch.bfloat16, 2, 8), spec("v", torch.bfloat16, 4, 4)), 4)
     fp8 = PoolLayout((spec("kv", torch.uint8, 12),), 4)
     uneven = PoolLayout((spec("k", torch.bfloat16, 2, 8), spec("v", torch.bfloat16, 2, 4)), 4)
     scaled = PoolLayout((spec("k", torch.int8, 2, 8), spec("s", torch.float32, 16)), 4)
     paged = PoolLayout((spec("k", torch.float32, 8, per="page"),), 4)
-    assert page_filter("channel_planes", even, 64) == PageFilter("channel_planes", 2, 64, 16)
-    assert page_filter("channel_planes", fp8, 32) == PageFilter("channel_planes", 1, 32, 12)
-    assert page_filter("auto", even, 64) == PageFilter("planes", 2)
-    assert page_filter("auto", uneven, 64) == PageFilter("planes", 2)
-    assert page_filter("auto", scaled, 64) == PageFilter("planes", 1)
-    assert page_filter("auto", paged, 64) == PageFilter("planes", 4)
-    assert page_filter("planes", even, 64) == PageFilter("planes", 2)
+    assert page_filter("channel_byte_shuffle", even, 64) == PageFilter("channel_byte_shuffle", 2, 64, 16)
+    assert page_filter("channel_byte_shuffle", fp8, 32) == PageFilter("channel_byte_shuffle", 1, 32, 12)
+    assert page_filter("auto", even, 64) == PageFilter("byte_shuffle", 2)
+    assert page_filter("auto", uneven, 64) == PageFilter("byte_shuffle", 2)
+    assert page_filter("auto", scaled, 64) == PageFilter("byte_shuffle", 1)
+    assert page_filter("auto", paged, 64) == PageFilter("byte_shuffle", 4)
+    assert page_filter("byte_shuffle", even, 64) == PageFilter("byte_shuffle", 2)
     assert page_filter("none", even, 64) == PageFilter()
     for layout in (uneven, scaled, paged):
         with pytest.raises(ConfigError, match="set it to 'auto'"):
-            page_filter("channel_planes", layout, 64)
-        for wanted in ("auto", "none", "planes"):
-            assert page_filter(wanted, layout, 64).misfit(layout.page_bytes(64)) == ""
+            page_filter("channel_byte_shuffle", layout, 64)
+        for wanted in ("auto", "none", "byte_shuffle"):
+            assert page_filter(wanted, layout, 64).mismatch(layout.page_bytes(64)) == ""
 
 
 def test_a_segment_of_a_page_is_one_buffer_of_one_layer(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_a_segment_of_a_page_is_one_buffer_of_one_layer(tmp_path: Path) -> None:
     with engine_at(tmp_path / "s") as engine:
         host = engine.inspect.context.full.host
         assert host is not None
-        how = page_filter("channel_planes", host.layout, host.page_tokens)
-        assert (how.kind, how.element_bytes, how.tokens, how.channels) == ("channel_planes", 4, 8, 8)
+        how = page_filter("channel_byte_shuffle", host.layout, host.page_tokens)
+        assert (how.kind, how.element_bytes, how.tokens, how.channels) == ("channel_byte_shuffle", 4, 8, 8)
         tokens = tokens_of(1)
         serve(engine, "a", tokens)
         engine.flush()
@@ -78,7 +78,7 @@ def test_a_segment_of_a_page_is_one_buffer_of_one_layer(tmp_path: Path) -> None:
                 assert torch.equal(segments[2 * layer + b], truth[:, layer, b].reshape(8, -1))
 
 
-@pytest.mark.parametrize("wanted", ["auto", "none", "planes", "channel_planes"])
+@pytest.mark.parametrize("wanted", ["auto", "none", "byte_shuffle", "channel_byte_shuffle"])
 def test_every_filter_gives_the_same_bytes_back(wanted: str, tmp_path: Path) -> None:
     """Pages stored under any filter come back as they were, also after a restart with another filter."""
     for run, setting in enumerate((wanted, "auto")):

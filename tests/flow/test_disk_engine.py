@@ -77,7 +77,7 @@ def fill(path: Path, *prompts: np.ndarray) -> None:
 
 TROUBLES: dict[str, Callable[[str], None]] = {
     "the medium fails": failing(OSError(errno.EIO, "I/O error"), "get_into", "put", "contains"),
-    "the disk is full": failing(OSError(errno.ENOSPC, "no space"), "put", "revive"),
+    "the disk is full": failing(OSError(errno.ENOSPC, "no space"), "put", "reopen"),
     "the store raises": failing(StoreError("no"), "get_into", "contains"),
     "a bug": failing(ZeroDivisionError(), "get_into", "put"),
 }
@@ -346,7 +346,7 @@ def test_what_an_outage_kept_from_the_disk_is_sent_again(troubled: Troubled, tmp
     tokens = tokens_of(1)
     with engine_at(tmp_path / "s") as engine:
         store = stores[-1]
-        store.trouble = failing(OSError(errno.ENOSPC, "no space left"), "put", "revive")
+        store.trouble = failing(OSError(errno.ENOSPC, "no space left"), "put", "reopen")
         serve(engine, "a", tokens)
         engine.flush()
         keys = page_keys(engine, tokens)
@@ -359,7 +359,7 @@ def test_what_an_outage_kept_from_the_disk_is_sent_again(troubled: Troubled, tmp
         clock.now_s += 10
         serve(engine, "c", tokens)
         engine.flush()
-        assert all(store.inner.contains(keys)) and store.verbs("revive") == 1
+        assert all(store.inner.contains(keys)) and store.verbs("reopen") == 1
         engine.check()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 with atheris.instrument_imports(include=["hicache.storage"]):
     from hicache.storage.cipher import PageCipher
     from hicache.storage.codec import PageCodec
-    from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, seal
+    from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, finalise_header
 
 PAGE_BYTES, GUARD_BYTES = 256, 32
 NAMESPACE = b"n" * 16
@@ -38,7 +38,7 @@ def mended(data: bytes) -> bytes:
     fields, payload = bytearray(data[:FIELD_BYTES].ljust(FIELD_BYTES, b"\0")), data[HEADER_BYTES:]
     fields[:4], fields[5] = b"HKVP", 0
     fields[12:16], fields[28:44] = len(payload).to_bytes(4, "little"), NAMESPACE
-    return seal(b"key", bytes(fields), payload)
+    return finalise_header(b"key", bytes(fields), payload) + payload
 
 
 def one_input(data: bytes) -> None:

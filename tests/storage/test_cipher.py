@@ -11,43 +11,43 @@ import numpy as np
 import pytest
 
 from hicache.storage.base import StoreError
-from hicache.storage.cipher import SEAL_BYTES, SLACK_BYTES, PageCipher
+from hicache.storage.cipher import ENCRYPTION_BYTES, SCRATCH_SLACK_BYTES, PageCipher
 from hicache.storage.codec import PageCodec
 from hicache.storage.filters import PageFilter
-from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, bound_to, is_packed, seal
-from storage_pages import page_of
+from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, associated_data, is_compressed
+from storage_pages import page_of, value_of
 
 PAGE = 512
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
-PLANES = PageFilter("planes", 2)
+BYTE_SHUFFLE = PageFilter("byte_shuffle", 2)
 
 
-def codec_of(key: bytes | None = KEY, level: int = 1, how: PageFilter = PLANES) -> PageCodec:
+def codec_of(key: bytes | None = KEY, level: int = 1, how: PageFilter = BYTE_SHUFFLE) -> PageCodec:
     cipher = None if key is None else PageCipher(key)
     return PageCodec(page_bytes=PAGE, namespace=b"n" * 16, level=level, filter=how, cipher=cipher)
 
 
-def resealed(key: bytes, value: bytes) -> bytes:
+def with_right_checksum(key: bytes, value: bytes) -> bytes:
     """The value with the checksum that whoever changed it, without the cipher's key, would give it."""
-    return seal(key, value[:FIELD_BYTES], value[HEADER_BYTES:])
+    return value_of(key, value[:FIELD_BYTES], value[HEADER_BYTES:])
 
 
-def test_sealed_bytes_are_tied_to_everything() -> None:
-    """Bytes unseal to what they were under the same key and context only; any flipped bit or cut is refused."""
+def test_ciphertext_is_tied_to_everything() -> None:
+    """Bytes decrypt to what they were under the same key and context only; any flipped bit or cut is refused."""
     cipher, plain = PageCipher(KEY), bytes(range(100))
-    scratch = np.empty(len(plain) + SLACK_BYTES, dtype=np.uint8)
-    sealed = b"".join(cipher.seal(plain, b"context", scratch))
-    assert len(sealed) == len(plain) + SEAL_BYTES
-    unsealed = cipher.unseal(memoryview(sealed), b"context", scratch)
-    assert unsealed is not None and bytes(unsealed) == plain
-    for bit in range(8 * len(sealed)):
-        changed = bytearray(sealed)
+    scratch = np.empty(len(plain) + SCRATCH_SLACK_BYTES, dtype=np.uint8)
+    encrypted = b"".join(cipher.encrypt(plain, b"context", scratch))
+    assert len(encrypted) == len(plain) + ENCRYPTION_BYTES
+    decrypted = cipher.decrypt(memoryview(encrypted), b"context", scratch)
+    assert decrypted is not None and bytes(decrypted) == plain
+    for bit in range(8 * len(encrypted)):
+        changed = bytearray(encrypted)
         changed[bit // 8] ^= 1 << bit % 8
-        assert cipher.unseal(memoryview(changed), b"context", scratch) is None
-    for length in range(SEAL_BYTES, len(sealed)):
-        assert cipher.unseal(memoryview(sealed)[:length], b"context", scratch) is None
-    assert cipher.unseal(memoryview(sealed), b"contexu", scratch) is None
-    assert PageCipher(OTHER_KEY).unseal(memoryview(sealed), b"context", scratch) is None
+        assert cipher.decrypt(memoryview(changed), b"context", scratch) is None
+    for length in range(ENCRYPTION_BYTES, len(encrypted)):
+        assert cipher.decrypt(memoryview(encrypted)[:length], b"context", scratch) is None
+    assert cipher.decrypt(memoryview(encrypted), b"contexu", scratch) is None
+    assert PageCipher(OTHER_KEY).decrypt(memoryview(encrypted), b"context", scratch) is None
 
 
 @pytest.mark.parametrize("kind", ["random", "normal", "flat"])
@@ -59,7 +59,7 @@ def test_roundtrip(level: int, kind: str) -> None:
     assert codec.decode_into(b"key", value, back) == ""
     np.testing.assert_array_equal(back, page)
     assert len(value) <= codec.max_value_bytes
-    assert is_packed(value) or len(value) == codec.max_value_bytes
+    assert is_compressed(value) or len(value) == codec.max_value_bytes
 
 
 def test_nothing_shows() -> None:
@@ -77,14 +77,14 @@ def test_a_forged_header_does_not_decrypt(level: int) -> None:
     """No changed bit of the header, under a checksum made anew, and no changed payload byte yields a page."""
     codec, back = codec_of(level=level), np.empty(PAGE, dtype=np.uint8)
     value = codec.encode(b"key", page_of(0, PAGE, "flat"))
-    assert is_packed(value) == (level == 1)
+    assert is_compressed(value) == (level == 1)
     for at in range(len(value)):
         for bit in range(8):
             changed = bytearray(value)
             changed[at] ^= 1 << bit
             assert codec.decode_into(b"key", bytes(changed), back)
             if not FIELD_BYTES <= at < HEADER_BYTES:
-                assert codec.decode_into(b"key", resealed(b"key", bytes(changed)), back)
+                assert codec.decode_into(b"key", with_right_checksum(b"key", bytes(changed)), back)
 
 
 def test_a_header_that_would_pass_does_not_decrypt() -> None:
@@ -92,7 +92,7 @@ def test_a_header_that_would_pass_does_not_decrypt() -> None:
     codec, back = codec_of(), np.empty(PAGE, dtype=np.uint8)
     value = bytearray(codec.encode(b"key", page_of(0, PAGE, "flat")))
     value[17] = 4  # element width
-    reason = codec.decode_into(b"key", resealed(b"key", bytes(value)), back)
+    reason = codec.decode_into(b"key", with_right_checksum(b"key", bytes(value)), back)
     assert reason == "page does not decrypt: changed, or of another key"
 
 
@@ -100,7 +100,7 @@ def test_a_moved_value_does_not_decrypt() -> None:
     """A value copied under another key, with a right checksum, is refused."""
     codec, back = codec_of(), np.empty(PAGE, dtype=np.uint8)
     value = codec.encode(b"mine", page_of(0, PAGE, "flat"))
-    moved = resealed(b"yours", value)
+    moved = with_right_checksum(b"yours", value)
     assert codec_of(None).verify_stored(b"yours", moved) == ""
     assert codec.decode_into(b"yours", moved, back) == "page does not decrypt: changed, or of another key"
     assert codec.decode_into(b"mine", value, back) == ""
@@ -111,8 +111,8 @@ def test_no_downgrade() -> None:
     page, back = page_of(0, PAGE, "flat"), np.empty(PAGE, dtype=np.uint8)
     plain, secret = codec_of(None).encode(b"key", page), codec_of().encode(b"key", page)
     assert codec_of(None).decode_into(b"key", plain, back) == ""
-    assert codec_of().decode_into(b"key", plain, back) == "plain page in an encrypted store"
-    assert codec_of().verify_stored(b"key", plain) == "plain page in an encrypted store"
+    assert codec_of().decode_into(b"key", plain, back) == "unencrypted page in an encrypted store"
+    assert codec_of().verify_stored(b"key", plain) == "unencrypted page in an encrypted store"
     assert codec_of(None).decode_into(b"key", secret, back) == "encrypted page; open the store with its key"
     assert codec_of(OTHER_KEY).decode_into(b"key", secret, back) == "page does not decrypt: changed, or of another key"
 
@@ -134,7 +134,7 @@ def test_checksum_is_over_the_stored_bytes() -> None:
     value = codec_of().encode(b"key", page_of(2, PAGE, "normal"))
     stated = int.from_bytes(value[FIELD_BYTES:HEADER_BYTES], "little")
     assert stated == zlib.crc32(b"\x03\x00key" + value[:FIELD_BYTES] + value[HEADER_BYTES:])
-    assert bound_to(b"key", value[:FIELD_BYTES]) == b"\x03\x00key" + value[:FIELD_BYTES]
+    assert associated_data(b"key", value[:FIELD_BYTES]) == b"\x03\x00key" + value[:FIELD_BYTES]
 
 
 def test_the_key_stays_inside() -> None:

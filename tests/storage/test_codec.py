@@ -11,16 +11,16 @@ import pytest
 
 from hicache.storage.base import StoreError
 from hicache.storage.cipher import PageCipher
-from hicache.storage.codec import PageCodec, choose_filter, is_packed
+from hicache.storage.codec import PageCodec, choose_filter
 from hicache.storage.filters import PageFilter
-from hicache.storage.header import HEADER_BYTES
+from hicache.storage.header import HEADER_BYTES, is_compressed
 from storage_pages import page_of
 
 PAGE = 256
 NAMESPACE = b"n" * 16
 LARGE = 1 << 20
-NONE, PLANES = PageFilter(), PageFilter("planes", 2)
-FILTERS = [NONE, PLANES, PageFilter("planes", 8), PageFilter("channel_planes", 2, 2, 2)]
+NONE, BYTE_SHUFFLE = PageFilter(), PageFilter("byte_shuffle", 2)
+FILTERS = [NONE, BYTE_SHUFFLE, PageFilter("byte_shuffle", 8), PageFilter("channel_byte_shuffle", 2, 2, 2)]
 
 
 def codec_of(
@@ -58,26 +58,26 @@ def test_roundtrip(page_bytes: int, kind: str, level: int, how: PageFilter) -> N
     assert len(value) <= codec.max_value_bytes
 
 
-@pytest.mark.parametrize("how", [NONE, PLANES], ids=["none", "planes"])
+@pytest.mark.parametrize("how", [NONE, BYTE_SHUFFLE], ids=["none", "byte_shuffle"])
 def test_every_level(how: PageFilter) -> None:
     """Each of zstd's levels is accepted and gives the page back."""
     page, back = page_of(5, 1 << 16, "normal"), np.empty(1 << 16, dtype=np.uint8)
     for level in range(1, 23):
         codec = codec_of(1 << 16, level, how)
         value = codec.encode(b"key", page)
-        assert is_packed(value) and codec.decode_into(b"key", value, back) == ""
+        assert is_compressed(value) and codec.decode_into(b"key", value, back) == ""
         np.testing.assert_array_equal(back, page)
         back[:] = 0
 
 
-def test_what_is_packed() -> None:
+def test_what_is_compressed() -> None:
     """Packing is kept when it saves a sixteenth, planes pack floats better, and level 0 never packs."""
     floats, noise = page_of(1, LARGE, "normal"), page_of(1, LARGE, "random")
-    plain, planes = codec_of(LARGE), codec_of(LARGE, how=PLANES)
-    assert not is_packed(plain.encode(b"k", noise))
-    assert not is_packed(planes.encode(b"k", noise))
-    assert not is_packed(codec_of(LARGE, level=0).encode(b"k", floats))
-    assert is_packed(plain.encode(b"k", floats))
+    plain, planes = codec_of(LARGE), codec_of(LARGE, how=BYTE_SHUFFLE)
+    assert not is_compressed(plain.encode(b"k", noise))
+    assert not is_compressed(planes.encode(b"k", noise))
+    assert not is_compressed(codec_of(LARGE, level=0).encode(b"k", floats))
+    assert is_compressed(plain.encode(b"k", floats))
     assert len(planes.encode(b"k", floats)) < 0.9 * len(plain.encode(b"k", floats))
 
 
@@ -86,7 +86,7 @@ def test_a_sixteenth_must_be_saved(zeros: float, packed: bool) -> None:
     """A small page of noise with a share of zeros is packed when that share is above a sixteenth, else raw."""
     page = page_of(1, 96_000)
     page[: int(len(page) * zeros)] = 0
-    assert is_packed(codec_of(96_000).encode(b"k", page)) == packed
+    assert is_compressed(codec_of(96_000).encode(b"k", page)) == packed
 
 
 def test_samples_decide_for_large_pages() -> None:
@@ -94,11 +94,11 @@ def test_samples_decide_for_large_pages() -> None:
     codec, step = codec_of(LARGE), LARGE // 8
     sampled = np.arange(LARGE) % step // (8 << 10) == step // 2 // (8 << 10)
     page = np.where(sampled, page_of(2, LARGE), 0).astype(np.uint8)
-    assert not is_packed(codec.encode(b"k", page))
+    assert not is_compressed(codec.encode(b"k", page))
     for start in range(0, LARGE - step, 50_000):
         page = page_of(3, LARGE)
         page[start : start + step + (8 << 10)] = 0
-        assert is_packed(codec.encode(b"k", page)), start
+        assert is_compressed(codec.encode(b"k", page)), start
 
 
 @pytest.mark.parametrize("level", [1, 6])
@@ -119,7 +119,7 @@ def test_lag_packs_faster_then_not_at_all(level: int) -> None:
 
 def test_lag_never_stores_plain() -> None:
     """However far behind the writer is, a codec with a cipher encrypts."""
-    codec, page = codec_of(how=PLANES, cipher=PageCipher(bytes(32))), page_of(1, PAGE, "flat")
+    codec, page = codec_of(how=BYTE_SHUFFLE, cipher=PageCipher(bytes(32))), page_of(1, PAGE, "flat")
     back = np.empty(PAGE, dtype=np.uint8)
     for lag in (0.0, 0.5, 0.9, 1.0):
         value = codec.encode(b"k", page, lag=lag)
@@ -129,10 +129,10 @@ def test_lag_never_stores_plain() -> None:
 def test_values_do_not_depend_on_the_reader() -> None:
     """A value names its own filter: a codec set up otherwise reads it."""
     page, back = page_of(3, 4096, "normal"), np.empty(4096, dtype=np.uint8)
-    for how in (*FILTERS, PageFilter("channel_planes", 2, 64, 32)):
+    for how in (*FILTERS, PageFilter("channel_byte_shuffle", 2, 64, 32)):
         for level in (0, 1, 5):
             value = codec_of(4096, level, how).encode(b"k", page)
-            assert codec_of(4096, 1, PageFilter("planes", 4)).decode_into(b"k", value, back) == ""
+            assert codec_of(4096, 1, PageFilter("byte_shuffle", 4)).decode_into(b"k", value, back) == ""
             np.testing.assert_array_equal(back, page)
             back[:] = 0
 
@@ -141,13 +141,16 @@ def test_the_smallest_filter_is_chosen() -> None:
     """Of the candidates the one that packs the samples best is chosen, and of equal ones the first."""
     shape = (64, 256)
     floats = [channels_page(seed, 4, *shape) for seed in range(2)]
-    channel_planes = PageFilter("channel_planes", 2, *shape)
-    assert choose_filter(floats, (NONE, PLANES, channel_planes), 1) == channel_planes
-    assert choose_filter(floats, (NONE, PLANES), 1) == PLANES
+    channel_planes = PageFilter("channel_byte_shuffle", 2, *shape)
+    assert choose_filter(floats, (NONE, BYTE_SHUFFLE, channel_planes), 1) == channel_planes
+    assert choose_filter(floats, (NONE, BYTE_SHUFFLE), 1) == BYTE_SHUFFLE
     words = np.frombuffer(b"".join(b"%07d," % (n // 3) for n in range(8192)), dtype=np.uint8)
-    assert choose_filter([words], (PLANES, NONE), 1) == NONE
+    assert choose_filter([words], (BYTE_SHUFFLE, NONE), 1) == NONE
     flat = [page_of(1, 4096)]
-    assert choose_filter(flat, (PLANES, NONE), 1) == PLANES and choose_filter(flat, (NONE, PLANES), 1) == NONE
+    assert (
+        choose_filter(flat, (BYTE_SHUFFLE, NONE), 1) == BYTE_SHUFFLE
+        and choose_filter(flat, (NONE, BYTE_SHUFFLE), 1) == NONE
+    )
     for samples, candidates, level in (([], [NONE], 1), (flat, [], 1), (flat, [NONE], 0)):
         with pytest.raises(StoreError, match="give at least one"):
             choose_filter(samples, candidates, level)
@@ -157,7 +160,7 @@ def test_the_smallest_filter_is_chosen() -> None:
 @pytest.mark.parametrize("level", [0, 1])
 def test_reading_allocates_no_page(level: int, cipher: PageCipher | None) -> None:
     """Once a thread has read one page, reading another allocates a small part of it."""
-    codec = codec_of(4 << 20, level, PageFilter("channel_planes", 2, 64, 128), cipher=cipher)
+    codec = codec_of(4 << 20, level, PageFilter("channel_byte_shuffle", 2, 64, 128), cipher=cipher)
     value, back = codec.encode(b"k", page_of(1, 4 << 20, "normal")), np.empty(4 << 20, dtype=np.uint8)
     assert codec.decode_into(b"k", value, back) == ""
     tracemalloc.start()
@@ -171,7 +174,7 @@ def test_reading_allocates_no_page(level: int, cipher: PageCipher | None) -> Non
 def test_threads_do_not_share_scratch() -> None:
     """Threads that encode and decode with one codec at the same time get their own pages back."""
     size = 512 << 10
-    codec = codec_of(size, how=PageFilter("channel_planes", 2, 64, 64), cipher=PageCipher(bytes(32)))
+    codec = codec_of(size, how=PageFilter("channel_byte_shuffle", 2, 64, 64), cipher=PageCipher(bytes(32)))
     wrong: list[str] = []
 
     def work(number: int) -> None:
@@ -194,7 +197,7 @@ def test_wrong_settings_are_named() -> None:
     with pytest.raises(StoreError, match="level=23"):
         codec_of(level=23)
     with pytest.raises(StoreError, match="units of 2 bytes"):
-        codec_of(page_bytes=9, how=PLANES)
+        codec_of(page_bytes=9, how=BYTE_SHUFFLE)
     with pytest.raises(StoreError, match="page_bytes=0"):
         codec_of(page_bytes=0)
     with pytest.raises(StoreError, match="page_bytes=4294967296"):

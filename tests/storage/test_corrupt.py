@@ -32,7 +32,7 @@ def damage(path: Path, change: Callable[[dict[bytes, bytes]], None]) -> None:
 def test_flipped_bytes(tmp_path: Path, kind: str) -> None:
     """A flip of any header byte or of sampled payload bytes is a miss, counted, and gone after the next put."""
     places = [*range(HEADER), *range(HEADER, HEADER + 8), *range(1000, 10_000, 450)]
-    store = open_store(tmp_path, filter=PageFilter("planes", 2))
+    store = open_store(tmp_path, filter=PageFilter("byte_shuffle", 2))
     put_numbers(store, range(len(places) + 3), kind=kind)
     store.close()
 
@@ -43,7 +43,7 @@ def test_flipped_bytes(tmp_path: Path, kind: str) -> None:
             values[key_of(number)] = bytes(value)
 
     damage(tmp_path, flip)
-    store = open_store(tmp_path, filter=PageFilter("planes", 2))
+    store = open_store(tmp_path, filter=PageFilter("byte_shuffle", 2))
     intact = set(range(len(places), len(places) + 3))
     assert store.contains([key_of(0)]) == [True]
     assert found_numbers(store, range(len(places) + 3), kind=kind) == intact

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.storage.direct_read import LEAST_BYTES, DirectReads
 from hicache.storage.memory import ALIGNMENT, aligned_buffer
-from hicache.storage.slot_file import SlotFile
+from hicache.storage.slot_file import MIN_DIRECT_BYTES, DirectReads, SlotFile
 from storage_pages import (
     Layout,
     both_layouts,
@@ -27,7 +27,7 @@ from storage_pages import (
     values_file,
 )
 
-FILE_BYTES = 3 * LEAST_BYTES + 5 * ALIGNMENT
+FILE_BYTES = 3 * MIN_DIRECT_BYTES + 5 * ALIGNMENT
 HOW = ("cold", "partly cached", "beside a write", "of a reader")
 
 
@@ -43,7 +43,7 @@ class File:
 
     def needs_direct_reads(self) -> None:
         forget_cached(self.path)
-        if not self.direct.wants(0, FILE_BYTES):
+        if not self.direct.pays_off(0, FILE_BYTES):
             pytest.skip("no direct reads here, or the kernel does not tell what it has in memory")
 
     def close(self) -> None:
@@ -89,46 +89,48 @@ def test_reads_beside_a_writer_are_not_direct(file: File, how: str, through_memo
         if how == "beside a write":
             slots.write(0, file.truth[:ALIGNMENT])
         forget_cached(file.path)
-        slots.read(ALIGNMENT, LEAST_BYTES, aligned_buffer(LEAST_BYTES))
-        assert file.direct.wants(ALIGNMENT, LEAST_BYTES) != through_memory
+        slots.read(ALIGNMENT, MIN_DIRECT_BYTES, aligned_buffer(MIN_DIRECT_BYTES))
+        assert file.direct.pays_off(ALIGNMENT, MIN_DIRECT_BYTES) != through_memory
 
 
 def test_only_long_values_that_are_not_in_memory_go_direct(file: File) -> None:
     """A short value, and one that the kernel has most of, are left to it; afterwards, nothing new is in its memory."""
     file.needs_direct_reads()
-    assert file.direct.wants(100, LEAST_BYTES) and not file.direct.wants(100, LEAST_BYTES - 1)
-    room = aligned_buffer(LEAST_BYTES)
-    assert file.direct.read(room, ALIGNMENT, LEAST_BYTES) == LEAST_BYTES
-    assert bytes(room[:LEAST_BYTES]) == file.truth[ALIGNMENT : ALIGNMENT + LEAST_BYTES]
-    assert file.direct.wants(0, FILE_BYTES)
+    assert file.direct.pays_off(100, MIN_DIRECT_BYTES) and not file.direct.pays_off(100, MIN_DIRECT_BYTES - 1)
+    room = aligned_buffer(MIN_DIRECT_BYTES)
+    assert file.direct.read(room, ALIGNMENT, MIN_DIRECT_BYTES) == MIN_DIRECT_BYTES
+    assert bytes(room[:MIN_DIRECT_BYTES]) == file.truth[ALIGNMENT : ALIGNMENT + MIN_DIRECT_BYTES]
+    assert file.direct.pays_off(0, FILE_BYTES)
     os.pread(file.descriptor, FILE_BYTES, 0)
-    assert not file.direct.wants(0, FILE_BYTES)
+    assert not file.direct.pays_off(0, FILE_BYTES)
 
 
-def test_what_direct_reads_refuse_is_read_otherwise(file: File) -> None:
+def test_what_direct_reads_refuse_is_read_otherwise(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is not aligned, or a file system without such reads, gives nothing and no error; a failing medium
     raises."""
     file.needs_direct_reads()
-    room = aligned_buffer(LEAST_BYTES)
-    assert file.direct.read(room[1:], 0, LEAST_BYTES) == 0
+    room = aligned_buffer(MIN_DIRECT_BYTES)
+    assert file.direct.read(room[1:], 0, MIN_DIRECT_BYTES) == 0
     end = FILE_BYTES - ALIGNMENT
-    assert file.direct.read(room, end, LEAST_BYTES) == ALIGNMENT and bytes(room[:ALIGNMENT]) == file.truth[end:]
-    unreadable = os.open(file.path, os.O_WRONLY)
-    assert file.direct._direct is not None
-    os.dup2(unreadable, file.direct._direct)
-    os.close(unreadable)
-    with pytest.raises(OSError):
-        file.direct.read(room, 0, LEAST_BYTES)
-    os.close(file.direct._direct)
-    file.direct._direct = None
-    assert not file.direct.wants(0, FILE_BYTES) and file.direct.read(room, 0, LEAST_BYTES) == 0
+    assert file.direct.read(room, end, MIN_DIRECT_BYTES) == ALIGNMENT and bytes(room[:ALIGNMENT]) == file.truth[end:]
+    open_as_usual = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags: open_as_usual(path, os.O_WRONLY))
+    with contextlib.closing(DirectReads(file.path, file.descriptor)) as failing, pytest.raises(OSError):
+        failing.read(room, 0, MIN_DIRECT_BYTES)
+
+    def refuse(path: Path, flags: int) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with contextlib.closing(DirectReads(file.path, file.descriptor)) as without:
+        assert not without.pays_off(0, FILE_BYTES) and without.read(room, 0, MIN_DIRECT_BYTES) == 0
 
 
 @pytest.mark.parametrize("kind", ["random", "normal"])
 @both_layouts
 def test_long_pages_come_back_from_the_medium(tmp_path: Path, layout: Layout, kind: str) -> None:
     """Cold and warm, one by one and in batches, while more are written: every page to the last byte."""
-    page_bytes = 2 * LEAST_BYTES
+    page_bytes = 2 * MIN_DIRECT_BYTES
     with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=256 << 20, **layout)) as store:
         for start in range(0, 40, 10):
             put_numbers(store, range(start, start + 10), page_bytes, kind)

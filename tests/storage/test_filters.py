@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.storage.filters import Arranger, PageFilter
+from hicache.storage.filters import PageFilter, Shuffler
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -32,7 +32,7 @@ def defined(how: PageFilter, page: Bytes) -> Bytes:
     """The arrangement as the class's docstring states it, by one transposition of the whole page."""
     if how.kind == "none":
         return page.copy()
-    if how.kind == "planes":
+    if how.kind == "byte_shuffle":
         return np.ascontiguousarray(page.reshape(-1, how.element_bytes).T).reshape(-1)
     axes = page.reshape(-1, how.tokens, how.channels, how.element_bytes)
     return np.ascontiguousarray(axes.transpose(3, 0, 2, 1)).reshape(-1)
@@ -43,14 +43,14 @@ def check_both_ways(how: PageFilter, page_bytes: int, seed: int, offset: int = 0
 
     `offset` puts the pages at addresses that no element is aligned to.
     """
-    assert how.misfit(page_bytes) == ""
+    assert how.mismatch(page_bytes) == ""
     room = np.random.default_rng(seed).integers(0, 256, (3, page_bytes + 32 + offset), dtype=np.uint8)
-    page, arranged, back = (row[16 + offset : 16 + offset + page_bytes] for row in room)
+    page, shuffled, back = (row[16 + offset : 16 + offset + page_bytes] for row in room)
     before = room.copy()
-    arranger = Arranger(page_bytes)
-    arranger.arrange(how, page, arranged)
-    np.testing.assert_array_equal(arranged, defined(how, page))
-    arranger.restore(how, arranged, back)
+    shuffler = Shuffler(page_bytes)
+    shuffler.shuffle(how, page, shuffled)
+    np.testing.assert_array_equal(shuffled, defined(how, page))
+    shuffler.unshuffle(how, shuffled, back)
     np.testing.assert_array_equal(back, page)
     np.testing.assert_array_equal(room[0], before[0])
     for row, was in zip(room[1:], before[1:], strict=True):
@@ -62,7 +62,7 @@ def check_both_ways(how: PageFilter, page_bytes: int, seed: int, offset: int = 0
 @pytest.mark.parametrize(("width", "segments", "tokens", "channels"), SHAPES)
 def test_channel_planes(width: int, segments: int, tokens: int, channels: int, offset: int) -> None:
     """Segments of any shape, of less than a block or of many, come out channel by channel and go back."""
-    how = PageFilter("channel_planes", width, tokens, channels)
+    how = PageFilter("channel_byte_shuffle", width, tokens, channels)
     check_both_ways(how, width * segments * tokens * channels, tokens, offset)
 
 
@@ -71,7 +71,7 @@ def test_channel_planes(width: int, segments: int, tokens: int, channels: int, o
 @pytest.mark.parametrize("num_elements", [1, 7, 100_003])
 def test_planes(num_elements: int, width: int, offset: int) -> None:
     """Elements of any number and width come out plane by plane and go back."""
-    check_both_ways(PageFilter("planes", width), width * num_elements, num_elements, offset)
+    check_both_ways(PageFilter("byte_shuffle", width), width * num_elements, num_elements, offset)
 
 
 def test_none() -> None:
@@ -88,19 +88,19 @@ def test_none() -> None:
 def test_any_shape(width: int, segments: int, tokens: int, channels: int) -> None:
     """Whatever the shape, both ways hold."""
     page_bytes = width * segments * tokens * channels
-    check_both_ways(PageFilter("channel_planes", width, tokens, channels), page_bytes, page_bytes)
-    check_both_ways(PageFilter("planes", width), page_bytes, page_bytes)
+    check_both_ways(PageFilter("channel_byte_shuffle", width, tokens, channels), page_bytes, page_bytes)
+    check_both_ways(PageFilter("byte_shuffle", width), page_bytes, page_bytes)
 
 
-@pytest.mark.parametrize("how", [PageFilter("planes", 2), PageFilter("channel_planes", 2, 64, 512)])
+@pytest.mark.parametrize("how", [PageFilter("byte_shuffle", 2), PageFilter("channel_byte_shuffle", 2, 64, 512)])
 def test_nothing_is_allocated(how: PageFilter) -> None:
-    """Once an arranger exists, arranging and restoring allocate far less than a page."""
+    """Once an shuffler exists, arranging and restoring allocate far less than a page."""
     page = np.zeros(4 << 20, dtype=np.uint8)
-    arranged, arranger = np.empty_like(page), Arranger(len(page))
+    shuffled, shuffler = np.empty_like(page), Shuffler(len(page))
     tracemalloc.start()
     try:
-        arranger.arrange(how, page, arranged)
-        arranger.restore(how, arranged, page)
+        shuffler.shuffle(how, page, shuffled)
+        shuffler.unshuffle(how, shuffled, page)
         assert tracemalloc.get_traced_memory()[1] < len(page) // 64
     finally:
         tracemalloc.stop()
@@ -111,14 +111,14 @@ def test_nothing_is_allocated(how: PageFilter) -> None:
     [
         (PageFilter("rows"), "filter kind 'rows'"),  # type: ignore[arg-type]
         (PageFilter("none", 2), "element_bytes=2"),
-        (PageFilter("planes", 3), "element_bytes=3"),
-        (PageFilter("planes", 0), "element_bytes=0"),
-        (PageFilter("planes", 2, 4, 4), r"segment of \(4, 4\)"),
+        (PageFilter("byte_shuffle", 3), "element_bytes=3"),
+        (PageFilter("byte_shuffle", 0), "element_bytes=0"),
+        (PageFilter("byte_shuffle", 2, 4, 4), r"segment of \(4, 4\)"),
         (PageFilter("none", 1, 0, 1), r"segment of \(0, 1\)"),
-        (PageFilter("channel_planes", 2, 0, 4), r"segment of \(0, 4\)"),
-        (PageFilter("channel_planes", 2, -4, -4), r"segment of \(-4, -4\)"),
-        (PageFilter("channel_planes", 2, 5, 4), "units of 40 bytes"),
-        (PageFilter("planes", 8), "units of 8 bytes"),
+        (PageFilter("channel_byte_shuffle", 2, 0, 4), r"segment of \(0, 4\)"),
+        (PageFilter("channel_byte_shuffle", 2, -4, -4), r"segment of \(-4, -4\)"),
+        (PageFilter("channel_byte_shuffle", 2, 5, 4), "units of 40 bytes"),
+        (PageFilter("byte_shuffle", 8), "units of 8 bytes"),
     ],
 )
 def test_misfits_are_named(how: PageFilter, words: str) -> None:

@@ -13,17 +13,17 @@ import zstandard
 
 from hicache.storage.base import PageBuffer
 from hicache.storage.cipher import PageCipher
-from hicache.storage.codec import PageCodec, is_packed
+from hicache.storage.codec import PageCodec
 from hicache.storage.filters import PageFilter
-from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, page_bytes_of, seal
+from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, is_compressed, page_bytes_of
 from hicache.storage.memory import aligned_buffer
 from hicache.storage.slots import SlotRecord
-from storage_pages import page_of
+from storage_pages import page_of, value_of
 
 NAMESPACE = b"n" * 16
 KEY = bytes(range(32))
 DOCUMENT = Path(__file__).parents[2] / "docs" / "disk_format.md"
-CHANNELS = PageFilter("channel_planes", 2, 3, 4)
+CHANNELS = PageFilter("channel_byte_shuffle", 2, 3, 4)
 FIELDS = struct.Struct("<4sHBBIIBBHII16s")
 
 # Frozen: values of this page under b"key" and NAMESPACE, as version 1 has them, header and payload. No later release
@@ -38,7 +38,7 @@ FROZEN = {
         "484b56500100010060000000170000000001000000000000000000006e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e5cb89cbb"
         "28b52ffd246055000020010203c80100f9e488bba25dbe"
     ),
-    "planes": (
+    "byte_shuffle": (
         "484b56500100010060000000190000000102000000000000000000006e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e26fe936f"
         "28b52ffd246065000020010302c8020003139fe9b0d73ffae5"
     ),
@@ -52,7 +52,7 @@ FROZEN = {
         "3be32978a74e1abb0c"
     ),
 }
-FILTERS = {"planes": PageFilter("planes", 2), "channel planes": CHANNELS, "encrypted": CHANNELS}
+FILTERS = {"byte_shuffle": PageFilter("byte_shuffle", 2), "channel planes": CHANNELS, "encrypted": CHANNELS}
 
 
 def codec_for(name: str, level: int = 1) -> PageCodec:
@@ -71,7 +71,7 @@ def test_frozen_values_are_read(name: str) -> None:
     assert codec.verify(b"key", value) == ""
     np.testing.assert_array_equal(back, PAGE)
     assert codec.decode_into(b"kex", value, back) == "checksum differs"
-    assert is_packed(value) == (name != "raw")
+    assert is_compressed(value) == (name != "raw")
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -79,8 +79,8 @@ def test_writers_write_this_version(name: str) -> None:
     """A value written now, whole or in two parts, has the frozen header, except the packed length, which is zstd's
     affair, and the checksum."""
     codec, frozen = codec_for(name), bytes.fromhex(FROZEN[name])
-    apart = codec.encode_apart(b"key", PAGE, aligned_buffer(codec.max_value_bytes))
-    for value in (codec.encode(b"key", PAGE), apart.head + bytes(apart.payload)):
+    split = codec.encode_split(b"key", PAGE, aligned_buffer(codec.max_value_bytes))
+    for value in (codec.encode(b"key", PAGE), split.header + bytes(split.payload)):
         assert value[:12] == frozen[:12] and value[16:FIELD_BYTES] == frozen[16:FIELD_BYTES]
         assert int.from_bytes(value[12:16], "little") == len(value) - HEADER_BYTES
         assert page_bytes_of(value) == len(PAGE)
@@ -94,13 +94,13 @@ def encoded(kind: str, how: PageFilter, page_bytes: int = 4096) -> tuple[PageCod
     return codec, codec.encode(b"key", page), page
 
 
-@pytest.mark.parametrize(("kind", "how"), [("normal", PageFilter("planes", 2)), ("random", PageFilter())])
+@pytest.mark.parametrize(("kind", "how"), [("normal", PageFilter("byte_shuffle", 2)), ("random", PageFilter())])
 def test_what_the_checksum_covers(kind: str, how: PageFilter) -> None:
     """It covers what the description says: of a frame of zstd the first 32 bytes and the last 4, else all."""
     _, value, _ = encoded(kind, how)
     payload = value[HEADER_BYTES:]
     covered = payload[:32] + payload[-4:] if kind == "normal" else payload
-    assert is_packed(value) == (kind == "normal") and len(payload) > 1000
+    assert is_compressed(value) == (kind == "normal") and len(payload) > 1000
     stated = int.from_bytes(value[FIELD_BYTES:HEADER_BYTES], "little")
     assert stated == zlib.crc32(struct.pack("<H", 3) + b"key" + value[:FIELD_BYTES] + covered)
 
@@ -108,7 +108,7 @@ def test_what_the_checksum_covers(kind: str, how: PageFilter) -> None:
 def test_no_flip_in_a_frame_changes_a_page() -> None:
     """Any bit of a value that is flipped, in the part of the frame too that the checksum does not cover,
     leaves the page or is found; under another key, cut or lengthened it is refused."""
-    codec, value, page = encoded("normal", PageFilter("planes", 2))
+    codec, value, page = encoded("normal", PageFilter("byte_shuffle", 2))
     back, harmless = np.empty(len(page), dtype=np.uint8), 0
     for place in range(len(value)):
         changed = bytearray(value)
@@ -130,7 +130,7 @@ def test_a_frame_has_its_own_checksum() -> None:
     frame = zstandard.ZstdCompressor(write_checksum=False, write_content_size=True).compress(PAGE.tobytes())
     codec, back = codec_for("zstd"), np.empty(96, dtype=np.uint8)
     fields = fields_of(codec=1, stored_bytes=len(frame))
-    assert codec.decode_into(b"key", seal(b"key", fields, frame), back) == "frame without a checksum"
+    assert codec.decode_into(b"key", value_of(b"key", fields, frame), back) == "frame without a checksum"
 
 
 def fields_of(**changes: int | bytes) -> bytes:
@@ -184,8 +184,8 @@ def fields_of(**changes: int | bytes) -> bytes:
 def test_each_rule_of_the_header_is_named(changes: dict[str, int | bytes], reason: str) -> None:
     """A header that breaks one rule, under a right checksum, is refused by that rule; unchanged it is not."""
     codec, back = codec_for("raw"), np.empty(96, dtype=np.uint8)
-    assert codec.decode_into(b"key", seal(b"key", fields_of(), PAGE.data), back) == ""
-    value = seal(b"key", fields_of(**changes), PAGE.data)
+    assert codec.decode_into(b"key", value_of(b"key", fields_of(), PAGE.data), back) == ""
+    value = value_of(b"key", fields_of(**changes), PAGE.data)
     said = codec.decode_into(b"key", value, back)
     assert said and any(part in said for part in reason.split("|")), said
     assert codec.verify_stored(b"key", value) == said

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.storage.cipher import PageCipher
-from hicache.storage.codec import PageCodec, is_packed
+from hicache.storage.codec import PageCodec
 from hicache.storage.filters import PageFilter
-from hicache.storage.header import HEADER_BYTES, seal
-from storage_pages import page_of
+from hicache.storage.header import HEADER_BYTES, is_compressed
+from storage_pages import page_of, value_of
 
 PAGE = 256
 NAMESPACE = b"n" * 16
@@ -28,10 +28,10 @@ CODECS = {
     for name, level, how, cipher in (
         ("raw", 0, PageFilter(), None),
         ("zstd", 1, PageFilter(), None),
-        ("planes", 1, PageFilter("planes", 2), None),
-        ("channels", 1, PageFilter("channel_planes", 2, 4, 8), None),
+        ("byte_shuffle", 1, PageFilter("byte_shuffle", 2), None),
+        ("channels", 1, PageFilter("channel_byte_shuffle", 2, 4, 8), None),
         ("encrypted raw", 0, PageFilter(), PageCipher(bytes(32))),
-        ("encrypted channels", 1, PageFilter("channel_planes", 2, 4, 8), PageCipher(bytes(32))),
+        ("encrypted channels", 1, PageFilter("channel_byte_shuffle", 2, 4, 8), PageCipher(bytes(32))),
     )
 }
 
@@ -52,7 +52,7 @@ def test_every_flip_and_every_length_is_refused(name: str) -> None:
     """No single changed byte of header or payload, no truncation and no extension passes verification."""
     codec = CODECS[name]
     value = codec.encode(b"key", page_of(0, PAGE, "flat"))
-    assert is_packed(value) == ("raw" not in name)
+    assert is_compressed(value) == ("raw" not in name)
     for at in range(len(value)):
         for bits in (0x01, 0x80, 0xFF):
             changed = bytearray(value)
@@ -81,7 +81,7 @@ def test_a_value_serves_its_key_and_namespace_only(name: str) -> None:
 def test_payloads_of_any_length(name: str, flags: int, num_bytes: int) -> None:
     """A packed payload shorter than a cipher's nonce and tag, or longer than a page, is refused before it is read."""
     fields = FIELDS.pack(b"HKVP", 1, 1, flags, PAGE, num_bytes, 0, 1, 0, 0, 0, NAMESPACE)
-    reason, _ = decode_guarded(CODECS[name], seal(b"key", fields, bytes(num_bytes)))
+    reason, _ = decode_guarded(CODECS[name], value_of(b"key", fields, bytes(num_bytes)))
     assert reason
     assert reason.startswith("payload of") == (not 0 <= num_bytes - 28 * flags <= PAGE)
 
@@ -92,7 +92,7 @@ def test_frames_that_are_not_the_page() -> None:
 
     def said(payload: bytes) -> str:
         fields = FIELDS.pack(b"HKVP", 1, 1, 0, PAGE, len(payload), 0, 1, 0, 0, 0, NAMESPACE)
-        return decode_guarded(CODECS["zstd"], seal(b"key", fields, payload))[0]
+        return decode_guarded(CODECS["zstd"], value_of(b"key", fields, payload))[0]
 
     frame = zstandard.ZstdCompressor(write_checksum=True).compress(page)
     assert said(frame) == ""
@@ -140,7 +140,7 @@ def check_nonsense(drawn: dict[str, int | bytes]) -> None:
     stored = max(0, len(payload) + d["stored_off"])
     shape = (d["kind"], d["width"], 0, d["tokens"], d["channels"])
     fields = FIELDS.pack(b"HKVP", d["version"], d["codec"], d["flags"], d["raw_bytes"], stored, *shape, NAMESPACE)
-    value = seal(b"key", fields, payload)
+    value = value_of(b"key", fields, payload)
     for name, codec in CODECS.items():
         reason, page = decode_guarded(codec, value)
         if not reason:

@@ -5,7 +5,6 @@ Run as a script, this file is the process whose data file is cut short under it.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import resource
@@ -14,14 +13,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hicache.storage import LmdbPageReader, LmdbPageStore, StoreCorrupt, StoreError, verify
-from hicache.storage.lmdb_meta import TreeRoot
-from hicache.storage.lmdb_tree import Place, ValueFile
-from hicache.storage.lru import Ledger, Tables
-from hicache.storage.slot_file import SlotFile
+from hicache.storage.value_file import ValueLocation
+from hicache.storage.write_transaction import WriteTransaction
 from storage_pages import (
     LAYOUTS,
     PAGE_BYTES,
@@ -52,14 +50,14 @@ def test_revival_on_a_full_disk(small_disk: Path, layout: Layout) -> None:
     """On a full disk writing stops and reviving fails; when there is room again it succeeds, and nothing was lost."""
     (small_disk / "ballast").write_bytes(bytes(4 << 20))
     store = open_store(small_disk / "store", **layout)
-    assert store.revive()
+    assert store.reopen()
     stored = fill(store)
     assert store.stats().read_only and len(stored) > 50
     for _ in range(3):
-        assert not store.revive() and store.stats().read_only
+        assert not store.reopen() and store.stats().read_only
         assert found_numbers(store, range(len(stored) + 5)) == set(stored)
     (small_disk / "ballast").unlink()
-    assert store.revive() and not store.stats().read_only
+    assert store.reopen() and not store.stats().read_only
     assert put_numbers(store, range(5000, 5010)) == [True] * 10
     assert found_numbers(store, range(6000)) == {*stored, *range(5000, 5010)}
     store.check()
@@ -99,10 +97,10 @@ def test_revival_after_a_limit(tmp_path: Path, layout: Layout) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, hard))
     try:
         stored = fill(store)
-        assert not store.revive() and store.delete([key_of(0)]) == 0
+        assert not store.reopen() and store.delete([key_of(0)]) == 0
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert store.revive()
+    assert store.reopen()
     assert store.delete([key_of(0)]) == 1
     assert put_numbers(store, [7000]) == [True]
     assert found_numbers(store, [*stored, 7000]) == {*stored[1:], 7000}
@@ -137,7 +135,7 @@ def test_failed_write_of_the_head(tmp_path: Path, layout: Layout) -> None:
     assert store.stats().read_only and store.stats().write_errors == 1
     assert found_numbers(store, range(12)) == set(range(8)) and store.stats().read_errors == 0
     assert put_numbers(store, [10]) == [False]
-    assert store.revive()
+    assert store.reopen()
     assert put_numbers(store, [10, 11]) == [True] * 2
     assert found_numbers(store, range(12)) == {*range(8), 10, 11}
     store.check()
@@ -148,16 +146,13 @@ def test_failed_reads_are_misses(tmp_path: Path) -> None:
     """A read that the medium refuses is a counted miss, no reason to drop the page: later it is served again."""
     store = open_store(tmp_path, **LAYOUTS["tables"])
     put_numbers(store, range(20))
-    values = store._env.tables.values._descriptor
-    readable, unreadable = os.dup(values), os.open(tmp_path / "data.mdb", os.O_WRONLY)
-    os.dup2(unreadable, values)
+    data = tmp_path / "data.mdb"
+    kept = exchange(list(descriptors_of(data)), data, os.O_WRONLY)
     assert found_numbers(store, range(20)) == set()
     stats = store.stats()
     assert stats.read_errors > 0 and stats.misses == 20 and stats.corrupt == 0
     assert store.contains([key_of(0)]) == [False], "of a file that cannot be read, lmdb is to touch nothing"
-    os.dup2(readable, values)
-    os.close(readable)
-    os.close(unreadable)
+    restore(kept)
     assert found_numbers(store, range(20)) == set(range(20))
     store.check()
     store.close()
@@ -196,7 +191,7 @@ def test_failed_reads_and_writes_of_slots(tmp_path: Path) -> None:
     assert store.stats().read_only and store.stats().write_errors == 1
     assert found_numbers(store, range(40)) == set(range(20)) and store.stats().read_errors == 20
     restore(kept)
-    assert store.revive() and put_numbers(store, [30]) == [True]
+    assert store.reopen() and put_numbers(store, [30]) == [True]
     assert found_numbers(store, range(40)) == {*range(20), 30}
     store.check()
     store.close()
@@ -212,11 +207,11 @@ def test_pages_that_came_and_went_in_one_commit(tmp_path: Path) -> None:
         store.delete([key_of(number)])
     before = store.stats().file_bytes
 
-    def come_and_go(ledger: Ledger) -> bool:
-        ledger.touch(key_of(0))  # copies the pages of the trees first, so that the value's are the last of the file
-        ledger.save()
-        ledger.add(key_of(50), bytes(60 * PAGE_BYTES))
-        return ledger.remove(key_of(50))
+    def come_and_go(transaction: WriteTransaction) -> bool:
+        transaction.touch(key_of(0))  # copies B-tree pages first, so that the value is at the end of the file
+        transaction.save()
+        transaction.put(key_of(50), bytes(60 * PAGE_BYTES))
+        return transaction.delete(key_of(50))
 
     assert store.parts.writer.change(come_and_go)
     assert store.stats().file_bytes > before + 50 * PAGE_BYTES
@@ -227,58 +222,39 @@ def test_pages_that_came_and_went_in_one_commit(tmp_path: Path) -> None:
     store.close()
 
 
-class BadSector(ValueFile):
-    """A value file of which the first value of each read transaction cannot be read."""
+def spoil_one_value(store: LmdbPageStore, key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the value of `key` cannot be read from its file."""
+    tables = store.parts.env.tables
+    with tables.env.begin(buffers=True) as txn:
+        [location] = tables.locate(txn, [key])
+    assert location is not None
+    file = tables.values if tables.slots is None else tables.slots.file_of(location)
+    read = file.read
 
-    def places(self, root: TreeRoot, keys: Sequence[bytes]) -> list[Place | None]:
-        found = super().places(root, keys)
-        self.bad = found[0]
-        return found
-
-    def read(self, place: Place, target: memoryview) -> memoryview:
-        if place == self.bad:
+    def fail_there(at: ValueLocation | int, *rest: Any) -> Any:
+        if at in (location, location.offset):
             raise OSError(errno.EIO, "Input/output error")
-        return super().read(place, target)
+        return read(at, *rest)  # type: ignore[arg-type]
 
-
-class BadSlot(SlotFile):
-    """A file of slots of which the first cannot be read."""
-
-    def read(self, offset: int, num_bytes: int, room: memoryview) -> None:
-        if offset < self.slot_bytes:
-            raise OSError(errno.EIO, "Input/output error")
-        super().read(offset, num_bytes, room)
-
-
-def with_bad_sector(path: Path, tables: Tables) -> tuple[Tables, BadSector | BadSlot]:
-    """Tables that read from a file of which one value cannot be read."""
-    if tables.slots is None:
-        values = BadSector(path / "data.mdb", tables.psize)
-        return dataclasses.replace(tables, values=values), values
-    [(page_bytes, whole)] = tables.slots.by_page_bytes.items()
-    bad = BadSlot(slots_path(path), whole.file.slot_bytes, writable=True)
-    by_page_bytes = {page_bytes: dataclasses.replace(whole, file=bad)}
-    return dataclasses.replace(tables, slots=dataclasses.replace(tables.slots, by_page_bytes=by_page_bytes)), bad
+    monkeypatch.setattr(file, "read", fail_there)
 
 
 @both_layouts
-def test_one_bad_sector(tmp_path: Path, layout: Layout) -> None:
+def test_one_bad_sector(tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """One value that cannot be read is one miss; the others of the same call are served, and check() names it."""
     store = open_store(tmp_path, **layout)
     put_numbers(store, range(8))
-    whole = store._env.tables
-    store._env._tables, bad = with_bad_sector(tmp_path, whole)
-    found = found_numbers(store, range(8))
-    assert len(found) == 7 and found_numbers(store, range(8)) == found
+    spoil_one_value(store, key_of(3), monkeypatch)
+    for _ in range(2):
+        assert found_numbers(store, range(8)) == set(range(8)) - {3}
     stats = store.stats()
     assert (stats.read_errors, stats.corrupt, stats.misses) == (2, 0, 2)
     with pytest.raises(StoreCorrupt, match=r"cannot be read: .*Input/output error") as caught:
         store.check()
     assert len(caught.value.violations) == 1
     assert [fault.action for fault in verify(store, repair=True).faults] == ["dropped"]
-    bad.close()
-    store._env._tables = whole
-    assert len(found_numbers(store, range(8))) == 7
+    monkeypatch.undo()
+    assert found_numbers(store, range(8)) == set(range(8)) - {3}
     store.check()
     store.close()
 
@@ -321,7 +297,7 @@ def be_cut(kind: str, path: str) -> None:
     print("errors", source.stats().read_errors > 0)
     if store is not None:
         print("stored", put_numbers(store, [9000]))
-        print("revived", store.revive())
+        print("revived", store.reopen())
     source.close()
 
 

@@ -21,8 +21,8 @@ from hicache.storage import (
     PageFilter,
     PageFormat,
     StoreError,
+    StoreIndexDamaged,
     StoreMismatch,
-    StoreTreesDamaged,
     describe,
     evict,
     open_existing,
@@ -31,12 +31,16 @@ from hicache.storage import (
     rescue,
     verify,
 )
+from index_damage import BRANCH, IndexPages
 from slot_case import MEMORY
 from storage_pages import LAYOUTS, Layout, blocks_bytes, both_layouts, key_of, open_store, page_of
-from tree_damage import BRANCH, Trees
 
 SIZES = (700, 5_000, 60_000)
-FORMATS = (PageFormat(60_000, PageFilter("planes", 2)), PageFormat(700), PageFormat(5_000, PageFilter("planes", 4)))
+FORMATS = (
+    PageFormat(60_000, PageFilter("byte_shuffle", 2)),
+    PageFormat(700),
+    PageFormat(5_000, PageFilter("byte_shuffle", 4)),
+)
 BUDGET = 2 << 20  # about 30 of the largest pages
 LARGE_BUDGET = 16 << 20
 
@@ -213,11 +217,11 @@ def test_sizes_are_part_of_the_identity(tmp_path: Path, layout: Layout) -> None:
     ("formats", "message"),
     [
         ([], "give 1 to 16, each of another page size"),
-        ([PageFormat(700), PageFormat(700, PageFilter("planes", 2))], "each of another page size"),
+        ([PageFormat(700), PageFormat(700, PageFilter("byte_shuffle", 2))], "each of another page size"),
         ([PageFormat(size) for size in range(1, 18)], "give 1 to 16"),
         ([PageFormat(700), PageFormat(0)], "page_bytes=0: choose 1 to 1073741824"),
         ([PageFormat(700), PageFormat((1 << 30) + 1)], "page_bytes=1073741825: choose 1 to 1073741824"),
-        ([PageFormat(700), PageFormat(9, PageFilter("planes", 2))], "units of 2 bytes"),
+        ([PageFormat(700), PageFormat(9, PageFilter("byte_shuffle", 2))], "units of 2 bytes"),
         ([PageFormat(700), PageFormat(1 << 20)], "too small for pages of 1048576 bytes; raise it to"),
     ],
 )
@@ -307,12 +311,12 @@ def test_rescue_of_all_sizes(tmp_path: Path, layout: Layout, table: bytes) -> No
         get(store, range(0, 120, 7))
         store.sync()
         order = [key for key, _ in pages(store)]
-    trees = Trees(tmp_path)
-    root = trees.tables[table].root
-    assert trees.word(root, 10) == BRANCH
-    trees.put(root, 12, 0xFFFF)
-    trees.save()
-    with pytest.raises(StoreTreesDamaged, match="damaged head"):
+    index = IndexPages(tmp_path)
+    root = index.tables[table].root
+    assert index.word(root, 10) == BRANCH
+    index.put(root, 12, 0xFFFF)
+    index.save()
+    with pytest.raises(StoreIndexDamaged, match="damaged header"):
         open_mixed(tmp_path, **settings)
     assert rescue(tmp_path) == 120
     with contextlib.closing(open_mixed(tmp_path, **settings)) as store:
@@ -326,7 +330,7 @@ def test_rescue_of_all_sizes(tmp_path: Path, layout: Layout, table: bytes) -> No
 def round_trip(path: Path, page_bytes: int, cipher: PageCipher | None, layout: Layout) -> None:
     """A state of `page_bytes` beside small pages is put, read, read by a store that was opened again, and evicted.
     A plain one does not pack, an encrypted one does."""
-    formats = [PageFormat(4096), PageFormat(page_bytes, PageFilter("planes", 2))]
+    formats = [PageFormat(4096), PageFormat(page_bytes, PageFilter("byte_shuffle", 2))]
     settings: dict[str, Any] = {"formats": formats, "budget_bytes": 20 * page_bytes, "cipher": cipher, **layout}
     state = np.resize(page_of(3, 1 << 20, "normal" if cipher else "random"), page_bytes)
     state[:8] = 1

@@ -75,7 +75,7 @@ def test_who_does_not_see_the_table_is_refused(tmp_path: Path) -> None:
     unprotected; when that process is gone, there is a new table."""
     writer = writing(tmp_path)
     (tmp_path / "lock.mdb").readlink().unlink()  # as where /dev/shm was emptied, or is another one
-    with pytest.raises(StoreLocked, match="table of readers is not seen from here"):
+    with pytest.raises(StoreLocked, match="table of readers is not visible here"):
         LmdbPageReader(tmp_path)
     writer.communicate("\n")
     reader = LmdbPageReader(tmp_path)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, describe
-from hicache.storage.direct_read import DirectReads
 from hicache.storage.memory import aligned_buffer
+from hicache.storage.slot_file import DirectReads
 from slot_case import (
     BLOCK_BYTES,
     EXTENT_BYTES,
@@ -92,7 +92,7 @@ def test_what_a_refused_write_left_is_given_back(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, now)
     assert store.stats().read_only and taken_bytes(tmp_path) > before_bytes + 10 * SLOT_BYTES
     assert slots_of(store) == before
-    assert store.revive()
+    assert store.reopen()
     assert taken_bytes(tmp_path) <= before_bytes + EXTENT_BYTES
     store.check()
     assert put_numbers(store, range(100, 140)) == [True] * 40
@@ -114,7 +114,7 @@ def aligned(page_bytes: int, shift: int = 0) -> PageBuffer:
 def test_buffers_may_lie_anywhere(tmp_path: Path, page_bytes: int, kind: str) -> None:
     """Pages put from and got into memory that is aligned or not, raw and packed, from the kernel's memory and from the
     medium: the same bytes, the caller's page is as it was, and no byte beside a buffer is written."""
-    settings = {"page_bytes": page_bytes, "budget_bytes": 8 << 20, "filter": PageFilter("planes", 1)}
+    settings = {"page_bytes": page_bytes, "budget_bytes": 8 << 20, "filter": PageFilter("byte_shuffle", 1)}
     keys = [key_of(number) for number in range(len(SHIFTS))]
     with contextlib.closing(open_slots(tmp_path, **settings)) as store:
         pages = [aligned(page_bytes, shift) for shift in SHIFTS]
@@ -156,12 +156,12 @@ def test_pages_are_read_past_the_kernels_memory(tmp_path: Path) -> None:
     with contextlib.closing(open_slots(tmp_path, **settings)) as store, slots_file(tmp_path) as descriptor:
         forget_cached(slots_path(tmp_path))
         with contextlib.closing(DirectReads(slots_path(tmp_path), descriptor)) as reads:
-            if not reads.wants(0, page_bytes):
+            if not reads.pays_off(0, page_bytes):
                 pytest.skip("no direct reads here, or the kernel does not tell what it has in memory")
             assert store.get_into([key_of(0), key_of(1)], buffers) == [True] * 2
-            assert reads.wants(0, 4 * page_bytes)
+            assert reads.pays_off(0, 4 * page_bytes)
             os.pread(descriptor, 4 * page_bytes, 0)
-            assert not reads.wants(0, 4 * page_bytes)
+            assert not reads.pays_off(0, 4 * page_bytes)
     for number, buffer in enumerate(buffers):
         np.testing.assert_array_equal(buffer, page_of(number, page_bytes))
 

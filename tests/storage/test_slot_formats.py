@@ -125,7 +125,7 @@ def test_pages_are_carried_there_and_back(
 ) -> None:
     """From tables to slots and from slots to tables values stay as they are, to the last byte, in their order, and
     without the key; whoever has it reads every page, and what is put there later."""
-    settings: dict[str, Any] = {"filter": PageFilter("planes", 2), "cipher": cipher}
+    settings: dict[str, Any] = {"filter": PageFilter("byte_shuffle", 2), "cipher": cipher}
     with contextlib.closing(open_store(tmp_path / "0", **settings, **ways[0])) as store:
         fill(store)
         carried = list(pages(store))
@@ -167,7 +167,7 @@ def test_an_operator_shrinks_a_store_with_slots(tmp_path: Path) -> None:
 def test_encrypted_slots(tmp_path: Path, kind: str, level: int) -> None:
     """Pages come back under their key alone. The files hold nothing of a plain page, which they do without a cipher;
     without the key a store is verified, and a changed page is found."""
-    settings: dict[str, Any] = {"filter": PageFilter("planes", 2), "level": level}
+    settings: dict[str, Any] = {"filter": PageFilter("byte_shuffle", 2), "level": level}
     page = page_of(3, kind=kind)
     for name, cipher in (("plain", None), ("sealed", PageCipher(KEY))):
         with contextlib.closing(open_slots(tmp_path / name, cipher=cipher, **settings)) as store:

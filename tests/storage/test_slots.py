@@ -153,7 +153,7 @@ def churn(store: LmdbPageStore, turn: int) -> None:
     store.delete([key_of(number) for number in range(turn * 7 % 40, turn * 7 % 40 + 9)])
     numbers = range(turn * 11, turn * 11 + 14)
     store.put([(key_of(n), page_of(n, kind="flat" if n % 5 == 0 else "random")) for n in numbers])
-    store.parts.writer.evict_to(40 * SLOT_BYTES + store._env.tables.index_bytes())
+    store.parts.writer.evict_to(40 * SLOT_BYTES + store.parts.env.tables.data_bytes())
 
 
 def assert_given_back(store: LmdbPageStore, path: Path) -> None:
@@ -170,8 +170,8 @@ def test_a_slot_that_a_snapshot_shows_is_never_written(tmp_path: Path) -> None:
     and put; when it ends, their slots are given back."""
     store = open_slots(tmp_path, budget_bytes=AMPLE_BUDGET)
     put_numbers(store, range(40))
-    with store._env.tables.env.begin() as txn:
-        shown = read_slots(txn, tables_of(store._env.tables.env, txn))
+    with store.parts.env.tables.env.begin() as txn:
+        shown = read_slots(txn, tables_of(store.parts.env.tables.env, txn))
         before = payloads(tmp_path, shown)
         for turn in range(25):
             churn(store, turn)
@@ -208,11 +208,11 @@ def test_a_slot_that_another_process_reads_is_never_written(tmp_path: Path) -> N
 def read_twice(path: str, num_pages: int) -> None:
     """Read all pages of one snapshot, wait for a line, and read them again."""
     reader = LmdbPageReader(path)
-    verifier = reader.sealed.verifier
+    verifier = reader.stored_values.verifier
 
     def is_right(txn: Any, tables: Any, number: int, room: memoryview) -> bool:
-        place = tables.places(txn, [key_of(number)])[0]
-        value = verifier.value(tables, key_of(number), place, room)
+        location = tables.locate(txn, [key_of(number)])[0]
+        value = verifier.read(tables, key_of(number), location, room)
         return not isinstance(value, str) and bytes(value[48:]) == page_of(number).tobytes()
 
     def body(txn: Any, tables: Any) -> None:
@@ -222,7 +222,7 @@ def read_twice(path: str, num_pages: int) -> None:
             if not turn:
                 sys.stdin.readline()
 
-    reader.sealed.env.read(body, None)
+    reader.stored_values.env.read(body, None)
     reader.close()
 
 
@@ -236,7 +236,7 @@ class Moment(NamedTuple):
 
     @classmethod
     def of(cls, store: LmdbPageStore, path: Path) -> Moment:
-        slots, commit = slots_of(store), store._env.tables.env.info()["last_txnid"]
+        slots, commit = slots_of(store), store.parts.env.tables.env.info()["last_txnid"]
         return cls(commit, (path / "data.mdb").read_bytes(), slots, payloads(path, slots, MODEL_SLOT_BYTES))
 
     def require_restored(self, copy: Path, newer: Path) -> None:

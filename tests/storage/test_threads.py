@@ -44,7 +44,9 @@ def run_threads(threads: list[threading.Thread], failures: list[BaseException]) 
 def test_readers_beside_a_writer(tmp_path: Path, layout: Layout, kind: str) -> None:
     """Four readers only ever see whole, right pages while a writer stores, evicts, deletes and compacts."""
     budget_bytes = budget_of(NUM_BUDGETED, layout)
-    store = open_store(tmp_path, budget_bytes=budget_bytes, filter=PageFilter("planes", 2), max_readers=3, **layout)
+    store = open_store(
+        tmp_path, budget_bytes=budget_bytes, filter=PageFilter("byte_shuffle", 2), max_readers=3, **layout
+    )
     pages = {n: page_of(n, kind=kind) for n in range(160)}
     failures: list[BaseException] = []
     done = threading.Event()
@@ -130,7 +132,7 @@ def test_stuck_reader_cannot_break_the_budget(tmp_path: Path, layout: str, page_
     store = open_store(tmp_path, page_bytes=page_bytes, budget_bytes=budget_bytes, **LAYOUTS[layout])
     put_numbers(store, range(num_budgeted - 10), page_bytes)
     refused, in_a_commit = 0, num_budgeted // 64 or 1
-    with store._env.tables.env.begin() as pinned:
+    with store.parts.env.tables.env.begin() as pinned:
         assert pinned is not None
         for first in range(1000, 1000 + num_budgeted // 3, in_a_commit):
             refused += False in put_numbers(store, range(first, first + in_a_commit), page_bytes)

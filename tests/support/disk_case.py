@@ -53,9 +53,9 @@ class TroubledStore:
     def touch(self, keys: Sequence[bytes]) -> None:
         self.inner.touch(keys)
 
-    def revive(self) -> bool:
-        self._begin("revive", ())
-        return self.inner.revive()
+    def reopen(self) -> bool:
+        self._begin("reopen", ())
+        return self.inner.reopen()
 
     def delete(self, keys: Sequence[bytes]) -> int:
         return self.inner.delete(keys)

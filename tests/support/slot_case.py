@@ -29,7 +29,7 @@ class Record(NamedTuple):
 
     slot: int
     num_bytes: int
-    head: bytes
+    header: bytes
 
     def pack(self, key: bytes) -> bytes:
         fields = RECORD.pack(*self)
@@ -64,7 +64,7 @@ def open_slots(path: Any, **changes: Any) -> LmdbPageStore:
 
 
 def slots_of(store: LmdbPageStore) -> Slots:
-    env = store._env.tables.env
+    env = store.parts.env.tables.env
     with env.begin() as txn:
         return read_slots(txn, tables_of(env, txn))
 

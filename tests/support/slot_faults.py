@@ -30,8 +30,8 @@ from storage_pages import key_of, put_numbers, slots_path
 
 NUM_RANDOM, NUM_PAGES = 70, 90
 ALL = frozenset(range(NUM_PAGES))
-SETTINGS = {"filter": PageFilter("planes", 2)}
-NOT_ONCE, IN_USE, FREED = "slots are not all there once", "slots in use are said", "slots freed are said"
+SETTINGS = {"filter": PageFilter("byte_shuffle", 2)}
+NOT_ONCE, IN_USE, FREED = "slots is recorded once", "slots in use are recorded", "slots freed are recorded"
 Tables = dict[bytes, Any]
 CUT_AT = 30 * SLOT_BYTES + 5000
 
@@ -257,12 +257,12 @@ FAULTS: dict[str, Fault] = {
     "freed leaked": Fault(entry(b"freed", first_freed, None), named=NOT_ONCE),
     "free beyond": Fault(entry(b"free", lambda slots: u64(slots.num_slots + 3), b""), named=NOT_ONCE),
     "free far beyond": Fault(entry(b"free", lambda _: u64((1 << 64) - 1), b""), refused="cannot open the slots"),
-    "free short": Fault(entry(b"free", lambda _: b"\0\0", b""), named="record of the slots is damaged"),
+    "free short": Fault(entry(b"free", lambda _: b"\0\0", b""), named="a slot record is damaged"),
     "freed short": Fault(
-        entry(b"freed", lambda _: b"\0\0", bytes(8)), named="record of the slots is damaged", stops_writing=True
+        entry(b"freed", lambda _: b"\0\0", bytes(8)), named="a slot record is damaged", stops_writing=True
     ),
     "freed value short": Fault(
-        entry(b"freed", first_freed, b"\0"), named="record of the slots is damaged", stops_writing=True
+        entry(b"freed", first_freed, b"\0"), named="a slot record is damaged", stops_writing=True
     ),
     "freed value wrong": Fault(entry(b"freed", first_freed, (1 << 40).to_bytes(8, "little")), named=FREED),
     "used too low": Fault(counters(used_bytes=-8 * SLOT_BYTES), named=IN_USE),
@@ -272,8 +272,8 @@ FAULTS: dict[str, Fault] = {
     "slots too few": Fault(counters(num_slots=-60), behind(39 * SLOT_BYTES), NOT_ONCE, stops_writing=True),
     "slots too many": Fault(counters(num_slots=100), named=NOT_ONCE),
     "slots far too many": Fault(counters(num_slots=1 << 62), named=NOT_ONCE),
-    "no counters": Fault(in_meta(b"slots-16320", lambda _: None), refused="counters of the slots are damaged"),
-    "counters cut": Fault(in_meta(b"slots-16320", lambda raw: raw[:23]), refused="counters of the slots are damaged"),
+    "no counters": Fault(in_meta(b"slots-16320", lambda _: None), refused="the slot counters are damaged"),
+    "counters cut": Fault(in_meta(b"slots-16320", lambda raw: raw[:23]), refused="the slot counters are damaged"),
     "payloads flipped": Fault(on_payloads(flip_payloads), ALL),
     "payloads swapped": Fault(on_payloads(swap_payloads), frozenset({3, 4, 75, 76})),
     "payloads zero": Fault(on_payloads(zero_payloads), frozenset({3, 75})),

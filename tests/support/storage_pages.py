@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from hicache.storage import LmdbPageStore, PageFilter, PageFormat
+from hicache.storage.header import finalise_header
 
 # With a value's header and lmdb's own 16 bytes exactly four pages of the file.
 PAGE_BYTES = (16 << 10) - 64
@@ -43,6 +44,11 @@ def bytes_of(number: int, page_bytes: Bytes) -> int:
 
 def key_of(number: int) -> bytes:
     return hashlib.sha256(b"key %d" % number).digest()
+
+
+def value_of(key: bytes, fields: bytes, payload: bytes | memoryview) -> bytes:
+    """The value with these header fields, a right checksum and this payload."""
+    return finalise_header(key, fields, payload) + bytes(payload)
 
 
 def page_of(number: int, page_bytes: int = PAGE_BYTES, kind: str = "random") -> npt.NDArray[np.uint8]:

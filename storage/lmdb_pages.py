@@ -1,9 +1,11 @@
-"""The head of an lmdb data file, read before lmdb trusts it, and the one change that is made to it.
+"""The format of an LMDB data file: the two meta pages, which are validated before LMDB maps the file, and the B-tree
+pages.
 
-lmdb maps its file and believes every number in it: a wrong root or length kills the process on first touch. So the two
-meta pages are held against rules here, and against the file. Owns their layout. May import the standard library, base.
+LMDB maps its file and trusts every number in it: a wrong root or length ends the process on first access. So the meta
+pages are validated here, against rules and against the file.
 
-lmdb 0.9 on a little-endian 64-bit machine, pages 0 and 1 of the file; the one with the higher transaction counts:
+LMDB 0.9 on a little-endian 64-bit machine. A page number counts pages of the file; pages 0 and 1 are the meta pages, of
+which the one with the higher transaction is valid:
 
     [  0,  16)  page header: u64 page number, u16, u16 flags, u32
     [ 16,  40)  u32 magic, u32 version, u64 address, u64 map size
@@ -11,7 +13,15 @@ lmdb 0.9 on a little-endian 64-bit machine, pages 0 and 1 of the file; the one w
     [ 88, 136)  the table of tables
     [136, 152)  u64 last page of the file, u64 transaction
 
-A table: u32, u16 flags, u16 depth, u64 branch pages, u64 leaf pages, u64 overflow pages, u64 entries, u64 root.
+A table: u32, u16 flags, u16 depth, u64 branch pages, u64 leaf pages, u64 overflow pages, u64 entries, u64 root. Any
+other page, and the nodes in it:
+
+    page   [0, 8) u64 number  [8, 10) u16  [10, 12) u16 flags: 1 branch, 2 leaf, 4 overflow
+           [12, 14) u16 end of the list of nodes  [14, 16) u16 start of the nodes  [16, end) u16 offset of each, by key
+    node   [0, 2) u16 low  [2, 4) u16 high  [4, 6) u16 flags  [6, 8) u16 key length  [8, ..) key, then data
+           branch: the child's number is low + 2^16 high + 2^32 flags; the first key counts as the lowest
+           leaf: low + 2^16 high bytes of data; flags 1: the data is the u64 number of the first overflow page, whose
+           header of 16 bytes precedes the data; flags 2: the data is the record of a table
 """
 
 from __future__ import annotations
@@ -25,17 +35,20 @@ from typing import NamedTuple
 
 from hicache.storage.base import StoreCorrupt
 
+PAGE_HEADER, NODE, PAGE_NUMBER = struct.Struct("<QHHHH"), struct.Struct("<HHHH"), struct.Struct("<Q")
+BRANCH_PAGE, LEAF_PAGE, OVERFLOW_PAGE = 1, 2, 4  # flags of pages
+OVERFLOW_NODE, TABLE_NODE = 1, 2  # flags of nodes in leaf pages
+NUM_META_PAGES, MAX_KEY_BYTES = 2, 511
 _META = struct.Struct("<QHHI II8xQ IHHQQQQQ IHHQQQQQ QQ".replace(" ", ""))
 _TABLE = struct.Struct("<IHHQQQQQ")
-_NUMBERS = struct.Struct("<Q")
-_TRANSACTION_AT = 144
+_TRANSACTION_OFFSET = 144
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META_PAGE = 8
 _INTEGER_KEYS, _NO_ROOT, _MAX_DEPTH = 8, (1 << 64) - 1, 32
 
 
 class TableRecord(NamedTuple):
-    """The tree of one table, as a meta page or the table of tables has it."""
+    """The B-tree of one table, as a meta page or the table of tables describes it."""
 
     pad: int
     flags: int
@@ -52,20 +65,21 @@ class TableRecord(NamedTuple):
 
     @classmethod
     def unpack(cls, record: bytes | memoryview | None) -> TableRecord:
-        """OSError for one of another length."""
+        """OSError for a record of another length."""
         if record is None or len(record) != _TABLE.size:
             raise OSError(errno.EIO, "the record of a table is damaged")
         return cls(*_TABLE.unpack(record))
 
     def fits(self, last_page: int) -> bool:
+        """Whether root, depth and page counts are possible in a file that ends with `last_page`."""
         if self.root == _NO_ROOT:
             return self.depth == self.entries == 0
         pages = self.branch_pages + self.leaf_pages + self.overflow_pages
-        return 2 <= self.root <= last_page and 0 < self.depth <= _MAX_DEPTH and 0 < pages <= last_page + 1
+        return NUM_META_PAGES <= self.root <= last_page and 0 < self.depth <= _MAX_DEPTH and 0 < pages <= last_page + 1
 
 
 class TreeRoot(NamedTuple):
-    """The tree of one table in one snapshot; `depth` 0: it is empty. No page of it is beyond `last_page`."""
+    """The B-tree of one table in one snapshot; `depth` 0: it is empty. None of its pages is beyond `last_page`."""
 
     root: int
     depth: int
@@ -73,7 +87,7 @@ class TreeRoot(NamedTuple):
 
     @classmethod
     def unpack(cls, record: bytes | memoryview | None, last_page: int) -> TreeRoot:
-        """From the record that the table of tables holds. OSError for one that cannot be right."""
+        """From the record in the table of tables. OSError for an impossible one."""
         table = TableRecord.unpack(record)
         if not table.fits(last_page):
             raise OSError(errno.EIO, "the record of a table is damaged")
@@ -81,7 +95,7 @@ class TreeRoot(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """What is used of one meta page."""
+    """The fields of one meta page that are used."""
 
     number: int
     page_flags: int
@@ -95,11 +109,12 @@ class Meta(NamedTuple):
 
     @property
     def psize(self) -> int:
+        """Bytes of a page of the file."""
         return self.free.pad
 
     @property
     def file_bytes(self) -> int:
-        """The length that lmdb takes the file to have."""
+        """The length that LMDB assumes the file to have."""
         return (self.last_page + 1) * self.psize
 
     @classmethod
@@ -111,9 +126,9 @@ class Meta(NamedTuple):
 
 
 def read_meta(data: Path, transaction: int | None = None) -> Meta | None:
-    """The meta page that counts, or that of `transaction`; None where there is none, and for a file without bytes.
+    """The valid meta page, or that of `transaction`; None if there is none, and for a file without bytes.
 
-    Raises `StoreCorrupt` for what is no lmdb file, is of another version, or has a head that cannot be right.
+    Raises `StoreCorrupt` for a file that is not LMDB's, is of another version, or whose meta pages are impossible.
     """
     size = data.stat().st_size if data.exists() else 0
     if not size:
@@ -139,19 +154,21 @@ def read_meta(data: Path, transaction: int | None = None) -> Meta | None:
                     f"{data} has lmdb's file format {meta.version}, this version reads {_VERSION}; "
                     "update lmdb or choose another disk path"
                 )
-    reason = next(_faults(metas), "")
+    reason = next(_meta_faults(metas), "")
     if reason:
-        raise StoreCorrupt(f"the head of {data} is damaged ({reason}); remove the directory or restore it from a copy")
+        raise StoreCorrupt(
+            f"the meta pages of {data} are damaged ({reason}); remove the directory or restore it from a copy"
+        )
     if transaction is not None:
         return next((meta for meta in metas if meta.transaction == transaction), None)
     return max(metas, key=lambda meta: meta.transaction)
 
 
 def renumber(data: Path, transaction: int) -> None:
-    """Make both meta pages of a compacted copy name the same tables, as of `transaction` and the one before.
+    """Make both meta pages of a compacted copy describe the same tables, as of `transaction` and the one before.
 
-    A copy counts from 1 again. Readers in other processes keep the table of readers alive, which names the current
-    transaction, and lmdb takes the meta page of that number's parity: in the copy it may be the empty one.
+    A copy counts transactions from 1. Readers in other processes keep the table of readers, which names the current
+    transaction, and LMDB reads the meta page of that number's parity: in the copy it may be the empty one.
     """
     with data.open("r+b") as file:
         newest = read_meta(data)
@@ -160,17 +177,17 @@ def renumber(data: Path, transaction: int) -> None:
         file.seek((newest.transaction & 1) * newest.psize)
         content = bytearray(file.read(_META.size))
         for number in (0, 1):
-            _NUMBERS.pack_into(content, 0, number)
+            PAGE_NUMBER.pack_into(content, 0, number)
             turn = transaction if transaction & 1 == number else transaction - 1
-            _NUMBERS.pack_into(content, _TRANSACTION_AT, turn)
+            PAGE_NUMBER.pack_into(content, _TRANSACTION_OFFSET, turn)
             file.seek(number * newest.psize)
             file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _faults(metas: list[Meta]) -> Iterator[str]:
-    """Why lmdb must not be given this file."""
+def _meta_faults(metas: list[Meta]) -> Iterator[str]:
+    """Why LMDB must not open this file."""
     for index, meta in enumerate(metas):
         if meta.number != index or not meta.page_flags & _META_PAGE:
             yield f"page {index} is no meta page"
@@ -180,7 +197,7 @@ def _faults(metas: list[Meta]) -> Iterator[str]:
             yield f"transaction {meta.transaction} on page {index}"
     if abs(metas[0].transaction - metas[1].transaction) > 1:
         yield f"transactions {metas[0].transaction} and {metas[1].transaction}"
-    # Only the newest counts; lmdb leaves the other one half as it was when a write of it fails.
+    # Only the newest is used; LMDB leaves the other one incomplete when a write of it fails.
     newest = max(metas, key=lambda meta: meta.transaction)
     if newest.file_bytes > newest.map_bytes:
         yield f"{newest.file_bytes} bytes in a map of {newest.map_bytes}"

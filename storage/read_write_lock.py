@@ -1,7 +1,7 @@
-"""Who may touch the memory map now: many short readers, or one thread that closes or replaces it.
+"""A lock for many short readers, or one thread that closes or replaces the memory map.
 
-An lmdb buffer is an address in the map. Touching one after the map is gone kills the process, so closing and
-compacting wait here for the readers inside. Owns no data. May import the standard library and base.
+An LMDB buffer is an address in the map, and accessing it after the map is gone ends the process. So closing and
+compacting wait until no reader is inside.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from hicache.storage.base import StoreError
 
 
-class Gate:
-    """Readers share it, at most `max_readers` at a time; `exclusive` waits until none is inside. Any thread.
+class ReadWriteLock:
+    """Shared by at most `max_readers` readers, or held exclusively; any thread, not reentrant.
 
-    A waiting exclusive holds off new readers, so it cannot starve. Neither side may be entered twice by one thread.
+    A waiting `exclusive` blocks new readers, so it cannot starve.
     """
 
     def __init__(self, max_readers: int) -> None:
@@ -32,7 +32,7 @@ class Gate:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold the map open for the duration; raises `StoreError` when the store is closed."""
+        """Hold the lock as a reader; raises `StoreError` when the store is closed."""
         with self._changed:
             while self._exclusive or self._num_readers >= self._max_readers:
                 self._changed.wait()
@@ -48,7 +48,7 @@ class Gate:
 
     @contextmanager
     def exclusive(self, *, close: bool = False) -> Iterator[None]:
-        """Keep readers out for the duration; with `close`, for ever after."""
+        """Wait until no reader is inside and keep readers out; with `close`, for ever after."""
         with self._changed:
             while self._exclusive:
                 self._changed.wait()

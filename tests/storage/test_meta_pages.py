@@ -144,7 +144,7 @@ def test_damaged_length(tmp_path: Path, bit: int) -> None:
     struct.pack_into("<Q", damaged, at, last_page | 1 << bit | 64 << 20 >> 12 << 1)
     data.write_bytes(damaged)
     for opening in (open_store, LmdbPageReader, describe):
-        with pytest.raises(StoreCorrupt, match=r"the head of .* is damaged"):
+        with pytest.raises(StoreCorrupt, match=r"the meta pages of .* are damaged"):
             opening(tmp_path)
     assert data.read_bytes() == damaged
 

@@ -1,8 +1,7 @@
-"""What a store says of itself: the identity that its pages belong to, and the settings it was last opened with.
+"""What a store says of itself: the identity of its pages, and the settings it was last opened with.
 
 Both are JSON in the table `meta`. The identity is compared at every opening: pages of another one are worthless. The
-settings may change between openings; they are kept so that an operator can open a store without its engine. Owns both
-records and the version of the format.
+settings may change between openings; they are kept so that an operator can open a store without its engine.
 """
 
 from __future__ import annotations
@@ -25,11 +24,16 @@ KEY_ID_FIELD = "cipher_key"
 MAX_FORMATS = 16
 
 
-def sealed_identity(identity: Mapping[str, str | int], cipher: PageCipher | None) -> dict[str, str | int]:
-    """The identity with the id of the key that its pages are encrypted with, if they are."""
+def identity_with_key(identity: Mapping[str, str | int], cipher: PageCipher | None) -> dict[str, str | int]:
+    """The identity, with the id of the encryption key if pages are encrypted."""
     if KEY_ID_FIELD in identity:
         raise StoreError(f"an identity has no field {KEY_ID_FIELD!r} of its own; pass cipher instead")
     return {**identity, **({KEY_ID_FIELD: cipher.key_id} if cipher else {})}
+
+
+def identity_without_key(identity: Mapping[str, str | int]) -> dict[str, str | int]:
+    """The identity, without the id of the encryption key."""
+    return {name: value for name, value in identity.items() if name != KEY_ID_FIELD}
 
 
 def namespace_digest(identity: Mapping[str, str | int]) -> bytes:
@@ -39,10 +43,10 @@ def namespace_digest(identity: Mapping[str, str | int]) -> bytes:
 
 @dataclass(frozen=True)
 class IdentityRecord:
-    """Whose pages a store holds. `identity` includes the key's id where they are encrypted.
+    """Whose pages a store holds. `identity` includes the id of the encryption key.
 
-    `page_sizes`: the sizes that pages may have, in bytes, ascending. `has_slots`: whether values are in slot files; a
-    store keeps to one way from its making on.
+    `page_sizes`: the sizes that pages may have, in bytes, ascending. `has_slots`: whether values are in slot files,
+    which is decided when a store is created.
     """
 
     identity: Mapping[str, str | int]
@@ -51,7 +55,7 @@ class IdentityRecord:
 
     @property
     def key_id(self) -> str:
-        """Id of the key that the pages are encrypted with, "" for none."""
+        """Id of the encryption key, "" for none."""
         return str(self.identity.get(KEY_ID_FIELD, ""))
 
     def pack(self) -> bytes:
@@ -77,12 +81,12 @@ class IdentityRecord:
                 "update hicache or use another disk path"
             )
         identity, page_sizes, has_slots = (fields.get(name) for name in ("identity", "page_bytes", "slots"))
-        if not isinstance(identity, dict) or not isinstance(has_slots, bool) or not _are_sizes(page_sizes):
+        if not isinstance(identity, dict) or not isinstance(has_slots, bool) or not _are_page_sizes(page_sizes):
             raise unreadable
         return cls(identity, tuple(page_sizes), has_slots)
 
     def require(self, path: Path, wanted: IdentityRecord) -> None:
-        """Raises `StoreMismatch`, naming both sides of each difference, unless pages of `wanted` are what is stored."""
+        """Raises `StoreMismatch`, naming both sides of each difference, unless `wanted` names the pages stored here."""
         theirs, ours = self._flat(), wanted._flat()
         names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
         if not names:
@@ -94,13 +98,13 @@ class IdentityRecord:
         )
 
     def _flat(self) -> dict[str, Any]:
-        """One level of names; the store's own fields cannot be hidden by the identity's."""
+        """One level of names; no field of the identity can hide the store's own."""
         return {**self.identity, "store.page_bytes": list(self.page_sizes)}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a store was opened for writing the last time. `formats` ascend by their page size."""
+    """How a store was last opened for writing. `formats` ascend by page size."""
 
     budget_bytes: int
     formats: tuple[PageFormat, ...]
@@ -112,31 +116,31 @@ class Settings:
 
     @classmethod
     def unpack(cls, raw: bytes | None, page_sizes: Sequence[int], budget_bytes: int) -> Settings:
-        """What was recorded. Nothing, or nothing readable: the defaults, with `budget_bytes`."""
-        plain = [{"page_bytes": page_bytes, "filter": {}} for page_bytes in page_sizes]
+        """The recorded settings; without a readable record the defaults, with `budget_bytes`."""
+        unfiltered = [{"page_bytes": page_bytes, "filter": {}} for page_bytes in page_sizes]
         try:
-            fields = {"budget_bytes": budget_bytes, "formats": plain, **json.loads(bytes(raw or b"{}"))}
+            fields = {"budget_bytes": budget_bytes, "formats": unfiltered, **json.loads(bytes(raw or b"{}"))}
             fields["formats"] = tuple(
-                PageFormat(one["page_bytes"], PageFilter(**one["filter"])) for one in fields["formats"]
+                PageFormat(format["page_bytes"], PageFilter(**format["filter"])) for format in fields["formats"]
             )
             recorded = cls(**fields)
         except (ValueError, TypeError, KeyError):
             recorded = cls(budget_bytes, ())
-        if [one.page_bytes for one in recorded.formats] == list(page_sizes):
+        if [format.page_bytes for format in recorded.formats] == list(page_sizes):
             return recorded
         return cls(budget_bytes, tuple(map(PageFormat, page_sizes)))
 
 
-def formats_of(formats: Sequence[PageFormat]) -> tuple[PageFormat, ...]:
-    """The formats by ascending size. `StoreError` unless there are 1 to `MAX_FORMATS`, all of different sizes."""
-    page_sizes = [one.page_bytes for one in formats]
+def sorted_formats(formats: Sequence[PageFormat]) -> tuple[PageFormat, ...]:
+    """The formats by ascending page size. `StoreError` unless there are 1 to `MAX_FORMATS`, all of different sizes."""
+    page_sizes = [format.page_bytes for format in formats]
     if not 1 <= len(formats) <= MAX_FORMATS or len(set(page_sizes)) < len(formats):
         raise StoreError(f"formats of {page_sizes} bytes: give 1 to {MAX_FORMATS}, each of another page size")
-    return tuple(sorted(formats, key=lambda one: one.page_bytes))
+    return tuple(sorted(formats, key=lambda format: format.page_bytes))
 
 
-def _are_sizes(page_sizes: Any) -> bool:
-    """Whether they are what a record may name: 1 to `MAX_FORMATS` lengths in ascending order."""
+def _are_page_sizes(page_sizes: Any) -> bool:
+    """Whether a record may name these sizes: 1 to `MAX_FORMATS` positive lengths in ascending order."""
     return (
         isinstance(page_sizes, list)
         and 1 <= len(page_sizes) <= MAX_FORMATS

@@ -1,8 +1,4 @@
-"""What `hicache store` does, one function a verb.
-
-Each takes a `Task`, opens what it needs and for no longer than it needs it, and says what came of it. May import
-storage, disk.secret, config, errors and its own package.
-"""
+"""The subcommands of `hicache store`, one function each: it takes a `Task` and returns an `Outcome`."""
 
 from __future__ import annotations
 
@@ -24,29 +20,37 @@ from hicache.storage import (
     PageCipher,
     PageFilter,
     StoreError,
-    StoreTreesDamaged,
+    StoreIndexDamaged,
     VerifyReport,
     describe,
     evict,
+    list_pages,
     open_existing,
     pages,
     rescue,
     verify,
 )
 from hicache.store_command.archive import ArchiveReader, ArchiveWriter
-from hicache.store_command.carry import STREAM, Allowance, Loader, destination, open_target, record_of, source
-from hicache.store_command.console import Bars, Heard, columns
-from hicache.store_command.listing import entries
+from hicache.store_command.console import LogCapture, ProgressBars, columns
+from hicache.store_command.import_export import (
+    STREAM,
+    ImportLimits,
+    Loader,
+    destination,
+    open_target,
+    record_of,
+    source,
+)
 from hicache.terminal import printable, sized
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call: the flags, and where to show progress. `heard`: what the store logged so far."""
+    """One call: the flags, where to show progress, and what the store logged so far."""
 
     flags: argparse.Namespace
-    bars: Bars
-    heard: Heard
+    progress: ProgressBars
+    log: LogCapture
 
     @property
     def path(self) -> Path:
@@ -61,24 +65,24 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a verb found or did: for programs, for people, and the exit status."""
+    """The result of a subcommand: for programs, for people, and the exit status."""
 
-    figures: dict[str, Any]
+    stats: dict[str, Any]
     text: str
     status: int = 0
 
 
 def stat(task: Task) -> Outcome:
     found = describe(task.path)
-    figures = dataclasses.asdict(found)
+    stats = dataclasses.asdict(found)
     ratio = found.raw_bytes / found.live_bytes if found.live_bytes else None
-    figures |= {"path": str(found.path), "identity": dict(found.identity), "encrypted": found.encrypted, "ratio": ratio}
+    stats |= {"path": str(found.path), "identity": dict(found.identity), "encrypted": found.encrypted, "ratio": ratio}
     writer = {None: "nobody", 0: "a process that cannot be named"}.get(found.writer_pid, f"process {found.writer_pid}")
     rows: list[tuple[str, object]] = [
         ("path", found.path),
         *((f"identity.{name}", value) for name, value in found.identity.items()),
         ("format", found.format),
-        *(("page", f"{sized(one.page_bytes)}, filter {_filter_text(one.filter)}") for one in found.formats),
+        *(("page", f"{sized(format.page_bytes)}, filter {_filter_text(format.filter)}") for format in found.formats),
         ("values", "in slots" if found.has_slots else "in tables"),
         ("level", found.level),
         ("durability", found.durability),
@@ -90,26 +94,26 @@ def stat(task: Task) -> Outcome:
         ("ratio", "-" if ratio is None else f"{ratio:.3f} bytes of pages a byte stored"),
         ("written by", writer),
     ]
-    return Outcome(figures, columns(rows))
+    return Outcome(stats, columns(rows))
 
 
-def _filter_text(how: PageFilter) -> str:
-    segment = f" of [{how.tokens}, {how.channels}] elements" if how.tokens else ""
-    width = f", {how.element_bytes} bytes an element" if how.kind != "none" else ""
-    return f"{how.kind}{width}{segment}"
+def _filter_text(filter: PageFilter) -> str:
+    segment = f" of [{filter.tokens}, {filter.channels}] elements" if filter.tokens else ""
+    width = f", {filter.element_bytes} bytes an element" if filter.kind != "none" else ""
+    return f"{filter.kind}{width}{segment}"
 
 
-def list_pages(task: Task) -> Outcome:
+def ls(task: Task) -> Outcome:
     limit, newest = task.flags.limit, task.flags.newest
     with _opened_to_read(task) as store:
-        listed = list(entries(store.sealed.env, newest=newest, limit=limit))
-    figures = {
+        listed = list(list_pages(store, newest=newest, limit=limit))
+    stats = {
         "path": str(task.path),
         "order": "newest" if newest else "oldest",
         "entries": [{**dataclasses.asdict(entry), "key": entry.key.hex()} for entry in listed],
     }
     lines = (f"{e.key.hex()} {e.page_bytes:>10} {e.stored_bytes:>10} {e.codec}" for e in listed)
-    return Outcome(figures, "\n".join(lines))
+    return Outcome(stats, "\n".join(lines))
 
 
 def verify_pages(task: Task) -> Outcome:
@@ -118,15 +122,15 @@ def verify_pages(task: Task) -> Outcome:
     first: tuple[Fault, ...] = ()
     try:
         report, left = _verify_once(task, cipher)
-    except StoreTreesDamaged as error:
+    except StoreIndexDamaged as error:
         if not repair:
             raise
-        with task.bars.during("building tables anew"):
+        with task.progress.during("rebuilding the index"):
             rescued = rescue(task.path)
-        first = (Fault(None, error.reason, "tables rebuilt"),)
+        first = (Fault(None, error.reason, "index rescued"),)
         report, left = _verify_once(task, cipher)
     encrypted = describe(task.path).encrypted
-    figures = {
+    stats = {
         "path": str(task.path),
         "pages": report.pages,
         "bytes": report.bytes,
@@ -134,57 +138,57 @@ def verify_pages(task: Task) -> Outcome:
         "decrypted": encrypted and cipher is not None,
         "repair": repair,
         "rescued": rescued,
-        "faults": [_fault_figures(fault) for fault in (*first, *report.faults)],
+        "faults": [_fault_stats(fault) for fault in (*first, *report.faults)],
         "left": len(left),
     }
-    return Outcome(figures, _verify_text(figures), status=1 if left else 0)
+    return Outcome(stats, _verify_text(stats), status=1 if left else 0)
 
 
 def _verify_once(task: Task, cipher: PageCipher | None) -> tuple[VerifyReport, tuple[Fault, ...]]:
-    """The first look, mending what it finds if that is asked for, and what is left to be mended."""
+    """The first report, after a repair if that is asked for, and the faults that are left."""
     repair = task.flags.repair
     with _opened_to_write(task, cipher) as store:
-        with task.bars.during("verifying") as step:
+        with task.progress.during("verifying") as step:
             report = verify(store, step, repair=repair)
         if not repair or not report.faults:
             return report, report.faults
-        with task.bars.during("verifying again") as step:
+        with task.progress.during("verifying again") as step:
             return report, verify(store, step).faults
 
 
 def compact(task: Task) -> Outcome:
     with _opened_to_write(task, task.cipher()) as store:
-        with task.bars.during("compacting"):
+        with task.progress.during("compacting"):
             before_bytes = store.stats().file_bytes
             saved_bytes = store.compact()
         _require_written(store, task)
         after_bytes = store.stats().file_bytes
-    figures = {
+    stats = {
         "path": str(task.path),
         "before_bytes": before_bytes,
         "after_bytes": after_bytes,
         "saved_bytes": saved_bytes,
     }
-    return Outcome(figures, columns([("file before", sized(before_bytes)), ("file now", sized(after_bytes))]))
+    return Outcome(stats, columns([("file before", sized(before_bytes)), ("file now", sized(after_bytes))]))
 
 
 def evict_pages(task: Task) -> Outcome:
     to_bytes = task.flags.to
     with _opened_to_write(task, task.cipher()) as store:
-        with task.bars.during("evicting"):
+        with task.progress.during("evicting"):
             num_evicted = evict(store, to_bytes)
         _require_written(store, task)
-        stats = store.stats()
-    figures = {
+        left = store.stats()
+    stats = {
         "path": str(task.path),
         "to_bytes": to_bytes,
         "evicted": num_evicted,
-        "entries": stats.entries,
-        "live_bytes": stats.live_bytes,
-        "file_bytes": stats.file_bytes,
+        "entries": left.entries,
+        "live_bytes": left.live_bytes,
+        "file_bytes": left.file_bytes,
     }
-    rows: list[tuple[str, object]] = [("evicted", num_evicted), ("entries left", stats.entries)]
-    return Outcome(figures, columns([*rows, ("file now", sized(stats.file_bytes))]))
+    rows: list[tuple[str, object]] = [("evicted", num_evicted), ("entries left", left.entries)]
+    return Outcome(stats, columns([*rows, ("file now", sized(left.file_bytes))]))
 
 
 def export_pages(task: Task) -> Outcome:
@@ -194,15 +198,15 @@ def export_pages(task: Task) -> Outcome:
     found = describe(task.path)
     with _opened_to_read(task) as store, destination(name, force=task.flags.force) as file:
         archive = ArchiveWriter(file, name, *record_of(found))
-        with task.bars.during("exporting") as step:
+        with task.progress.during("exporting") as step:
             for key, value in pages(store):
                 archive.add(key, value)
                 step(archive.num_entries, max(found.entries, archive.num_entries))
         if store.stats().read_errors:
-            raise StoreError(f"{task.heard.last(f'cannot read the store {task.path}')}; verify the store")
+            raise StoreError(f"{task.log.last(f'cannot read the store {task.path}')}; verify the store")
         archive.finish()
     left_out = max(0, found.entries - archive.num_entries)
-    figures = {
+    stats = {
         "path": str(task.path),
         "file": name,
         "pages": archive.num_entries,
@@ -212,27 +216,27 @@ def export_pages(task: Task) -> Outcome:
     rows: list[tuple[str, object]] = [("exported", f"{archive.num_entries} pages")]
     if left_out:
         rows.append(("left out", f"{left_out} pages that are damaged or went meanwhile; verify the store"))
-    return Outcome(figures, columns([*rows, ("archive", sized(archive.written_bytes))]))
+    return Outcome(stats, columns([*rows, ("archive", sized(archive.written_bytes))]))
 
 
 def import_pages(task: Task) -> Outcome:
     name, flags = task.flags.file, task.flags
-    allowed = Allowance(flags.budget, flags.max_budget, flags.max_page)
+    limits = ImportLimits(flags.budget, flags.max_budget, flags.max_page)
     with source(name) as (file, file_bytes):
         archive = ArchiveReader(file, name)
-        store, created = open_target(task.path, archive, task.cipher(), allowed)
+        store, created = open_target(task.path, archive, task.cipher(), limits)
         loader = Loader(store)
         try:
-            with task.bars.during("importing") as step:
+            with task.progress.during("importing") as step:
                 _load(loader, archive, step, file_bytes)
         except StoreError as error:
-            cause = f" ({task.heard.last('')})" if task.heard.messages else ""
+            cause = f" ({task.log.last('')})" if task.log.messages else ""
             raise type(error)(f"{error}{cause}; {loader.kept} pages that came before are imported") from error
         finally:
             store_stats = store.stats()
             store.close()
     num_refused = sum(loader.refused.values())
-    figures = {
+    stats = {
         "path": str(task.path),
         "file": name,
         "created": created,
@@ -243,11 +247,11 @@ def import_pages(task: Task) -> Outcome:
         "refused": num_refused,
         "reasons": dict(loader.refused),
     }
-    return Outcome(figures, _import_text(figures), status=1 if num_refused else 0)
+    return Outcome(stats, _import_text(stats), status=1 if num_refused else 0)
 
 
 def _load(loader: Loader, archive: ArchiveReader, step: Any, file_bytes: int | None) -> None:
-    """Whatever ends it, the pages that were read before are put."""
+    """Store the pages that were read, also when reading fails."""
     try:
         for key, value in archive.entries():
             loader.add(key, value)
@@ -256,39 +260,41 @@ def _load(loader: Loader, archive: ArchiveReader, step: Any, file_bytes: int | N
         loader.flush()
 
 
-def _verify_text(figures: dict[str, Any]) -> str:
-    """A line a fault, and the verdict."""
-    faults, left, repaired = figures["faults"], figures["left"], figures["repair"]
+def _verify_text(stats: dict[str, Any]) -> str:
+    """One line per fault, and the verdict."""
+    faults, left, repaired = stats["faults"], stats["left"], stats["repair"]
     lines = []
     for fault in faults:
         where = f"page {fault['key']}: " if fault["key"] else ""
         lines.append(printable(f"{fault['action'] or 'left as it is':<14}  {where}{fault['reason']}"))
     remedy = ""
     if faults and repaired:
-        remedy = f"; {left} left that cannot be mended, remove the directory" if left else "; the store is whole again"
+        remedy = (
+            f"; {left} left that cannot be repaired, remove the directory" if left else "; the store is whole again"
+        )
     elif faults:
-        remedy = "; --repair drops bad pages and builds indexes anew"
+        remedy = "; --repair deletes bad pages and rebuilds indexes"
     verdict = f"{len(faults)} fault(s)" if faults else "no faults"
-    decrypted = ", decrypted too" if figures["decrypted"] else ", not decrypted for want of the key"
-    if not figures["encrypted"]:
+    decrypted = ", decrypted too" if stats["decrypted"] else ", not decrypted for want of the key"
+    if not stats["encrypted"]:
         decrypted = ""
-    lines.append(f"{figures['pages']} pages, {sized(figures['bytes'])}{decrypted}: {verdict}{remedy}")
+    lines.append(f"{stats['pages']} pages, {sized(stats['bytes'])}{decrypted}: {verdict}{remedy}")
     return "\n".join(lines)
 
 
-def _import_text(figures: dict[str, Any]) -> str:
+def _import_text(stats: dict[str, Any]) -> str:
     rows: list[tuple[str, object]] = [
-        ("imported", f"{figures['stored']} pages, into a {'new' if figures['created'] else 'present'} store"),
-        ("there before", f"{figures['present']} pages"),
-        ("refused", f"{figures['refused']} pages that do not verify"),
-        *((f"  {reason}", count) for reason, count in figures["reasons"].items()),
+        ("imported", f"{stats['stored']} pages, into a {'new' if stats['created'] else 'present'} store"),
+        ("present before", f"{stats['present']} pages"),
+        ("refused", f"{stats['refused']} pages that do not verify"),
+        *((f"  {reason}", count) for reason, count in stats["reasons"].items()),
     ]
-    if figures["evicted"]:
-        rows.append(("evicted", f"{figures['evicted']} older pages, to stay within the budget"))
+    if stats["evicted"]:
+        rows.append(("evicted", f"{stats['evicted']} older pages, to stay within the budget"))
     return columns(rows)
 
 
-def _fault_figures(fault: Fault) -> dict[str, str | None]:
+def _fault_stats(fault: Fault) -> dict[str, str | None]:
     return {"key": fault.key.hex() if fault.key else None, "reason": fault.reason, "action": fault.action}
 
 
@@ -303,7 +309,8 @@ def _opened_to_write(task: Task, cipher: PageCipher | None) -> Iterator[LmdbPage
 
 @contextlib.contextmanager
 def _opened_to_read(task: Task) -> Iterator[LmdbPageStore | LmdbPageReader]:
-    """Beside a writer; but an encrypted store without its key as a writer, since a reader insists on the key."""
+    """For reading, while another process may write; an encrypted store without its key for writing, since a reader
+    requires the key."""
     path, cipher = task.path, task.cipher()
     if cipher is None and describe(path).encrypted:
         with _opened_to_write(task, None) as store:
@@ -319,4 +326,4 @@ def _opened_to_read(task: Task) -> Iterator[LmdbPageStore | LmdbPageReader]:
 def _require_written(store: LmdbPageStore, task: Task) -> None:
     stats = store.stats()
     if stats.write_errors or stats.read_only:
-        raise StoreError(task.heard.last(f"cannot write the store {task.path}; free disk space"))
+        raise StoreError(task.log.last(f"cannot write the store {task.path}; free disk space"))

@@ -1,8 +1,5 @@
-"""Pages out of a store into an archive, and out of an archive into a store.
-
-An archive takes its name only when it is whole. May import the standard library, storage, config, errors and its own
-package.
-"""
+"""Moves pages from a store to an archive, and from an archive to a store. An archive gets its name when it is
+complete."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from typing import BinaryIO
 
 from hicache.errors import ConfigError
 from hicache.storage import LmdbPageStore, PageCipher, StoreError, describe, open_existing, put_values
-from hicache.storage.lmdb_file import DATA_FILE, sync_directory
-from hicache.storage.lmdb_record import KEY_ID_FIELD, IdentityRecord, Settings
-from hicache.storage.operate import StoreDescription
+from hicache.storage.directory import DATA_FILE, sync_directory
+from hicache.storage.maintenance import StoreDescription
+from hicache.storage.records import KEY_ID_FIELD, IdentityRecord, Settings
 from hicache.store_command.archive import ArchiveReader
 
 STREAM = "-"
@@ -29,15 +26,15 @@ _MAX_BATCH_PAGES = 256
 
 
 def record_of(found: StoreDescription) -> tuple[IdentityRecord, Settings]:
-    """The records of a store, as an archive carries them."""
+    """The records of a store, as an archive contains them."""
     key_id = {KEY_ID_FIELD: found.key_id} if found.encrypted else {}
-    identity = IdentityRecord({**found.identity, **key_id}, tuple(one.page_bytes for one in found.formats))
+    identity = IdentityRecord({**found.identity, **key_id}, tuple(format.page_bytes for format in found.formats))
     return identity, Settings(found.budget_bytes, found.formats, found.durability, found.level)
 
 
 @contextlib.contextmanager
 def destination(name: str, *, force: bool) -> Iterator[io.RawIOBase]:
-    """Where an archive goes: stdout for `-`, else a file that appears under its name when the block ended well."""
+    """Where an archive is written: stdout for `-`, else a file that gets its name when the block ends without error."""
     if name == STREAM:
         if sys.stdout is None or sys.stdout.isatty():
             raise ConfigError("an archive is not for a terminal; redirect the output or give a file")
@@ -45,7 +42,7 @@ def destination(name: str, *, force: bool) -> Iterator[io.RawIOBase]:
             yield stream
         return
     path = Path(name)
-    _require_free(path, force=force)
+    _require_absent(path, force=force)
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     except OSError as error:
@@ -53,14 +50,14 @@ def destination(name: str, *, force: bool) -> Iterator[io.RawIOBase]:
     try:
         with open(descriptor, "wb", buffering=0) as file:
             yield file
-            _settle(file, path, Path(temporary), force=force)
+            _publish(file, path, Path(temporary), force=force)
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def source(name: str) -> Iterator[tuple[BinaryIO, int | None]]:
-    """Where an archive comes from, stdin for `-`, and its size where that is known."""
+    """Where an archive is read, stdin for `-`, and its size if that is known."""
     if name == STREAM:
         if sys.stdin is None or sys.stdin.isatty():
             raise ConfigError("an archive does not come from a terminal; redirect the input or give a file")
@@ -75,15 +72,15 @@ def source(name: str) -> Iterator[tuple[BinaryIO, int | None]]:
 
 
 @dataclass(frozen=True)
-class Allowance:
-    """What a new store may take, whatever an archive asks for. `budget_bytes`: what it gets in any case, if given."""
+class ImportLimits:
+    """The limits of a new store, whatever an archive asks for. `budget_bytes`: its budget in any case, if given."""
 
     budget_bytes: int | None
     max_budget_bytes: int
     max_page_bytes: int
 
     def budget_for(self, archive: ArchiveReader) -> int:
-        """The budget of the store that takes the archive's pages. ConfigError where the archive asks for too much."""
+        """The budget of the new store for an archive. ConfigError if the archive asks for too much."""
         page_bytes, asked_bytes = archive.identity.page_sizes[-1], archive.settings.budget_bytes
         if page_bytes > self.max_page_bytes:
             raise ConfigError(f"the archive has pages of {page_bytes} bytes; raise --max-page if they may have as many")
@@ -97,26 +94,26 @@ class Allowance:
 
 
 def open_target(
-    path: Path, archive: ArchiveReader, cipher: PageCipher | None, allowed: Allowance
+    path: Path, archive: ArchiveReader, cipher: PageCipher | None, limits: ImportLimits
 ) -> tuple[LmdbPageStore, bool]:
-    """The store that an archive's pages go to, and whether it is new. StoreMismatch unless it is of their identity."""
+    """The store for the pages of an archive, and whether it is new. StoreMismatch if it has another identity."""
     if (path / DATA_FILE).exists():
-        if allowed.budget_bytes is not None:
+        if limits.budget_bytes is not None:
             raise ConfigError(f"--budget is for a new store, and {path} holds one; leave it out")
         record_of(describe(path))[0].require(path, archive.identity)
         return open_existing(path, cipher=cipher), False
     if cipher is not None:
         identity = {**archive.identity.identity, KEY_ID_FIELD: cipher.key_id}
         archive.identity.require(path, replace(archive.identity, identity=identity))
-    wanted = replace(archive.settings, budget_bytes=allowed.budget_for(archive))
+    wanted = replace(archive.settings, budget_bytes=limits.budget_for(archive))
     return LmdbPageStore.of_record(path, archive.identity, wanted, cipher), True
 
 
 @dataclass
 class Loader:
-    """Puts pages into a store, one commit at a time. `kept`: pages that are there now; `refused`: why others are not.
+    """Stores pages in batches. `kept`: pages that are present now; `refused`: why others are not.
 
-    StoreError when the store takes no more; what it took stays.
+    StoreError when the store accepts no more; what it accepted stays.
     """
 
     store: LmdbPageStore
@@ -127,7 +124,7 @@ class Loader:
 
     def add(self, key: bytes, value: bytes) -> None:
         full = self._batch_bytes + len(value) > self.store.parts.budget.commit_bytes
-        # A key that comes again was used meanwhile: its place in the order is the later one.
+        # A key that comes again was used meanwhile: its later place in the use order counts.
         if full or key in self._batch or len(self._batch) == _MAX_BATCH_PAGES:
             self.flush()
         self._batch[key] = value
@@ -136,7 +133,7 @@ class Loader:
     def flush(self) -> None:
         batch = list(self._batch.items())
         self._batch, self._batch_bytes = {}, 0
-        verify = self.store.sealed.verifier.verify
+        verify = self.store.stored_values.verifier.verify
         short = 0
         for (key, value), kept in zip(batch, put_values(self.store, batch), strict=True):
             reason = "" if kept else verify(key, memoryview(value))
@@ -147,18 +144,18 @@ class Loader:
             raise StoreError(f"the store refused {short} pages; free disk space or raise its budget")
 
 
-def _require_free(path: Path, *, force: bool) -> None:
+def _require_absent(path: Path, *, force: bool) -> None:
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is no regular file; choose another one, or - for the standard output")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; choose another file or give --force")
 
 
-def _settle(file: io.RawIOBase, path: Path, temporary: Path, *, force: bool) -> None:
-    """What was written is on the disk before it has its name."""
+def _publish(file: io.RawIOBase, path: Path, temporary: Path, *, force: bool) -> None:
+    """Give the file its name, after its content is on disk."""
     try:
         os.fsync(file.fileno())
-        _require_free(path, force=force)
+        _require_absent(path, force=force)
         temporary.replace(path)
         sync_directory(path.parent)
     except OSError as error:

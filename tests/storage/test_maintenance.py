@@ -42,7 +42,7 @@ def reasons(report: VerifyReport) -> str:
 
 def test_describe(tmp_path: Path) -> None:
     """A store says what it was made for and how it was opened the last time."""
-    how = PageFilter("planes", 2)
+    how = PageFilter("byte_shuffle", 2)
     open_store(tmp_path, budget_bytes=32 << 20).close()
     store = open_store(tmp_path, filter=how, level=3, durability="commit")
     put_numbers(store, range(7))
@@ -60,7 +60,7 @@ def test_describe(tmp_path: Path) -> None:
 
 def test_open_existing(tmp_path: Path) -> None:
     """A store opens with what it says of itself, and stays the same store."""
-    store = open_store(tmp_path, filter=PageFilter("planes", 2), durability="commit")
+    store = open_store(tmp_path, filter=PageFilter("byte_shuffle", 2), durability="commit")
     put_numbers(store, range(5), kind="normal")
     store.close()
     before = describe(tmp_path)

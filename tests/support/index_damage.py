@@ -1,4 +1,4 @@
-"""Damage to the trees of a closed store, planted in its file: what lmdb would follow, changed behind its back.
+"""Damage to the index of a closed store: B-tree pages that LMDB would follow, changed in its file.
 
 Run as a program, it plants damage at random, a store of its own each, and has a child use that store, which may crash.
 """
@@ -18,19 +18,19 @@ from typing import Any
 import lmdb
 
 from child_case import in_child
-from hicache.storage import StoreTreesDamaged, rescue, verify
-from hicache.storage.lmdb_meta import TableRecord, read_meta
+from hicache.storage import StoreIndexDamaged, rescue, verify
+from hicache.storage.lmdb_pages import TableRecord, read_meta
 from storage_pages import LAYOUTS, Layout, found_numbers, key_of, open_store, put_numbers
 
 PSIZE = 4096
 BRANCH, LEAF, RUN = 1, 2, 4
-PAGE_BYTES = 2048 - 64  # short: trees with many leaves
+PAGE_BYTES = 2048 - 64  # short: B-trees with many leaf pages
 SETTINGS: dict[str, Any] = {"page_bytes": PAGE_BYTES, "budget_bytes": 4 << 20, "level": 0}
 NUM_PAGES, NUM_IN_SLOTS = 350, 307  # that are there: numbers from 60 on, with slots the later ones
 
 
 def make(path: Path, layout: Layout) -> None:
-    """A store with trees of two levels, free pages, and use orders that differ from the order of storing."""
+    """A store with B-trees of two levels, free pages, and use orders that differ from the order of storing."""
     with contextlib.closing(open_store(path, **SETTINGS, **layout)) as store:
         for first in range(0, 400, 20):
             assert all(put_numbers(store, range(first, first + 20), PAGE_BYTES))
@@ -42,7 +42,7 @@ def make(path: Path, layout: Layout) -> None:
             store.sync()
 
 
-class Trees:
+class IndexPages:
     """The pages of a closed store's file, to be changed; `save` writes them back."""
 
     def __init__(self, path: Path) -> None:
@@ -100,36 +100,36 @@ class Trees:
         return [page for page, (number, _, flags) in stated if number == page and flags in (BRANCH, LEAF)]
 
 
-def _bits(trees: Trees, rng: random.Random, start: int) -> None:
+def _bits(tree: IndexPages, rng: random.Random, start: int) -> None:
     for _ in range(rng.choice((1, 1, 4))):
-        trees.bytes[start + rng.randrange(PSIZE)] ^= 1 << rng.randrange(8)
+        tree.bytes[start + rng.randrange(PSIZE)] ^= 1 << rng.randrange(8)
 
 
-def _noise(trees: Trees, rng: random.Random, start: int) -> None:
+def _noise(tree: IndexPages, rng: random.Random, start: int) -> None:
     length = rng.choice((16, 512))
     at = start + rng.randrange(PSIZE // length) * length
-    trees.bytes[at : at + length] = rng.randbytes(length) if rng.random() < 0.6 else bytes(length)
+    tree.bytes[at : at + length] = rng.randbytes(length) if rng.random() < 0.6 else bytes(length)
 
 
-def _head(trees: Trees, rng: random.Random, start: int) -> None:
-    trees.bytes[start + rng.randrange(16)] = rng.randrange(256)
+def _head(tree: IndexPages, rng: random.Random, start: int) -> None:
+    tree.bytes[start + rng.randrange(16)] = rng.randrange(256)
 
 
-def _swap(trees: Trees, rng: random.Random, start: int) -> None:
+def _swap(tree: IndexPages, rng: random.Random, start: int) -> None:
     """Two pages in each other's place, as by a write that went astray."""
-    other = rng.choice(trees.all()) * PSIZE
-    ours, theirs = trees.bytes[start : start + PSIZE], trees.bytes[other : other + PSIZE]
-    trees.bytes[start : start + PSIZE], trees.bytes[other : other + PSIZE] = theirs, ours
+    other = rng.choice(tree.all()) * PSIZE
+    ours, theirs = tree.bytes[start : start + PSIZE], tree.bytes[other : other + PSIZE]
+    tree.bytes[start : start + PSIZE], tree.bytes[other : other + PSIZE] = theirs, ours
 
 
-KINDS: tuple[Callable[[Trees, random.Random, int], None], ...] = (_bits, _noise, _head, _swap)
+KINDS: tuple[Callable[[IndexPages, random.Random, int], None], ...] = (_bits, _noise, _head, _swap)
 
 
 def spoil(path: Path, seed: int) -> None:
     """Damage one page of a tree, of a kind that `seed` decides."""
-    rng, trees = random.Random(seed), Trees(path)
-    rng.choice(KINDS)(trees, rng, rng.choice(trees.all()) * PSIZE)
-    trees.save()
+    rng, tree = random.Random(seed), IndexPages(path)
+    rng.choice(KINDS)(tree, rng, rng.choice(tree.all()) * PSIZE)
+    tree.save()
 
 
 def use(path: Path, layout: Layout) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def use(path: Path, layout: Layout) -> dict[str, Any]:
     said: dict[str, Any] = {"refused": ""}
     try:
         store = open_store(path, **SETTINGS, **layout)
-    except StoreTreesDamaged as error:
+    except StoreIndexDamaged as error:
         said["refused"] = str(error)
         said["rescued"] = rescue(path)
         store = open_store(path, **SETTINGS, **layout)

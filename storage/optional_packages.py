@@ -1,8 +1,7 @@
-"""The packages that an embedded store needs and that may be missing, each itself or None.
+"""The packages that an embedded store needs and that may be missing: each is the module itself, or None.
 
 `lmdb` and `zstandard` are always needed, `cryptography` (four modules of it) for encrypted pages only. Importing
-`hicache.storage` must work without them; building a store then says what to install. May import the standard library
-and base.
+`hicache.storage` works without them; building a store then says what to install.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ cipher_algorithms: Any = _optional("cryptography.hazmat.primitives.ciphers.algor
 cipher_modes: Any = _optional("cryptography.hazmat.primitives.ciphers.modes")
 crypto_errors: Any = _optional("cryptography.exceptions")
 
-# What a call of lmdb raises when it fails: its own errors, those of the operating system, and SystemError, where its
-# binding reports a failure without saying which.
-medium_errors: tuple[type[Exception], ...] = (OSError, SystemError, *((lmdb.Error,) if lmdb else ()))
-opening_errors: tuple[type[Exception], ...] = (StoreError, *medium_errors)
+# What an LMDB call raises when it fails: its own errors, those of the operating system, and SystemError, with which the
+# binding reports a failure that it cannot name.
+io_errors: tuple[type[Exception], ...] = (OSError, SystemError, *((lmdb.Error,) if lmdb else ()))
+opening_errors: tuple[type[Exception], ...] = (StoreError, *io_errors)

@@ -1,8 +1,8 @@
-"""Packing pages beside the writer: while one group is being committed, the next is packed.
+"""Encodes pages in threads beside the writer: while one group is committed, the next is compressed.
 
-A commit waits for the medium and packing for the processor; one after the other they would add up. Values wait for
-their commit in memory that is used again and again: fresh memory costs more than packing a page that does not pack.
-Owns its threads and that memory.
+A commit waits for the disk and compression for the processor; one after the other they would add up. Values wait for
+their commit in buffers that are reused, since page-faulting fresh memory costs more than encoding an incompressible
+page.
 """
 
 from __future__ import annotations
@@ -14,41 +14,39 @@ from typing import Generic, NamedTuple, TypeVar
 
 from hicache.storage.base import PageBuffer
 from hicache.storage.codec import PageCodecs
-from hicache.storage.lru import Value
 from hicache.storage.memory import MAX_KEPT_BYTES, aligned_buffer
+from hicache.storage.write_transaction import Value
 
 T = TypeVar("T")
 
-_THREADS = 2  # zstd packs 0.8 GB/s a thread, about what one writer commits
-_LEAST_BYTES = 64 << 10  # handing a smaller page to another thread takes longer than packing it
+_NUM_THREADS = 2  # zstd compresses 0.8 GB/s a thread, about what one writer commits
+_MIN_THREADED_BYTES = 64 << 10  # handing a smaller page to another thread takes longer than encoding it
 
 
 class _Job(NamedTuple):
-    """A page being packed: its size, the memory for its value (none for a small one), and the value."""
+    """A page being encoded: its size, the buffer for its value (None for a small page), and the value."""
 
     page_bytes: int
-    room: memoryview | None
+    buffer: memoryview | None
     value: Future[Value]
 
 
-class Packer:
-    """Encodes pages in order, at most `ahead_bytes` or one page ahead of who takes them. For the writer thread.
+class PageCompressor:
+    """Encodes pages in order, at most `ahead_bytes` or one page ahead of the consumer; writer thread.
 
-    `apart`: values come in two parts, for slots.
-
-    Values are valid until `release`, which frees all that were handed out.
+    `split`: values come as `HeaderAndPayload`, for slots. Values are valid until `release`.
     """
 
-    def __init__(self, codecs: PageCodecs, ahead_bytes: int, *, apart: bool) -> None:
-        self._codecs, self._ahead_bytes, self._apart = codecs, ahead_bytes, apart
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hicache-disk-pack")
+    def __init__(self, codecs: PageCodecs, ahead_bytes: int, *, split: bool) -> None:
+        self._codecs, self._ahead_bytes, self._split = codecs, ahead_bytes, split
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hicache-disk-compress")
         self._free: dict[int, list[memoryview]] = {page_bytes: [] for page_bytes in codecs}
         self._lent: list[_Job] = []
 
     def values(
         self, keys: Sequence[bytes], pages: Mapping[bytes, PageBuffer], lag: float
     ) -> Generator[Value, None, None]:
-        """The value of each key's page. Closed early, it waits for the pages being packed: they are the caller's."""
+        """The value of each key's page. Closed early, it waits for pages being encoded: they belong to the caller."""
         pending, pending_bytes = deque[_Job](), 0
         try:
             for key in keys:
@@ -67,6 +65,7 @@ class Packer:
                 self._keep(job)
 
     def release(self) -> None:
+        """Reuse the buffers of all values that were handed out."""
         for job in self._lent:
             self._keep(job)
         self._lent.clear()
@@ -77,35 +76,35 @@ class Packer:
     def _submit(self, key: bytes, page: PageBuffer, lag: float) -> _Job:
         page_bytes = len(page)
         codec, done = self._codecs[page_bytes], Future[Value]()
-        if page_bytes < _LEAST_BYTES:
+        if page_bytes < _MIN_THREADED_BYTES:
             done.set_result(memoryview(codec.encode(key, page, lag=lag)))
             return _Job(page_bytes, None, done)
         free = self._free[page_bytes]
-        room = free.pop() if free else aligned_buffer(codec.max_value_bytes)
+        buffer = free.pop() if free else aligned_buffer(codec.max_value_bytes)
         try:
-            return _Job(page_bytes, room, self._threads.submit(self._pack, key, page, lag, room))
-        except RuntimeError:  # at the interpreter's exit no thread takes work any more, and the writer has some left
-            done.set_result(self._pack(key, page, lag, room))
-            return _Job(page_bytes, room, done)
+            return _Job(page_bytes, buffer, self._threads.submit(self._encode, key, page, lag, buffer))
+        except RuntimeError:  # at the interpreter's exit threads accept no work any more, and the writer has some left
+            done.set_result(self._encode(key, page, lag, buffer))
+            return _Job(page_bytes, buffer, done)
 
-    def _pack(self, key: bytes, page: PageBuffer, lag: float, room: memoryview) -> Value:
+    def _encode(self, key: bytes, page: PageBuffer, lag: float, buffer: memoryview) -> Value:
         codec = self._codecs[len(page)]
-        if self._apart:
-            return codec.encode_apart(key, page, room, lag=lag)
-        return room[: codec.encode_into(key, page, room, lag=lag)]
+        if self._split:
+            return codec.encode_split(key, page, buffer, lag=lag)
+        return buffer[: codec.encode_into(key, page, buffer, lag=lag)]
 
     def _lend(self, job: _Job) -> Value:
         self._lent.append(job)
         return job.value.result()
 
     def _keep(self, job: _Job) -> None:
-        """Keep its memory for the next page of its size, unless that is large."""
-        if job.room is not None and job.page_bytes <= MAX_KEPT_BYTES:
-            self._free[job.page_bytes].append(job.room)
+        """Keep the buffer of a job for the next page of its size, unless it is large."""
+        if job.buffer is not None and job.page_bytes <= MAX_KEPT_BYTES:
+            self._free[job.page_bytes].append(job.buffer)
 
 
 class Replay(Generic[T]):
-    """What an iterator gives, to be gone through as often as need be; the iterator is asked once for each item."""
+    """The items of an iterator, which may be iterated again; the iterator is asked once for each item."""
 
     def __init__(self, source: Iterator[T]) -> None:
         self._source = source

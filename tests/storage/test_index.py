@@ -1,4 +1,4 @@
-"""Damage to the trees that lmdb walks: named before lmdb sees it, and the tables built anew from their leaves."""
+"""A damaged index, LMDB's B-tree pages: named before LMDB follows it, and rebuilt from its leaf pages."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from tempfile import TemporaryDirectory
 import lmdb
 import pytest
 
-import tree_damage
+import index_damage
 from child_case import in_child
 from hicache.storage import (
     LmdbPageReader,
     PageCipher,
     StoreCorrupt,
     StoreError,
+    StoreIndexDamaged,
     StoreLocked,
-    StoreTreesDamaged,
     lmdb_file,
     rescue,
     verify,
 )
-from hicache.storage.lmdb_meta import read_meta
-from hicache.storage.tree_check import trees_fault
+from hicache.storage.index_check import index_fault
+from hicache.storage.lmdb_pages import read_meta
+from index_damage import BRANCH, LEAF, NUM_IN_SLOTS, NUM_PAGES, PSIZE, RUN, SETTINGS, IndexPages, make
 from storage_pages import (
     LAYOUTS,
     PAGE_BYTES,
@@ -42,7 +43,6 @@ from storage_pages import (
     open_store,
     put_numbers,
 )
-from tree_damage import BRANCH, LEAF, NUM_IN_SLOTS, NUM_PAGES, PSIZE, RUN, SETTINGS, Trees, make
 
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
@@ -50,7 +50,7 @@ MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 def fault_of(path: Path) -> str:
     meta = read_meta(path / "data.mdb")
     assert meta is not None
-    return trees_fault(path / "data.mdb", meta, heads=True)
+    return index_fault(path / "data.mdb", meta, overflow=True)
 
 
 @pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS.keys(), name="layout")
@@ -94,115 +94,133 @@ def test_a_file_without_tables_is_sound(tmp_path: Path) -> None:
         assert put_numbers(store, [1]) == [True]
 
 
-def leaf(trees: Trees, name: bytes = b"ages", index: int = 3) -> int:
-    return trees.leaves(name)[index]
+def leaf(tree: IndexPages, name: bytes = b"ages", index: int = 3) -> int:
+    return tree.leaves(name)[index]
 
 
-def swap_offsets(trees: Trees, page: int) -> None:
-    first, second = trees.word(page, 16), trees.word(page, 18)
-    trees.put(page, 16, second)
-    trees.put(page, 18, first)
+def swap_offsets(tree: IndexPages, page: int) -> None:
+    first, second = tree.word(page, 16), tree.word(page, 18)
+    tree.put(page, 16, second)
+    tree.put(page, 18, first)
 
 
-def other_child(trees: Trees, child: int) -> None:
-    root = trees.tables[b"ages"].root
-    trees.put(root, trees.nodes(root)[2], child)
+def other_child(tree: IndexPages, child: int) -> None:
+    root = tree.tables[b"ages"].root
+    tree.put(root, tree.nodes(root)[2], child)
 
 
-def free_list(trees: Trees, at: int, value: int) -> None:
+def free_list(tree: IndexPages, at: int, value: int) -> None:
     """Change the number at place `at` of the last list of free pages."""
-    page = trees.leaves(b"free pages")[-1]
-    trees.put(page, trees.data_at(page, len(trees.nodes(page)) - 1) + 8 * at, value, "Q")
+    page = tree.leaves(b"free pages")[-1]
+    tree.put(page, tree.data_at(page, len(tree.nodes(page)) - 1) + 8 * at, value, "Q")
 
 
-def record(trees: Trees, at: int, value: int, kind: str = "Q", name: bytes = b"ages") -> None:
-    page, start = trees.record_of(name)
-    trees.put(page, start + at, value, kind)
+def record(tree: IndexPages, at: int, value: int, kind: str = "Q", name: bytes = b"ages") -> None:
+    page, start = tree.record_of(name)
+    tree.put(page, start + at, value, kind)
 
 
-def shorter_value(trees: Trees) -> None:
+def shorter_value(tree: IndexPages) -> None:
     """A node that is two bytes shorter than the place that it takes."""
-    page = leaf(trees)
-    trees.put(page, trees.nodes(page)[5], 14)
+    page = leaf(tree)
+    tree.put(page, tree.nodes(page)[5], 14)
 
 
-def last_page_in_use(trees: Trees) -> None:
+def last_page_in_use(tree: IndexPages) -> None:
     """Make the page with the highest number that is in use the first of a list of free ones."""
-    page = trees.leaves(b"free pages")[-1]
-    start = trees.data_at(page, len(trees.nodes(page)) - 1)
-    listed = [int.from_bytes(trees.bytes[page * PSIZE + start + 8 * n :][:8], "little") for n in range(3)]
-    used = max(number for number in trees.all() if number > listed[2] and number not in listed[1:])
-    trees.put(page, start + 8, used, "Q")
+    page = tree.leaves(b"free pages")[-1]
+    start = tree.data_at(page, len(tree.nodes(page)) - 1)
+    listed = [int.from_bytes(tree.bytes[page * PSIZE + start + 8 * n :][:8], "little") for n in range(3)]
+    used = max(number for number in tree.all() if number > listed[2] and number not in listed[1:])
+    tree.put(page, start + 8, used, "Q")
 
 
-DAMAGE: dict[str, tuple[Callable[[Trees], None], str]] = {
-    "another page's number": (lambda trees: trees.put(leaf(trees), 0, 1, "Q"), "a page of ages has a damaged head"),
-    "of another kind": (lambda trees: trees.put(leaf(trees), 10, BRANCH), "a page of ages has a damaged head"),
-    "of two kinds": (lambda trees: trees.put(leaf(trees), 10, LEAF | 64), "a page of ages has a damaged head"),
-    "an odd number of bytes": (lambda trees: trees.put(leaf(trees), 12, 33), "a page of ages has a damaged head"),
-    "no node": (lambda trees: trees.put(leaf(trees), 12, 16), "a page of ages has a damaged head"),
-    "a branch with one child": (
-        lambda trees: trees.put(trees.tables[b"ages"].root, 12, 18),
-        "a page of ages has a damaged head",
+DAMAGE: dict[str, tuple[Callable[[IndexPages], None], str]] = {
+    "another page's number": (
+        lambda tree: tree.put(leaf(tree), 0, 1, "Q"),
+        "a page of ages has a damaged header",
     ),
-    "nodes that begin in the list": (lambda trees: trees.put(leaf(trees), 14, 20), "a page of ages has a damaged head"),
-    "nodes behind the end": (lambda trees: trees.put(leaf(trees), 14, PSIZE + 2), "a page of ages has a damaged head"),
-    "a node before the others": (lambda trees: trees.put(leaf(trees), 20, 40), "a node of ages lies outside its page"),
-    "a node at the end": (lambda trees: trees.put(leaf(trees), 20, PSIZE - 6), "a node of ages lies outside its page"),
+    "of another kind": (lambda tree: tree.put(leaf(tree), 10, BRANCH), "a page of ages has a damaged header"),
+    "of two kinds": (lambda tree: tree.put(leaf(tree), 10, LEAF | 64), "a page of ages has a damaged header"),
+    "an odd number of bytes": (lambda tree: tree.put(leaf(tree), 12, 33), "a page of ages has a damaged header"),
+    "no node": (lambda tree: tree.put(leaf(tree), 12, 16), "a page of ages has a damaged header"),
+    "a branch with one child": (
+        lambda tree: tree.put(tree.tables[b"ages"].root, 12, 18),
+        "a page of ages has a damaged header",
+    ),
+    "nodes that begin in the list": (
+        lambda tree: tree.put(leaf(tree), 14, 20),
+        "a page of ages has a damaged header",
+    ),
+    "nodes behind the end": (
+        lambda tree: tree.put(leaf(tree), 14, PSIZE + 2),
+        "a page of ages has a damaged header",
+    ),
+    "a node before the others": (
+        lambda tree: tree.put(leaf(tree), 20, 40),
+        "a node of ages lies outside its page",
+    ),
+    "a node at the end": (
+        lambda tree: tree.put(leaf(tree), 20, PSIZE - 6),
+        "a node of ages lies outside its page",
+    ),
     "an odd node": (
-        lambda trees: trees.put(leaf(trees), 20, trees.word(leaf(trees), 20) + 1),
+        lambda tree: tree.put(leaf(tree), 20, tree.word(leaf(tree), 20) + 1),
         "a node of ages lies outside its page",
     ),
     "a long key": (
-        lambda trees: trees.put(leaf(trees), trees.nodes(leaf(trees))[4] + 6, 600),
+        lambda tree: tree.put(leaf(tree), tree.nodes(leaf(tree))[4] + 6, 600),
         "a key of ages is too long",
     ),
     "a node that is named twice": (
-        lambda trees: trees.put(leaf(trees), 20, trees.word(leaf(trees), 22)),
+        lambda tree: tree.put(leaf(tree), 20, tree.word(leaf(tree), 22)),
         "nodes of ages overlap or leave gaps",
     ),
     "a gap": (shorter_value, "nodes of ages overlap or leave gaps"),
     "a gap before all": (
-        lambda trees: trees.put(leaf(trees), 14, trees.word(leaf(trees), 14) - 8),
+        lambda tree: tree.put(leaf(tree), 14, tree.word(leaf(tree), 14) - 8),
         "nodes of ages overlap or leave gaps",
     ),
-    "keys out of order": (lambda trees: swap_offsets(trees, leaf(trees)), "keys of ages are out of order"),
+    "keys out of order": (lambda tree: swap_offsets(tree, leaf(tree)), "keys of ages are out of order"),
     "branch keys out of order": (
-        lambda trees: trees.put(trees.tables[b"ages"].root, trees.nodes(trees.tables[b"ages"].root)[2] + 8, 0),
+        lambda tree: tree.put(tree.tables[b"ages"].root, tree.nodes(tree.tables[b"ages"].root)[2] + 8, 0),
         "keys of ages are out of order",
     ),
     "a first key below its branch's": (
-        lambda trees: trees.put(leaf(trees), trees.nodes(leaf(trees))[0] + 8, 0),
+        lambda tree: tree.put(leaf(tree), tree.nodes(leaf(tree))[0] + 8, 0),
         "keys of ages are out of order",
     ),
     "a last key above the next": (
-        lambda trees: trees.put(leaf(trees), trees.nodes(leaf(trees))[-1] + 8, 0xFFFF),
+        lambda tree: tree.put(leaf(tree), tree.nodes(leaf(tree))[-1] + 8, 0xFFFF),
         "keys of ages are out of order",
     ),
-    "a child behind the end": (lambda trees: other_child(trees, trees.meta.last_page + 1), "ages leads outside"),
-    "a child that is a meta page": (lambda trees: other_child(trees, 1), "ages leads outside"),
-    "a child that is another's": (lambda trees: other_child(trees, leaf(trees, index=3)), "keys of ages are out of"),
+    "a child behind the end": (lambda tree: other_child(tree, tree.meta.last_page + 1), "ages leads outside"),
+    "a child that is a meta page": (lambda tree: other_child(tree, 1), "ages leads outside"),
+    "a child that is another's": (lambda tree: other_child(tree, leaf(tree, index=3)), "keys of ages are out of"),
     "an entry that is a table": (
-        lambda trees: trees.put(leaf(trees), trees.nodes(leaf(trees))[4] + 4, 2),
-        "an entry of ages is of no kind",
+        lambda tree: tree.put(leaf(tree), tree.nodes(leaf(tree))[4] + 4, 2),
+        "an entry of ages is of an unknown kind",
     ),
-    "one entry more": (lambda trees: record(trees, 32, NUM_PAGES + 1), "ages has other pages or entries"),
+    "one entry more": (lambda tree: record(tree, 32, NUM_PAGES + 1), "ages has other pages or entries"),
     "one leaf more": (
-        lambda trees: record(trees, 16, trees.tables[b"ages"].leaf_pages + 1),
+        lambda tree: record(tree, 16, tree.tables[b"ages"].leaf_pages + 1),
         "ages has other pages or entries",
     ),
-    "one leaf less": (lambda trees: record(trees, 16, trees.tables[b"ages"].leaf_pages - 1), "ages has more pages"),
-    "a run that is not there": (lambda trees: record(trees, 24, 1), "ages has other pages or entries"),
-    "a table with duplicates": (lambda trees: record(trees, 4, 4, "H"), "the record of the table ages cannot be right"),
-    "a deep table": (lambda trees: record(trees, 6, 99, "H"), "the record of the table ages cannot be right"),
-    "a deeper table": (lambda trees: record(trees, 6, 3, "H"), "a page of ages has a damaged head"),
+    "one leaf less": (lambda tree: record(tree, 16, tree.tables[b"ages"].leaf_pages - 1), "ages has more pages"),
+    "a run that is not there": (lambda tree: record(tree, 24, 1), "ages has other pages or entries"),
+    "a table with duplicates": (
+        lambda tree: record(tree, 4, 4, "H"),
+        "the record of the table ages cannot be right",
+    ),
+    "a deep table": (lambda tree: record(tree, 6, 99, "H"), "the record of the table ages cannot be right"),
+    "a deeper table": (lambda tree: record(tree, 6, 3, "H"), "a page of ages has a damaged header"),
     "a free page in use": (last_page_in_use, "a page has two owners"),
     "a free page behind the end": (
-        lambda trees: free_list(trees, 1, trees.meta.last_page + 1),
+        lambda tree: free_list(tree, 1, tree.meta.last_page + 1),
         "a free page is outside the file",
     ),
-    "more free pages than there are": (lambda trees: free_list(trees, 0, 1 << 40), "a list of free pages is out of"),
-    "free pages out of order": (lambda trees: free_list(trees, 2, 1 << 50), "a list of free pages is out of order"),
+    "more free pages than there are": (lambda tree: free_list(tree, 0, 1 << 40), "a list of free pages is out of"),
+    "free pages out of order": (lambda tree: free_list(tree, 2, 1 << 50), "a list of free pages is out of order"),
 }
 
 
@@ -229,14 +247,14 @@ def test_damage_is_named_before_lmdb_sees_it(sources: dict[str, Path], tmp_path:
     plant, message = DAMAGE[name]
     path = copied(sources["slots"], tmp_path / "store")
     before = order_of(path)
-    trees = Trees(path)
-    plant(trees)
-    trees.save()
+    tree = IndexPages(path)
+    plant(tree)
+    tree.save()
     assert fault_of(path).startswith(message)
     for opening in (lambda: open_store(path, **SETTINGS, **SLOTS), lambda: LmdbPageReader(path)):
-        with pytest.raises(StoreTreesDamaged, match=r"verify the store with repair|is not the root"):
+        with pytest.raises(StoreIndexDamaged, match=r"verify the store with repair|is not the root"):
             opening()
-    assert (path / "data.mdb").read_bytes() == trees.bytes
+    assert (path / "data.mdb").read_bytes() == tree.bytes
     assert rescue(path) >= len(before) - 1
     assert fault_of(path) == ""
     with contextlib.closing(open_store(path, **SETTINGS, **SLOTS)) as store:
@@ -261,14 +279,14 @@ def test_the_head_of_a_long_value(tmp_path: Path) -> None:
     store = open_store(tmp_path, **layout)
     put_numbers(store, range(20))
     store.close()
-    trees = Trees(tmp_path)
-    runs = [page for page in range(trees.meta.last_page + 1) if trees.word(page, 10) == RUN]
-    page = next(page for page in runs if int.from_bytes(trees.bytes[page * PSIZE :][:8], "little") == page)
-    trees.put(page, 12, 400, "I")
-    trees.save()
+    tree = IndexPages(tmp_path)
+    runs = [page for page in range(tree.meta.last_page + 1) if tree.word(page, 10) == RUN]
+    page = next(page for page in runs if int.from_bytes(tree.bytes[page * PSIZE :][:8], "little") == page)
+    tree.put(page, 12, 400, "I")
+    tree.save()
     with contextlib.closing(open_store(tmp_path, **layout)) as store:
         assert found_numbers(store, range(20)) == set(range(20))
-        with pytest.raises(StoreTreesDamaged, match=f"page {page} is not the first of 4"):
+        with pytest.raises(StoreIndexDamaged, match=f"page {page} is not the first of 4"):
             verify(store)
     assert rescue(tmp_path) == 20
     with contextlib.closing(open_store(tmp_path, **layout)) as store:
@@ -279,21 +297,21 @@ def test_large_trees_are_left_to_verify(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond what can be looked at while a store is opened, roots are, and the rest when the store is verified."""
-    monkeypatch.setattr(lmdb_file, "_TREES_AT_OPENING_BYTES", 0)
+    monkeypatch.setattr(lmdb_file, "MAX_INDEX_CHECKED_BYTES", 0)
     path = copied(sources["slots"], tmp_path / "store")
-    trees = Trees(path)
-    trees.put(leaf(trees, b"recency"), 0, 1, "Q")
-    trees.save()
+    tree = IndexPages(path)
+    tree.put(leaf(tree, b"recency"), 0, 1, "Q")
+    tree.save()
     with contextlib.closing(open_store(path, **SETTINGS, **SLOTS)) as store:
-        assert found_numbers(store, [405], tree_damage.PAGE_BYTES) == {405}
-        with pytest.raises(StoreTreesDamaged, match="a page of recency has a damaged head"):
+        assert found_numbers(store, [405], index_damage.PAGE_BYTES) == {405}
+        with pytest.raises(StoreIndexDamaged, match="a page of recency has a damaged header"):
             verify(store)
-        with pytest.raises(StoreTreesDamaged):
+        with pytest.raises(StoreIndexDamaged):
             store.check()
-    trees = Trees(path)
-    trees.put(trees.tables[b"recency"].root, 0, 1, "Q")
-    trees.save()
-    with pytest.raises(StoreTreesDamaged, match="a page of recency has a damaged head"):
+    tree = IndexPages(path)
+    tree.put(tree.tables[b"recency"].root, 0, 1, "Q")
+    tree.save()
+    with pytest.raises(StoreIndexDamaged, match="a page of recency has a damaged header"):
         open_store(path, **SETTINGS, **SLOTS)
 
 
@@ -301,20 +319,20 @@ def test_a_use_order_that_cannot_be_searched(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ticks out of order are not found again: eviction ends all the same."""
-    monkeypatch.setattr(lmdb_file, "_TREES_AT_OPENING_BYTES", 0)
+    monkeypatch.setattr(lmdb_file, "MAX_INDEX_CHECKED_BYTES", 0)
     path = copied(sources["slots"], tmp_path / "store")
-    trees = Trees(path)
-    page = leaf(trees, b"recency", 0)
-    last = len(trees.nodes(page)) - 1
-    first_at, last_at = trees.word(page, 16), trees.word(page, 16 + 2 * last)
-    trees.put(page, 16, last_at)
-    trees.put(page, 16 + 2 * last, first_at)
-    trees.save()
+    tree = IndexPages(path)
+    page = leaf(tree, b"recency", 0)
+    last = len(tree.nodes(page)) - 1
+    first_at, last_at = tree.word(page, 16), tree.word(page, 16 + 2 * last)
+    tree.put(page, 16, last_at)
+    tree.put(page, 16 + 2 * last, first_at)
+    tree.save()
 
     def evicted() -> dict[str, object]:
         with contextlib.closing(open_store(path, **SETTINGS, **SLOTS)) as store:
             for first in range(2000, 4000, 50):
-                put_numbers(store, range(first, first + 50), tree_damage.PAGE_BYTES)
+                put_numbers(store, range(first, first + 50), index_damage.PAGE_BYTES)
             return {"evicted": store.stats().evicted}
 
     said = in_child(evicted, tmp_path / "result")
@@ -335,9 +353,9 @@ def test_rescue_of_what_is_sound(sources: dict[str, Path], tmp_path: Path, layou
     after = order_of(path)
     assert [key for key in after if key in set(before)] == before
     with contextlib.closing(open_store(path, **SETTINGS, **layout)) as store:
-        found = found_numbers(store, range(410), tree_damage.PAGE_BYTES)
+        found = found_numbers(store, range(410), index_damage.PAGE_BYTES)
         assert {key_of(number) for number in found} == set(after)
-        put_numbers(store, range(1000, 1010), tree_damage.PAGE_BYTES)
+        put_numbers(store, range(1000, 1010), index_damage.PAGE_BYTES)
         store.check()
 
 
@@ -401,14 +419,14 @@ def test_rescue_of_a_file_cut_short(sources: dict[str, Path], tmp_path: Path, la
     length = int((path / "data.mdb").stat().st_size * share)
     os.truncate(path / "data.mdb", length)
     for opening in (lambda: open_store(path, **SETTINGS, **layout), lambda: LmdbPageReader(path)):
-        with pytest.raises(StoreTreesDamaged):
+        with pytest.raises(StoreIndexDamaged):
             opening()
         assert (path / "data.mdb").stat().st_size == length
     rescue(path)  # the identity is in a leaf far from the end
     with contextlib.closing(open_store(path, **SETTINGS, **layout)) as store:
         verify(store, repair=True)
         store.check()
-        assert len(found_numbers(store, range(410), tree_damage.PAGE_BYTES)) > NUM_PAGES / 10
+        assert len(found_numbers(store, range(410), index_damage.PAGE_BYTES)) > NUM_PAGES / 10
 
 
 @both_layouts
@@ -422,7 +440,7 @@ def test_a_rescue_without_room(sources: dict[str, Path], tmp_path: Path, layout:
         resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 10, 32 << 10))
         return {"rescued": rescue(path)}
 
-    assert in_child(without_room, tmp_path / "result")["error"].startswith("StoreError: cannot build the tables of")
+    assert in_child(without_room, tmp_path / "result")["error"].startswith("StoreError: cannot rebuild the index of")
     assert {file.name: file.read_bytes() for file in path.iterdir() if file.name != "writer.lock"} == before
 
 
@@ -439,7 +457,7 @@ def campaign(layout: str, seeds: range) -> None:
     """Damage at random, each in a store of its own, used by a child: no crash, no wrong byte, nothing that verification
     cannot mend, and few pages lost."""
     with TemporaryDirectory(dir=MEMORY) as folder:
-        command = [sys.executable, tree_damage.__file__, folder, layout, str(seeds.start), str(seeds.stop)]
+        command = [sys.executable, index_damage.__file__, folder, layout, str(seeds.start), str(seeds.stop)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
