@@ -7,7 +7,7 @@ describes every byte.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -245,26 +245,15 @@ class PageCodec:
             return f"frame does not decompress: {error}"
 
 
-class PageCodecs(Mapping[int, PageCodec]):
-    """The codecs of one store, by page size in bytes; any thread."""
+class PageCodecs(dict[int, PageCodec]):
+    """The codecs of one store, by page size in bytes; any thread, never changed."""
 
     def __init__(self, formats: Sequence[PageFormat], namespace: bytes, level: int, cipher: PageCipher | None) -> None:
-        self._by_page_bytes = {
-            format.page_bytes: PageCodec(
+        for format in formats:
+            self[format.page_bytes] = PageCodec(
                 page_bytes=format.page_bytes, namespace=namespace, level=level, filter=format.filter, cipher=cipher
             )
-            for format in formats
-        }
-        self._largest = self._by_page_bytes[max(self._by_page_bytes)]
-
-    def __getitem__(self, page_bytes: int) -> PageCodec:
-        return self._by_page_bytes[page_bytes]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._by_page_bytes)
-
-    def __len__(self) -> int:
-        return len(self._by_page_bytes)
+        self._largest = self[max(self)]
 
     @property
     def max_value_bytes(self) -> int:
@@ -282,7 +271,7 @@ class PageCodecs(Mapping[int, PageCodec]):
         """The codec of the size that a value states; any codec names the reason if there is none for that size."""
         if len(value) < HEADER_BYTES:
             return self._largest
-        return self._by_page_bytes.get(page_bytes_of(value), self._largest)
+        return self.get(page_bytes_of(value), self._largest)
 
 
 def choose_filter(sample_pages: Sequence[PageBuffer], candidates: Sequence[PageFilter], level: int) -> PageFilter:

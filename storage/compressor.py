@@ -50,7 +50,11 @@ class PageCompressor:
         pending, pending_bytes = deque[_Job](), 0
         try:
             for key in keys:
-                job = self._submit(key, pages[key], lag)
+                page = pages[key]
+                if not pending and len(page) < _MIN_THREADED_BYTES:
+                    yield memoryview(self._codecs[len(page)].encode(key, page, lag=lag))
+                    continue
+                job = self._submit(key, page, lag)
                 pending.append(job)
                 pending_bytes += job.page_bytes
                 while len(pending) > 1 and pending_bytes > self._ahead_bytes:

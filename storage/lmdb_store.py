@@ -240,11 +240,9 @@ class LmdbPageStore:
         stored: list[bytes] = []
         values = self._compressor.values(keys, pages, lag)
         try:
-            for part in self._groups(keys, pages):
+            for part, max_bytes in self._groups(keys, pages):
                 # Encoded while it is written, and kept in case the commit is repeated.
                 group = Replay(zip(part, values, strict=False))
-                value_sizes = (self._codecs[len(pages[key])].max_value_bytes for key in part)
-                max_bytes = sum(entry_bytes(value_bytes, self._budget.psize) for value_bytes in value_sizes)
                 if not self._writer.put(group, max_bytes, None if stored else used):
                     break
                 lengths = [len(value) for _, value in group]
@@ -257,18 +255,24 @@ class LmdbPageStore:
             self._compressor.release()
         return stored
 
-    def _groups(self, keys: Sequence[bytes], pages: Mapping[bytes, PageBuffer]) -> Iterator[list[bytes]]:
-        """The keys in groups of one commit each: of at most `commit_bytes`, or of a single page."""
-        group, group_bytes = list[bytes](), 0
+    def _groups(self, keys: Sequence[bytes], pages: Mapping[bytes, PageBuffer]) -> Iterator[tuple[list[bytes], int]]:
+        """The keys in groups of one commit each, with the bytes that a group needs at most: values of `commit_bytes`,
+        or a single larger one."""
+        value_bytes = {page_bytes: codec.max_value_bytes for page_bytes, codec in self._codecs.items()}
+        needed_bytes = {
+            page_bytes: entry_bytes(length, self._budget.psize) for page_bytes, length in value_bytes.items()
+        }
+        group, group_bytes, max_bytes = list[bytes](), 0, 0
         for key in keys:
-            value_bytes = self._codecs[len(pages[key])].max_value_bytes
-            if group and group_bytes + value_bytes > self._budget.commit_bytes:
-                yield group
-                group, group_bytes = [], 0
+            page_bytes = len(pages[key])
+            if group and group_bytes + value_bytes[page_bytes] > self._budget.commit_bytes:
+                yield group, max_bytes
+                group, group_bytes, max_bytes = [], 0, 0
             group.append(key)
-            group_bytes += value_bytes
+            group_bytes += value_bytes[page_bytes]
+            max_bytes += needed_bytes[page_bytes]
         if group:
-            yield group
+            yield group, max_bytes
 
     def _present(self, keys: Sequence[bytes]) -> set[bytes]:
         return {key for key, present in zip(keys, self.contains(keys), strict=True) if present}

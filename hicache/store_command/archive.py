@@ -65,8 +65,8 @@ class ArchiveWriter:
         self._write(self._sum_after(header))
 
     def add(self, key: bytes, value: bytes) -> None:
-        head = self._sum(_KEY_LENGTH.pack(len(key)) + _VALUE_LENGTH.pack(len(value)) + key)
-        self._write(head)
+        entry = self._sum(_KEY_LENGTH.pack(len(key)) + _VALUE_LENGTH.pack(len(value)) + key)
+        self._write(entry)
         self._write(value)
         self.num_entries += 1
 
@@ -160,7 +160,7 @@ class ArchiveReader:
         try:
             data = self._file.read(num_bytes)
         except OSError as error:
-            raise StoreError(f"cannot read the archive {self._name}: {error.strerror}; check the medium") from error
+            raise StoreError(f"cannot read the archive {self._name}: {error.strerror}; check the disk") from error
         self.done_bytes += len(data)
         return data
 

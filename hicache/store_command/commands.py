@@ -215,7 +215,7 @@ def export_pages(task: Task) -> Outcome:
     }
     rows: list[tuple[str, object]] = [("exported", f"{archive.num_entries} pages")]
     if left_out:
-        rows.append(("left out", f"{left_out} pages that are damaged or went meanwhile; verify the store"))
+        rows.append(("left out", f"{left_out} pages that are damaged or were removed meanwhile; verify the store"))
     return Outcome(stats, columns([*rows, ("archive", sized(archive.written_bytes))]))
 
 

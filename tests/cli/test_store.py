@@ -27,12 +27,12 @@ KEY = bytes(range(32))
 
 
 def here(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> dict[str, Any]:
-    """The figures of the command, run in this process."""
+    """The stats of the command, run in this process."""
     assert main(["store", *map(str, arguments), "--json"]) == status, capsys.readouterr().err
     out, err = capsys.readouterr()
     assert not err
-    figures: dict[str, Any] = json.loads(out)
-    return figures
+    stats: dict[str, Any] = json.loads(out)
+    return stats
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -50,7 +50,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 @pytest.fixture(name="path")
 def a_store(tmp_path: Path) -> Path:
-    """20 pages that do not pack and 4 that do; the oldest three were used again, so that order is not that of keys."""
+    """20 pages that do not compress and 4 that do; the oldest three were used again, so that order is not that of
+    keys."""
     store = open_store(tmp_path / "store", filter=PageFilter("byte_shuffle", 2), level=3, durability="commit")
     for number in range(20):
         put_numbers(store, [number])
@@ -107,34 +108,34 @@ GOLDEN = {
 
 
 def test_each_verb_prints_one_json_object(path: Path, tmp_path: Path) -> None:
-    """As processes, in a place without transformers: each verb does its work and prints its figures, nothing else."""
+    """As processes, in a place without transformers: each verb does its work and prints its stats, nothing else."""
     more: dict[str, list[object]] = {"export": [tmp_path / "a"], "evict": ["--to", "100KB"], "import": [tmp_path / "a"]}
-    figures = {}
+    stats = {}
     for verb in ("stat", "ls", "verify", "compact", "export", "evict", "import"):
-        figures[verb] = json.loads(child(verb, path, *more.get(verb, []), "--json"))
-        assert " ".join(figures[verb]) == GOLDEN[verb]
-    stat = figures["stat"]
+        stats[verb] = json.loads(child(verb, path, *more.get(verb, []), "--json"))
+        assert " ".join(stats[verb]) == GOLDEN[verb]
+    stat = stats["stat"]
     assert (stat["format"], stat["identity"], stat["has_slots"], stat["entries"]) == (1, IDENTITY, False, 24)
     assert (stat["level"], stat["durability"], stat["budget_bytes"]) == (3, "commit", 64 << 20)
     filter = {"kind": "byte_shuffle", "element_bytes": 2, "tokens": 0, "channels": 0}
     assert stat["formats"] == [{"page_bytes": PAGE_BYTES, "filter": filter}]
     assert (stat["encrypted"], stat["key_id"], stat["writer_pid"]) == (False, "", None)
     assert stat["ratio"] == 24 * PAGE_BYTES / stat["live_bytes"] > 1
-    assert sum(entry["stored_bytes"] for entry in figures["ls"]["entries"]) == stat["live_bytes"]
-    assert (figures["verify"]["pages"], figures["verify"]["bytes"]) == (24, stat["live_bytes"])
-    compact = figures["compact"]
+    assert sum(entry["stored_bytes"] for entry in stats["ls"]["entries"]) == stat["live_bytes"]
+    assert (stats["verify"]["pages"], stats["verify"]["bytes"]) == (24, stat["live_bytes"])
+    compact = stats["compact"]
     assert compact["saved_bytes"] == compact["before_bytes"] - compact["after_bytes"] > 0
-    assert figures["evict"]["evicted"] == 24 - figures["evict"]["entries"] > 0
-    assert figures["evict"]["file_bytes"] <= 100_000
-    assert (figures["import"]["stored"], figures["import"]["present"]) == (
-        figures["evict"]["evicted"],
-        figures["evict"]["entries"],
+    assert stats["evict"]["evicted"] == 24 - stats["evict"]["entries"] > 0
+    assert stats["evict"]["file_bytes"] <= 100_000
+    assert (stats["import"]["stored"], stats["import"]["present"]) == (
+        stats["evict"]["evicted"],
+        stats["evict"]["entries"],
     )
     assert held(path, range(20)) == set(range(20))
 
 
 def test_ls_gives_the_use_order(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Least recently used first, or the other way round; sizes as stored; packed pages are told from raw ones."""
+    """Least recently used first, or the other way round; sizes as stored; compressed pages are told from raw ones."""
     order = [*range(3, 20), 23, 22, 21, 20, 2, 1, 0]  # within a call the earlier key counts as the more recently used
     listed = here(capsys, "ls", path)["entries"]
     assert [entry["key"] for entry in listed] == [key_of(number).hex() for number in order]
@@ -176,9 +177,9 @@ def test_planted_faults_are_named_and_mended(path: Path, capsys: pytest.CaptureF
         assert any(key_of(7).hex() in fault["reason"] and fault["key"] is None for fault in found["faults"])
     assert main(["store", "verify", str(path)]) == 1
     assert "left as it is" in capsys.readouterr().out
-    mended = here(capsys, "verify", path, "--repair")
-    assert [fault["reason"] for fault in mended["faults"]] == [fault["reason"] for fault in found["faults"]]
-    assert {fault["action"] for fault in mended["faults"]} == {"dropped", "index rebuilt"} and mended["left"] == 0
+    repaired = here(capsys, "verify", path, "--repair")
+    assert [fault["reason"] for fault in repaired["faults"]] == [fault["reason"] for fault in found["faults"]]
+    assert {fault["action"] for fault in repaired["faults"]} == {"dropped", "index rebuilt"} and repaired["left"] == 0
     clean = here(capsys, "verify", path)
     assert (clean["pages"], clean["faults"]) == (23, [])
     after = [entry["key"] for entry in here(capsys, "ls", path)["entries"]]
@@ -188,16 +189,16 @@ def test_planted_faults_are_named_and_mended(path: Path, capsys: pytest.CaptureF
 
 
 def test_export_leaves_damaged_pages_out(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A page that does not verify is not exported, and the figures say that one is missing."""
+    """A page that does not verify is not exported, and the stats say that one is missing."""
     damage(path, flipped=4, unindexed=4)
-    figures = here(capsys, "export", path, tmp_path / "a")
-    assert (figures["pages"], figures["left_out"]) == (23, 1)
+    stats = here(capsys, "export", path, tmp_path / "a")
+    assert (stats["pages"], stats["left_out"]) == (23, 1)
     assert here(capsys, "import", tmp_path / "copy", tmp_path / "a")["stored"] == 23
 
 
 def test_tables_that_are_damaged(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the root of its pages destroyed a store is refused, by name and with the remedy; --repair builds its tables
-    anew from the leaves, and says so."""
+    """With the root of its pages destroyed a store is refused, by name and with the remedy; --repair rebuilds its index
+    from the leaf pages, and says so."""
     before = [entry["key"] for entry in here(capsys, "ls", path)["entries"]]
     reader = LmdbPageReader(path)
     last_page = (path / "data.mdb").stat().st_size // 4096
@@ -212,9 +213,9 @@ def test_tables_that_are_damaged(path: Path, tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "a").exists()
     copy = tmp_path / "copy"
     shutil.copytree(path, copy)
-    mended = here(capsys, "verify", path, "--repair")
-    assert mended["rescued"] == mended["pages"] and mended["left"] == 0
-    assert [(fault["key"], fault["action"]) for fault in mended["faults"]] == [(None, "index rescued")]
+    repaired = here(capsys, "verify", path, "--repair")
+    assert repaired["rescued"] == repaired["pages"] and repaired["left"] == 0
+    assert [(fault["key"], fault["action"]) for fault in repaired["faults"]] == [(None, "index rescued")]
     assert here(capsys, "verify", path)["faults"] == []
     assert main(["store", "verify", str(copy), "--repair"]) == 0
     assert "index rescued" in capsys.readouterr().out
@@ -303,16 +304,16 @@ def test_import_into_another_identity_is_refused(
 
 
 def test_import_keeps_to_the_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A budget too small for all keeps the most recently used pages, and the figures say how many went."""
+    """A budget too small for all keeps the most recently used pages, and the stats say how many were evicted."""
     store = open_store(tmp_path / "a")
     put_numbers(store, range(80))
     put_numbers(store, range(30, 40))
     store.close()
     order = [entry["key"] for entry in here(capsys, "ls", tmp_path / "a")["entries"]]
     here(capsys, "export", tmp_path / "a", tmp_path / "archive")
-    figures = here(capsys, "import", tmp_path / "b", tmp_path / "archive", "--budget", "600kB")
+    stats = here(capsys, "import", tmp_path / "b", tmp_path / "archive", "--budget", "600kB")
     left = [entry["key"] for entry in here(capsys, "ls", tmp_path / "b")["entries"]]
-    assert figures["stored"] == 80 and figures["evicted"] == 80 - len(left) > 0
+    assert stats["stored"] == 80 and stats["evicted"] == 80 - len(left) > 0
     assert left == order[-len(left) :]
     assert here(capsys, "stat", tmp_path / "b")["file_bytes"] <= 600_000
 

@@ -42,7 +42,7 @@ def a_store(tmp_path: Path) -> Iterator[LmdbPageStore]:
     store.close()
 
 
-def packed(items: Items, identity: dict[str, str | int] | None = None) -> bytes:
+def archived(items: Items, identity: dict[str, str | int] | None = None) -> bytes:
     file = io.BytesIO()
     # An unbuffered file and this one are written alike.
     writer = ArchiveWriter(file, "a", IdentityRecord(identity or IDENTITY, (PAGE_BYTES,)), SETTINGS)  # type: ignore[arg-type]
@@ -68,12 +68,12 @@ def test_an_archive_gives_back_what_was_put_in(store: LmdbPageStore) -> None:
     """Record, settings, keys, values and their order, and no byte beyond the documented ones."""
     items = list(pages(store))
     assert [key for key, _ in items] == [key_of(n)[: n + 1] for n in range(NUM_PAGES)]
-    data = packed(items)
+    data = archived(items)
     archive = ArchiveReader(io.BytesIO(data), "a")
     assert (archive.identity, archive.settings) == (IdentityRecord(IDENTITY, (PAGE_BYTES,)), SETTINGS)
     assert list(archive.entries()) == items
     assert archive.done_bytes == len(data)
-    assert unpacked(packed([])) == ([], None)
+    assert unpacked(archived([])) == ([], None)
 
 
 def test_the_bytes_are_those_of_the_description() -> None:
@@ -104,13 +104,13 @@ def test_the_bytes_are_those_of_the_description() -> None:
     end = struct.pack("<HQ", 0, 1)
     data = start + head + value + end + struct.pack("<I", zlib.crc32(start + head + end))
     assert unpacked(data) == ([(b"key", b"any value")], None)
-    assert packed([(b"key", b"any value")], {"model": "m"}) == data
+    assert archived([(b"key", b"any value")], {"model": "m"}) == data
 
 
 def test_every_cut_is_found(store: LmdbPageStore) -> None:
     """Cut after any byte, an archive is refused by name, and what was read before is its first entries."""
     items = list(pages(store))
-    data = packed(items)
+    data = archived(items)
     for size in range(len(data)):
         found, error = unpacked(data[:size])
         assert isinstance(error, StoreCorrupt), size
@@ -121,7 +121,7 @@ def test_every_cut_is_found(store: LmdbPageStore) -> None:
 def test_every_flipped_bit_is_found(store: LmdbPageStore) -> None:
     """Whatever bit is flipped, the archive is refused, or one value is, since it does not verify."""
     items = list(pages(store))
-    data = packed(items)
+    data = archived(items)
     verify = store.stored_values.verifier.verify
     num_refused_values = 0
     for place in range(len(data)):
@@ -129,10 +129,10 @@ def test_every_flipped_bit_is_found(store: LmdbPageStore) -> None:
             damaged = bytearray(data)
             damaged[place] ^= 1 << bit
             found, error = unpacked(bytes(damaged))
-            sound = [(key, value) for key, value in found if not verify(key, memoryview(value))]
-            assert all(item in items for item in sound), (place, bit)
+            valid = [(key, value) for key, value in found if not verify(key, memoryview(value))]
+            assert all(item in items for item in valid), (place, bit)
             if error is None:
-                assert len(found) == len(items) and len(sound) == len(items) - 1, (place, bit)
+                assert len(found) == len(items) and len(valid) == len(items) - 1, (place, bit)
                 num_refused_values += 1
     assert num_refused_values == 8 * sum(len(value) for _, value in items)
 
@@ -158,7 +158,7 @@ def test_what_is_no_whole_archive_is_named(
     change: Callable[[bytes], bytes], kind: type[StoreError], words: str, store: LmdbPageStore
 ) -> None:
     """Another file, a newer version, lengths out of range, bytes after the end: each is an error that says so."""
-    _, error = unpacked(change(packed(list(pages(store)))))
+    _, error = unpacked(change(archived(list(pages(store)))))
     assert type(error) is kind and words in str(error)
 
 
@@ -233,7 +233,7 @@ def test_what_came_before_the_damage_is_imported(
     """Of an archive that is cut, the whole entries are imported and the error counts them; without a whole header
     nothing is made."""
     items = list(pages(store))
-    data = packed(items)
+    data = archived(items)
     keep = {"header": 20, "entry": len(data) - 20 - len(items[-1][1]), "end": len(data) - 1}[size]
     (tmp_path / "a").write_bytes(data[:keep])
     target = tmp_path / "target"
@@ -255,15 +255,15 @@ def test_a_value_that_does_not_verify_is_refused_alone(
     """One flipped bit of a value: that page is refused and counted with its reason, all others are imported, status 1;
     what the store held before stays."""
     items = list(pages(store))
-    data = packed(items)
+    data = archived(items)
     damaged = bytearray(data)
     damaged[data.index(items[2][1]) + 70] ^= 1
     (tmp_path / "a").write_bytes(damaged)
     target = tmp_path / "target"
     assert main(["store", "import", str(target), str(tmp_path / "a"), "--json"]) == 1
-    figures = json.loads(capsys.readouterr().out)
-    assert (figures["pages"], figures["stored"], figures["refused"]) == (NUM_PAGES, NUM_PAGES - 1, 1)
-    assert figures["reasons"] == {"checksum differs": 1}
+    stats = json.loads(capsys.readouterr().out)
+    assert (stats["pages"], stats["stored"], stats["refused"]) == (NUM_PAGES, NUM_PAGES - 1, 1)
+    assert stats["reasons"] == {"checksum differs": 1}
     again = open_store(target, page_bytes=PAGE_BYTES, budget_bytes=1 << 20)
     assert list(pages(again)) == [item for item in items if item != items[2]]
     again.close()

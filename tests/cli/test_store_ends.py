@@ -97,16 +97,16 @@ def test_an_existing_file_stays_until_the_new_one_is_whole(
     assert main(["store", "export", str(path), str(target), "--force"]) == 0
     whole = target.read_bytes()
     assert whole.startswith(b"HKVA") and target.stat().st_mode & 0o777 == 0o600
-    assert b"cannot write the archive" in without_room("export", path, target, "--force", most_bytes=64 << 10)
+    assert b"cannot write the archive" in without_space("export", path, target, "--force", max_bytes=64 << 10)
     assert target.read_bytes() == whole
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "store"]
     capsys.readouterr()
 
 
-def without_room(*arguments: object, most_bytes: int) -> bytes:
-    """The line with which the command fails where no file may pass `most_bytes`."""
+def without_space(*arguments: object, max_bytes: int) -> bytes:
+    """The line with which the command fails where no file may pass `max_bytes`."""
     code = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-    code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes})); {LEAN}"
+    code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({max_bytes}, {max_bytes})); {LEAN}"
     process = spawn(*arguments, code=code)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, len(err.splitlines())) == (2, b"", 1), err
@@ -114,11 +114,12 @@ def without_room(*arguments: object, most_bytes: int) -> bytes:
 
 
 def test_a_full_disk_is_an_error(path: Path, tmp_path: Path) -> None:
-    """Where there is no room, import, compact and evict say so in one line; the stores stay whole, and lose nothing."""
+    """Where there is no space, import, compact and evict say so in one line; the stores stay whole, and lose
+    nothing."""
     assert main(["store", "export", str(path), str(tmp_path / "a")]) == 0
-    assert b"the store refused 20 pages" in without_room("import", tmp_path / "b", tmp_path / "a", most_bytes=250_000)
-    assert b"cannot compact the store" in without_room("compact", path, most_bytes=250_000)
-    assert b"is read-only from now on" in without_room("evict", path, "--to", "200kB", most_bytes=250_000)
+    assert b"the store refused 20 pages" in without_space("import", tmp_path / "b", tmp_path / "a", max_bytes=250_000)
+    assert b"cannot compact the store" in without_space("compact", path, max_bytes=250_000)
+    assert b"is read-only from now on" in without_space("evict", path, "--to", "200kB", max_bytes=250_000)
     for name, num_pages in (("store", 20), ("b", 0)):
         assert main(["store", "verify", str(tmp_path / name)]) == 0
         assert describe(tmp_path / name).entries == num_pages

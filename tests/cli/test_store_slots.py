@@ -22,7 +22,7 @@ NUM_RANDOM, NUM_PAGES = 12, 18
 
 
 def fill(path: Path, settings: dict[str, Any]) -> Path:
-    """12 pages that do not pack and 6 that do; the oldest two were used again."""
+    """12 pages that do not compress and 6 that do; the oldest two were used again."""
     with contextlib.closing(open_store(path, **settings)) as store:
         for number in range(NUM_RANDOM):
             put_numbers(store, [number], PAGE_BYTES)
@@ -33,8 +33,8 @@ def fill(path: Path, settings: dict[str, Any]) -> Path:
 
 
 def found_of(store: LmdbPageStore) -> set[int]:
-    packed = found_numbers(store, range(NUM_RANDOM, NUM_PAGES), PAGE_BYTES, "normal")
-    return packed | found_numbers(store, range(NUM_RANDOM), PAGE_BYTES)
+    compressed = found_numbers(store, range(NUM_RANDOM, NUM_PAGES), PAGE_BYTES, "normal")
+    return compressed | found_numbers(store, range(NUM_RANDOM), PAGE_BYTES)
 
 
 def held(path: Path) -> set[int]:
@@ -44,10 +44,10 @@ def held(path: Path) -> set[int]:
 
 
 def here(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> dict[str, Any]:
-    """The figures of the command, run in this process."""
+    """The stats of the command, run in this process."""
     assert main(["store", *map(str, arguments), "--json"]) == status, capsys.readouterr().err
-    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return figures
+    stats: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return stats
 
 
 def taken_bytes(path: Path) -> int:
@@ -55,16 +55,16 @@ def taken_bytes(path: Path) -> int:
 
 
 def test_each_verb_on_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """stat, ls, verify, compact, export, evict and import do their work, and give the figures of both files."""
+    """stat, ls, verify, compact, export, evict and import do their work, and give the stats of both files."""
     path = fill(tmp_path / "store", SETTINGS)
     stat = here(capsys, "stat", path)
     assert (stat["has_slots"], stat["formats"][0]["page_bytes"], stat["entries"]) == (True, PAGE_BYTES, NUM_PAGES)
     assert stat["file_bytes"] == taken_bytes(path) > NUM_RANDOM * PAGE_BYTES
     listed = here(capsys, "ls", path)["entries"]
     assert [entry["key"] for entry in listed[-2:]] == [key_of(0).hex(), key_of(1).hex()]
-    packed = {key_of(number).hex() for number in range(NUM_RANDOM, NUM_PAGES)}
-    assert {entry["key"] for entry in listed if entry["codec"] == "zstd"} == packed
-    assert {entry["codec"] for entry in listed if entry["key"] not in packed} == {"raw"}
+    compressed = {key_of(number).hex() for number in range(NUM_RANDOM, NUM_PAGES)}
+    assert {entry["key"] for entry in listed if entry["codec"] == "zstd"} == compressed
+    assert {entry["codec"] for entry in listed if entry["key"] not in compressed} == {"raw"}
     assert sum(entry["stored_bytes"] for entry in listed) == stat["live_bytes"]
     verified = here(capsys, "verify", path)
     assert (verified["pages"], verified["bytes"], verified["faults"]) == (NUM_PAGES, stat["live_bytes"], [])
@@ -115,8 +115,8 @@ def test_archives_carry_pages_from_and_to_slots(tmp_path: Path, first: str, caps
     here(capsys, "export", path, tmp_path / "archive")
     open_store(tmp_path / "in_tables", **TABLES).close()
     for name in ("new", "in_tables"):
-        figures = here(capsys, "import", tmp_path / name, tmp_path / "archive")
-        assert (figures["stored"], figures["refused"], figures["created"]) == (NUM_PAGES, 0, name == "new")
+        stats = here(capsys, "import", tmp_path / name, tmp_path / "archive")
+        assert (stats["stored"], stats["refused"], stats["created"]) == (NUM_PAGES, 0, name == "new")
         assert describe(tmp_path / name).has_slots == (name == "new")
         assert here(capsys, "ls", tmp_path / name)["entries"] == entries
         here(capsys, "export", tmp_path / name, tmp_path / f"archive of {name}")

@@ -25,15 +25,15 @@ SECRET = PageCodec(page_bytes=PAGE_BYTES, namespace=NAMESPACE, level=1, cipher=P
 
 
 def decode(codec: PageCodec, value: bytes) -> tuple[str, bytes]:
-    room = np.full(PAGE_BYTES + 2 * GUARD_BYTES, 0xA5, dtype=np.uint8)
-    reason = codec.decode_into(b"key", value, room[GUARD_BYTES:-GUARD_BYTES])
-    guards = (room[:GUARD_BYTES], room[-GUARD_BYTES:])
+    buffer = np.full(PAGE_BYTES + 2 * GUARD_BYTES, 0xA5, dtype=np.uint8)
+    reason = codec.decode_into(b"key", value, buffer[GUARD_BYTES:-GUARD_BYTES])
+    guards = (buffer[:GUARD_BYTES], buffer[-GUARD_BYTES:])
     if any((guard != 0xA5).any() for guard in guards):
         raise AssertionError("bytes outside the page changed")
-    return reason, room[GUARD_BYTES:-GUARD_BYTES].tobytes()
+    return reason, buffer[GUARD_BYTES:-GUARD_BYTES].tobytes()
 
 
-def mended(data: bytes) -> bytes:
+def finalised(data: bytes) -> bytes:
     """`data` as a value whose namespace, stored length and checksum are right; the other fields are the fuzzer's."""
     fields, payload = bytearray(data[:FIELD_BYTES].ljust(FIELD_BYTES, b"\0")), data[HEADER_BYTES:]
     fields[:4], fields[5] = b"HKVP", 0
@@ -42,7 +42,7 @@ def mended(data: bytes) -> bytes:
 
 
 def one_input(data: bytes) -> None:
-    value = data[1:] if data[:1] < b"\x01" else mended(data[1:])
+    value = data[1:] if data[:1] < b"\x01" else finalised(data[1:])
     reason, page = decode(PLAIN, value)
     if not reason:
         if decode(PLAIN, value) != ("", page) or PLAIN.verify_stored(b"key", value):

@@ -1,4 +1,4 @@
-"""The bytes on the medium stay within the budget, whatever is written and whoever reads meanwhile."""
+"""The bytes on the disk stay within the budget, whatever is written and whoever reads meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from storage_pages import (
     page_of,
 )
 
-PAGE_BYTES = 96 << 10  # above the size from which pages are packed beside the writer
+PAGE_BYTES = 96 << 10  # above the size from which pages are compressed beside the writer
 NUM_BUDGETED = 100  # pages of the budget
 
 
@@ -117,7 +117,8 @@ def test_a_million_small_pages(tmp_path: Path) -> None:
 
 @both_layouts
 def test_a_call_of_many_groups(tmp_path: Path, layout: Layout) -> None:
-    """A call of many commits, packed ahead of them in threads, stores each page under its key, and again afterwards."""
+    """A call of many commits, compressed ahead of them in threads, stores each page under its key, and again
+    afterwards."""
     store = open_store(tmp_path, page_bytes=PAGE_BYTES, **layout)
     for first in (0, 200):
         numbers = range(first, first + 200)
@@ -142,8 +143,8 @@ def test_a_call_larger_than_the_budget(tmp_path: Path, layout: Layout) -> None:
 
 
 def test_pages_that_fill_the_tables_first(tmp_path: Path) -> None:
-    """Of pages that pack to next to nothing the tables of a store with slots are full before the slots: the oldest go,
-    every put is taken, and deleting and evicting work."""
+    """Of pages that compress to next to nothing the tables of a store with slots are full before the slots: the oldest
+    go, every put is taken, and deleting and evicting work."""
     page_bytes, budget_bytes = 256 << 10, 20 << 20
     with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=budget_bytes)) as store:
         page = np.zeros(page_bytes, dtype=np.uint8)

@@ -22,9 +22,9 @@ KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 BYTE_SHUFFLE = PageFilter("byte_shuffle", 2)
 
 
-def codec_of(key: bytes | None = KEY, level: int = 1, how: PageFilter = BYTE_SHUFFLE) -> PageCodec:
+def codec_of(key: bytes | None = KEY, level: int = 1, filter: PageFilter = BYTE_SHUFFLE) -> PageCodec:
     cipher = None if key is None else PageCipher(key)
-    return PageCodec(page_bytes=PAGE, namespace=b"n" * 16, level=level, filter=how, cipher=cipher)
+    return PageCodec(page_bytes=PAGE, namespace=b"n" * 16, level=level, filter=filter, cipher=cipher)
 
 
 def with_right_checksum(key: bytes, value: bytes) -> bytes:
@@ -53,7 +53,7 @@ def test_ciphertext_is_tied_to_everything() -> None:
 @pytest.mark.parametrize("kind", ["random", "normal", "flat"])
 @pytest.mark.parametrize("level", [0, 1])
 def test_roundtrip(level: int, kind: str) -> None:
-    """What was encrypted, raw or packed, decodes to the same bytes, and no value is larger than the codec says."""
+    """What was encrypted, raw or compressed, decodes to the same bytes, and no value is larger than the codec says."""
     codec, page, back = codec_of(level=level), page_of(4, PAGE, kind), np.zeros(PAGE, dtype=np.uint8)
     value = codec.encode(b"key", page)
     assert codec.decode_into(b"key", value, back) == ""
@@ -74,7 +74,7 @@ def test_nothing_shows() -> None:
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_forged_header_does_not_decrypt(level: int) -> None:
-    """No changed bit of the header, under a checksum made anew, and no changed payload byte yields a page."""
+    """No changed bit of the header, under a checksum recomputed, and no changed payload byte yields a page."""
     codec, back = codec_of(level=level), np.empty(PAGE, dtype=np.uint8)
     value = codec.encode(b"key", page_of(0, PAGE, "flat"))
     assert is_compressed(value) == (level == 1)

@@ -1,4 +1,4 @@
-"""What a codec encodes it decodes to the same bytes, and how it packs follows the data and the writer's lag."""
+"""What a codec encodes it decodes to the same bytes, and how it compresses follows the data and the writer's lag."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ FILTERS = [NONE, BYTE_SHUFFLE, PageFilter("byte_shuffle", 8), PageFilter("channe
 def codec_of(
     page_bytes: int = PAGE,
     level: int = 1,
-    how: PageFilter = NONE,
+    filter: PageFilter = NONE,
     namespace: bytes = NAMESPACE,
     cipher: PageCipher | None = None,
 ) -> PageCodec:
-    return PageCodec(page_bytes=page_bytes, namespace=namespace, level=level, filter=how, cipher=cipher)
+    return PageCodec(page_bytes=page_bytes, namespace=namespace, level=level, filter=filter, cipher=cipher)
 
 
 def channels_page(seed: int, segments: int, tokens: int, channels: int) -> npt.NDArray[np.uint8]:
@@ -42,13 +42,13 @@ def channels_page(seed: int, segments: int, tokens: int, channels: int) -> npt.N
     return (floats.view(np.uint32) >> 16).astype("<u2").reshape(-1).view(np.uint8)
 
 
-@pytest.mark.parametrize("how", FILTERS, ids=lambda how: f"{how.kind}{how.element_bytes}")
+@pytest.mark.parametrize("filter", FILTERS, ids=lambda filter: f"{filter.kind}{filter.element_bytes}")
 @pytest.mark.parametrize("level", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["random", "normal", "flat"])
 @pytest.mark.parametrize("page_bytes", [8, 264, 4096, 100_000])
-def test_roundtrip(page_bytes: int, kind: str, level: int, how: PageFilter) -> None:
+def test_roundtrip(page_bytes: int, kind: str, level: int, filter: PageFilter) -> None:
     """What was encoded decodes to the same bytes, for every filter, kind of data and size."""
-    codec, page = codec_of(page_bytes, level, how), page_of(7, page_bytes, kind)
+    codec, page = codec_of(page_bytes, level, filter), page_of(7, page_bytes, kind)
     before = page.copy()
     value = codec.encode(b"key", page)
     back = np.zeros(page_bytes, dtype=np.uint8)
@@ -58,12 +58,12 @@ def test_roundtrip(page_bytes: int, kind: str, level: int, how: PageFilter) -> N
     assert len(value) <= codec.max_value_bytes
 
 
-@pytest.mark.parametrize("how", [NONE, BYTE_SHUFFLE], ids=["none", "byte_shuffle"])
-def test_every_level(how: PageFilter) -> None:
+@pytest.mark.parametrize("filter", [NONE, BYTE_SHUFFLE], ids=["none", "byte_shuffle"])
+def test_every_level(filter: PageFilter) -> None:
     """Each of zstd's levels is accepted and gives the page back."""
     page, back = page_of(5, 1 << 16, "normal"), np.empty(1 << 16, dtype=np.uint8)
     for level in range(1, 23):
-        codec = codec_of(1 << 16, level, how)
+        codec = codec_of(1 << 16, level, filter)
         value = codec.encode(b"key", page)
         assert is_compressed(value) and codec.decode_into(b"key", value, back) == ""
         np.testing.assert_array_equal(back, page)
@@ -71,22 +71,23 @@ def test_every_level(how: PageFilter) -> None:
 
 
 def test_what_is_compressed() -> None:
-    """Packing is kept when it saves a sixteenth, planes pack floats better, and level 0 never packs."""
+    """Compression is kept when it saves a sixteenth, byte_shuffle compresses floats better, and level 0 never
+    compresses."""
     floats, noise = page_of(1, LARGE, "normal"), page_of(1, LARGE, "random")
-    plain, planes = codec_of(LARGE), codec_of(LARGE, how=BYTE_SHUFFLE)
+    plain, shuffled = codec_of(LARGE), codec_of(LARGE, filter=BYTE_SHUFFLE)
     assert not is_compressed(plain.encode(b"k", noise))
-    assert not is_compressed(planes.encode(b"k", noise))
+    assert not is_compressed(shuffled.encode(b"k", noise))
     assert not is_compressed(codec_of(LARGE, level=0).encode(b"k", floats))
     assert is_compressed(plain.encode(b"k", floats))
-    assert len(planes.encode(b"k", floats)) < 0.9 * len(plain.encode(b"k", floats))
+    assert len(shuffled.encode(b"k", floats)) < 0.9 * len(plain.encode(b"k", floats))
 
 
-@pytest.mark.parametrize(("zeros", "packed"), [(1 / 12, True), (1 / 25, False)])
-def test_a_sixteenth_must_be_saved(zeros: float, packed: bool) -> None:
-    """A small page of noise with a share of zeros is packed when that share is above a sixteenth, else raw."""
+@pytest.mark.parametrize(("zeros", "compressed"), [(1 / 12, True), (1 / 25, False)])
+def test_a_sixteenth_must_be_saved(zeros: float, compressed: bool) -> None:
+    """A small page of noise with a share of zeros is compressed when that share is above a sixteenth, else raw."""
     page = page_of(1, 96_000)
     page[: int(len(page) * zeros)] = 0
-    assert is_compressed(codec_of(96_000).encode(b"k", page)) == packed
+    assert is_compressed(codec_of(96_000).encode(b"k", page)) == compressed
 
 
 def test_samples_decide_for_large_pages() -> None:
@@ -119,7 +120,7 @@ def test_lag_packs_faster_then_not_at_all(level: int) -> None:
 
 def test_lag_never_stores_plain() -> None:
     """However far behind the writer is, a codec with a cipher encrypts."""
-    codec, page = codec_of(how=BYTE_SHUFFLE, cipher=PageCipher(bytes(32))), page_of(1, PAGE, "flat")
+    codec, page = codec_of(filter=BYTE_SHUFFLE, cipher=PageCipher(bytes(32))), page_of(1, PAGE, "flat")
     back = np.empty(PAGE, dtype=np.uint8)
     for lag in (0.0, 0.5, 0.9, 1.0):
         value = codec.encode(b"k", page, lag=lag)
@@ -129,20 +130,20 @@ def test_lag_never_stores_plain() -> None:
 def test_values_do_not_depend_on_the_reader() -> None:
     """A value names its own filter: a codec set up otherwise reads it."""
     page, back = page_of(3, 4096, "normal"), np.empty(4096, dtype=np.uint8)
-    for how in (*FILTERS, PageFilter("channel_byte_shuffle", 2, 64, 32)):
+    for filter in (*FILTERS, PageFilter("channel_byte_shuffle", 2, 64, 32)):
         for level in (0, 1, 5):
-            value = codec_of(4096, level, how).encode(b"k", page)
+            value = codec_of(4096, level, filter).encode(b"k", page)
             assert codec_of(4096, 1, PageFilter("byte_shuffle", 4)).decode_into(b"k", value, back) == ""
             np.testing.assert_array_equal(back, page)
             back[:] = 0
 
 
 def test_the_smallest_filter_is_chosen() -> None:
-    """Of the candidates the one that packs the samples best is chosen, and of equal ones the first."""
+    """Of the candidates the one that compresses the samples best is chosen, and of equal ones the first."""
     shape = (64, 256)
     floats = [channels_page(seed, 4, *shape) for seed in range(2)]
-    channel_planes = PageFilter("channel_byte_shuffle", 2, *shape)
-    assert choose_filter(floats, (NONE, BYTE_SHUFFLE, channel_planes), 1) == channel_planes
+    by_channel = PageFilter("channel_byte_shuffle", 2, *shape)
+    assert choose_filter(floats, (NONE, BYTE_SHUFFLE, by_channel), 1) == by_channel
     assert choose_filter(floats, (NONE, BYTE_SHUFFLE), 1) == BYTE_SHUFFLE
     words = np.frombuffer(b"".join(b"%07d," % (n // 3) for n in range(8192)), dtype=np.uint8)
     assert choose_filter([words], (BYTE_SHUFFLE, NONE), 1) == NONE
@@ -174,7 +175,7 @@ def test_reading_allocates_no_page(level: int, cipher: PageCipher | None) -> Non
 def test_threads_do_not_share_scratch() -> None:
     """Threads that encode and decode with one codec at the same time get their own pages back."""
     size = 512 << 10
-    codec = codec_of(size, how=PageFilter("channel_byte_shuffle", 2, 64, 64), cipher=PageCipher(bytes(32)))
+    codec = codec_of(size, filter=PageFilter("channel_byte_shuffle", 2, 64, 64), cipher=PageCipher(bytes(32)))
     wrong: list[str] = []
 
     def work(number: int) -> None:
@@ -197,7 +198,7 @@ def test_wrong_settings_are_named() -> None:
     with pytest.raises(StoreError, match="level=23"):
         codec_of(level=23)
     with pytest.raises(StoreError, match="units of 2 bytes"):
-        codec_of(page_bytes=9, how=BYTE_SHUFFLE)
+        codec_of(page_bytes=9, filter=BYTE_SHUFFLE)
     with pytest.raises(StoreError, match="page_bytes=0"):
         codec_of(page_bytes=0)
     with pytest.raises(StoreError, match="page_bytes=4294967296"):

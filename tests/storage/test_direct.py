@@ -28,7 +28,7 @@ from storage_pages import (
 )
 
 FILE_BYTES = 3 * MIN_DIRECT_BYTES + 5 * ALIGNMENT
-HOW = ("cold", "partly cached", "beside a write", "of a reader")
+CASES = ("cold", "partly cached", "beside a write", "of a reader")
 
 
 class File:
@@ -64,29 +64,29 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[File]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(block=st.integers(0, FILE_BYTES // ALIGNMENT), length=st.integers(1, FILE_BYTES), how=st.sampled_from(HOW))
-def test_a_payload_is_the_same_either_way(kept: File, block: int, length: int, how: str) -> None:
+@given(block=st.integers(0, FILE_BYTES // ALIGNMENT), length=st.integers(1, FILE_BYTES), case=st.sampled_from(CASES))
+def test_a_payload_is_the_same_either_way(kept: File, block: int, length: int, case: str) -> None:
     """Wherever a payload begins and ends, whatever of it the kernel has in memory, and beside a write; zeros behind the
     file's end."""
     offset = block * ALIGNMENT
-    with contextlib.closing(SlotFile(kept.path, ALIGNMENT, writable=how != "of a reader")) as slots:
-        if how == "beside a write":
+    with contextlib.closing(SlotFile(kept.path, ALIGNMENT, writable=case != "of a reader")) as slots:
+        if case == "beside a write":
             slots.write(0, kept.truth[:ALIGNMENT])
         forget_cached(kept.path)
-        if how == "partly cached":
+        if case == "partly cached":
             os.pread(kept.descriptor, length // 3, offset)
-        room = aligned_buffer(length)
-        slots.read(offset, length, room)
-    assert bytes(room[:length]) == kept.truth[offset : offset + length].ljust(length, b"\0")
+        buffer = aligned_buffer(length)
+        slots.read(offset, length, buffer)
+    assert bytes(buffer[:length]) == kept.truth[offset : offset + length].ljust(length, b"\0")
 
 
-@pytest.mark.parametrize(("how", "through_memory"), [("cold", False), ("beside a write", True), ("of a reader", True)])
-def test_reads_beside_a_writer_are_not_direct(file: File, how: str, through_memory: bool) -> None:
+@pytest.mark.parametrize(("case", "through_memory"), [("cold", False), ("beside a write", True), ("of a reader", True)])
+def test_reads_beside_a_writer_are_not_direct(file: File, case: str, through_memory: bool) -> None:
     """What is read directly is not in the kernel's memory afterwards. While slots are written, and in processes that do
     not know whether they are, reads go through it: direct ones would hold up the writer."""
     file.needs_direct_reads()
-    with contextlib.closing(SlotFile(file.path, ALIGNMENT, writable=how != "of a reader")) as slots:
-        if how == "beside a write":
+    with contextlib.closing(SlotFile(file.path, ALIGNMENT, writable=case != "of a reader")) as slots:
+        if case == "beside a write":
             slots.write(0, file.truth[:ALIGNMENT])
         forget_cached(file.path)
         slots.read(ALIGNMENT, MIN_DIRECT_BYTES, aligned_buffer(MIN_DIRECT_BYTES))
@@ -97,38 +97,40 @@ def test_only_long_values_that_are_not_in_memory_go_direct(file: File) -> None:
     """A short value, and one that the kernel has most of, are left to it; afterwards, nothing new is in its memory."""
     file.needs_direct_reads()
     assert file.direct.pays_off(100, MIN_DIRECT_BYTES) and not file.direct.pays_off(100, MIN_DIRECT_BYTES - 1)
-    room = aligned_buffer(MIN_DIRECT_BYTES)
-    assert file.direct.read(room, ALIGNMENT, MIN_DIRECT_BYTES) == MIN_DIRECT_BYTES
-    assert bytes(room[:MIN_DIRECT_BYTES]) == file.truth[ALIGNMENT : ALIGNMENT + MIN_DIRECT_BYTES]
+    buffer = aligned_buffer(MIN_DIRECT_BYTES)
+    assert file.direct.read(buffer, ALIGNMENT, MIN_DIRECT_BYTES) == MIN_DIRECT_BYTES
+    assert bytes(buffer[:MIN_DIRECT_BYTES]) == file.truth[ALIGNMENT : ALIGNMENT + MIN_DIRECT_BYTES]
     assert file.direct.pays_off(0, FILE_BYTES)
     os.pread(file.descriptor, FILE_BYTES, 0)
     assert not file.direct.pays_off(0, FILE_BYTES)
 
 
 def test_what_direct_reads_refuse_is_read_otherwise(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not aligned, or a file system without such reads, gives nothing and no error; a failing medium
+    """Memory that is not aligned, or a file system without such reads, gives nothing and no error; a failing disk
     raises."""
     file.needs_direct_reads()
-    room = aligned_buffer(MIN_DIRECT_BYTES)
-    assert file.direct.read(room[1:], 0, MIN_DIRECT_BYTES) == 0
+    buffer = aligned_buffer(MIN_DIRECT_BYTES)
+    assert file.direct.read(buffer[1:], 0, MIN_DIRECT_BYTES) == 0
     end = FILE_BYTES - ALIGNMENT
-    assert file.direct.read(room, end, MIN_DIRECT_BYTES) == ALIGNMENT and bytes(room[:ALIGNMENT]) == file.truth[end:]
+    assert (
+        file.direct.read(buffer, end, MIN_DIRECT_BYTES) == ALIGNMENT and bytes(buffer[:ALIGNMENT]) == file.truth[end:]
+    )
     open_as_usual = os.open
     monkeypatch.setattr(os, "open", lambda path, flags: open_as_usual(path, os.O_WRONLY))
     with contextlib.closing(DirectReads(file.path, file.descriptor)) as failing, pytest.raises(OSError):
-        failing.read(room, 0, MIN_DIRECT_BYTES)
+        failing.read(buffer, 0, MIN_DIRECT_BYTES)
 
     def refuse(path: Path, flags: int) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(os, "open", refuse)
     with contextlib.closing(DirectReads(file.path, file.descriptor)) as without:
-        assert not without.pays_off(0, FILE_BYTES) and without.read(room, 0, MIN_DIRECT_BYTES) == 0
+        assert not without.pays_off(0, FILE_BYTES) and without.read(buffer, 0, MIN_DIRECT_BYTES) == 0
 
 
 @pytest.mark.parametrize("kind", ["random", "normal"])
 @both_layouts
-def test_long_pages_come_back_from_the_medium(tmp_path: Path, layout: Layout, kind: str) -> None:
+def test_long_pages_come_back_from_disk(tmp_path: Path, layout: Layout, kind: str) -> None:
     """Cold and warm, one by one and in batches, while more are written: every page to the last byte."""
     page_bytes = 2 * MIN_DIRECT_BYTES
     with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=256 << 20, **layout)) as store:

@@ -129,8 +129,8 @@ def test_the_holder_of_the_lock_is_named_truly(tmp_path: Path, user: int | None)
 
 @both_layouts
 def test_a_store_that_took_the_place_has_one_writer(tmp_path: Path, layout: Layout) -> None:
-    """After the directory was removed under a live writer, that one writes no more, revives never, serves what it had,
-    and leaves the store alone that another made at the same path."""
+    """After the directory of a live writer was removed, that writer never writes again, serves what it had, and leaves
+    alone the store that another made at the same path."""
     path = tmp_path / "store"
     old = open_store(path, **layout)
     put_numbers(old, range(8))

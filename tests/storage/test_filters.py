@@ -28,32 +28,32 @@ SHAPES = [
 ]
 
 
-def defined(how: PageFilter, page: Bytes) -> Bytes:
+def defined(filter: PageFilter, page: Bytes) -> Bytes:
     """The arrangement as the class's docstring states it, by one transposition of the whole page."""
-    if how.kind == "none":
+    if filter.kind == "none":
         return page.copy()
-    if how.kind == "byte_shuffle":
-        return np.ascontiguousarray(page.reshape(-1, how.element_bytes).T).reshape(-1)
-    axes = page.reshape(-1, how.tokens, how.channels, how.element_bytes)
+    if filter.kind == "byte_shuffle":
+        return np.ascontiguousarray(page.reshape(-1, filter.element_bytes).T).reshape(-1)
+    axes = page.reshape(-1, filter.tokens, filter.channels, filter.element_bytes)
     return np.ascontiguousarray(axes.transpose(3, 0, 2, 1)).reshape(-1)
 
 
-def check_both_ways(how: PageFilter, page_bytes: int, seed: int, offset: int = 0) -> None:
+def check_both_ways(filter: PageFilter, page_bytes: int, seed: int, offset: int = 0) -> None:
     """`arrange` equals the definition and `restore` undoes it; sources and the bytes around targets stay as they were.
 
     `offset` puts the pages at addresses that no element is aligned to.
     """
-    assert how.mismatch(page_bytes) == ""
-    room = np.random.default_rng(seed).integers(0, 256, (3, page_bytes + 32 + offset), dtype=np.uint8)
-    page, shuffled, back = (row[16 + offset : 16 + offset + page_bytes] for row in room)
-    before = room.copy()
+    assert filter.mismatch(page_bytes) == ""
+    memory = np.random.default_rng(seed).integers(0, 256, (3, page_bytes + 32 + offset), dtype=np.uint8)
+    page, shuffled, back = (row[16 + offset : 16 + offset + page_bytes] for row in memory)
+    before = memory.copy()
     shuffler = Shuffler(page_bytes)
-    shuffler.shuffle(how, page, shuffled)
-    np.testing.assert_array_equal(shuffled, defined(how, page))
-    shuffler.unshuffle(how, shuffled, back)
+    shuffler.shuffle(filter, page, shuffled)
+    np.testing.assert_array_equal(shuffled, defined(filter, page))
+    shuffler.unshuffle(filter, shuffled, back)
     np.testing.assert_array_equal(back, page)
-    np.testing.assert_array_equal(room[0], before[0])
-    for row, was in zip(room[1:], before[1:], strict=True):
+    np.testing.assert_array_equal(memory[0], before[0])
+    for row, was in zip(memory[1:], before[1:], strict=True):
         np.testing.assert_array_equal(row[: 16 + offset], was[: 16 + offset])
         np.testing.assert_array_equal(row[16 + offset + page_bytes :], was[16 + offset + page_bytes :])
 
@@ -62,14 +62,14 @@ def check_both_ways(how: PageFilter, page_bytes: int, seed: int, offset: int = 0
 @pytest.mark.parametrize(("width", "segments", "tokens", "channels"), SHAPES)
 def test_channel_planes(width: int, segments: int, tokens: int, channels: int, offset: int) -> None:
     """Segments of any shape, of less than a block or of many, come out channel by channel and go back."""
-    how = PageFilter("channel_byte_shuffle", width, tokens, channels)
-    check_both_ways(how, width * segments * tokens * channels, tokens, offset)
+    filter = PageFilter("channel_byte_shuffle", width, tokens, channels)
+    check_both_ways(filter, width * segments * tokens * channels, tokens, offset)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_elements", [1, 7, 100_003])
-def test_planes(num_elements: int, width: int, offset: int) -> None:
+def test_byte_shuffle(num_elements: int, width: int, offset: int) -> None:
     """Elements of any number and width come out plane by plane and go back."""
     check_both_ways(PageFilter("byte_shuffle", width), width * num_elements, num_elements, offset)
 
@@ -92,22 +92,22 @@ def test_any_shape(width: int, segments: int, tokens: int, channels: int) -> Non
     check_both_ways(PageFilter("byte_shuffle", width), page_bytes, page_bytes)
 
 
-@pytest.mark.parametrize("how", [PageFilter("byte_shuffle", 2), PageFilter("channel_byte_shuffle", 2, 64, 512)])
-def test_nothing_is_allocated(how: PageFilter) -> None:
+@pytest.mark.parametrize("filter", [PageFilter("byte_shuffle", 2), PageFilter("channel_byte_shuffle", 2, 64, 512)])
+def test_nothing_is_allocated(filter: PageFilter) -> None:
     """Once an shuffler exists, arranging and restoring allocate far less than a page."""
     page = np.zeros(4 << 20, dtype=np.uint8)
     shuffled, shuffler = np.empty_like(page), Shuffler(len(page))
     tracemalloc.start()
     try:
-        shuffler.shuffle(how, page, shuffled)
-        shuffler.unshuffle(how, shuffled, page)
+        shuffler.shuffle(filter, page, shuffled)
+        shuffler.unshuffle(filter, shuffled, page)
         assert tracemalloc.get_traced_memory()[1] < len(page) // 64
     finally:
         tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("filter", "words"),
     [
         (PageFilter("rows"), "filter kind 'rows'"),  # type: ignore[arg-type]
         (PageFilter("none", 2), "element_bytes=2"),
@@ -121,7 +121,7 @@ def test_nothing_is_allocated(how: PageFilter) -> None:
         (PageFilter("byte_shuffle", 8), "units of 8 bytes"),
     ],
 )
-def test_misfits_are_named(how: PageFilter, words: str) -> None:
+def test_mismatches_are_named(filter: PageFilter, words: str) -> None:
     """A filter that cannot arrange pages of 100 bytes says why."""
     with pytest.raises(AssertionError, match=words):
-        check_both_ways(how, 100, 0)
+        check_both_ways(filter, 100, 0)

@@ -42,7 +42,7 @@ FROZEN = {
         "484b56500100010060000000190000000102000000000000000000006e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e26fe936f"
         "28b52ffd246065000020010302c8020003139fe9b0d73ffae5"
     ),
-    "channel planes": (
+    "channel byte shuffle": (
         "484b56500100010060000000210000000202000003000000040000006e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e4addf9b7"
         "28b52ffd2460a5000060010101030303020202c8c8c802000154062a453379c302"
     ),
@@ -52,14 +52,16 @@ FROZEN = {
         "3be32978a74e1abb0c"
     ),
 }
-FILTERS = {"byte_shuffle": PageFilter("byte_shuffle", 2), "channel planes": CHANNELS, "encrypted": CHANNELS}
+FILTERS = {"byte_shuffle": PageFilter("byte_shuffle", 2), "channel byte shuffle": CHANNELS, "encrypted": CHANNELS}
 
 
 def codec_for(name: str, level: int = 1) -> PageCodec:
     """The codec that wrote, or would now write, the frozen value of that name."""
     cipher = PageCipher(KEY) if name == "encrypted" else None
-    how = FILTERS.get(name, PageFilter())
-    return PageCodec(page_bytes=96, namespace=NAMESPACE, level=0 if name == "raw" else level, filter=how, cipher=cipher)
+    filter = FILTERS.get(name, PageFilter())
+    return PageCodec(
+        page_bytes=96, namespace=NAMESPACE, level=0 if name == "raw" else level, filter=filter, cipher=cipher
+    )
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -76,7 +78,7 @@ def test_frozen_values_are_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_writers_write_this_version(name: str) -> None:
-    """A value written now, whole or in two parts, has the frozen header, except the packed length, which is zstd's
+    """A value written now, whole or in two parts, has the frozen header, except the compressed length, which is zstd's
     affair, and the checksum."""
     codec, frozen = codec_for(name), bytes.fromhex(FROZEN[name])
     split = codec.encode_split(b"key", PAGE, aligned_buffer(codec.max_value_bytes))
@@ -88,16 +90,16 @@ def test_writers_write_this_version(name: str) -> None:
             assert value == frozen
 
 
-def encoded(kind: str, how: PageFilter, page_bytes: int = 4096) -> tuple[PageCodec, bytes, PageBuffer]:
-    codec = PageCodec(page_bytes=page_bytes, namespace=NAMESPACE, level=1, filter=how)
+def encoded(kind: str, filter: PageFilter, page_bytes: int = 4096) -> tuple[PageCodec, bytes, PageBuffer]:
+    codec = PageCodec(page_bytes=page_bytes, namespace=NAMESPACE, level=1, filter=filter)
     page = page_of(3, page_bytes, kind)
     return codec, codec.encode(b"key", page), page
 
 
-@pytest.mark.parametrize(("kind", "how"), [("normal", PageFilter("byte_shuffle", 2)), ("random", PageFilter())])
-def test_what_the_checksum_covers(kind: str, how: PageFilter) -> None:
+@pytest.mark.parametrize(("kind", "filter"), [("normal", PageFilter("byte_shuffle", 2)), ("random", PageFilter())])
+def test_what_the_checksum_covers(kind: str, filter: PageFilter) -> None:
     """It covers what the description says: of a frame of zstd the first 32 bytes and the last 4, else all."""
-    _, value, _ = encoded(kind, how)
+    _, value, _ = encoded(kind, filter)
     payload = value[HEADER_BYTES:]
     covered = payload[:32] + payload[-4:] if kind == "normal" else payload
     assert is_compressed(value) == (kind == "normal") and len(payload) > 1000

@@ -24,8 +24,8 @@ PAGE = 256
 NAMESPACE = b"n" * 16
 FIELDS = struct.Struct("<4sHBBIIBBHII16s")
 CODECS = {
-    name: PageCodec(page_bytes=PAGE, namespace=NAMESPACE, level=level, filter=how, cipher=cipher)
-    for name, level, how, cipher in (
+    name: PageCodec(page_bytes=PAGE, namespace=NAMESPACE, level=level, filter=filter, cipher=cipher)
+    for name, level, filter, cipher in (
         ("raw", 0, PageFilter(), None),
         ("zstd", 1, PageFilter(), None),
         ("byte_shuffle", 1, PageFilter("byte_shuffle", 2), None),
@@ -38,13 +38,13 @@ CODECS = {
 
 def decode_guarded(codec: PageCodec, value: bytes) -> tuple[str, bytes]:
     """What decoding says and leaves in the page, after a look at the bytes around the page."""
-    room = np.full(PAGE + 64, 0xA5, dtype=np.uint8)
-    reason = codec.decode_into(b"key", value, room[32:-32])
-    assert (room[:32] == 0xA5).all() and (room[-32:] == 0xA5).all()
+    buffer = np.full(PAGE + 64, 0xA5, dtype=np.uint8)
+    reason = codec.decode_into(b"key", value, buffer[32:-32])
+    assert (buffer[:32] == 0xA5).all() and (buffer[-32:] == 0xA5).all()
     verdict = codec.verify_stored(b"key", value)
     assert isinstance(reason, str) and isinstance(verdict, str)
     assert reason or not verdict, "decoded what does not verify"
-    return reason, room[32:-32].tobytes()
+    return reason, buffer[32:-32].tobytes()
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -79,7 +79,8 @@ def test_a_value_serves_its_key_and_namespace_only(name: str) -> None:
 @pytest.mark.parametrize("flags", [0, 1])
 @pytest.mark.parametrize("name", ["zstd", "encrypted raw"])
 def test_payloads_of_any_length(name: str, flags: int, num_bytes: int) -> None:
-    """A packed payload shorter than a cipher's nonce and tag, or longer than a page, is refused before it is read."""
+    """A compressed payload shorter than a cipher's nonce and tag, or longer than a page, is refused before it is
+    read."""
     fields = FIELDS.pack(b"HKVP", 1, 1, flags, PAGE, num_bytes, 0, 1, 0, 0, 0, NAMESPACE)
     reason, _ = decode_guarded(CODECS[name], value_of(b"key", fields, bytes(num_bytes)))
     assert reason
@@ -109,9 +110,9 @@ def frames(max_bytes: int) -> st.SearchStrategy[bytes]:
     """Payloads near what zstd makes: whole, cut, of other lengths, with and without length and checksum."""
 
     def frame(num_bytes: int, states_size: bool, checks: bool, cut: int, tail: bytes) -> bytes:
-        packer = zstandard.ZstdCompressor(write_content_size=states_size, write_checksum=checks)
-        packed = packer.compress(bytes(i % 7 for i in range(min(num_bytes, 64))) * -(-num_bytes // 64))
-        return packed[: len(packed) - cut] + tail
+        compressor = zstandard.ZstdCompressor(write_content_size=states_size, write_checksum=checks)
+        compressed = compressor.compress(bytes(i % 7 for i in range(min(num_bytes, 64))) * -(-num_bytes // 64))
+        return compressed[: len(compressed) - cut] + tail
 
     sizes = st.one_of(st.just(PAGE), st.integers(0, 2 * PAGE), st.integers(0, max_bytes))
     return st.builds(frame, sizes, st.booleans(), st.booleans(), st.integers(0, 9), st.binary(max_size=9))

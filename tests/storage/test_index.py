@@ -61,7 +61,7 @@ def a_layout(request: pytest.FixtureRequest) -> Layout:
 
 @both_layouts
 @pytest.mark.parametrize("page_bytes", [512, PAGE_BYTES, 70_000])
-def test_what_lmdb_writes_is_sound(tmp_path: Path, layout: Layout, page_bytes: int) -> None:
+def test_what_lmdb_writes_is_valid(tmp_path: Path, layout: Layout, page_bytes: int) -> None:
     """After every commit of a store that puts, evicts, deletes and compacts at random, with values in leaves and in
     runs of pages, beside an open reader too."""
     rng = random.Random(page_bytes)
@@ -86,7 +86,7 @@ def test_what_lmdb_writes_is_sound(tmp_path: Path, layout: Layout, page_bytes: i
     assert fault_of(tmp_path) == "" and looks == 20
 
 
-def test_a_file_without_tables_is_sound(tmp_path: Path) -> None:
+def test_a_file_without_tables_is_valid(tmp_path: Path) -> None:
     """As a process leaves it that dies while it makes a store."""
     lmdb.open(str(tmp_path)).close()
     assert fault_of(tmp_path) == ""
@@ -226,7 +226,7 @@ DAMAGE: dict[str, tuple[Callable[[IndexPages], None], str]] = {
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A sound store in each layout, not to be changed."""
+    """A valid store in each layout, not to be changed."""
     found = {name: tmp_path_factory.mktemp(name) / "store" for name in LAYOUTS}
     for name, path in found.items():
         make(path, LAYOUTS[name])
@@ -242,7 +242,7 @@ def copied(source: Path, target: Path) -> Path:
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_named_before_lmdb_sees_it(sources: dict[str, Path], tmp_path: Path, name: str) -> None:
-    """By the check, and by whoever opens the store, with its page and a remedy; nothing is changed. Built anew it has
+    """By the check, and by whoever opens the store, with its page and a remedy; nothing is changed. Rebuilt it has
     all pages in their order."""
     plant, message = DAMAGE[name]
     path = copied(sources["slots"], tmp_path / "store")
@@ -296,7 +296,7 @@ def test_the_head_of_a_long_value(tmp_path: Path) -> None:
 def test_large_trees_are_left_to_verify(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond what can be looked at while a store is opened, roots are, and the rest when the store is verified."""
+    """Of an index that is too large to be validated when a store is opened, the roots are, and the rest by `verify`."""
     monkeypatch.setattr(lmdb_file, "MAX_INDEX_CHECKED_BYTES", 0)
     path = copied(sources["slots"], tmp_path / "store")
     tree = IndexPages(path)
@@ -340,7 +340,7 @@ def test_a_use_order_that_cannot_be_searched(
 
 
 @both_layouts
-def test_rescue_of_what_is_sound(sources: dict[str, Path], tmp_path: Path, layout: Layout) -> None:
+def test_rescue_of_what_is_valid(sources: dict[str, Path], tmp_path: Path, layout: Layout) -> None:
     """Nothing is lost, not even the order. Pages that went lately may be there again; those whose slot was emptied or
     given away meanwhile are dropped."""
     name = next(name for name, other in LAYOUTS.items() if other == layout)
@@ -377,7 +377,7 @@ def test_a_slot_that_is_claimed_twice(tmp_path: Path) -> None:
 
 
 def test_rescue_without_the_key(tmp_path: Path) -> None:
-    """An encrypted store is built anew by whoever cannot read it."""
+    """An encrypted store is rebuilt by whoever cannot read it."""
     pytest.importorskip("cryptography")
     cipher = PageCipher(bytes(range(32)))
     for name, layout in LAYOUTS.items():
@@ -413,7 +413,7 @@ def test_what_cannot_be_rescued(tmp_path: Path) -> None:
 @pytest.mark.parametrize("share", [0.6, 0.95])
 @both_layouts
 def test_rescue_of_a_file_cut_short(sources: dict[str, Path], tmp_path: Path, layout: Layout, share: float) -> None:
-    """What is left of a file can be built anew; readers and writers refuse it before, and leave it as it is."""
+    """What is left of a file can be rebuilt; readers and writers refuse it before, and leave it as it is."""
     name = next(name for name, other in LAYOUTS.items() if other == layout)
     path = copied(sources[name], tmp_path / "store")
     length = int((path / "data.mdb").stat().st_size * share)
@@ -431,16 +431,16 @@ def test_rescue_of_a_file_cut_short(sources: dict[str, Path], tmp_path: Path, la
 
 @both_layouts
 def test_a_rescue_without_room(sources: dict[str, Path], tmp_path: Path, layout: Layout) -> None:
-    """A medium that takes no copy is an error, and the store is as it was."""
+    """A disk that takes no copy is an error, and the store is as it was."""
     name = next(name for name, other in LAYOUTS.items() if other == layout)
     path = copied(sources[name], tmp_path / "store")
     before = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "writer.lock"}
 
-    def without_room() -> dict[str, object]:
+    def without_space() -> dict[str, object]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 10, 32 << 10))
         return {"rescued": rescue(path)}
 
-    assert in_child(without_room, tmp_path / "result")["error"].startswith("StoreError: cannot rebuild the index of")
+    assert in_child(without_space, tmp_path / "result")["error"].startswith("StoreError: cannot rebuild the index of")
     assert {file.name: file.read_bytes() for file in path.iterdir() if file.name != "writer.lock"} == before
 
 
@@ -455,7 +455,7 @@ def test_a_rescue_that_was_killed(sources: dict[str, Path], tmp_path: Path) -> N
 
 def campaign(layout: str, seeds: range) -> None:
     """Damage at random, each in a store of its own, used by a child: no crash, no wrong byte, nothing that verification
-    cannot mend, and few pages lost."""
+    cannot repair, and few pages lost."""
     with TemporaryDirectory(dir=MEMORY) as folder:
         command = [sys.executable, index_damage.__file__, folder, layout, str(seeds.start), str(seeds.stop)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)

@@ -45,8 +45,8 @@ def small(layout: Layout) -> dict[str, int]:
 def test_roundtrip_and_reopen(tmp_path: Path, layout: Layout, page_bytes: int, kind: str) -> None:
     """Every page put comes back byte for byte, also after reopening, and absent keys are misses. A store stays in the
     layout that it was made in."""
-    with_planes = {"filter": PageFilter("byte_shuffle", 2)} if page_bytes % 2 == 0 else {}
-    store = open_store(tmp_path, page_bytes=page_bytes, **with_planes, **layout)
+    with_filter = {"filter": PageFilter("byte_shuffle", 2)} if page_bytes % 2 == 0 else {}
+    store = open_store(tmp_path, page_bytes=page_bytes, **with_filter, **layout)
     assert put_numbers(store, range(9), page_bytes, kind) == [True] * 9
     assert has_slots(tmp_path) == (layout == SLOTS)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What an operator does: look at a store, verify and mend it, carry its pages elsewhere, shrink it."""
+"""What an operator does: look at a store, verify and repair it, carry its pages elsewhere, shrink it."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def reasons(report: VerifyReport) -> str:
 
 def test_describe(tmp_path: Path) -> None:
     """A store says what it was made for and how it was opened the last time."""
-    how = PageFilter("byte_shuffle", 2)
+    filter = PageFilter("byte_shuffle", 2)
     open_store(tmp_path, budget_bytes=32 << 20).close()
-    store = open_store(tmp_path, filter=how, level=3, durability="commit")
+    store = open_store(tmp_path, filter=filter, level=3, durability="commit")
     put_numbers(store, range(7))
     live_bytes = store.stats().live_bytes
     store.close()
     found = describe(tmp_path)
-    assert dict(found.identity) == IDENTITY and found.formats == (PageFormat(PAGE_BYTES, how),)
+    assert dict(found.identity) == IDENTITY and found.formats == (PageFormat(PAGE_BYTES, filter),)
     assert (found.level, found.durability, found.budget_bytes) == (3, "commit", 64 << 20)
     assert (found.entries, found.live_bytes, found.raw_bytes) == (7, live_bytes, 7 * PAGE_BYTES)
     assert (found.key_id, found.writer_pid) == ("", None)
@@ -94,7 +94,7 @@ def test_store_without_settings(tmp_path: Path) -> None:
 
 
 def test_left_over_probe(tmp_path: Path) -> None:
-    """The value with which a store tried its medium, left by a killed process, is gone after the next opening."""
+    """The value with which a store tried its disk, left by a killed process, is gone after the next opening."""
     open_store(tmp_path).close()
 
     def leave(txn: lmdb.Transaction, tables: dict[bytes, object]) -> None:
@@ -222,8 +222,8 @@ def test_wrong_counters_do_not_stop_writing(tmp_path: Path) -> None:
     store.close()
 
 
-def test_verify_of_a_sound_store(tmp_path: Path) -> None:
-    """Nothing is reported, nothing is changed, and every byte was looked at."""
+def test_verify_of_a_valid_store(tmp_path: Path) -> None:
+    """Nothing is reported, nothing is changed, and every byte was read."""
     store = open_store(tmp_path)
     put_numbers(store, range(20))
     report = verify(store, repair=True)
@@ -273,7 +273,7 @@ def test_values_that_do_not_verify_are_not_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to_bytes", [0, 1 << 20])
 def test_evict_shrinks_the_file(tmp_path: Path, to_bytes: int) -> None:
-    """Shrinking drops the oldest pages, gives their space back and leaves a sound store of at most that size."""
+    """Shrinking drops the oldest pages, gives their space back and leaves a valid store of at most that size."""
     store: LmdbPageStore = open_store(tmp_path)
     for first in range(0, 200, 10):
         put_numbers(store, range(first, first + 10))

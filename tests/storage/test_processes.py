@@ -183,7 +183,7 @@ def test_reader_beside_compactions(tmp_path: Path, others: list[Other], layout: 
 
 @pytest.mark.parametrize(("layout", "num_pages"), [("tables", 200), ("slots", 2200)])
 def test_reader_follows_a_larger_budget(tmp_path: Path, others: list[Other], layout: str, num_pages: int) -> None:
-    """A writer with a larger budget grows the file beyond the reader's map; the reader maps it anew."""
+    """A writer with a larger budget grows the file beyond the reader's map; the reader maps it again."""
     writer = start_writer(others, tmp_path, LAYOUTS[layout], budget_of(NUM_SMALL, LAYOUTS[layout]))
     assert writer.do("put 0 8") == "8"
     reader = LmdbPageReader(tmp_path)

@@ -31,12 +31,13 @@ MODES = ("read", "verify")
 
 def found_of(store: LmdbPageStore | LmdbPageReader) -> set[int]:
     """The pages that are served; AssertionError for a wrong byte."""
-    packed = found_numbers(store, range(NUM_RANDOM, NUM_PAGES), kind="normal")
-    return packed | found_numbers(store, range(NUM_RANDOM))
+    compressed = found_numbers(store, range(NUM_RANDOM, NUM_PAGES), kind="normal")
+    return compressed | found_numbers(store, range(NUM_RANDOM))
 
 
 def use(path: Path, mode: str) -> dict[str, Any]:
-    """What becomes of a store with a fault: read it and put a page, perhaps; verify and mend it; put back what went."""
+    """What becomes of a store with a fault: read it and put a page, perhaps; verify and repair it; put back what
+    went."""
     try:
         store = open_slots(path, **SETTINGS)
     except StoreError as error:
@@ -49,7 +50,7 @@ def use(path: Path, mode: str) -> dict[str, Any]:
         said["put"] = put_numbers(store, [1000]) == [True] and found_numbers(store, [1000]) == {1000}
         held = store.contains([key_of(number) for number in said["lost"]])
         said["kept"] = [number for number, has in zip(said["lost"], held, strict=True) if has]
-        if store.stats().read_only:  # what cannot be written to is opened anew
+        if store.stats().read_only:  # what cannot be written to is opened again
             store.close()
             store = open_slots(path, **SETTINGS)
     numbers = {key_of(number): number for number in range(NUM_PAGES)}
@@ -58,7 +59,7 @@ def use(path: Path, mode: str) -> dict[str, Any]:
     said["named"] = "\n".join(fault.reason for fault in faults if fault.key is None)
     said["second"] = [fault.reason for fault in verify(store).faults]
     said["gone"] = sorted(ALL - found_of(store))
-    mend(store, said["gone"])
+    repair(store, said["gone"])
     store.close()
     with contextlib.closing(open_slots(path, **SETTINGS)) as store:
         store.check()
@@ -66,8 +67,8 @@ def use(path: Path, mode: str) -> dict[str, Any]:
     return said
 
 
-def mend(store: LmdbPageStore, gone: list[int]) -> None:
-    """Put what is gone and a little more: the store takes it, and is sound."""
+def repair(store: LmdbPageStore, gone: list[int]) -> None:
+    """Put what is gone and a little more: the store takes it, and is valid."""
     assert all(put_numbers(store, [n for n in gone if n < NUM_RANDOM]))
     assert all(put_numbers(store, [n for n in gone if n >= NUM_RANDOM], kind="normal"))
     for number in range(1001, 1006):
@@ -107,7 +108,8 @@ def test_a_fault_costs_what_it_hit(
     name: str, mode: str, outcomes: dict[tuple[str, str], tuple[list[int], dict[str, Any]]]
 ) -> None:
     """Whether it is read first or verified: no crash, no wrong byte; what was hit is missed, counted once and deleted,
-    all else is served; verification names and mends it, a second one finds nothing, and the store takes pages again."""
+    all else is served; verification names and repairs it, a second one finds nothing, and the store takes pages
+    again."""
     fault, (lost, said) = FAULTS[name], outcomes[name, mode]
     assert not {"failed", "error"} & said.keys(), said
     if fault.refused:
@@ -141,7 +143,7 @@ def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path, left_bytes: int) ->
         assert found_of(store) == ALL - lost and store.stats().corrupt == len(lost)
         assert put_numbers(store, [1000]) == [True] and store.stats().entries == NUM_PAGES - len(lost) + 1
         store.check()
-        mend(store, sorted(lost))
+        repair(store, sorted(lost))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def left_over(slots: Slots, where: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("where", ["free", "freed", "behind"])
 def test_what_nobody_finished_is_given_back(tmp_path: Path, where: str) -> None:
-    """What a killed process wrote to slots that no commit names takes nothing of the medium for longer than until the
+    """What a killed process wrote to slots that no commit names takes nothing of the disk for longer than until the
     next opening, or, in slots that were freed, until those are used again; and no page is touched."""
     slots = used_up(tmp_path)
     before_bytes = taken_bytes(tmp_path)
@@ -79,7 +79,7 @@ def test_what_nobody_finished_is_given_back(tmp_path: Path, where: str) -> None:
 
 
 def test_what_a_refused_write_left_is_given_back(tmp_path: Path) -> None:
-    """A commit that the medium refuses half-way leaves nothing behind once the store writes again."""
+    """A commit that the disk refuses half-way leaves nothing behind once the store writes again."""
     used_up(tmp_path)
     store = open_slots(tmp_path)
     before, before_bytes = slots_of(store), taken_bytes(tmp_path)
@@ -112,8 +112,8 @@ def aligned(page_bytes: int, shift: int = 0) -> PageBuffer:
 @pytest.mark.parametrize("page_bytes", [4096, 3 * 4096, 64 << 10, 70_001, 5000, 1, 256 << 10, 260 << 10, 300_001])
 @pytest.mark.parametrize("kind", ["random", "normal", "flat"])
 def test_buffers_may_lie_anywhere(tmp_path: Path, page_bytes: int, kind: str) -> None:
-    """Pages put from and got into memory that is aligned or not, raw and packed, from the kernel's memory and from the
-    medium: the same bytes, the caller's page is as it was, and no byte beside a buffer is written."""
+    """Pages put from and got into memory that is aligned or not, raw and compressed, from the kernel's memory and from
+    the disk: the same bytes, the caller's page is as it was, and no byte beside a buffer is written."""
     settings = {"page_bytes": page_bytes, "budget_bytes": 8 << 20, "filter": PageFilter("byte_shuffle", 1)}
     keys = [key_of(number) for number in range(len(SHIFTS))]
     with contextlib.closing(open_slots(tmp_path, **settings)) as store:
@@ -146,7 +146,7 @@ def require_at_every_shift(store: LmdbPageStore, keys: list[bytes], page: PageBu
 
 
 def test_pages_are_read_past_the_kernels_memory(tmp_path: Path) -> None:
-    """What the kernel does not have of a raw page goes from the medium to where it is wanted, or, if that is not
+    """What the kernel does not have of a raw page goes from the disk to where it is wanted, or, if that is not
     aligned, by way of the thread's memory: the kernel does not have it afterwards."""
     page_bytes = 1 << 20
     settings = {"page_bytes": page_bytes, "budget_bytes": 64 << 20}

@@ -149,7 +149,7 @@ def test_pages_are_carried_there_and_back(
 
 
 def test_an_operator_shrinks_a_store_with_slots(tmp_path: Path) -> None:
-    """`evict` keeps the most recently used, gives the medium what they had, and leaves a sound store."""
+    """`evict` keeps the most recently used, gives the disk what they had, and leaves a valid store."""
     with contextlib.closing(open_slots(tmp_path, budget_bytes=256 << 20)) as store:
         for number in range(100):
             put_numbers(store, [number])
@@ -177,9 +177,9 @@ def test_encrypted_slots(tmp_path: Path, kind: str, level: int) -> None:
             assert store.get_into([key_of(3)], [aligned]) == [True] and np.array_equal(aligned, page)
             slots = slots_of(store)
     plain, sealed = (slots_path(tmp_path / name).read_bytes() for name in ("plain", "sealed"))
-    packed = payloads(tmp_path / "plain", closed_slots(tmp_path / "plain"))[key_of(3)]
-    assert (page.tobytes() in plain) == (len(packed) == PAGE_BYTES) == (not level or kind == "random")
-    for content in (page.tobytes(), packed):
+    compressed = payloads(tmp_path / "plain", closed_slots(tmp_path / "plain"))[key_of(3)]
+    assert (page.tobytes() in plain) == (len(compressed) == PAGE_BYTES) == (not level or kind == "random")
+    for content in (page.tobytes(), compressed):
         assert not any(content[at : at + 12] in sealed for at in range(0, len(content) - 12, 12))
     assert all(record.num_bytes > 28 for record in slots.used.values())
     with pytest.raises(StoreMismatch, match="cipher_key"):

@@ -37,13 +37,13 @@ from slot_case import (
 from storage_pages import found_numbers, key_of, page_of, put_numbers, slots_path
 
 MODEL_PAGE_BYTES, MODEL_SLOT_BYTES = 60_000, 15 * BLOCK_BYTES
-BUDGETS = (3_000_000, 1_750_000)  # the smaller one has room for about 16 raw pages
+BUDGETS = (3_000_000, 1_750_000)  # the smaller one has space for about 16 raw pages
 COMMIT_BUDGET = 8 << 20  # a commit takes two of the model's pages, the store about 120
-AMPLE_BUDGET = 256 << 20  # tables have room for many commits while a reader keeps the pages that they free
+AMPLE_BUDGET = 256 << 20  # tables have space for many commits while a reader keeps the pages that they free
 
 
 def part_page(number: int, share: int) -> PageBuffer:
-    """Random up to `share` sixteenths, zeros behind: 0 packs to one block, 16 does not pack."""
+    """Random up to `share` sixteenths, zeros behind: 0 compresses to one block, 16 does not compress."""
     page = page_of(100 * number + share, MODEL_PAGE_BYTES)
     page[MODEL_PAGE_BYTES * share // 16 :] = 0
     return page
@@ -88,7 +88,7 @@ class Model:
         return num_gone
 
     def require(self) -> None:
-        """Every byte of every page, every slot in one place, and the medium has what is in use and freed, no more."""
+        """Every byte of every page, every slot in one place, and the disk has what is in use and freed, no more."""
         buffers = [np.empty(MODEL_PAGE_BYTES, dtype=np.uint8) for _ in self.shares]
         assert self.store.get_into([key_of(n) for n in self.shares], buffers) == [True] * len(buffers)
         for (number, share), buffer in zip(self.shares.items(), buffers, strict=True):
@@ -125,7 +125,8 @@ def empty(model: Model) -> None:
 @settings(deadline=None, max_examples=120)
 @given(steps=st.lists(STEPS, max_size=30))
 def test_slots_hold_what_a_model_holds(steps: list[tuple[str, list[tuple[int, int]]]]) -> None:
-    """After any puts of pages of any packed size, deletions, evictions, compactions and openings with any budget."""
+    """After any puts of pages of any compressed size, deletions, evictions, compactions and openings with any
+    budget."""
     with TemporaryDirectory(dir=MEMORY) as path:
         model = Model(Path(path))
         for verb, numbers in steps:
@@ -210,15 +211,15 @@ def read_twice(path: str, num_pages: int) -> None:
     reader = LmdbPageReader(path)
     verifier = reader.stored_values.verifier
 
-    def is_right(txn: Any, tables: Any, number: int, room: memoryview) -> bool:
+    def is_right(txn: Any, tables: Any, number: int, buffer: memoryview) -> bool:
         location = tables.locate(txn, [key_of(number)])[0]
-        value = verifier.read(tables, key_of(number), location, room)
+        value = verifier.read(tables, key_of(number), location, buffer)
         return not isinstance(value, str) and bytes(value[48:]) == page_of(number).tobytes()
 
     def body(txn: Any, tables: Any) -> None:
-        room = aligned_buffer(verifier.max_value_bytes)
+        buffer = aligned_buffer(verifier.max_value_bytes)
         for turn in range(2):
-            print(sum(is_right(txn, tables, number, room) for number in range(num_pages)), "right", flush=True)
+            print(sum(is_right(txn, tables, number, buffer) for number in range(num_pages)), "right", flush=True)
             if not turn:
                 sys.stdin.readline()
 
@@ -240,7 +241,7 @@ class Moment(NamedTuple):
         return cls(commit, (path / "data.mdb").read_bytes(), slots, payloads(path, slots, MODEL_SLOT_BYTES))
 
     def require_restored(self, copy: Path, newer: Path) -> None:
-        """These tables beside the newer slots are a sound store with all its pages, which takes more."""
+        """These tables beside the newer slots are a valid store with all its pages, which takes more."""
         copy.mkdir()
         (copy / "data.mdb").write_bytes(self.data)
         shutil.copy(slots_path(newer), copy)

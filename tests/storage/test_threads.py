@@ -1,4 +1,4 @@
-"""Readers beside a writer, closing beside readers, and a medium that refuses."""
+"""Readers beside a writer, closing beside readers, and a disk that refuses."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_stuck_reader_cannot_break_the_budget(tmp_path: Path, layout: str, page_
 
 
 def fill_until_refused(path: Path, layout: Layout) -> None:
-    """The store at `path` meets the end of its medium below its budget, turns read-only and serves what it has."""
+    """The store at `path` meets the end of its disk below its budget, turns read-only and serves what it has."""
     store = open_store(path, **layout)
     stored: list[int] = []
     for number in range(4000):

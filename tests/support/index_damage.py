@@ -133,7 +133,7 @@ def spoil(path: Path, seed: int) -> None:
 
 
 def use(path: Path, layout: Layout) -> dict[str, Any]:
-    """Whatever is done to a store: read, put, evict, delete, verify. One that is refused is built anew before."""
+    """Whatever is done to a store: read, put, evict, delete, verify. One that is refused is rebuilt before."""
     said: dict[str, Any] = {"refused": ""}
     try:
         store = open_store(path, **SETTINGS, **layout)

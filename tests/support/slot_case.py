@@ -1,4 +1,4 @@
-"""The slots of a page store, looked at and changed from outside: by lmdb and the file itself, as the format says."""
+"""The slots of a page store, read and changed from outside: by lmdb and the file itself, as the format says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from storage_pages import open_store, slots_path
 
 SLOT_BYTES, BLOCK_BYTES = 16384, 4096  # of the tests' page; what a payload takes is whole blocks
 EXTENT_BYTES = 2 * BLOCK_BYTES  # of the file system, to say where a file with many holes lies
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # commits wait for no medium there
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # commits wait for no disk there
 RECORD = struct.Struct("<QI48s")
 SPACE = struct.Struct("<QQQ")
 _FREED = struct.Struct(">QQ")
@@ -109,7 +109,7 @@ def closed_slots(path: Path) -> Slots:
 
 
 def taken_bytes(path: Path) -> int:
-    """What the file of slots takes of the medium."""
+    """What the file of slots takes of the disk."""
     return os.stat(slots_path(path)).st_blocks * 512
 
 

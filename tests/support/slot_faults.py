@@ -1,6 +1,6 @@
 """Faults to be planted in a closed store with slots, and what each may cost.
 
-The store: 70 pages that do not pack, 20 that do, 3 slots freed and 6 free, 99 in all.
+The store: 70 pages that do not compress, 20 that do, 3 slots freed and 6 free, 99 in all.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CUT_AT = 30 * SLOT_BYTES + 5000
 class Fault:
     """`lost`: the pages that it costs, or a rule for them. `named`: what verification says beside the pages.
 
-    `refused`: the error of opening. `stops_writing`: nothing is put until it is mended. `costs_later`: how many pages
-    may go besides when a page is put before it is mended.
+    `refused`: the error of opening. `stops_writing`: nothing is put until it is repaired. `costs_later`: how many pages
+    may go besides when a page is put before it is repaired.
     """
 
     plant: Callable[[Path], None]

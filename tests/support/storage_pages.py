@@ -24,13 +24,13 @@ Layout = dict[str, int]
 LAYOUTS: dict[str, Layout] = {"tables": {"slots_from_bytes": 1 << 40}, "slots": {"slots_from_bytes": 1}}
 SLOTS = LAYOUTS["slots"]
 both_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-_INDEX_SHARE, _LEAST_INDEX_BYTES = 8, 256 << 10  # of a budget, at most and at least, for the tables beside slots
+_INDEX_SHARE, _MIN_INDEX_BYTES = 8, 256 << 10  # of a budget, at most and at least, for the tables beside slots
 
 
 def budget_of(num_pages: int, layout: Layout, page_bytes: int = PAGE_BYTES) -> int:
-    """A budget with about the same room for values in both layouts."""
+    """A budget with about the same capacity for values in both layouts."""
     values_bytes = num_pages * page_bytes
-    index_bytes = max(values_bytes // (_INDEX_SHARE - 1), _LEAST_INDEX_BYTES)
+    index_bytes = max(values_bytes // (_INDEX_SHARE - 1), _MIN_INDEX_BYTES)
     return values_bytes + (index_bytes if layout == SLOTS else 0)
 
 
@@ -52,7 +52,7 @@ def value_of(key: bytes, fields: bytes, payload: bytes | memoryview) -> bytes:
 
 
 def page_of(number: int, page_bytes: int = PAGE_BYTES, kind: str = "random") -> npt.NDArray[np.uint8]:
-    """`random` bytes do not pack, `normal` ones (16-bit floats) do a little, `flat` ones very well."""
+    """`random` bytes do not compress, `normal` ones (16-bit floats) do a little, `flat` ones very well."""
     generator = np.random.default_rng(number)
     if kind == "random":
         return generator.integers(0, 256, page_bytes, dtype=np.uint8)
@@ -90,7 +90,7 @@ def has_slots(path: Path) -> bool:
 
 
 def blocks_bytes(path: Path) -> int:
-    """What the files of a store take of the medium."""
+    """What the files of a store take of the disk."""
     return sum(file.stat().st_blocks * 512 for file in (path / "data.mdb", *path.glob("pages-*.dat")))
 
 

@@ -1,4 +1,4 @@
-"""A medium that fails: writing stops and starts again on request, reading goes on, and the process lives.
+"""A disk that fails: writing stops and starts again on request, reading goes on, and the process lives.
 
 Run as a script, this file is the process whose data file is cut short under it.
 """
@@ -47,7 +47,7 @@ def fill(store: LmdbPageStore) -> list[int]:
 
 @both_layouts
 def test_revival_on_a_full_disk(small_disk: Path, layout: Layout) -> None:
-    """On a full disk writing stops and reviving fails; when there is room again it succeeds, and nothing was lost."""
+    """On a full disk writing stops and reopening fails; when there is space again it succeeds, and nothing was lost."""
     (small_disk / "ballast").write_bytes(bytes(4 << 20))
     store = open_store(small_disk / "store", **layout)
     assert store.reopen()
@@ -70,7 +70,7 @@ def test_revival_on_a_full_disk(small_disk: Path, layout: Layout) -> None:
 
 @both_layouts
 def test_opening_without_room(small_disk: Path, layout: Layout) -> None:
-    """However little room there is for a new store, opening it succeeds or says that there is none; never that what is
+    """However little space there is for a new store, opening it succeeds or says that there is none; never that what is
     there is no store."""
     outcomes = set()
     for left_bytes in range(0, 200 << 10, 8 << 10):
@@ -122,8 +122,9 @@ def descriptors_of(data: Path) -> dict[int, int]:
 
 
 @both_layouts
-def test_failed_write_of_the_head(tmp_path: Path, layout: Layout) -> None:
-    """After a failed write of its head lmdb refuses even to read; the store is opened anew and read, and revives."""
+def test_failed_write_of_the_meta_page(tmp_path: Path, layout: Layout) -> None:
+    """After a failed write of its meta page LMDB refuses even to read; the store is opened again, read, and
+    writable."""
     store = open_store(tmp_path, durability="commit", **layout)
     assert put_numbers(store, range(8)) == [True] * 8
     heads = [fd for fd, flags in descriptors_of(tmp_path / "data.mdb").items() if flags & os.O_DSYNC]
@@ -143,7 +144,7 @@ def test_failed_write_of_the_head(tmp_path: Path, layout: Layout) -> None:
 
 
 def test_failed_reads_are_misses(tmp_path: Path) -> None:
-    """A read that the medium refuses is a counted miss, no reason to drop the page: later it is served again."""
+    """A read that the disk refuses is a counted miss, no reason to drop the page: later it is served again."""
     store = open_store(tmp_path, **LAYOUTS["tables"])
     put_numbers(store, range(20))
     data = tmp_path / "data.mdb"
@@ -176,7 +177,7 @@ def restore(kept: dict[int, int]) -> None:
 
 def test_failed_reads_and_writes_of_slots(tmp_path: Path) -> None:
     """Slots that cannot be read are counted misses, no reason to drop their pages; a slot that cannot be written turns
-    the store read-only, which reads on. Both pass: the pages are served, and the store revives."""
+    the store read-only, which reads on. Both pass: the pages are served, and the store becomes writable again."""
     store = open_store(tmp_path, **SLOTS)
     data = slots_path(tmp_path)
     assert put_numbers(store, range(20)) == [True] * 20
@@ -269,7 +270,7 @@ def test_one_bad_sector(tmp_path: Path, layout: Layout, monkeypatch: pytest.Monk
 )
 def test_file_cut_short_while_open(tmp_path: Path, kind: str, layout: str, left_bytes: int) -> None:
     """When the data file is cut short under an open store, reads are misses and errors, writes are refused, and the
-    process lives. Reviving is refused, except where nothing is left: then the store begins anew.
+    process lives. Reopening is refused, except where nothing is left: then the store starts empty.
     """
     store = open_store(tmp_path, **LAYOUTS[layout])
     put_numbers(store, range(NUM_PAGES))
@@ -283,7 +284,7 @@ def test_file_cut_short_while_open(tmp_path: Path, kind: str, layout: str, left_
         os.truncate(tmp_path / "data.mdb", left_bytes)
         output, _ = child.communicate("go\n")
     assert child.returncode == 0, child.returncode
-    writing = ["stored [False]", f"revived {left_bytes == 0}"] if kind == "store" else []
+    writing = ["stored [False]", f"reopened {left_bytes == 0}"] if kind == "store" else []
     assert output.splitlines() == ["found 0", "errors True", *writing]
 
 
@@ -297,7 +298,7 @@ def be_cut(kind: str, path: str) -> None:
     print("errors", source.stats().read_errors > 0)
     if store is not None:
         print("stored", put_numbers(store, [9000]))
-        print("revived", store.reopen())
+        print("reopened", store.reopen())
     source.close()
 
 

@@ -1,4 +1,4 @@
-"""A medium that fails under an open store: real I/O errors, from a loop device whose image was cut short.
+"""A disk that fails under an open store: real I/O errors, from a loop device whose image was cut short.
 
 Run as a program, it is the process that has the store open.
 """
@@ -49,8 +49,8 @@ def image(tmp_path: Path) -> Iterator[Path]:
 
 
 @both_layouts
-def test_a_medium_that_fails_costs_what_it_held(image: Path, layout: Layout) -> None:
-    """Where half of the medium is lost, the values on it are misses and read errors, all others come back byte for
+def test_a_failing_disk_costs_what_it_held(image: Path, layout: Layout) -> None:
+    """Where half of the disk is lost, the values on it are misses and read errors, all others come back byte for
     byte, also the second time, and the process lives."""
     pipe = subprocess.PIPE
     command = [sys.executable, __file__, str(image.parent / "mount" / "store"), str(layout["slots_from_bytes"])]
@@ -68,7 +68,7 @@ def test_a_medium_that_fails_costs_what_it_held(image: Path, layout: Layout) -> 
 
 
 def main(path: str, layout: Layout) -> None:
-    """Fill a store, forget what the kernel keeps of it, and use it after the medium has failed."""
+    """Fill a store, forget what the kernel keeps of it, and use it after the disk has failed."""
     with contextlib.closing(open_store(path, **SETTINGS, **layout)) as store:
         assert all(put_numbers(store, range(NUM_PAGES), PAGE_BYTES))
     store = open_store(path, **SETTINGS, **layout)
