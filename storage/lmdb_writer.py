@@ -92,7 +92,7 @@ class Budget:
 
     @property
     def limit_bytes(self) -> int:
-        """What may be in use before a commit adds to it."""
+        """What values may use before a commit adds to them."""
         index_bytes = self.index_bytes if self.has_slots else 0
         group_bytes = max(self.value_bytes, self.commit_bytes)
         return self.budget_bytes - 3 * group_bytes - _RESERVE_PAGES * self.psize - index_bytes
@@ -123,17 +123,18 @@ class GroupWriter:
         recently used before that, after what readers noted. None: the access log waits, so that it cannot push out what
         earlier commits of the same call stored.
         """
-        # Pages are evicted a group at a time: in runs they free contiguous pages.
-        target_bytes = self._budget.limit_bytes - max(max_bytes, self._budget.commit_bytes)
 
         def work(transaction: WriteTransaction) -> bool:
             if used is not None:
                 self._apply_access_log(transaction)
                 for key in used:
                     transaction.touch(key)
-            is_full = transaction.used_bytes + max_bytes > self._budget.limit_bytes
-            needed_bytes = target_bytes if is_full else transaction.used_bytes
-            transaction.evict_to(needed_bytes, self._budget.index_limit_bytes)
+            limit_bytes = self._budget.limit_bytes + transaction.index_bytes
+            target_bytes = transaction.used_bytes
+            if target_bytes + max_bytes > limit_bytes:
+                # A whole group at a time: in runs the oldest pages free contiguous pages of the file.
+                target_bytes = limit_bytes - max(max_bytes, self._budget.commit_bytes)
+            transaction.evict_to(target_bytes, self._budget.index_limit_bytes)
             for key, value in group:
                 transaction.put(key, value)
             return True
@@ -260,7 +261,8 @@ class GroupWriter:
         """Evict `space_bytes`, and commit once more, so that LMDB may reuse the freed pages."""
 
         def evict(transaction: WriteTransaction) -> None:
-            target_bytes = max(self._budget.floor_bytes, transaction.used_bytes - space_bytes)
+            floor_bytes = self._budget.floor_bytes + transaction.index_bytes
+            target_bytes = max(floor_bytes, transaction.used_bytes - space_bytes)
             transaction.evict_to(target_bytes, self._budget.index_limit_bytes)
 
         self._commit(evict)

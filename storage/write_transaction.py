@@ -79,8 +79,10 @@ class WriteTransaction:
         self.txn, self._tables = txn, tables
         self._next_tick, self.live_bytes, self.raw_bytes = Totals.read(txn, tables.meta)
         self._slots: SlotChanges | None = None
+        # The data file, if values are in slots: it has a bound of its own (lmdb_writer.py).
+        self.index_bytes = 0
         if tables.slots is not None:
-            self._data_bytes = tables.data_bytes()
+            self.index_bytes = tables.data_bytes()
             self._slots = SlotChanges(txn, tables.slots, tables.meta, oldest_reader(tables.env))
         self.num_evicted = 0
         self.applied_used: list[bytes] = []
@@ -91,7 +93,7 @@ class WriteTransaction:
         """Disk space that the store needs with the changes made so far; freed space does not count."""
         if self._slots is None:
             return self._tables.used_bytes(self.txn)
-        return self._data_bytes + self._slots.used_bytes
+        return self.index_bytes + self._slots.used_bytes
 
     def apply_access_log(self, used: list[bytes], quarantined: list[bytes]) -> None:
         """Delete what did not verify, then note the uses, oldest first."""

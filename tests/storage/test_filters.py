@@ -60,7 +60,7 @@ def check_both_ways(filter: PageFilter, page_bytes: int, seed: int, offset: int 
 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize(("width", "segments", "tokens", "channels"), SHAPES)
-def test_channel_planes(width: int, segments: int, tokens: int, channels: int, offset: int) -> None:
+def test_channel_byte_shuffle(width: int, segments: int, tokens: int, channels: int, offset: int) -> None:
     """Segments of any shape, of less than a block or of many, come out channel by channel and go back."""
     filter = PageFilter("channel_byte_shuffle", width, tokens, channels)
     check_both_ways(filter, width * segments * tokens * channels, tokens, offset)

@@ -33,7 +33,17 @@ from hicache.storage import (
 )
 from index_damage import BRANCH, IndexPages
 from slot_case import MEMORY
-from storage_pages import LAYOUTS, Layout, blocks_bytes, both_layouts, key_of, open_store, page_of
+from storage_pages import (
+    LAYOUTS,
+    Layout,
+    blocks_bytes,
+    both_layouts,
+    found_numbers,
+    key_of,
+    open_store,
+    page_of,
+    put_numbers,
+)
 
 SIZES = (700, 5_000, 60_000)
 FORMATS = (
@@ -196,6 +206,24 @@ def test_eviction_counts_bytes(tmp_path: Path, layout: Layout) -> None:
         # budget, 32 small pages.
         assert 60 * 15 / 2 - 40 <= store.stats().evicted - evicted <= 60 * 15 / 2 + 40
         store.check()
+
+
+@both_layouts
+def test_sixteen_sizes_at_the_smallest_budget(tmp_path: Path, layout: Layout) -> None:
+    """With as many sizes as there may be, and the smallest budget that is accepted, every put is stored, and the last
+    pages are found."""
+    sizes = [1_000 * n for n in range(1, 17)]
+    settings: dict[str, Any] = {"formats": [PageFormat(size) for size in sizes], **layout}
+    with pytest.raises(StoreError, match="raise it to") as refused:
+        open_store(tmp_path, budget_bytes=1 << 16, **settings)
+    budget_bytes = int(str(refused.value).split()[-1])
+    with contextlib.closing(open_store(tmp_path, budget_bytes=budget_bytes, **settings)) as store:
+        for first in range(0, 320, 4):
+            numbers = range(first, first + 4)
+            assert put_numbers(store, numbers, sizes) == [True] * 4
+            assert found_numbers(store, numbers, sizes) == set(numbers)
+        store.check()
+        assert store.stats().evicted > 200 and blocks_bytes(tmp_path) <= 1.05 * budget_bytes
 
 
 @both_layouts
