@@ -62,7 +62,9 @@ def page_filter(wanted: Filter, layout: PoolLayout, page_tokens: int) -> PageFil
         # Where element widths differ, the smallest: a larger one would mix numbers of two buffers.
         return PageFilter("byte_shuffle", min(widths))
     if not uniform:
-        raise ConfigError("disk filter='channel_byte_shuffle' needs buffers of one shape, a row a token; set it to 'auto'")
+        raise ConfigError(
+            "disk filter='channel_byte_shuffle' needs buffers of one shape, a row a token; set it to 'auto'"
+        )
     return PageFilter("channel_byte_shuffle", widths.pop(), page_tokens, channels)
 
 

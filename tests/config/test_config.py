@@ -123,7 +123,7 @@ def test_wrong_files_and_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cls", "changes", "line"),
     [
-        (DiskConfig, {"filter": "best"}, "disk filter='best': choose one of auto, none, byte_shuffle, channel_byte_shuffle"),
+        (DiskConfig, {"filter": "best"}, "filter='best': choose one of auto, none, byte_shuffle, channel_byte_shuffle"),
         (DiskConfig, {"level": 23}, "disk level=23 is above 22: zstd level, 1 to 22"),
         (AdvancedConfig, {"disk_io_timeout_s": 0.0}, "advanced disk_io_timeout_s=0.0"),
         (AdvancedConfig, {"disk_reopen_backoff_s": 0.0}, "advanced disk_reopen_backoff_s=0.0"),

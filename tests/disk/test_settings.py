@@ -35,8 +35,8 @@ def spec(name: str, dtype: torch.dtype, *shape: int, per: str = "token") -> Buff
 
 
 def test_the_filter_follows_the_layout() -> None:
-    """`channel_byte_shuffle` needs buffers of one size, a row a token, else it is refused; `auto` and `byte_shuffle` shuffle by the
-    bytes of the smallest element."""
+    """`channel_byte_shuffle` needs buffers of one size, a row a token, else it is refused; `auto` and `byte_shuffle`
+    shuffle by the bytes of the smallest element."""
     even = PoolLayout((spec("k", torch.bfloat16, 2, 8), spec("v", torch.bfloat16, 4, 4)), 4)
     fp8 = PoolLayout((spec("kv", torch.uint8, 12),), 4)
     uneven = PoolLayout((spec("k", torch.bfloat16, 2, 8), spec("v", torch.bfloat16, 2, 4)), 4)

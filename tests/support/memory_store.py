@@ -63,7 +63,7 @@ class MemoryPageStore:
                 self._evicted += 1
             return [key in self._pages for key, _ in items]
 
-    def revive(self) -> bool:
+    def reopen(self) -> bool:
         return True
 
     def delete(self, keys: Sequence[bytes]) -> int:
