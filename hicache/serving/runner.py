@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +31,22 @@ from hicache.serving.cache import BatchSlots, BatchStates, KeySlots, PoolCache
 _ATTENTION_KERNELS = ("sdpa", "eager")
 # A mask of 64 Mi entries takes 256 MiB once the CPU's attention has converted it to float32; a GPU has more memory.
 _MAX_MASK_ENTRIES = {"cpu": 1 << 26, "cuda": 1 << 28}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, end) of one request, to compute in the next pass: a part of its prompt, or the one token that it
+    generated last. `tokens`: int64 [at least end], the request's sequence; `lease` has slots for [0, end)."""
+
+    lease: Lease
+    tokens: npt.NDArray[np.int64]
+    start: int
+    end: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it may be batched with others of one token at the end of their sequences."""
+        return self.end == self.start + 1 == self.lease.length
 
 
 class ForwardEngine(Protocol):
@@ -66,6 +83,21 @@ class ModelRunner:
         self._last_only: dict[str, Any] = {}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             self._last_only["logits_to_keep"] = 1
+
+    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Compute and store KV of all `chunks`, of different requests.
+
+        Returns float32 logits [chunks, vocab], those of the last token of each. Raises as `prefill` and `decode` do.
+        """
+        decoded = [chunk for chunk in chunks if chunk.is_decode]
+        rows: dict[str, torch.Tensor] = {}
+        if decoded:
+            logits = self.decode([chunk.lease for chunk in decoded], [int(chunk.tokens[chunk.start]) for chunk in decoded])
+            rows.update({chunk.lease.request_id: row for chunk, row in zip(decoded, logits, strict=True)})
+        for chunk in chunks:
+            if not chunk.is_decode:
+                rows[chunk.lease.request_id] = self.prefill(chunk.lease, chunk.tokens, chunk.start, chunk.end)
+        return torch.stack([rows[chunk.lease.request_id] for chunk in chunks])
 
     @torch.inference_mode()
     def prefill(self, lease: Lease, tokens: npt.NDArray[np.int64], start: int, end: int) -> torch.Tensor:
