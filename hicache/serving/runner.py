@@ -92,7 +92,9 @@ class ModelRunner:
         decoded = [chunk for chunk in chunks if chunk.is_decode]
         rows: dict[str, torch.Tensor] = {}
         if decoded:
-            logits = self.decode([chunk.lease for chunk in decoded], [int(chunk.tokens[chunk.start]) for chunk in decoded])
+            logits = self.decode(
+                [chunk.lease for chunk in decoded], [int(chunk.tokens[chunk.start]) for chunk in decoded]
+            )
             rows.update({chunk.lease.request_id: row for chunk, row in zip(decoded, logits, strict=True)})
         for chunk in chunks:
             if not chunk.is_decode:
