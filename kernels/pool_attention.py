@@ -1,0 +1,314 @@
+"""Causal attention over the slots of a pool: keys and values are read where they lie, behind a cached prefix or none.
+
+    sequence s has `lengths[s]` tokens; the last n_s = query_starts[s + 1] - query_starts[s] of them are queries
+    query t of s is at position p = lengths[s] - n_s + t; it sees the keys at [0, p], with a window at (p - window, p]
+    key j of s lies at slot table[rows[s], j], with a slot map at slot_map[table[rows[s], j]]
+
+    score = scale * (q . k_j), with a soft cap c * tanh(score / c)
+    out   = sum_j softmax(score)_j v_j, where a sink adds exp(sink) to the denominator of the softmax
+
+One program computes BLOCK_ROWS rows, the query heads of one key head for successive tokens, over one split of the keys
+that these rows see. Row r of a sequence is token r // group, head r % group of the key head's group. A second kernel
+merges the splits by their log-sum-exps. Splits are for passes with few rows, as in decoding; their number is fixed at
+the launch, so that a CUDA graph serves every length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hicache.kernels._triton import Kernels, cdiv, check_kernels, jit, power_of_two, tl
+
+MAX_SPLITS = 64
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class PoolQueries:
+    """The sequences of one pass, in the order of their queries.
+
+    table          int32 [requests, max_len]   slot of each token of each request
+    rows           int32 [S]                   row of each sequence in `table`
+    query_starts   int32 [S + 1]               sequence s has the queries [query_starts[s], query_starts[s + 1])
+    lengths        int32 [S]                   tokens of each sequence, its queries included
+    max_queries    the maximum number of queries of a sequence
+    num_splits     parts into which the keys of each row are split
+    """
+
+    table: torch.Tensor
+    rows: torch.Tensor
+    query_starts: torch.Tensor
+    lengths: torch.Tensor
+    max_queries: int
+    num_splits: int = 1
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """What a layer attends to, and how it scores. `scale`: of the dot products. `window`: keys that a query sees, its
+    own included; 0: all. `softcap`: 0: none. `sinks`: [query heads], None: none."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+def pool_attention(
+    query: torch.Tensor,
+    key_buffer: torch.Tensor,
+    value_buffer: torch.Tensor,
+    queries: PoolQueries,
+    rule: AttentionRule,
+    kernels: Kernels,
+    slot_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of `query` [N, heads, dim] over [slots, kv_heads, dim] and [slots, kv_heads, v_dim].
+
+    `slot_map`: int64 [slots], from the slots of the table to those of the buffers. Returns [N, heads, v_dim] in the
+    dtype of `query`, contiguous. Scores are computed in float32.
+    """
+    check_kernels(kernels)
+    if query.shape[1] % key_buffer.shape[1]:
+        raise ValueError(f"{query.shape[1]} query heads are no multiple of {key_buffer.shape[1]} key heads")
+    attend = _attend_triton if kernels == "triton" else _attend_torch
+    return attend(query, key_buffer, value_buffer, queries, rule, slot_map)
+
+
+def num_splits(num_rows: int, device: torch.device) -> int:
+    """Splits with which `num_rows` rows of programs fill the device: a power of two, 1 on the CPU."""
+    if device.type != "cuda":
+        return 1
+    programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    return min(MAX_SPLITS, power_of_two(cdiv(programs, max(1, num_rows))))
+
+
+@jit
+def _add_block(  # noqa: PLR0917 - Triton binds constants by position
+    acc, highest, total, q, k_start, k_end, positions, slots_of_row, slot_map, k_head, v_head, k_stride, v_stride,
+    scale_log2, softcap, window,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    HAS_MAP: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Keys [k_start, k_start + BLOCK_KEYS), of which those from k_end on, and those a row does not see, are masked.
+    keys = k_start + tl.arange(0, BLOCK_KEYS)
+    column, v_column = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    in_split = keys < k_end
+    if MASKED:
+        slot = tl.load(slots_of_row + keys, mask=in_split, other=0).to(tl.int64)
+    else:
+        slot = tl.load(slots_of_row + keys).to(tl.int64)
+    if HAS_MAP:
+        slot = tl.load(slot_map + slot)
+    k_at = k_head + slot[None, :] * k_stride + column[:, None]
+    if MASKED or DK != BLOCK_DK:
+        k = tl.load(k_at, mask=in_split[None, :] & (column < DK)[:, None], other=0.0)
+    else:
+        k = tl.load(k_at)
+    score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2
+    if SOFTCAP:
+        # In units of log2: softcap is c * log2(e), and tanh(x) = 2 * sigmoid(2x) - 1.
+        score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+    if MASKED:
+        seen = (keys[None, :] <= positions[:, None]) & in_split[None, :]
+        if WINDOW:
+            seen = seen & (keys[None, :] > positions[:, None] - window)
+        score = tl.where(seen, score, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(score, 1))
+    # A row that has seen no key yet has -inf as its highest score, and nothing to rescale.
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weight = tl.exp2(score - base[:, None])
+    shrink = tl.exp2(highest - base)
+    total = total * shrink + tl.sum(weight, 1)
+    v_at = v_head + slot[:, None] * v_stride + v_column[None, :]
+    if MASKED or DV != BLOCK_DV:
+        v = tl.load(v_at, mask=in_split[:, None] & (v_column < DV)[None, :], other=0.0)
+    else:
+        v = tl.load(v_at)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+    return acc, new_highest, total
+
+
+@jit(do_not_specialize=["window"])
+def _attend_kernel(  # noqa: PLR0917 - Triton binds constants by position
+    query, k_buffer, v_buffer, out, partial, log_sums, table, rows, query_starts, lengths, slot_map, sinks,
+    scale_log2, softcap, window,
+    q_token, q_head, k_stride, k_head_stride, v_stride, v_head_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_MAP: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    # The longest tiles of a sequence are its last: they start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2) // SPLITS
+    split = tl.program_id(2) % SPLITS
+    first_query = tl.load(query_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - first_query
+    first_row = tile * BLOCK_ROWS
+    if first_row >= num_queries * GROUP:
+        return
+    row = first_row + tl.arange(0, BLOCK_ROWS)
+    token = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    in_rows = token < num_queries
+    before = tl.load(lengths + sequence) - num_queries
+    positions = before + token
+    # Keys that any row of the tile sees: [low, high), of which split number `split` has [start, end).
+    high = before + tl.minimum((first_row + BLOCK_ROWS - 1) // GROUP, num_queries - 1) + 1
+    low = 0
+    if WINDOW:
+        low = tl.maximum(0, before + first_row // GROUP - window + 1)
+    width = tl.cdiv(tl.cdiv(high - low, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
+    start = low + split * width
+    end = tl.minimum(start + width, high)
+    # Every row sees all keys before `common`.
+    common = start
+    if not WINDOW:
+        common = (
+            start + tl.maximum(0, tl.minimum(end, before + first_row // GROUP + 1) - start) // BLOCK_KEYS * BLOCK_KEYS
+        )
+
+    column, v_column = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    at = query + (first_query + token).to(tl.int64)[:, None] * q_token + head[:, None] * q_head + column[None, :]
+    q = tl.load(at, mask=in_rows[:, None] & (column < DK)[None, :], other=0.0)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
+    highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    slots_of_row = table + tl.load(rows + sequence).to(tl.int64) * table_stride
+    k_head, v_head = k_buffer + kv_head * k_head_stride, v_buffer + kv_head * v_head_stride
+    for k_start in range(start, common, BLOCK_KEYS):
+        acc, highest, total = _add_block(
+            acc, highest, total, q, k_start, end, positions, slots_of_row, slot_map, k_head, v_head, k_stride, v_stride,
+            scale_log2, softcap, window, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_KEYS, HAS_MAP, SOFTCAP, WINDOW,
+            False, PRECISION,
+        )  # fmt: skip
+    for k_start in range(common, end, BLOCK_KEYS):
+        acc, highest, total = _add_block(
+            acc, highest, total, q, k_start, end, positions, slots_of_row, slot_map, k_head, v_head, k_stride, v_stride,
+            scale_log2, softcap, window, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_KEYS, HAS_MAP, SOFTCAP, WINDOW,
+            True, PRECISION,
+        )  # fmt: skip
+
+    if SPLITS == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=in_rows, other=0.0).to(tl.float32) * 1.4426950408889634
+            total += tl.exp2(sink - highest)
+        acc = acc / total[:, None]
+        to = out + ((first_query + token).to(tl.int64) * HEADS + head)[:, None] * DV + v_column[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=in_rows[:, None] & (v_column < DV)[None, :])
+    else:
+        seen = total > 0
+        acc = acc / tl.where(seen, total, 1.0)[:, None]
+        log_sum = tl.where(seen, highest + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
+        part = ((first_query + token).to(tl.int64) * HEADS + head) * SPLITS + split
+        tl.store(log_sums + part, log_sum, mask=in_rows)
+        to = partial + part[:, None] * DV + v_column[None, :]
+        tl.store(to, acc, mask=in_rows[:, None] & (v_column < DV)[None, :])
+
+
+@jit
+def _merge_kernel(
+    partial, log_sums, out, sinks,
+    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    # Program (token, head): out = sum of the splits' outputs, weighted by their share of the softmax's denominator.
+    row = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK_DV)
+    log_sum = tl.load(log_sums + row * SPLITS + split)
+    highest = tl.max(log_sum, 0)
+    weight = tl.exp2(log_sum - highest)
+    total = tl.sum(weight, 0)
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks + tl.program_id(1)).to(tl.float32) * 1.4426950408889634 - highest)
+    at = partial + (row * SPLITS + split)[:, None] * DV + column[None, :]
+    parts = tl.load(at, mask=(column < DV)[None, :] & (weight > 0)[:, None], other=0.0)
+    merged = tl.sum(parts * weight[:, None], 0) / total
+    tl.store(out + row * DV + column, merged.to(out.dtype.element_ty), mask=column < DV)
+
+
+def _attend_triton(
+    query: torch.Tensor,
+    key_buffer: torch.Tensor,
+    value_buffer: torch.Tensor,
+    queries: PoolQueries,
+    rule: AttentionRule,
+    slot_map: torch.Tensor | None,
+) -> torch.Tensor:
+    num_tokens, heads, dk = query.shape
+    kv_heads, dv, splits = key_buffer.shape[1], value_buffer.shape[2], queries.num_splits
+    group = heads // kv_heads
+    block_rows, block_keys, warps, stages = _tile(queries.max_queries * group, max(dk, dv), query.dtype)
+    out = torch.empty(num_tokens, heads, dv, dtype=query.dtype, device=query.device)
+    partial = log_sums = out
+    if splits > 1:
+        partial = torch.empty(num_tokens, heads, splits, dv, dtype=torch.float32, device=query.device)
+        log_sums = torch.empty(num_tokens, heads, splits, dtype=torch.float32, device=query.device)
+    grid = (cdiv(queries.max_queries * group, block_rows), kv_heads, len(queries.rows) * splits)
+    block_dv = power_of_two(max(16, dv))
+    _attend_kernel[grid](
+        query, key_buffer, value_buffer, out, partial, log_sums,
+        queries.table, queries.rows, queries.query_starts, queries.lengths,
+        queries.rows if slot_map is None else slot_map, out if rule.sinks is None else rule.sinks,
+        rule.scale * _LOG2E, rule.softcap * _LOG2E, rule.window,
+        query.stride(0), query.stride(1), key_buffer.stride(0), key_buffer.stride(1),
+        value_buffer.stride(0), value_buffer.stride(1), queries.table.stride(0),
+        HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=power_of_two(max(16, dk)), BLOCK_DV=block_dv,
+        BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys, SPLITS=splits, HAS_MAP=slot_map is not None,
+        HAS_SINKS=rule.sinks is not None, SOFTCAP=rule.softcap > 0, WINDOW=rule.window > 0,
+        PRECISION="ieee", num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(num_tokens, heads)](
+            partial, log_sums, out, out if rule.sinks is None else rule.sinks,
+            HEADS=heads, DV=dv, BLOCK_DV=block_dv, SPLITS=splits, HAS_SINKS=rule.sinks is not None, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def _tile(num_rows: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """(rows, keys, warps, stages) of a program, by what fits the shared memory of a multiprocessor."""
+    if dtype == torch.float32:
+        return 16, 32, 4, 2
+    rows = min(128 if dim <= 128 else 64, power_of_two(max(16, num_rows)))
+    if dim > 128:
+        return rows, 32, 4, 2
+    return rows, 64, 8 if rows == 128 else 4, 3
+
+
+def _attend_torch(
+    query: torch.Tensor,
+    key_buffer: torch.Tensor,
+    value_buffer: torch.Tensor,
+    queries: PoolQueries,
+    rule: AttentionRule,
+    slot_map: torch.Tensor | None,
+) -> torch.Tensor:
+    num_tokens, heads, _ = query.shape
+    group = heads // key_buffer.shape[1]
+    out = torch.empty(num_tokens, heads, value_buffer.shape[2], dtype=query.dtype, device=query.device)
+    starts = queries.query_starts.tolist()
+    for s, (row, length) in enumerate(zip(queries.rows.tolist(), queries.lengths.tolist(), strict=True)):
+        first, end = starts[s], starts[s + 1]
+        slots = queries.table[row, :length].long()
+        slots = slots if slot_map is None else slot_map[slots]
+        keys, values = (x[slots].float().repeat_interleave(group, dim=1) for x in (key_buffer, value_buffer))
+        scores = torch.einsum("qhd,khd->hqk", query[first:end].float(), keys) * rule.scale
+        if rule.softcap:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        at = torch.arange(length, device=query.device)
+        position = at[length - (end - first) :, None]
+        seen = at <= position
+        if rule.window:
+            seen &= at > position - rule.window
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if rule.sinks is not None:
+            sinks = rule.sinks.float()[:, None, None].expand(heads, end - first, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(-1)[..., :length]
+        out[first:end] = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
+    return out
