@@ -132,6 +132,49 @@ def _add_block(  # noqa: PLR0917 - Triton binds constants by position
     return acc, new_highest, total
 
 
+@jit
+def _keys_of_split(
+    before, num_queries, first_row, split, window,
+    GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    # Keys that any row of the tile sees: [low, high). This split has [start, end) of them; all rows see [start, common).
+    first_token = first_row // GROUP
+    high = before + tl.minimum((first_row + BLOCK_ROWS - 1) // GROUP, num_queries - 1) + 1
+    low = 0
+    if WINDOW:
+        low = tl.maximum(0, before + first_token - window + 1)
+    width = tl.cdiv(tl.cdiv(high - low, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
+    start = low + split * width
+    end = tl.minimum(start + width, high)
+    common = start
+    if not WINDOW:
+        common = start + tl.maximum(0, tl.minimum(end, before + first_token + 1) - start) // BLOCK_KEYS * BLOCK_KEYS
+    return start, common, end
+
+
+@jit
+def _store_rows(  # noqa: PLR0917 - Triton binds constants by position
+    acc, highest, total, token, head, in_rows, split, out, partial, log_sums, sinks,
+    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    # token, head: of each row, in the pass.
+    column = tl.arange(0, BLOCK_DV)
+    row = token.to(tl.int64) * HEADS + head
+    mask = in_rows[:, None] & (column < DV)[None, :]
+    if SPLITS == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=in_rows, other=0.0).to(tl.float32) * 1.4426950408889634
+            total += tl.exp2(sink - highest)
+        acc = acc / total[:, None]
+        tl.store(out + row[:, None] * DV + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    else:
+        total_or_1 = tl.where(total > 0, total, 1.0)
+        log_sum = tl.where(total > 0, highest + tl.log2(total_or_1), float("-inf"))
+        part = row * SPLITS + split
+        tl.store(log_sums + part, log_sum, mask=in_rows)
+        tl.store(partial + part[:, None] * DV + column[None, :], acc / total_or_1[:, None], mask=mask)
+
+
 @jit(do_not_specialize=["window"])
 def _attend_kernel(  # noqa: PLR0917 - Triton binds constants by position
     query, k_buffer, v_buffer, out, partial, log_sums, table, rows, query_starts, lengths, slot_map, sinks,
@@ -143,72 +186,43 @@ def _attend_kernel(  # noqa: PLR0917 - Triton binds constants by position
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The longest tiles of a sequence are its last: they start first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
-    sequence = tl.program_id(2) // SPLITS
-    split = tl.program_id(2) % SPLITS
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_ROWS
+    kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
     first_query = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - first_query
-    first_row = tile * BLOCK_ROWS
     if first_row >= num_queries * GROUP:
         return
     row = first_row + tl.arange(0, BLOCK_ROWS)
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
+    token, head = row // GROUP, kv_head * GROUP + row % GROUP
     in_rows = token < num_queries
     before = tl.load(lengths + sequence) - num_queries
-    positions = before + token
-    # Keys that any row of the tile sees: [low, high), of which split number `split` has [start, end).
-    high = before + tl.minimum((first_row + BLOCK_ROWS - 1) // GROUP, num_queries - 1) + 1
-    low = 0
-    if WINDOW:
-        low = tl.maximum(0, before + first_row // GROUP - window + 1)
-    width = tl.cdiv(tl.cdiv(high - low, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
-    start = low + split * width
-    end = tl.minimum(start + width, high)
-    # Every row sees all keys before `common`.
-    common = start
-    if not WINDOW:
-        common = (
-            start + tl.maximum(0, tl.minimum(end, before + first_row // GROUP + 1) - start) // BLOCK_KEYS * BLOCK_KEYS
-        )
-
-    column, v_column = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    start, common, end = _keys_of_split(
+        before, num_queries, first_row, split, window, GROUP, BLOCK_ROWS, BLOCK_KEYS, SPLITS, WINDOW
+    )
+    column = tl.arange(0, BLOCK_DK)
     at = query + (first_query + token).to(tl.int64)[:, None] * q_token + head[:, None] * q_head + column[None, :]
     q = tl.load(at, mask=in_rows[:, None] & (column < DK)[None, :], other=0.0)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
     highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
-    slots_of_row = table + tl.load(rows + sequence).to(tl.int64) * table_stride
+    slots = table + tl.load(rows + sequence).to(tl.int64) * table_stride
     k_head, v_head = k_buffer + kv_head * k_head_stride, v_buffer + kv_head * v_head_stride
     for k_start in range(start, common, BLOCK_KEYS):
         acc, highest, total = _add_block(
-            acc, highest, total, q, k_start, end, positions, slots_of_row, slot_map, k_head, v_head, k_stride, v_stride,
+            acc, highest, total, q, k_start, end, before + token, slots, slot_map, k_head, v_head, k_stride, v_stride,
             scale_log2, softcap, window, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_KEYS, HAS_MAP, SOFTCAP, WINDOW,
             False, PRECISION,
         )  # fmt: skip
     for k_start in range(common, end, BLOCK_KEYS):
         acc, highest, total = _add_block(
-            acc, highest, total, q, k_start, end, positions, slots_of_row, slot_map, k_head, v_head, k_stride, v_stride,
+            acc, highest, total, q, k_start, end, before + token, slots, slot_map, k_head, v_head, k_stride, v_stride,
             scale_log2, softcap, window, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_KEYS, HAS_MAP, SOFTCAP, WINDOW,
             True, PRECISION,
         )  # fmt: skip
-
-    if SPLITS == 1:
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=in_rows, other=0.0).to(tl.float32) * 1.4426950408889634
-            total += tl.exp2(sink - highest)
-        acc = acc / total[:, None]
-        to = out + ((first_query + token).to(tl.int64) * HEADS + head)[:, None] * DV + v_column[None, :]
-        tl.store(to, acc.to(out.dtype.element_ty), mask=in_rows[:, None] & (v_column < DV)[None, :])
-    else:
-        seen = total > 0
-        acc = acc / tl.where(seen, total, 1.0)[:, None]
-        log_sum = tl.where(seen, highest + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-        part = ((first_query + token).to(tl.int64) * HEADS + head) * SPLITS + split
-        tl.store(log_sums + part, log_sum, mask=in_rows)
-        to = partial + part[:, None] * DV + v_column[None, :]
-        tl.store(to, acc, mask=in_rows[:, None] & (v_column < DV)[None, :])
+    _store_rows(
+        acc, highest, total, first_query + token, head, in_rows, split, out, partial, log_sums, sinks,
+        HEADS, DV, BLOCK_DV, SPLITS, HAS_SINKS,
+    )  # fmt: skip
 
 
 @jit

@@ -197,22 +197,28 @@ class PoolCache(StateCache):
 
     def store_states(self) -> None:
         """Write the new states of the recurrent layers to the state slots. To be called after the pass."""
-        states = self._batch.states
-        if states is None:
-            return
-        for layer_id in self._geometry.recurrent_layers:
-            new = self.layers[layer_id].state
-            assert new is not None, f"the model left no state in layer {layer_id}"
-            stored = states.table.mamba2_layer_cache(layer_id)
-            for buffer, value in zip((*stored.conv, stored.temporal), (*new.conv, new.temporal), strict=True):
-                buffer[states.slots] = value.to(buffer.dtype)
+        if self._batch.states is not None:
+            store_states(self, self._geometry, self._batch.states)
 
     def _state_layer(self, layer_id: int) -> StateLayer:
         states, shapes = self._batch.states, self._geometry.state
         assert states is not None and shapes is not None, "a pass without states for recurrent layers"
-        if not self._batch.past_len:
-            return StateLayer(None)
-        return StateLayer(lambda: _copy_states(states, layer_id, shapes))
+        return new_state_layer(states, layer_id, shapes, is_start=not self._batch.past_len)
+
+
+def new_state_layer(states: BatchStates, layer_id: int, shapes: StateGeometry, is_start: bool) -> StateLayer:
+    """A recurrent layer of one pass over `states`. `is_start`: all sequences start with this pass."""
+    return StateLayer(None if is_start else lambda: _copy_states(states, layer_id, shapes))
+
+
+def store_states(cache: StateCache, geometry: ModelGeometry, states: BatchStates) -> None:
+    """Write the new states of the recurrent layers of `cache` to the state slots."""
+    for layer_id in geometry.recurrent_layers:
+        new = cache.layers[layer_id].state
+        assert new is not None, f"the model left no state in layer {layer_id}"
+        stored = states.table.mamba2_layer_cache(layer_id)
+        for buffer, value in zip((*stored.conv, stored.temporal), (*new.conv, new.temporal), strict=True):
+            buffer[states.slots] = value.to(buffer.dtype)
 
 
 def _copy_states(states: BatchStates, layer_id: int, geometry: StateGeometry) -> MambaState:

@@ -29,7 +29,7 @@ from hicache.errors import (
     TransferError,
 )
 from hicache.serving.request import FinishReason, Request, RequestOutput
-from hicache.serving.runner import ModelRunner
+from hicache.serving.runner import Chunk, ModelRunner
 from hicache.serving.sampling import choose_tokens
 
 _IDLE_S = 0.0005
@@ -268,10 +268,11 @@ class Scheduler:
         batch = self._extend_running_batch()
         if not batch:
             return
-        last_tokens = [int(req.sequence[req.length - 1]) for req in batch]
         leases = [req.held_lease for req in batch]
         try:
-            logits = self._runner.decode(leases, last_tokens)
+            logits = self._runner.forward(
+                [Chunk(req.held_lease, req.sequence, req.length - 1, req.length) for req in batch]
+            )
         except TransferError as error:
             for req in batch:
                 self._retry(req, error)

@@ -18,8 +18,9 @@ from transformers.cache_utils import DynamicLayer
 
 from hicache.errors import OutOfMemory, UnsupportedModel
 from hicache.layout import LayerKind, ModelGeometry, StateGeometry
+from hicache.serving.attention import Attention
 from hicache.serving.cache import StateCache, StateLayer
-from hicache.serving.runner import attention_kernel
+from hicache.serving.padded_passes import attention_kernel
 from hicache.serving.trial import Trial, short_window, trial_length
 from hicache.serving.widen import float32_weights
 
@@ -63,8 +64,9 @@ class _Recorder(DynamicLayer):  # type: ignore[misc]  # transformers is untyped 
         return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
 
-def check_supported(model: Any) -> ModelGeometry:
-    """The geometry of `model`, a transformers causal language model. Raises UnsupportedModel with the reason.
+def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
+    """The geometry of `model`, a transformers causal language model, served with `attention` (see `ModelRunner`).
+    Raises UnsupportedModel with the reason.
 
     The model must not be used elsewhere meanwhile: its configuration and weights are changed and restored.
     """
@@ -84,10 +86,12 @@ def check_supported(model: Any) -> ModelGeometry:
             recorded = _recorded_geometry(model, kinds)
             is_wide = model.dtype == torch.float32
             if not is_wide:
-                Trial(model, num_tokens).served_difference(recorded)  # raises if it does not run in its own dtype
+                Trial(model, num_tokens).served_difference(
+                    recorded, attention
+                )  # raises if it does not run in its own dtype
             stack.enter_context(float32_weights(model))
             reason = _difference_reason(
-                Trial(model, num_tokens), recorded if is_wide else _recorded_geometry(model, kinds)
+                Trial(model, num_tokens), recorded if is_wide else _recorded_geometry(model, kinds), attention
             )
     except (UnsupportedModel, OutOfMemory, torch.OutOfMemoryError):
         raise
@@ -101,9 +105,9 @@ def check_supported(model: Any) -> ModelGeometry:
     return replace(recorded, window=_window(config) if recorded.window else 0)
 
 
-def _difference_reason(trial: Trial, geometry: ModelGeometry) -> str:
+def _difference_reason(trial: Trial, geometry: ModelGeometry, attention: Attention) -> str:
     """What the trial of a model shows that rules it out; empty if nothing does."""
-    difference = trial.served_difference(geometry)
+    difference = trial.served_difference(geometry, attention)
     if difference <= _MAX_DIFFERENCE:
         return ""
     ahead = trial.lookahead_difference()

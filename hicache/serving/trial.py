@@ -2,7 +2,8 @@
 
 The trial runs the passes of `ModelRunner`, so it exercises the strides, masks and padding that requests will.
 
-    short   7 tokens in three chunks of one, several and one token; then decoded alone once and in a batch of two twice
+    short   7 tokens in chunks of one, several and one token; then decoded beside a chunk of the other, and in a batch
+            of two twice
     long    longer than every bound in the configuration, in two chunks; then decoded in the same batches
 """
 
@@ -22,7 +23,8 @@ from hicache.engine import CacheEngine, CacheRequest
 from hicache.errors import UnsupportedModel
 from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
-from hicache.serving.runner import ModelRunner
+from hicache.serving.attention import Attention
+from hicache.serving.runner import Chunk, ModelRunner
 
 _SHORT_ENDS = (1, 2, 6, 7)  # where the chunks of the short sequence end
 _NUM_DECODED = 3
@@ -98,30 +100,36 @@ class Trial:
         ids = torch.arange(len(short), device=self._model.device)[None]
         return relative_difference(plain_logits(self._model, short, position_ids=ids)[-1], self._plain[0][-1])
 
-    def served_difference(self, geometry: ModelGeometry) -> float:
+    def served_difference(self, geometry: ModelGeometry, attention: Attention) -> float:
         """How much the logits of the served sequences differ from those of plain forwards."""
         num_tokens = sum(len(tokens) for tokens in self._sequences)
         with _small_engine(self._model, geometry, num_tokens) as engine:
-            served = self._serve(ModelRunner(self._model, engine, geometry), engine)
+            runner = ModelRunner(self._model, engine, geometry, attention=attention, use_graphs=False)
+            served = self._serve(runner, engine)
         return max(relative_difference(logits, self._plain[i][position]) for i, position, logits in served)
 
     def _serve(self, runner: ModelRunner, engine: CacheEngine) -> list[tuple[int, int, torch.Tensor]]:
         """(index of the sequence, position, logits) of every pass."""
         served: list[tuple[int, int, torch.Tensor]] = []
-        leases = []
         long_end = len(self._sequences[1]) - _NUM_DECODED + 1
-        for i, ends in enumerate((_SHORT_ENDS, ((long_end + 1) // 2, long_end))):
-            tokens, start = self._sequences[i], 0
-            leases.append(engine.acquire(CacheRequest(str(i), tokens[: ends[-1]])))
-            for end in ends:
-                served.append((i, end - 1, runner.prefill(leases[i], tokens, start, end)))
-                start = end
-        for batch in ([0], [0, 1], [0, 1]):
-            for i in batch:
-                engine.extend(leases[i], 1)
-            last = [int(self._sequences[i][leases[i].length - 1]) for i in batch]
-            logits = runner.decode([leases[i] for i in batch], last)
-            served.extend((i, leases[i].length - 1, row) for i, row in zip(batch, logits, strict=True))
+        ends = (_SHORT_ENDS, ((long_end + 1) // 2, long_end))
+        leases = [engine.acquire(CacheRequest(str(i), self._sequences[i][: ends[i][-1]])) for i in (0, 1)]
+
+        def run(*parts: tuple[int, int, int]) -> None:
+            """One pass over tokens [start, end) of sequences, given as (index, start, end)."""
+            for i, _, end in parts:
+                if end > leases[i].length:
+                    engine.extend(leases[i], end - leases[i].length)
+            logits = runner.forward([Chunk(leases[i], self._sequences[i], *part) for i, *part in parts])
+            served.extend((i, end - 1, row) for (i, _, end), row in zip(parts, logits, strict=True))
+
+        for start, end in zip((0, *_SHORT_ENDS), _SHORT_ENDS, strict=False):
+            run((0, start, end))
+        short_end, middle = _SHORT_ENDS[-1], ends[1][0]
+        run((1, 0, middle))
+        run((0, short_end, short_end + 1), (1, middle, long_end))
+        for step in (0, 1):
+            run((0, short_end + 1 + step, short_end + 2 + step), (1, long_end + step, long_end + step + 1))
         for lease in leases:
             engine.release(lease)
         return served

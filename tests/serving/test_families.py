@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -25,6 +25,23 @@ from serving_case import DEVICE, prompt
 
 SERVED = [row for row, family in FAMILIES.items() if family.kind]
 REFUSED = [row for row, family in FAMILIES.items() if not family.kind]
+# Their layers do not hand their attention over, so they are served with torch's alone.
+PADDED = {
+    "big_bird",
+    "codegen",
+    "diffllama",
+    "doge, within keep_window_size",
+    "falcon",
+    "git",
+    "gptj",
+    "hrm_text",
+    "jetmoe",
+    "megatron-bert",
+    "nemotron",
+    "rembert",
+    "stablelm",
+    "xglm",
+}
 # These reasons follow from the configuration or a signature, so the model needs no weights.
 _WITHOUT_WEIGHTS = ("layers of", "latent attention", "recurrent layers", "no way", "no key-value cache", "vary from")
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
@@ -48,13 +65,18 @@ def _agree(model: Any, tokens: np.ndarray, answer: tuple[int, ...], expected: tu
     return True
 
 
+@pytest.mark.parametrize("attention", ["torch", "triton"])
 @pytest.mark.parametrize("row", SERVED)
-def test_a_family_gives_the_tokens_of_generate(row: str) -> None:
+def test_a_family_gives_the_tokens_of_generate(row: str, attention: Literal["torch", "triton"]) -> None:
     """Requests of 5 to 90 tokens, decoded in one batch, and one of them again with a cached prefix, get the tokens of
-    transformers' generate."""
+    transformers' generate, with either attention."""
     _skip_unknown(row)
     model = tiny_family(row)
-    geometry = check_supported(model)
+    if attention == "triton" and row in PADDED:
+        with pytest.raises(UnsupportedModel, match="computes its attention itself; use attention='torch'"):
+            check_supported(model, attention)
+        return
+    geometry = check_supported(model, attention)
     assert _kind(geometry) == FAMILIES[row].kind
     prompts = [prompt(length, seed) for seed, length in enumerate((5, 90, 41))]
     config = EngineConfig(
@@ -68,7 +90,7 @@ def test_a_family_gives_the_tokens_of_generate(row: str) -> None:
         dtype="float32",
     )
     with build_engine(config, geometry) as engine:
-        scheduler = Scheduler(engine, ModelRunner(model, engine, geometry), chunk_tokens=64)
+        scheduler = Scheduler(engine, ModelRunner(model, engine, geometry, attention=attention), chunk_tokens=64)
         outputs = scheduler.run([Request(str(n), tokens, 4) for n, tokens in enumerate(prompts)])
         outputs += scheduler.run([Request("1", prompts[1], 4)])
         engine.check()

@@ -14,7 +14,7 @@ from hicache.errors import ShapeError, TransferError
 from hicache.layout import ModelGeometry
 from hicache.serving.runner import ModelRunner
 from hybrid_case import Pools, tiny_qwen3_next
-from serving_case import geometry_of, plain_greedy, plain_logits, prompt, shared, tiny_llama
+from serving_case import decode, geometry_of, plain_greedy, plain_logits, prompt, shared, tiny_llama
 
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
 
@@ -50,7 +50,7 @@ def greedy(pools: Pools, runner: ModelRunner, lease: Lease, logits: torch.Tensor
     tokens = [int(logits.argmax())]
     while len(tokens) < num_new:
         pools.extend(lease, 1)
-        tokens.append(int(runner.decode([lease], tokens[-1:])[0].argmax()))
+        tokens.append(int(decode(runner, [lease], tokens[-1:])[0].argmax()))
     return tuple(tokens)
 
 
@@ -128,7 +128,7 @@ def test_batched_decode_gives_the_logits_of_each_request_alone(
         for i, sequence in enumerate(sequences):
             sequence.append((7 * step + i) % 97)
             pools.extend(leases[i], 1)
-        decoded.append(runner.decode(leases, [sequence[-1] for sequence in sequences]))
+        decoded.append(decode(runner, leases, [sequence[-1] for sequence in sequences]))
     for i, sequence in enumerate(sequences):
         logits = torch.stack([step[i] for step in decoded])
         torch.testing.assert_close(logits, plain_logits(model, sequence)[-12:], **TOLERANCE)
@@ -145,11 +145,11 @@ def test_a_new_sequence_does_not_read_its_state_slot(model: Any, geometry: Model
             buffer.fill_(3.0)
     runner.prefill(running, tokens, 0, 20)
     pools.extend(running, 1)
-    logits = runner.decode([running, first], [7, 11])
+    logits = decode(runner, [running, first], [7, 11])
     torch.testing.assert_close(logits[0], plain_logits(model, [*tokens, 7])[-1], **TOLERANCE)
     torch.testing.assert_close(logits[1], plain_logits(model, [11])[-1], **TOLERANCE)
     alone = pools.lease(1)
-    torch.testing.assert_close(runner.decode([alone], [11])[0], logits[1], **TOLERANCE)
+    torch.testing.assert_close(decode(runner, [alone], [11])[0], logits[1], **TOLERANCE)
 
 
 def test_each_layer_waits_for_its_own_state(model: Any, geometry: ModelGeometry) -> None:

@@ -8,10 +8,12 @@ import torch
 
 from hicache.engine import CacheEngine, CacheRequest, Lease
 from hicache.errors import ShapeError
-from hicache.serving.runner import ModelRunner
-from serving_case import geometry_of, plain_logits, prompt, shared, tiny_engine, tiny_llama, tiny_runner
+from hicache.serving.attention import Attention
+from hicache.serving.runner import Chunk, ModelRunner
+from serving_case import decode, geometry_of, plain_logits, prompt, shared, tiny_engine, tiny_llama, tiny_runner
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+KINDS = [("sdpa", "torch"), ("eager", "torch"), ("sdpa", "triton")]
 
 
 def _prefill(runner: ModelRunner, engine: CacheEngine, name: str, tokens: np.ndarray) -> Lease:
@@ -21,16 +23,18 @@ def _prefill(runner: ModelRunner, engine: CacheEngine, name: str, tokens: np.nda
     return lease
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize(("kernel", "attention"), KINDS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
-def test_chunked_prefill_gives_the_logits_of_one_whole_forward(kernel: str, heads: int, kv_heads: int) -> None:
+def test_chunked_prefill_gives_the_logits_of_one_whole_forward(
+    kernel: str, attention: Attention, heads: int, kv_heads: int
+) -> None:
     """However a prompt is cut into chunks, the last logits of each chunk are those of a forward over all tokens so
     far."""
     model = shared(tiny_llama, heads=heads, kv_heads=kv_heads, kernel=kernel)
     tokens = prompt(150, seed=1)
     expected = plain_logits(model, tokens)
     with tiny_engine(model) as engine:
-        runner = tiny_runner(model, engine)
+        runner = tiny_runner(model, engine, attention)
         for number, ends in enumerate([(150,), (1, 150), (64, 65, 150), (7, 71, 100, 149, 150)]):
             lease = engine.acquire(CacheRequest(f"r{number}", tokens, namespace=f"n{number}"))
             start = 0
@@ -67,13 +71,15 @@ def test_a_chunk_with_a_large_mask_runs_in_several_passes() -> None:
         torch.testing.assert_close(logits, plain_logits(model, tokens)[-1], **TOLERANCE)
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize(("kernel", "attention"), KINDS)
 @pytest.mark.parametrize("lengths", [(40,), (33, 33), (1, 80, 17, 64)])
-def test_batched_decode_gives_the_logits_of_each_request_alone(kernel: str, lengths: tuple[int, ...]) -> None:
+def test_batched_decode_gives_the_logits_of_each_request_alone(
+    kernel: str, attention: Attention, lengths: tuple[int, ...]
+) -> None:
     """Requests of different lengths decoded in one batch get the logits that each gets alone, for several steps."""
     model = shared(tiny_llama, kernel=kernel)
     with tiny_engine(model) as engine:
-        runner = tiny_runner(model, engine)
+        runner = tiny_runner(model, engine, attention)
         # A long request leaves stale slots in the first row; they must not be read.
         engine.release(_prefill(runner, engine, "before", prompt(200, seed=9)))
         sequences = [prompt(length, seed=10 + i).tolist() for i, length in enumerate(lengths)]
@@ -83,10 +89,70 @@ def test_batched_decode_gives_the_logits_of_each_request_alone(kernel: str, leng
             for i, sequence in enumerate(sequences):
                 sequence.append((7 * step + i) % 97)
                 engine.extend(leases[i], 1)
-            decoded.append(runner.decode(leases, [sequence[-1] for sequence in sequences]))
+            decoded.append(decode(runner, leases, [sequence[-1] for sequence in sequences]))
         for i, sequence in enumerate(sequences):
             logits = torch.stack([step[i] for step in decoded])
             torch.testing.assert_close(logits, plain_logits(model, sequence)[-20:], **TOLERANCE)
+
+
+@pytest.mark.parametrize("attention", ["torch", "triton"])
+def test_prompts_and_decodes_in_one_call_give_the_logits_of_each_alone(attention: Attention) -> None:
+    """One call over chunks of prompts, with and without a prefix, and requests that decode, in any order."""
+    model = shared(tiny_llama)
+    lengths, news = (40, 90, 17, 64, 70), (1, 30, 17, 1, 5)
+    with tiny_engine(model) as engine:
+        runner = tiny_runner(model, engine, attention)
+        sequences = [prompt(length, seed=20 + i) for i, length in enumerate(lengths)]
+        leases = [engine.acquire(CacheRequest(f"r{i}", tokens)) for i, tokens in enumerate(sequences)]
+        for lease, tokens, new in zip(leases, sequences, news, strict=True):
+            if new < len(tokens):
+                runner.prefill(lease, tokens, 0, len(tokens) - new)
+        chunks = [
+            Chunk(lease, tokens, len(tokens) - new, len(tokens))
+            for lease, tokens, new in zip(leases, sequences, news, strict=True)
+        ]
+        assert [chunk.is_decode for chunk in chunks] == [True, False, False, True, False]
+        for row, tokens in zip(runner.forward(chunks), sequences, strict=True):
+            torch.testing.assert_close(row, plain_logits(model, tokens)[-1], **TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replayed_graphs_decode_the_tokens_of_passes_without_them(compiled: bool) -> None:
+    """Batches that grow and shrink, behind prefixes that are still being loaded, decode the same with and without."""
+    plain, replayed = (
+        _decoded_behind_loads(use_graphs=False),
+        _decoded_behind_loads(use_graphs=True, compiled=compiled),
+    )
+    assert plain == replayed
+
+
+def _decoded_behind_loads(**options: bool) -> list[list[int]]:
+    """The greedy continuations of prompts of whole pages and one token, whose pages are on the host."""
+    model = shared(tiny_llama)
+    sequences = [prompt(length, seed=30 + i).tolist() for i, length in enumerate((145, 81, 33))]
+    with tiny_engine(model, device_tokens=680, host_bytes=4 << 20) as engine:
+        runner = ModelRunner(model, engine, geometry_of(model), **options)
+        for i, tokens in enumerate(sequences):
+            engine.release(_prefill(runner, engine, f"p{i}", np.array(tokens)))
+        engine.flush()
+        engine.release(_prefill(runner, engine, "filler", prompt(640, seed=29)))  # takes their place on the device
+        engine.flush()
+        lengths = [len(tokens) for tokens in sequences]
+        leases = [engine.acquire(CacheRequest(f"r{i}", np.array(tokens))) for i, tokens in enumerate(sequences)]
+        assert [lease.hit.host for lease in leases] == [length - 1 for length in lengths]
+        for first, num in ((0, 1), (0, 3), (1, 2), (0, 3)):
+            chunks = []
+            for i in range(first, first + num):
+                if leases[i].length < len(sequences[i]):
+                    engine.extend(leases[i], 1)
+                chunks.append(Chunk(leases[i], np.array(sequences[i]), len(sequences[i]) - 1, len(sequences[i])))
+            for i, row in enumerate(runner.forward(chunks), start=first):
+                sequences[i].append(int(row.argmax()))
+        for lease in leases:
+            engine.release(lease)
+        engine.check()
+    return [tokens[length:] for tokens, length in zip(sequences, lengths, strict=True)]
 
 
 def test_decoded_tokens_serve_as_a_prefix() -> None:
@@ -99,7 +165,7 @@ def test_decoded_tokens_serve_as_a_prefix() -> None:
         for step in range(40):
             sequence.append(step)
             engine.extend(lease, 1)
-            runner.decode([lease], sequence[-1:])
+            decode(runner, [lease], sequence[-1:])
         engine.commit(lease, np.array(sequence))
         engine.release(lease)
         longer = np.array([*sequence, 1, 2, 3])

@@ -15,7 +15,7 @@ import transformers as hf
 from family_case import tiny_family
 from hicache.errors import ConfigError, UnsupportedModel
 from hicache.layout import ModelGeometry, StateGeometry
-from hicache.serving.runner import attention_mask
+from hicache.serving.padded_passes import attention_mask
 from hicache.serving.support import check_supported
 from hicache.serving.trial import Trial, plain_logits, relative_difference
 from hybrid_case import tiny_gemma, tiny_mistral, tiny_qwen3_next, tiny_qwen3_window

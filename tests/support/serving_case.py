@@ -13,10 +13,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hicache.config import EngineConfig
-from hicache.engine import CacheEngine
+from hicache.engine import CacheEngine, Lease
 from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
-from hicache.serving.runner import ModelRunner
+from hicache.serving.attention import Attention
+from hicache.serving.runner import Chunk, ModelRunner
 from hicache.serving.support import check_supported
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,8 +65,18 @@ def geometry_of(model: Any) -> ModelGeometry:
     return check_supported(model)
 
 
-def tiny_runner(model: Any, engine: CacheEngine) -> ModelRunner:
-    return ModelRunner(model, engine, geometry_of(model))
+def tiny_runner(model: Any, engine: CacheEngine, attention: Attention = "auto") -> ModelRunner:
+    return ModelRunner(model, engine, geometry_of(model), attention=attention)
+
+
+def decode(runner: ModelRunner, leases: Sequence[Lease], tokens: Sequence[int]) -> torch.Tensor:
+    """A pass over the last token of each lease, `tokens[i]`. Logits [requests, vocab]."""
+    chunks = []
+    for lease, token in zip(leases, tokens, strict=True):
+        sequence = np.zeros(lease.length, dtype=np.int64)  # of which the pass reads the last
+        sequence[-1] = token
+        chunks.append(Chunk(lease, sequence, lease.length - 1, lease.length))
+    return runner.forward(chunks)
 
 
 def tiny_engine(model: Any, **settings: Any) -> CacheEngine:

@@ -1,0 +1,226 @@
+"""Attention of transformers models over the slots of the device pool.
+
+transformers calls the attention function that is registered under the name in a model's configuration. Under the name
+"hicache" that is `attend_by_slots`: it stores the new keys and values at their slots and attends to those of the whole
+sequence where they lie, with `hicache.kernels.pool_attention`. What a pass is over reaches it as the keyword argument
+`hicache` of the model's forward.
+
+In passes over slots all tokens stand in one row, sequence after sequence, so sequences of different lengths and with
+any number of new tokens share a pass without padding. The pool's getters wait for the layer, so a prefix that is still
+being loaded is read layer by layer as it arrives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import CacheLayerMixin
+
+from hicache.config import kernel_choice
+from hicache.device.base import KVCache
+from hicache.device.swa import SWAKVPool
+from hicache.errors import UnsupportedModel
+from hicache.kernels.pool_attention import AttentionRule, PoolQueries, pool_attention
+from hicache.layout import ModelGeometry
+
+Attention = Literal["auto", "triton", "torch"]
+NAME = "hicache"
+
+
+@dataclass(frozen=True)
+class QuerySpan:
+    """Tokens [start, end) of a pass, which are the queries of `queries`, in one launch."""
+
+    start: int
+    end: int
+    queries: PoolQueries
+
+
+@dataclass(frozen=True)
+class SlotPass:
+    """A pass over N tokens. `new_slots`: int64 [N]; `spans` cover [0, N)."""
+
+    new_slots: torch.Tensor
+    spans: tuple[QuerySpan, ...]
+
+
+class SlotAttention:
+    """The attention of one runner's passes. Called by the model's forward, on the scheduler thread.
+
+    The runner sets `slot_pass` before each pass. `geometry` names the window layers.
+    """
+
+    def __init__(self, pool: KVCache, geometry: ModelGeometry) -> None:
+        self._pool, self._kernels = pool, kernel_choice(pool.device)
+        self._windows = dict.fromkeys(geometry.window_layers, geometry.window)
+        self._swa_layers = frozenset[int]()
+        if isinstance(pool, SWAKVPool):
+            # The pool may keep a window layer whole: such a layer is read by full-attention slots.
+            self._swa_layers = frozenset(layer for layer, (_, is_swa) in pool.layers_mapping.items() if is_swa)
+        self.slot_pass = SlotPass(torch.empty(0, dtype=torch.int64), ())
+        self.number = next(_numbers)
+        _attentions[self.number] = self
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
+    ) -> torch.Tensor:
+        """Store the new rows of a layer and attend. All are [B, heads, n, dim], B * n tokens in the order of the pass;
+        returns [B, n, heads, v_dim]."""
+        pool, slot_pass = self._pool, self.slot_pass
+        pool.set_kv_buffer(layer, slot_pass.new_slots, _token_rows(key), _token_rows(value))
+        keys, values, rows = pool.get_key_buffer(layer), pool.get_value_buffer(layer), _token_rows(query)
+        outs = [
+            pool_attention(
+                rows[span.start : span.end], keys, values, span.queries, rule, self._kernels, self._slot_map(layer)
+            )
+            for span in slot_pass.spans
+        ]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out.view(query.shape[0], query.shape[2], *out.shape[1:])
+
+    def rule(self, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> AttentionRule:
+        return AttentionRule(scale, self._windows.get(layer, 0), softcap or 0.0, sinks)
+
+    def _slot_map(self, layer: int) -> torch.Tensor | None:
+        if layer not in self._swa_layers:
+            return None
+        assert isinstance(self._pool, SWAKVPool)
+        return self._pool.full_to_swa_index_mapping
+
+
+# A compiled model reaches its attention by number, for operators take no objects.
+_numbers = itertools.count()
+_attentions: weakref.WeakValueDictionary[int, SlotAttention] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("hicache::attend", mutates_args=())
+def _attend(
+    number: int,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    attention = _attentions[number]
+    return attention.attend(layer, query, key, value, attention.rule(layer, scale, softcap, sinks))
+
+
+@_attend.register_fake
+def _(
+    number: int,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    batch, heads, n, _dim = query.shape
+    return query.new_empty(batch, n, heads, value.shape[3])
+
+
+def attend_by_slots(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    hicache: SlotAttention | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """See `transformers.AttentionInterface`. Raises UnsupportedModel for what the kernels do not compute."""
+    if hicache is None or attention_mask is not None or position_bias is not None:
+        missing = "its layers get no pass" if hicache is None else "it has a mask or biases of its own"
+        raise UnsupportedModel(f"{type(module).__name__} cannot attend by slots: {missing}; use --attention torch")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    layer = int(module.layer_idx)
+    if torch.compiler.is_compiling():
+        return _attend(hicache.number, layer, query, key, value, scale, softcap or 0.0, s_aux), None
+    return hicache.attend(layer, query, key, value, hicache.rule(layer, scale, softcap, s_aux)), None
+
+
+AttentionInterface.register(NAME, attend_by_slots)
+
+
+@contextmanager
+def attending_by_slots(model: Any) -> Iterator[None]:
+    """The model's passes inside the `with` call `attend_by_slots`."""
+    config = model.config.get_text_config()
+    previous, config._attn_implementation = config._attn_implementation, NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = previous
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """An attention layer's part of the `Cache` in passes over slots: it keeps nothing, for `attend_by_slots` stores."""
+
+    def __init__(self, is_sliding: bool = False) -> None:
+        super().__init__()
+        self.is_sliding = is_sliding
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pool is allocated with the engine."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """0: sequences differ in length, and a captured pass serves any. Positions are passed to the model."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """-1: the layer itself has no maximum; the engine bounds the request."""
+        return -1
+
+
+def spans_of(
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    query_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    counts: Sequence[int],
+    num_splits: tuple[int, int],
+) -> tuple[QuerySpan, ...]:
+    """Launches for sequences with `counts` queries each: one for those at the front with one query, one for the rest.
+
+    `rows`, `lengths` int32 [S], `query_starts` int32 [S + 1], on the pool's device. `num_splits`: of either launch.
+    """
+    num_decoded = next((i for i, count in enumerate(counts) if count > 1), len(counts))
+    spans = []
+    for first, end, splits in ((0, num_decoded, num_splits[0]), (num_decoded, len(counts), num_splits[1])):
+        if first == end:
+            continue
+        start, stop = sum(counts[:first]), sum(counts[:end])
+        starts = query_starts[first : end + 1] - start
+        queries = PoolQueries(table, rows[first:end], starts, lengths[first:end], max(counts[first:end]), splits)
+        spans.append(QuerySpan(start, stop, queries))
+    return tuple(spans)
+
+
+def _token_rows(states: torch.Tensor) -> torch.Tensor:
+    """[B, heads, n, dim] -> [B * n, heads, dim]; a view where B is 1 or n is 1."""
+    return states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])

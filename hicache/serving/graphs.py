@@ -1,0 +1,125 @@
+"""CUDA graphs of decode passes: one graph per batch size bucket, captured when a batch of its size first comes.
+
+A batch is padded to its bucket with request row 0, slot 0 and length 1, which nobody reads. A replay does not call the
+pool's getters, so it is ordered behind the last layer of the loads that the batch waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hicache.serving.passes import Chunk, PassContext
+
+log = logging.getLogger(__name__)
+_WARM_UPS = 2  # kernels are compiled and libraries allocate their workspaces before the capture
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The inputs of one bucket, which a replay reads where they lie: views of `words`, int64 [3, B].
+
+    input_ids, positions, rows   int64 [B]   rows of the request table, not of the batch
+    query_starts                 int32 [B + 1], last   int64 [B]: every sequence has one token
+    """
+
+    words: torch.Tensor
+    query_starts: torch.Tensor
+    last: torch.Tensor
+
+    @classmethod
+    def of(cls, size: int, device: torch.device) -> DecodeBatch:
+        words = torch.zeros(3, size, dtype=torch.int64, device=device)
+        starts = torch.arange(size + 1, dtype=torch.int32, device=device)
+        return cls(words, starts, starts[:-1].long())
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        return self.words[0]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self.words[1]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        return self.words[2]
+
+
+@dataclass(frozen=True)
+class _Captured:
+    batch: DecodeBatch
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+
+
+class DecodeGraphs:
+    """Owned by the scheduler thread. `decode` computes a batch without waiting for the device and without reading
+    values of tensors on the host."""
+
+    def __init__(self, context: PassContext, decode: Callable[[DecodeBatch], torch.Tensor]) -> None:
+        self._context, self._decode = context, decode
+        self._captured: dict[int, _Captured] = {}
+        self._pool: Any = None  # the memory that all graphs share
+        self._failure: RuntimeError | None = None
+
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor | None:
+        """Float32 logits [requests, vocab] of chunks of one token each, behind the loads that `begin_forward` named.
+        None if the model's passes cannot be captured."""
+        size = bucket(len(chunks))
+        if size not in self._captured and not self._capture(size, chunks):
+            return None
+        captured = self._captured[size]
+        self._wait_for_loads()
+        words = np.zeros((3, size), dtype=np.int64)
+        for i, chunk in enumerate(chunks):
+            words[:, i] = chunk.tokens[chunk.start], chunk.start, chunk.lease.row
+        captured.batch.words.copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
+        captured.graph.replay()
+        return captured.logits[: len(chunks)].clone()
+
+    def _capture(self, size: int, chunks: Sequence[Chunk]) -> bool:
+        """Whether the bucket is captured now. The first failure is logged, and later batches run without graphs."""
+        if self._failure is not None:
+            return False
+        context, batch = self._context, DecodeBatch.of(size, self._context.device)
+        context.engine.begin_forward([])  # the warm-up and the capture wait for no load
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(context.device)
+        stream.wait_stream(torch.cuda.current_stream(context.device))
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    self._decode(batch)
+            torch.cuda.current_stream(context.device).wait_stream(stream)
+            # Other threads allocate and query events meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits = self._decode(batch)
+        except RuntimeError as error:
+            self._failure = error
+            log.warning("decode passes of this model cannot be captured in CUDA graphs, and run without: %s", error)
+            return False
+        finally:
+            context.engine.begin_forward([chunk.lease for chunk in chunks])
+        self._pool = self._pool or graph.pool()
+        self._captured[size] = _Captured(batch, graph, logits)
+        return True
+
+    def _wait_for_loads(self) -> None:
+        """Order the replay behind the last layer of each kind."""
+        geometry = self._context.geometry
+        for layers in (geometry.full_layers, geometry.window_layers):
+            if layers:
+                self._context.pool.get_key_buffer(layers[-1])
+
+
+def bucket(num_requests: int) -> int:
+    """The smallest of 1, 2, 4, 8, 16, 24, 32, 40, ... that is at least `num_requests`."""
+    if num_requests <= 8:
+        return 1 << (num_requests - 1).bit_length()
+    return -(-num_requests // 8) * 8

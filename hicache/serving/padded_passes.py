@@ -1,0 +1,166 @@
+"""Passes with the attention that transformers has for the model: keys are gathered, and sequences padded.
+
+A pass is over one chunk of one prompt, or over one token of each sequence of a batch. Each layer gathers the keys and
+values of its whole context. This is what a CPU runs, and models that do not hand their attention over.
+
+    position p of a request is read by      layers with full attention    in passes over tokens >= p
+                                            window layers                 in passes over tokens [p, p + window)
+    the state slot of a request holds       the state after all tokens that passes were made over, in order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hicache.errors import UnsupportedModel
+from hicache.serving.cache import BatchSlots, BatchStates, KeySlots, PoolCache
+from hicache.serving.passes import Chunk, PassContext
+
+_ATTENTION_KERNELS = ("sdpa", "eager")
+# A mask of 64 Mi entries takes 256 MiB once the CPU's attention has converted it to float32; a GPU has more memory.
+_MAX_MASK_ENTRIES = {"cpu": 1 << 26, "cuda": 1 << 28}
+
+
+class PaddedPasses:
+    """See `Passes`. A chunk whose mask would have more than `max_mask_entries` runs in several passes; None: as many as
+    fit the kind of device."""
+
+    def __init__(self, context: PassContext, max_mask_entries: int | None = None) -> None:
+        self._context, self._kernel = context, attention_kernel(context.model)
+        self._max_mask_entries = max_mask_entries or _MAX_MASK_ENTRIES.get(
+            context.device.type, _MAX_MASK_ENTRIES["cpu"]
+        )
+        self._last_only: dict[str, Any] = {"logits_to_keep": 1} if context.takes_logits_to_keep else {}
+
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        decoded = [chunk for chunk in chunks if chunk.is_decode]
+        rows: dict[int, torch.Tensor] = {}
+        if decoded:
+            rows.update(zip(map(id, decoded), self._decode(decoded), strict=True))
+        for chunk in chunks:
+            if not chunk.is_decode:
+                rows[id(chunk)] = self._prefill(chunk)
+        return torch.stack([rows[id(chunk)] for chunk in chunks])
+
+    def _prefill(self, chunk: Chunk) -> torch.Tensor:
+        """Logits [vocab] of the last token of a prompt's chunk."""
+        context, start, end = self._context, chunk.start, chunk.end
+        context.engine.begin_forward([chunk.lease])
+        rows = torch.tensor([chunk.lease.row], device=context.device)
+        logits = torch.empty(0)
+        while start < end:
+            # Without a prefix, attention is causal and needs no mask up to the window's length.
+            unmasked = end if not context.geometry.window else context.geometry.window
+            stop = min(end, start + max(unmasked if start == 0 else 1, self._max_mask_entries // end))
+            input_ids = torch.from_numpy(chunk.tokens[start:stop]).to(context.device)[None]
+            positions = torch.arange(start, stop, device=context.device)[None]
+            logits = self._forward(rows, input_ids, positions, stop, masked=start > 0 or stop > unmasked)
+            start = stop
+        return logits[0]
+
+    def _decode(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Logits [requests, vocab] of one token per request, the last of its sequence."""
+        context, leases = self._context, [chunk.lease for chunk in chunks]
+        context.engine.begin_forward(leases)
+        lengths = [lease.length for lease in leases]
+        kv_len, min_len = max(lengths), min(lengths)
+        positions = torch.tensor(lengths, device=context.device)[:, None] - 1
+        input_ids = torch.tensor([int(chunk.tokens[chunk.start]) for chunk in chunks], device=context.device)[:, None]
+        # Shorter sequences are padded: in full attention, and in windows that they do not fill.
+        max_keys = kv_len if context.geometry.full_layers else min(kv_len, context.geometry.window)
+        rows = torch.tensor([lease.row for lease in leases], device=context.device)
+        return self._forward(rows, input_ids, positions, kv_len, masked=min_len < max_keys, starting=min_len == 1)
+
+    def _forward(
+        self,
+        rows: torch.Tensor,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_len: int,
+        masked: bool,
+        starting: bool = False,
+    ) -> torch.Tensor:
+        """One pass over `input_ids` at `positions`, both [B, n], of the requests in `rows`, the longest of `kv_len`.
+
+        `masked`: whether attention needs a mask beyond causality. `starting`: whether some sequence of a batch starts
+        with this pass. Returns float32 logits [B, vocab] of the last tokens.
+        """
+        context, geometry, num_new = self._context, self._context.geometry, positions.shape[1]
+        last = positions[:, -1:]
+        masks: dict[str, torch.Tensor | None] = {}
+        full = window = states = None
+        if geometry.full_layers:
+            full = self._key_slots(rows, last, torch.arange(kv_len, device=context.device)[None])
+            masks["full_attention"] = self._mask(positions, full) if masked else None
+        if geometry.window_layers:
+            num_keys = min(kv_len, geometry.window + num_new - 1)
+            window = self._key_slots(rows, last, last - num_keys + 1 + torch.arange(num_keys, device=context.device))
+            masks["sliding_attention"] = self._mask(positions, window, geometry.window) if masked else None
+        if context.states is not None:
+            is_first = positions[:, 0] == 0 if starting else None
+            states = BatchStates(context.states, context.states.get_mamba_indices(rows), is_first)
+        new_slots = context.table[rows[:, None], positions].flatten().long()
+        cache = PoolCache(context.pool, geometry, BatchSlots(new_slots, kv_len - num_new, full, window, states))
+        output = context.model(
+            input_ids=input_ids,
+            position_ids=positions,
+            attention_mask=_mask_argument(masks),
+            past_key_values=cache,
+            use_cache=True,
+            **self._last_only,
+        )
+        cache.store_states()
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits.float()
+
+    def _key_slots(self, rows: torch.Tensor, last: torch.Tensor, positions: torch.Tensor) -> KeySlots:
+        """The slots of the keys at `positions` [B or 1, keys]; positions outside of [0, last] are padding.
+
+        Columns behind a row's last token hold stale slots of an earlier request.
+        """
+        outside = (positions < 0) | (positions > last)
+        slots = self._context.table[rows[:, None], positions.clamp(min=0)]
+        return KeySlots(positions, slots.long().masked_fill_(outside, 0))
+
+    def _mask(self, positions: torch.Tensor, keys: KeySlots, window: int = 0) -> torch.Tensor:
+        return attention_mask(positions, keys.positions, self._kernel, self._context.model.dtype, window)
+
+
+def attention_kernel(model: Any) -> str:
+    """The attention implementation of `model`, "sdpa" or "eager". Raises UnsupportedModel for any other."""
+    kernel = str(model.config._attn_implementation)
+    if kernel not in _ATTENTION_KERNELS:
+        raise UnsupportedModel(f"attn_implementation={kernel!r}: load the model with 'sdpa' or 'eager'")
+    return kernel
+
+
+def attention_mask(
+    query_positions: torch.Tensor, key_positions: torch.Tensor, kernel: str, dtype: torch.dtype, window: int = 0
+) -> torch.Tensor:
+    """The causal mask [B, 1, n, keys] of queries at `query_positions` [B, n] over keys at `key_positions`
+    [B or 1, keys].
+
+    A query at p sees keys at [0, p], or at (p - window, p] of them if `window` > 0; keys outside are padding. For
+    "sdpa" the mask is True where a key is seen; for "eager" it is 0 there and the lowest value of `dtype` elsewhere.
+    """
+    queries, keys = query_positions[:, None, :, None], key_positions[:, None, None, :]
+    seen = (keys <= queries) & (keys >= 0)
+    if window:
+        seen &= keys > queries - window
+    if kernel == "sdpa":
+        return seen
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def _mask_argument(masks: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None] | torch.Tensor | None:
+    """The model's `attention_mask` argument from the masks of its layer types, by transformers' names of these types.
+
+    A model with one type of attention takes a tensor, a model with several a dict. None: the model makes the mask
+    itself.
+    """
+    if len(masks) == 1 or all(mask is None for mask in masks.values()):
+        return next(iter(masks.values()))
+    return dict(masks)

@@ -1,0 +1,90 @@
+"""What all kinds of passes share: the chunks that they compute, and what they run over."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hicache.device.base import KVCache
+from hicache.device.hybrid_req import HybridReqToTokenPool
+from hicache.device.req_to_token import ReqToTokenPool
+from hicache.engine import Lease
+from hicache.layout import ModelGeometry
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, end) of one request, to compute in the next pass: a part of its prompt, or the one token that it
+    generated last. `tokens`: int64 [at least end], the request's sequence; `lease` has slots for [0, end)."""
+
+    lease: Lease
+    tokens: npt.NDArray[np.int64]
+    start: int
+    end: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it may be batched with others of one token at the end of their sequences."""
+        return self.end == self.start + 1 == self.lease.length
+
+
+class ForwardEngine(Protocol):
+    """What the runner needs of an engine."""
+
+    @property
+    def pool(self) -> KVCache: ...
+
+    @property
+    def req_to_token(self) -> ReqToTokenPool: ...
+
+    def begin_forward(self, leases: Sequence[Lease]) -> None:
+        """The next pass is for `leases`: its layers wait for their loads."""
+        ...
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What passes run over: a model, its geometry and an engine that was built for it."""
+
+    model: Any
+    engine: ForwardEngine
+    geometry: ModelGeometry
+
+    @property
+    def pool(self) -> KVCache:
+        return self.engine.pool
+
+    @property
+    def table(self) -> torch.Tensor:
+        """int32 [requests, max_context_len]: slots of every request's tokens."""
+        return self.engine.req_to_token.req_to_token
+
+    @cached_property
+    def device(self) -> torch.device:
+        return torch.device(self.model.device)
+
+    @cached_property
+    def states(self) -> HybridReqToTokenPool | None:
+        """The states of recurrent layers; None if the model has none."""
+        requests = self.engine.req_to_token
+        return requests if isinstance(requests, HybridReqToTokenPool) else None
+
+    @cached_property
+    def takes_logits_to_keep(self) -> bool:
+        """Whether the model can be told of which tokens to compute logits."""
+        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
+
+
+class Passes(Protocol):
+    """A way to compute chunks."""
+
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Compute and store KV of `chunks`; float32 logits [chunks, vocab], of the last token of each."""
+        ...

@@ -1,0 +1,56 @@
+"""Finds out whether a model's layers hand their attention over to `attend_by_slots`, by one short pass of the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from hicache.errors import UnsupportedModel
+from hicache.kernels.pool_attention import AttentionRule
+from hicache.layout import ModelGeometry
+from hicache.serving.attention import SlotLayer, attending_by_slots
+from hicache.serving.cache import StateCache, StateLayer
+
+_NUM_TOKENS = 6  # more than a convolution window
+
+
+class _Recorder:
+    """Stands in for a `SlotAttention`: counts the calls of each layer, and attends to nothing."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[int, tuple[int, ...], tuple[int, ...]]] = Counter()
+
+    def rule(self, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> AttentionRule:
+        return AttentionRule(scale)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
+    ) -> torch.Tensor:
+        self.calls[layer, tuple(key.shape), tuple(value.shape)] += 1
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+@torch.inference_mode()
+def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
+    """Whether each attention layer calls the registered function once a pass, with the keys and values it stores."""
+    recorder = _Recorder()
+    layers = [StateLayer(None) if kind == "recurrent" else SlotLayer(kind == "window") for kind in geometry.kinds]
+    ids = torch.arange(_NUM_TOKENS, device=model.device)[None]
+    try:
+        with attending_by_slots(model):
+            model(
+                input_ids=ids,
+                position_ids=ids,
+                attention_mask=None,
+                past_key_values=StateCache(layers=layers),
+                use_cache=True,
+                hicache=recorder,
+            )
+    except (UnsupportedModel, TypeError):
+        return False  # a layer has biases of its own, or a forward does not take the argument
+    stored = [(1, geometry.head_num, _NUM_TOKENS, dim) for dim in (geometry.head_dim, geometry.v_head_dim)]
+    keys, values = stored[0], stored[1] if geometry.v_head_dim else stored[0]
+    expected = {(layer, keys, values): 1 for layer in (*geometry.full_layers, *geometry.window_layers)}
+    return dict(recorder.calls) == expected

@@ -1,0 +1,156 @@
+"""Passes over slots: attention reads the pool in place, and tokens of many requests share a pass.
+
+All chunks of a step are one pass, requests that decode first. A model with recurrent layers is the exception: its
+states are by sequence, so a pass is over one chunk of one prompt, or over one token of each sequence of a batch. Passes
+that only decode are replayed from CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hicache.kernels.pool_attention import num_splits
+from hicache.serving.attention import SlotAttention, SlotLayer, SlotPass, attending_by_slots, spans_of
+from hicache.serving.cache import BatchStates, StateCache, new_state_layer, store_states
+from hicache.serving.graphs import DecodeBatch, DecodeGraphs
+from hicache.serving.passes import Chunk, PassContext
+
+
+class SlotPasses:
+    """See `Passes`. `use_graphs`: replay decoding on CUDA. `compiled`: let torch.compile fuse the model's own kernels
+    in the captured passes."""
+
+    def __init__(self, context: PassContext, *, use_graphs: bool = True, compiled: bool = False) -> None:
+        self._context, self._attention = context, SlotAttention(context.pool, context.geometry)
+        self._kv_heads = context.geometry.head_num
+        self._graphs: DecodeGraphs | None = None
+        self._decode_model = context.model
+        if compiled:
+            self._decode_model = torch.compile(context.model.forward, dynamic=False)
+        if use_graphs and context.device.type == "cuda" and context.states is None:
+            self._graphs = DecodeGraphs(context, self._decode_batch)
+
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        context = self._context
+        if context.states is None:
+            ordered = sorted(chunks, key=lambda chunk: not chunk.is_decode)
+            logits = self._run_batch(ordered)
+            if ordered == list(chunks):
+                return logits
+            place = {id(chunk): i for i, chunk in enumerate(ordered)}
+            return logits[[place[id(chunk)] for chunk in chunks]]
+        rows: dict[int, torch.Tensor] = {}
+        decoded = [chunk for chunk in chunks if chunk.is_decode]
+        for batch in [decoded, *([chunk] for chunk in chunks if not chunk.is_decode)]:
+            if batch:
+                rows.update(zip(map(id, batch), self._run_batch(batch), strict=True))
+        return torch.stack([rows[id(chunk)] for chunk in chunks])
+
+    def _run_batch(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """One pass over `chunks`, those that decode first."""
+        self._context.engine.begin_forward([chunk.lease for chunk in chunks])
+        if self._graphs is not None and chunks[-1].is_decode:
+            logits = self._graphs.run(chunks)
+            if logits is not None:
+                return logits
+        return self._eager(chunks)
+
+    def _eager(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        context, counts = self._context, [chunk.end - chunk.start for chunk in chunks]
+        rows_of, starts = [chunk.lease.row for chunk in chunks], np.concatenate([[0], np.cumsum(counts)])
+        words = np.concatenate([rows_of, [chunk.end for chunk in chunks], starts, starts[1:] - 1])
+        tokens = np.stack(
+            [
+                np.concatenate([chunk.tokens[chunk.start : chunk.end] for chunk in chunks]),
+                np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks]),
+                np.repeat(rows_of, counts),
+            ]
+        )
+        small, large = self._upload(words), self._upload(tokens)
+        n = len(chunks)
+        rows, lengths, query_starts, last = small[:n], small[n : 2 * n], small[2 * n : 3 * n + 1], small[3 * n + 1 :]
+        input_ids, positions, token_rows = large
+        tiles = sum(-(-count * self._group // 128) for count in counts if count > 1)
+        splits = tuple(num_splits(self._kv_heads * num, context.device) for num in (n, max(1, tiles)))
+        self._attention.slot_pass = SlotPass(
+            context.table[token_rows, positions].long(),
+            spans_of(context.table, rows.int(), query_starts.int(), lengths.int(), counts, (splits[0], splits[1])),
+        )
+        batch = n if context.states is not None else 1
+        states = None
+        if context.states is not None:
+            starting = positions[query_starts[:-1]] == 0 if any(chunk.start == 0 for chunk in chunks) else None
+            states = BatchStates(context.states, context.states.get_mamba_indices(rows), starting)
+        logits = self._call(
+            context.model, input_ids.view(batch, -1), positions.view(batch, -1), last if batch == 1 else None, states,
+            is_start=all(chunk.start == 0 for chunk in chunks),
+        )  # fmt: skip
+        return logits.float()
+
+    def _decode_batch(self, batch: DecodeBatch) -> torch.Tensor:
+        """What a CUDA graph captures: one token of each request of `batch`. Returns float32 logits [B, vocab]."""
+        table, num = self._context.table, len(batch.rows)
+        rows, lengths = batch.rows.int(), (batch.positions + 1).int()
+        counts = [1] * num
+        splits = num_splits(self._kv_heads * num, self._context.device)
+        self._attention.slot_pass = SlotPass(
+            table[batch.rows, batch.positions].long(),
+            spans_of(table, rows, batch.query_starts, lengths, counts, (splits, 1)),
+        )
+        return self._call(self._decode_model, batch.input_ids[None], batch.positions[None], batch.last, None).float()
+
+    def _call(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        last: torch.Tensor | None,
+        states: BatchStates | None,
+        is_start: bool = False,
+    ) -> torch.Tensor:
+        """Logits [requests, vocab] of one pass over `input_ids` [B, n]. `last`: which tokens of a single row to keep
+        logits of; None: the last of each row."""
+        context = self._context
+        layers: list[Any] = [
+            new_state_layer(states, layer, context.geometry.state, is_start)
+            if kind == "recurrent" and states is not None and context.geometry.state is not None
+            else SlotLayer(is_sliding=kind == "window")
+            for layer, kind in enumerate(context.geometry.kinds)
+        ]
+        cache = StateCache(layers=layers)
+        keep: dict[str, Any] = {}
+        if context.takes_logits_to_keep:
+            keep["logits_to_keep"] = 1 if last is None else last
+        with attending_by_slots(context.model):
+            output = model(
+                input_ids=input_ids,
+                position_ids=positions,
+                attention_mask=None,
+                past_key_values=cache,
+                use_cache=True,
+                hicache=self._attention,
+                **keep,
+            )
+        if states is not None:
+            store_states(cache, context.geometry, states)
+        logits: torch.Tensor = output.logits
+        if last is None:
+            return logits[:, -1]
+        return logits[0] if keep else logits[0, last]
+
+    @property
+    def _group(self) -> int:
+        """Query heads per key head."""
+        config = self._context.model.config.get_text_config()
+        return max(1, int(config.num_attention_heads) // self._kv_heads)
+
+    def _upload(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+        """`values`, int64, on the device, behind what is queued: the host does not wait."""
+        ids = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+        if self._context.device.type == "cpu":
+            return ids
+        return ids.pin_memory().to(self._context.device, non_blocking=True)
