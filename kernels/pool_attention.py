@@ -77,12 +77,15 @@ def pool_attention(
     return attend(query, key_buffer, value_buffer, queries, rule, slot_map)
 
 
-def num_splits(num_rows: int, device: torch.device) -> int:
-    """Splits with which `num_rows` rows of programs fill the device: a power of two, 1 on the CPU."""
+def num_splits(num_tiles: int, device: torch.device, *, decoding: bool) -> int:
+    """Splits with which `num_tiles` programs fill the device: a power of two, 1 on the CPU.
+
+    `decoding`: the tiles have few rows, and four of them fit a multiprocessor; else two.
+    """
     if device.type != "cuda":
         return 1
-    programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
-    return min(MAX_SPLITS, power_of_two(cdiv(programs, max(1, num_rows))))
+    programs = (4 if decoding else 2) * torch.cuda.get_device_properties(device).multi_processor_count
+    return min(MAX_SPLITS, 1 << (max(1, programs // max(1, num_tiles)).bit_length() - 1))
 
 
 @jit
@@ -137,7 +140,8 @@ def _keys_of_split(
     before, num_queries, first_row, split, window,
     GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    # Keys that any row of the tile sees: [low, high). This split has [start, end) of them; all rows see [start, common).
+    # Keys that any row of the tile sees: [low, high). This split has [start, end) of them, and all rows see those before
+    # `common`.
     first_token = first_row // GROUP
     high = before + tl.minimum((first_row + BLOCK_ROWS - 1) // GROUP, num_queries - 1) + 1
     low = 0
@@ -288,10 +292,10 @@ def _tile(num_rows: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, i
     """(rows, keys, warps, stages) of a program, by what fits the shared memory of a multiprocessor."""
     if dtype == torch.float32:
         return 16, 32, 4, 2
-    rows = min(128 if dim <= 128 else 64, power_of_two(max(16, num_rows)))
     if dim > 128:
-        return rows, 32, 4, 2
-    return rows, 64, 8 if rows == 128 else 4, 3
+        return min(64, power_of_two(max(16, num_rows))), 32, 4, 2
+    rows = min(128, power_of_two(max(16, num_rows)))
+    return rows, 64, 2 if rows == 16 else 4, 3  # measured on one H200, heads of 128, pages of 16 tokens
 
 
 def _attend_torch(

@@ -74,11 +74,12 @@ class SlotPasses:
         n = len(chunks)
         rows, lengths, query_starts, last = small[:n], small[n : 2 * n], small[2 * n : 3 * n + 1], small[3 * n + 1 :]
         input_ids, positions, token_rows = large
-        tiles = sum(-(-count * self._group // 128) for count in counts if count > 1)
-        splits = tuple(num_splits(self._kv_heads * num, context.device) for num in (n, max(1, tiles)))
+        num_tiles = sum(-(-count * self._group // 128) for count in counts if count > 1)
+        decode_splits = num_splits(self._kv_heads * n, context.device, decoding=True)
+        splits = (decode_splits, num_splits(self._kv_heads * num_tiles, context.device, decoding=False))
         self._attention.slot_pass = SlotPass(
             context.table[token_rows, positions].long(),
-            spans_of(context.table, rows.int(), query_starts.int(), lengths.int(), counts, (splits[0], splits[1])),
+            spans_of(context.table, rows.int(), query_starts.int(), lengths.int(), counts, splits),
         )
         batch = n if context.states is not None else 1
         states = None
@@ -96,7 +97,7 @@ class SlotPasses:
         table, num = self._context.table, len(batch.rows)
         rows, lengths = batch.rows.int(), (batch.positions + 1).int()
         counts = [1] * num
-        splits = num_splits(self._kv_heads * num, self._context.device)
+        splits = num_splits(self._kv_heads * num, self._context.device, decoding=True)
         self._attention.slot_pass = SlotPass(
             table[batch.rows, batch.positions].long(),
             spans_of(table, rows, batch.query_starts, lengths, counts, (splits, 1)),

@@ -154,7 +154,5 @@ def test_heads_that_do_not_group_are_refused(kernels: str) -> None:
 @pytest.mark.gpu
 def test_few_rows_are_split_and_many_are_not() -> None:
     cuda = torch.device("cuda")
-    assert [num_splits(rows, cuda) for rows in (1, 8, 64, 1 << 20)] == sorted(
-        (num_splits(rows, cuda) for rows in (1, 8, 64, 1 << 20)), reverse=True
-    )
-    assert num_splits(1, cuda) == MAX_SPLITS and num_splits(1 << 20, cuda) == 1
+    splits = [num_splits(tiles, cuda, decoding=True) for tiles in (1, 8, 64, 1 << 20)]
+    assert splits == sorted(splits, reverse=True) and (splits[0], splits[-1]) == (MAX_SPLITS, 1)
