@@ -140,8 +140,8 @@ def _keys_of_split(
     before, num_queries, first_row, split, window,
     GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    # Keys that any row of the tile sees: [low, high). This split has [start, end) of them, and all rows see those before
-    # `common`.
+    # Keys that any row of the tile sees: [low, high). This split has [start, end) of them, of which [start, common) are
+    # seen by every row.
     first_token = first_row // GROUP
     high = before + tl.minimum((first_row + BLOCK_ROWS - 1) // GROUP, num_queries - 1) + 1
     low = 0
