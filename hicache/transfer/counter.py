@@ -3,6 +3,7 @@
 A load records an event after each layer. The pool's getters call `wait_until(layer)`, which orders the consumer behind
 that layer of the loads that its batch depends on: on CUDA the current stream (never the host), on the CPU the calling
 thread. A load must be submitted before the forward that consumes it; an event that was never recorded counts as done.
+So where a load is queued in steps, `wait_until` first has the layer queued (`queue_on_demand`).
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class LayerTransferCounter:
         self._ring = [make_events(num_layers) for _ in range(producers)]
         self._owner = [-1] * producers
         self._next = 0
-        self._consumed: tuple[LayerEvents, ...] = ()
+        self._consumed: tuple[tuple[int, LayerEvents], ...] = ()
+        self._queues: dict[int, Callable[[int], None]] = {}  # of loads whose last layer is not queued yet
         # Of failed loads: kept when their producers carry other loads, until `forget`.
         self._failures: dict[int, Exception] = {}
         self._failed: Exception | None = None
@@ -121,13 +123,21 @@ class LayerTransferCounter:
         self._next += 1
         return self._owner[slot]
 
+    def queue_on_demand(self, load_id: int, queue: Callable[[int], None]) -> None:
+        """Until a load's last layer is recorded or it fails, `wait_until` calls `queue(layer)`, which records at least
+        the layers up to that one, or fails the load."""
+        self._queues[load_id] = queue
+
     def record(self, load_id: int, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         """Layer (dense index) of a load has arrived; see `CudaLayerEvents.record`."""
         self._events(load_id).record(layer, stream)
+        if layer == self.num_layers - 1:
+            self._queues.pop(load_id, None)
 
     def fail(self, load_id: int, error: Exception) -> None:
         """A load ended early: `wait_until` raises for its consumers, until `forget`."""
         self._failures[load_id] = error
+        self._queues.pop(load_id, None)
         self._events(load_id).fail(error)
 
     def forget(self, load_id: int) -> None:
@@ -138,7 +148,7 @@ class LayerTransferCounter:
         """The loads that the next forward depends on; none or -1: it waits for no load."""
         ids = (load_ids,) if isinstance(load_ids, int) else tuple(load_ids)
         live = [i for i in ids if i >= 0 and self._owner[i % len(self._ring)] == i]
-        self._consumed = tuple(self._events(i) for i in live)
+        self._consumed = tuple((i, self._events(i)) for i in live)
         self._failed = next((self._failures[i] for i in ids if i in self._failures), None)
 
     @contextmanager
@@ -155,7 +165,10 @@ class LayerTransferCounter:
         """Order the consumer behind `layer` (dense index) of every consumed load. TransferError when one failed."""
         if self._failed is not None:
             raise _failed_load(self._failed) from self._failed
-        for events in self._consumed:
+        for load_id, events in self._consumed:
+            queue = self._queues.get(load_id)
+            if queue is not None:
+                queue(layer)
             events.wait(layer)
 
     def wait_all(self) -> None:

@@ -2,16 +2,18 @@
 
     ring of buffers   copy waits for `free` -> copies -> records `filled` -> kernel waits -> scatters -> records `free`
 
-Up, all is queued before the forward, with an event behind each layer. Down is the reverse, at lower stream priority,
-queued in steps when somebody asks for the state of a store and no load waits for its first layer, so that loads and
-forwards do not queue up behind a long store. No call here waits for the device, allocates staging memory or loops over
-pages in Python. Measurements and the reasons for each choice: docs/performance.md.
+Up, layers are queued in order with an event behind each: some when a load is submitted, the others before a forward
+waits for them or when somebody asks for the state of a copy (`LoadQueue`). Down is the reverse, at lower stream
+priority, queued in steps when somebody asks for the state of a store and no load waits for its first layer, so that
+loads and forwards do not queue up behind a long store. No call here waits for the device, allocates staging memory or
+loops over pages in Python. Measurements and the reasons for each choice: docs/performance.md.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,12 +23,14 @@ from functools import partial
 import numpy as np
 import torch
 
+from hicache.errors import TransferError
 from hicache.kernels.page_copy import PageMover
 from hicache.kernels.upload import IdUploader
 from hicache.kernels.zero_copy import ZeroCopyMover
 from hicache.transfer.calibrate import measured_rates
 from hicache.transfer.copies import can_batch, copy_batched, copy_strided, need_bindings
 from hicache.transfer.counter import LayerTransferCounter
+from hicache.transfer.load_queue import LoadQueue
 from hicache.transfer.plan import Ids, PageRuns, Plan, Shape, choose, intervals, next_power_of_two, page_runs, tapered
 from hicache.transfer.unstaged import SlotRuns, UnstagedCopier
 
@@ -35,13 +39,16 @@ log = logging.getLogger(__name__)
 _RING = 3
 _MAX_LAST_BYTES = 32 << 20  # of the last chunk of a load, whose scatter of 20 us overlaps no copy
 _STEPS_AT_ONCE = 2  # of a store: while they run, a load submitted right after it brings its first layer
+_SUBMIT_S = 1.5e-3  # of the host, for steps of loads in one call: less than a long load's first layer takes
+_AHEAD = 4  # layers that are queued when a forward waits for the first of them
 _ENDED = object()
 
 
 class CudaOp:
     """A copy on the streams: done when its last event is. Keeps the slots alive, which streams may still read.
 
-    `issue(force)` queues steps of stores; whoever asks for the state of an operation calls it.
+    `issue(force)` queues steps of copies, with `force` all of this one; whoever asks for the state of an operation
+    calls it.
     """
 
     def __init__(self, num_bytes: int, slots: torch.Tensor, issue: Callable[[bool], None]) -> None:
@@ -68,7 +75,7 @@ class CudaOp:
         self._end.synchronize()
 
     def wait_outcome(self) -> None:
-        """A copy can fail only while it is queued: a load has been when `load` returns."""
+        """A copy can fail only while it is queued."""
         if self._end is None:
             self._issue(True)
 
@@ -88,13 +95,17 @@ class _Buffer:
 
 
 class _StreamPair:
-    """One direction: a copy stream, a kernel stream and a ring of staging buffers between them."""
+    """One direction: a copy stream, a kernel stream and a ring of staging buffers between them.
 
-    def __init__(self, ring_bytes: int, device: torch.device, priority: int, page_bytes: int) -> None:
+    Used by one thread at a time, which may be another one for the other direction.
+    """
+
+    def __init__(self, ring_bytes: int, device: torch.device, priority: int, page_bytes: int, mover: PageMover) -> None:
         self.copy = torch.cuda.Stream(device, priority=priority)
         self.kernel = torch.cuda.Stream(device, priority=priority)
         self.buffer_bytes = max(ring_bytes // _RING, page_bytes)
         self.ring = [_Buffer(self.buffer_bytes, device) for _ in range(_RING)]
+        self.upload = IdUploader(device, mover.table.kernels)
         self._turn = 0
 
     def next(self) -> _Buffer:
@@ -130,7 +141,6 @@ class CudaTransfer:
         need_bindings()
         self._host, self._mover, self._counter, self._device = host, mover, counter, mover.table.device
         self._zero_copy, self._host_address = ZeroCopyMover(mover, host), host.data_ptr()
-        self._upload = IdUploader(self._device, mover.table.kernels)
         self._unstaged = UnstagedCopier(mover, host, rows_per_chunk, device_page_tokens)
         self._rows_per_chunk, self._page_tokens = rows_per_chunk, mover.page_tokens
         self._chunk_pages = max(1, chunk_tokens // self._page_tokens)
@@ -146,10 +156,11 @@ class CudaTransfer:
         )
         with torch.cuda.device(self._device):
             # Down, groups are wide and chunks short; up, a layer of many pages at a time takes the fewest calls.
-            self.up = _StreamPair(staging_bytes * 3 // 4, self._device, -1, widest)
-            self.down = _StreamPair(staging_bytes // 4, self._device, 0, widest)
+            self.up = _StreamPair(staging_bytes * 3 // 4, self._device, -1, widest, mover)
+            self.down = _StreamPair(staging_bytes // 4, self._device, 0, widest, mover)
         buffer = self.up.ring[0].bytes
         self._rates = measured_rates(host, buffer, widest, self._zero_copy, mover)
+        self._loads = LoadQueue()
         self._stores: deque[Iterator[None]] = deque()  # each queues one step at a time
         self._first_layer = torch.cuda.Event()  # of the latest load; never recorded counts as arrived
         self._counts = {"unstaged": 0, "strided": 0, "batched": 0, "zero_copy": 0, "delayed_stores": 0}
@@ -158,13 +169,16 @@ class CudaTransfer:
         """Streams need no start."""
 
     def close(self) -> None:
+        self._queue_load(sys.maxsize)
         self._issue(True)
         for stream in self._streams():
             stream.synchronize()
 
     def abandon(self, deadline_s: float) -> None:
-        """The remaining steps of stores are never queued. Streams cannot be stopped; the memory that they use is about
-        to be released, so this waits for them."""
+        """The remaining steps are never queued. Streams cannot be stopped; the memory that they use is about to be
+        released, so this waits for them."""
+        for load_id in self._loads.clear():
+            self._counter.fail(load_id, TransferError("the engine of this load is gone"))
         self._stores.clear()
         try:
             while not all(stream.query() for stream in self._streams()) and time.monotonic() < deadline_s:
@@ -177,22 +191,16 @@ class CudaTransfer:
         return {**self._rates.stats(), **{f"copies.{name}": float(count) for name, count in self._counts.items()}}
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> CudaOp:
-        op, pair, behind = self._op(pages, slots), self.up, torch.cuda.Event()
+        behind = torch.cuda.Event()
         behind.record(torch.cuda.current_stream(self._device))
-        pair.kernel.wait_event(behind)
-        try:
-            self._queue_load(op, self._plan_load(pages.numpy(), slots), load_id, behind)
-        except Exception as error:  # noqa: BLE001 - kept in `op.error` and raised to the consumers of the load
-            log.warning("a load could not be queued: %s", error)
-            op.error = error
-            self._counter.fail(load_id, error)
-            op.began(pair.copy)  # unless it began before
-            pair.kernel.wait_stream(pair.copy)  # which may still read host pages
-        op.ended(pair.kernel)
+        op = self._op(pages, slots, partial(self._issue_load, load_id))
+        self._loads.put(load_id, self._load_steps(op, pages.numpy(), slots, load_id, behind))
+        self._counter.queue_on_demand(load_id, partial(self._queue_load, load_id))
+        self._loads.queue_some(_SUBMIT_S)
         return op
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor) -> CudaOp:
-        op, ready = self._op(pages, slots), torch.cuda.Event()
+        op, ready = self._op(pages, slots, self._issue), torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         self._stores.append(self._store_steps(op, slots, pages.numpy(), ready))
         if not self._first_layer.query():
@@ -204,8 +212,20 @@ class CudaTransfer:
     def _streams(self) -> list[torch.cuda.Stream]:
         return [stream for pair in (self.up, self.down) for stream in (pair.copy, pair.kernel)]
 
-    def _op(self, pages: torch.Tensor, slots: torch.Tensor) -> CudaOp:
-        return CudaOp(len(pages) * self._offsets[-1], slots, self._issue)
+    def _op(self, pages: torch.Tensor, slots: torch.Tensor, issue: Callable[[bool], None]) -> CudaOp:
+        return CudaOp(len(pages) * self._offsets[-1], slots, issue)
+
+    def _queue_load(self, load_id: int, layer: int = sys.maxsize - _AHEAD) -> None:
+        """Queue a load and those before it, as far as a forward needs it that waits for `layer` now."""
+        self._loads.queue_layers(load_id, layer + _AHEAD)
+
+    def _issue_load(self, load_id: int, force: bool) -> None:
+        """Queue all of a load; without `force` some steps of the first loads, and of stores."""
+        if force:
+            self._queue_load(load_id)
+        else:
+            self._loads.queue_some(_SUBMIT_S)
+            self._issue(False)
 
     def _plan_load(self, ids: Ids, slots: torch.Tensor) -> _Copy:
         slot_runs = self._unstaged.runs(ids, slots.numpy()) if slots.is_cpu else None
@@ -216,20 +236,39 @@ class CudaTransfer:
         runs = page_runs(ids, self._rows_per_chunk)
         return _Copy(self._plan(self.up, len(ids), len(runs)), ids, slots, runs=runs)
 
-    def _queue_load(self, op: CudaOp, load: _Copy, load_id: int, behind: torch.cuda.Event) -> None:
-        """Queue all layers, and an event behind each. `behind`: the end of the work that may still use the slots."""
+    def _load_steps(
+        self, op: CudaOp, ids: Ids, slots: torch.Tensor, load_id: int, behind: torch.cuda.Event
+    ) -> Iterator[int]:
+        """Queues a group of layers each time it is resumed. `behind`: the end of work that may still use `slots`."""
         pair = self.up
-        if load.plan.method == "unstaged":
-            pair.copy.wait_event(behind)
-        op.began(pair.kernel if load.plan.method == "zero_copy" else pair.copy)
-        self._counts[load.plan.method] += 1
-        for first, end in load.plan.groups:
-            self._load_group(load, first, end)
-            for layer in range(first, end):
-                self._counter.record(load_id, layer, pair.kernel)
-            if not first:
-                self._first_layer = torch.cuda.Event()
-                self._first_layer.record(pair.kernel)
+        pair.kernel.wait_event(behind)
+        try:
+            load = self._plan_load(ids, slots)
+            self._counts[load.plan.method] += 1
+            if load.plan.method == "unstaged":
+                pair.copy.wait_event(behind)
+            op.began(pair.kernel if load.plan.method == "zero_copy" else pair.copy)
+            for first, end in load.plan.groups:
+                if first:
+                    yield first
+                self._load_group(load, first, end)
+                self._record(load, load_id, first, end)
+        except Exception as error:  # noqa: BLE001 - kept in `op.error` and raised to the consumers of the load
+            log.warning("a load could not be queued: %s", error)
+            op.error = error
+            self._counter.fail(load_id, error)
+            op.began(pair.copy)  # unless it began before
+        pair.kernel.wait_stream(pair.copy)  # which wrote to the pool itself, or may still read host pages
+        op.ended(pair.kernel)
+
+    def _record(self, load: _Copy, load_id: int, first: int, end: int) -> None:
+        """Record that layers [first, end) have arrived, on the stream that wrote them to the pool."""
+        stream = self.up.copy if load.plan.method == "unstaged" else self.up.kernel
+        for layer in range(first, end):
+            self._counter.record(load_id, layer, stream)
+        if not first:
+            self._first_layer = torch.cuda.Event()
+            self._first_layer.record(stream)
 
     def _plan(self, pair: _StreamPair, num_pages: int, num_runs: int, slot_runs: int = 0) -> Plan:
         """For the next power of two of each number, so that remembered plans are used often."""
@@ -258,7 +297,7 @@ class CudaTransfer:
             plan = self._plan(pair, len(ids), len(runs))
             self._counts[plan.method] += 1
             with torch.cuda.stream(pair.kernel):
-                store = _Copy(plan, ids, self._upload(slots), runs)
+                store = _Copy(plan, ids, pair.upload(slots), runs)
             for first, end in plan.groups:
                 for start, stop in self._chunks(plan, pair, first, end, len(ids)):
                     with torch.cuda.stream(pair.kernel):
@@ -272,18 +311,17 @@ class CudaTransfer:
         op.ended(pair.copy)
 
     def _load_group(self, load: _Copy, first: int, end: int) -> None:
-        """Queue layers [first, end); they have arrived at the end of the kernel stream."""
+        """Queue layers [first, end) behind what is on the streams."""
         pair, plan = self.up, load.plan
         if plan.method == "unstaged":
             assert load.slot_runs is not None
             for layer in range(first, end):
                 self._unstaged.load(load.slot_runs, layer, pair.copy.cuda_stream)
-            pair.kernel.wait_stream(pair.copy)
             return
         if plan.method == "zero_copy":
             with torch.cuda.stream(pair.kernel):
-                load.slots = self._upload(load.slots)
-                self._zero_copy.load(self._upload(torch.from_numpy(load.ids)), load.slots, first, end - first)
+                load.slots = pair.upload(load.slots)
+                self._zero_copy.load(pair.upload(torch.from_numpy(load.ids)), load.slots, first, end - first)
             return
         for start, stop in self._chunks(plan, pair, first, end, len(load.ids)):
             buffer = pair.next()
@@ -291,7 +329,7 @@ class CudaTransfer:
             self._copy(pair, buffer, load, first, end, start, stop)
             buffer.filled.record(pair.copy)
             with torch.cuda.stream(pair.kernel):
-                load.slots = self._upload(load.slots)  # once, behind the first copy, which does not need them
+                load.slots = pair.upload(load.slots)  # once, behind the first copy, which does not need them
                 pair.kernel.wait_event(buffer.filled)
                 staging = self._staging(buffer, stop - start, first, end)
                 self._mover.scatter(staging, self._slots(load.slots, start, stop), first, end - first)
@@ -301,7 +339,7 @@ class CudaTransfer:
         """Queue layers [first, end) of the store's pages [start, stop)."""
         pair = self.down
         if store.plan.method == "zero_copy":
-            self._zero_copy.store(store.slots, self._upload(torch.from_numpy(store.ids)), first, end - first)
+            self._zero_copy.store(store.slots, pair.upload(torch.from_numpy(store.ids)), first, end - first)
             return
         buffer = pair.next()
         pair.kernel.wait_event(buffer.free)

@@ -29,7 +29,8 @@ Method = Literal["unstaged", "strided", "batched", "zero_copy"]
 # The maximum cost of pieces, as a share of the time of their bytes: on the device by direction, and on the host.
 MAX_UP_SHARE = 0.015
 MAX_DOWN_SHARE = 0.005  # down, no forward waits for the first layer
-MAX_ISSUE_SHARE = 0.03  # of the host, for pieces and for steps
+MAX_ISSUE_SHARE = 0.03  # of the host, for pieces and for steps of a store
+MAX_UP_ISSUE_SHARE = 0.25  # of a load, which is queued in steps: a forward waits longer for a group than for the host
 STEP_S = 100e-6  # of the host, for one group of one chunk: events, a kernel launch, a copy call
 LAUNCH_S = 30e-6
 CALL_S = 5e-6  # of the host, for one strided copy
@@ -122,8 +123,8 @@ def choose(direction: LinkDirection, shape: Shape, buffer_bytes: int, *, up: boo
     cost = direction.strided if method == "strided" else direction.batched
     group = 1
     if shape.grouped:
-        share = MAX_UP_SHARE if up else MAX_DOWN_SHARE
-        group = fewer_steps(group_size(cost, shape, buffer_bytes, share), cost, shape, buffer_bytes)
+        shares = (MAX_UP_SHARE, MAX_UP_ISSUE_SHARE) if up else (MAX_DOWN_SHARE, MAX_ISSUE_SHARE)
+        group = fewer_steps(group_size(cost, shape, buffer_bytes, *shares), cost, shape, buffer_bytes, shares[1])
         if up:
             group = min(group, max(1, MAX_UP_GROUP_BYTES // shape.layer_bytes))
     sizes = [group] * -(-shape.num_layers // group)
@@ -142,27 +143,28 @@ def choose(direction: LinkDirection, shape: Shape, buffer_bytes: int, *, up: boo
     return min(plans, key=lambda pair: pair[0])[1]
 
 
-def group_size(cost: CopyCost, shape: Shape, buffer_bytes: int, share: float) -> int:
-    """Layers that travel together: the smallest power of two whose pieces cost at most `share`, at most what fits."""
+def group_size(cost: CopyCost, shape: Shape, buffer_bytes: int, share: float, issue_share: float) -> int:
+    """Layers that travel together: the smallest power of two whose pieces cost at most `share` of the time of their
+    bytes on the device and `issue_share` on the host, at most what fits."""
     max_group = max(1, min(shape.num_layers, buffer_bytes // (MIN_CHUNK_PAGES * shape.layer_bytes)))
     group = 1
     while group < max_group:
         bytes_s = group * shape.layer_bytes / cost.bytes_per_s
         wide = group * shape.layer_bytes >= WIDE_PIECE_BYTES
-        if wide and cost.piece_s <= share * bytes_s and cost.issue_s <= MAX_ISSUE_SHARE * bytes_s:
+        if wide and cost.piece_s <= share * bytes_s and cost.issue_s <= issue_share * bytes_s:
             break
         group *= 2
     return min(group, max_group)
 
 
-def fewer_steps(group: int, cost: CopyCost, shape: Shape, buffer_bytes: int) -> int:
+def fewer_steps(group: int, cost: CopyCost, shape: Shape, buffer_bytes: int, issue_share: float) -> int:
     """`group`, doubled while issuing the steps takes the host too long and wider groups need fewer steps."""
     link_s = shape.num_layers * shape.num_pages * shape.layer_bytes / cost.bytes_per_s
 
     def steps(group: int) -> int:
         return -(-shape.num_layers // group) * -(-shape.num_pages * group * shape.layer_bytes // buffer_bytes)
 
-    while steps(group) * STEP_S > MAX_ISSUE_SHARE * link_s and steps(2 * group) < steps(group):
+    while steps(group) * STEP_S > issue_share * link_s and steps(2 * group) < steps(group):
         group *= 2
     return min(group, shape.num_layers)
 

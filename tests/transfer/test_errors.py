@@ -11,10 +11,17 @@ import torch
 
 from hicache.errors import TransferError
 from hicache.kernels.upload import IdUploader
-from hicache.transfer import copies
+from hicache.transfer import copies, cuda
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.transfer.plan import Method
 from transfer_case import Rig, before_each_move, force_methods, held
+
+
+@pytest.fixture(autouse=True)
+def one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a load is submitted with its first step queued, and the others are queued as late as may be."""
+    monkeypatch.setattr(cuda, "_SUBMIT_S", 0.0)
+    monkeypatch.setattr(cuda, "_AHEAD", 1)
 
 
 def test_busy_producers_refuse_another_load(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

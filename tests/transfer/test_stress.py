@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hicache.kernels.page_copy import PageMover
-from hicache.transfer import LayerTransferCounter, TransferOp
+from hicache.transfer import LayerTransferCounter, TransferOp, cuda
 from hicache.transfer.cpu import CpuOp
 from hicache.transfer.plan import Method
 from transfer_case import LAYOUTS, CopiesWhenNeeded, Lanes, Move, at_each_move, before_each_move, force_methods
@@ -109,10 +109,15 @@ def test_the_program_is_that_of_its_seed(name: str, tolerant: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("methods", [("strided",), ("batched",), ("zero_copy",), METHODS])
 @pytest.mark.parametrize("staging_bytes", [1 << 16, 1 << 20, 1 << 24])
-def test_wide_pages_on_cuda(monkeypatch: pytest.MonkeyPatch, staging_bytes: int, methods: Sequence[Method]) -> None:
+@pytest.mark.parametrize("submit_s", [0.0, 1.0])
+def test_wide_pages_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, staging_bytes: int, submit_s: float, methods: Sequence[Method]
+) -> None:
     """The same for pages whose layers are as wide as a large model's, through a ring of one page a buffer and more, by
-    each copy method and by all of them in turn."""
+    each copy method and by all of them in turn, with loads that are queued at once and step by step."""
     go_by(monkeypatch, methods)
+    monkeypatch.setattr(cuda, "_SUBMIT_S", submit_s)
+    monkeypatch.setattr(cuda, "_AHEAD", 1)
     program = Program(LAYOUTS["mha, wide"], "cuda", 2, staging_bytes=staging_bytes)
     stress(program, 200)
     check_it_was_stress(program, 200)
