@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bench.common import Case, Report, gb_per_s, interleave, percentile, raw_copies
@@ -60,12 +61,17 @@ BOTH_LAYOUT = "page64.contiguous"
 
 @dataclass(frozen=True)
 class Layout:
-    """An order of pages. `device_page`: tokens of an allocator page; `host_page`: tokens of a host page."""
+    """An order of pages. `device_page`: tokens of an allocator page; `host_page`: tokens of a host page.
+
+    `scattered`: runs of pages in random order, of `host_run` and `device_run` pages on average; else one run.
+    """
 
     name: str
     host_page: int
     device_page: int
     scattered: bool
+    host_run: int = 1
+    device_run: int = 1
 
 
 LAYOUTS = [
@@ -75,6 +81,13 @@ LAYOUTS = [
     Layout("page64.random", 64, 64, True),
     Layout("page1.random", 64, 1, True),
 ]
+
+
+def shuffled_runs(rng: np.random.Generator, count: int, mean_run: int) -> npt.NDArray[np.int64]:
+    """Ids 0 to `count`, cut into runs of 1 to 2 * `mean_run` - 1 ids, in random order."""
+    ends = np.cumsum(rng.integers(1, 2 * mean_run, count))
+    runs = np.split(np.arange(count), ends[ends < count])
+    return np.concatenate([runs[at] for at in rng.permutation(len(runs))])
 
 
 class Rig:
@@ -100,9 +113,9 @@ class Rig:
         self.backend.start()
         rng = np.random.default_rng(0)
         pages, blocks = tokens // layout.host_page, size // layout.device_page
-        ids = rng.permutation(self.host.num_pages)[:pages] if layout.scattered else np.arange(pages)
-        self.pages = torch.from_numpy(ids + 1)
-        block = rng.permutation(blocks)[: tokens // layout.device_page] if layout.scattered else np.arange(blocks)
+        ids = shuffled_runs(rng, self.host.num_pages, layout.host_run) if layout.scattered else np.arange(pages)
+        self.pages = torch.from_numpy(ids[:pages] + 1)
+        block = shuffled_runs(rng, blocks, layout.device_run) if layout.scattered else np.arange(blocks)
         block = block[: tokens // layout.device_page] + 1
         slots = (block[:, None] * layout.device_page + np.arange(layout.device_page)).reshape(-1)
         self.chosen = torch.from_numpy(slots)  # on the host, as an engine's allocator returns them
