@@ -1,9 +1,10 @@
 """The contract of a transfer backend: copies between device slots and host pages, submitted now, finished later.
 
 `load` (host to device) goes layer by layer and reports each layer to the counter under its load id; `store` (device to
-host) reports only its end. Both return at once. Operations complete in submission order within a direction. The caller
-lets nobody else use slots and pages until the operation is done. A failed operation sets `error`; the bytes of its
-destination are undefined then.
+host) reports only its end. Both return at once, and the rest of a copy may be queued as somebody waits for it or asks
+for its state. Operations complete in submission order within a direction. The caller lets nobody else use slots and
+pages, and writes to no tensor that names them, until the operation is done. A failed operation sets `error`; the bytes
+of its destination are undefined then.
 """
 
 from __future__ import annotations

@@ -289,6 +289,17 @@ def test_groups_grow_where_steps_are_too_many() -> None:
     assert fewer_steps(1, CopyCost(50e9), many, 1 << 30, 0.03) == 1
 
 
+def test_scattered_layers_travel_alone_where_the_host_can_queue_them() -> None:
+    """Up, a piece that is wide enough is one layer, though queueing it takes the host an eighth of the time of its
+    bytes: a forward waits for whole groups. Down, and where the host is too slow, groups are wider."""
+    scattered = replace(LAYERS_32, num_runs=512)
+    for buffer_bytes in (64 << 20, 256 << 20):
+        assert sizes(choose(ASSUMED.up, scattered, buffer_bytes, up=True)) == [1] * 32
+    assert max(sizes(choose(ASSUMED.down, scattered, BUFFER, up=False))) >= 8
+    slow = replace(ASSUMED.up, batched=replace(ASSUMED.up.batched, issue_s=2e-6))
+    assert max(sizes(choose(slow, scattered, BUFFER, up=True))) == 2
+
+
 def test_up_starts_with_few_layers() -> None:
     """Up, the first group has only the layers that make a piece of 128 KiB."""
     for layer_bytes, first in ((256 << 10, 1), (128 << 10, 1), (64 << 10, 2), (16 << 10, 8)):
