@@ -50,9 +50,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         requests, source = synthetic_trace(), "synthetic trace"
     else:
         requests, source = read_trace(args.trace), args.trace.name
-        # The folder is this machine's own business.
-        words = [args.trace.name if word == str(args.trace) else word for word in shlex.split(report.command)]
-        report.command = shlex.join(words)
+        hide_folder(report, args.trace)
     if min(args.capacities) < 0:
         raise BenchUnavailable(f"--capacities {min(args.capacities)}: blocks, or {UNLIMITED} for no limit")
     num_blocks = sum(map(len, requests))
@@ -67,6 +65,11 @@ def run(args: argparse.Namespace, report: Report) -> None:
     for policy, row in rates.items():
         for room, rate in zip(args.capacities, row, strict=True):
             report.add(Case.of(f"{policy}.{_name(room)}", [rate], "hit rate", ceiling=best[room] or None))
+
+
+def hide_folder(report: Report, path: Path) -> None:
+    """Name a file in the report's command without its folder, which is this machine's own business."""
+    report.command = shlex.join([path.name if word == str(path) else word for word in shlex.split(report.command)])
 
 
 def read_trace(path: Path) -> list[Tokens]:
