@@ -20,6 +20,7 @@ from hicache.device import (
     Mamba2CacheParams,
     Mamba2StateShape,
     MHATokenToKVPool,
+    MLATokenToKVPool,
     ReqToTokenPool,
     SWAKVPool,
 )
@@ -50,8 +51,9 @@ def build_engine(
 ) -> CacheEngine:
     """An engine for `model`; start it before use.
 
-    `model`: the geometry of attention with grouped heads, with windows or recurrent layers among it where the model has
-    them, whose pools are built here; or a pool of another kind (MLA, NSA, quantised, …) with one set of slots.
+    `model`: the geometry of attention with grouped heads or latent rows, with windows or recurrent layers among it
+    where the model has them, whose pools are built here; or a pool of another kind (NSA, quantised, …) with one set of
+    slots.
     `components`: of one's own, beside those of the model. `store`: of one's own, in place of the one that the disk
     settings describe; the caller closes it, after the engine. Raises `ConfigError`, `OutOfMemory`, and what the store
     raises when it was made for another model or layout.
@@ -131,6 +133,7 @@ def _table(config: EngineConfig, model: ModelGeometry | KVCache, device: torch.d
 
 def _pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device, table: ReqToTokenPool) -> KVCache:
     size = config.device_tokens // config.page_size * config.page_size
+    latent = geometry.latent
     uneven = geometry.v_head_dim not in (None, geometry.head_dim)
     if uneven and (geometry.window_layers or geometry.recurrent_layers):
         raise ConfigError("keys and values of different sizes are not supported beside windows or recurrent layers")
@@ -158,6 +161,20 @@ def _pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device, t
             geometry.full_layers,
             device,
             table.mamba_pool,
+            use_mla=latent is not None,
+            kv_lora_rank=latent.rank if latent else None,
+            qk_rope_head_dim=latent.rope if latent else None,
+        )
+    if latent is not None:
+        return MLATokenToKVPool(
+            size=size,
+            page_size=config.page_size,
+            dtype=config.torch_dtype,
+            kv_lora_rank=latent.rank,
+            qk_rope_head_dim=latent.rope,
+            layer_num=geometry.layer_num,
+            device=device,
+            enable_memory_saver=False,
         )
     return MHATokenToKVPool(
         size=size,

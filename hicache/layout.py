@@ -125,12 +125,30 @@ class StateGeometry:
 
 
 @dataclass(frozen=True)
+class LatentGeometry:
+    """A token's row in a layer of multi-head latent attention: `rank` elements from which the keys and values of all
+    heads are expanded, and `rope` elements, the rotary part of the keys, which all heads share."""
+
+    rank: int
+    rope: int
+
+    def __post_init__(self) -> None:
+        if min(self.rank, self.rope) < 1:
+            raise ConfigError(f"a latent row of rank={self.rank}, rope={self.rope}: both must be at least 1")
+
+    @property
+    def row_dim(self) -> int:
+        return self.rank + self.rope
+
+
+@dataclass(frozen=True)
 class ModelGeometry:
     """The layers of a model, from which the factory builds its pools.
 
     `layer_kinds`: one for each layer; () means full attention in every layer. `window`: tokens that a window layer
-    attends to, the current one included. All attention layers have the same heads. `dtype`: of keys and values, where
-    it is known. ConfigError if the fields disagree.
+    attends to, the current one included. All attention layers have the same heads. `latent`: of a model with latent
+    attention, which stores a row of `head_dim` elements (`head_num` is 1) in place of keys and values. `dtype`: of what
+    is stored, where it is known. ConfigError if the fields disagree.
     """
 
     layer_num: int
@@ -141,6 +159,7 @@ class ModelGeometry:
     window: int = 0
     state: StateGeometry | None = None
     dtype: torch.dtype | None = None
+    latent: LatentGeometry | None = None
 
     def __post_init__(self) -> None:
         wrong = sorted({str(kind) for kind in self.layer_kinds} - {"full", "window", "recurrent"})
@@ -152,6 +171,19 @@ class ModelGeometry:
             raise ConfigError(f"window={self.window} with window layers {list(self.window_layers)}: give both or none")
         if (self.state is not None) != bool(self.recurrent_layers):
             raise ConfigError(f"state={self.state} with recurrent layers {list(self.recurrent_layers)}: both or none")
+        row = (self.head_num, self.head_dim, self.v_head_dim)
+        if self.latent is not None and (row != (1, self.latent.row_dim, None) or self.window_layers):
+            raise ConfigError(
+                f"{self.latent} with head_num, head_dim, v_head_dim = {row} and window layers "
+                f"{list(self.window_layers)}: latent rows need 1, {self.latent.row_dim}, None and no windows"
+            )
+
+    @property
+    def row_dims(self) -> int:
+        """Elements that a token stores in an attention layer."""
+        if self.latent is not None:
+            return self.latent.row_dim
+        return self.head_num * (self.head_dim + (self.v_head_dim or self.head_dim))
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -48,7 +48,7 @@ class RowBytes:
 
 def row_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> RowBytes:
     """What the pools of a model store in `dtype`. A model with windows in every layer keeps its first layer whole."""
-    attention = geometry.head_num * (geometry.head_dim + (geometry.v_head_dim or geometry.head_dim)) * dtype.itemsize
+    attention = geometry.row_dims * dtype.itemsize
     num_full = len(geometry.full_layers) or min(1, len(geometry.window_layers))
     num_window = len(geometry.full_layers) + len(geometry.window_layers) - num_full
     state_bytes = 0

@@ -12,18 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from hicache.config import debug_checks
 from hicache.device.base import KVCache
+from hicache.device.hybrid import HybridLinearKVPool
 from hicache.device.hybrid_req import HybridReqToTokenPool
 from hicache.device.mamba import MambaState
+from hicache.device.mla import MLATokenToKVPool
 from hicache.device.swa import SWAKVPool
 from hicache.errors import InvariantError
 from hicache.layout import ModelGeometry, StateGeometry
+
+LatentPool: TypeAlias = MLATokenToKVPool | HybridLinearKVPool  # the latter with use_mla
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,27 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return -1
 
 
+class LatentLayer(PoolLayer):
+    """One layer of latent attention in one forward pass: its keys are latents, its values the rotary parts of keys, and
+    the model expands them after `update`."""
+
+    def __init__(self, pool: LatentPool, layer_id: int, batch: BatchSlots, slots: torch.Tensor) -> None:
+        super().__init__(pool, layer_id, batch, slots)
+        self._latent_pool = pool
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store `[B, 1, n, rank]` and `[B, 1, n, rope]` and return what the layer reads, `[B, 1, keys, rank]` and
+        `[B, 1, keys, rope]`, new tokens last."""
+        pool, batch, slots = self._latent_pool, self._batch, self._slots
+        pool.set_mla_kv_buffer(self._layer_id, batch.new_slots, _rows(key_states), _rows(value_states))
+        if not batch.past_len and pool.dtype == key_states.dtype:
+            return key_states, value_states
+        latent, rope = pool.get_mla_kv_buffer(self._layer_id, slots.flatten(), key_states.dtype)
+        return latent.view(len(slots), 1, -1, latent.shape[-1]), rope.view(len(slots), 1, -1, rope.shape[-1])
+
+
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is untyped here
     """One recurrent layer in one forward pass. Called by the model, on the scheduler thread.
 
@@ -191,6 +216,10 @@ class PoolCache(StateCache):
                 continue
             keys = batch.full if kind == "full" else batch.window
             assert keys is not None, f"a pass without keys for {kind} layers"
+            if geometry.latent is not None:
+                assert isinstance(pool, MLATokenToKVPool | HybridLinearKVPool), "a pool without latent rows"
+                layers.append(LatentLayer(pool, layer_id, batch, keys.slots))
+                continue
             slots = swa_slots if swa_slots is not None and layer_id in swa_layers else keys.slots
             layers.append(PoolLayer(pool, layer_id, batch, slots, is_sliding=kind == "window"))
         super().__init__(layers=layers)

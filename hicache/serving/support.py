@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from hicache.errors import OutOfMemory, UnsupportedModel
-from hicache.layout import LayerKind, ModelGeometry, StateGeometry
+from hicache.layout import LatentGeometry, LayerKind, ModelGeometry, StateGeometry
 from hicache.serving.attention import Attention
 from hicache.serving.cache import StateCache, StateLayer
 from hicache.serving.padded_passes import attention_kernel
@@ -27,7 +27,7 @@ from hicache.serving.widen import float32_weights
 _SUPPORTED = (
     "supported are decoder-only models whose layers have full attention, a sliding window of one size, or, beside full "
     "attention, a recurrent state of one convolution and one temporal part, with keys and values of one head size, "
-    "grouped heads included"
+    "grouped heads included, or latent rows of one size"
 )
 _KINDS: dict[str, LayerKind] = {
     "full_attention": "full",
@@ -39,6 +39,7 @@ _OF_ALL_LAYERS = {
     "alibi",
     "attention_chunk_size",
     "kv_lora_rank",
+    "qk_rope_head_dim",
     "max_position_embeddings",
     "rope_parameters",
     "sliding_window",
@@ -180,7 +181,6 @@ def _config_reason(config: Any) -> str:
     per_type = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     ropes = [rope for rope in (per_type, *per_type.values()) if isinstance(rope, Mapping)]
     stretching = {str(rope.get("rope_type")) for rope in ropes} & {"dynamic", "longrope"}
-    latent = getattr(config, "kv_lora_rank", None)
     top_keys, positions = getattr(config, "keep_window_size", None) or 0, getattr(config, "max_position_embeddings", 0)
     reasons = {
         "attention biases (alibi) that it builds from a padding mask": getattr(config, "alibi", False),
@@ -192,7 +192,6 @@ def _config_reason(config: Any) -> str:
             "sliding_attention" in types and not _window(config)
         ),
         "layers of type sliding_attention beside linear_attention": {"sliding_attention", "linear_attention"} <= types,
-        f"layers of type latent attention (kv_lora_rank={latent})": latent,
         f"keys that depend on the length of the whole prompt (rope_type={', '.join(stretching)})": stretching,
         "recurrent layers alone": types == {"linear_attention"},
     }
@@ -201,7 +200,8 @@ def _config_reason(config: Any) -> str:
 
 def _recorded_geometry(model: Any, kinds: tuple[LayerKind, ...]) -> ModelGeometry:
     """The geometry that one short pass shows. Every attention layer must store keys and values once, all of shape
-    [1, kv_heads, tokens, head_dim], and all recurrent layers states of the same shapes."""
+    [1, kv_heads, tokens, head_dim], or latents and rotary parts of keys, [1, 1, tokens, rank] and [1, 1, tokens, rope];
+    all recurrent layers must keep states of the same shapes."""
     name, window = type(model).__name__, _window(model.config.get_text_config()) if "window" in kinds else 0
     layers = [StateLayer(None) if kind == "recurrent" else _Recorder(kind == "window") for kind in kinds]
     ids = torch.arange(_NUM_RECORDED, device=model.device)[None]
@@ -213,16 +213,27 @@ def _recorded_geometry(model: Any, kinds: tuple[LayerKind, ...]) -> ModelGeometr
             f"{name} has {len(attention)} attention layers of which {storing} store keys and values once a pass, and "
             f"the others keep none of their own; {_SUPPORTED}"
         )
-    shapes = sorted({shape for layer in attention for pair in layer.shapes for shape in pair})
-    if len(shapes) != 1 or len(shapes[0]) != 4 or shapes[0][::2] != (1, _NUM_RECORDED):
-        raise UnsupportedModel(f"{name} stores keys and values of shapes {shapes}; {_SUPPORTED}")
-    head_num, head_dim = shapes[0][1::2]
+    head_num, head_dim, latent = _row_shape(model, [pair for layer in attention for pair in layer.shapes])
     dtype = attention[0].dtype
     state = _state_geometry(name, [layer for layer in layers if isinstance(layer, StateLayer)])
     layer_kinds = () if set(kinds) == {"full"} else kinds
     return ModelGeometry(
-        len(kinds), head_num, head_dim, layer_kinds=layer_kinds, window=window, state=state, dtype=dtype
+        len(kinds), head_num, head_dim, layer_kinds=layer_kinds, window=window, state=state, dtype=dtype, latent=latent
     )
+
+
+def _row_shape(
+    model: Any, stored: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> tuple[int, int, LatentGeometry | None]:
+    """(heads, elements of a head, latent parts) of what each layer stores, given the shapes of its keys and values."""
+    config, shapes = model.config.get_text_config(), sorted({shape for pair in stored for shape in pair})
+    rank, rope = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
+    if rank and rope and {*stored} == {((1, 1, _NUM_RECORDED, rank), (1, 1, _NUM_RECORDED, rope))}:
+        latent = LatentGeometry(rank, rope)
+        return 1, latent.row_dim, latent
+    if len(shapes) != 1 or len(shapes[0]) != 4 or shapes[0][::2] != (1, _NUM_RECORDED):
+        raise UnsupportedModel(f"{type(model).__name__} stores keys and values of shapes {shapes}; {_SUPPORTED}")
+    return shapes[0][1], shapes[0][3], None
 
 
 def _state_geometry(name: str, layers: list[StateLayer]) -> StateGeometry | None:

@@ -13,7 +13,7 @@ import torch
 import hicache.factory
 from hicache import CacheRequest, DiskConfig, EngineConfig, MLATokenToKVPool, ModelGeometry, build_engine
 from hicache.errors import ConfigError, OutOfMemory
-from hicache.layout import StateGeometry
+from hicache.layout import LatentGeometry, StateGeometry
 from hicache.sizing import (
     RowBytes,
     device_bytes,
@@ -34,6 +34,10 @@ MODELS = {
     "uneven": ModelGeometry(3, 2, 4, v_head_dim=6),
     "window": ModelGeometry(4, 2, 4, layer_kinds=("full", "window", "window", "full"), window=24),
     "windows alone": ModelGeometry(3, 2, 4, layer_kinds=("window",) * 3, window=24),
+    "latent": ModelGeometry(3, 1, 20, latent=LatentGeometry(16, 4)),
+    "latent hybrid": ModelGeometry(
+        4, 1, 20, layer_kinds=("recurrent", "full") * 2, state=STATE, latent=LatentGeometry(16, 4)
+    ),
     "hybrid": ModelGeometry(4, 2, 4, layer_kinds=("recurrent", "full", "recurrent", "full"), state=STATE),
 }
 

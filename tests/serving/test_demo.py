@@ -30,10 +30,12 @@ def _saved(tmp_path: Path, row: str, **changes: Any) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("row", ["llama", "mistral", "gpt_oss", "gemma2", "qwen3_next", "bamba"])
+@pytest.mark.parametrize(
+    "row", ["llama", "mistral", "gpt_oss", "gemma2", "qwen3_next", "bamba", "deepseek_v3", "kimi_linear"]
+)
 def test_every_kind_of_model_hits_on_disk(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Models with full attention, windows and recurrent layers hit on the device and on the disk, move bytes between
-    all tiers, and yield the tokens of generate."""
+    """Models with full attention, windows, recurrent layers and latent rows hit on the device and on the disk, move
+    bytes between all tiers, and yield the tokens of generate."""
     baseline = ["--baseline" if row == "llama" else "--no-baseline"]
     status, report = _demo(_saved(tmp_path, row), "--check-against", "transformers", *baseline)
     assert status == 0 and report["identical"] is True and report["compared_with_transformers"] is True
@@ -45,9 +47,9 @@ def test_every_kind_of_model_hits_on_disk(row: str, tmp_path: Path, capsys: pyte
 
 
 def test_a_second_process_hits_on_disk(tmp_path: Path) -> None:
-    """A second run with the store of a process that has ended hits on disk in its first turns, with a window model and
-    a hybrid one, and its tokens are those of no cache."""
-    models = [_saved(tmp_path / row, row) for row in ("gpt_oss", "qwen3_next")]
+    """A second run with the store of a process that has ended hits on disk in its first turns, with a window model, a
+    hybrid one and one with latent rows, and its tokens are those of no cache."""
+    models = [_saved(tmp_path / row, row) for row in ("gpt_oss", "qwen3_next", "deepseek_v3")]
     disks = [["--disk", str(model.parent / "pages")] for model in models]
     runs = [
         ["demo", *SMALL, "--no-baseline", "--model", str(model), *disk]

@@ -43,7 +43,7 @@ PADDED = {
     "xglm",
 }
 # These reasons follow from the configuration or a signature, so the model needs no weights.
-_WITHOUT_WEIGHTS = ("layers of", "latent attention", "recurrent layers", "no way", "no key-value cache", "vary from")
+_WITHOUT_WEIGHTS = ("layers of", "recurrent layers", "no way", "no key-value cache", "vary from")
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 

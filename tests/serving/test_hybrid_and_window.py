@@ -1,4 +1,4 @@
-"""Hybrid and sliding-window models end to end: scheduler, runner and engine give the tokens of no cache."""
+"""Hybrid, sliding-window and latent models end to end: scheduler, runner and engine give the tokens of no cache."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from family_case import tiny_family
 from hicache import CacheEngine, EngineConfig, build_engine
 from hicache.serving.request import Request, RequestOutput
 from hicache.serving.scheduler import Scheduler
 from hybrid_case import tiny_gemma, tiny_mistral, tiny_qwen3_next
 from serving_case import VOCAB, geometry_of, plain_greedy, prompt, shared, tiny_runner
 
+ROOMY = {"max_position_embeddings": 4096}
 MODELS = [
     pytest.param(lambda **changes: shared(tiny_qwen3_next, **changes), id="qwen3_next"),
     pytest.param(lambda **changes: shared(tiny_gemma, 40, **changes), id="gemma3"),
     pytest.param(lambda **changes: shared(tiny_mistral, 40, **changes), id="mistral"),
+    pytest.param(lambda **changes: shared(tiny_family, "deepseek_v3", **{**ROOMY, **changes}), id="deepseek_v3"),
+    pytest.param(lambda **changes: shared(tiny_family, "kimi_linear", **{**ROOMY, **changes}), id="kimi_linear"),
 ]
 TURNS = 3
 

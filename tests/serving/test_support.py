@@ -14,7 +14,7 @@ import transformers as hf
 
 from family_case import tiny_family
 from hicache.errors import ConfigError, UnsupportedModel
-from hicache.layout import ModelGeometry, StateGeometry
+from hicache.layout import LatentGeometry, ModelGeometry, StateGeometry
 from hicache.serving.padded_passes import attention_mask
 from hicache.serving.support import check_supported
 from hicache.serving.trial import Trial, plain_logits, relative_difference
@@ -91,6 +91,17 @@ def test_recurrent_layers_are_found(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latent_rows_are_found(dtype: torch.dtype) -> None:
+    """A model that compresses its keys and values stores one row for each token and layer, of latent and rotary part,
+    beside recurrent layers too."""
+    latent = LatentGeometry(rank=12, rope=8)
+    geometry = check_supported(tiny_family("deepseek_v3").to(dtype))
+    assert geometry == ModelGeometry(layer_num=2, head_num=1, head_dim=20, dtype=dtype, latent=latent)
+    hybrid = check_supported(tiny_family("kimi_linear").to(dtype))
+    assert hybrid.latent == latent and hybrid.full_layers == (1, 3) and hybrid.recurrent_layers == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("config", "names"),
     [
@@ -107,23 +118,6 @@ def test_recurrent_layers_are_found(dtype: torch.dtype) -> None:
         (
             hf.Qwen3Config(**SMALL, sliding_window=None, layer_types=["full_attention", "sliding_attention"]),
             "without a sliding_window",
-        ),
-        (
-            hf.DeepseekV3Config(
-                **{**SMALL, "num_key_value_heads": 4, "head_dim": 8},
-                kv_lora_rank=8,
-                q_lora_rank=8,
-                qk_nope_head_dim=8,
-                qk_rope_head_dim=8,
-                v_head_dim=4,
-                n_routed_experts=4,
-                num_experts_per_tok=2,
-                moe_intermediate_size=16,
-                first_k_dense_replace=2,
-                n_group=1,
-                topk_group=1,
-            ),
-            "latent attention",
         ),
         (
             hf.LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
@@ -238,6 +232,9 @@ def test_a_recurrent_layer_without_a_temporal_state_is_refused() -> None:
         ({"layer_kinds": ("full", "recurrent")}, r"state=None with recurrent layers \[1\]"),
         ({"layer_kinds": ("full", "local")}, "contains .'local'."),
         ({"state": StateGeometry(((4, 2),), (2, 2), torch.float32, torch.float32)}, r"recurrent layers \[\]"),
+        ({"latent": LatentGeometry(6, 4)}, r"= \(1, 8, None\) .* latent rows need 1, 10, None and no windows"),
+        ({"latent": LatentGeometry(6, 2), "v_head_dim": 8}, r"= \(1, 8, 8\)"),
+        ({"latent": LatentGeometry(6, 2), "layer_kinds": ("window", "full"), "window": 2}, r"window layers \[0\]"),
     ],
 )
 def test_a_geometry_whose_fields_disagree_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -29,6 +29,8 @@ UNTRIED = {
     "gemma4_assistant": "it drafts for another model, whose cache it reads",
 }
 
+# Latent attention expands to a key for each head.
+_LATENT: dict[str, Any] = {"num_key_value_heads": 4, "v_head_dim": 6, "kv_lora_rank": 12}
 _LIKE_BERT: dict[str, Any] = {"is_decoder": True}
 _LIKE_ROBERTA: dict[str, Any] = {"is_decoder": True, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 _LIKE_BART: dict[str, Any] = {
@@ -47,9 +49,9 @@ FAMILIES: dict[str, Family] = {
     "apertus": Family("full"),
     "arcee": Family("full"),
     "aria_text": Family("full"),
-    "axk1": Family(reason="latent attention"),
+    "axk1": Family("full", changes=_LATENT),
     "axk2": Family(reason="layers of type indexed_attention"),
-    "bailing_hybrid": Family(reason="latent attention"),
+    "bailing_hybrid": Family("hybrid", changes={**_LATENT, "layer_types": ["linear_attention", "full_attention"] * 2}),
     "bamba": Family("hybrid", changes={"attn_layer_indices": [1, 3]}),
     "bart": Family(reason="no way to be told positions", changes=_LIKE_BART),
     "beam": Family("window"),
@@ -87,8 +89,8 @@ FAMILIES: dict[str, Family] = {
             "max_seq_len": 512,
         },
     ),
-    "deepseek_v2": Family(reason="latent attention"),
-    "deepseek_v3": Family(reason="latent attention"),
+    "deepseek_v2": Family("full", changes={**_LATENT, "num_experts_per_tok": 2}),
+    "deepseek_v3": Family("full", changes=_LATENT),
     "deepseek_v32": Family(reason="layers of type indexed_attention"),
     "deepseek_v4": Family(reason="layers of type compressed_sparse_attention, heavily_compressed_attention"),
     "diffllama": Family("full"),
@@ -161,7 +163,7 @@ FAMILIES: dict[str, Family] = {
     "glm": Family("full"),
     "glm4": Family("full"),
     "glm4_moe": Family("full"),
-    "glm4_moe_lite": Family(reason="latent attention"),
+    "glm4_moe_lite": Family("full", changes=_LATENT),
     "glm_moe_dsa": Family(reason="layers of type indexed_attention"),
     "got_ocr2": Family("full"),
     "gpt-sw3": Family("full"),
@@ -197,7 +199,7 @@ FAMILIES: dict[str, Family] = {
         reason="other results over a cached prefix", changes={"attn_layer_period": 2, "attn_layer_offset": 1}
     ),
     "jetmoe": Family("full"),
-    "kimi_linear": Family(reason="latent attention"),
+    "kimi_linear": Family("hybrid", changes={**_LATENT, "layer_types": ["linear_attention", "full_attention"] * 2}),
     "kolibri1": Family("window"),
     "laguna": Family("window", changes={"layer_types": _ALTERNATING}),
     "lfm2": Family(
@@ -210,7 +212,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("full"),
     "llama4": Family(reason="layers of type chunked_attention"),
     "llama4_text": Family(reason="layers of type chunked_attention"),
-    "longcat_flash": Family(reason="latent attention"),
+    "longcat_flash": Family("full", changes=_LATENT),
     "mamba": Family(reason="recurrent layers alone"),
     "mamba2": Family(
         reason="recurrent layers alone", changes={"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8}
@@ -222,7 +224,7 @@ FAMILIES: dict[str, Family] = {
     "megatron-bert": Family("full", changes=_LIKE_BERT),
     "mellum": Family("window", changes={"layer_types": _ALTERNATING}),
     "mimo_v2_flash": Family(reason="stores keys and values of shapes"),
-    "minicpm3": Family(reason="latent attention"),
+    "minicpm3": Family("full", changes=_LATENT),
     "minimax": Family(reason="uses cache of its own"),
     "minimax_m2": Family("full"),
     "minimax_m3_vl_text": Family(
@@ -359,7 +361,7 @@ FAMILIES: dict[str, Family] = {
         reason="does not number positions from 0",
         changes={**_LIKE_ROBERTA, "default_language": "en_XX", "languages": ["en_XX"]},
     ),
-    "youtu": Family(reason="latent attention"),
+    "youtu": Family("full", changes=_LATENT),
     "zamba": Family(
         reason="layers of type hybrid",
         changes={
