@@ -132,25 +132,13 @@ def _table(config: EngineConfig, model: ModelGeometry | KVCache, device: torch.d
 
 
 def _pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device, table: ReqToTokenPool) -> KVCache:
-    size = config.device_tokens // config.page_size * config.page_size
-    latent = geometry.latent
+    size, latent = _whole_pages(config), geometry.latent
     uneven = geometry.v_head_dim not in (None, geometry.head_dim)
     if uneven and (geometry.window_layers or geometry.recurrent_layers):
         raise ConfigError("keys and values of different sizes are not supported beside windows or recurrent layers")
     if geometry.window_layers:
-        # The tree's pages are of full attention: a model that has windows in every layer keeps its first layer whole.
-        full = geometry.full_layers or geometry.window_layers[:1]
-        return SWAKVPool(
-            size,
-            config.window_tokens,
-            config.page_size,
-            config.torch_dtype,
-            geometry.head_num,
-            geometry.head_dim,
-            swa_attention_layer_ids=[at for at in geometry.window_layers if at not in full],
-            full_attention_layer_ids=full,
-            device=device,
-        )
+        return _window_pool(config, geometry, device)
+    rank, rope = (latent.rank, latent.rope) if latent is not None else (None, None)
     if isinstance(table, HybridReqToTokenPool):
         return HybridLinearKVPool(
             size,
@@ -162,31 +150,42 @@ def _pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device, t
             device,
             table.mamba_pool,
             use_mla=latent is not None,
-            kv_lora_rank=latent.rank if latent else None,
-            qk_rope_head_dim=latent.rope if latent else None,
+            kv_lora_rank=rank,
+            qk_rope_head_dim=rope,
         )
+    common = (size, config.page_size, config.torch_dtype)
     if latent is not None:
-        return MLATokenToKVPool(
-            size=size,
-            page_size=config.page_size,
-            dtype=config.torch_dtype,
-            kv_lora_rank=latent.rank,
-            qk_rope_head_dim=latent.rope,
-            layer_num=geometry.layer_num,
-            device=device,
-            enable_memory_saver=False,
-        )
+        return MLATokenToKVPool(*common, latent.rank, latent.rope, geometry.layer_num, device, False)
     return MHATokenToKVPool(
-        size=size,
-        page_size=config.page_size,
-        dtype=config.torch_dtype,
-        layer_num=geometry.layer_num,
-        device=device,
+        *common,
+        geometry.head_num,
+        geometry.head_dim,
+        geometry.layer_num,
+        device,
         enable_memory_saver=False,
-        head_num=geometry.head_num,
-        head_dim=geometry.head_dim,
         v_head_dim=geometry.v_head_dim,
     )
+
+
+def _window_pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device) -> SWAKVPool:
+    # The tree's pages are of full attention: a model that has windows in every layer keeps its first layer whole.
+    full = geometry.full_layers or geometry.window_layers[:1]
+    return SWAKVPool(
+        _whole_pages(config),
+        config.window_tokens,
+        config.page_size,
+        config.torch_dtype,
+        geometry.head_num,
+        geometry.head_dim,
+        swa_attention_layer_ids=[at for at in geometry.window_layers if at not in full],
+        full_attention_layer_ids=full,
+        device=device,
+    )
+
+
+def _whole_pages(config: EngineConfig) -> int:
+    """Tokens of the device tier."""
+    return config.device_tokens // config.page_size * config.page_size
 
 
 def _links(
@@ -215,7 +214,7 @@ def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCac
             f"{type(pool).__name__} needs to be wired at both its ends; pass the model's ModelGeometry instead"
         )
     for knob, of_pool, wanted in (
-        ("device_tokens", pool.size, config.device_tokens // config.page_size * config.page_size),
+        ("device_tokens", pool.size, _whole_pages(config)),
         ("page_size", pool.page_size, config.page_size),
         ("dtype", pool.dtype, config.torch_dtype),
         ("device", _device(pool.device), device),

@@ -36,11 +36,13 @@ NAME = "hicache"
 
 @dataclass(frozen=True)
 class QuerySpan:
-    """Tokens [start, end) of a pass, which are the queries of `queries`, in one launch."""
+    """Tokens [start, end) of a pass, which are the queries of `queries`, in one launch. `lengths`: as in `queries`; may
+    be empty if every sequence has one query."""
 
     start: int
     end: int
     queries: PoolQueries
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,11 @@ class SlotPass:
 class SlotAttention:
     """The attention of one runner's passes. Called by the model's forward, on the scheduler thread.
 
-    The runner sets `slot_pass` before each pass. `geometry` names the window layers.
+    The runner calls `begin` before each pass. `geometry` names the window layers. `name`: of the attention function
+    that layers call.
     """
+
+    name = NAME
 
     def __init__(self, pool: KVCache, geometry: ModelGeometry) -> None:
         self._pool, self._kernels = pool, kernel_choice(pool.device)
@@ -68,14 +73,22 @@ class SlotAttention:
         self.number = next(_numbers)
         _attentions[self.number] = self
 
+    def begin(self, slot_pass: SlotPass) -> None:
+        """The next pass is `slot_pass`."""
+        self.slot_pass = slot_pass
+
+    def layer(self, is_sliding: bool) -> SlotLayer:
+        """An attention layer's part of the `Cache` of a pass."""
+        return SlotLayer(is_sliding)
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         """Store the new rows of a layer and attend. All are [B, heads, n, dim], B * n tokens in the order of the pass;
         returns [B, n, heads, v_dim]."""
         pool, slot_pass = self._pool, self.slot_pass
-        pool.set_kv_buffer(layer, slot_pass.new_slots, _token_rows(key), _token_rows(value))
-        keys, values, rows = pool.get_key_buffer(layer), pool.get_value_buffer(layer), _token_rows(query)
+        pool.set_kv_buffer(layer, slot_pass.new_slots, token_rows(key), token_rows(value))
+        keys, values, rows = pool.get_key_buffer(layer), pool.get_value_buffer(layer), token_rows(query)
         outs = [
             pool_attention(
                 rows[span.start : span.end], keys, values, span.queries, rule, self._kernels, self._slot_map(layer)
@@ -100,6 +113,10 @@ _numbers = itertools.count()
 _attentions: weakref.WeakValueDictionary[int, SlotAttention] = weakref.WeakValueDictionary()
 
 
+def attention_of(number: int) -> SlotAttention:
+    return _attentions[number]
+
+
 @torch.library.custom_op("hicache::attend", mutates_args=())
 def _attend(
     number: int,
@@ -111,7 +128,7 @@ def _attend(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    attention = _attentions[number]
+    attention = attention_of(number)
     return attention.attend(layer, query, key, value, attention.rule(layer, scale, softcap, sinks))
 
 
@@ -159,10 +176,10 @@ AttentionInterface.register(NAME, attend_by_slots)
 
 
 @contextmanager
-def attending_by_slots(model: Any) -> Iterator[None]:
-    """The model's passes inside the `with` call `attend_by_slots`."""
+def attending_by_slots(model: Any, name: str = NAME) -> Iterator[None]:
+    """The model's passes inside the `with` call the attention function of that name."""
     config = model.config.get_text_config()
-    previous, config._attn_implementation = config._attn_implementation, NAME
+    previous, config._attn_implementation = config._attn_implementation, name
     try:
         yield
     finally:
@@ -204,10 +221,12 @@ def spans_of(
     lengths: torch.Tensor,
     counts: Sequence[int],
     num_splits: tuple[int, int],
+    host_lengths: Sequence[int] = (),
 ) -> tuple[QuerySpan, ...]:
     """Launches for sequences with `counts` queries each: one for those at the front with one query, one for the rest.
 
     `rows`, `lengths` int32 [S], `query_starts` int32 [S + 1], on the pool's device. `num_splits`: of either launch.
+    `host_lengths`: `lengths`, unless every sequence has one query.
     """
     num_decoded = next((i for i, count in enumerate(counts) if count > 1), len(counts))
     spans = []
@@ -217,10 +236,10 @@ def spans_of(
         start, stop = sum(counts[:first]), sum(counts[:end])
         starts = query_starts[first : end + 1] - start
         queries = PoolQueries(table, rows[first:end], starts, lengths[first:end], max(counts[first:end]), splits)
-        spans.append(QuerySpan(start, stop, queries))
+        spans.append(QuerySpan(start, stop, queries, tuple(host_lengths[first:end])))
     return tuple(spans)
 
 
-def _token_rows(states: torch.Tensor) -> torch.Tensor:
+def token_rows(states: torch.Tensor) -> torch.Tensor:
     """[B, heads, n, dim] -> [B * n, heads, dim]; a view where B is 1 or n is 1."""
     return states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])

@@ -12,6 +12,7 @@ from hicache.kernels.pool_attention import AttentionRule
 from hicache.layout import ModelGeometry
 from hicache.serving.attention import SlotLayer, attending_by_slots
 from hicache.serving.cache import StateCache, StateLayer
+from hicache.serving.latent import absorbs
 
 _NUM_TOKENS = 6  # more than a convolution window
 
@@ -34,7 +35,10 @@ class _Recorder:
 
 @torch.inference_mode()
 def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
-    """Whether each attention layer calls the registered function once a pass, with the keys and values it stores."""
+    """Whether each attention layer calls the registered function once a pass, with the keys and values it stores, or
+    expands latent rows in a way that can be absorbed."""
+    if geometry.latent is not None and not absorbs(model, geometry):
+        return False
     recorder = _Recorder()
     layers = [StateLayer(None) if kind == "recurrent" else SlotLayer(kind == "window") for kind in geometry.kinds]
     ids = torch.arange(_NUM_TOKENS, device=model.device)[None]
@@ -50,7 +54,10 @@ def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
             )
     except (UnsupportedModel, TypeError):
         return False  # a layer has biases of its own, or a forward does not take the argument
+    attention_layers = (*geometry.full_layers, *geometry.window_layers)
+    if geometry.latent is not None:
+        return Counter(layer for layer, *_ in recorder.calls.elements()) == Counter(attention_layers)
     stored = [(1, geometry.head_num, _NUM_TOKENS, dim) for dim in (geometry.head_dim, geometry.v_head_dim)]
     keys, values = stored[0], stored[1] if geometry.v_head_dim else stored[0]
-    expected = {(layer, keys, values): 1 for layer in (*geometry.full_layers, *geometry.window_layers)}
+    expected = {(layer, keys, values): 1 for layer in attention_layers}
     return dict(recorder.calls) == expected

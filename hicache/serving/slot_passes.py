@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from hicache.kernels.pool_attention import num_splits
-from hicache.serving.attention import SlotAttention, SlotLayer, SlotPass, attending_by_slots, spans_of
+from hicache.serving.attention import SlotAttention, SlotPass, attending_by_slots, spans_of
 from hicache.serving.cache import BatchStates, StateCache, new_state_layer, store_states
 from hicache.serving.graphs import DecodeBatch, DecodeGraphs
+from hicache.serving.latent import LatentSlotAttention
 from hicache.serving.passes import Chunk, PassContext
 
 
@@ -25,7 +26,8 @@ class SlotPasses:
     in the captured passes."""
 
     def __init__(self, context: PassContext, *, use_graphs: bool = True, compiled: bool = False) -> None:
-        self._context, self._attention = context, SlotAttention(context.pool, context.geometry)
+        kind = SlotAttention if context.geometry.latent is None else LatentSlotAttention
+        self._context, self._attention = context, kind(context.pool, context.geometry)
         self._kv_heads = context.geometry.head_num
         self._graphs: DecodeGraphs | None = None
         self._decode_model = context.model
@@ -77,10 +79,9 @@ class SlotPasses:
         num_tiles = sum(-(-count * self._group // 128) for count in counts if count > 1)
         decode_splits = num_splits(self._kv_heads * n, context.device, decoding=True)
         splits = (decode_splits, num_splits(self._kv_heads * num_tiles, context.device, decoding=False))
-        self._attention.slot_pass = SlotPass(
-            context.table[token_rows, positions].long(),
-            spans_of(context.table, rows.int(), query_starts.int(), lengths.int(), counts, splits),
-        )
+        ends = [chunk.end for chunk in chunks]
+        spans = spans_of(context.table, rows.int(), query_starts.int(), lengths.int(), counts, splits, ends)
+        self._attention.begin(SlotPass(context.table[token_rows, positions].long(), spans))
         batch = n if context.states is not None else 1
         states = None
         if context.states is not None:
@@ -98,10 +99,8 @@ class SlotPasses:
         rows, lengths = batch.rows.int(), (batch.positions + 1).int()
         counts = [1] * num
         splits = num_splits(self._kv_heads * num, self._context.device, decoding=True)
-        self._attention.slot_pass = SlotPass(
-            table[batch.rows, batch.positions].long(),
-            spans_of(table, rows, batch.query_starts, lengths, counts, (splits, 1)),
-        )
+        spans = spans_of(table, rows, batch.query_starts, lengths, counts, (splits, 1))
+        self._attention.begin(SlotPass(table[batch.rows, batch.positions].long(), spans))
         return self._call(self._decode_model, batch.input_ids[None], batch.positions[None], batch.last, None).float()
 
     def _call(
@@ -119,14 +118,14 @@ class SlotPasses:
         layers: list[Any] = [
             new_state_layer(states, layer, context.geometry.state, is_start)
             if kind == "recurrent" and states is not None and context.geometry.state is not None
-            else SlotLayer(is_sliding=kind == "window")
+            else self._attention.layer(is_sliding=kind == "window")
             for layer, kind in enumerate(context.geometry.kinds)
         ]
         cache = StateCache(layers=layers)
         keep: dict[str, Any] = {}
         if context.takes_logits_to_keep:
             keep["logits_to_keep"] = 1 if last is None else last
-        with attending_by_slots(context.model):
+        with attending_by_slots(context.model, self._attention.name):
             output = model(
                 input_ids=input_ids,
                 position_ids=positions,

@@ -31,6 +31,7 @@ from hicache.device import (
     Mamba2CacheParams,
     Mamba2StateShape,
     MHATokenToKVPool,
+    MLATokenToKVPool,
     ReqToTokenPool,
     SWAKVPool,
 )
@@ -151,7 +152,10 @@ class Pools:
                 num_tokens, window_tokens, page_size, dtype, DEVICE, pool, need_sort=True
             )
             return
-        if state is None:
+        latent = geometry.latent
+        if state is None and latent is not None:
+            self.pool = MLATokenToKVPool(*args, latent.rank, latent.rope, geometry.layer_num, DEVICE, False)
+        elif state is None:
             self.pool = MHATokenToKVPool(*args, *heads, geometry.layer_num, DEVICE, False)
         else:
             dtypes = (state_dtype or state.temporal_dtype, state_dtype or state.conv_dtype)
@@ -160,7 +164,16 @@ class Pools:
             table = HybridReqToTokenPool(requests, 2 * requests, num_tokens, DEVICE, False, params)
             self.req_to_token = table
             self.pool = HybridLinearKVPool(
-                num_tokens, dtype, page_size, *heads, geometry.full_layers, DEVICE, table.mamba_pool
+                num_tokens,
+                dtype,
+                page_size,
+                *heads,
+                geometry.full_layers,
+                DEVICE,
+                table.mamba_pool,
+                use_mla=latent is not None,
+                kv_lora_rank=latent.rank if latent else None,
+                qk_rope_head_dim=latent.rope if latent else None,
             )
         self.allocator = PagedTokenToKVPoolAllocator(*args, DEVICE, self.pool, need_sort=True)
 

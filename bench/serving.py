@@ -1,0 +1,337 @@
+"""Serving a model of 8B geometry through the reference scheduler and runner.
+
+    decode        one step of decoding with requests of one context length; the ceiling reads weights and KV once, at
+                  the bandwidth of a copy within device memory. `compiled`: with torch.compile
+    prefill       a prompt in chunks; the ceiling is one forward of plain transformers with sdpa over all of it
+    ttft.host     first token of a prompt whose prefix is on the host: max(load, compute) / measured, where load is a
+                  plain pinned copy of the same bytes, and compute the same request with the prefix on the device
+    ttft.disk     first token after a restart over the same store: raw reads of the prefix's bytes / measured
+    conversations output tokens a second of conversations that do not fit the device, over those without a host tier
+
+What a case compares is measured in one process, in turns. On a CPU the model is tiny, and there are no targets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.common import Case, Report, interleave, percentile, timer_for
+from bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
+from bench.serving_disk import raw_read_s
+from hicache.engine import CacheRequest
+from hicache.serving import Chunk, Request
+
+NAME = "serving"
+DESCRIPTION = "decode steps, prefill, first tokens from host and disk, and conversations, with a model of 8B geometry"
+
+NEW_TOKENS = 256
+DECODE_TARGET, COMPILED_TARGET = 0.3, 0.5
+PREFILL_TARGET, HOST_TARGET, DISK_TARGET, CONVERSATIONS_TARGET = 1.0, 0.9, 0.85, 2.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """In tokens, but for `batches` and the numbers of conversations and turns."""
+
+    context: int
+    batches: tuple[int, ...]
+    steps: int
+    prefill: int
+    chunk: int
+    host_prefixes: tuple[int, ...]
+    disk_prefix: int
+    conversations: int
+    turns: int
+    turn: int
+    answer: int
+
+
+REAL = Sizes(8192, (1, 8), 40, 32768, 8192, (8192, 32768, 131072 - 1024), 98304, 32, 10, 768, 16)
+TINY = Sizes(256, (1, 4), 5, 1024, 256, (512,), 1024, 4, 3, 64, 4)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", help="cases to run, of: decode compiled prefill host disk conversations")
+    parser.add_argument("--folder", default="", help="where the store of ttft.disk lies; default: a temporary folder")
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    sizes = REAL if args.device.type == "cuda" else TINY
+    served = random_llama(args.device)
+    parts: dict[str, Callable[[], None]] = {
+        "decode": lambda: _decode(report, served, sizes, compiled=False),
+        "compiled": lambda: _decode(report, served, sizes, compiled=True),
+        "prefill": lambda: _prefill(report, served, sizes),
+        "host": lambda: _first_token_from_host(report, served, sizes),
+        "disk": lambda: _first_token_from_disk(report, served, sizes, args.folder),
+        "conversations": lambda: _conversations(report, served, sizes),
+    }
+    if args.device.type != "cuda":
+        del parts["compiled"]  # torch.compile serves captured passes
+    for name in args.only.split() or parts:
+        parts[name]()
+        gc.collect()
+        if args.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _target(served: ServedModel, value: float) -> float | None:
+    return value if served.model.device.type == "cuda" else None
+
+
+# Decode
+
+
+def _decode(report: Report, served: ServedModel, sizes: Sizes, *, compiled: bool) -> None:
+    """Steps of `runner.forward` and the choice of a token, from the host's clock: each ends when the host has it."""
+    device = served.model.device
+    bandwidth = _memory_bandwidth(device)
+    ending, target = (".compiled", COMPILED_TARGET) if compiled else ("", DECODE_TARGET)
+    device_tokens = (sizes.context + 512) * max(sizes.batches)
+    settings = {"device_tokens": device_tokens, "max_context_len": sizes.context + 512}
+    with serving(served, chunk_tokens=sizes.chunk, compiled=compiled, **settings) as engine:
+        for batch in sizes.batches:
+            seconds = _decode_steps(engine, batch, sizes)
+            read = served.read_bytes + batch * (sizes.context + sizes.steps) * served.token_bytes
+            shares = [read / bandwidth / s for s in seconds]
+            step_ms = percentile(seconds, 50) * 1e3
+            note = f"step {step_ms:.2f} ms; weights and KV {read / 1e9:.1f} GB at {bandwidth / 1e12:.2f} TB/s"
+            name = f"serving.decode.context{sizes.context}.batch{batch}{ending}"
+            report.add(Case.of(name, shares, "share", ceiling=1.0, target=_target(served, target), note=note))
+
+
+def _decode_steps(engine: Served, batch: int, sizes: Sizes) -> list[float]:
+    sequences = prompts(batch, sizes.context + sizes.steps + 4, engine.served.vocab, seed=batch)
+    leases = []
+    for i, tokens in enumerate(sequences):
+        lease = engine.engine.acquire(CacheRequest(f"decode {batch} {i}", tokens[: sizes.context], f"{batch} {i}"))
+        for start in range(0, sizes.context, sizes.chunk):
+            engine.runner.prefill(lease, tokens, start, min(sizes.context, start + sizes.chunk))
+        leases.append(lease)
+    seconds = []
+    for step in range(sizes.steps + 3):
+        start_s = time.perf_counter()
+        for lease in leases:
+            engine.engine.extend(lease, 1)
+        chunks = [Chunk(x, t, x.length - 1, x.length) for x, t in zip(leases, sequences, strict=True)]
+        engine.runner.forward(chunks).argmax(-1).tolist()
+        if step >= 3:  # the first captures the graph
+            seconds.append(time.perf_counter() - start_s)
+    for lease in leases:
+        engine.engine.release(lease)
+    return seconds
+
+
+def _memory_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written, of a copy within device memory."""
+    source = torch.ones((2 << 30) if device.type == "cuda" else 64 << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = interleave({"copy": lambda: target.copy_(source)}, samples=10, timer=timer_for(device))["copy"]
+    return 2 * source.nbytes / percentile(seconds, 50)
+
+
+# Prefill
+
+
+def _prefill(report: Report, served: ServedModel, sizes: Sizes) -> None:
+    device, num = served.model.device, sizes.prefill
+    (tokens,) = prompts(1, num, served.vocab, seed=1)
+    ids = torch.from_numpy(tokens).to(device)[None]
+    with serving(served, chunk_tokens=sizes.chunk, device_tokens=num + 1024, max_context_len=num + 1024) as engine:
+
+        def chunked() -> None:
+            lease = engine.engine.acquire(CacheRequest("prefill", tokens))
+            for start in range(0, num, sizes.chunk):
+                engine.runner.prefill(lease, tokens, start, min(num, start + sizes.chunk))
+            engine.engine.release(lease)
+
+        @torch.inference_mode()
+        def plain() -> None:
+            served.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+
+        seconds = interleave({"chunked": chunked, "plain": plain}, samples=3, warmup=1, timer=timer_for(device))
+    ceiling = num / percentile(seconds["plain"], 50)
+    note = f"chunks of {sizes.chunk}; the ceiling is one forward of plain transformers with sdpa over all tokens"
+    report.add(
+        Case.of(
+            f"serving.prefill.{num}",
+            [num / s for s in seconds["chunked"]],
+            "tokens/s",
+            ceiling=ceiling,
+            target=_target(served, PREFILL_TARGET),
+            note=note,
+        )
+    )
+
+
+# First tokens
+
+
+def _first_token_from_host(report: Report, served: ServedModel, sizes: Sizes) -> None:
+    longest = max(sizes.host_prefixes) + NEW_TOKENS + 64
+    host_bytes = (longest + 1024) * served.token_bytes
+    with serving(
+        served, chunk_tokens=sizes.chunk, device_tokens=longest, host_bytes=host_bytes, max_context_len=longest
+    ) as engine:
+        for length in sizes.host_prefixes:
+            _host_case(report, engine, length)
+
+
+def _host_case(report: Report, engine: Served, length: int) -> None:
+    (prefix,) = prompts(1, length, engine.served.vocab, seed=length)
+    engine.first_token_s("warm", prefix)
+    counter = iter(range(1 << 20))
+
+    def ask(kind: str) -> float:
+        """A prompt of the prefix and new tokens of its own."""
+        number = next(counter)
+        (new,) = prompts(1, NEW_TOKENS, engine.served.vocab, seed=number)
+        seconds, output = engine.first_token_s(f"{kind} {number}", np.concatenate([prefix, new]))
+        hit = output.hit.host if kind == "host" else output.hit.device
+        if hit < length - 64:
+            raise AssertionError(f"{hit} of {length} tokens were on the {kind}")
+        return seconds
+
+    times: dict[str, list[float]] = {"host": [], "device": []}
+    for turn in range(6):
+        engine.clear_device()
+        for kind, taken in times.items():
+            seconds = ask(kind)
+            if turn:
+                taken.append(seconds)
+    num_bytes = length * engine.served.token_bytes
+    load, compute = _plain_copy_s(num_bytes, engine.engine.pool.device), percentile(times["device"], 50)
+    first = percentile(times["host"], 50)
+    note = f"load {load * 1e3:.1f} ms, compute {compute * 1e3:.1f} ms, first token {first * 1e3:.1f} ms"
+    report.add(
+        Case.of(
+            f"serving.ttft.host.prefix{length}",
+            [max(load, compute) / s for s in times["host"]],
+            "share",
+            ceiling=1.0,
+            target=_target(engine.served, HOST_TARGET),
+            note=note,
+        )
+    )
+
+
+def _plain_copy_s(num_bytes: int, device: torch.device) -> float:
+    """Seconds of a plain copy of as many bytes from pinned memory, extrapolated from a gibibyte."""
+    part = min(num_bytes, 1 << 30)
+    host = torch.ones(part, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(part, dtype=torch.uint8, device=device)
+    seconds = interleave({"copy": lambda: target.copy_(host, non_blocking=True)}, samples=7, timer=timer_for(device))[
+        "copy"
+    ]
+    return percentile(seconds, 50) * num_bytes / part
+
+
+def _first_token_from_disk(report: Report, served: ServedModel, sizes: Sizes, folder: str) -> None:
+    length = sizes.disk_prefix
+    (prefix,) = prompts(1, length, served.vocab, seed=3)
+    (new,) = prompts(1, NEW_TOKENS, served.vocab, seed=4)
+    tokens = np.concatenate([prefix, new])
+    num_bytes, longest = length * served.token_bytes, len(tokens) + 1024
+    store = Path(tempfile.mkdtemp(prefix="hicache-serving-", dir=folder or None))
+    settings: dict[str, Any] = {
+        "device_tokens": longest,
+        "host_bytes": longest * served.token_bytes,
+        "max_context_len": longest,
+        "disk": {"path": str(store / "store"), "budget_bytes": 2 * num_bytes + (64 << 20), "level": 0},
+    }
+    try:
+        with serving(served, chunk_tokens=sizes.chunk, **settings) as engine:
+            engine.first_token_s("warm", prefix)
+            engine.engine.flush()
+            computed, _ = engine.first_token_s("computed", tokens, namespace="another")
+        measured, raw, hits = [], [], []
+        for turn in range(3):
+            raw.append(raw_read_s(store / "raw", num_bytes))
+            with serving(served, chunk_tokens=sizes.chunk, **settings) as engine:
+                seconds, output = engine.first_token_s(f"disk {turn}", tokens)
+                measured.append(seconds)
+                hits.append(output.hit.disk)
+    finally:
+        shutil.rmtree(store, ignore_errors=True)
+    best = percentile(raw, 50)
+    first = percentile(measured, 50)
+    times_s = f"raw {best:.2f} s, first token {first:.2f} s, computed {computed:.2f} s"
+    note = f"{min(hits)} to {max(hits)} tokens from disk; {times_s}"
+    values, target = [best / s for s in measured], _target(served, DISK_TARGET)
+    report.add(Case.of(f"serving.ttft.disk.prefix{length}", values, "share", ceiling=1.0, target=target, note=note))
+    report.add(
+        Case.of(
+            f"serving.ttft.disk.prefix{length}.of_compute",
+            [s / computed for s in measured],
+            "x",
+            better="lower",
+            ceiling=1.0,
+            target=_target(served, 1.0),
+            note="first token after a restart over that of computing everything",
+        )
+    )
+
+
+# Conversations
+
+
+def _conversations(report: Report, served: ServedModel, sizes: Sizes) -> None:
+    final = sizes.turns * (sizes.turn + sizes.answer)
+    working_set = sizes.conversations * final
+    device_tokens = working_set // 4
+    rates: dict[str, float] = {}
+    for kind, host_bytes in (("host", (working_set + 4096) * served.token_bytes), ("none", 0)):
+        with serving(
+            served,
+            chunk_tokens=sizes.chunk,
+            device_tokens=device_tokens,
+            host_bytes=host_bytes,
+            max_context_len=final + 128,
+        ) as engine:
+            _converse(engine, sizes, sizes.conversations // 4, turns=1, seed=99)  # captures the graphs
+            start = time.perf_counter()
+            num_tokens = _converse(engine, sizes, sizes.conversations, sizes.turns, seed=7)
+            rates[kind] = num_tokens / (time.perf_counter() - start)
+    name = f"serving.conversations.{sizes.conversations}x{sizes.turns}"
+    note = f"turns of {sizes.turn} tokens and answers of {sizes.answer}; the ceiling has no host tier"
+    target = _target(served, CONVERSATIONS_TARGET)
+    report.add(Case.of(name, [rates["host"]], "tokens/s", ceiling=rates["none"], target=target, note=note))
+
+
+def _converse(engine: Served, sizes: Sizes, num: int, turns: int, seed: int) -> int:
+    """Serve conversations, all at a time; a turn is submitted when the one before has its answer. Returns tokens."""
+    sync(engine.engine.pool.device)
+    scheduler = engine.scheduler(max_running=8)
+    questions = [prompts(turns, sizes.turn, engine.served.vocab, seed=seed * 1000 + i) for i in range(num)]
+    histories: list[Tokens] = [np.empty(0, dtype=np.int64) for _ in range(num)]
+    turn_of = [0] * num
+
+    def submit(i: int) -> None:
+        histories[i] = np.concatenate([histories[i], questions[i][turn_of[i]]])
+        turn_of[i] += 1
+        scheduler.submit(Request(f"{seed} {i} {turn_of[i]}", histories[i], sizes.answer))
+
+    for i in range(num):
+        submit(i)
+    generated = 0
+    while scheduler.num_unfinished:
+        for output in scheduler.step():
+            if output.error is not None:
+                raise output.error
+            i = int(output.request_id.split()[1])
+            generated += len(output.tokens)
+            histories[i] = np.concatenate([histories[i], np.array(output.tokens, dtype=np.int64)])
+            if turn_of[i] < turns:
+                submit(i)
+    return generated

@@ -1,0 +1,203 @@
+"""Latent attention over the slots of the device pool: rows are stored and read as they are, and a prefix is expanded
+only to compute a chunk of a prompt.
+
+`kv_b_proj` expands the latent `c` of a token to the keys `W_UK c` and values `W_UV c` of all heads. Where sequences
+have one new token each, the query goes to latent space instead, attends there, and its result comes back (absorbed
+form):
+
+    score    q_nope . (W_UK c) + q_rope . rope = (q_nope W_UK) . c + q_rope . rope
+    result   sum of weight * (W_UV c) = W_UV (sum of weight * c)
+
+    kv_b_proj.weight   [heads * (nope + v), rank]   of each head, rows [0, nope) are W_UK and [nope, nope + v) W_UV
+
+A chunk of a prompt has so many queries that expanding what they read takes less: attention in latent space has three
+times the operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from hicache.device.base import KVCache
+from hicache.device.hybrid import HybridLinearKVPool
+from hicache.device.mla import MLATokenToKVPool
+from hicache.errors import UnsupportedModel
+from hicache.kernels.latent_attention import latent_attention
+from hicache.kernels.pool_attention import AttentionRule, PoolQueries, pool_attention
+from hicache.layout import ModelGeometry
+from hicache.serving.attention import QuerySpan, SlotAttention, SlotLayer, SlotPass, attention_of, token_rows
+
+NAME = "hicache_latent"
+
+
+@dataclass(frozen=True)
+class _Expansion:
+    """The rows that a span expands: `slots` int64 [K] of the tokens of its sequences, one after another, and `queries`
+    over these K rows."""
+
+    slots: torch.Tensor
+    queries: PoolQueries
+
+
+class LatentSlotAttention(SlotAttention):
+    """The attention of one runner's passes over a pool of latent rows; see `SlotAttention`."""
+
+    name = NAME
+
+    def __init__(self, pool: KVCache, geometry: ModelGeometry) -> None:
+        super().__init__(pool, geometry)
+        assert isinstance(pool, MLATokenToKVPool | HybridLinearKVPool), "a pool without latent rows"
+        self._latent_pool = pool
+        self._expansions: dict[int, _Expansion] = {}
+        self.new_rows = (torch.empty(0), torch.empty(0))
+
+    def begin(self, slot_pass: SlotPass) -> None:
+        super().begin(slot_pass)
+        spans = {i: span for i, span in enumerate(slot_pass.spans) if span.queries.max_queries > 1}
+        self._expansions = {i: _expansion(span) for i, span in spans.items()}
+
+    def layer(self, is_sliding: bool) -> SlotLayer:
+        return LatentSlotLayer(self)
+
+    def attend_latent(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        kv_b_proj: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Store the new rows of a layer, `latent` [B, 1, n, rank] and `rope` [B, 1, n, rope], and attend. `query`
+        [B, heads, n, nope + rope], `kv_b_proj` [heads * (nope + v), rank]; returns [B, n, heads, v]."""
+        pool, slot_pass, queries = self._latent_pool, self.slot_pass, token_rows(query)
+        pool.set_mla_kv_buffer(layer, slot_pass.new_slots, token_rows(latent), token_rows(rope))
+        outs = []
+        for i, span in enumerate(slot_pass.spans):
+            part = queries[span.start : span.end]
+            if i in self._expansions:
+                outs.append(self._expanded(layer, part, self._expansions[i], kv_b_proj, scale))
+            else:
+                outs.append(self._absorbed(layer, part, span.queries, kv_b_proj, scale))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out.view(query.shape[0], query.shape[2], *out.shape[1:])
+
+    def _absorbed(
+        self, layer: int, query: torch.Tensor, queries: PoolQueries, kv_b_proj: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """One token of each sequence: `query` [N, heads, nope + rope] -> [N, heads, v]."""
+        stored, rank = self._latent_pool.get_key_buffer(layer), kv_b_proj.shape[1]
+        nope, up = query.shape[2] - (stored.shape[2] - rank), kv_b_proj.view(query.shape[1], -1, rank)
+        q_latent = torch.einsum("nhd,hdr->nhr", query[..., :nope], up[:, :nope])
+        attended = latent_attention(
+            q_latent, query[..., nope:], stored, queries.table, queries.rows, queries.lengths, scale, self._kernels
+        )
+        return torch.einsum("nhr,hvr->nhv", attended, up[:, nope:])
+
+    def _expanded(
+        self, layer: int, query: torch.Tensor, expansion: _Expansion, kv_b_proj: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Several tokens of some sequences: `query` [N, heads, nope + rope] -> [N, heads, v]."""
+        latent, rope = self._latent_pool.get_mla_kv_buffer(layer, expansion.slots, query.dtype)
+        heads, nope = query.shape[1], query.shape[2] - rope.shape[2]
+        expanded = nn.functional.linear(latent[:, 0], kv_b_proj).view(len(latent), heads, -1)
+        keys = torch.cat([expanded[..., :nope], rope.expand(-1, heads, -1)], dim=-1)
+        values = expanded[..., nope:]
+        return pool_attention(query, keys, values, expansion.queries, AttentionRule(scale), self._kernels)
+
+
+class LatentSlotLayer(SlotLayer):
+    """A latent layer's part of the `Cache` in passes over slots: `attend_latent` stores the rows that it is given."""
+
+    def __init__(self, attention: LatentSlotAttention) -> None:
+        super().__init__()
+        self._attention = attention
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is returned the model expands, and nobody reads: one token."""
+        self._attention.new_rows = key_states, value_states
+        return key_states[:, :, :1], value_states[:, :, :1]
+
+
+def absorbs(model: Any, geometry: ModelGeometry) -> bool:
+    """Whether each latent layer of `model` expands by a plain linear module, whose weight can be split."""
+    expanding = [module for name, module in model.named_modules() if name.endswith(".kv_b_proj")]
+    plain = [module for module in expanding if type(module) is nn.Linear and module.bias is None]
+    wide = [module for module in plain if module.weight.dtype.is_floating_point and module.weight.element_size() > 1]
+    return len(wide) == len(expanding) == len(geometry.full_layers)
+
+
+@torch.library.custom_op("hicache::attend_latent", mutates_args=())
+def _attend_latent(
+    number: int,
+    layer: int,
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    kv_b_proj: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    attention = attention_of(number)
+    assert isinstance(attention, LatentSlotAttention)
+    return attention.attend_latent(layer, query, latent, rope, kv_b_proj, scale)
+
+
+@_attend_latent.register_fake
+def _(
+    number: int,
+    layer: int,
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    kv_b_proj: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    batch, heads, n, dim = query.shape
+    return query.new_empty(batch, n, heads, len(kv_b_proj) // heads - (dim - rope.shape[3]))
+
+
+def attend_to_latents(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    hicache: LatentSlotAttention | None = None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """See `transformers.AttentionInterface`. `key` and `value` are not read."""
+    if hicache is None or attention_mask is not None:
+        raise UnsupportedModel(f"{type(module).__name__} cannot attend by slots; use --attention torch")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    layer, (latent, rope), weight = int(module.layer_idx), hicache.new_rows, module.kv_b_proj.weight
+    if torch.compiler.is_compiling():
+        return _attend_latent(hicache.number, layer, query, latent, rope, weight, scale), None
+    return hicache.attend_latent(layer, query, latent, rope, weight, scale), None
+
+
+AttentionInterface.register(NAME, attend_to_latents)
+
+
+def _expansion(span: QuerySpan) -> _Expansion:
+    """What the span's sequences read, without waiting for the device."""
+    queries, num_keys = span.queries, sum(span.lengths)
+    device, lengths = queries.table.device, queries.lengths.long()
+    sequences = torch.arange(len(lengths), device=device)
+    starts = lengths.cumsum(0) - lengths
+    of_key = torch.repeat_interleave(sequences, lengths, output_size=num_keys)
+    position = torch.arange(num_keys, device=device) - starts[of_key]
+    slots = queries.table[queries.rows.long()[of_key], position].long()
+    table = (starts[:, None] + torch.arange(max(span.lengths), device=device)).int()
+    over = PoolQueries(
+        table, sequences.int(), queries.query_starts, queries.lengths, queries.max_queries, queries.num_splits
+    )
+    return _Expansion(slots, over)
