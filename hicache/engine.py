@@ -38,7 +38,7 @@ from hicache.flow.prefetch import Prefetch, Prefetcher
 from hicache.flow.restore import Restore
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
-from hicache.tree.node import DEVICE, FULL, HOST, SWA
+from hicache.tree.node import DEVICE, FULL, HOST, MAMBA, SWA
 from hicache.validation import valid_count, valid_mode, valid_namespace, valid_request, valid_request_id, valid_tokens
 
 __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "Prefetch"]
@@ -133,6 +133,11 @@ class CacheEngine:
     def has_windows(self) -> bool:
         """Whether slots are better taken chunk by chunk (`reserve_tokens`), for window layers have few."""
         return SWA in self._context.by_name
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a pass advances a recurrent state of each request, which cannot be undone."""
+        return MAMBA in self._context.by_name
 
     @property
     def page_size(self) -> int:
@@ -285,6 +290,12 @@ class CacheEngine:
         for component in self._context.components:
             load_ids = {load_id for lease in leases for load_id in lease.load_ids_of(component.name)}
             component.counter.set_consumer(load_ids)
+
+    def load_failed(self, lease: Lease) -> bool:
+        """Whether a load of the lease's prefix failed, so that it has to be released and acquired anew. After a pass
+        that raised `TransferError`; waits for the outcome of loads in flight."""
+        self._require_held(lease)
+        return self._restore.error_of(lease) is not None
 
     def release(self, lease: Lease) -> None:
         """End the lease, finished or aborted: unpin the prefix, free the rest. Idempotent; works on a closed engine.

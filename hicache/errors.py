@@ -143,3 +143,11 @@ class DoubleFree(HiCacheError, RuntimeError):
 
 class TransferError(HiCacheError, RuntimeError):
     """A copy between tiers failed. The source is unchanged; the destination is not used."""
+
+
+class CallbackFailed(HiCacheError, RuntimeError):
+    """A request's `on_token` raised, so the request was ended. The cause is `__cause__`; the others are served on."""
+
+    def __init__(self, request_id: str, cause: Exception) -> None:
+        super().__init__(f"request {request_id}: its on_token raised {type(cause).__name__}: {cause}; it was ended")
+        self.__cause__ = cause

@@ -49,7 +49,10 @@ class Commit:
         """See `CacheEngine.commit`."""
         _require_sequence(lease, tokens)
         if len(tokens) > lease.tree_len:
-            _require_loaded(lease)
+            # What was computed on a prefix that failed to load must not be shared.
+            error = self._restore.error_of(lease)
+            if error is not None:
+                raise TransferError(f"{lease.request_id}: its prefix could not be loaded: {error}")
         for length in sorted({*self._context.ending.commit_points(lease, len(tokens))}):
             donated = self._donations(lease, length)
             if donated is not None:
@@ -125,15 +128,6 @@ class Commit:
         tree.raise_priority(shared.node, lease.priority)
         if self._backup is not None:
             self._backup.maybe_backup(shared.node)
-
-
-def _require_loaded(lease: Lease) -> None:
-    """TransferError where the prefix of the lease failed to load: what was computed on it must not be shared."""
-    for load in lease.loads:
-        if load.error is None:
-            load.op.wait_outcome()
-        if load.error is not None:
-            raise TransferError(f"{lease.request_id}: its prefix could not be loaded: {load.error}")
 
 
 def _require_sequence(lease: Lease, tokens: Tokens) -> None:

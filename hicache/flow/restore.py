@@ -73,6 +73,16 @@ class Restore(CopyMovement[Load]):
         """Whether a load in flight that brings anything of `nodes` has failed: whoever joined it would fail with it."""
         return bool(self._in_flight) and any(load.error is not None for load in self.loads_of(nodes))
 
+    @staticmethod
+    def error_of(lease: Lease) -> Exception | None:
+        """Why a load of the lease's prefix failed; None if none did. Waits for the outcome of those in flight."""
+        for load in lease.loads:
+            if load.error is None:
+                load.op.wait_outcome()
+            if load.error is not None:
+                return load.error
+        return None
+
     def in_flight(self) -> list[Load]:
         """The loads that have not completed, oldest first."""
         return list(self._in_flight)

@@ -12,7 +12,7 @@ from hicache.engine import Hit
 from hicache.errors import ConfigError, HiCacheError
 from hicache.serving.sampling import SamplingParams
 
-FinishReason = Literal["length", "stop", "abort", "error"]
+FinishReason = Literal["length", "stop", "abort", "timeout", "error"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,10 @@ class Request:
     """A prompt to continue. `tokens`: int64 [prompt_len]. Requests of different `namespace`s share no page.
     `branch_points`: see `CacheRequest`.
 
-    Generation ends after `max_new_tokens`, or after a token of `eos_ids`, which is part of the output. Raises
-    ConfigError for an empty prompt or `max_new_tokens` below 1.
+    Generation ends after `max_new_tokens`, or after a token of `eos_ids`, which is part of the output, or `deadline_s`
+    seconds after the submission, with the tokens generated so far. Of waiting requests the one of the highest
+    `priority` is admitted first, of equals the one that arrived first. Raises ConfigError for an empty prompt,
+    `max_new_tokens` below 1 or a `deadline_s` that is not above 0.
     """
 
     request_id: str
@@ -31,12 +33,16 @@ class Request:
     namespace: str = ""
     eos_ids: frozenset[int] = frozenset()
     branch_points: tuple[int, ...] = ()
+    priority: int = 0
+    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):
             raise ConfigError(f"request {self.request_id}: a prompt is at least one token in one dimension")
         if self.max_new_tokens < 1:
             raise ConfigError(f"request {self.request_id}: max_new_tokens={self.max_new_tokens} must be at least 1")
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise ConfigError(f"request {self.request_id}: deadline_s={self.deadline_s} must be above 0")
 
 
 @dataclass(frozen=True)

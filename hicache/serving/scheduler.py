@@ -1,39 +1,60 @@
 """The reference scheduler: continuous batching with chunked prefill over one engine.
 
-    submit -> prefetch -> waiting queue -> acquire -> chunked prefill -> batched decode -> commit, release
+    submit -> prefetch -> waiting queue -> acquire -> running batch -> commit, release
 
-Each step polls the engine, admits waiting requests in order of arrival, runs one chunk of one prompt, then decodes one
-token for every request of the running batch. A request that gets no slots waits; if a running request gets none, the
-youngest request is preempted: it commits its pages, releases its slots and returns to the waiting queue with its
-generated tokens.
+A step admits waiting requests, composes one batch under a token budget and makes one forward pass over it: the next
+token of every request that decodes, and chunks of prompts with what is left of the budget. Requests are served by
+priority, then in order of arrival. A request that gets no slots waits; if a running request gets none, the one of the
+lowest priority, of these the youngest, is retracted: its whole pages go to the cache, its slots are free, and it waits
+again with its generated tokens.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import logging
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from hicache.engine import CacheEngine, CacheRequest, Hit, Lease, Prefetch
+from hicache.engine import CacheEngine, CacheRequest, Hit, Lease
 from hicache.errors import (
+    CallbackFailed,
     ConfigError,
     HiCacheError,
     OutOfSlots,
     PrefetchPending,
     PromptTooLong,
     ResourceExhausted,
+    TransferBusy,
     TransferError,
 )
 from hicache.serving.request import FinishReason, Request, RequestOutput
-from hicache.serving.runner import Chunk, ModelRunner
+from hicache.serving.request_queue import OnToken, RequestQueue, ScheduledRequest
+from hicache.serving.runner import Chunk
 from hicache.serving.sampling import choose_tokens
+
+log = logging.getLogger(__name__)
 
 _IDLE_S = 0.0005
 _MAX_RETRIES = 1  # per request, after its prefix failed to load
+
+
+class Runner(Protocol):
+    """What the scheduler needs of a model runner: `ModelRunner` is one."""
+
+    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Compute and store KV of all `chunks`, of different requests.
+
+        Returns float32 logits [chunks, vocab], those of the last token of each. Raises TransferError if a load of a
+        request's prefix failed; what was computed of the others is computed again, to the same result.
+        """
+        ...
 
 
 class Auditor(Protocol):
@@ -44,61 +65,19 @@ class Auditor(Protocol):
         ...
 
 
-class _ScheduledRequest:
-    """A request in one of the scheduler's queues.
-
-    sequence[0, length)     prompt and generated tokens
-    sequence[0, kv_len)     tokens whose KV is in the pool
-    """
-
-    def __init__(self, request: Request, arrival_s: float, prefetch: Prefetch) -> None:
-        self.request, self.arrival_s, self.prefetch = request, arrival_s, prefetch
-        self.sequence = np.empty(len(request.tokens) + request.max_new_tokens, dtype=np.int64)
-        self.sequence[: len(request.tokens)] = request.tokens
-        self.length = len(request.tokens)
-        self.kv_len = 0
-        self.lease: Lease | None = None
-        self.hit: Hit | None = None
-        self.ttft_s = self.stalled_since_s = 0.0
-        self.computed_tokens = self.preemptions = self.retries = 0
-
-    @property
-    def tokens(self) -> npt.NDArray[np.int64]:
-        return self.sequence[: self.length]
-
-    @property
-    def generated(self) -> tuple[int, ...]:
-        return tuple(self.sequence[len(self.request.tokens) : self.length].tolist())
-
-    @property
-    def num_generated(self) -> int:
-        return self.length - len(self.request.tokens)
-
-    @property
-    def held_lease(self) -> Lease:
-        assert self.lease is not None
-        return self.lease
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why generation has ended; None if it goes on."""
-        if self.num_generated and int(self.sequence[self.length - 1]) in self.request.eos_ids:
-            return "stop"
-        return "length" if self.length == len(self.sequence) else None
-
-
 class Scheduler:
     """Serves requests through `runner` over `engine`. All methods are called on one thread.
 
-    `chunk_tokens`: the maximum number of prompt tokens per step. `max_running`: the maximum number of requests that
-    hold slots. `stall_timeout_s`: how long a request waits for slots while no other request could free any; then it
-    fails. The engine must be started and stays open when the scheduler is dropped.
+    `chunk_tokens`: the tokens of one pass. One is for each request that decodes; prompts share the others, and get at
+    least one. `max_running`: the maximum number of requests that hold slots. `stall_timeout_s`: how long a request
+    waits for slots while no other request could free any; then it fails. The engine must be started and stays open when
+    the scheduler is dropped.
     """
 
     def __init__(
         self,
         engine: CacheEngine,
-        runner: ModelRunner,
+        runner: Runner,
         *,
         chunk_tokens: int = 8192,
         max_running: int = 32,
@@ -109,37 +88,43 @@ class Scheduler:
             raise ConfigError(f"chunk_tokens={chunk_tokens} and max_running={max_running} must be at least 1")
         self._engine, self._runner, self._auditor = engine, runner, auditor
         self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
-        self._waiting_queue: deque[_ScheduledRequest] = deque()
-        self._prefill_queue: deque[_ScheduledRequest] = deque()
-        self._running_batch: list[_ScheduledRequest] = []
+        self._unfinished: dict[str, ScheduledRequest] = {}
+        self._waiting_queue, self._running_batch = RequestQueue(), RequestQueue()
+        self._deadlines: list[tuple[float, int, ScheduledRequest]] = []  # a heap; may hold requests that have ended
         self._finished: list[RequestOutput] = []
+        self._arrivals = itertools.count()
         self._audit_s = 0.0
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._waiting_queue) + len(self._prefill_queue) + len(self._running_batch)
+        return len(self._unfinished)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request and start to prefetch its pages from disk. Raises ConfigError if the id is in use."""
-        if any(req.request.request_id == request.request_id for req in self._unfinished()):
+    def submit(self, request: Request, on_token: OnToken | None = None) -> None:
+        """Queue a request and start to prefetch its pages from disk. Raises ConfigError if the id is in use.
+
+        `on_token` is called with each generated token, in order, as it is chosen. It may submit and abort. Where it
+        raises, its request ends with the error CallbackFailed and the others go on.
+        """
+        if request.request_id in self._unfinished:
             raise ConfigError(f"request_id {request.request_id!r} is in use; give every request an id of its own")
-        prefetch = self._engine.prefetch(request.request_id, request.tokens, request.namespace)
-        req = _ScheduledRequest(request, self._clock(), prefetch)
-        self._waiting_queue.append(req)
+        req = ScheduledRequest(request, next(self._arrivals), self._clock(), on_token)
+        self._enqueue(req)
+        self._unfinished[request.request_id] = req
+        if req.deadline_s is not None:
+            heapq.heappush(self._deadlines, (req.deadline_s, req.rank[1], req))
         max_len = self._engine.req_to_token.max_context_len
         if len(req.sequence) > max_len:
             self._finish(req, "error", PromptTooLong(len(req.sequence), max_len, "max_context_len"))
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the requests that finished in it. Sleeps briefly if there was nothing to run."""
+        """Run one step and return the requests that ended since the last. Sleeps briefly if there was nothing to do."""
         self._engine.poll()
+        self._expire()
         self._admit_waiting()
-        busy = bool(self._prefill_queue or self._running_batch or self._finished)
-        if self._prefill_queue:
-            self._prefill_chunk(self._prefill_queue[0])
-        if self._running_batch:
-            self._decode_batch()
-        if not busy and self._waiting_queue:
+        batch = self._compose()
+        if batch:
+            self._forward(batch)
+        elif self._unfinished and not self._finished:
             time.sleep(_IDLE_S)
         finished, self._finished = self._finished, []
         return finished
@@ -153,7 +138,7 @@ class Scheduler:
         try:
             for request in requests:
                 self.submit(request)
-            while self.num_unfinished or self._finished:
+            while self._unfinished or self._finished:
                 outputs.extend(self.step())
         finally:
             self.abort_all()
@@ -161,18 +146,14 @@ class Scheduler:
 
     def abort(self, request_id: str) -> bool:
         """Finish a request now with reason "abort" and the tokens generated so far. False if the id is unknown."""
-        for req in self._unfinished():
-            if req.request.request_id == request_id:
-                self._finish(req, "abort")
-                return True
-        return False
+        req = self._unfinished.get(request_id)
+        if req is not None:
+            self._finish(req, "abort")
+        return req is not None
 
     def abort_all(self) -> None:
-        for req in self._unfinished():
-            self._finish(req, "abort")
-
-    def _unfinished(self) -> list[_ScheduledRequest]:
-        return [*self._waiting_queue, *self._prefill_queue, *self._running_batch]
+        for request_id in list(self._unfinished):
+            self.abort(request_id)
 
     def _clock(self) -> float:
         """Seconds, without those spent in the auditor."""
@@ -180,139 +161,175 @@ class Scheduler:
 
     # Admission
 
+    def _expire(self) -> None:
+        """End the requests whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            req = heapq.heappop(self._deadlines)[2]
+            self._finish(req, "timeout")
+
     def _admit_waiting(self) -> None:
-        """Admit in order of arrival. A request whose prefetch is pending is skipped; one that gets no slots blocks the
-        queue."""
-        for req in list(self._waiting_queue):
-            if len(self._prefill_queue) + len(self._running_batch) >= self._max_running:
-                return
-            if not req.prefetch.ready:
+        """Admit by rank. A request whose prefetch is pending is skipped; one that gets no slots blocks the queue."""
+        for req in self._waiting_queue:
+            if req.prefetch is not None and not req.prefetch.ready:
                 continue
-            request = CacheRequest(
-                req.request.request_id,
+            while not req.has_ended and req.lease is None:
+                try:
+                    self._admit(req)
+                except PrefetchPending:
+                    break
+                except ResourceExhausted as error:
+                    if not isinstance(error, TransferBusy) and self._preempt_below(req):
+                        continue
+                    if self._running_batch:
+                        req.stalled_since_s = 0.0
+                    elif self._is_stalled(req):
+                        self._finish(req, "error", error)
+                    return
+                except PromptTooLong as error:
+                    self._finish(req, "error", error)
+
+    def _admit(self, req: ScheduledRequest) -> None:
+        """Acquire a lease. Raises ResourceExhausted, and PromptTooLong."""
+        if len(self._running_batch) >= self._max_running:
+            raise ResourceExhausted(f"{self._max_running} requests are running; wait, or raise max_running")
+        lease = self._engine.acquire(
+            CacheRequest(
+                req.request_id,
                 req.tokens,
                 req.request.namespace,
                 reserve_tokens=self._chunk_tokens if self._engine.has_windows else None,
+                priority=max(0, req.request.priority),
                 branch_points=req.request.branch_points,
             )
-            try:
-                lease = self._engine.acquire(request)
-            except PrefetchPending:
-                continue
-            except ResourceExhausted as error:
-                if self._prefill_queue or self._running_batch:
-                    req.stalled_since_s = 0.0
-                elif self._is_stalled(req):
-                    self._finish(req, "error", error)
-                return
-            except PromptTooLong as error:
-                self._finish(req, "error", error)
-                continue
-            req.lease, req.kv_len = lease, lease.cached_len
-            req.hit = req.hit or lease.hit
-            req.stalled_since_s = 0.0
-            self._waiting_queue.remove(req)
-            self._prefill_queue.append(req)
+        )
+        req.lease, req.kv_len = lease, lease.cached_len
+        req.hit = req.hit or lease.hit
+        req.stalled_since_s = 0.0
+        self._waiting_queue.discard(req)
+        self._running_batch.add(req)
 
-    def _is_stalled(self, req: _ScheduledRequest) -> bool:
+    def _is_stalled(self, req: ScheduledRequest) -> bool:
         """Whether a request has waited longer than the timeout while only a transfer could free slots for it."""
         now = self._clock()
         req.stalled_since_s = req.stalled_since_s or now
         return now - req.stalled_since_s > self._stall_timeout_s
 
-    # Forward passes
+    # One batch
 
-    def _prefill_chunk(self, req: _ScheduledRequest) -> None:
-        """Run the next chunk of a prompt; the last chunk yields the first token."""
-        start = req.kv_len
-        end = self._engine.next_stop(req.held_lease, start, min(req.length, start + self._chunk_tokens))
-        if not self._extend_for_chunk(req, end):
-            return
-        try:
-            logits = self._runner.prefill(req.held_lease, req.sequence, start, end)
-            req.kv_len = end
-            req.computed_tokens += end - start
-            self._engine.commit(req.held_lease, req.sequence[:end])
-        except TransferError as error:
-            self._retry(req, error)
-            return
-        if end < req.length:
-            return
-        token = choose_tokens(logits[None], [req.request.sampling_params], [req.num_generated])[0]
-        req.ttft_s = req.ttft_s or self._clock() - req.arrival_s
-        self._prefill_queue.remove(req)
-        self._running_batch.append(req)
-        self._append_token(req, token)
+    def _compose(self) -> list[ScheduledRequest]:
+        """The requests of the next pass, which have slots for their tokens [kv_len, end): first those that decode, then
+        prompts, each by rank, as far as the budget goes."""
+        batch: dict[ScheduledRequest, None] = {}
+        for req in self._running_batch:
+            if req.is_decoding:
+                self._add(batch, req, req.kv_len + 1)
+        budget = max(1, self._chunk_tokens - len(batch))
+        for req in self._running_batch:
+            if budget and not req.is_decoding and req.lease is not None:
+                limit = min(req.length, req.kv_len + budget)
+                if self._add(batch, req, self._engine.next_stop(req.lease, req.kv_len, limit)):
+                    budget -= req.end - req.kv_len
+        return list(batch)
 
-    def _extend_for_chunk(self, req: _ScheduledRequest, end: int) -> bool:
-        """Give a prompt slots up to `end`. If none are free, preempt the youngest request, which may be this one, and
-        return False: a later step tries again."""
-        missing = end - req.held_lease.length
-        if missing <= 0:
-            return True
-        try:
-            self._engine.extend(req.held_lease, missing)
-        except OutOfSlots as error:
-            if len(self._prefill_queue) + len(self._running_batch) > 1:
-                self._preempt_youngest()
-            elif self._is_stalled(req):
-                self._finish(req, "error", error)
-            else:
-                time.sleep(_IDLE_S)  # pages that are being backed up keep their slots until the copy has finished
+    def _add(self, batch: dict[ScheduledRequest, None], req: ScheduledRequest, end: int) -> bool:
+        """Add tokens up to `end` of a request to the batch; False if it gets no slots now.
+
+        Where none are free, the last of the running requests is preempted, which leaves the batch and may be this one.
+        """
+        while req.lease is not None and end > req.lease.length:
+            try:
+                self._engine.extend(req.lease, end - req.lease.length)
+            except OutOfSlots as error:
+                if req.is_decoding or len(self._running_batch) > 1:
+                    victim = self._running_batch.last
+                    batch.pop(victim, None)
+                    self._preempt(victim)
+                else:
+                    # Pages that are being backed up keep their slots until the copy has finished.
+                    if self._is_stalled(req):
+                        self._finish(req, "error", error)
+                    return False
+        if req.lease is None:
             return False
-        req.stalled_since_s = 0.0
+        req.stalled_since_s, req.end = 0.0, end
+        batch[req] = None
         return True
 
-    def _decode_batch(self) -> None:
-        """Decode one token for every running request that gets a slot."""
-        batch = self._extend_running_batch()
-        if not batch:
-            return
-        leases = [req.held_lease for req in batch]
+    def _forward(self, batch: Sequence[ScheduledRequest]) -> None:
+        """One pass over the batch; callers are told of tokens when what was computed is recorded for all requests."""
         try:
-            logits = self._runner.forward(
-                [Chunk(req.held_lease, req.sequence, req.length - 1, req.length) for req in batch]
-            )
+            logits = self._runner.forward([Chunk(r.held_lease, r.sequence, r.kv_len, r.end) for r in batch])
         except TransferError as error:
-            for req in batch:
-                self._retry(req, error)
+            self._repeat(batch, error)
             return
-        self._engine.track(leases)
-        params = [req.request.sampling_params for req in batch]
-        tokens = choose_tokens(logits, params, [req.num_generated for req in batch])
-        for req, token in zip(batch, tokens, strict=True):
-            req.kv_len = req.length
+        self._engine.track([req.held_lease for req in batch if req.is_decoding])
+        for req in batch:
+            self._record_kv(req)
+        rows = [row for row, req in enumerate(batch) if req.lease is not None and req.kv_len == req.length]
+        if not rows:
+            return
+        chosen = [batch[row] for row in rows]
+        params = [req.request.sampling_params for req in chosen]
+        logits = logits if len(rows) == len(batch) else logits[rows]
+        tokens = choose_tokens(logits, params, [req.num_generated for req in chosen])
+        for req, token in zip(chosen, tokens, strict=True):
             self._append_token(req, token)
 
-    def _extend_running_batch(self) -> list[_ScheduledRequest]:
-        """Take one slot for each running request, oldest first, preempting the youngest request when none is free."""
-        for req in sorted(self._running_batch, key=_arrival):
-            while req in self._running_batch:
-                try:
-                    self._engine.extend(req.held_lease, 1)
-                except OutOfSlots:
-                    self._preempt_youngest()
-                    continue
-                break
-        return sorted(self._running_batch, key=_arrival)
+    def _record_kv(self, req: ScheduledRequest) -> None:
+        """KV of tokens [kv_len, end) is stored. That of a prompt is shared at once, that of generated tokens later."""
+        start, req.kv_len = req.kv_len, req.end
+        if req.is_decoding:
+            return
+        req.computed_tokens += req.end - start
+        try:
+            self._engine.commit(req.held_lease, req.sequence[: req.end])
+        except TransferError as error:
+            self._retry(req, error)
 
-    def _append_token(self, req: _ScheduledRequest, token: int) -> None:
+    def _append_token(self, req: ScheduledRequest, token: int) -> None:
+        """Tell the caller of a token, and end the request where it is complete. Callers may end any request."""
+        if req.has_ended:
+            return
         req.sequence[req.length] = token
         req.length += 1
-        reason = req.finish_reason
-        if reason:
-            self._finish(req, reason)
+        req.is_decoding = True
+        req.ttft_s = req.ttft_s or self._clock() - req.submitted_s
+        if req.on_token is not None:
+            try:
+                req.on_token(token)
+            except Exception as error:  # noqa: BLE001 - becomes the outcome of its request
+                log.warning("on_token of request %s raised %r", req.request_id, error)
+                self._finish(req, "error", CallbackFailed(req.request_id, error))
+        if req.finish_reason:
+            self._finish(req, req.finish_reason)
 
     # Preemption, retry, end
 
-    def _preempt_youngest(self) -> None:
-        """Return the youngest admitted request to the waiting queue; its whole pages stay in the cache."""
-        req = max([*self._prefill_queue, *self._running_batch], key=_arrival)
-        self._commit_and_release(req)
+    def _preempt_below(self, req: ScheduledRequest) -> bool:
+        """Preempt the last of the running requests if its priority is lower than that of a waiting one."""
+        if not self._running_batch or self._running_batch.last.request.priority >= req.request.priority:
+            return False
+        self._preempt(self._running_batch.last)
+        return True
+
+    def _preempt(self, req: ScheduledRequest) -> None:
+        """Return a running request to the waiting queue; its whole pages stay in the cache."""
         req.preemptions += 1
+        self._commit_and_release(req)
         self._requeue(req)
 
-    def _retry(self, req: _ScheduledRequest, error: TransferError) -> None:
+    def _repeat(self, batch: Sequence[ScheduledRequest], error: TransferError) -> None:
+        """A pass failed. Requests whose prefix failed to load start over; the others are in the next pass again."""
+        failed = [req for req in batch if self._engine.load_failed(req.held_lease)] or batch
+        for req in batch:
+            if req in failed:
+                self._retry(req, error)
+            elif self._engine.has_states:
+                # A part of the pass may have advanced its state, which cannot be undone.
+                self._engine.release(req.held_lease)
+                self._requeue(req)
+
+    def _retry(self, req: ScheduledRequest, error: TransferError) -> None:
         """Requeue a request whose prefix failed to load. Its pages left the device, so they are loaded again or
         computed."""
         if req.retries >= _MAX_RETRIES:
@@ -322,35 +339,46 @@ class Scheduler:
         self._engine.release(req.held_lease)
         self._requeue(req)
 
-    def _requeue(self, req: _ScheduledRequest) -> None:
-        """Put a released request back into the waiting queue, which is in order of arrival."""
-        self._remove_from_queues(req)
-        req.lease, req.kv_len = None, 0
-        req.prefetch = self._engine.prefetch(req.request.request_id, req.tokens, req.request.namespace)
-        younger = (i for i, other in enumerate(self._waiting_queue) if other.arrival_s > req.arrival_s)
-        self._waiting_queue.insert(next(younger, len(self._waiting_queue)), req)
+    def _requeue(self, req: ScheduledRequest) -> None:
+        """A released request waits again, in its old place."""
+        self._running_batch.discard(req)
+        req.lease, req.kv_len, req.is_decoding = None, 0, False
+        self._enqueue(req)
 
-    def _commit_and_release(self, req: _ScheduledRequest) -> None:
+    def _enqueue(self, req: ScheduledRequest) -> None:
+        req.prefetch = self._engine.prefetch(req.request_id, req.tokens, req.request.namespace)
+        self._waiting_queue.add(req)
+
+    def _commit_and_release(self, req: ScheduledRequest) -> None:
         """Commit all KV in the pool, audit it and release the lease."""
         tokens, lease = req.sequence[: req.kv_len], req.held_lease
-        self._engine.commit(lease, tokens)
-        if self._auditor is not None and req.kv_len > lease.cached_len:
-            start_s = time.perf_counter()
-            self._auditor.audit(lease, tokens)
-            self._audit_s += time.perf_counter() - start_s
+        try:
+            self._engine.commit(lease, tokens)
+            if self._auditor is not None and req.kv_len > lease.cached_len:
+                start_s = time.perf_counter()
+                self._auditor.audit(lease, tokens)
+                self._audit_s += time.perf_counter() - start_s
+        except TransferError as error:
+            log.warning("request %s was preempted while its prefix failed to load: %s", req.request_id, error)
         self._engine.release(lease)
 
-    def _finish(self, req: _ScheduledRequest, reason: FinishReason, error: HiCacheError | None = None) -> None:
+    def _finish(self, req: ScheduledRequest, reason: FinishReason, error: HiCacheError | None = None) -> None:
+        """End a request; nothing happens where it has ended."""
+        if req.has_ended:
+            return
         if req.lease is None:
-            self._engine.cancel(req.request.request_id)
+            self._engine.cancel(req.request_id)
         elif reason in ("length", "stop"):
             self._commit_and_release(req)
         else:
             self._engine.release(req.lease)
-        self._remove_from_queues(req)
+        self._waiting_queue.discard(req)
+        self._running_batch.discard(req)
+        del self._unfinished[req.request_id]
+        req.lease, req.has_ended = None, True
         self._finished.append(
             RequestOutput(
-                request_id=req.request.request_id,
+                request_id=req.request_id,
                 prompt_tokens=len(req.request.tokens),
                 tokens=req.generated,
                 finish_reason=reason,
@@ -361,17 +389,3 @@ class Scheduler:
                 error=error,
             )
         )
-
-    def _remove_from_queues(self, req: _ScheduledRequest) -> None:
-        queues: tuple[deque[_ScheduledRequest] | list[_ScheduledRequest], ...] = (
-            self._waiting_queue,
-            self._prefill_queue,
-            self._running_batch,
-        )
-        for queue in queues:
-            if req in queue:
-                queue.remove(req)
-
-
-def _arrival(req: _ScheduledRequest) -> float:
-    return req.arrival_s

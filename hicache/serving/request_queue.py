@@ -1,0 +1,105 @@
+"""The scheduler's own view of a request, and the order in which requests are served: by priority, then by arrival."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.engine import Hit, Lease, Prefetch
+from hicache.serving.request import FinishReason, Request
+
+OnToken = Callable[[int], None]
+
+
+class ScheduledRequest:
+    """A request that was submitted and has not ended. Changed by the scheduler alone.
+
+        sequence[0, kv_len)         tokens whose KV is in the pool
+        sequence[kv_len, length)    tokens to compute: a part of the prompt, or the one that was generated last
+        sequence[length, end)       tokens to generate
+
+    `arrival`: the number of its submission. `is_decoding`: under its present lease, a token was generated. `end`: where
+    the next pass over it ends.
+    """
+
+    def __init__(self, request: Request, arrival: int, submitted_s: float, on_token: OnToken | None) -> None:
+        self.request, self.on_token = request, on_token
+        self.rank = (-request.priority, arrival)
+        self.submitted_s = submitted_s
+        self.deadline_s = None if request.deadline_s is None else submitted_s + request.deadline_s
+        self.sequence = np.empty(len(request.tokens) + request.max_new_tokens, dtype=np.int64)
+        self.sequence[: len(request.tokens)] = request.tokens
+        self.length = len(request.tokens)
+        self.kv_len = self.end = 0
+        self.lease: Lease | None = None
+        self.prefetch: Prefetch | None = None
+        self.hit: Hit | None = None
+        self.is_decoding = self.has_ended = False
+        self.ttft_s = self.stalled_since_s = 0.0
+        self.computed_tokens = self.preemptions = self.retries = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        return self.sequence[: self.length]
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        return tuple(self.sequence[len(self.request.tokens) : self.length].tolist())
+
+    @property
+    def num_generated(self) -> int:
+        return self.length - len(self.request.tokens)
+
+    @property
+    def held_lease(self) -> Lease:
+        assert self.lease is not None
+        return self.lease
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why generation has ended; None if it goes on."""
+        if self.num_generated and int(self.sequence[self.length - 1]) in self.request.eos_ids:
+            return "stop"
+        return "length" if self.length == len(self.sequence) else None
+
+
+class RequestQueue:
+    """Requests in the order of their rank. A lookup takes O(log n); adding and removing moves pointers."""
+
+    def __init__(self) -> None:
+        self._requests: list[ScheduledRequest] = []
+
+    def add(self, req: ScheduledRequest) -> None:
+        bisect.insort(self._requests, req, key=_rank)
+
+    def discard(self, req: ScheduledRequest) -> None:
+        """Remove a request; nothing happens where it is not in the queue."""
+        index = bisect.bisect_left(self._requests, req.rank, key=_rank)
+        if index < len(self._requests) and self._requests[index] is req:
+            del self._requests[index]
+
+    @property
+    def last(self) -> ScheduledRequest:
+        """The one of the lowest priority, and of these the youngest."""
+        return self._requests[-1]
+
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        """Over those of now: requests may be added and removed meanwhile."""
+        return iter(tuple(self._requests))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __getitem__(self, index: int) -> ScheduledRequest:
+        return self._requests[index]
+
+
+def _rank(req: ScheduledRequest) -> tuple[int, int]:
+    return req.rank

@@ -1,0 +1,197 @@
+"""How a request of the scheduler is served and ends: streams of tokens, priorities, deadlines, aborts at any moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hicache import CacheEngine, CallbackFailed, ConfigError
+from hicache.serving import Request, RequestOutput, SamplingParams, Scheduler
+from serving_case import plain_greedy, prompt, shared, tiny_engine, tiny_llama, tiny_runner
+
+
+def _drain(scheduler: Scheduler) -> dict[str, RequestOutput]:
+    """Outputs by request id, in the order of their ends."""
+    return {output.request_id: output for output in scheduler.run()}
+
+
+def _assert_released(engine: CacheEngine) -> None:
+    """Every row is free, and every slot is free or evictable."""
+    engine.flush()
+    engine.check()
+    stats = engine.stats()
+    assert stats["engine.leases"] == stats["device.protected_tokens"] == 0
+    assert stats["device.free_tokens"] + stats["device.evictable_tokens"] == engine.pool.size
+    assert engine.req_to_token.available_size() == engine.req_to_token.size
+
+
+def test_tokens_are_streamed_as_they_are_chosen() -> None:
+    """`on_token` gets every token of a request once, in order, before its output; a preemption repeats none."""
+    model = shared(tiny_llama)
+    streams: dict[str, list[int]] = {f"r{i}": [] for i in range(4)}
+    with tiny_engine(model, device_tokens=176) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+        for i, (name, stream) in enumerate(streams.items()):
+            scheduler.submit(Request(name, prompt(40, seed=i), 60), stream.append)
+        outputs: dict[str, RequestOutput] = {}
+        while scheduler.num_unfinished:
+            lengths = {name: len(stream) for name, stream in streams.items()}
+            for output in scheduler.step():
+                outputs[output.request_id] = output
+                assert len(streams[output.request_id]) == 60
+            assert all(len(stream) <= lengths[name] + 1 for name, stream in streams.items())
+        _assert_released(engine)
+    assert sum(output.preemptions for output in outputs.values()) > 0
+    for i, (name, stream) in enumerate(streams.items()):
+        assert tuple(stream) == outputs[name].tokens == plain_greedy(model, prompt(40, seed=i), 60, stream)
+
+
+def test_a_higher_priority_is_served_first() -> None:
+    """With one row, waiting requests are admitted by priority, then by arrival."""
+    model = shared(tiny_llama)
+    with tiny_engine(model, max_requests=1) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+        for i, priority in enumerate([0, 5, -1, 5, 0]):
+            scheduler.submit(Request(f"r{i}", prompt(20, seed=i), 3, priority=priority))
+        assert list(_drain(scheduler)) == ["r1", "r3", "r0", "r4", "r2"]
+
+
+@pytest.mark.parametrize("limit", ["max_requests", "max_running", "device_tokens"])
+def test_a_higher_priority_takes_the_place_of_a_lower(limit: str) -> None:
+    """A request that finds no row, no place or no slots preempts one of lower priority, and none of its own; the
+    preempted one goes on with the same tokens."""
+    model = shared(tiny_llama)
+    settings = {"max_requests": 1} if limit == "max_requests" else {}
+    settings |= {"device_tokens": 128} if limit == "device_tokens" else {}
+    with tiny_engine(model, **settings) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine), max_running=1 if limit == "max_running" else 8)
+        scheduler.submit(Request("low", prompt(60, seed=1), 20))
+        for _ in range(5):
+            assert not scheduler.step()
+        for name, seed in (("high", 2), ("equal", 3)):
+            scheduler.submit(Request(name, prompt(70, seed=seed), 30, priority=1))
+        outputs = _drain(scheduler)
+        _assert_released(engine)
+    assert list(outputs) == ["high", "equal", "low"]
+    assert [output.preemptions for output in outputs.values()] == [0, 0, 1]
+    assert outputs["low"].tokens == plain_greedy(model, prompt(60, seed=1), 20)
+
+
+class _Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_deadline_ends_a_request_at_any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose deadline passes while it waits, is in prefill or decodes ends with "timeout" and the tokens that
+    it has; later ones and those without a deadline are served."""
+    model, clock = shared(tiny_llama), _Clock()
+    monkeypatch.setattr("hicache.serving.scheduler.time.perf_counter", clock)
+    with tiny_engine(model) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=16, max_running=3)
+        stream: list[int] = []
+        scheduler.submit(Request("decodes", prompt(10, seed=1), 40, deadline_s=5.0), stream.append)
+        scheduler.submit(Request("prefills", prompt(200, seed=2), 40, deadline_s=5.0))
+        scheduler.submit(Request("goes on", prompt(30, seed=3), 10, deadline_s=50.0))
+        scheduler.submit(Request("waits", prompt(30, seed=4), 10, deadline_s=4.0))
+        for _ in range(6):
+            assert not scheduler.step()
+        clock.now_s += 5.0
+        assert {output.request_id for output in scheduler.step()} == {"decodes", "prefills", "waits"}
+        engine.check()
+        outputs = _drain(scheduler)
+        _assert_released(engine)
+    assert outputs["goes on"].tokens == plain_greedy(model, prompt(30, seed=3), 10)
+    assert 0 < len(stream) < 40
+
+
+def test_a_deadline_keeps_the_tokens() -> None:
+    """The output of a request that timed out has the tokens that were streamed, and its reason."""
+    model = shared(tiny_llama)
+    stream: list[int] = []
+    with tiny_engine(model) as engine, pytest.MonkeyPatch.context() as patch:
+        clock = _Clock()
+        patch.setattr("hicache.serving.scheduler.time.perf_counter", clock)
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+
+        def slow(token: int) -> None:
+            stream.append(token)
+            clock.now_s += 1.0
+
+        scheduler.submit(Request("r", prompt(10, seed=1), 40, deadline_s=6.5), slow)
+        output = _drain(scheduler)["r"]
+        _assert_released(engine)
+    assert output.finish_reason == "timeout" and len(stream) == 7
+    assert tuple(stream) == output.tokens == plain_greedy(model, prompt(10, seed=1), 7)
+
+
+def test_callers_may_abort_and_submit_from_on_token() -> None:
+    """A callback may abort its own request, another of the same batch, or a waiting one, and submit new ones; what was
+    streamed of each is its output, and everything is released."""
+    model = shared(tiny_llama)
+    streams: dict[str, list[int]] = {name: [] for name in ("self", "other", "stays", "new")}
+    with tiny_engine(model) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine), max_running=3)
+
+        def on_token(name: str, at: int, act: Callable[[], object]) -> Callable[[int], None]:
+            def called(token: int) -> None:
+                streams[name].append(token)
+                if len(streams[name]) == at:
+                    act()
+
+            return called
+
+        def abort_others() -> None:
+            assert scheduler.abort("other") and scheduler.abort("waits") and not scheduler.abort("nobody")
+            scheduler.submit(Request("new", prompt(15, seed=9), 4), streams["new"].append)
+
+        scheduler.submit(Request("self", prompt(20, seed=1), 30), on_token("self", 3, lambda: scheduler.abort("self")))
+        scheduler.submit(Request("stays", prompt(25, seed=2), 12), on_token("stays", 5, abort_others))
+        scheduler.submit(Request("other", prompt(30, seed=3), 30), streams["other"].append)
+        scheduler.submit(Request("waits", prompt(35, seed=4), 30))
+        outputs: dict[str, RequestOutput] = {}
+        while scheduler.num_unfinished:
+            outputs |= {output.request_id: output for output in scheduler.step()}
+            engine.check()
+        _assert_released(engine)
+    reasons = {name: output.finish_reason for name, output in outputs.items()}
+    assert reasons == {"self": "abort", "other": "abort", "waits": "abort", "stays": "length", "new": "length"}
+    assert len(streams["self"]) == 3 and 0 < len(streams["other"]) < 30
+    assert {name: tuple(stream) for name, stream in streams.items()} == {n: outputs[n].tokens for n in streams}
+    for name, length, seed in (("self", 20, 1), ("stays", 25, 2), ("other", 30, 3), ("new", 15, 9)):
+        assert outputs[name].tokens == plain_greedy(model, prompt(length, seed), len(outputs[name].tokens))
+
+
+def test_a_callback_that_raises_ends_its_request_alone() -> None:
+    """Its request ends with CallbackFailed and the tokens so far; the others of the batch get theirs."""
+    model = shared(tiny_llama)
+    with tiny_engine(model) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+
+        def broken(token: int) -> None:
+            raise KeyError("the client is gone")
+
+        scheduler.submit(Request("first", prompt(20, seed=1), 8))
+        scheduler.submit(Request("broken", prompt(20, seed=2), 8), broken)
+        scheduler.submit(Request("last", prompt(20, seed=3), 8, SamplingParams(1.0, seed=4)))
+        outputs = _drain(scheduler)
+        _assert_released(engine)
+        alone = scheduler.run([Request("alone", prompt(20, seed=3), 8, SamplingParams(1.0, seed=4))])[0]
+    error = outputs["broken"].error
+    assert isinstance(error, CallbackFailed) and isinstance(error.__cause__, KeyError)
+    assert outputs["broken"].finish_reason == "error" and len(outputs["broken"].tokens) == 1
+    assert outputs["first"].tokens == plain_greedy(model, prompt(20, seed=1), 8)
+    assert outputs["last"].tokens == alone.tokens
+
+
+def test_a_deadline_is_above_zero() -> None:
+    """A deadline of zero, below it or that is no number raises ConfigError."""
+    for deadline_s in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="deadline_s"):
+            Request("r", prompt(3, seed=0), 1, deadline_s=deadline_s)
