@@ -289,7 +289,7 @@ def _first_token_from_disk(report: Report, served: ServedModel, sizes: Sizes, fo
 def _conversations(report: Report, served: ServedModel, sizes: Sizes) -> None:
     final = sizes.turns * (sizes.turn + sizes.answer)
     working_set = sizes.conversations * final
-    device_tokens = working_set // 4
+    device_tokens = max(working_set // 4, 2 * final)  # at least two conversations fit
     rates: dict[str, float] = {}
     for kind, host_bytes in (("host", (working_set + 4096) * served.token_bytes), ("none", 0)):
         with serving(
