@@ -29,6 +29,7 @@ from hicache.device.swa import SWAKVPool
 from hicache.errors import UnsupportedModel
 from hicache.kernels.pool_attention import AttentionRule, PoolQueries, pool_attention
 from hicache.layout import ModelGeometry
+from hicache.serving.long_extend import MIN_QUERIES, long_extend, suits
 
 Attention = Literal["auto", "triton", "torch"]
 NAME = "hicache"
@@ -43,6 +44,16 @@ class QuerySpan:
     end: int
     queries: PoolQueries
     lengths: tuple[int, ...] = ()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is a long chunk of one sequence."""
+        return len(self.queries.rows) == 1 and self.queries.max_queries >= MIN_QUERIES
+
+    def prefix_slots(self) -> torch.Tensor:
+        """Of a single sequence: the slots of its tokens before the queries, int64."""
+        queries = self.queries
+        return queries.table.index_select(0, queries.rows)[0, : self.lengths[0] - queries.max_queries].long()
 
 
 @dataclass(frozen=True)
@@ -89,13 +100,16 @@ class SlotAttention:
         pool, slot_pass = self._pool, self.slot_pass
         pool.set_kv_buffer(layer, slot_pass.new_slots, token_rows(key), token_rows(value))
         keys, values, rows = pool.get_key_buffer(layer), pool.get_value_buffer(layer), token_rows(query)
-        outs = [
-            pool_attention(
-                rows[span.start : span.end], keys, values, span.queries, rule, self._kernels, self._slot_map(layer)
-            )
-            for span in slot_pass.spans
-        ]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        outs, slot_map = [], self._slot_map(layer)
+        for span in slot_pass.spans:
+            part = rows[span.start : span.end]
+            if span.is_long and slot_map is None and suits(part, rule):
+                new_keys, new_values = (token_rows(x)[span.start : span.end] for x in (key, value))
+                slots = span.prefix_slots()
+                outs.append(long_extend(part, new_keys, new_values, keys, values, slots, rule.scale))
+            else:
+                outs.append(pool_attention(part, keys, values, span.queries, rule, self._kernels, slot_map))
+        out = outs[0].contiguous() if len(outs) == 1 else torch.cat(outs)
         return out.view(query.shape[0], query.shape[2], *out.shape[1:])
 
     def rule(self, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> AttentionRule:
@@ -223,18 +237,18 @@ def spans_of(
     num_splits: tuple[int, int],
     host_lengths: Sequence[int] = (),
 ) -> tuple[QuerySpan, ...]:
-    """Launches for sequences with `counts` queries each: one for those at the front with one query, one for the rest.
+    """Launches for sequences with `counts` queries each, those with one query first: one for these, one for each that
+    `long_extend` may take, and one for the others between them.
 
-    `rows`, `lengths` int32 [S], `query_starts` int32 [S + 1], on the pool's device. `num_splits`: of either launch.
-    `host_lengths`: `lengths`, unless every sequence has one query.
+    `rows`, `lengths` int32 [S], `query_starts` int32 [S + 1], on the pool's device. `num_splits`: of sequences with one
+    query, and of others. `host_lengths`: `lengths`, unless every sequence has one query.
     """
-    num_decoded = next((i for i, count in enumerate(counts) if count > 1), len(counts))
-    spans = []
-    for first, end, splits in ((0, num_decoded, num_splits[0]), (num_decoded, len(counts), num_splits[1])):
-        if first == end:
-            continue
+    kinds = [0 if count == 1 else 1 + (i + 1) * (count >= MIN_QUERIES) for i, count in enumerate(counts)]
+    spans, end = [], 0
+    for kind, group in itertools.groupby(kinds):
+        first, end = end, end + len(list(group))
         start, stop = sum(counts[:first]), sum(counts[:end])
-        starts = query_starts[first : end + 1] - start
+        starts, splits = query_starts[first : end + 1] - start, num_splits[min(kind, 1)]
         queries = PoolQueries(table, rows[first:end], starts, lengths[first:end], max(counts[first:end]), splits)
         spans.append(QuerySpan(start, stop, queries, tuple(host_lengths[first:end])))
     return tuple(spans)

@@ -8,7 +8,9 @@ import torch
 
 from hicache.engine import CacheEngine, CacheRequest, Lease
 from hicache.errors import ShapeError
+from hicache.kernels.pool_attention import AttentionRule, PoolQueries, pool_attention
 from hicache.serving.attention import Attention
+from hicache.serving.long_extend import MIN_QUERIES, long_extend, suits
 from hicache.serving.runner import Chunk, ModelRunner
 from serving_case import decode, geometry_of, plain_logits, prompt, shared, tiny_engine, tiny_llama, tiny_runner
 
@@ -185,3 +187,28 @@ def test_a_prefill_outside_the_lease_is_refused() -> None:
         for start, end in [(0, 31), (5, 5), (-1, 4)]:
             with pytest.raises(ShapeError, match="30 slots"):
                 runner.prefill(lease, tokens, start, end)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefix", [0, 700, 40_000])
+def test_long_chunks_attend_as_short_ones(prefix: int) -> None:
+    """cuDNN's attention of a long chunk is that of the kernel over slots, with and without a prefix, to 16 bits."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    num, heads, kv_heads, dim = MIN_QUERIES + 13, 8, 2, 128
+    slots = torch.randperm(prefix + num, device="cuda", generator=generator) + 1
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
+
+    keys, values = random(prefix + num + 1, kv_heads, dim), random(prefix + num + 1, kv_heads, dim)
+    query, rule = random(num, heads, dim), AttentionRule(dim**-0.5)
+    one, table = torch.ones(1, dtype=torch.int32, device="cuda"), torch.zeros(2, prefix + num, dtype=torch.int32)
+    table[1] = slots.cpu()
+    queries = PoolQueries(
+        table.cuda(), one, torch.tensor([0, num], device="cuda").int(), one * (prefix + num), num
+    )  # fmt: skip
+    expected = pool_attention(query, keys, values, queries, rule, "triton")
+    new = (x[slots[prefix:]] for x in (keys, values))
+    assert suits(query, rule)
+    got = long_extend(query, *new, keys, values, slots[:prefix], rule.scale)
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
