@@ -133,13 +133,11 @@ def _table(config: EngineConfig, model: ModelGeometry | KVCache, device: torch.d
 
 def _pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device, table: ReqToTokenPool) -> KVCache:
     size, latent = _whole_pages(config), geometry.latent
-    uneven = geometry.v_head_dim not in (None, geometry.head_dim)
-    if uneven and (geometry.window_layers or geometry.recurrent_layers):
-        raise ConfigError("keys and values of different sizes are not supported beside windows or recurrent layers")
     if geometry.window_layers:
         return _window_pool(config, geometry, device)
     rank, rope = (latent.rank, latent.rope) if latent is not None else (None, None)
-    if isinstance(table, HybridReqToTokenPool):
+    states = table.mamba_pool if isinstance(table, HybridReqToTokenPool) else None
+    if states is not None or geometry.kv_sources:
         return HybridLinearKVPool(
             size,
             config.torch_dtype,
@@ -148,38 +146,39 @@ def _pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device, t
             geometry.head_dim,
             geometry.full_layers,
             device,
-            table.mamba_pool,
+            states,
             use_mla=latent is not None,
             kv_lora_rank=rank,
             qk_rope_head_dim=rope,
+            v_head_dim=geometry.v_head_dim,
         )
     common = (size, config.page_size, config.torch_dtype)
     if latent is not None:
         return MLATokenToKVPool(*common, latent.rank, latent.rope, geometry.layer_num, device, False)
+    heads = geometry.full_heads
     return MHATokenToKVPool(
-        *common,
-        geometry.head_num,
-        geometry.head_dim,
-        geometry.layer_num,
-        device,
-        enable_memory_saver=False,
-        v_head_dim=geometry.v_head_dim,
+        *common, heads.head_num, heads.head_dim, geometry.layer_num, device, False, v_head_dim=heads.v_head_dim
     )
 
 
 def _window_pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device) -> SWAKVPool:
     # The tree's pages are of full attention: a model that has windows in every layer keeps its first layer whole.
-    full = geometry.full_layers or geometry.window_layers[:1]
+    full, heads = geometry.full_layers or geometry.window_layers[:1], geometry.window_heads
+    whole = geometry.full_heads if geometry.full_layers else heads
     return SWAKVPool(
         _whole_pages(config),
         config.window_tokens,
         config.page_size,
         config.torch_dtype,
-        geometry.head_num,
-        geometry.head_dim,
+        whole.head_num,
+        whole.head_dim,
         swa_attention_layer_ids=[at for at in geometry.window_layers if at not in full],
         full_attention_layer_ids=full,
         device=device,
+        v_head_dim=whole.v_head_dim,
+        swa_head_num=heads.head_num,
+        swa_head_dim=heads.head_dim,
+        swa_v_head_dim=heads.v_head_dim,
     )
 
 

@@ -142,13 +142,29 @@ class LatentGeometry:
 
 
 @dataclass(frozen=True)
+class HeadShape:
+    """Heads of a layer's keys and values, and elements of a head of each."""
+
+    head_num: int
+    head_dim: int
+    v_head_dim: int
+
+    @property
+    def row_dims(self) -> int:
+        """Elements that a token stores in the layer."""
+        return self.head_num * (self.head_dim + self.v_head_dim)
+
+
+@dataclass(frozen=True)
 class ModelGeometry:
     """The layers of a model, from which the factory builds its pools.
 
     `layer_kinds`: one for each layer; () means full attention in every layer. `window`: tokens that a window layer
-    attends to, the current one included. All attention layers have the same heads. `latent`: of a model with latent
-    attention, which stores a row of `head_dim` elements (`head_num` is 1) in place of keys and values. `dtype`: of what
-    is stored, where it is known. ConfigError if the fields disagree.
+    attends to, the current one included. `swa_head_num`, `swa_head_dim` and `swa_v_head_dim`: of window layers, where
+    they differ. `kv_sources`: for each layer, the layer whose keys and values it reads, itself unless it stores none of
+    its own; () means every layer its own. `latent`: of a model with latent attention, which stores a row of `head_dim`
+    elements (`head_num` is 1) in place of keys and values. `dtype`: of what is stored, where it is known. ConfigError
+    if the fields disagree.
     """
 
     layer_num: int
@@ -160,6 +176,10 @@ class ModelGeometry:
     state: StateGeometry | None = None
     dtype: torch.dtype | None = None
     latent: LatentGeometry | None = None
+    swa_head_num: int | None = None
+    swa_head_dim: int | None = None
+    swa_v_head_dim: int | None = None
+    kv_sources: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         wrong = sorted({str(kind) for kind in self.layer_kinds} - {"full", "window", "recurrent"})
@@ -167,6 +187,8 @@ class ModelGeometry:
             raise ConfigError(f"layer_kinds contains {wrong}; use 'full', 'window' or 'recurrent'")
         if len(self.layer_kinds) not in (0, self.layer_num):
             raise ConfigError(f"layer_kinds has {len(self.layer_kinds)} entries for layer_num={self.layer_num} layers")
+        if len(self.kv_sources) not in (0, self.layer_num):
+            raise ConfigError(f"kv_sources has {len(self.kv_sources)} entries for layer_num={self.layer_num} layers")
         if self.window < 0 or (self.window > 0) != bool(self.window_layers):
             raise ConfigError(f"window={self.window} with window layers {list(self.window_layers)}: give both or none")
         if (self.state is not None) != bool(self.recurrent_layers):
@@ -178,12 +200,32 @@ class ModelGeometry:
                 f"{list(self.window_layers)}: latent rows need 1, {self.latent.row_dim}, None and no windows"
             )
 
+        for layer, source in enumerate(self.sources):
+            if not 0 <= source <= layer or self.sources[source] != source or self.kinds[source] != self.kinds[layer]:
+                raise ConfigError(
+                    f"kv_sources={self.kv_sources}: layer {layer} must read its own keys and values or those of an "
+                    "earlier layer of its kind that stores them"
+                )
+
     @property
-    def row_dims(self) -> int:
-        """Elements that a token stores in an attention layer."""
-        if self.latent is not None:
-            return self.latent.row_dim
-        return self.head_num * (self.head_dim + (self.v_head_dim or self.head_dim))
+    def full_heads(self) -> HeadShape:
+        """Of layers with full attention that store keys and values."""
+        return HeadShape(self.head_num, self.head_dim, self.v_head_dim or self.head_dim)
+
+    @property
+    def window_heads(self) -> HeadShape:
+        """Of window layers."""
+        full, head_dim = self.full_heads, self.swa_head_dim
+        return HeadShape(
+            self.swa_head_num or full.head_num,
+            head_dim or full.head_dim,
+            self.swa_v_head_dim or head_dim or full.v_head_dim,
+        )
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The layer whose keys and values each layer reads, by global id."""
+        return self.kv_sources or tuple(range(self.layer_num))
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -193,11 +235,12 @@ class ModelGeometry:
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        """Global ids of the layers with full attention."""
+        """Global ids of the layers with full attention that store their own keys and values."""
         return self._of_kind("full")
 
     @property
     def window_layers(self) -> tuple[int, ...]:
+        """Global ids of the window layers that store their own keys and values."""
         return self._of_kind("window")
 
     @property
@@ -205,4 +248,5 @@ class ModelGeometry:
         return self._of_kind("recurrent")
 
     def _of_kind(self, wanted: LayerKind) -> tuple[int, ...]:
-        return tuple(layer for layer, kind in enumerate(self.kinds) if kind == wanted)
+        found = (layer for layer, kind in enumerate(self.kinds) if kind == wanted)
+        return tuple(layer for layer in found if not self.kv_sources or self.kv_sources[layer] == layer)

@@ -48,14 +48,22 @@ class RowBytes:
 
 def row_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> RowBytes:
     """What the pools of a model store in `dtype`. A model with windows in every layer keeps its first layer whole."""
-    attention = geometry.row_dims * dtype.itemsize
+    full_dims, window_dims = geometry.full_heads.row_dims, geometry.window_heads.row_dims
+    if geometry.latent is not None:
+        full_dims = geometry.latent.row_dim
+    if not geometry.full_layers:
+        full_dims = window_dims
     num_full = len(geometry.full_layers) or min(1, len(geometry.window_layers))
     num_window = len(geometry.full_layers) + len(geometry.window_layers) - num_full
     state_bytes = 0
     if (state := geometry.state) is not None:
         conv = sum(math.prod(shape) for shape in state.conv) * state.conv_dtype.itemsize
         state_bytes = conv + math.prod(state.temporal) * state.temporal_dtype.itemsize
-    return RowBytes(num_full * attention, num_window * attention, len(geometry.recurrent_layers) * state_bytes)
+    return RowBytes(
+        num_full * full_dims * dtype.itemsize,
+        num_window * window_dims * dtype.itemsize,
+        len(geometry.recurrent_layers) * state_bytes,
+    )
 
 
 def resolve(config: EngineConfig, model: ModelGeometry | KVCache, available: int) -> EngineConfig:

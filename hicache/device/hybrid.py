@@ -45,6 +45,7 @@ class HybridLinearKVPool(MappedKVPool):
         use_mla: bool = False,
         kv_lora_rank: int | None = None,
         qk_rope_head_dim: int | None = None,
+        v_head_dim: int | None = None,
     ) -> None:
         """With `use_mla` rows are latent, of `kv_lora_rank` and `qk_rope_head_dim`; head sizes are ignored.
 
@@ -66,7 +67,7 @@ class HybridLinearKVPool(MappedKVPool):
             )
         else:
             self.full_kv_pool = MHATokenToKVPool(
-                size, page_size, dtype, head_num, head_dim, len(layer_ids), device, enable_memory_saver
+                size, page_size, dtype, head_num, head_dim, len(layer_ids), device, enable_memory_saver, v_head_dim
             )
         layers: dict[int, tuple[KVCache, int]] = {i: (self.full_kv_pool, dense) for dense, i in enumerate(layer_ids)}
         super().__init__(size, page_size, dtype, layers, device, enable_memory_saver)

@@ -53,17 +53,29 @@ class SWAKVPool(MappedKVPool):
         enable_kvcache_transpose: bool = False,
         token_to_kv_pool_class: type[MHATokenToKVPool] = MHATokenToKVPool,
         enable_memory_saver: bool = False,
+        *,
+        v_head_dim: int | None = None,
+        swa_head_num: int | None = None,
+        swa_head_dim: int | None = None,
+        swa_v_head_dim: int | None = None,
     ) -> None:
-        """ConfigError on layer ids that are missing, named twice or of both kinds, and on transposing."""
+        """`swa_head_num`, `swa_head_dim`, `swa_v_head_dim`: of the window layers, where they differ from the full ones.
+
+        ConfigError on layer ids that are missing, named twice or of both kinds, and on transposing.
+        """
         if enable_kvcache_transpose:
             raise ConfigError("enable_kvcache_transpose=True: keys and values are stored by token; set it to False")
         swa_ids = ascending(swa_attention_layer_ids, "swa_attention_layer_ids")
         full_ids = ascending(full_attention_layer_ids, "full_attention_layer_ids")
         if set(swa_ids) & set(full_ids):
             raise ConfigError(f"layers {sorted(set(swa_ids) & set(full_ids))} are given as window and as full layers")
+        full_heads = (head_num, head_dim, v_head_dim)
+        swa_heads = (swa_head_num or head_num, swa_head_dim or head_dim, swa_v_head_dim or swa_head_dim or v_head_dim)
         self.full_kv_pool, self.swa_kv_pool = (
-            token_to_kv_pool_class(tokens, page_size, dtype, head_num, head_dim, len(ids), device, enable_memory_saver)
-            for tokens, ids in ((size, full_ids), (size_swa, swa_ids))
+            token_to_kv_pool_class(
+                tokens, page_size, dtype, *heads[:2], len(ids), device, enable_memory_saver, v_head_dim=heads[2]
+            )
+            for tokens, heads, ids in ((size, full_heads, full_ids), (size_swa, swa_heads, swa_ids))
         )
         self.layers_mapping = {layer_id: (dense, False) for dense, layer_id in enumerate(full_ids)}
         self.layers_mapping.update({layer_id: (dense, True) for dense, layer_id in enumerate(swa_ids)})

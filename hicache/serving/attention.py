@@ -75,7 +75,8 @@ class SlotAttention:
 
     def __init__(self, pool: KVCache, geometry: ModelGeometry) -> None:
         self._pool, self._kernels = pool, kernel_choice(pool.device)
-        self._windows = dict.fromkeys(geometry.window_layers, geometry.window)
+        self._windows = {layer: geometry.window for layer, kind in enumerate(geometry.kinds) if kind == "window"}
+        self._sources = geometry.sources
         self._swa_layers = frozenset[int]()
         if isinstance(pool, SWAKVPool):
             # The pool may keep a window layer whole: such a layer is read by full-attention slots.
@@ -95,15 +96,16 @@ class SlotAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        """Store the new rows of a layer and attend. All are [B, heads, n, dim], B * n tokens in the order of the pass;
-        returns [B, n, heads, v_dim]."""
-        pool, slot_pass = self._pool, self.slot_pass
-        pool.set_kv_buffer(layer, slot_pass.new_slots, token_rows(key), token_rows(value))
-        keys, values, rows = pool.get_key_buffer(layer), pool.get_value_buffer(layer), token_rows(query)
-        outs, slot_map = [], self._slot_map(layer)
+        """Store the new rows of a layer, unless it reads another's, and attend. All are [B, heads, n, dim], B * n
+        tokens in the order of the pass; returns [B, n, heads, v_dim]."""
+        pool, slot_pass, source = self._pool, self.slot_pass, self._sources[layer]
+        if source == layer:
+            pool.set_kv_buffer(layer, slot_pass.new_slots, token_rows(key), token_rows(value))
+        keys, values, rows = pool.get_key_buffer(source), pool.get_value_buffer(source), token_rows(query)
+        outs, slot_map = [], self._slot_map(source)
         for span in slot_pass.spans:
             part = rows[span.start : span.end]
-            if span.is_long and slot_map is None and suits(part, rule):
+            if span.is_long and source == layer and slot_map is None and suits(part, rule):
                 new_keys, new_values = (token_rows(x)[span.start : span.end] for x in (key, value))
                 slots = span.prefix_slots()
                 outs.append(long_extend(part, new_keys, new_values, keys, values, slots, rule.scale))

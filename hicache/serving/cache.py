@@ -220,8 +220,9 @@ class PoolCache(StateCache):
                 assert isinstance(pool, MLATokenToKVPool | HybridLinearKVPool), "a pool without latent rows"
                 layers.append(LatentLayer(pool, layer_id, batch, keys.slots))
                 continue
-            slots = swa_slots if swa_slots is not None and layer_id in swa_layers else keys.slots
-            layers.append(PoolLayer(pool, layer_id, batch, slots, is_sliding=kind == "window"))
+            source = geometry.sources[layer_id]  # a layer without KV of its own has a mask, and stores nothing
+            slots = swa_slots if swa_slots is not None and source in swa_layers else keys.slots
+            layers.append(PoolLayer(pool, source, batch, slots, is_sliding=kind == "window"))
         super().__init__(layers=layers)
 
     def store_states(self) -> None:

@@ -54,10 +54,12 @@ def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
             )
     except (UnsupportedModel, TypeError):
         return False  # a layer has biases of its own, or a forward does not take the argument
-    attention_layers = (*geometry.full_layers, *geometry.window_layers)
+    kinds = {layer: kind for layer, kind in enumerate(geometry.kinds) if kind != "recurrent"}
     if geometry.latent is not None:
-        return Counter(layer for layer, *_ in recorder.calls.elements()) == Counter(attention_layers)
-    stored = [(1, geometry.head_num, _NUM_TOKENS, dim) for dim in (geometry.head_dim, geometry.v_head_dim)]
-    keys, values = stored[0], stored[1] if geometry.v_head_dim else stored[0]
-    expected = {(layer, keys, values): 1 for layer in attention_layers}
-    return dict(recorder.calls) == expected
+        return Counter(layer for layer, *_ in recorder.calls.elements()) == Counter([*kinds])
+    heads = {"full": geometry.full_heads, "window": geometry.window_heads}
+    shapes = {
+        kind: tuple((1, of.head_num, _NUM_TOKENS, dim) for dim in (of.head_dim, of.v_head_dim))
+        for kind, of in heads.items()
+    }
+    return dict(recorder.calls) == {(layer, *shapes[kind]): 1 for layer, kind in kinds.items()}

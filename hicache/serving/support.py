@@ -14,21 +14,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
 
 from hicache.errors import OutOfMemory, UnsupportedModel
-from hicache.layout import LatentGeometry, LayerKind, ModelGeometry, StateGeometry
+from hicache.layout import LayerKind, ModelGeometry
 from hicache.serving.attention import Attention
-from hicache.serving.cache import StateCache, StateLayer
 from hicache.serving.padded_passes import attention_kernel
+from hicache.serving.recorded import SUPPORTED, recorded_geometry
 from hicache.serving.trial import Trial, short_window, trial_length
 from hicache.serving.widen import float32_weights
 
-_SUPPORTED = (
-    "supported are decoder-only models whose layers have full attention, a sliding window of one size, or, beside full "
-    "attention, a recurrent state of one convolution and one temporal part, with keys and values of one head size, "
-    "grouped heads included, or latent rows of one size"
-)
 _KINDS: dict[str, LayerKind] = {
     "full_attention": "full",
     "sliding_attention": "window",
@@ -45,24 +39,8 @@ _OF_ALL_LAYERS = {
     "sliding_window",
     "use_sliding_window",
 }
-_NUM_RECORDED = 6  # tokens of the pass that records what layers store: more than a convolution window
 # Relative to the logits' standard deviation. Rounding in float32 gave at most 4e-5 over all families of transformers.
 _MAX_DIFFERENCE = 0.001
-
-
-class _Recorder(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A layer of transformers' own cache that also records the shapes of its keys and values."""
-
-    def __init__(self, is_sliding: bool) -> None:
-        super().__init__()
-        self.is_sliding = is_sliding
-        self.shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.shapes.append((tuple(key_states.shape), tuple(value_states.shape)))
-        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
@@ -74,7 +52,7 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
     name, config = type(model).__name__, model.config.get_text_config()
     reason = _config_reason(config) or _interface_reason(model)
     if reason:
-        raise UnsupportedModel(f"{name} has {reason}; {_SUPPORTED}")
+        raise UnsupportedModel(f"{name} has {reason}; {SUPPORTED}")
     attention_kernel(model)
     kinds = tuple(_KINDS[layer_type] for layer_type in _layer_types(config))
     try:
@@ -83,8 +61,8 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
             stack.callback(model.train, model.training)
             model.eval()
             stack.enter_context(short_window(config))
-            num_tokens = trial_length(config)
-            recorded = _recorded_geometry(model, kinds)
+            num_tokens, window = trial_length(config), _window(config) if "window" in kinds else 0
+            recorded = recorded_geometry(model, kinds, window)
             is_wide = model.dtype == torch.float32
             if not is_wide:
                 Trial(model, num_tokens).served_difference(
@@ -92,17 +70,15 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
                 )  # raises if it does not run in its own dtype
             stack.enter_context(float32_weights(model))
             reason = _difference_reason(
-                Trial(model, num_tokens), recorded if is_wide else _recorded_geometry(model, kinds), attention
+                Trial(model, num_tokens), recorded if is_wide else recorded_geometry(model, kinds, window), attention
             )
     except (UnsupportedModel, OutOfMemory, torch.OutOfMemoryError):
         raise
     except Exception as error:
         text = " ".join(str(error).split())
-        raise UnsupportedModel(
-            f"{name} fails when it is tried over a key-value cache ({text}); {_SUPPORTED}"
-        ) from error
+        raise UnsupportedModel(f"{name} fails when it is tried over a key-value cache ({text}); {SUPPORTED}") from error
     if reason:
-        raise UnsupportedModel(f"{name} {reason}; {_SUPPORTED}")
+        raise UnsupportedModel(f"{name} {reason}; {SUPPORTED}")
     return replace(recorded, window=_window(config) if recorded.window else 0)
 
 
@@ -188,6 +164,7 @@ def _config_reason(config: Any) -> str:
             0 < top_keys < positions
         ),
         f"layers of type {', '.join(other)}": other,
+        "layers that attend to another input (cross_attention_layers)": getattr(config, "cross_attention_layers", None),
         "layers of type sliding_attention without a sliding_window": (
             "sliding_attention" in types and not _window(config)
         ),
@@ -196,59 +173,3 @@ def _config_reason(config: Any) -> str:
         "recurrent layers alone": types == {"linear_attention"},
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
-
-
-def _recorded_geometry(model: Any, kinds: tuple[LayerKind, ...]) -> ModelGeometry:
-    """The geometry that one short pass shows. Every attention layer must store keys and values once, all of shape
-    [1, kv_heads, tokens, head_dim], or latents and rotary parts of keys, [1, 1, tokens, rank] and [1, 1, tokens, rope];
-    all recurrent layers must keep states of the same shapes."""
-    name, window = type(model).__name__, _window(model.config.get_text_config()) if "window" in kinds else 0
-    layers = [StateLayer(None) if kind == "recurrent" else _Recorder(kind == "window") for kind in kinds]
-    ids = torch.arange(_NUM_RECORDED, device=model.device)[None]
-    model(input_ids=ids, position_ids=ids, past_key_values=StateCache(layers=layers), use_cache=True)
-    attention = [layer for layer in layers if isinstance(layer, _Recorder)]
-    storing = sum(len(layer.shapes) == 1 for layer in attention)
-    if storing != len(attention):
-        raise UnsupportedModel(
-            f"{name} has {len(attention)} attention layers of which {storing} store keys and values once a pass, and "
-            f"the others keep none of their own; {_SUPPORTED}"
-        )
-    head_num, head_dim, latent = _row_shape(model, [pair for layer in attention for pair in layer.shapes])
-    dtype = attention[0].dtype
-    state = _state_geometry(name, [layer for layer in layers if isinstance(layer, StateLayer)])
-    layer_kinds = () if set(kinds) == {"full"} else kinds
-    return ModelGeometry(
-        len(kinds), head_num, head_dim, layer_kinds=layer_kinds, window=window, state=state, dtype=dtype, latent=latent
-    )
-
-
-def _row_shape(
-    model: Any, stored: list[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> tuple[int, int, LatentGeometry | None]:
-    """(heads, elements of a head, latent parts) of what each layer stores, given the shapes of its keys and values."""
-    config, shapes = model.config.get_text_config(), sorted({shape for pair in stored for shape in pair})
-    rank, rope = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
-    if rank and rope and {*stored} == {((1, 1, _NUM_RECORDED, rank), (1, 1, _NUM_RECORDED, rope))}:
-        latent = LatentGeometry(rank, rope)
-        return 1, latent.row_dim, latent
-    if len(shapes) != 1 or len(shapes[0]) != 4 or shapes[0][::2] != (1, _NUM_RECORDED):
-        raise UnsupportedModel(f"{type(model).__name__} stores keys and values of shapes {shapes}; {_SUPPORTED}")
-    return shapes[0][1], shapes[0][3], None
-
-
-def _state_geometry(name: str, layers: list[StateLayer]) -> StateGeometry | None:
-    """The shapes and dtypes of the recurrent states, which must be the same in all `layers`; None without layers."""
-    states = [layer.state for layer in layers]
-    found = {
-        StateGeometry(
-            conv=tuple(tuple(x.shape[1:]) for x in state.conv),
-            temporal=tuple(state.temporal.shape[1:]),
-            conv_dtype=state.conv[0].dtype,
-            temporal_dtype=state.temporal.dtype,
-        )
-        for state in states
-        if state is not None and all(len(x) == 1 for x in (*state.conv, state.temporal))
-    }
-    if None in states or len(found) > 1 or bool(states) != bool(found):
-        raise UnsupportedModel(f"{name} has recurrent layers that keep other states: {found or 'none'}; {_SUPPORTED}")
-    return found.pop() if found else None

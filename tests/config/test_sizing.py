@@ -34,6 +34,20 @@ MODELS = {
     "uneven": ModelGeometry(3, 2, 4, v_head_dim=6),
     "window": ModelGeometry(4, 2, 4, layer_kinds=("full", "window", "window", "full"), window=24),
     "windows alone": ModelGeometry(3, 2, 4, layer_kinds=("window",) * 3, window=24),
+    "other windows": ModelGeometry(
+        5,
+        2,
+        4,
+        6,
+        ("window", "full", "window", "full", "window"),
+        window=24,
+        swa_head_num=1,
+        swa_head_dim=10,
+        swa_v_head_dim=8,
+        kv_sources=(0, 1, 2, 1, 2),
+    ),
+    "shared": ModelGeometry(3, 2, 4, v_head_dim=6, kv_sources=(0, 0, 2)),
+    "uneven hybrid": ModelGeometry(4, 2, 4, v_head_dim=6, layer_kinds=("recurrent", "full") * 2, state=STATE),
     "latent": ModelGeometry(3, 1, 20, latent=LatentGeometry(16, 4)),
     "latent hybrid": ModelGeometry(
         4, 1, 20, layer_kinds=("recurrent", "full") * 2, state=STATE, latent=LatentGeometry(16, 4)

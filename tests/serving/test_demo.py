@@ -31,7 +31,19 @@ def _saved(tmp_path: Path, row: str, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "row", ["llama", "mistral", "gpt_oss", "gemma2", "qwen3_next", "bamba", "deepseek_v3", "kimi_linear"]
+    "row",
+    [
+        "llama",
+        "mistral",
+        "gpt_oss",
+        "gemma2",
+        "qwen3_next",
+        "bamba",
+        "deepseek_v3",
+        "kimi_linear",
+        "gemma3n_text",
+        "mimo_v2_flash",
+    ],
 )
 def test_every_kind_of_model_hits_on_disk(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Models with full attention, windows, recurrent layers and latent rows hit on the device and on the disk, move

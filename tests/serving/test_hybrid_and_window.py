@@ -20,6 +20,7 @@ MODELS = [
     pytest.param(lambda **changes: shared(tiny_qwen3_next, **changes), id="qwen3_next"),
     pytest.param(lambda **changes: shared(tiny_gemma, 40, **changes), id="gemma3"),
     pytest.param(lambda **changes: shared(tiny_mistral, 40, **changes), id="mistral"),
+    pytest.param(lambda **changes: shared(tiny_family, "gemma4_text", **{**ROOMY, **changes}), id="gemma4_text"),
     pytest.param(lambda **changes: shared(tiny_family, "deepseek_v3", **{**ROOMY, **changes}), id="deepseek_v3"),
     pytest.param(lambda **changes: shared(tiny_family, "kimi_linear", **{**ROOMY, **changes}), id="kimi_linear"),
 ]

@@ -13,8 +13,9 @@ import torch
 import transformers as hf
 
 from family_case import tiny_family
+from family_table import WINDOW
 from hicache.errors import ConfigError, UnsupportedModel
-from hicache.layout import LatentGeometry, ModelGeometry, StateGeometry
+from hicache.layout import HeadShape, LatentGeometry, ModelGeometry, StateGeometry
 from hicache.serving.padded_passes import attention_mask
 from hicache.serving.support import check_supported
 from hicache.serving.trial import Trial, plain_logits, relative_difference
@@ -100,6 +101,21 @@ def test_latent_rows_are_found(dtype: torch.dtype) -> None:
     assert geometry == ModelGeometry(layer_num=2, head_num=1, head_dim=20, dtype=dtype, latent=latent)
     hybrid = check_supported(tiny_family("kimi_linear").to(dtype))
     assert hybrid.latent == latent and hybrid.full_layers == (1, 3) and hybrid.recurrent_layers == (0, 2)
+
+
+def test_shapes_of_a_kind_and_shared_layers_are_found() -> None:
+    """Window layers may have heads of their own, keys and values different sizes, and the last layers may read what the
+    last layer of their kind stored."""
+    shared_layers = check_supported(tiny_family("gemma4_text"))
+    assert shared_layers == ModelGeometry(
+        8, 2, 16, None, ("window", "full") * 4, WINDOW, None, torch.float32, swa_head_num=2, swa_head_dim=8,
+        swa_v_head_dim=8, kv_sources=(0, 1, 2, 3, 4, 3, 4, 3),
+    )  # fmt: skip
+    assert shared_layers.full_layers == (1, 3) and shared_layers.window_layers == (0, 2, 4)
+    other = check_supported(tiny_family("gemma4_unified_text"))
+    assert (other.full_heads, other.window_heads) == (HeadShape(1, 16, 16), HeadShape(2, 8, 8))
+    uneven = check_supported(tiny_family("mimo_v2_flash"))
+    assert (uneven.full_heads, uneven.window_heads) == (HeadShape(2, 8, 4), HeadShape(4, 8, 4))
 
 
 @pytest.mark.parametrize(
@@ -232,6 +248,10 @@ def test_a_recurrent_layer_without_a_temporal_state_is_refused() -> None:
         ({"layer_kinds": ("full", "recurrent")}, r"state=None with recurrent layers \[1\]"),
         ({"layer_kinds": ("full", "local")}, "contains .'local'."),
         ({"state": StateGeometry(((4, 2),), (2, 2), torch.float32, torch.float32)}, r"recurrent layers \[\]"),
+        ({"kv_sources": (0,)}, "1 entries for layer_num=2"),
+        ({"kv_sources": (1, 1)}, r"kv_sources=\(1, 1\): layer 0 must read its own"),
+        ({"kv_sources": (0, -1)}, r"layer 1 must read its own"),
+        ({"kv_sources": (0, 0), "layer_kinds": ("full", "window"), "window": 4}, "window=4 with window layers"),
         ({"latent": LatentGeometry(6, 4)}, r"= \(1, 8, None\) .* latent rows need 1, 10, None and no windows"),
         ({"latent": LatentGeometry(6, 2), "v_head_dim": 8}, r"= \(1, 8, 8\)"),
         ({"latent": LatentGeometry(6, 2), "layer_kinds": ("window", "full"), "window": 2}, r"window layers \[0\]"),

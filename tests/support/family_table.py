@@ -125,7 +125,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family("window"),
     "gemma3_text": Family("window"),
     "gemma3n": Family(
-        reason="the others keep none of their own",
+        "window",
         changes={
             "num_kv_shared_layers": 2,
             "layer_types": _ALTERNATING,
@@ -134,7 +134,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "gemma3n_text": Family(
-        reason="the others keep none of their own",
+        "window",
         changes={
             "num_kv_shared_layers": 2,
             "layer_types": _ALTERNATING,
@@ -142,11 +142,21 @@ FAMILIES: dict[str, Family] = {
             "laurel_rank": 8,
         },
     ),
-    "gemma4": Family(reason="stores keys and values of shapes"),
-    "gemma4_text": Family(reason="stores keys and values of shapes"),
-    "gemma4_unified": Family(reason="stores keys and values of shapes"),
-    "gemma4_unified_assistant": Family(reason="stores keys and values of shapes"),
-    "gemma4_unified_text": Family(reason="stores keys and values of shapes"),
+    "gemma4": Family("window"),
+    "gemma4_text": Family(
+        "window",
+        changes={
+            "layer_types": [*_ALTERNATING, *_ALTERNATING],
+            "num_hidden_layers": 8,
+            "num_kv_shared_layers": 3,
+            "global_head_dim": 16,
+        },
+    ),
+    "gemma4_unified": Family("window"),
+    "gemma4_unified_assistant": Family("window"),
+    "gemma4_unified_text": Family(
+        "window", changes={"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 16}
+    ),
     "git": Family(
         "full",
         changes={
@@ -223,7 +233,7 @@ FAMILIES: dict[str, Family] = {
     "mbart": Family(reason="no way to be told positions", changes=_LIKE_BART),
     "megatron-bert": Family("full", changes=_LIKE_BERT),
     "mellum": Family("window", changes={"layer_types": _ALTERNATING}),
-    "mimo_v2_flash": Family(reason="stores keys and values of shapes"),
+    "mimo_v2_flash": Family("window", changes={"v_head_dim": 4}),
     "minicpm3": Family("full", changes=_LATENT),
     "minimax": Family(reason="uses cache of its own"),
     "minimax_m2": Family("full"),
@@ -236,7 +246,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("window"),
     "mixtral": Family("full"),
     "mllama": Family(
-        reason="the others keep none of their own",
+        reason="layers that attend to another input",
         changes={"cross_attention_layers": [1], "bos_token_id": 0, "pad_token_id": 0},
     ),
     "modernbert-decoder": Family("window", changes={"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}),

@@ -1,0 +1,129 @@
+"""What the layers of a model store, found by recording one short pass over transformers' own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from hicache.errors import UnsupportedModel
+from hicache.layout import HeadShape, LatentGeometry, LayerKind, ModelGeometry, StateGeometry
+from hicache.serving.cache import StateCache, StateLayer
+
+SUPPORTED = (
+    "supported are decoder-only models whose layers have full attention, a sliding window of one size, or, beside full "
+    "attention, a recurrent state of one convolution and one temporal part, with keys and values of one shape for each "
+    "kind, grouped heads included, or latent rows of one size"
+)
+_NUM_TOKENS = 6  # more than a convolution window
+
+
+class _Recorder(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+    """A layer of transformers' own cache that also records the shapes of its keys and values."""
+
+    def __init__(self, kind: LayerKind) -> None:
+        super().__init__()
+        self.kind, self.is_sliding = kind, kind == "window"
+        self.shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.shapes.append((tuple(key_states.shape), tuple(value_states.shape)))
+        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def recorded_geometry(model: Any, kinds: tuple[LayerKind, ...], window: int) -> ModelGeometry:
+    """The geometry that one pass of `model` shows, given the kinds of its layers.
+
+    Layers of a kind must store keys and values of one shape, [1, kv_heads, tokens, head_dim], or latents and rotary
+    parts of keys, [1, 1, tokens, rank] and [1, 1, tokens, rope]; a layer that stores nothing is taken to read what the
+    last layer of its kind stored. Recurrent layers must keep states of the same shapes. Raises UnsupportedModel.
+    """
+    name = type(model).__name__
+    layers = [StateLayer(None) if kind == "recurrent" else _Recorder(kind) for kind in kinds]
+    ids = torch.arange(_NUM_TOKENS, device=model.device)[None]
+    model(input_ids=ids, position_ids=ids, past_key_values=StateCache(layers=layers), use_cache=True)
+    sources = _sources(name, layers)
+    attention = [layer for layer in layers if isinstance(layer, _Recorder) and layer.shapes]
+    latent = _latent(model.config.get_text_config(), attention)
+    full, windows = (_heads(name, attention, kind) if latent is None else None for kind in ("full", "window"))
+    heads = full or windows or HeadShape(1, latent.row_dim if latent else 0, latent.row_dim if latent else 0)
+    swa = windows if windows != heads else None
+    return ModelGeometry(
+        len(kinds),
+        heads.head_num,
+        heads.head_dim,
+        v_head_dim=None if heads.v_head_dim == heads.head_dim else heads.v_head_dim,
+        layer_kinds=() if set(kinds) == {"full"} else kinds,
+        window=window,
+        state=_state_geometry(name, [layer for layer in layers if isinstance(layer, StateLayer)]),
+        dtype=attention[0].dtype,
+        latent=latent,
+        swa_head_num=swa.head_num if swa else None,
+        swa_head_dim=swa.head_dim if swa else None,
+        swa_v_head_dim=swa.v_head_dim if swa else None,
+        kv_sources=sources,
+    )
+
+
+def _sources(name: str, layers: Sequence[StateLayer | _Recorder]) -> tuple[int, ...]:
+    """For each layer, the layer whose keys and values it reads; () if every layer stores its own."""
+    last: dict[LayerKind, int] = {}
+    sources = []
+    for layer_id, layer in enumerate(layers):
+        if isinstance(layer, StateLayer):
+            sources.append(layer_id)
+            continue
+        if layer.shapes:
+            last[layer.kind] = layer_id
+        if len(layer.shapes) > 1 or layer.kind not in last:
+            raise UnsupportedModel(
+                f"{name} stores keys and values {len(layer.shapes)} times a pass in layer {layer_id}, and there is no "
+                f"earlier layer whose it could read; {SUPPORTED}"
+            )
+        sources.append(last[layer.kind])
+    return () if sources == list(range(len(layers))) else tuple(sources)
+
+
+def _latent(config: Any, layers: Sequence[_Recorder]) -> LatentGeometry | None:
+    """The parts of a latent row, if that is what all layers store."""
+    rank, rope = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
+    if rank and rope:
+        row = (1, 1, _NUM_TOKENS, rank), (1, 1, _NUM_TOKENS, rope)
+        if all(layer.shapes == [row] for layer in layers):
+            return LatentGeometry(rank, rope)
+    return None
+
+
+def _heads(name: str, layers: Sequence[_Recorder], kind: LayerKind) -> HeadShape | None:
+    """What the layers of a kind store; None without layers of that kind."""
+    stored = sorted({pair for layer in layers if layer.kind == kind for pair in layer.shapes})
+    if not stored:
+        return None
+    keys, values = stored[0]
+    is_regular = len(keys) == len(values) == 4 and keys[:3] == values[:3] and keys[::2] == (1, _NUM_TOKENS)
+    if len(stored) > 1 or not is_regular:
+        shapes = sorted({shape for pair in stored for shape in pair})
+        raise UnsupportedModel(f"{name} stores keys and values of shapes {shapes} in {kind} layers; {SUPPORTED}")
+    return HeadShape(keys[1], keys[3], values[3])
+
+
+def _state_geometry(name: str, layers: list[StateLayer]) -> StateGeometry | None:
+    """The shapes and dtypes of the recurrent states, which must be the same in all `layers`; None without layers."""
+    states = [layer.state for layer in layers]
+    found = {
+        StateGeometry(
+            conv=tuple(tuple(x.shape[1:]) for x in state.conv),
+            temporal=tuple(state.temporal.shape[1:]),
+            conv_dtype=state.conv[0].dtype,
+            temporal_dtype=state.temporal.dtype,
+        )
+        for state in states
+        if state is not None and all(len(x) == 1 for x in (*state.conv, state.temporal))
+    }
+    if None in states or len(found) > 1 or bool(states) != bool(found):
+        raise UnsupportedModel(f"{name} has recurrent layers that keep other states: {found or 'none'}; {SUPPORTED}")
+    return found.pop() if found else None
