@@ -163,8 +163,9 @@ class ModelGeometry:
     attends to, the current one included. `swa_head_num`, `swa_head_dim` and `swa_v_head_dim`: of window layers, where
     they differ. `kv_sources`: for each layer, the layer whose keys and values it reads, itself unless it stores none of
     its own; () means every layer its own. `latent`: of a model with latent attention, which stores a row of `head_dim`
-    elements (`head_num` is 1) in place of keys and values. `dtype`: of what is stored, where it is known. ConfigError
-    if the fields disagree.
+    elements (`head_num` is 1) in place of keys and values. `dtype`: of what is stored, where it is known.
+    `max_context_len`: tokens beyond which the keys of all tokens would change; 0: none. ConfigError if the fields
+    disagree.
     """
 
     layer_num: int
@@ -176,6 +177,7 @@ class ModelGeometry:
     state: StateGeometry | None = None
     dtype: torch.dtype | None = None
     latent: LatentGeometry | None = None
+    max_context_len: int = 0
     swa_head_num: int | None = None
     swa_head_dim: int | None = None
     swa_v_head_dim: int | None = None

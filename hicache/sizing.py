@@ -1,10 +1,11 @@
 """Sizes that the configuration leaves open, computed from the model and the available memory before anything is built.
 
-    dtype          the model's, or the pool's; bfloat16 where neither has one
-    window_tokens  a window for each of max_requests, one prefill chunk, and cached windows; at most device_tokens
-    mamba_size     two states for each of max_requests (running and checkpoint), and cached states
-    host_bytes     twice the device tier; at most half of the available memory, and 32 GiB where it is pinned for CUDA
-    host_states    cached states
+    dtype            the model's, or the pool's; bfloat16 where neither has one
+    max_context_len  at most what the model's keys allow
+    window_tokens    a window for each of max_requests, one prefill chunk, and cached windows; at most device_tokens
+    mamba_size       two states for each of max_requests (running and checkpoint), and cached states
+    host_bytes       twice the device tier; at most half of the available memory, and 32 GiB where it is pinned for CUDA
+    host_states      cached states
 
 Cached windows and cached states take at most half as many bytes as the KV of full attention on the same tier, and
 there is at most one state per page. A host tier below an eighth of the device tier would hold too little of what the
@@ -81,6 +82,9 @@ def resolve(config: EngineConfig, model: ModelGeometry | KVCache, available: int
         )
         page_bytes = [space.layout.page_bytes(config.host_page_size) for space in spaces] if config.has_host else []
         return _with_host(config, pool_bytes, page_bytes, 0, available)
+    if model.max_context_len and config.max_context_len > model.max_context_len:
+        log.info("max_context_len=%d: beyond that, the keys of a prefix change", model.max_context_len)
+        config = dataclasses.replace(config, max_context_len=model.max_context_len)
     rows = row_bytes(model, config.torch_dtype)
     if model.window_layers:
         config = dataclasses.replace(config, window_tokens=window_tokens(config, model.window, rows))

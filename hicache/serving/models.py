@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hicache.errors import ConfigError
+from hicache.serving.positions import position_limit
 
 _SAMPLES = 1024  # values of each tensor in the identity
 _NOT_WEIGHTS = ("transformers_version", "_name_or_path", "_attn_implementation", "dtype", "torch_dtype")
@@ -125,7 +126,7 @@ def load_local(path: str, dtype: torch.dtype, device: torch.device) -> LoadedMod
         model=model,
         tokenizer=LocalTokenizer(tokenizer),
         model_id=model_identity(model),
-        max_context_len=int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or _UNLIMITED),
+        max_context_len=position_limit(model.config.get_text_config()) or _UNLIMITED,
         bos=() if bos is None else (int(bos),),
         eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
     )

@@ -19,6 +19,7 @@ from hicache.errors import OutOfMemory, UnsupportedModel
 from hicache.layout import LayerKind, ModelGeometry
 from hicache.serving.attention import Attention
 from hicache.serving.padded_passes import attention_kernel
+from hicache.serving.positions import stretched_beyond
 from hicache.serving.recorded import SUPPORTED, recorded_geometry
 from hicache.serving.trial import Trial, short_window, trial_length
 from hicache.serving.widen import float32_weights
@@ -79,7 +80,8 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
         raise UnsupportedModel(f"{name} fails when it is tried over a key-value cache ({text}); {SUPPORTED}") from error
     if reason:
         raise UnsupportedModel(f"{name} {reason}; {SUPPORTED}")
-    return replace(recorded, window=_window(config) if recorded.window else 0)
+    window = _window(config) if recorded.window else 0
+    return replace(recorded, window=window, max_context_len=stretched_beyond(config))
 
 
 def _difference_reason(trial: Trial, geometry: ModelGeometry, attention: Attention) -> str:
@@ -154,9 +156,6 @@ def _config_reason(config: Any) -> str:
         return f"no num_hidden_layers in its configuration (model_type={config.model_type})"
     types = set(_layer_types(config))
     other = sorted(types - set(_KINDS))
-    per_type = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    ropes = [rope for rope in (per_type, *per_type.values()) if isinstance(rope, Mapping)]
-    stretching = {str(rope.get("rope_type")) for rope in ropes} & {"dynamic", "longrope"}
     top_keys, positions = getattr(config, "keep_window_size", None) or 0, getattr(config, "max_position_embeddings", 0)
     reasons = {
         "attention biases (alibi) that it builds from a padding mask": getattr(config, "alibi", False),
@@ -169,7 +168,6 @@ def _config_reason(config: Any) -> str:
             "sliding_attention" in types and not _window(config)
         ),
         "layers of type sliding_attention beside linear_attention": {"sliding_attention", "linear_attention"} <= types,
-        f"keys that depend on the length of the whole prompt (rope_type={', '.join(stretching)})": stretching,
         "recurrent layers alone": types == {"linear_attention"},
     }
     return next((reason for reason, applies in reasons.items() if applies), "")

@@ -24,6 +24,7 @@ from hicache.errors import UnsupportedModel
 from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
 from hicache.serving.attention import Attention
+from hicache.serving.positions import position_limit
 from hicache.serving.runner import Chunk, ModelRunner
 
 _SHORT_ENDS = (1, 2, 6, 7)  # where the chunks of the short sequence end
@@ -61,8 +62,8 @@ def trial_length(config: Any) -> int:
         for name, value in config.to_dict().items()
         if type(value) is int and value > 1 and _BOUND.search(name) and not _NO_BOUND.search(name)
     }
-    positions = getattr(config, "max_position_embeddings", None)
-    max_len = positions - _NUM_DECODED if isinstance(positions, int) and positions > 0 else 1 << 30
+    positions = position_limit(config)
+    max_len = positions - _NUM_DECODED if positions else 1 << 30
     reachable = {name: value for name, value in bounds.items() if value < max_len}
     for name, value in reachable.items():
         if value > _MAX_BOUND:

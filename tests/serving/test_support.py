@@ -14,13 +14,16 @@ import transformers as hf
 
 from family_case import tiny_family
 from family_table import WINDOW
-from hicache.errors import ConfigError, UnsupportedModel
+from hicache.errors import ConfigError, PromptTooLong, UnsupportedModel
 from hicache.layout import HeadShape, LatentGeometry, ModelGeometry, StateGeometry
+from hicache.serving.drive import generate
 from hicache.serving.padded_passes import attention_mask
+from hicache.serving.request import Request
+from hicache.serving.scheduler import Scheduler
 from hicache.serving.support import check_supported
 from hicache.serving.trial import Trial, plain_logits, relative_difference
 from hybrid_case import tiny_gemma, tiny_mistral, tiny_qwen3_next, tiny_qwen3_window
-from serving_case import geometry_of, prompt, shared, tiny_llama
+from serving_case import geometry_of, prompt, shared, tiny_engine, tiny_llama, tiny_runner
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -119,6 +122,26 @@ def test_shapes_of_a_kind_and_shared_layers_are_found() -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "limit"), [("llama, rope_type=dynamic", 512), ("phi3, rope_type=longrope", 128), ("llama", 0)]
+)
+def test_rotary_frequencies_that_follow_the_length_bound_the_context(row: str, limit: int) -> None:
+    """Where all keys change once a sequence passes a length, sequences up to that length are served, and the engine
+    refuses longer ones."""
+    model = tiny_family(row)
+    assert check_supported(model).max_context_len == limit
+    if not limit:
+        return
+    tokens = prompt(limit + 20, seed=1)
+    part, whole = (plain_logits(model, tokens[:length])[limit - 5] for length in (limit, limit + 20))
+    assert relative_difference(whole, part) > 0.01  # all tokens' keys have changed
+    with tiny_engine(model, max_context_len=1024, device_tokens=1024) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+        long, short = scheduler.run([Request("long", tokens, 4), Request("short", tokens[: limit - 4], 4)])
+        assert isinstance(long.error, PromptTooLong) and "max_context_len" in str(long.error)
+        assert short.error is None and short.tokens == generate(model, tokens[: limit - 4], 4)
+
+
+@pytest.mark.parametrize(
     ("config", "names"),
     [
         (
@@ -134,10 +157,6 @@ def test_shapes_of_a_kind_and_shared_layers_are_found() -> None:
         (
             hf.Qwen3Config(**SMALL, sliding_window=None, layer_types=["full_attention", "sliding_attention"]),
             "without a sliding_window",
-        ),
-        (
-            hf.LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "rope_type=dynamic",
         ),
         (hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), "Bloom"),
         # Its kernels ignore the state when several tokens follow.

@@ -399,10 +399,22 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm2, full attention alone": Family("full"),
     "llama, rope_type=dynamic": Family(
-        reason="rope_type=dynamic",
-        changes={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "full", changes={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
     ),
     "mistral, without a window": Family("full", changes={"sliding_window": None}),
+    "phi3, rope_type=longrope": Family(
+        "full",
+        changes={
+            "max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.5, 2.0, 2.5],
+                "long_factor": [3.0, 5.0, 7.0, 9.0],
+            },
+            "original_max_position_embeddings": 128,
+        },
+    ),
     "qwen2, windows in some layers": Family(
         "window", changes={"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
     ),
