@@ -11,7 +11,6 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
@@ -32,7 +31,7 @@ from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.device_eviction import DeviceEviction
 from hicache.flow.host_eviction import HostEviction
-from hicache.flow.lease import CacheRequest, Hit, Lease
+from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
 from hicache.flow.persist import Persist
 from hicache.flow.prefetch import Prefetch, Prefetcher
 from hicache.flow.restore import Restore
@@ -44,19 +43,6 @@ from hicache.validation import valid_count, valid_mode, valid_namespace, valid_r
 __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "Prefetch"]
 
 C = TypeVar("C", bound=CacheComponent)
-
-
-@dataclass(frozen=True)
-class LookupResult:
-    """Tokens of a prompt that each tier would serve now: device first, then host, then disk, without a gap.
-
-    `disk_known`: whether the store answered in time; else `disk` is 0, and it may hold more.
-    """
-
-    device: int
-    host: int
-    disk: int
-    disk_known: bool = True
 
 
 _EXIT_S = 5.0
@@ -223,6 +209,12 @@ class CacheEngine:
             self._prefetcher.start(handle, packed[:-1], namespace)
         return handle
 
+    def expect(self, request_id: str, tokens: npt.ArrayLike, namespace: str = "") -> None:
+        """A queued request of these tokens will come: what memory holds of its prefix is evicted last, until `acquire`
+        or `cancel`. It costs a match; call it again to include what came to the cache meanwhile."""
+        self._require_running()
+        self._admit.expect(valid_request_id(request_id), valid_tokens(tokens), valid_namespace(namespace))
+
     def poll(self) -> None:
         """Land what has finished. Call it once a step; it never blocks."""
         self._require_running()
@@ -243,6 +235,7 @@ class CacheEngine:
         if self._prefetcher:
             self._prefetcher.settle(request.request_id)
         lease = self._admit.acquire(request)
+        self._admit.forget(request.request_id)
         lease.on_exit = self.release
         self._leases[request.request_id] = lease
         return lease
@@ -291,6 +284,13 @@ class CacheEngine:
             load_ids = {load_id for lease in leases for load_id in lease.load_ids_of(component.name)}
             component.counter.set_consumer(load_ids)
 
+    def backup(self, lease: Lease) -> None:
+        """Copy what was committed to the host now, whatever the write policy says, and wait: for a request that is
+        released to make room and will be back. Nothing happens without a host tier, or where the host is full."""
+        self._require_held(lease)
+        if self._backup:
+            self._backup.backup_path(lease.node)
+
     def load_failed(self, lease: Lease) -> bool:
         """Whether a load of the lease's prefix failed, so that it has to be released and acquired anew. After a pass
         that raised `TransferError`; waits for the outcome of loads in flight."""
@@ -310,7 +310,8 @@ class CacheEngine:
         del self._leases[lease.request_id]
 
     def cancel(self, request_id: str) -> None:
-        """The request is gone: end its prefetch and its lease, whichever there is."""
+        """The request is gone: end its prefetch, its expectation and its lease, whichever there are."""
+        self._admit.forget(request_id)
         if self._prefetcher:
             self._prefetcher.cancel(request_id)
         lease = self._leases.get(request_id)

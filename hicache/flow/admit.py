@@ -17,7 +17,9 @@ from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.load import LoadPlan
 from hicache.flow.restore import Restore
 from hicache.transfer.counter import NUM_PRODUCERS
+from hicache.tree.accounts import Expectation
 from hicache.tree.base import Match
+from hicache.tree.key import Tokens
 from hicache.tree.node import DEVICE, FULL, HOST, joined
 
 
@@ -35,6 +37,10 @@ class Admit:
             count("admit.host_hit_tokens", "of them on the host at admission"),
             count("admit.disk_hit_tokens", "of them on the host after a prefetch from disk"),
         ]
+        self._expectations: dict[str, Expectation] = {}
+        context.metrics.gauge(
+            "admit.expected_requests", "queued requests whose prefixes go last", lambda: len(self._expectations)
+        )
         context.metrics.gauge("admit.hit_rate", "share of prompt tokens that needed no computing", self._hit_rate)
 
     def acquire(self, request: CacheRequest) -> Lease:
@@ -76,6 +82,23 @@ class Admit:
             self._backup.maybe_backup(node)
         return lease
 
+    def expect(self, request_id: str, tokens: Tokens, namespace: str) -> None:
+        """See `CacheEngine.expect`."""
+        tree = self._context.tree
+        match = tree.match(tokens[: self._max_cached(len(tokens))], namespace)
+        node = tree.node_at(match, tree.usable_len(match, match.full_len, on_host=True))
+        old = self._expectations.get(request_id)
+        if old is None or old.node is not node:
+            self.forget(request_id)
+            if node.parent is not None:
+                self._expectations[request_id] = tree.expect(node)
+
+    def forget(self, request_id: str) -> None:
+        """The request is queued no more, or expects another prefix."""
+        expectation = self._expectations.pop(request_id, None)
+        if expectation is not None:
+            self._context.tree.forget(expectation)
+
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
         """See `CacheEngine.extend`."""
         context, limit = self._context, self._context.config.max_context_len
@@ -100,14 +123,17 @@ class Admit:
     def _count(self, request: CacheRequest) -> tuple[Admission, bool]:
         """What the request would get, and whether that takes a load."""
         tree, num_tokens, reserve = self._context.tree, len(request.tokens), request.reserve_tokens
-        # The last token is always computed: its logits are what the caller wants.
-        whole = (num_tokens - 1) // tree.page_size * tree.page_size
-        match = tree.match(request.tokens[:whole], request.namespace)
+        match = tree.match(request.tokens[: self._max_cached(num_tokens)], request.namespace)
         length, needs_load = self._usable(match)
         end = num_tokens if reserve is None else min(num_tokens, length + reserve)
         device_len = min(length, match.device_len)
         num_slots = self._context.full.in_pages(end - device_len)
         return Admission(match, length, device_len, end, num_slots, num_slots - length + device_len), needs_load
+
+    def _max_cached(self, num_tokens: int) -> int:
+        """Whole pages of a prompt, less its last token, which is always computed: the caller wants its logits."""
+        page_size = self._context.tree.page_size
+        return (num_tokens - 1) // page_size * page_size
 
     def _usable(self, match: Match) -> tuple[int, bool]:
         """Tokens of the match to start from, and whether that takes a load: what every component can use, less what is

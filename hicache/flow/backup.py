@@ -72,6 +72,14 @@ class Backup(CopyMovement[_Copy]):
         if self._submit(self._only_on_device(node) or [node]):
             self.wait_and_complete()
 
+    def backup_path(self, node: TreeNode) -> None:
+        """Copy the path to `node` now, whatever the policy wants of it, and wait, so that its slots may be taken.
+
+        A policy that copies at eviction does so then."""
+        if node.parent is not None and not self._context.write_policy.at_eviction:
+            self._submit(self._only_on_device(node) or [node])
+            self.wait_and_complete()
+
     def pages_in_flight(self, component: Component) -> int:
         """Host pages of a component that wait for their bytes."""
         return sum(len(copy.pages[component]) for copy in self._in_flight if component in copy.pages)

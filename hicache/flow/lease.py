@@ -24,6 +24,19 @@ class Hit:
 
 
 @dataclass(frozen=True)
+class LookupResult:
+    """Tokens of a prompt that each tier would serve now: device first, then host, then disk, without a gap.
+
+    `disk_known`: whether the store answered in time; else `disk` is 0, and it may hold more.
+    """
+
+    device: int
+    host: int
+    disk: int
+    disk_known: bool = True
+
+
+@dataclass(frozen=True)
 class CacheRequest:
     """What admission needs to know. `tokens`: int64 ids of the whole prompt; `namespace`: the tenant.
 

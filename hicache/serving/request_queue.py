@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.engine import Hit, Lease, Prefetch
+from hicache.serving.base import OnToken
 from hicache.serving.request import FinishReason, Request
-
-OnToken = Callable[[int], None]
 
 
 class ScheduledRequest:

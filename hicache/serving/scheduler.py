@@ -15,14 +15,9 @@ import heapq
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
-from hicache.engine import CacheEngine, CacheRequest, Hit, Lease
+from hicache.engine import CacheEngine, CacheRequest, Hit
 from hicache.errors import (
     CallbackFailed,
     ConfigError,
@@ -34,35 +29,17 @@ from hicache.errors import (
     TransferBusy,
     TransferError,
 )
+from hicache.serving.base import Auditor, OnToken, Runner
 from hicache.serving.request import FinishReason, Request, RequestOutput
-from hicache.serving.request_queue import OnToken, RequestQueue, ScheduledRequest
+from hicache.serving.request_queue import RequestQueue, ScheduledRequest
 from hicache.serving.runner import Chunk
 from hicache.serving.sampling import choose_tokens
 
 log = logging.getLogger(__name__)
 
 _IDLE_S = 0.0005
+_LOOK_AHEAD = 16  # requests at the front of the queue whose needs are looked up again, one a step
 _MAX_RETRIES = 1  # per request, after its prefix failed to load
-
-
-class Runner(Protocol):
-    """What the scheduler needs of a model runner: `ModelRunner` is one."""
-
-    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute and store KV of all `chunks`, of different requests.
-
-        Returns float32 logits [chunks, vocab], those of the last token of each. Raises TransferError if a load of a
-        request's prefix failed; what was computed of the others is computed again, to the same result.
-        """
-        ...
-
-
-class Auditor(Protocol):
-    """Inspects a request's pages while the lease still protects them. Its time is excluded from `ttft_s`."""
-
-    def audit(self, lease: Lease, tokens: npt.NDArray[np.int64]) -> None:
-        """`tokens`: the committed sequence. Pages [hit.device, cached_len) of it came from the host or the disk."""
-        ...
 
 
 class Scheduler:
@@ -70,8 +47,8 @@ class Scheduler:
 
     `chunk_tokens`: the tokens of one pass. One is for each request that decodes; prompts share the others, and get at
     least one. `max_running`: the maximum number of requests that hold slots. `stall_timeout_s`: how long a request
-    waits for slots while no other request could free any; then it fails. The engine must be started and stays open when
-    the scheduler is dropped.
+    waits for slots while no other request could free any; then it fails. `clock`: seconds. The engine must be started
+    and stays open when the scheduler is dropped.
     """
 
     def __init__(
@@ -83,6 +60,7 @@ class Scheduler:
         max_running: int = 32,
         stall_timeout_s: float = 60.0,
         auditor: Auditor | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if chunk_tokens < 1 or max_running < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens} and max_running={max_running} must be at least 1")
@@ -92,8 +70,8 @@ class Scheduler:
         self._waiting_queue, self._running_batch = RequestQueue(), RequestQueue()
         self._deadlines: list[tuple[float, int, ScheduledRequest]] = []  # a heap; may hold requests that have ended
         self._finished: list[RequestOutput] = []
-        self._arrivals = itertools.count()
-        self._audit_s = 0.0
+        self._arrivals, self._looks = itertools.count(), itertools.count()
+        self._clock_s, self._audit_s = clock, 0.0
 
     @property
     def num_unfinished(self) -> int:
@@ -120,6 +98,7 @@ class Scheduler:
         """Run one step and return the requests that ended since the last. Sleeps briefly if there was nothing to do."""
         self._engine.poll()
         self._expire()
+        self._look_ahead()
         self._admit_waiting()
         batch = self._compose()
         if batch:
@@ -157,7 +136,7 @@ class Scheduler:
 
     def _clock(self) -> float:
         """Seconds, without those spent in the auditor."""
-        return time.perf_counter() - self._audit_s
+        return self._clock_s() - self._audit_s
 
     # Admission
 
@@ -166,6 +145,12 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             req = heapq.heappop(self._deadlines)[2]
             self._finish(req, "timeout")
+
+    def _look_ahead(self) -> None:
+        """Tell the engine anew what one of the next requests will need: others may have computed it meanwhile."""
+        if len(self._waiting_queue):
+            req = self._waiting_queue[next(self._looks) % min(len(self._waiting_queue), _LOOK_AHEAD)]
+            self._engine.expect(req.request_id, req.tokens, req.request.namespace)
 
     def _admit_waiting(self) -> None:
         """Admit by rank. A request whose prefetch is pending is skipped; one that gets no slots blocks the queue."""
@@ -313,9 +298,11 @@ class Scheduler:
         return True
 
     def _preempt(self, req: ScheduledRequest) -> None:
-        """Return a running request to the waiting queue; its whole pages stay in the cache."""
+        """Return a running request to the waiting queue; its whole pages go to the host, for its slots will be
+        taken."""
         req.preemptions += 1
-        self._commit_and_release(req)
+        self._commit(req)
+        self._engine.backup(req.held_lease)
         self._requeue(req)
 
     def _repeat(self, batch: Sequence[ScheduledRequest], error: TransferError) -> None:
@@ -326,7 +313,6 @@ class Scheduler:
                 self._retry(req, error)
             elif self._engine.has_states:
                 # A part of the pass may have advanced its state, which cannot be undone.
-                self._engine.release(req.held_lease)
                 self._requeue(req)
 
     def _retry(self, req: ScheduledRequest, error: TransferError) -> None:
@@ -336,42 +322,39 @@ class Scheduler:
             self._finish(req, "error", error)
             return
         req.retries += 1
-        self._engine.release(req.held_lease)
         self._requeue(req)
 
     def _requeue(self, req: ScheduledRequest) -> None:
-        """A released request waits again, in its old place."""
+        """Release what a running request holds; it waits again, in its old place."""
+        self._engine.release(req.held_lease)
         self._running_batch.discard(req)
         req.lease, req.kv_len, req.is_decoding = None, 0, False
         self._enqueue(req)
 
     def _enqueue(self, req: ScheduledRequest) -> None:
+        self._engine.expect(req.request_id, req.tokens, req.request.namespace)
         req.prefetch = self._engine.prefetch(req.request_id, req.tokens, req.request.namespace)
         self._waiting_queue.add(req)
 
-    def _commit_and_release(self, req: ScheduledRequest) -> None:
-        """Commit all KV in the pool, audit it and release the lease."""
+    def _commit(self, req: ScheduledRequest) -> None:
+        """Commit all KV in the pool, and audit it."""
         tokens, lease = req.sequence[: req.kv_len], req.held_lease
         try:
             self._engine.commit(lease, tokens)
             if self._auditor is not None and req.kv_len > lease.cached_len:
-                start_s = time.perf_counter()
+                start_s = self._clock_s()
                 self._auditor.audit(lease, tokens)
-                self._audit_s += time.perf_counter() - start_s
+                self._audit_s += self._clock_s() - start_s
         except TransferError as error:
-            log.warning("request %s was preempted while its prefix failed to load: %s", req.request_id, error)
-        self._engine.release(lease)
+            log.warning("request %s ended while its prefix failed to load: %s", req.request_id, error)
 
     def _finish(self, req: ScheduledRequest, reason: FinishReason, error: HiCacheError | None = None) -> None:
         """End a request; nothing happens where it has ended."""
         if req.has_ended:
             return
-        if req.lease is None:
-            self._engine.cancel(req.request_id)
-        elif reason in ("length", "stop"):
-            self._commit_and_release(req)
-        else:
-            self._engine.release(req.lease)
+        if reason in ("length", "stop"):
+            self._commit(req)
+        self._engine.cancel(req.request_id)
         self._waiting_queue.discard(req)
         self._running_batch.discard(req)
         del self._unfinished[req.request_id]

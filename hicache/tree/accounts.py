@@ -5,15 +5,26 @@ Owns the values and locks of nodes. Knows of the structure only a node's parent;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from hicache.tree.base import Released
 from hicache.tree.components.base import TreeComponent
-from hicache.tree.node import DEVICE, FULL, HOST, Component, Tier, TreeNode
-from hicache.tree.policy import EvictionOrder, make_order
+from hicache.tree.node import DEVICE, FULL, HOST, Component, Tier, TreeNode, last_nodes
+from hicache.tree.orders import ExpectedLast
+from hicache.tree.policy import make_order
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A queued request will need the prefix that ends with `node`. `num_tokens`: of each component, how many tokens up
+    to the end of `node` that was counted over; they are the same however the nodes were split since."""
+
+    node: TreeNode
+    num_tokens: Mapping[Component, int]
 
 
 class Account:
@@ -22,7 +33,7 @@ class Account:
     def __init__(self, component: TreeComponent, tier: Tier, policy: str) -> None:
         self.component, self.name, self.tier = component, component.name, tier
         is_evictable = partial(component.is_evictable, tier=tier)
-        self.order: EvictionOrder = make_order(policy, component.name, tier, is_evictable)
+        self.order = ExpectedLast(component.name, tier, lambda: make_order(policy, component.name, tier, is_evictable))
         self.evictable = self.protected = 0
 
     @property
@@ -52,6 +63,18 @@ class Account:
             self.order.unlock(node)
             self.evictable += size
             self.protected -= size
+
+    def expect(self, node: TreeNode, change: int) -> None:
+        """`change` more (1) or fewer (-1) queued requests will need what `node` has. It counts as just used, so that
+        parents, which follow their children, stay newer."""
+        holding = node.holdings[self.name][self.tier]
+        is_in_order = holding.value is not None and not holding.locks
+        if is_in_order:
+            self.order.evict(node)
+        holding.expected += change
+        assert holding.expected >= 0, "no longer expected more often than expected"
+        if is_in_order:
+            self.order.insert(node)
 
     def touch(self, node: TreeNode) -> None:
         """A use of the prefix that ends with `node`. What is locked becomes the newest when it is unlocked."""
@@ -156,6 +179,27 @@ class Accounts:
             for at in to_unlock:
                 account.unlock(at)
 
+    def expect(self, node: TreeNode) -> Expectation:
+        """A queued request will need the prefix that ends with `node`: on either tier it is evicted after what no
+        queued request needs, until `forget`. It is no lock."""
+        num_tokens: dict[Component, int] = {}
+        for name, pair in self._by_component.items():
+            nodes = list(pair[DEVICE].component.required_nodes(node))
+            num_tokens[name] = sum(at.num_tokens for at in nodes)
+            for account in pair:
+                for at in nodes:
+                    account.expect(at, 1)
+        return Expectation(node, num_tokens)
+
+    def forget(self, expectation: Expectation) -> None:
+        """Undo one `expect`."""
+        for name, pair in self._by_component.items():
+            num_tokens = 1 if name in self._at_node_end else expectation.num_tokens[name]
+            nodes = last_nodes(expectation.node, num_tokens)
+            for account in pair:
+                for at in nodes:
+                    account.expect(at, -1)
+
     def touch(self, node: TreeNode, tier: Tier) -> None:
         """A request used the prefix that ends with `node`: tell the eviction orders of its tier."""
         for account in self._on_tier[tier]:
@@ -177,6 +221,7 @@ class Accounts:
             component, tier = account.component, account.tier
             above, below = upper.holdings[account.name][tier], lower.holdings[account.name][tier]
             above.locks = 0 if component.at_node_end else below.locks
+            above.expected = 0 if component.at_node_end else below.expected
             if below.value is not None and not (component.shares_full_slots and tier is DEVICE):
                 above.value, below.value = component.split(below.value, at_tokens, tier, page_size)
             if below.pending is not None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from hicache.tree.accounts import Account
 from hicache.tree.components import TreeComponent
 from hicache.tree.node import DEVICE, FULL, HOST, ChildKey, Tier, TreeNode
-from hicache.tree.policy import RecencyList
 
 
 def structure_violations(
@@ -98,6 +97,10 @@ def _lock_violations(node: TreeNode, component: TreeComponent) -> list[str]:
         locks, full = node.locks(component.name, tier), node.locks(FULL, tier)
         if locks < 0 or locks > full:
             found.append(f"node {node.id}: {locks} locks of {component.name} on {tier.name}, {full} of full")
+        if component.name == FULL and node.full[tier].expected < sum(
+            child.full[tier].expected for child in node.children.values()
+        ):
+            found.append(f"node {node.id}: expected on {tier.name} less often than its children")
         if component.name == FULL and full < sum(child.locks(FULL, tier) for child in node.children.values()):
             found.append(f"node {node.id}: fewer {tier.name} locks than its children")
     return found
@@ -120,7 +123,7 @@ def account_violations(account: Account, holders: list[TreeNode]) -> list[str]:
         found.append(f"{name}: the order names {victim}, {len(unlocked)} nodes are unlocked")
     if victim is not None and not account.component.is_evictable(victim, account.tier):
         found.append(f"{name}: the order names {victim}, which may not be evicted")
-    if isinstance(account.order, RecencyList) and account.name == FULL:
+    if account.order.is_by_recency and account.name == FULL:
         rank = {id(node): i for i, node in enumerate(account.order)}
         older = [node for node in unlocked if rank.get(id(node.parent), len(rank)) < rank.get(id(node), -1)]
         found.extend(f"{name}: the parent of node {node.id} is older than the node" for node in older)

@@ -67,24 +67,35 @@ def joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([value.numpy() for value in values]))
 
 
+def last_nodes(node: TreeNode, num_tokens: int) -> list[TreeNode]:
+    """The nodes that the last `num_tokens` tokens up to the end of `node` lie in, deepest first."""
+    nodes: list[TreeNode] = []
+    while node.parent is not None and num_tokens > 0:
+        nodes.append(node)
+        num_tokens -= node.num_tokens
+        node = node.parent
+    return nodes
+
+
 class Holding:
     """What one component holds of one node on one tier.
 
     `value`: None for nothing. On the device slots, one a token, or a state `[1]`; on the host pages of the component's
     pool, one a tree page, or a state `[1]`. The window component holds the full slots whose window slots are mapped.
     `locks`: how many users need it to stay. `pending`, on the host: the pages that a copy in flight writes to.
-    `stored`, on the host: all of it is known to be on disk. `older`, `newer`: neighbours in the recency list.
+    `stored`, on the host: all of it is known to be on disk. `expected`: how many queued requests will need it.
+    `older`, `newer`: neighbours in the recency list.
     `node`: its node while it is in that list. Outside of it there is no way back to the node: as part of a cycle, a
     dropped node would keep its tokens in memory until the garbage collector runs.
     """
 
-    __slots__ = ("locks", "newer", "node", "older", "pending", "stored", "value")
+    __slots__ = ("expected", "locks", "newer", "node", "older", "pending", "stored", "value")
 
     def __init__(self) -> None:
         self.value: torch.Tensor | None = None
         self.pending: torch.Tensor | None = None
         self.stored = False
-        self.locks = 0
+        self.locks = self.expected = 0
         self.node: TreeNode | None = None
         self.older: Holding | None = None
         self.newer: Holding | None = None

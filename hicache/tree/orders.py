@@ -129,6 +129,60 @@ class RecencyList:
         self._num_nodes += 1
 
 
+class ExpectedLast:
+    """What queued requests expect to find goes last: two orders of one policy, of which the second is asked for a
+    victim when the first has none.
+
+    A node is in the second while its holding is `expected`, which changes while it is in neither. Ancestors of an
+    expected node are expected too, so both orders keep what they promise of parents and children. Iteration: the first,
+    then the second.
+    """
+
+    def __init__(self, component: Component, tier: Tier, make_order: Callable[[], EvictionOrder]) -> None:
+        self._component, self._tier = component, tier
+        self._others, self._expected = make_order(), make_order()
+
+    @property
+    def is_by_recency(self) -> bool:
+        return isinstance(self._others, RecencyList)
+
+    def insert(self, node: TreeNode) -> None:
+        self._order_of(node).insert(node)
+
+    def hit(self, node: TreeNode) -> None:
+        self._order_of(node).hit(node)
+
+    def lock(self, node: TreeNode) -> None:
+        self._order_of(node).lock(node)
+
+    def unlock(self, node: TreeNode) -> None:
+        self._order_of(node).unlock(node)
+
+    def on_leaf(self, node: TreeNode) -> None:
+        self._order_of(node).on_leaf(node)
+
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+        self._order_of(lower).split(upper, lower)  # as many expect the one as the other
+
+    def evict(self, node: TreeNode) -> None:
+        self._order_of(node).evict(node)
+
+    def victim(self) -> TreeNode | None:
+        return self._others.victim() or self._expected.victim()
+
+    def __contains__(self, node: TreeNode) -> bool:
+        return node in self._order_of(node)
+
+    def __iter__(self) -> Iterator[TreeNode]:
+        return itertools.chain(self._others, self._expected)
+
+    def __len__(self) -> int:
+        return len(self._others) + len(self._expected)
+
+    def _order_of(self, node: TreeNode) -> EvictionOrder:
+        return self._expected if node.holdings[self._component][self._tier].expected else self._others
+
+
 class EvictionStrategy(ABC):
     """Ranks nodes by a number or a tuple of numbers."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
+from disk_case import Clock
 from hicache import CacheEngine, CallbackFailed, ConfigError
 from hicache.serving import Request, RequestOutput, SamplingParams, Scheduler
-from serving_case import plain_greedy, prompt, shared, tiny_engine, tiny_llama, tiny_runner
+from serving_case import plain_greedy, prompt, shared, tiny_engine, tiny_llama, tiny_runner, token_bytes
 
 
 def _drain(scheduler: Scheduler) -> dict[str, RequestOutput]:
@@ -78,23 +80,60 @@ def test_a_higher_priority_takes_the_place_of_a_lower(limit: str) -> None:
     assert outputs["low"].tokens == plain_greedy(model, prompt(60, seed=1), 20)
 
 
-class _Clock:
-    """Seconds that pass when a test says so."""
+@pytest.mark.parametrize("host_tokens", [0, 272])
+def test_what_queued_requests_need_is_evicted_last(host_tokens: int) -> None:
+    """On a device, or on a device and a host, that cannot hold everything, a long request that runs before the queue
+    evicts the prefixes that no queued request needs, although they are younger; the queued ones hit."""
+    model = shared(tiny_llama)
+    needed, others = [prompt(64, seed=i) for i in range(2)], [prompt(64, seed=10 + i) for i in range(2)]
+    settings = {"device_tokens": 128 if host_tokens else 368, "host_bytes": host_tokens * token_bytes(model)}
+    with tiny_engine(model, **settings) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine), max_running=1)
+        for i, tokens in enumerate([*needed, *others]):
+            scheduler.run([Request(f"warm {i}", tokens, 1)])
+            engine.flush()
+        scheduler.submit(Request("long", prompt(100, seed=20), 24 if host_tokens else 120))
+        for i, tokens in enumerate(needed):
+            scheduler.submit(Request(f"needed {i}", np.concatenate([tokens, prompt(5, seed=30 + i)]), 3))
+        outputs = _drain(scheduler)
+        _assert_released(engine)
+        assert engine.stats()["admit.expected_requests"] == 0
+    for i in range(2):
+        assert outputs[f"needed {i}"].cached_len == 64, outputs[f"needed {i}"]
 
-    def __init__(self) -> None:
-        self.now_s = 100.0
 
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0, top_k=30, top_p=0.95, seed=5)], ids=str)
+def test_a_preempted_request_resumes_from_the_host(write_policy: str, params: SamplingParams) -> None:
+    """A request that is preempted in the middle of its answer, and whose slots are taken, loads its pages from the host
+    and goes on with the tokens of a run that was not preempted."""
+    model = shared(tiny_llama)
+    low = Request("low", prompt(60, seed=1), 60, params)
+    settings = {"device_tokens": 208, "host_bytes": 512 * token_bytes(model), "write_policy": write_policy}
+    with tiny_engine(model, **settings) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+        expected = scheduler.run([low])[0].tokens
+    with tiny_engine(model, **settings) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+        scheduler.submit(low)
+        for _ in range(30):
+            scheduler.step()
+        scheduler.submit(Request("high", prompt(150, seed=2), 40, priority=1))
+        before = engine.stats()["admit.host_hit_tokens"]
+        outputs = _drain(scheduler)
+        _assert_released(engine)
+        resumed = engine.stats()["admit.host_hit_tokens"] - before
+    assert outputs["low"].preemptions == 1 and list(outputs) == ["high", "low"]
+    assert resumed >= 64, "pages beyond the prompt came from the host"
+    assert outputs["low"].tokens == expected
 
 
-def test_a_deadline_ends_a_request_at_any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_ends_a_request_at_any_stage() -> None:
     """A request whose deadline passes while it waits, is in prefill or decodes ends with "timeout" and the tokens that
     it has; later ones and those without a deadline are served."""
-    model, clock = shared(tiny_llama), _Clock()
-    monkeypatch.setattr("hicache.serving.scheduler.time.perf_counter", clock)
+    model, clock = shared(tiny_llama), Clock()
     with tiny_engine(model) as engine:
-        scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=16, max_running=3)
+        scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=16, max_running=3, clock=clock)
         stream: list[int] = []
         scheduler.submit(Request("decodes", prompt(10, seed=1), 40, deadline_s=5.0), stream.append)
         scheduler.submit(Request("prefills", prompt(200, seed=2), 40, deadline_s=5.0))
@@ -115,10 +154,9 @@ def test_a_deadline_keeps_the_tokens() -> None:
     """The output of a request that timed out has the tokens that were streamed, and its reason."""
     model = shared(tiny_llama)
     stream: list[int] = []
-    with tiny_engine(model) as engine, pytest.MonkeyPatch.context() as patch:
-        clock = _Clock()
-        patch.setattr("hicache.serving.scheduler.time.perf_counter", clock)
-        scheduler = Scheduler(engine, tiny_runner(model, engine))
+    with tiny_engine(model) as engine:
+        clock = Clock()
+        scheduler = Scheduler(engine, tiny_runner(model, engine), clock=clock)
 
         def slow(token: int) -> None:
             stream.append(token)

@@ -314,9 +314,8 @@ def test_the_auditors_time_is_not_counted() -> None:
         def audit(self, lease: Any, tokens: Any) -> None:
             clock[0] += 1000.0
 
-    with tiny_engine(model, max_requests=1) as engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hicache.serving.scheduler.time.perf_counter", lambda: clock[0])
-        outputs = _scheduler(engine, model, auditor=Slow()).run(
+    with tiny_engine(model, max_requests=1) as engine:
+        outputs = _scheduler(engine, model, auditor=Slow(), clock=lambda: clock[0]).run(
             [Request(f"r{i}", prompt(30, seed=i), 2) for i in range(3)]
         )
     assert clock[0] == 3000.0

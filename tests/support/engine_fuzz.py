@@ -10,28 +10,20 @@ everything is given back. Without a disk a history follows from its seed alone. 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
 import itertools
 import logging
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 
-import hicache.factory
 from component_case import STATES, WINDOWS, compute, config, verify
-from disk_case import Clock, Gate, TroubledStore, failing
+from faults import Faults
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Lease, ModelGeometry, Prefetch, build_engine
-from hicache.disk import DiskTier
 from hicache.errors import HiCacheError, LeaseEnded, OutOfSlots, ResourceExhausted, TransferError
-from hicache.storage import LmdbPageStore
-from stepped_transfer import SleepingTransfers, SteppedTransfers
 
 FULL = ModelGeometry(3, 2, 4)
 MODELS = {"full": FULL, "window": WINDOWS, "hybrid": STATES}
@@ -56,15 +48,15 @@ class EngineFuzz:
         self.kind, self.model, self.rng = kind, MODELS[kind], np.random.default_rng([seed, len(kind)])
         self.stems = [self.rng.integers(0, 4, 64) for _ in range(5)]
         self.stems += [np.concatenate([stem[:32], self.rng.integers(0, 4, 32)]) for stem in self.stems[:3]]
-        self.clock, self.stores, self.gates = Clock(), list[TroubledStore](), list[Gate]()
+        self.faults = Faults(self.rng)
         self.live: dict[str, _Live] = {}
         self.ended: list[Lease] = []
         self.waiting: dict[str, tuple[Prefetch, CacheRequest]] = {}
         self.device = device
         self.names = (f"r{n}" for n in itertools.count())
-        with self._patched():
+        with self.faults.patched():
             self.engine = build_engine(self._settings(folder), self.model)
-        self.transfers = SteppedTransfers(self.engine) if device == "cpu" else SleepingTransfers(self.engine)
+        self.faults.attach(self.engine, device)
         self.engine.start()
 
     def run(self, num_steps: int) -> None:
@@ -72,15 +64,17 @@ class EngineFuzz:
             self.admit: 6,
             self.arrive: 3,
             self.admit_waiting: 3,
+            self.expect: 2,
             self.grow: 8,
             self.decode: 3,
             self.finish: 2,
+            self.retract: 1,
             self.abort: 2,
             self.commit_late: 1,
-            self.move_one: 8,
-            self.move_all: 1,
-            self.break_link: 1,
-            self.trouble_disk: 2,
+            self.faults.move_one: 8,
+            self.faults.move_all: 1,
+            self.faults.break_link: 1,
+            self.faults.trouble_disk: 2,
             self.poll: 5,
             self.flush: 1,
             self.misuse: 1,
@@ -92,7 +86,7 @@ class EngineFuzz:
                 self.engine.check()
             self.settle()
         finally:
-            self.heal()
+            self.faults.heal()
             self.engine.close()
 
     # Requests
@@ -101,10 +95,18 @@ class EngineFuzz:
         self._acquire(self._request())
 
     def arrive(self) -> None:
-        """A request comes and waits for the disk."""
+        """A request comes, expects its prefix to stay and waits for the disk."""
         request, mode = self._request(), str(self.rng.choice(["best_effort", "wait_complete", "timeout"]))
         handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, mode)  # type: ignore
+        self.engine.expect(request.request_id, request.tokens, request.namespace)
         self.waiting[request.request_id] = (handle, request)
+
+    def expect(self) -> None:
+        """A waiting request looks again what is there."""
+        name = self._any(self.waiting)
+        if name is not None:
+            request = self.waiting[name][1]
+            self.engine.expect(name, request.tokens, request.namespace)
 
     def admit_waiting(self) -> None:
         name = self._any(self.waiting)
@@ -152,8 +154,15 @@ class EngineFuzz:
             verify(self.engine, at.lease, at.tokens, at.done, self.model)
             self.engine.commit(at.lease, at.tokens[: at.done])
         except TransferError:
-            assert self.broken
+            assert self.faults.broken
         self._end(name)
+
+    def retract(self) -> None:
+        """A request makes room: what it committed is copied to the host first."""
+        name = self._any(self.live)
+        if name is not None:
+            self.engine.backup(self.live[name].lease)
+            self._end(name)
 
     def abort(self) -> None:
         name = self._any(self.live)
@@ -186,72 +195,28 @@ class EngineFuzz:
             _refused(lambda: self.engine.commit(at.lease, at.tokens + 1))
             _refused(lambda: self.engine.acquire(CacheRequest(name, at.tokens)))
 
-    # Copies and the disk
-
-    @property
-    def broken(self) -> bool:
-        """Whether a copy may have failed so far."""
-        return self._broke
-
-    _broke = False
-
-    def move_one(self) -> None:
-        links = self.transfers.links
-        if links:
-            links[self.rng.integers(len(links))].step()
-
-    def move_all(self) -> None:
-        self.transfers.finish()
-
-    def break_link(self) -> None:
-        """Copies of one direction and component fail from now on, or no more."""
-        links = [*self.transfers.up, *self.transfers.down]
-        if not links:
-            return
-        link = links[self.rng.integers(len(links))]
-        link.fails = None if link.fails or self.rng.random() < 0.3 else RuntimeError("the link is down")
-        self._broke = self._broke or link.fails is not None
-
-    def trouble_disk(self) -> None:
-        if not self.stores:
-            return
-        store, draw = self.stores[-1], self.rng.integers(4)
-        if draw == 0:
-            gate = Gate(*self.rng.choice(["get_into", "put", "contains"], 2, replace=False))
-            self.gates.append(gate)
-            store.trouble = gate
-        elif draw == 1:
-            store.trouble = failing(OSError(5, "I/O error"), str(self.rng.choice(["get_into", "put", "contains"])))
-        elif draw == 2:
-            self.clock.now_s += 11  # what is stalled is announced
-        else:
-            self._heal_disk()
+    # The engine
 
     def poll(self) -> None:
         self.engine.poll()
 
     def flush(self) -> None:
-        self._heal_disk()
+        self.faults.heal_disk()
         self.engine.flush()
-
-    def heal(self) -> None:
-        for link in (*self.transfers.up, *self.transfers.down):
-            link.fails = None
-        self._heal_disk()
 
     def settle(self) -> None:
         """Everything ends: nothing is left that anybody holds."""
-        self.heal()
+        self.faults.heal()
         for name in list(self.live):
             self._end(name, cancel=True)
         for name in self.waiting:
             self.engine.cancel(name)
         self.engine.flush()
-        self.clock.now_s += 3600
+        self.faults.clock.now_s += 3600
         self.engine.flush()
         self.engine.check()
         stats = self.engine.stats()
-        assert stats["device.protected_tokens"] == stats["engine.leases"] == 0
+        assert stats["device.protected_tokens"] == stats["engine.leases"] == stats["admit.expected_requests"] == 0
         if self.kind != "window":  # there the free are the fewer of full and window slots
             assert stats["device.free_tokens"] + stats["device.evictable_tokens"] == 128
 
@@ -272,21 +237,6 @@ class EngineFuzz:
             window_tokens=int(rng.choice([56, 96])),
             eviction_policy=str(rng.choice(["lru", "lfu", "fifo", "slru", "priority"])),
         )
-
-    @contextlib.contextmanager
-    def _patched(self) -> Iterator[None]:
-        """The engine's store can be troubled, and its clock is ours."""
-
-        def store(*args: object, **settings: object) -> TroubledStore:
-            self.stores.append(TroubledStore(LmdbPageStore(*args, **settings)))  # type: ignore[arg-type]
-            return self.stores[-1]
-
-        tier = functools.partial(DiskTier, clock=self.clock)
-        patches = (mock.patch.object(hicache.factory, *at) for at in (("LmdbPageStore", store), ("DiskTier", tier)))
-        with contextlib.ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(patch)
-            yield
 
     def _request(self) -> CacheRequest:
         rng = self.rng
@@ -324,7 +274,7 @@ class EngineFuzz:
             if commit:
                 self.engine.commit(at.lease, at.tokens[:end])
         except TransferError:
-            assert self.broken
+            assert self.faults.broken
             self._end(name)
             return False
         return True
@@ -341,14 +291,6 @@ class EngineFuzz:
         else:
             self.engine.release(lease)
         self.ended = [*self.ended[-5:], lease]
-
-    def _heal_disk(self) -> None:
-        for store in self.stores:
-            store.trouble = lambda verb: None
-        for gate in self.gates:
-            gate.open()
-        self.gates.clear()
-        self.clock.now_s += 3600
 
     def _any(self, names: dict[str, object]) -> str | None:
         return list(names)[self.rng.integers(len(names))] if names else None

@@ -29,19 +29,21 @@ def tiny_llama(
     heads: int = 4,
     kv_heads: int = 2,
     layers: int = 2,
+    head_dim: int = 16,
+    vocab: int = VOCAB,
     seed: int = 0,
     kernel: str = "sdpa",
     device: str = DEVICE,
 ) -> Any:
     """A Llama model with some thousand weights in float32."""
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=4096,
         eos_token_id=None,
         # Larger than the default, so logits differ by more than rounding.

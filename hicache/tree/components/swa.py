@@ -8,7 +8,7 @@ evict   any node: an inner one becomes a tombstone, which later matches may pass
 from __future__ import annotations
 
 from hicache.tree.components.base import MatchWalk, TreeComponent
-from hicache.tree.node import DEVICE, HOST, SWA, Tier, TreeNode
+from hicache.tree.node import DEVICE, HOST, SWA, Tier, TreeNode, last_nodes
 
 
 class _Window(MatchWalk):
@@ -37,7 +37,7 @@ class SwaComponent(TreeComponent):
         return _Window(self.window)
 
     def required_nodes(self, node: TreeNode) -> list[TreeNode]:
-        return _last_tokens(node, self.window)
+        return last_nodes(node, self.window)
 
     def nodes_to_lock(self, node: TreeNode, tier: Tier) -> list[TreeNode]:
         nodes = self.required_nodes(node)
@@ -49,19 +49,9 @@ class SwaComponent(TreeComponent):
         num_tokens = locks.pop()
         if not locks:
             del self._locked_tokens[node, tier]
-        return _last_tokens(node, num_tokens)
+        return last_nodes(node, num_tokens)
 
     def surplus_tokens(self, node: TreeNode) -> int:
         """Tokens at the front of `node` whose window state no match at its end needs, in whole pages."""
         surplus = max(0, node.num_tokens - self.window)
         return surplus // self._page_size * self._page_size
-
-
-def _last_tokens(node: TreeNode, num_tokens: int) -> list[TreeNode]:
-    """The nodes that the last `num_tokens` tokens up to the end of `node` lie in, deepest first."""
-    nodes: list[TreeNode] = []
-    while node.parent is not None and num_tokens > 0:
-        nodes.append(node)
-        num_tokens -= node.num_tokens
-        node = node.parent
-    return nodes

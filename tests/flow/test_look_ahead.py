@@ -1,0 +1,118 @@
+"""What queued requests expect to find is evicted last, on the device and on the host, whatever the eviction policy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hicache import CacheEngine, CacheRequest, build_engine
+from toy_model import GEOMETRY, compute, config, serve
+
+POLICIES = ["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
+TOKENS = np.arange(1, 33)  # as many as four host pages
+
+
+def _prompt(number: int) -> np.ndarray:
+    return TOKENS + 100 * number
+
+
+def _device(engine: CacheEngine, number: int) -> int:
+    return engine.lookup(_prompt(number)).device
+
+
+def _host(engine: CacheEngine, number: int) -> int:
+    found = engine.lookup(_prompt(number))
+    return found.device + found.host
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_device_keeps_what_is_expected(policy: str) -> None:
+    """Each of three prompts on a device that is full of them survives if it is expected and they are not, whichever
+    would have gone first; where nothing else is left, it goes too."""
+    for expected in range(3):
+        with build_engine(config(device_tokens=100, host_bytes=0, eviction_policy=policy), GEOMETRY) as engine:
+            for number in range(3):
+                serve(engine, str(number), _prompt(number))
+            engine.expect("queued", _prompt(expected))
+            serve(engine, "new", np.arange(500, 564))  # as many tokens as the other two
+            engine.check()
+            assert all((_device(engine, number) == 28) == (number == expected) for number in range(3))
+            serve(engine, "big", np.arange(600, 696))
+            assert _device(engine, expected) < 28
+            engine.cancel("queued")
+            engine.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_host_keeps_what_is_expected(policy: str) -> None:
+    """Of a host that is full, what a queued request expects goes last."""
+    for expected in range(3):
+        host_bytes = 12 * 8 * 192 + 2 * 8 * 192
+        with build_engine(config(device_tokens=40, host_bytes=host_bytes, eviction_policy=policy), GEOMETRY) as engine:
+            for number in range(3):
+                serve(engine, str(number), _prompt(number))
+                engine.flush()
+            engine.expect("queued", _prompt(expected))
+            for number in (3, 4):
+                serve(engine, str(number), _prompt(number))
+                engine.flush()
+            engine.check()
+            assert _host(engine, expected) >= 24, f"{expected} was evicted"
+
+
+def test_an_expectation_ends_with_its_request() -> None:
+    """After `cancel`, and after `acquire` and `release`, the least recently used goes first again; two requests that
+    expect one prefix both count."""
+    with build_engine(config(device_tokens=100, host_bytes=0), GEOMETRY) as engine:
+        for number in range(3):
+            serve(engine, str(number), _prompt(number))
+        for name in ("one", "two"):
+            engine.expect(name, _prompt(0))
+        engine.cancel("one")
+        assert engine.stats()["admit.expected_requests"] == 1
+        serve(engine, "new", _prompt(3)[:30])
+        assert _device(engine, 0) == 28 > _device(engine, 1)
+        with engine.acquire(CacheRequest("two", _prompt(0))):
+            assert engine.stats()["admit.expected_requests"] == 0
+        for number in (2, 3):
+            serve(engine, "again", _prompt(number)[:30])
+        serve(engine, "last", _prompt(5)[:30])
+        engine.check()
+        assert _device(engine, 0) < 28
+
+
+def test_an_expectation_follows_what_came_meanwhile() -> None:
+    """Asked again, it covers pages that another request committed since, also where nodes were split."""
+    with build_engine(config(device_tokens=128, host_bytes=0), GEOMETRY) as engine:
+        serve(engine, "head", _prompt(0)[:17])
+        engine.expect("queued", _prompt(0))
+        serve(engine, "other", np.concatenate([_prompt(0)[:8], _prompt(7)[:16]]))  # splits the head
+        serve(engine, "whole", _prompt(0))
+        engine.expect("queued", _prompt(0))
+        for number in (1, 2, 3, 4):
+            serve(engine, "filler", _prompt(number))
+            engine.check()
+        assert _device(engine, 0) == 28
+        engine.cancel("queued")
+        engine.check()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_what_makes_room_is_on_the_host(policy: str) -> None:
+    """A request that is backed up and released, and whose slots are taken, finds its whole pages on the host."""
+    settings = config(device_tokens=64, write_policy=policy)
+    with build_engine(settings, GEOMETRY) as engine:
+        tokens = np.concatenate([_prompt(0), _prompt(1)[:11]])
+        with engine.acquire(CacheRequest("retracted", _prompt(0))) as lease:
+            compute(engine, lease, _prompt(0), lease.cached_len, 32)
+            engine.extend(lease, 11)
+            compute(engine, lease, tokens, 32, 43)
+            engine.commit(lease, tokens)
+            engine.backup(lease)
+        serve(engine, "next", _prompt(2)[:30])
+        serve(engine, "next", _prompt(3)[:30])
+        engine.flush()
+        found = engine.lookup(tokens)
+        assert found.device + found.host == 40 and found.host >= 24
+        serve(engine, "back", tokens)
+        engine.check()

@@ -1,0 +1,48 @@
+"""Random histories of the scheduler: every account is proved after every step, and every answer is that of no cache.
+
+See `tests/support/serving_fuzz.py`, which also runs as a program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from serving_fuzz import MODELS, run
+
+
+def _assert_everything_happened(counts: Counter[str]) -> None:
+    """The histories went through what they are about."""
+    for what in ("length", "stop", "abort", "timeout", "preemptions", "device", "host", "restore.failures"):
+        assert counts[what] > 0, f"no {what} in {dict(counts)}"
+
+
+def test_random_histories() -> None:
+    """300 requests over full attention, windows and states, on tiny tiers that fail: all answers that ended are those
+    of no cache, the others are prefixes of them, and afterwards nothing is left that anybody holds."""
+    counts: Counter[str] = Counter()
+    for kind in MODELS:
+        for seed in range(2):
+            counts += run(kind, seed, 50)
+    _assert_everything_happened(counts)
+
+
+def test_random_histories_of_a_model() -> None:
+    """The same with a transformer in float32: its tokens are those of whole passes without a cache."""
+    counts: Counter[str] = Counter()
+    for seed in range(4):
+        counts += run("model", seed, 50)
+    _assert_everything_happened(counts)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", MODELS)
+def test_ten_thousand_requests(kind: str) -> None:
+    """A third of ten thousand requests, in histories of 60."""
+    counts: Counter[str] = Counter()
+    for seed in range(100, 156):
+        counts += run(kind, seed, 60)
+    _assert_everything_happened(counts)
+    assert counts["disk"] > 0 and counts["backup.failures"] > 0 and counts["persist.failed_pages"] > 0

@@ -1,0 +1,90 @@
+"""Faults in every tier of one engine, by a draw: copies that take as long as it says or fail, and a disk that fails and
+stalls, on a clock of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+
+import hicache.factory
+from disk_case import Clock, Gate, TroubledStore, failing
+from hicache import CacheEngine
+from hicache.disk import DiskTier
+from hicache.storage import LmdbPageStore
+from stepped_transfer import SleepingTransfers, SteppedTransfers
+
+
+class Faults:
+    """Build the engine inside `patched()`, then `attach` it, then start it. `broken`: a copy may have failed so far."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng, self.clock = rng, Clock()
+        self.stores, self.gates = list[TroubledStore](), list[Gate]()
+        self.broken = False
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        """The engine's store can be troubled, and its clock is ours."""
+
+        def store(*args: object, **settings: object) -> TroubledStore:
+            self.stores.append(TroubledStore(LmdbPageStore(*args, **settings)))  # type: ignore[arg-type]
+            return self.stores[-1]
+
+        tier = functools.partial(DiskTier, clock=self.clock)
+        patches = (mock.patch.object(hicache.factory, *at) for at in (("LmdbPageStore", store), ("DiskTier", tier)))
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            yield
+
+    def attach(self, engine: CacheEngine, device: str = "cpu") -> None:
+        self.transfers = SteppedTransfers(engine) if device == "cpu" else SleepingTransfers(engine)
+
+    def move_one(self) -> None:
+        links = self.transfers.links
+        if links:
+            links[self.rng.integers(len(links))].step()
+
+    def move_all(self) -> None:
+        self.transfers.finish()
+
+    def break_link(self, down: bool = True) -> None:
+        """Copies of one direction and component fail from now on, or no more. `down`: it may be one to the host."""
+        links = [*self.transfers.up, *(self.transfers.down if down else ())]
+        if not links:
+            return
+        link = links[self.rng.integers(len(links))]
+        link.fails = None if link.fails or self.rng.random() < 0.3 else RuntimeError("the link is down")
+        self.broken = self.broken or link.fails is not None
+
+    def trouble_disk(self) -> None:
+        if not self.stores:
+            return
+        store, draw = self.stores[-1], self.rng.integers(4)
+        if draw == 0:
+            gate = Gate(*self.rng.choice(["get_into", "put", "contains"], 2, replace=False))
+            self.gates.append(gate)
+            store.trouble = gate
+        elif draw == 1:
+            store.trouble = failing(OSError(5, "I/O error"), str(self.rng.choice(["get_into", "put", "contains"])))
+        elif draw == 2:
+            self.clock.now_s += 11  # what is stalled is announced
+        else:
+            self.heal_disk()
+
+    def heal(self) -> None:
+        for link in (*self.transfers.up, *self.transfers.down):
+            link.fails = None
+        self.heal_disk()
+
+    def heal_disk(self) -> None:
+        for store in self.stores:
+            store.trouble = lambda verb: None
+        for gate in self.gates:
+            gate.open()
+        self.gates.clear()
+        self.clock.now_s += 3600

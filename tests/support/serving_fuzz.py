@@ -1,0 +1,253 @@
+"""Random histories of a scheduler: requests with shared prefixes, priorities and deadlines, on tiers too small for
+them, with aborts at any moment, callers that abort, submit and raise, copies that take as long as the draw says or
+fail, and a disk that fails and stalls.
+
+What was streamed of a request is its output, and is what it would get alone without a cache, up to where it ended. At
+the end of a history nothing is left that anybody holds. As a program it runs for a while:
+
+    python tests/support/serving_fuzz.py --requests 10000 [--kind full] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from component_case import config
+from engine_fuzz import MODELS, POLICIES
+from faults import Faults
+from hash_runner import VOCAB, HashRunner, answer
+from hicache import AdvancedConfig, DiskConfig, EngineConfig, build_engine
+from hicache.config import PrefetchMode
+from hicache.errors import CallbackFailed, OutOfSlots, OutOfStates, TransferError
+from hicache.serving import Chunk, ModelRunner, Request, RequestOutput, SamplingParams, Scheduler
+from hicache.serving.base import Runner
+from hicache.serving.sampling import choose_tokens
+from serving_case import geometry_of, plain_logits, tiny_llama
+
+GEOMETRIES = {**MODELS, "model": MODELS["full"]}
+_ERRORS = (CallbackFailed, OutOfSlots, OutOfStates, TransferError)
+DEVICE_TOKENS = 128
+
+
+class _WaitingRunner:
+    """Has the loads of a pass carried out first, which nobody else does while a pass waits for them."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        for chunk in chunks:
+            for load in chunk.lease.loads:
+                load.op.wait()
+        return self._runner.forward(chunks)
+
+
+def _answer_of(model: Any, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
+    """What a model generates by whole passes without a cache. One pass verifies as much of `draft` as is right."""
+    sequence, draft = request.tokens.tolist(), list(draft)
+    while True:
+        done = len(sequence) - len(request.tokens)
+        logits = plain_logits(model, [*sequence, *draft[done:]])[len(sequence) - 1 :]
+        steps = range(done, done + len(logits))
+        for token, guess in zip_longest(
+            choose_tokens(logits, [request.sampling_params] * len(logits), steps), draft[done:]
+        ):
+            sequence.append(token)
+            if len(sequence) == len(request.tokens) + request.max_new_tokens or token in request.eos_ids:
+                return tuple(sequence[len(request.tokens) :])
+            if token != guess:
+                break
+
+
+class ServingFuzz:
+    """One scheduler under one history. `folder`: for the store of an engine with a disk."""
+
+    def __init__(self, kind: str, seed: int, folder: Path | None) -> None:
+        self.kind, self.rng = kind, np.random.default_rng([seed, len(kind)])
+        self.model = tiny_llama(layers=3, heads=2, head_dim=4, vocab=VOCAB, device="cpu") if kind == "model" else None
+        self.stems = [self.rng.integers(0, 4, 64) for _ in range(8)]
+        self.stems += [np.concatenate([stem[:32], self.rng.integers(0, 4, 32)]) for stem in self.stems[:4]]
+        self.faults = Faults(self.rng)
+        with self.faults.patched():
+            self.engine = build_engine(self._settings(folder), GEOMETRIES[kind])
+        self.faults.attach(self.engine)
+        self.engine.start()
+        self.scheduler = Scheduler(
+            self.engine,
+            _WaitingRunner(
+                ModelRunner(self.model, self.engine, geometry_of(self.model))
+                if self.model is not None
+                else HashRunner(self.engine, GEOMETRIES[kind])
+            ),
+            chunk_tokens=int(self.rng.choice([8, 16, 40])),
+            max_running=int(self.rng.choice([2, 4, 8])),
+            stall_timeout_s=30.0,
+            clock=self.faults.clock,
+        )
+        self.names = (f"r{number}" for number in itertools.count())
+        self.requests: dict[str, Request] = {}
+        self.streams: dict[str, list[int]] = {}
+        self.counts: Counter[str] = Counter()
+
+    def run(self, num_requests: int) -> Counter[str]:
+        """Serve that many requests, and some more that callers submit."""
+        try:
+            while len(self.requests) < num_requests:
+                if self.scheduler.num_unfinished < 12:
+                    for _ in range(int(self.rng.integers(0, 4))):
+                        self._submit()
+                self._disturb()
+                self._step()
+            self.faults.heal()
+            while self.scheduler.num_unfinished:
+                self.faults.clock.now_s += 0.01
+                self._step()
+            self._settle()
+        finally:
+            self.faults.heal()
+            self.engine.close()
+        return self.counts
+
+    def _step(self) -> None:
+        for _ in range(int(self.rng.integers(0, 6))):
+            self.faults.move_one()
+        for output in self.scheduler.step():
+            self._verify(output)
+        self.engine.check()
+
+    def _disturb(self) -> None:
+        draw = self.rng.random()
+        if draw < 0.04:
+            self._abort_any()
+        elif draw < 0.1:
+            self.faults.break_link(down=self.rng.random() < 0.2)
+        elif draw < 0.12:
+            self.faults.trouble_disk()
+        elif draw < 0.2:
+            self.faults.clock.now_s += float(self.rng.choice([0.1, 1.0, 5.0]))
+        elif draw < 0.22:
+            self.faults.heal()  # an hour passes
+
+    def _submit(self) -> None:
+        rng, name = self.rng, next(self.names)
+        stem = self.stems[rng.integers(len(self.stems))][: rng.integers(1, 97)]
+        request = Request(
+            name,
+            np.concatenate([stem, rng.integers(0, 4, rng.integers(0, 20))]),
+            int(rng.integers(1, 30)),
+            SamplingParams(1.0, seed=int(rng.integers(100))) if rng.random() < 0.3 else SamplingParams(),
+            namespace=str(rng.choice(["", "", "tenant"])),
+            eos_ids=frozenset(rng.integers(0, VOCAB, 1).tolist()) if rng.random() < 0.3 else frozenset(),
+            priority=int(rng.integers(-1, 3)),
+            deadline_s=float(rng.choice([0.5, 5.0, 40.0])) if rng.random() < 0.2 else None,
+        )
+        self.requests[name], self.streams[name] = request, []
+        self.scheduler.submit(request, lambda token: self._on_token(name, token))
+
+    def _on_token(self, name: str, token: int) -> None:
+        self.streams[name].append(token)
+        draw = self.rng.random()
+        if draw < 0.002:
+            raise KeyError("the client is gone")
+        if draw < 0.004:
+            self.scheduler.abort(name)
+        elif draw < 0.006:
+            self._abort_any()
+        elif draw < 0.01:
+            self._submit()
+
+    def _abort_any(self) -> None:
+        if self.requests:
+            self.scheduler.abort(str(self.rng.choice(list(self.requests)[-12:])))
+
+    def _verify(self, output: RequestOutput) -> None:
+        name = output.request_id
+        request, stream = self.requests[name], tuple(self.streams.pop(name))
+        assert output.tokens == stream
+        expected = answer(request) if self.model is None else _answer_of(self.model, request, stream)
+        assert stream == expected[: len(stream)], f"{name}: {stream} instead of {expected}"
+        assert stream == expected or output.finish_reason not in ("length", "stop")
+        assert output.error is None or isinstance(output.error, _ERRORS), output.error
+        self.counts[output.finish_reason] += 1
+        self.counts["preemptions"] += output.preemptions
+        for tier in ("device", "host", "disk"):
+            self.counts[tier] += getattr(output.hit, tier)
+
+    def _settle(self) -> None:
+        """Everything is where it began."""
+        assert not self.streams, "a request has not ended"
+        self.faults.move_all()
+        self.engine.flush()
+        self.faults.clock.now_s += 3600
+        self.engine.flush()
+        self.engine.check()
+        for fault in ("restore.failures", "backup.failures", "prefetch.lost_pages", "persist.failed_pages"):
+            self.counts[fault] += int(self.engine.stats().get(fault, 0))
+        stats, table = self.engine.stats(), self.engine.req_to_token
+        assert stats["device.protected_tokens"] == stats["engine.leases"] == stats["admit.expected_requests"] == 0
+        assert table.available_size() == table.size
+        if self.kind != "window":  # there the free are the fewer of full and window slots
+            assert stats["device.free_tokens"] + stats["device.evictable_tokens"] == DEVICE_TOKENS
+
+    def _settings(self, folder: Path | None) -> EngineConfig:
+        rng = self.rng
+        return config(
+            device_tokens=DEVICE_TOKENS,
+            disk=folder and DiskConfig(path=str(folder / "store"), budget_bytes=1 << 20),
+            prefetch_mode=str(rng.choice(get_args(PrefetchMode))),
+            prefetch_timeout_s=0.01,
+            advanced=AdvancedConfig(transfer_chunk_tokens=16, disk_reader_threads=2),
+            write_policy=str(rng.choice(POLICIES)),
+            page_size=int(rng.choice([1, 4, 8])),
+            host_bytes=int(rng.choice([10, 16, 30])) * 8 * 256,
+            host_states=int(rng.choice([4, 8])),
+            mamba_size=int(rng.choice([14, 20])),
+            window_tokens=int(rng.choice([72, 112])),
+            eviction_policy=str(rng.choice(["lru", "lfu", "fifo", "slru", "priority"])),
+        )
+
+
+def run(kind: str, seed: int, num_requests: int) -> Counter[str]:
+    """One history; over a disk in each second."""
+    with tempfile.TemporaryDirectory() as folder:
+        return ServingFuzz(kind, seed, Path(folder) if seed % 2 else None).run(num_requests)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--each", type=int, default=60)
+    parser.add_argument("--kind", choices=list(GEOMETRIES), action="append")
+    parser.add_argument("--seed", type=int, default=0)
+    flags = parser.parse_args()
+    logging.disable(logging.ERROR)
+    counts, found, start_s = Counter[str](), 0, time.monotonic()
+    for seed in itertools.count(flags.seed):
+        for kind in flags.kind or MODELS:
+            try:
+                counts += run(kind, seed, flags.each)
+            except Exception as error:  # noqa: BLE001 - printed and counted; the next history may find another
+                found += 1
+                print(f"--kind {kind} --seed {seed}: {type(error).__name__}: {error}", flush=True)
+        served = sum(counts[reason] for reason in ("length", "stop", "abort", "timeout", "error"))
+        if served >= flags.requests or found > 20:
+            print(f"{served} requests in {time.monotonic() - start_s:.0f} s, {found} findings: {dict(counts)}")
+            return int(bool(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
