@@ -44,6 +44,7 @@ def measure_pipeline(report: Report, folder: Path, device: torch.device, tokens:
         device=str(device),
         model_id="bench",
         prefetch_mode="wait_complete",
+        prefetch_host_share=1.0,
         disk=DiskConfig(path=str(folder / "pipeline"), budget_bytes=max(256 << 20, documents * tokens * (160 << 10))),
         advanced=AdvancedConfig(disk_reader_threads=8),
     )

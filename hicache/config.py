@@ -36,7 +36,7 @@ from hicache.settings import (
 if TYPE_CHECKING:
     import torch  # importing it takes a second, which the command line does not always need
 
-PrefetchMode = Literal["best_effort", "wait_complete", "timeout"]
+PrefetchMode = Literal["auto", "best_effort", "wait_complete", "timeout"]
 Kernels = Literal["triton", "torch"]
 Durability = Literal["relaxed", "commit"]
 Filter = Literal["auto", "none", "byte_shuffle", "channel_byte_shuffle"]
@@ -194,16 +194,26 @@ class EngineConfig:
     selective_hits: Annotated[
         int, Whole("hits after which write_through_selective backs a page up", 1, unit="hits")
     ] = 2
-    prefetch_mode: Annotated[PrefetchMode, Choice("whether requests wait for the disk", get_args(PrefetchMode))] = (
-        "best_effort"
-    )
+    prefetch_mode: Annotated[
+        PrefetchMode,
+        Choice(
+            "whether requests wait for the disk; auto: as long as computing would take longer", get_args(PrefetchMode)
+        ),
+    ] = "auto"
     prefetch_timeout_s: Annotated[
         float, Number("maximum wait under prefetch_mode=timeout", 0, _MAX_S, unit="seconds")
     ] = 1.0
+    prefetch_host_share: Annotated[
+        float, Number("maximum share of the host tier that waits for requests to be admitted", 0, 1, unit="of 1")
+    ] = 0.5
     prefill_tokens_per_s: Annotated[
-        float,
-        Number("speed of prefill; loads slower than recomputation are skipped; 0: always load", unit="tokens/second"),
-    ] = 0.0
+        float | Auto,
+        Number(
+            "speed of prefill; what would be slower to load or to wait for is computed; 0: nothing would",
+            unit="tokens/second",
+            computed_from="passes that are timed while serving",
+        ),
+    ] = "auto"
     eviction_policy: Annotated[str, Text("eviction order: lru, lfu, fifo, mru, filo, priority, slru")] = "lru"
     window_tokens: Annotated[
         int,

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy.typing as npt
 import torch
@@ -29,8 +29,10 @@ from hicache.flow.commit import Commit
 from hicache.flow.completion import Agreement, Completion, single_rank
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
+from hicache.flow.cost import CostModel
 from hicache.flow.device_eviction import DeviceEviction
 from hicache.flow.host_eviction import HostEviction
+from hicache.flow.inspection import Inspection
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
 from hicache.flow.persist import Persist
 from hicache.flow.prefetch import Prefetch, Prefetcher
@@ -58,16 +60,6 @@ def _abandon(transfers: Sequence[TransferBackend], disk: DiskTier | None) -> Non
         disk.close(max(0.0, deadline_s - time.monotonic()))
 
 
-class Inspection(NamedTuple):
-    """What an engine is made of."""
-
-    context: EngineContext
-    backup: Backup | None
-    restore: Restore
-    persist: Persist | None
-    prefetcher: Prefetcher | None
-
-
 class CacheEngine:
     """One hierarchical cache. Build it with `hicache.factory.build_engine`; use it in a `with`, or `start` and
     `close` it.
@@ -81,10 +73,11 @@ class CacheEngine:
         self._context = context
         self._leases: dict[str, Lease] = {}
         disk, host_eviction = context.disk, HostEviction(context)
+        self._cost = CostModel.of(context)
         self._persist = Persist(context, disk) if disk is not None else None
-        self._prefetcher = Prefetcher(context, disk, host_eviction) if disk is not None else None
+        self._prefetcher = Prefetcher(context, disk, host_eviction, self._cost) if disk is not None else None
         self._backup = Backup(context, host_eviction, self._persist) if context.has_host else None
-        self._restore = Restore(context)
+        self._restore = Restore(context, self._cost)
         eviction = DeviceEviction(context, self._backup)
         self._admit = Admit(context, self._restore, eviction, self._backup)
         self._commit = Commit(context, self._restore, eviction, self._backup, self._persist)
@@ -197,16 +190,17 @@ class CacheEngine:
     ) -> Prefetch:
         """Start bringing pages of the prompt from disk to the host; `.ready` says when admission need not wait.
 
-        `mode` (default: the configuration's): best_effort never makes the request wait, wait_complete until the end,
-        timeout for `prefetch_timeout_s`.
+        `mode` (default: the configuration's): auto waits as long as that is estimated to be faster than computing,
+        best_effort never makes the request wait, wait_complete until the end, timeout for `prefetch_timeout_s`.
+        `acquire` or `cancel` of the request ends it, and what it holds of `prefetch_host_share`.
         """
         self._require_running()
-        packed, namespace, config = valid_tokens(tokens), valid_namespace(namespace), self._context.config
-        mode = config.prefetch_mode if mode is None else valid_mode(mode)
-        handle = Prefetch(valid_request_id(request_id), mode, time.monotonic() + config.prefetch_timeout_s)
-        handle.ended = self._prefetcher is None
-        if self._prefetcher:
-            self._prefetcher.start(handle, packed[:-1], namespace)
+        packed, namespace, request_id = valid_tokens(tokens), valid_namespace(namespace), valid_request_id(request_id)
+        mode = self._context.config.prefetch_mode if mode is None else valid_mode(mode)
+        if self._prefetcher is not None:
+            return self._prefetcher.start(request_id, packed[:-1], namespace, mode)
+        handle = Prefetch(request_id, mode)
+        handle.ended = True
         return handle
 
     def expect(self, request_id: str, tokens: npt.ArrayLike, namespace: str = "") -> None:
@@ -219,6 +213,18 @@ class CacheEngine:
         """Land what has finished. Call it once a step; it never blocks."""
         self._require_running()
         self._completion.poll()
+        if self._prefetcher is not None:
+            self._prefetcher.step()
+
+    def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float | None = None) -> None:
+        """A pass over `num_tokens` of prompts took `seconds`. What is faster to compute than to load is computed.
+
+        `mean_position`: of these tokens in their sequences, since attention costs more behind a long prefix; None: they
+        begin a prompt. Report passes that waited for no load (`hicache.serving.prefill_meter`).
+        """
+        self._require_running()
+        if valid_count("num_tokens", num_tokens) and seconds > 0:
+            self._cost.observe_prefill(num_tokens, seconds, num_tokens / 2 if mean_position is None else mean_position)
 
     # A request's life
 

@@ -35,11 +35,13 @@ SOCIABLE = {RANKS["cli"], RANKS["engine"], RANKS["config"]}
 
 # Within flow/, from the top down: a movement imports those of lower levels.
 FLOW_LEVELS = (
+    ("inspection",),
     ("admit", "commit"),
     ("device_eviction",),
     ("backup",),
     ("persist", "prefetch", "restore"),
-    ("host_eviction", "disk_prefix", "check"),
+    ("prefix_read",),
+    ("host_eviction", "disk_prefix", "check", "cost"),
     ("context",),
     ("components",),
     ("lease", "completion"),

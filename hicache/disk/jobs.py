@@ -69,12 +69,14 @@ class ReadJob:
 
 @dataclass(frozen=True)
 class ReadDone:
-    """`ok[i]`: page i holds verified bytes. `asked`: how many pages, from the first on, the store was asked for."""
+    """`ok[i]`: page i holds verified bytes. `asked`: how many pages, from the first on, the store was asked for;
+    `seconds`: how long that took, on the tier's clock."""
 
     ticket: int
     batch: int
     ok: tuple[bool, ...]
     asked: int = 0
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)

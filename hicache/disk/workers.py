@@ -87,7 +87,7 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store, self._owns_store = store, owns_store
-        self._full_bytes, self._limits, self._clock = full_bytes, limits, clock
+        self._full_bytes, self._limits, self.clock = full_bytes, limits, clock
         self._write_errors = 0  # of the writer thread alone
         self._failed_touches = 0
         self._late_lookup: Outcomes[FindJob | ReadJob, FindDone | ReadDone] | None = None
@@ -192,7 +192,7 @@ class DiskTier:
 
     def _is_void(self, job: ReadJob) -> bool:
         """Whether the pages are no longer wanted."""
-        return job.cancelled.is_set() or self._clock() >= job.deadline_s
+        return job.cancelled.is_set() or self.clock() >= job.deadline_s
 
     def _find(self, job: FindJob, token: BreakerToken) -> FindDone:
         judge = self._judge_read()
@@ -205,12 +205,14 @@ class DiskTier:
     def _read(self, job: ReadJob, token: BreakerToken) -> ReadDone:
         """A part at a time, as long as the rest is wanted; pages behind a gap would be useless."""
         ok: list[bool] = []
+        begin_s = self.clock()
         while len(ok) < len(job.keys) and all(ok) and not (ok and self._is_void(job)):
             part = slice(len(ok), len(ok) + _PART_PAGES)
             call = partial(self.store.get_into, job.keys[part], job.pages[part])
             got = _ask(self.reads.breaker, token, call, self._judge_read())
             ok += got or [False] * len(job.keys[part])
-        return ReadDone(job.ticket, job.batch, tuple(ok + [False] * (len(job.keys) - len(ok))), asked=len(ok))
+        missing = [False] * (len(job.keys) - len(ok))
+        return ReadDone(job.ticket, job.batch, tuple(ok + missing), asked=len(ok), seconds=self.clock() - begin_s)
 
     def _write(self, jobs: list[WriteJob], token: BreakerToken) -> list[WriteDone]:
         """All jobs in one `put`; each answer tells of the job's own pages."""

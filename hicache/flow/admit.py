@@ -145,7 +145,7 @@ class Admit:
         resident = tree.usable_len(match, match.device_len, on_host=False)
         if best > resident:
             num_bytes = sum(component.load_bytes(best, match) for component in self._context.components)
-            if not self._restore.is_worthwhile(num_bytes, best - resident):
+            if not self._restore.is_worthwhile(num_bytes, resident, best):
                 return resident, False
         return best, best > resident
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,6 +68,12 @@ class DiskPrefix:
         """One component after the other."""
         pages = range(self.num_usable, self.num_pages)
         return tuple(key for component in self._others for key in self.keys_of(component.name, pages))
+
+    def common_pages(self, other: DiskPrefix) -> int:
+        """With how many equal pages both prompts begin. A key names all tokens up to its page, so the first that
+        differs is found by bisection."""
+        ours, theirs = self._keys, other._keys
+        return bisect_left(range(min(len(ours), len(theirs))), True, key=lambda index: ours[index] != theirs[index])
 
     def keys_of(self, component: Component, indices: Sequence[int]) -> list[bytes]:
         return self.context.tree.names.of_component(component, [self._keys[index] for index in indices])

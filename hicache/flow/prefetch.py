@@ -1,124 +1,126 @@
-"""Disk to host: what a waiting request needs is read before it is admitted.
+"""Disk to host, the requests: who waits for which read, and for how long.
 
-A prefetch extends the prefix that memory can serve. It asks the store what it holds, chooses the longest prefix that
-all components can use, takes host pages, reads batches and inserts full pages in order, each batch when those before it
-are there; windows and states are attached at the end. What was inserted stays, however the prefetch ends. Pages that
-were given to a reader are freed only when the reader is done: a stalled one returns them later.
+A request's prefetch extends the prefix that memory can serve, by a read of its own or by one in flight that brings the
+same pages; it continues where that ends. A share of the host pool bounds what is read for requests that were not
+admitted. What does not fit, or not now, is tried again while the request waits to be admitted.
 
-    find -> (host pages) -> read, batch by batch -> tree
+    start -> read (its own, or shared) -> ended
+                ^            |
+                |            v
+                +-------- postponed      no room on the host, or none in the readers' queue
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import torch
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from hicache.config import PrefetchMode
-from hicache.disk.jobs import FIND, FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
+from hicache.disk.jobs import FindDone, Stalled
 from hicache.disk.workers import DiskTier
 from hicache.errors import PrefetchPending
-from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
+from hicache.flow.cost import CostModel
 from hicache.flow.disk_prefix import DiskPrefix
 from hicache.flow.host_eviction import HostEviction
+from hicache.flow.prefix_read import BATCH_PAGES, PrefixRead, PrefixReads
 from hicache.tree.key import Tokens
-from hicache.tree.node import DEVICE, FULL, HOST, Component, TreeNode
+from hicache.tree.node import FULL, Component
 
-_BATCH_PAGES = 8
+_RETRY_S = 0.05  # between two attempts to start what was postponed
 
 
 class Prefetch:
-    """A caller's view of one prefetch. `ready`: admission need not wait. Changes only in `poll()` and `cancel()`."""
+    """A caller's view of one prefetch. `ready`: admission need not wait. Changes in `poll()` and `cancel()` alone, but
+    for a deadline that passes."""
 
-    def __init__(self, request_id: str, mode: PrefetchMode, deadline_s: float) -> None:
-        self.request_id, self.mode, self.deadline_s = request_id, mode, deadline_s
+    def __init__(
+        self, request_id: str, mode: PrefetchMode, deadline_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.request_id, self.mode, self.deadline_s, self._clock = request_id, mode, deadline_s, clock
         self.found_tokens = self.landed_tokens = 0
+        self.waits = mode != "best_effort"
         self.ended = False
 
     @property
     def ready(self) -> bool:
-        """Best effort never waits; a timeout waits until its deadline; wait_complete until the end."""
-        if self.ended or self.mode == "best_effort":
+        """Best effort never waits; a timeout waits until its deadline; wait_complete until the end; auto as long as
+        that is estimated to be faster than computing."""
+        if self.ended or not self.waits:
             return True
-        return self.mode == "timeout" and time.monotonic() >= self.deadline_s
+        return self.mode == "timeout" and self._clock() >= self.deadline_s
 
 
-@dataclass
-class _Batch:
-    """Pages of a component that one job reads: `indices` in the prompt, `pages` of the host pool."""
+@dataclass(eq=False)
+class _Waiter:
+    """A request that was not admitted yet. `read`: what brings pages for it; None while it is postponed.
 
-    component: CacheComponent
-    indices: list[int]
-    pages: torch.Tensor
-    ok: tuple[bool, ...] | None = None
-
-
-@dataclass
-class _Ticket:
-    """One prefetch in flight. `anchor`: the node, locked on the host, behind which full pages are inserted.
-
-    `batches`: jobs that read, full pages first; `next_batch`: the first that was not inserted. `outstanding`: jobs that
-    were not answered; `stalled`: the batches of those whose thread is stalled. `failed`: nothing more can be inserted.
+    [seen_end, end)   pages of its prompt that are to land: those of its own read, or the part that it shares
+    `owns`: the read is for its whole prompt. `progress_s`: when something last landed for it. `decided_s`: when the
+    store had told what it holds and the request chose to wait; `estimate_s`: for how long, where that is known.
     """
 
     handle: Prefetch
-    prefix: DiskPrefix
-    anchor: TreeNode
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    batches: list[_Batch] = field(default_factory=list)
-    stalled: set[int] = field(default_factory=set)
-    next_batch: int = 0
-    outstanding: int = 1
+    tokens: Tokens
+    namespace: str
+    progress_s: float
+    read: PrefixRead | None = None
+    owns: bool = False
+    num_usable: int = 0
+    seen_end: int = 0
     end: int = 0
-    failed: bool = False
+    estimate_s: float | None = None
+    decided_s: float | None = None
 
     @property
-    def read_class(self) -> ReadClass:
-        """Urgent where a request waits for it."""
-        return ReadClass.BACKGROUND_READ if self.handle.mode == "best_effort" else ReadClass.URGENT_READ
+    def wanted_end(self) -> int:
+        assert self.read is not None
+        return min(self.end, self.read.end)
 
-    @property
-    def read_until_s(self) -> float:
-        return self.handle.deadline_s if self.handle.mode == "timeout" else math.inf
+
+class _Counters:
+    """Decisions and outcomes."""
+
+    def __init__(self, context: EngineContext) -> None:
+        count = context.metrics.counter
+        self.waits = count("prefetch.waits", "requests for which waiting was estimated to be faster than computing")
+        self.skipped = count("prefetch.skipped", "requests that did not wait because computing was estimated faster")
+        self.gave_up = count("prefetch.gave_up", "requests that stopped waiting because computing the rest was faster")
+        self.shared = count("prefetch.shared", "prefetches that joined a read in flight")
+        self.postponed = count("prefetch.postponed", "prefetches refused or cut short by host pages or the read queue")
+        self.retries = count("prefetch.retries", "attempts to start what was postponed")
+        self.estimated_ns = count("prefetch.estimated_ns", "estimates of the waits that came to their end")
+        self.waited_ns = count("prefetch.waited_ns", "and how long these took")
 
 
 class Prefetcher:
-    """Owned by the scheduler thread."""
+    """Owned by the scheduler thread. `waiters`, by request, are in order of arrival."""
 
-    def __init__(self, context: EngineContext, disk: DiskTier, host_eviction: HostEviction) -> None:
-        self._context, self._disk, self._host_eviction = context, disk, host_eviction
-        self._ids = itertools.count()
-        self._tickets: dict[int, _Ticket] = {}
-        self._by_request: dict[str, _Ticket] = {}
-        # Of prefetches that ended, by ticket and batch: what a stalled thread has. A find has no pages.
-        self._left: dict[tuple[int, int], _Batch | None] = {}
-        count = context.metrics.counter
-        self._bytes = count("prefetch.bytes", "bytes of pages that came from the store to the host")
-        self._lost = count("prefetch.lost_pages", "pages the store announced and could not give back verified")
-        self._refused = count("prefetch.refused", "prefetches not started because the readers' queue was full")
+    def __init__(self, context: EngineContext, disk: DiskTier, host_eviction: HostEviction, cost: CostModel) -> None:
+        self._context, self._disk, self._cost, self._clock = context, disk, cost, disk.clock
+        self._reads = PrefixReads(context, disk, host_eviction, cost)
+        self._waiters: dict[str, _Waiter] = {}
+        # Pages that landed for requests that were not admitted. A claim goes with its handle, so that a caller who
+        # forgets a request takes nothing from others for good.
+        self._claims: WeakKeyDictionary[Prefetch, int] = WeakKeyDictionary()
+        self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
+        self._retry_at_s = -math.inf
+        self._counters = _Counters(context)
+        context.metrics.gauge("prefetch.claimed_pages", "host pages read for requests not admitted", self._claimed)
 
-    def start(self, handle: Prefetch, tokens: Tokens, namespace: str) -> None:
+    def start(self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode) -> Prefetch:
         """Extend the prefix of `tokens` that memory can serve (the caller leaves out what must be computed anyway)."""
-        prefix = DiskPrefix.of(self._context, tokens, namespace)
-        if prefix.is_complete or handle.request_id in self._by_request:
+        now_s = self._clock()
+        handle = Prefetch(request_id, mode, now_s + self._context.config.prefetch_timeout_s, self._clock)
+        if request_id in self._waiters:
             handle.ended = True
-            return
-        number = next(self._ids)
-        queue_class = ReadClass.BACKGROUND_FIND if handle.mode == "best_effort" else ReadClass.URGENT_FIND
-        if not self._disk.reads.submit(FindJob(number, prefix.page_keys, queue_class, prefix.component_keys)):
-            self._refused.value += 1
-            handle.ended = True
-            return
-        tree = self._context.tree
-        anchor = tree.node_at(prefix.match, prefix.num_host_pages * tree.page_size)
-        tree.lock(anchor, HOST)
-        self._tickets[number] = self._by_request[handle.request_id] = _Ticket(handle, prefix, anchor)
+            return handle
+        waiter = self._waiters[request_id] = _Waiter(handle, tokens, namespace, now_s)
+        self._begin(waiter)
+        return handle
 
     def lookup(self, tokens: Tokens, namespace: str, wait_s: float) -> int | None:
         """Tokens that the disk adds to what memory can serve; None where the store did not answer in time."""
@@ -133,207 +135,219 @@ class Prefetcher:
 
     def settle(self, request_id: str) -> None:
         """The request is about to be admitted: raise if it must wait, else read no further for it."""
-        ticket = self._by_request.get(request_id)
-        if ticket is None:
-            return
-        if not ticket.handle.ready:
+        waiter = self._waiters.get(request_id)
+        if waiter is not None and not waiter.handle.ready:
             raise PrefetchPending(f"prefetch of {request_id} is in flight: poll() until it is ready, or cancel it")
         self.cancel(request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Read no further. What readers hold comes back through `complete`."""
-        ticket = self._by_request.get(request_id)
-        if ticket is not None:
-            self._stop(ticket)
+        """The request is admitted or gone: read no further for it, unless others want the same."""
+        claimants = [handle for handle in self._claims if handle.request_id == request_id]
+        num_pages = sum(self._claims.pop(handle) for handle in claimants)
+        waiter = self._waiters.pop(request_id, None)
+        if waiter is None:
+            return
+        waiter.handle.ended = True
+        if waiter.read is not None:
+            self._claim(waiter.read, num_pages)
+            self._stop_unwanted(waiter.read)
 
     def finished(self) -> Sequence[int]:
-        return self._disk.reads.finished()
+        return self._reads.finished()
 
     def complete(self, through: Sequence[int]) -> None:
-        for done in self._disk.reads.take(through):
-            late = (done.ticket, done.batch)
-            if late in self._left:
-                self._free(self._left.pop(late))
-                continue
-            ticket = self._tickets[done.ticket]
-            if isinstance(done, Stalled):
-                ticket.stalled.add(done.batch)
-                self._stop(ticket)
-            else:
-                ticket.outstanding -= 1
-                ticket.stalled.discard(done.batch)
-                self._take(ticket, done)
-            if ticket.outstanding == len(ticket.stalled):
-                self._end(done.ticket, ticket)
+        for read, done in self._reads.take(through):
+            landed = read.landed_end
+            self._reads.apply(read, done)
+            self._claim(read, read.landed_end - landed)
+            if isinstance(done, FindDone):
+                self._found(read)
+            for waiter in self._waiters_of(read):
+                if isinstance(done, Stalled):
+                    self._end(waiter)
+                else:
+                    self._advance(waiter)
+            self._stop_unwanted(read)
+            if read.is_done:
+                self._end_read(read)
+
+    def step(self) -> None:
+        """Decide anew who waits, and start what was postponed. Once a poll; costs nothing where nobody waits."""
+        if self._waiters:
+            self._retry()
+            self._decide(self._waiters.values())
 
     def is_busy(self) -> bool:
-        return bool(self._tickets)
+        return bool(len(self._reads))
 
     def pages_in_flight(self, component: Component) -> int:
         """Host pages of a component that were taken for reads and are not in the tree."""
-        batches = [batch for ticket in self._tickets.values() for batch in ticket.batches]
-        batches += [batch for batch in self._left.values() if batch is not None]
-        return sum(len(batch.pages) for batch in batches if batch.component.name == component)
+        return self._reads.pages_in_flight(component)
 
-    def _stop(self, ticket: _Ticket) -> None:
-        """Nobody waits for it, and nothing more is read for it."""
-        ticket.handle.ended = True
-        ticket.cancelled.set()
-        if self._by_request.get(ticket.handle.request_id) is ticket:
-            del self._by_request[ticket.handle.request_id]
+    # From waiting to reading and back
 
-    def _take(self, ticket: _Ticket, done: FindDone | ReadDone) -> None:
-        if isinstance(done, FindDone):
-            self._read(done.ticket, ticket, done)
+    def _begin(self, waiter: _Waiter) -> None:
+        """Read what the waiter still lacks, with others where a read in flight brings it."""
+        prefix = DiskPrefix.of(self._context, waiter.tokens, waiter.namespace)
+        if prefix.is_complete or not self._max_pages:
+            self._end(waiter)
             return
-        self._lost.value += done.asked - sum(done.ok)
-        ticket.batches[done.batch].ok = done.ok
-        self._insert_batches(ticket)
-
-    def _read(self, number: int, ticket: _Ticket, found: FindDone) -> None:
-        """Take host pages for the longest prefix that all components can use, and queue the reads."""
-        if ticket.cancelled.is_set():
+        waiter.num_usable, waiter.seen_end, waiter.end = prefix.num_usable, prefix.num_host_pages, prefix.num_pages
+        ends = [(self._shared_end(read, prefix, waiter), read) for read in self._reads.in_flight()]
+        shared_end, read = max(ends, key=lambda end: end[0], default=(0, None))
+        if read is not None and shared_end:
+            self._counters.shared.value += 1
+            waiter.read, waiter.owns, waiter.end = read, False, shared_end
+            if read.found is not None:
+                self._note_found([waiter], read)
             return
-        prefix, components = ticket.prefix, self._context.by_name
-        num_pages = min(found.num_pages, self._host_eviction.capacity(self._context.full))
-        longest = prefix.usable_end(found, found.num_pages)
-        ticket.end = longest if num_pages == found.num_pages else prefix.usable_end(found, num_pages)
-        ticket.handle.found_tokens = max(0, longest - prefix.num_host_pages) * self._context.tree.page_size
-        for name, indices in prefix.to_read(ticket.end, found).items():
-            component = components[name]
-            pages = self._host_eviction.alloc(component, len(indices))
-            if pages is None:
-                ticket.failed = True
-                return
-            if indices:
-                self._queue(number, ticket, component, indices, pages)
-
-    def _queue(
-        self, number: int, ticket: _Ticket, component: CacheComponent, indices: list[int], pages: torch.Tensor
-    ) -> None:
-        component.host.begin_read(pages)
-        views, keys = component.host.views(pages), ticket.prefix.keys_of(component.name, indices)
-        for start in range(0, len(indices), _BATCH_PAGES):
-            end = start + _BATCH_PAGES
-            batch = len(ticket.batches)
-            ticket.batches.append(_Batch(component, indices[start:end], pages[start:end]))
-            job = ReadJob(
-                number,
-                batch,
-                tuple(keys[start:end]),
-                tuple(views[start:end]),
-                ticket.cancelled,
-                ticket.read_until_s,
-                ticket.read_class,
-            )
-            if not self._disk.reads.submit(job):
-                self._refused.value += 1
-                ticket.batches[batch:] = [_Batch(component, indices[start:], pages[start:], ())]
-                return
-            ticket.outstanding += 1
-
-    def _insert_batches(self, ticket: _Ticket) -> None:
-        """Insert the full pages that have arrived without a gap."""
-        while not ticket.failed and ticket.next_batch < len(ticket.batches):
-            batch = ticket.batches[ticket.next_batch]
-            if batch.component.name != FULL or batch.ok is None:
-                return
-            num_good = next((i for i, verified in enumerate(batch.ok) if not verified), len(batch.ok))
-            accepted = self._insert(ticket, batch, num_good) if num_good else 0
-            ticket.next_batch += 1
-            if accepted < len(batch.indices):
-                ticket.failed = True
-                ticket.cancelled.set()  # what follows a gap is of no use
-
-    def _insert(self, ticket: _Ticket, batch: _Batch, num_pages: int) -> int:
-        """Insert the first pages of a batch behind the anchor; returns how many were (the others stay the batch's)."""
-        tree, host, prefix = self._context.tree, batch.component.host, ticket.prefix
-        step, first, pages = tree.page_size, batch.indices[0], batch.pages[:num_pages]
-        result = tree.insert(
-            ticket.anchor, prefix.tokens[first * step : (first + num_pages) * step], pages, HOST, prefix.namespace
-        )
-        num_placed = result.accepted_len // step
-        host.end_read(pages[:num_placed])
-        for twice in result.duplicates:
-            host.free(pages[twice.start // step : twice.end // step])
-        gained = set(result.gained)
-        for node in result.node.path():
-            if node is ticket.anchor:
-                break
-            if node in gained:
-                end = node.depth_tokens // step
-                node.page_keys = prefix.keys_of(FULL, list(range(end - node.num_tokens // step, end)))
-                node.holdings[FULL][HOST].stored = True
-                node.from_disk = not node.holds(FULL, DEVICE)
-        tree.move_lock(ticket.anchor, result.node, HOST)
-        ticket.anchor = result.node
-        batch.pages = batch.pages[num_placed:]
-        ticket.handle.landed_tokens += num_placed * step
-        self._bytes.value += num_placed * host.page_bytes
-        return num_placed
-
-    def _attach(self, ticket: _Ticket) -> None:
-        """All full pages are there: attach what the other components have read."""
-        tree, step = self._context.tree, self._context.tree.page_size
-        match = tree.match(ticket.prefix.tokens[: ticket.end * step], ticket.prefix.namespace)
-        if match.full_len < ticket.end * step:
-            return
-        last = tree.node_at(match, ticket.end * step)
-        if not last.holds(FULL, HOST):
-            return
-        for component in self._context.components[1:]:
-            read = [batch for batch in ticket.batches if batch.component is component and batch.ok]
-            pages = {
-                index: page
-                for batch in read
-                for index, page, ok in zip(batch.indices, batch.pages.tolist(), batch.ok or (), strict=True)
-                if ok
-            }
-            used = self._attach_component(last, component, pages) if pages else set()
-            for batch in read:
-                taken = torch.tensor([page in used for page in batch.pages.tolist()], dtype=torch.bool)
-                component.host.end_read(batch.pages[taken])
-                batch.pages = batch.pages[~taken]
-            self._bytes.value += len(used) * component.host.page_bytes
-
-    def _attach_component(self, last: TreeNode, component: CacheComponent, pages: dict[int, int]) -> set[int]:
-        """Attach pages, by their index in the prompt, to the nodes up to `last` that lack them; returns those used."""
-        tree, step, name = self._context.tree, self._context.tree.page_size, component.name
-        first, used = min(pages), set[int]()
-        for node in last.path():
-            end, start = node.depth_tokens // step, (node.depth_tokens - node.num_tokens) // step
-            if start < first < end and not component.rules.at_node_end:
-                tree.split_prefix(node, (first - start) * step)
-                start = first
-            indices = [end - 1] if component.rules.at_node_end else list(range(start, end))
-            lacks = not node.holds(name, HOST) and node.pending(name) is None and node.holds(FULL, HOST)
-            if lacks and all(index in pages for index in indices):
-                tree.attach(node, name, HOST, torch.tensor([pages[index] for index in indices]))
-                node.holdings[name][HOST].stored = True
-                used.update(pages[index] for index in indices)
-            if start <= first:
-                break
-        return used
-
-    def _end(self, number: int, ticket: _Ticket) -> None:
-        """All readers are done, but stalled ones: free what is not in the tree and what they do not have."""
-        full = [batch for batch in ticket.batches if batch.component.name == FULL]
-        is_whole = not (ticket.failed or ticket.stalled or any(len(batch.pages) for batch in full))
-        if is_whole and len(full) < len(ticket.batches):
-            self._attach(ticket)
-        self._stop(ticket)
-        del self._tickets[number]
-        for index, batch in enumerate(ticket.batches):
-            if index in ticket.stalled:
-                self._left[number, index] = batch
-            else:
-                self._free(batch)
-        if FIND in ticket.stalled:
-            self._left[number, FIND] = None
-        self._context.tree.unlock(ticket.anchor, HOST)
+        handle = waiter.handle
+        until_s = handle.deadline_s if handle.mode == "timeout" else math.inf
+        own = self._reads.start(prefix, is_urgent=handle.waits, until_s=until_s) if self._room() > 0 else None
+        waiter.read, waiter.owns = own, own is not None
+        if own is None:
+            self._postpone(waiter)
 
     @staticmethod
-    def _free(batch: _Batch | None) -> None:
-        if batch is not None:
-            batch.component.host.end_read(batch.pages)
-            batch.component.host.free(batch.pages)
+    def _shared_end(read: PrefixRead, prefix: DiskPrefix, waiter: _Waiter) -> int:
+        """The end of the pages that `prefix` lacks and `read` brings; 0 for none. Who waits joins no read that nobody
+        waits for: those come after all others."""
+        if not read.is_live or (waiter.handle.waits and not read.is_urgent):
+            return 0
+        common = read.prefix.common_pages(prefix)
+        if common == prefix.num_pages == read.prefix.num_pages:
+            return common
+        end = min(common, read.end)
+        return end if read.landed_end <= prefix.num_host_pages < end else 0
+
+    def _found(self, read: PrefixRead) -> None:
+        """The store has told what it holds: read it, for those who wait before others."""
+        waiters = self._waiters_of(read)
+        self._note_found(waiters, read)
+        self._decide(waiters)
+        read.is_urgent = any(waiter.handle.waits for waiter in waiters)
+        self._reads.fetch(read, self._room())
+
+    def _note_found(self, waiters: Sequence[_Waiter], read: PrefixRead) -> None:
+        for waiter in waiters:
+            num_found = max(0, min(waiter.end, read.found_end) - waiter.seen_end)
+            waiter.handle.found_tokens = waiter.handle.landed_tokens + num_found * self._context.tree.page_size
+
+    def _advance(self, waiter: _Waiter) -> None:
+        """Tell the waiter what has landed. Who shares a part only continues behind it."""
+        read = waiter.read
+        assert read is not None
+        landed = min(read.landed_end, waiter.wanted_end)
+        if landed > waiter.seen_end:
+            waiter.handle.landed_tokens += (landed - waiter.seen_end) * self._context.tree.page_size
+            waiter.seen_end, waiter.progress_s = landed, self._clock()
+        if not waiter.owns and waiter.end < read.prefix.num_pages and read.landed_end >= waiter.end:
+            self._begin(waiter)
+
+    def _end_read(self, read: PrefixRead) -> None:
+        self._reads.end(read)
+        for waiter in self._waiters_of(read):
+            # A read that was cut short by the queue alone goes on, as long as each attempt brings something.
+            goes_on = read.is_short and read.has_landed and self._room() > 0
+            if not waiter.owns or goes_on:
+                self._begin(waiter)
+            elif read.is_short:
+                self._postpone(waiter)
+            else:
+                self._end(waiter)
+
+    def _postpone(self, waiter: _Waiter) -> None:
+        """Wait for room. It comes from others alone, when they are admitted or gone: a wait has an end only where there
+        are such, and where its mode bounds it."""
+        self._counters.postponed.value += 1
+        waiter.read, waiter.owns = None, False
+        handle = waiter.handle
+        others = len(self._reads) or any(other is not handle for other in self._claims)
+        if handle.mode == "wait_complete" or not others:
+            handle.waits = False
+
+    def _retry(self) -> None:
+        """The request that came first goes first, and the others after it."""
+        postponed = next((waiter for waiter in self._waiters.values() if waiter.read is None), None)
+        if postponed is None or self._clock() < self._retry_at_s or self._room() <= 0:
+            return
+        self._retry_at_s = self._clock() + _RETRY_S
+        self._counters.retries.value += 1
+        self._begin(postponed)
+
+    def _end(self, waiter: _Waiter) -> None:
+        handle = waiter.handle
+        if handle.waits and waiter.decided_s is not None and waiter.estimate_s is not None:
+            self._counters.estimated_ns.value += int(waiter.estimate_s * 1e9)
+            self._counters.waited_ns.value += int((self._clock() - waiter.decided_s) * 1e9)
+        handle.ended = True
+        del self._waiters[handle.request_id]
+
+    def _waiters_of(self, read: PrefixRead) -> list[_Waiter]:
+        return [waiter for waiter in self._waiters.values() if waiter.read is read]
+
+    def _stop_unwanted(self, read: PrefixRead) -> None:
+        """Read no further than somebody wants."""
+        ends = [waiter.wanted_end for waiter in self._waiters_of(read)]
+        if not ends or (read.found is not None and max(ends) < read.end and read.landed_end >= max(ends)):
+            self._reads.stop(read)
+
+    # Whether waiting is faster than computing
+
+    def _decide(self, waiters: Iterable[_Waiter]) -> None:
+        """Those in mode auto stop waiting where computing what is missing is estimated to be faster."""
+        waiting = [waiter for waiter in waiters if waiter.handle.mode == "auto" and waiter.handle.waits]
+        if not waiting:
+            return
+        ahead: dict[PrefixRead, int] = {}
+        num_bytes = 0
+        for read in self._reads.in_flight():
+            ahead[read] = num_bytes
+            num_bytes += read.bytes_left(read.end) if read.is_live and read.is_urgent else 0
+        for waiter in waiting:
+            self._weigh(waiter, 0 if waiter.read is None else ahead.get(waiter.read, 0))
+
+    def _weigh(self, waiter: _Waiter, ahead_bytes: int) -> None:
+        """Compare for one waiter. `ahead_bytes`: of other reads, which come before its own.
+
+        Whatever the estimate, nobody waits for longer without progress than computing would take: with unknown rates,
+        or a disk that has just become slow, a wait costs at most as much again.
+        """
+        read, page, now_s = waiter.read, self._context.tree.page_size, self._clock()
+        # Windows and states come last, and nothing is of use without them.
+        landed = waiter.seen_end if len(self._context.components) == 1 else 0
+        start, end = max(waiter.num_usable, landed) * page, (waiter.end if read is None else waiter.wanted_end) * page
+        if start >= end:
+            return
+        compute_s, wait_s = self._cost.longest_wait_s(start, end), None
+        is_known = read is not None and read.found is not None
+        if read is not None and is_known:
+            wait_s = self._wait_s(ahead_bytes, read.bytes_left(waiter.wanted_end))
+        if now_s - waiter.progress_s > compute_s or (wait_s is not None and wait_s > compute_s):
+            waiter.handle.waits = False
+            counted = self._counters.skipped if is_known and waiter.decided_s is None else self._counters.gave_up
+            counted.value += 1
+        elif is_known and waiter.decided_s is None:
+            waiter.decided_s, waiter.estimate_s = now_s, wait_s
+            self._counters.waits.value += 1
+
+    def _wait_s(self, ahead_bytes: int, num_bytes: int) -> float | None:
+        """Until `num_bytes` are on the device, behind `ahead_bytes`; None where the disk's rate is unknown."""
+        total_bytes = ahead_bytes + num_bytes
+        num_jobs = math.ceil(total_bytes / (BATCH_PAGES * self._context.full.host.page_bytes))
+        read_s = self._cost.read_s(total_bytes, num_jobs)
+        return None if read_s is None else read_s + (self._cost.load_s(num_bytes) or 0.0)
+
+    # The share of the host pool
+
+    def _claim(self, read: PrefixRead, num_pages: int) -> None:
+        """Pages that landed count for the first request that waits for them."""
+        waiter = next(iter(self._waiters_of(read)), None)
+        if waiter is not None and num_pages:
+            self._claims[waiter.handle] = self._claims.get(waiter.handle, 0) + num_pages
+
+    def _claimed(self) -> int:
+        return sum(self._claims.values()) + self._reads.pages_in_flight(FULL)
+
+    def _room(self) -> int:
+        return self._max_pages - self._claimed()

@@ -13,33 +13,32 @@ import torch
 from hicache.flow.completion import CopyMovement
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
+from hicache.flow.cost import CostModel
 from hicache.flow.lease import Lease
 from hicache.flow.load import Load, LoadPlan
 from hicache.tree.node import DEVICE, HOST, TreeNode, joined
 
-_SMOOTHING = 0.2
-
 
 class Restore(CopyMovement[Load]):
-    def __init__(self, context: EngineContext) -> None:
+    def __init__(self, context: EngineContext, cost: CostModel) -> None:
         super().__init__()
-        self._context = context
-        self._bytes_per_s = 0.0
+        self._context, self._cost = context, cost
         self._estimates_s = (0.0, 0.0)
         count, gauge = context.metrics.counter, context.metrics.gauge
         self._bytes = count("restore.bytes", "bytes copied from host to device")
         self._copy_ns = count("restore.copy_ns", "time those copies took")
+        self._estimated_ns = count("restore.estimated_ns", "what they were estimated to take, where that was known")
         self._failures = count("restore.failures", "loads that failed; their nodes stayed on the host")
         self._declined = count("restore.declined", "loads skipped because recomputation was estimated to be faster")
         gauge("restore.last_load_s", "the last estimate of a load", lambda: self._estimates_s[0])
         gauge("restore.last_compute_s", "and of recomputing the same tokens", lambda: self._estimates_s[1])
 
-    def is_worthwhile(self, num_bytes: int, num_tokens: int) -> bool:
-        """Whether loading `num_bytes` is faster than computing `num_tokens`. Yes, until both speeds are known."""
-        rate = self._context.config.prefill_tokens_per_s
-        if not rate or not self._bytes_per_s:
+    def is_worthwhile(self, num_bytes: int, start: int, end: int) -> bool:
+        """Whether loading `num_bytes` is faster than computing positions [start, end). Yes, until both speeds are
+        known."""
+        load_s, compute_s = self._cost.load_s(num_bytes), self._cost.prefill_s(start, end)
+        if load_s is None or compute_s is None:
             return True
-        load_s, compute_s = num_bytes / self._bytes_per_s, num_tokens / rate
         self._estimates_s = (load_s, compute_s)
         self._declined.value += load_s > compute_s
         return load_s <= compute_s
@@ -129,8 +128,8 @@ class Restore(CopyMovement[Load]):
         seconds = load.op.seconds()
         self._bytes.value += load.op.num_bytes
         self._copy_ns.value += int(seconds * 1e9)
-        speed = load.op.num_bytes / max(seconds, 1e-9)
-        self._bytes_per_s += (_SMOOTHING if self._bytes_per_s else 1.0) * (speed - self._bytes_per_s)
+        self._estimated_ns.value += int((self._cost.load_s(load.op.num_bytes) or 0.0) * 1e9)
+        self._cost.observe_load(load.op.num_bytes, seconds)
 
     def _abandon(self, load: Load) -> None:
         """Take what a failed load was to bring off the device. Its slots stay out of use as long as they are read."""

@@ -231,7 +231,9 @@ def _defaults(flags: argparse.Namespace, workload: Workload, temporary: str) -> 
         "max_requests": workload.concurrency,
         "max_context_len": _pages(workload.max_len, page) * page,
         "prefill_chunk_tokens": workload.chunk_tokens,
+        # What the tiers bring is shown, however fast this machine computes.
         "prefetch_mode": "wait_complete",
+        "prefill_tokens_per_s": 0,
         "model_id": workload.loaded.model_id,
     }
     sources = EngineConfig.sources_of(flags)

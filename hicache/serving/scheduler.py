@@ -30,6 +30,7 @@ from hicache.errors import (
     TransferError,
 )
 from hicache.serving.base import Auditor, OnToken, Runner
+from hicache.serving.prefill_meter import PrefillMeter
 from hicache.serving.request import FinishReason, Request, RequestOutput
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
 from hicache.serving.runner import Chunk
@@ -65,6 +66,7 @@ class Scheduler:
         if chunk_tokens < 1 or max_running < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens} and max_running={max_running} must be at least 1")
         self._engine, self._runner, self._auditor = engine, runner, auditor
+        self._prefill_meter = PrefillMeter(engine)
         self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
         self._unfinished: dict[str, ScheduledRequest] = {}
         self._waiting_queue, self._running_batch = RequestQueue(), RequestQueue()
@@ -242,8 +244,10 @@ class Scheduler:
 
     def _forward(self, batch: Sequence[ScheduledRequest]) -> None:
         """One pass over the batch; callers are told of tokens when what was computed is recorded for all requests."""
+        chunks = [Chunk(req.held_lease, req.sequence, req.kv_len, req.end) for req in batch]
         try:
-            logits = self._runner.forward([Chunk(r.held_lease, r.sequence, r.kv_len, r.end) for r in batch])
+            with self._prefill_meter.measure(chunks):
+                logits = self._runner.forward(chunks)
         except TransferError as error:
             self._repeat(batch, error)
             return

@@ -87,8 +87,9 @@ def test_a_computed_value_says_what_it_follows_from(capsys: pytest.CaptureFixtur
     """A value that is left to the engine is shown as auto, with what it is computed from; one that is set is not."""
     settings = figures(capsys)["settings"]
     auto = {name for name, row in settings.items() if row["value"] == "auto"}
-    assert auto == {"host_bytes", "dtype", "window_tokens", "mamba_size", "host_states"}
-    assert auto == {name for name, row in settings.items() if "computed_from" in row}
+    computed = {"host_bytes", "dtype", "prefill_tokens_per_s", "window_tokens", "mamba_size", "host_states"}
+    assert auto == computed | {"prefetch_mode"}  # a mode of that name
+    assert computed == {name for name, row in settings.items() if "computed_from" in row}
     assert "available memory" in settings["host_bytes"]["computed_from"]
     for flag in (["--host-bytes", "0"], ["--host-ratio", "2"]):
         settings = figures(capsys, *flag)["settings"]

@@ -76,7 +76,7 @@ def test_python_yaml_and_flags_agree(tmp_path: Path) -> None:
         ({"device_tokens": 63}, "device_tokens=63 is below 64"),
         ({"device_tokens": 63, "host_bytes": 1 << 20}, "device_tokens=63 is below 64"),
         ({"dtype": "int3"}, "dtype='int3': choose one of auto, float32"),
-        ({"prefetch_mode": "never"}, "choose one of best_effort"),
+        ({"prefetch_mode": "never"}, "choose one of auto, best_effort"),
         ({"host_bytes": -1}, "host_bytes=-1 is below 0"),
         ({"host_bytes": "automatic"}, "host_bytes='automatic' is not a size in bytes"),
         ({"host_bytes": 1 << 20, "host_ratio": 2.0}, "give one of them"),
@@ -189,9 +189,11 @@ def test_sources_are_known(tmp_path: Path) -> None:
 
 
 def test_auto_is_a_word_and_zero() -> None:
-    """The word auto is accepted where the engine computes a value. host_bytes and dtype keep it, since 0 bytes mean no
-    host tier; sizes of which 0 makes no sense become 0. Other numbers refuse it."""
-    words = dict.fromkeys(("host_bytes", "dtype", "window_tokens", "mamba_size", "host_states"), "auto")
+    """The word auto is accepted where the engine computes a value. host_bytes, dtype and prefill_tokens_per_s keep it,
+    since 0 bytes mean no host tier and a speed of 0 is one; sizes of which 0 makes no sense become 0. Other numbers
+    refuse it."""
+    kept = ("host_bytes", "dtype", "prefill_tokens_per_s")
+    words = dict.fromkeys((*kept, "window_tokens", "mamba_size", "host_states"), "auto")
     config = EngineConfig.from_dict({"device_tokens": 64, **words})
     assert config == EngineConfig(device_tokens=64) and (config.host_bytes, config.window_tokens) == ("auto", 0)
     assert config.has_host and config.cache_page_size == config.host_page_size

@@ -114,7 +114,9 @@ def test_numbers_and_names_out_of_range_are_refused(engine: CacheEngine) -> None
         unchanged(engine, lambda at=name: engine.acquire(request(at, TOKENS)), InvalidArgument, "request_id=")
         unchanged(engine, lambda at=name: engine.prefetch(at, TOKENS), InvalidArgument, "request_id=")  # type: ignore
     mode: Any = "nonsense"
-    unchanged(engine, lambda: engine.prefetch("a", TOKENS, mode=mode), InvalidArgument, "best_effort, wait_complete")
+    unchanged(
+        engine, lambda: engine.prefetch("a", TOKENS, mode=mode), InvalidArgument, "auto, best_effort, wait_complete"
+    )
     lease = engine.acquire(CacheRequest("b", TOKENS))
     for count in (-500, -1, 1.5, True, None):
         unchanged(engine, lambda at=count: engine.extend(lease, at), InvalidArgument, "num_tokens=")  # type: ignore

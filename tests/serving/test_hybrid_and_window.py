@@ -43,6 +43,7 @@ def engine_for(model: Any, **settings: Any) -> CacheEngine:
         "dtype": "float32",
         "device": str(model.device),
         "model_id": "tiny",
+        "prefill_tokens_per_s": 0,  # what is loaded is to depend on no time
     }
     return build_engine(EngineConfig.from_dict({**defaults, **settings}), geometry_of(model))
 

@@ -78,6 +78,7 @@ class EngineFuzz:
             self.poll: 5,
             self.flush: 1,
             self.misuse: 1,
+            self.measure: 1,
         }
         choices = [action for action, weight in actions.items() for _ in range(weight)]
         try:
@@ -96,7 +97,7 @@ class EngineFuzz:
 
     def arrive(self) -> None:
         """A request comes, expects its prefix to stay and waits for the disk."""
-        request, mode = self._request(), str(self.rng.choice(["best_effort", "wait_complete", "timeout"]))
+        request, mode = self._request(), str(self.rng.choice(["auto", "best_effort", "wait_complete", "timeout"]))
         handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, mode)  # type: ignore
         self.engine.expect(request.request_id, request.tokens, request.namespace)
         self.waiting[request.request_id] = (handle, request)
@@ -195,9 +196,14 @@ class EngineFuzz:
             _refused(lambda: self.engine.commit(at.lease, at.tokens + 1))
             _refused(lambda: self.engine.acquire(CacheRequest(name, at.tokens)))
 
+    def measure(self) -> None:
+        """From now on computing is faster, or slower, than whatever moves bytes."""
+        self.engine.observe_prefill(10**7, float(self.rng.choice([1e-9, 1e12])))
+
     # The engine
 
     def poll(self) -> None:
+        self.faults.clock.now_s += 0.02
         self.engine.poll()
 
     def flush(self) -> None:
@@ -230,6 +236,7 @@ class EngineFuzz:
             advanced=AdvancedConfig(transfer_chunk_tokens=16, disk_reader_threads=2),
             device=self.device,
             write_policy=str(rng.choice(POLICIES)),
+            prefetch_host_share=float(rng.choice([0.1, 0.5, 1.0])),
             page_size=int(rng.choice([1, 2, 4, 8])),
             host_bytes=int(rng.choice([14, 24, 40])) * 8 * 256,
             host_states=int(rng.choice([2, 6])),

@@ -93,6 +93,7 @@ def tiny_engine(model: Any, **settings: Any) -> CacheEngine:
         "device": str(model.device),
         "model_id": "tiny",
         "prefetch_mode": "wait_complete",
+        "prefill_tokens_per_s": 0,  # what is loaded is to depend on no time
         "host_bytes": 0,
         "advanced": {"transfer_chunk_tokens": 64, "staging_bytes": 1 << 20},
     }

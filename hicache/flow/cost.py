@@ -1,0 +1,161 @@
+"""What it costs to bring pages and to compute tokens, by rates that are measured while serving.
+
+    read_s      disk -> host      completed reads, and how many readers work side by side
+    load_s      host -> device    completed loads
+    prefill_s   computing         passes that the scheduler reports
+
+The prefetch compares waiting with computing, the load gate loading with computing, both through this one class.
+docs/decisions/028-prefetch-that-pays.md says what the estimates leave out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from hicache.flow.context import EngineContext
+from hicache.metrics import Metrics
+
+_KEEP = 0.9  # what the operations so far weigh when another one ends
+_STALE_S = 60.0
+_HALF_LIFE_TOKENS = 1 << 17
+_MIN_SPREAD = 0.01
+# Below what serves long contexts on a GPU, so that an unknown speed makes requests wait rather than compute.
+_ASSUMED_TOKENS_PER_S = 1000.0
+_GAUGED_TOKENS = 8192
+
+
+class TransferRate:
+    """Bytes per second of recent operations, large ones counting by their bytes.
+
+    Unknown before the first, and when the last is older than `_STALE_S`: a tier that was found slow is used no more, so
+    nothing else would ever show that it has recovered.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._num_bytes = self._seconds = 0.0
+        self._observed_s = -math.inf
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes:
+            self._num_bytes = _KEEP * self._num_bytes + num_bytes
+            self._seconds = _KEEP * self._seconds + seconds
+            self._observed_s = self._clock()
+
+    def seconds(self, num_bytes: float) -> float | None:
+        """How long `num_bytes` take; None where the rate is unknown."""
+        if self._clock() - self._observed_s > _STALE_S:
+            return None
+        return num_bytes * self._seconds / self._num_bytes
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The last known rate, 0 before the first operation."""
+        return self._num_bytes / max(self._seconds, 1e-9)
+
+
+class PrefillCost:
+    """Seconds of prefill as `token_s * tokens + pair_s * tokens * mean position`, fitted to the passes observed.
+
+    The first term is what every token costs, the second attention, which grows with the position: the speed at 128k is
+    not that at 1k. Least squares over passes, which fade with a half-life of `_HALF_LIFE_TOKENS` computed tokens; so
+    short passes, which are mostly overhead, weigh little. Passes at one and the same position cannot tell the terms
+    apart: then the first has it all.
+    """
+
+    def __init__(self) -> None:
+        # Sums over passes; x: tokens, y: tokens * mean position, t: seconds.
+        self._xx = self._xy = self._yy = self._xt = self._yt = 0.0
+        self._token_s = self._pair_s = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return self._xx > 0
+
+    def observe(self, num_tokens: int, seconds: float, mean_position: float) -> None:
+        keep, x, y = 0.5 ** (num_tokens / _HALF_LIFE_TOKENS), float(num_tokens), num_tokens * mean_position
+        self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
+        self._yy, self._xt = keep * self._yy + y * y, keep * self._xt + x * seconds
+        self._yt = keep * self._yt + y * seconds
+        self._fit()
+
+    def seconds(self, start: int, end: int) -> float:
+        """Of computing positions [start, end)."""
+        return (end - start) * (self._token_s + self._pair_s * (start + end) / 2)
+
+    def _fit(self) -> None:
+        determinant = self._xx * self._yy - self._xy**2
+        self._token_s, self._pair_s = self._xt / self._xx, 0.0
+        if determinant <= _MIN_SPREAD * self._xx * self._yy:
+            return
+        pair_s = (self._xx * self._yt - self._xy * self._xt) / determinant
+        token_s = (self._yy * self._xt - self._xy * self._yt) / determinant
+        if token_s < 0:
+            self._token_s, self._pair_s = 0.0, self._yt / self._yy
+        elif pair_s > 0:
+            self._token_s, self._pair_s = token_s, pair_s
+
+
+class CostModel:
+    """The rates of one engine and the estimates that follow from them. Owned by the scheduler thread.
+
+    `tokens_per_s`: "auto" measures prefill; 0: computing is never worthwhile; else the speed, whatever is measured.
+    `num_readers`: reads that go on side by side.
+    """
+
+    @classmethod
+    def of(cls, context: EngineContext) -> CostModel:
+        """The model of one engine, with the clock of its disk tier."""
+        config, disk = context.config, context.disk
+        clock = time.monotonic if disk is None else disk.clock
+        return cls(config.prefill_tokens_per_s, config.advanced.disk_reader_threads, context.metrics, clock)
+
+    def __init__(
+        self, tokens_per_s: float | Literal["auto"], num_readers: int, metrics: Metrics, clock: Callable[[], float]
+    ) -> None:
+        self._tokens_per_s, self._num_readers = tokens_per_s, num_readers
+        self._reads, self._loads, self._prefill = TransferRate(clock), TransferRate(clock), PrefillCost()
+        gauge = metrics.gauge
+        gauge("cost.read_bytes_per_s", "measured rate of one reader of the disk", lambda: self._reads.bytes_per_s)
+        gauge("cost.load_bytes_per_s", "measured rate of loads to the device", lambda: self._loads.bytes_per_s)
+        help = f"estimated speed of prefill over the first {_GAUGED_TOKENS} tokens; 0: unknown, or never worthwhile"
+        gauge(
+            "cost.prefill_tokens_per_s", help, lambda: _GAUGED_TOKENS / (self.prefill_s(0, _GAUGED_TOKENS) or math.inf)
+        )
+
+    def observe_read(self, num_bytes: int, seconds: float) -> None:
+        """One reader brought `num_bytes` from disk to the host in `seconds`, beside others or not."""
+        self._reads.observe(num_bytes, seconds)
+
+    def observe_load(self, num_bytes: int, seconds: float) -> None:
+        self._loads.observe(num_bytes, seconds)
+
+    def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float) -> None:
+        self._prefill.observe(num_tokens, seconds, mean_position)
+
+    def read_s(self, num_bytes: int, num_jobs: int) -> float | None:
+        """Reading `num_bytes` in `num_jobs` jobs; None where the rate is unknown.
+
+        A reader's rate was measured beside as many others as there were. Of a read that occupies more it is too high:
+        its own jobs correct that as they end. An estimate that is too low would never be corrected: nobody would wait.
+        """
+        return self._reads.seconds(num_bytes / max(1, min(num_jobs, self._num_readers)))
+
+    def load_s(self, num_bytes: int) -> float | None:
+        """Loading `num_bytes` from the host to the device; None where the rate is unknown."""
+        return self._loads.seconds(num_bytes)
+
+    def prefill_s(self, start: int, end: int) -> float | None:
+        """Computing positions [start, end) of a prompt; None where the speed is unknown."""
+        if self._tokens_per_s != "auto":
+            return (end - start) / self._tokens_per_s if self._tokens_per_s else math.inf
+        return self._prefill.seconds(start, end) if self._prefill.is_known else None
+
+    def longest_wait_s(self, start: int, end: int) -> float:
+        """What a wait for positions [start, end) may take at most: as long as computing them, at an assumed low speed
+        while none was measured."""
+        compute_s = self.prefill_s(start, end)
+        return (end - start) / _ASSUMED_TOKENS_PER_S if compute_s is None else compute_s

@@ -1,0 +1,330 @@
+"""Disk to host, the bytes: one read brings what a prompt's prefix lacks on the host.
+
+A read asks the store what it holds, chooses the longest prefix that all components can use, takes host pages, reads
+batches and inserts full pages in order, each batch when those before it are there; windows and states are attached at
+the end. What was inserted stays, however the read ends. Pages that were given to a reader are freed only when the
+reader is done: a stalled one returns them later.
+
+    start -> (find) -> fetch: host pages -> (read, batch by batch) -> apply: tree -> end
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hicache.disk.jobs import FIND, FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
+from hicache.disk.workers import DiskTier
+from hicache.flow.components import CacheComponent
+from hicache.flow.context import EngineContext
+from hicache.flow.cost import CostModel
+from hicache.flow.disk_prefix import DiskPrefix
+from hicache.flow.host_eviction import HostEviction
+from hicache.tree.node import DEVICE, FULL, HOST, Component, TreeNode
+
+BATCH_PAGES = 8  # of one read job
+
+
+@dataclass
+class _Batch:
+    """Pages of a component that one job reads: `indices` in the prompt, `pages` of the host pool."""
+
+    component: CacheComponent
+    indices: list[int]
+    pages: torch.Tensor
+    ok: tuple[bool, ...] | None = None
+
+
+@dataclass(eq=False)
+class PrefixRead:
+    """One read in flight. `anchor`: the node, locked on the host, behind which full pages are inserted.
+
+    [prefix.num_host_pages, landed_end)   full pages of the prompt that have landed
+    [landed_end, end)                     full pages that are read
+    [end, found_end)                      pages of use that the store holds, and for which there was no room
+
+    `found`: the store's answer, from which `end` and `found_end` follow; before, they are all pages of the prompt.
+    `batches`: jobs that read, full pages first; `next_batch`: the first that was not inserted. `outstanding`: jobs that
+    were not answered; `stalled`: the batches of those whose thread is stalled. `failed`: nothing more can be inserted.
+    `other_bytes`: of windows and states that are being read. `is_short`: another read could bring more.
+    """
+
+    number: int
+    prefix: DiskPrefix
+    anchor: TreeNode
+    is_urgent: bool
+    until_s: float
+    landed_end: int
+    end: int
+    found_end: int
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    batches: list[_Batch] = field(default_factory=list)
+    stalled: set[int] = field(default_factory=set)
+    found: FindDone | None = None
+    next_batch: int = 0
+    outstanding: int = 1
+    other_bytes: int = 0
+    failed: bool = False
+    is_short: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it may bring anything more."""
+        return not (self.failed or self.cancelled.is_set())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its readers are done, but for stalled ones."""
+        return self.outstanding == len(self.stalled)
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether it has brought anything."""
+        return self.landed_end > self.prefix.num_host_pages
+
+    def bytes_left(self, end: int) -> int:
+        """Bytes that have not landed of the first `end` pages."""
+        full_bytes = max(0, min(end, self.end) - self.landed_end) * self.prefix.context.full.host.page_bytes
+        return full_bytes + (self.other_bytes if end >= self.end else 0)
+
+
+class PrefixReads:
+    """The reads in flight. Owned by the scheduler thread."""
+
+    def __init__(self, context: EngineContext, disk: DiskTier, host_eviction: HostEviction, cost: CostModel) -> None:
+        self._context, self._disk, self._host_eviction, self._cost = context, disk, host_eviction, cost
+        self._ids = itertools.count()
+        self._reads: dict[int, PrefixRead] = {}
+        # Of reads that ended, by number and batch: what a stalled thread has. A find has no pages.
+        self._left: dict[tuple[int, int], _Batch | None] = {}
+        count = context.metrics.counter
+        self._bytes = count("prefetch.bytes", "bytes of pages that came from the store to the host")
+        self._lost = count("prefetch.lost_pages", "pages the store announced and could not give back verified")
+        self._refused = count("prefetch.refused", "jobs not started because the readers' queue was full")
+
+    def __len__(self) -> int:
+        return len(self._reads)
+
+    def in_flight(self) -> list[PrefixRead]:
+        """In the order in which they started."""
+        return list(self._reads.values())
+
+    def pages_in_flight(self, component: Component) -> int:
+        """Host pages of a component that were taken for reads and are not in the tree."""
+        batches = [batch for read in self._reads.values() for batch in read.batches]
+        batches += [batch for batch in self._left.values() if batch is not None]
+        return sum(len(batch.pages) for batch in batches if batch.component.name == component)
+
+    def start(self, prefix: DiskPrefix, *, is_urgent: bool, until_s: float = math.inf) -> PrefixRead | None:
+        """Ask the store what it holds of `prefix`; None where the readers' queue is full.
+
+        `is_urgent`: a request waits for it. Nothing is read after `until_s` of the tier's clock.
+        """
+        number = next(self._ids)
+        queue_class = ReadClass.URGENT_FIND if is_urgent else ReadClass.BACKGROUND_FIND
+        if not self._disk.reads.submit(FindJob(number, prefix.page_keys, queue_class, prefix.component_keys)):
+            self._refused.value += 1
+            return None
+        tree = self._context.tree
+        anchor = tree.node_at(prefix.match, prefix.num_host_pages * tree.page_size)
+        tree.lock(anchor, HOST)
+        ends = (prefix.num_host_pages, prefix.num_pages, prefix.num_pages)
+        read = self._reads[number] = PrefixRead(number, prefix, anchor, is_urgent, until_s, *ends)
+        return read
+
+    def stop(self, read: PrefixRead) -> None:
+        """Read no further. What readers hold comes back through `apply`."""
+        read.cancelled.set()
+
+    def finished(self) -> Sequence[int]:
+        return self._disk.reads.finished()
+
+    def take(self, through: Sequence[int]) -> Iterator[tuple[PrefixRead, FindDone | ReadDone | Stalled]]:
+        """The answers up to these numbers, each to be applied before the next is taken. Late ones of stalled threads
+        are dealt with here."""
+        for done in self._disk.reads.take(through):
+            late = (done.ticket, done.batch)
+            if late in self._left:
+                self._free(self._left.pop(late))
+            else:
+                yield self._reads[done.ticket], done
+
+    def apply(self, read: PrefixRead, done: FindDone | ReadDone | Stalled) -> None:
+        """Enter an answer. After that of the find, `fetch` is to be called; where the read is done, `end`."""
+        if isinstance(done, Stalled):
+            read.stalled.add(done.batch)
+            self.stop(read)
+            return
+        read.outstanding -= 1
+        read.stalled.discard(done.batch)
+        if isinstance(done, FindDone):
+            read.found = done
+            read.end = read.found_end = read.prefix.usable_end(done, done.num_pages)
+            return
+        batch = read.batches[done.batch]
+        batch.ok = done.ok
+        if batch.component.name != FULL:
+            read.other_bytes -= len(batch.indices) * batch.component.host.page_bytes
+        self._lost.value += done.asked - sum(done.ok)
+        self._cost.observe_read(sum(done.ok) * batch.component.host.page_bytes, done.seconds)
+        self._insert_batches(read)
+
+    def fetch(self, read: PrefixRead, max_pages: int) -> None:
+        """Take host pages for the longest prefix that all components can use, at most `max_pages` full ones, and queue
+        the reads."""
+        assert read.found is not None
+        if read.cancelled.is_set():
+            return
+        prefix, components, found = read.prefix, self._context.by_name, read.found
+        num_pages = min(found.num_pages, max_pages, self._host_eviction.capacity(self._context.full))
+        if num_pages < found.num_pages:
+            read.end = prefix.usable_end(found, num_pages)
+            read.is_short = read.end < read.found_end
+        taken: list[tuple[CacheComponent, list[int], torch.Tensor]] = []
+        for name, indices in prefix.to_read(read.end, found).items():
+            pages = self._host_eviction.alloc(components[name], len(indices))
+            if pages is None:
+                for component, _, held in taken:
+                    component.host.free(held)
+                read.failed = read.is_short = True
+                return
+            taken.append((components[name], indices, pages))
+        for component, indices, pages in taken:
+            if indices:
+                self._queue(read, component, indices, pages)
+
+    def end(self, read: PrefixRead) -> None:
+        """All readers are done, but stalled ones: free what is not in the tree and what they do not have."""
+        full = [batch for batch in read.batches if batch.component.name == FULL]
+        is_whole = not (read.failed or read.stalled or any(len(batch.pages) for batch in full))
+        if is_whole and len(full) < len(read.batches):
+            self._attach(read)
+        read.cancelled.set()
+        del self._reads[read.number]
+        for index, batch in enumerate(read.batches):
+            if index in read.stalled:
+                self._left[read.number, index] = batch
+            else:
+                self._free(batch)
+        if FIND in read.stalled:
+            self._left[read.number, FIND] = None
+        self._context.tree.unlock(read.anchor, HOST)
+
+    def _queue(self, read: PrefixRead, component: CacheComponent, indices: list[int], pages: torch.Tensor) -> None:
+        component.host.begin_read(pages)
+        views, keys = component.host.views(pages), read.prefix.keys_of(component.name, indices)
+        queue_class = ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ
+        for start in range(0, len(indices), BATCH_PAGES):
+            part, number = slice(start, start + BATCH_PAGES), len(read.batches)
+            read.batches.append(_Batch(component, indices[part], pages[part]))
+            job = ReadJob(
+                read.number,
+                number,
+                tuple(keys[part]),
+                tuple(views[part]),
+                read.cancelled,
+                read.until_s,
+                queue_class,
+            )
+            if not self._disk.reads.submit(job):
+                self._refused.value += 1
+                read.is_short = True
+                read.batches[number:] = [_Batch(component, indices[start:], pages[start:], ())]
+                return
+            read.outstanding += 1
+            if component.name != FULL:
+                read.other_bytes += len(indices[part]) * component.host.page_bytes
+
+    def _insert_batches(self, read: PrefixRead) -> None:
+        """Insert the full pages that have arrived without a gap."""
+        while not read.failed and read.next_batch < len(read.batches):
+            batch = read.batches[read.next_batch]
+            if batch.component.name != FULL or batch.ok is None:
+                return
+            num_good = next((i for i, verified in enumerate(batch.ok) if not verified), len(batch.ok))
+            accepted = self._insert(read, batch, num_good) if num_good else 0
+            read.next_batch += 1
+            read.landed_end += accepted
+            if accepted < len(batch.indices):
+                read.failed = True
+                read.cancelled.set()  # what follows a gap is of no use
+
+    def _insert(self, read: PrefixRead, batch: _Batch, num_pages: int) -> int:
+        """Insert the first pages of a batch behind the anchor; returns how many were (the others stay the batch's)."""
+        tree, host, prefix = self._context.tree, batch.component.host, read.prefix
+        step, first, pages = tree.page_size, batch.indices[0], batch.pages[:num_pages]
+        result = tree.insert(
+            read.anchor, prefix.tokens[first * step : (first + num_pages) * step], pages, HOST, prefix.namespace
+        )
+        num_placed = result.accepted_len // step
+        host.end_read(pages[:num_placed])
+        for twice in result.duplicates:
+            host.free(pages[twice.start // step : twice.end // step])
+        gained = set(result.gained)
+        for node in result.node.path():
+            if node is read.anchor:
+                break
+            if node in gained:
+                end = node.depth_tokens // step
+                node.page_keys = prefix.keys_of(FULL, list(range(end - node.num_tokens // step, end)))
+                node.holdings[FULL][HOST].stored = True
+                node.from_disk = not node.holds(FULL, DEVICE)
+        tree.move_lock(read.anchor, result.node, HOST)
+        read.anchor = result.node
+        batch.pages = batch.pages[num_placed:]
+        self._bytes.value += num_placed * host.page_bytes
+        return num_placed
+
+    def _attach(self, read: PrefixRead) -> None:
+        """All full pages are there: attach what the other components have read."""
+        tree, step = self._context.tree, self._context.tree.page_size
+        match = tree.match(read.prefix.tokens[: read.end * step], read.prefix.namespace)
+        if match.full_len < read.end * step:
+            return
+        last = tree.node_at(match, read.end * step)
+        if not last.holds(FULL, HOST):
+            return
+        for component in self._context.components[1:]:
+            own = [batch for batch in read.batches if batch.component is component and batch.ok]
+            pages = {
+                index: page
+                for batch in own
+                for index, page, ok in zip(batch.indices, batch.pages.tolist(), batch.ok or (), strict=True)
+                if ok
+            }
+            used = self._attach_component(last, component, pages) if pages else set()
+            for batch in own:
+                taken = torch.tensor([page in used for page in batch.pages.tolist()], dtype=torch.bool)
+                component.host.end_read(batch.pages[taken])
+                batch.pages = batch.pages[~taken]
+            self._bytes.value += len(used) * component.host.page_bytes
+
+    def _attach_component(self, last: TreeNode, component: CacheComponent, pages: dict[int, int]) -> set[int]:
+        """Attach pages, by their index in the prompt, to the nodes up to `last` that lack them; returns those used."""
+        tree, step, name = self._context.tree, self._context.tree.page_size, component.name
+        first, used = min(pages), set[int]()
+        for node in last.path():
+            end, start = node.depth_tokens // step, (node.depth_tokens - node.num_tokens) // step
+            if start < first < end and not component.rules.at_node_end:
+                tree.split_prefix(node, (first - start) * step)
+                start = first
+            indices = [end - 1] if component.rules.at_node_end else list(range(start, end))
+            lacks = not node.holds(name, HOST) and node.pending(name) is None and node.holds(FULL, HOST)
+            if lacks and all(index in pages for index in indices):
+                tree.attach(node, name, HOST, torch.tensor([pages[index] for index in indices]))
+                node.holdings[name][HOST].stored = True
+                used.update(pages[index] for index in indices)
+            if start <= first:
+                break
+        return used
+
+    @staticmethod
+    def _free(batch: _Batch | None) -> None:
+        if batch is not None:
+            batch.component.host.end_read(batch.pages)
+            batch.component.host.free(batch.pages)

@@ -1,0 +1,68 @@
+"""How fast this machine computes prompts: passes are timed beside serving, and the engine is told.
+
+On CUDA a pass is launched, not run, when the runner returns: events around it are read in a later step, when the device
+has passed them, so nothing waits for them. On the CPU it has run by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hicache.engine import CacheEngine
+from hicache.serving.passes import Chunk
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A pass on the device, which computed tokens of prompts: how many, and at which position on average."""
+
+    num_tokens: int
+    mean_position: float
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class PrefillMeter:
+    """Owned by the scheduler thread. `clock`: seconds, for passes on the CPU."""
+
+    def __init__(self, engine: CacheEngine, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._engine, self._clock = engine, clock
+        self._on_cuda = engine.pool.device.type == "cuda"
+        self._pending: deque[_Pass] = deque()
+
+    @contextmanager
+    def measure(self, chunks: Sequence[Chunk]) -> Iterator[None]:
+        """Time the pass over `chunks` that the block launches. A pass that raises does not count.
+
+        Neither does one that waits for a load, whose time would count as computing. The tokens that are decoded in the
+        same pass count with their time alone: that is what prompts beside them take.
+        """
+        self._report()
+        prompts = [chunk for chunk in chunks if not chunk.is_decode]
+        num_tokens = sum(chunk.end - chunk.start for chunk in prompts)
+        if not num_tokens or any(not load.completed for chunk in chunks for load in chunk.lease.loads):
+            yield
+            return
+        positions = sum((chunk.end - chunk.start) * (chunk.start + chunk.end) / 2 for chunk in prompts)
+        if self._on_cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._pending.append(_Pass(num_tokens, positions / num_tokens, begin, end))
+        else:
+            begin_s = self._clock()
+            yield
+            self._engine.observe_prefill(num_tokens, self._clock() - begin_s, positions / num_tokens)
+
+    def _report(self) -> None:
+        while self._pending and self._pending[0].end.query():
+            ended = self._pending.popleft()
+            seconds = ended.begin.elapsed_time(ended.end) / 1e3
+            self._engine.observe_prefill(ended.num_tokens, seconds, ended.mean_position)

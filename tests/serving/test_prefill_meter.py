@@ -1,0 +1,65 @@
+"""The prefill meter: which passes count, and with what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from disk_case import Clock
+from hicache import CacheEngine, CacheRequest, Lease, build_engine
+from hicache.serving.passes import Chunk
+from hicache.serving.prefill_meter import PrefillMeter
+from toy_model import GEOMETRY, compute, config, serve
+
+TOKENS = np.arange(96, dtype=np.int64)
+
+
+def speed(engine: CacheEngine) -> float:
+    return engine.stats()["cost.prefill_tokens_per_s"]
+
+
+def chunk(lease: Lease, start: int, end: int) -> Chunk:
+    return Chunk(lease, TOKENS, start, end)
+
+
+def test_the_engine_learns_the_speed_of_passes_over_prompts() -> None:
+    """A pass counts with its prompts' tokens and its time; one that only decodes, one that raises and one that waits
+    for a load count not."""
+    clock = Clock()
+    with build_engine(config(), GEOMETRY) as engine:
+        meter = PrefillMeter(engine, clock)
+        with engine.acquire(CacheRequest("a", TOKENS[:65])) as lease, engine.acquire(CacheRequest("b", [5])) as other:
+            with meter.measure([Chunk(other, TOKENS, 0, 1)]):
+                clock.now_s += 100
+            with pytest.raises(ZeroDivisionError), meter.measure([chunk(lease, 0, 64)]):
+                raise ZeroDivisionError
+            assert speed(engine) == 0
+            with meter.measure([chunk(lease, 0, 32), Chunk(other, TOKENS, 0, 1)]):
+                clock.now_s += 2
+            assert speed(engine) == pytest.approx(16)
+        for n in range(3):  # more than the device holds: the first is on the host then
+            serve(engine, f"r{n}", TOKENS + n)
+            engine.flush()
+        with engine.acquire(CacheRequest("c", TOKENS)) as lease:
+            assert lease.hit.host and not all(load.completed for load in lease.loads)
+            for seconds, loading in ((1000, True), (1, False)):
+                with meter.measure([chunk(lease, lease.cached_len, 96)]):
+                    clock.now_s += seconds
+                assert (speed(engine) == pytest.approx(16)) == loading
+                engine.flush()
+
+
+@pytest.mark.gpu
+def test_passes_on_the_device_are_timed_there() -> None:
+    """On CUDA a pass counts once the device has finished it, with the time that it took there."""
+    with build_engine(config(device="cuda"), GEOMETRY) as engine:
+        meter = PrefillMeter(engine)
+        with engine.acquire(CacheRequest("a", TOKENS)) as lease:
+            with meter.measure([chunk(lease, 0, 96)]):
+                compute(engine, lease, TOKENS, 0, 96)
+            assert speed(engine) == 0
+            torch.cuda.synchronize()
+            with meter.measure([]):
+                pass
+            assert speed(engine) > 0
