@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -50,6 +51,7 @@ class QuerySpan:
         """Whether it is a long chunk of one sequence."""
         return len(self.queries.rows) == 1 and self.queries.max_queries >= MIN_QUERIES
 
+    @cached_property
     def prefix_slots(self) -> torch.Tensor:
         """Of a single sequence: the slots of its tokens before the queries, int64."""
         queries = self.queries
@@ -107,8 +109,7 @@ class SlotAttention:
             part = rows[span.start : span.end]
             if span.is_long and source == layer and slot_map is None and suits(part, rule):
                 new_keys, new_values = (token_rows(x)[span.start : span.end] for x in (key, value))
-                slots = span.prefix_slots()
-                outs.append(long_extend(part, new_keys, new_values, keys, values, slots, rule.scale))
+                outs.append(long_extend(part, new_keys, new_values, keys, values, span.prefix_slots, rule.scale))
             else:
                 outs.append(pool_attention(part, keys, values, span.queries, rule, self._kernels, slot_map))
         out = outs[0].contiguous() if len(outs) == 1 else torch.cat(outs)

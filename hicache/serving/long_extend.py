@@ -4,8 +4,8 @@
     prefix       without a mask, gathered from the pool's slots, segment by segment
     out          both parts, each weighted by its share of the softmax's denominator, exp(log-sum-exp)
 
-On one H200 with heads of 128, cuDNN computes at 590 to 670 TFLOP/s where the kernel that reads slots in place reaches 370. To
-gather a segment takes a hundredth of the time to attend to it, in chunks of thousands of tokens.
+On one H200 with heads of 128, cuDNN computes at 590 to 670 TFLOP/s where the kernel that reads slots in place reaches
+370. To gather a segment takes a hundredth of the time to attend to it, in chunks of thousands of tokens.
 """
 
 from __future__ import annotations
