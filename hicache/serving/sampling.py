@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hicache.errors import ConfigError
@@ -42,28 +41,41 @@ class SamplingParams:
 
 
 def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> list[int]:
-    """One token per row of float32 `logits` [B, vocab]; `steps[i]`: tokens that request i has generated so far."""
-    chosen: list[int] = logits.argmax(-1).tolist()
-    sampled = [i for i, p in enumerate(params) if p.temperature > 0]
-    if sampled:
-        rows = logits[sampled].cpu().double().numpy()
-        for i, row in zip(sampled, rows, strict=True):
-            chosen[i] = sample(row, params[i], steps[i])
+    """One token per row of float32 `logits` [B, vocab]; `steps[i]`: tokens that request i has generated so far.
+
+    Everything is computed where the logits are; the host waits once, for the tokens.
+    """
+    tokens = logits.argmax(-1)
+    numbers = [
+        (row, p.temperature, p.top_k, p.top_p, uniform(p.seed, steps[row]))
+        for row, p in enumerate(params)
+        if p.temperature > 0
+    ]
+    if numbers:  # one copy to the device
+        rows, *columns = torch.tensor(numbers, dtype=torch.float64).to(logits.device, non_blocking=True).unbind(1)
+        tokens[rows.long()] = _sample(logits[rows.long()].double(), *columns)
+    chosen: list[int] = tokens.tolist()
     return chosen
 
 
-def sample(logits: npt.NDArray[np.float64], params: SamplingParams, step: int) -> int:
-    """A token of softmax(logits / temperature), restricted to the `top_k` most likely tokens and then to the smallest
-    set of tokens whose probabilities sum to `top_p`. `logits`: float64 [vocab]."""
-    order = np.argsort(-logits, kind="stable")
-    if params.top_k:
-        order = order[: params.top_k]
-    weights = np.exp((logits[order] - logits[order[0]]) / params.temperature)
-    cumulative = np.cumsum(weights / weights.sum())
-    if params.top_p < 1:
-        # Keep [0, last]: the first index where the sum reaches top_p is the last one kept.
-        last = int(np.searchsorted(cumulative, params.top_p))
-        order, cumulative = order[: last + 1], cumulative[: last + 1]
-    generator = np.random.Generator(np.random.Philox(key=params.seed, counter=step))
-    index = int(np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right"))
-    return int(order[min(index, len(order) - 1)])
+def uniform(seed: int, step: int) -> float:
+    """The number in [0, 1) that decides a request's token of that step."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=step)).random())
+
+
+def _sample(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, uniforms: torch.Tensor
+) -> torch.Tensor:
+    """Tokens of softmax(logits / temperature), restricted to the `top_k` most likely tokens and then to the smallest
+    set of tokens whose probabilities sum to `top_p`: int64 [n]. `logits`: float64 [n, vocab]; the others float64 [n].
+    """
+    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(logits.shape[1], device=logits.device)
+    is_cut = (top_k[:, None] > 0) & (ranks >= top_k[:, None])
+    weights = ((values - values[:, :1]) / temperature[:, None]).exp().masked_fill(is_cut, 0)
+    cumulative = (weights / weights.sum(-1, keepdim=True)).cumsum(-1)
+    # Keep [0, last]: the first rank where the sum reaches top_p is the last one kept.
+    last = torch.where(top_p < 1, (cumulative < top_p[:, None]).sum(-1), (weights > 0).sum(-1) - 1)
+    last = last.clamp(max=logits.shape[1] - 1)[:, None]
+    drawn = (cumulative <= uniforms[:, None] * cumulative.gather(-1, last)).sum(-1, keepdim=True)
+    return order.gather(-1, drawn.minimum(last))[:, 0]

@@ -39,7 +39,7 @@ from hicache.serving.sampling import choose_tokens
 log = logging.getLogger(__name__)
 
 _IDLE_S = 0.0005
-_LOOK_AHEAD = 16  # requests at the front of the queue whose needs are looked up again, one a step
+_LOOK_AHEAD = 16  # requests at the front of the queue whose prefixes are looked up again after commits
 _MAX_RETRIES = 1  # per request, after its prefix failed to load
 
 
@@ -72,7 +72,8 @@ class Scheduler:
         self._waiting_queue, self._running_batch = RequestQueue(), RequestQueue()
         self._deadlines: list[tuple[float, int, ScheduledRequest]] = []  # a heap; may hold requests that have ended
         self._finished: list[RequestOutput] = []
-        self._arrivals, self._looks = itertools.count(), itertools.count()
+        self._arrivals = itertools.count()
+        self._num_unseen = 0  # requests at the front of the queue that look for what was committed since
         self._clock_s, self._audit_s = clock, 0.0
 
     @property
@@ -149,9 +150,11 @@ class Scheduler:
             self._finish(req, "timeout")
 
     def _look_ahead(self) -> None:
-        """Tell the engine anew what one of the next requests will need: others may have computed it meanwhile."""
-        if len(self._waiting_queue):
-            req = self._waiting_queue[next(self._looks) % min(len(self._waiting_queue), _LOOK_AHEAD)]
+        """After commits, tell the engine anew what the next requests will need, one a step: it may be there now."""
+        self._num_unseen = min(self._num_unseen, len(self._waiting_queue))
+        if self._num_unseen:
+            self._num_unseen -= 1
+            req = self._waiting_queue[self._num_unseen]
             self._engine.expect(req.request_id, req.tokens, req.request.namespace)
 
     def _admit_waiting(self) -> None:
@@ -272,6 +275,7 @@ class Scheduler:
         req.computed_tokens += req.end - start
         try:
             self._engine.commit(req.held_lease, req.sequence[: req.end])
+            self._num_unseen = _LOOK_AHEAD
         except TransferError as error:
             self._retry(req, error)
 
@@ -345,6 +349,7 @@ class Scheduler:
         tokens, lease = req.sequence[: req.kv_len], req.held_lease
         try:
             self._engine.commit(lease, tokens)
+            self._num_unseen = _LOOK_AHEAD
             if self._auditor is not None and req.kv_len > lease.cached_len:
                 start_s = self._clock_s()
                 self._auditor.audit(lease, tokens)

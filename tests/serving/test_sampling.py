@@ -5,16 +5,29 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hicache.serving.sampling import SamplingParams, choose_tokens, sample
+from hicache.serving.sampling import SamplingParams, choose_tokens, uniform
 
 LOGITS = np.random.default_rng(0).normal(size=12)
+
+
+def sample(logits: np.ndarray, params: SamplingParams, step: int) -> int:
+    """The twin of a sampled row, by a search in the cumulative sums of the tokens that are kept."""
+    order = np.argsort(-logits, kind="stable")[: params.top_k or None]
+    weights = np.exp((logits[order] - logits[order[0]]) / params.temperature)
+    cumulative = np.cumsum(weights / weights.sum())
+    if params.top_p < 1:
+        last = int(np.searchsorted(cumulative, params.top_p))
+        order, cumulative = order[: last + 1], cumulative[: last + 1]
+    index = int(np.searchsorted(cumulative, uniform(params.seed, step) * cumulative[-1], side="right"))
+    return int(order[min(index, len(order) - 1)])
 
 
 NUM_DRAWS, TOLERANCE = 6000, 0.022  # more than three standard deviations of a frequency
 
 
 def _frequencies(params: SamplingParams, count: int = NUM_DRAWS) -> np.ndarray:
-    return np.bincount([sample(LOGITS, params, step) for step in range(count)], minlength=len(LOGITS)) / count
+    rows = torch.from_numpy(LOGITS).float().expand(count, -1)
+    return np.bincount(choose_tokens(rows, [params] * count, range(count)), minlength=len(LOGITS)) / count
 
 
 def test_frequencies_are_the_softmax() -> None:
@@ -67,3 +80,25 @@ def test_a_batch_mixes_greedy_and_sampled_rows() -> None:
         int(rows[2].argmax()),
         sample(rows[3], params[3], 9),
     ]
+
+
+def test_a_batch_samples_what_each_row_draws_alone() -> None:
+    """Rows with every mixture of cuts, over vocabularies of odd sizes and with equal logits, draw the twin's tokens."""
+    rng = np.random.default_rng(2)
+    for vocab in (1, 2, 33, 1000):
+        logits = torch.from_numpy(rng.normal(size=(64, vocab)).round(1).astype(np.float32))
+        params = [
+            SamplingParams(
+                float(rng.choice([0.0, 0.3, 1.0, 4.0])),
+                top_k=int(rng.choice([0, 1, 7, 2000])),
+                top_p=float(rng.choice([1.0, 0.9, 0.3, 1e-9])),
+                seed=int(rng.integers(100)),
+            )
+            for _ in range(64)
+        ]
+        steps = rng.integers(0, 50, 64).tolist()
+        rows = logits.double().numpy()
+        assert choose_tokens(logits, params, steps) == [
+            sample(row, p, step) if p.temperature else int(row.argmax())
+            for row, p, step in zip(rows, params, steps, strict=True)
+        ]
