@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from disk_case import Clock
-from hicache import CacheEngine, CallbackFailed, ConfigError
+from hicache import CacheEngine, CallbackFailed, ConfigError, TransferError
+from hicache.kernels.page_copy import PageMover
 from hicache.serving import Request, RequestOutput, SamplingParams, Scheduler
 from serving_case import plain_greedy, prompt, shared, tiny_engine, tiny_llama, tiny_runner, token_bytes
 
@@ -125,7 +126,46 @@ def test_a_preempted_request_resumes_from_the_host(write_policy: str, params: Sa
         resumed = engine.stats()["admit.host_hit_tokens"] - before
     assert outputs["low"].preemptions == 1 and list(outputs) == ["high", "low"]
     assert resumed >= 64, "pages beyond the prompt came from the host"
+    assert 60 < outputs["low"].computed_tokens <= 60 + 16, "at most a page is computed again"
     assert outputs["low"].tokens == expected
+
+
+def test_a_failed_load_concerns_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one request decodes, the load of another fails twice, which ends that one; a third, whose load fails once,
+    is served after a retry. All others get their tokens as if nothing had happened."""
+    model = shared(tiny_llama, device="cpu")
+    cached = {name: prompt(100, seed=i) for i, name in enumerate(["fails", "retries"])}
+    scatter, failures = PageMover.scatter, [0]
+
+    def failing(*args: object, **kwargs: object) -> None:
+        if failures[0] > 0:
+            failures[0] -= 1
+            raise RuntimeError("the link is down")
+        scatter(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PageMover, "scatter", failing)
+    with tiny_engine(model, device_tokens=320, host_bytes=1024 * token_bytes(model)) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+        for name, tokens in cached.items():
+            scheduler.run([Request(f"warm {name}", tokens, 1)])
+        scheduler.run([Request("filler", prompt(300, seed=5), 1)])
+        engine.flush()
+        scheduler.submit(Request("decodes", prompt(20, seed=6), 60))
+        scheduler.step()
+        outputs = {}
+        for name, num_failures in (("fails", 2), ("retries", 1)):
+            failures[0] = num_failures
+            scheduler.submit(Request(name, cached[name], 5))
+            while scheduler.num_unfinished > 1:
+                outputs |= {output.request_id: output for output in scheduler.step()}
+                engine.check()
+            assert failures[0] == 0
+        outputs |= _drain(scheduler)
+        _assert_released(engine)
+    assert isinstance(outputs["fails"].error, TransferError)
+    assert outputs["retries"].tokens == plain_greedy(model, cached["retries"], 5)
+    assert outputs["decodes"].tokens == plain_greedy(model, prompt(20, seed=6), 60, outputs["decodes"].tokens)
+    assert [outputs[name].preemptions for name in ("retries", "decodes")] == [0, 0]
 
 
 def test_a_deadline_ends_a_request_at_any_stage() -> None:
