@@ -23,7 +23,7 @@ class Request:
     Generation ends after `max_new_tokens`, or after a token of `eos_ids`, which is part of the output, or `deadline_s`
     seconds after the submission, with the tokens generated so far. Of waiting requests the one of the highest
     `priority` is admitted first, of equals the one that arrived first. Raises ConfigError for an empty prompt,
-    `max_new_tokens` below 1 or a `deadline_s` that is not above 0.
+    `max_new_tokens` below 1, a `priority` that is no whole number or a `deadline_s` that is not above 0.
     """
 
     request_id: str
@@ -41,6 +41,8 @@ class Request:
             raise ConfigError(f"request {self.request_id}: a prompt is at least one token in one dimension")
         if self.max_new_tokens < 1:
             raise ConfigError(f"request {self.request_id}: max_new_tokens={self.max_new_tokens} must be at least 1")
+        if not isinstance(self.priority, int):
+            raise ConfigError(f"request {self.request_id}: priority={self.priority!r} must be a whole number")
         if self.deadline_s is not None and not self.deadline_s > 0:
             raise ConfigError(f"request {self.request_id}: deadline_s={self.deadline_s} must be above 0")
 

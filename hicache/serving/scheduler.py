@@ -81,10 +81,11 @@ class Scheduler:
         return len(self._unfinished)
 
     def submit(self, request: Request, on_token: OnToken | None = None) -> None:
-        """Queue a request and start to prefetch its pages from disk. Raises ConfigError if the id is in use.
+        """Queue a request and start to prefetch its pages from disk. Raises ConfigError if the id is in use, and
+        InvalidTokens; nothing is queued then.
 
-        `on_token` is called with each generated token, in order, as it is chosen. It may submit and abort. Where it
-        raises, its request ends with the error CallbackFailed and the others go on.
+        `on_token` is called with each generated token, in order, as it is chosen. It may submit and abort, not step.
+        Where it raises, its request ends with the error CallbackFailed and the others go on.
         """
         if request.request_id in self._unfinished:
             raise ConfigError(f"request_id {request.request_id!r} is in use; give every request an id of its own")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from disk_case import Clock
-from hicache import CacheEngine, CallbackFailed, ConfigError, TransferError
+from hicache import CacheEngine, CallbackFailed, ConfigError, InvalidTokens, TransferError
 from hicache.kernels.page_copy import PageMover
 from hicache.serving import Request, RequestOutput, SamplingParams, Scheduler
 from serving_case import plain_greedy, prompt, shared, tiny_engine, tiny_llama, tiny_runner, token_bytes
@@ -268,8 +268,21 @@ def test_a_callback_that_raises_ends_its_request_alone() -> None:
     assert outputs["last"].tokens == alone.tokens
 
 
-def test_a_deadline_is_above_zero() -> None:
-    """A deadline of zero, below it or that is no number raises ConfigError."""
+def test_a_request_that_cannot_be_served_is_refused_at_once() -> None:
+    """A deadline of zero, below it or that is no number, and a priority that is no whole number raise ConfigError; a
+    token that is none raises InvalidTokens at submission. Nothing is queued, and the next request is served."""
+    model = shared(tiny_llama)
     for deadline_s in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="deadline_s"):
             Request("r", prompt(3, seed=0), 1, deadline_s=deadline_s)
+    with pytest.raises(ConfigError, match="priority='high'"):
+        Request("r", prompt(3, seed=0), 1, priority="high")  # type: ignore[arg-type]
+    with tiny_engine(model) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+        with pytest.raises(InvalidTokens):
+            scheduler.submit(Request("r", np.array([3, -1]), 2))
+        assert scheduler.num_unfinished == 0 and not scheduler.step()
+        assert scheduler.run([Request("r", prompt(20, seed=1), 2)])[0].tokens == plain_greedy(
+            model, prompt(20, seed=1), 2
+        )
+        _assert_released(engine)
