@@ -109,7 +109,9 @@ class Prefetcher:
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
         self._retry_at_s = -math.inf
         self._counters = _Counters(context)
-        context.metrics.gauge("prefetch.claimed_pages", "host pages read for requests not admitted", self._claimed)
+        self._num_claimed = 0  # what a snapshot in another thread may read
+        help = "host pages that were read, or are, for requests that were not admitted"
+        context.metrics.gauge("prefetch.claimed_pages", help, lambda: self._num_claimed)
 
     def start(self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode) -> Prefetch:
         """Extend the prefix of `tokens` that memory can serve (the caller leaves out what must be computed anyway)."""
@@ -145,12 +147,13 @@ class Prefetcher:
         claimants = [handle for handle in self._claims if handle.request_id == request_id]
         num_pages = sum(self._claims.pop(handle) for handle in claimants)
         waiter = self._waiters.pop(request_id, None)
-        if waiter is None:
-            return
-        waiter.handle.ended = True
-        if waiter.read is not None:
-            self._claim(waiter.read, num_pages)
-            self._stop_unwanted(waiter.read)
+        if waiter is not None:
+            waiter.handle.ended = True
+            if waiter.read is not None:
+                self._claim(waiter.read, num_pages)
+                self._stop_unwanted(waiter.read)
+        if claimants:
+            self._num_claimed = self._claimed()
 
     def finished(self) -> Sequence[int]:
         return self._reads.finished()
@@ -170,6 +173,7 @@ class Prefetcher:
             self._stop_unwanted(read)
             if read.is_done:
                 self._end_read(read)
+        self._num_claimed = self._claimed()
 
     def step(self) -> None:
         """Decide anew who waits, and start what was postponed. Once a poll; costs nothing where nobody waits."""
