@@ -14,14 +14,14 @@ import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from hicache.errors import ConfigError
 
 Per = Literal["token", "page", "request"]
-LayerKind = Literal["full", "window", "recurrent"]
+LayerKind = Literal["full", "window", "chunked", "recurrent"]
 
 
 @dataclass(frozen=True)
@@ -159,13 +159,17 @@ class HeadShape:
 class ModelGeometry:
     """The layers of a model, from which the factory builds its pools.
 
-    `layer_kinds`: one for each layer; () means full attention in every layer. `window`: tokens that a window layer
-    attends to, the current one included. `swa_head_num`, `swa_head_dim` and `swa_v_head_dim`: of window layers, where
-    they differ. `kv_sources`: for each layer, the layer whose keys and values it reads, itself unless it stores none of
-    its own; () means every layer its own. `latent`: of a model with latent attention, which stores a row of `head_dim`
-    elements (`head_num` is 1) in place of keys and values. `dtype`: of what is stored, where it is known.
-    `max_context_len`: tokens beyond which the keys of all tokens would change; 0: none. ConfigError if the fields
-    disagree.
+    layer_kinds      one for each layer; () means full attention in every layer
+    window           tokens that a window layer attends to, the current one included
+    dtype            of what is stored, where it is known
+    latent           what a token stores in place of keys and values, in `head_dim` elements (`head_num` is 1)
+    chunk            in chunked layers, tokens [i * chunk, (i + 1) * chunk) attend to each other alone; all are kept
+    max_context_len  tokens beyond which the keys of all tokens would change; 0: none
+    swa_...          heads of window layers, where they differ
+    kv_sources       for each layer, the layer whose keys and values it reads, itself unless it stores none of its own;
+                     () means every layer its own
+
+    ConfigError if the fields disagree.
     """
 
     layer_num: int
@@ -177,6 +181,7 @@ class ModelGeometry:
     state: StateGeometry | None = None
     dtype: torch.dtype | None = None
     latent: LatentGeometry | None = None
+    chunk: int = 0
     max_context_len: int = 0
     swa_head_num: int | None = None
     swa_head_dim: int | None = None
@@ -184,15 +189,17 @@ class ModelGeometry:
     kv_sources: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        wrong = sorted({str(kind) for kind in self.layer_kinds} - {"full", "window", "recurrent"})
+        wrong = sorted({str(kind) for kind in self.layer_kinds} - {*get_args(LayerKind)})
         if wrong:
-            raise ConfigError(f"layer_kinds contains {wrong}; use 'full', 'window' or 'recurrent'")
+            raise ConfigError(f"layer_kinds contains {wrong}; use 'full', 'window', 'chunked' or 'recurrent'")
         if len(self.layer_kinds) not in (0, self.layer_num):
             raise ConfigError(f"layer_kinds has {len(self.layer_kinds)} entries for layer_num={self.layer_num} layers")
         if len(self.kv_sources) not in (0, self.layer_num):
             raise ConfigError(f"kv_sources has {len(self.kv_sources)} entries for layer_num={self.layer_num} layers")
         if self.window < 0 or (self.window > 0) != bool(self.window_layers):
             raise ConfigError(f"window={self.window} with window layers {list(self.window_layers)}: give both or none")
+        if self.chunk < 0 or (self.chunk > 0) != ("chunked" in self.kinds):
+            raise ConfigError(f"chunk={self.chunk} with layers of kinds {sorted({*self.kinds})}: give both or none")
         if (self.state is not None) != bool(self.recurrent_layers):
             raise ConfigError(f"state={self.state} with recurrent layers {list(self.recurrent_layers)}: both or none")
         row = (self.head_num, self.head_dim, self.v_head_dim)
@@ -237,8 +244,8 @@ class ModelGeometry:
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        """Global ids of the layers with full attention that store their own keys and values."""
-        return self._of_kind("full")
+        """Global ids of the layers with full or chunked attention that store their own keys and values."""
+        return self._of_kind("full", "chunked")
 
     @property
     def window_layers(self) -> tuple[int, ...]:
@@ -249,6 +256,6 @@ class ModelGeometry:
     def recurrent_layers(self) -> tuple[int, ...]:
         return self._of_kind("recurrent")
 
-    def _of_kind(self, wanted: LayerKind) -> tuple[int, ...]:
-        found = (layer for layer, kind in enumerate(self.kinds) if kind == wanted)
+    def _of_kind(self, *wanted: LayerKind) -> tuple[int, ...]:
+        found = (layer for layer, kind in enumerate(self.kinds) if kind in wanted)
         return tuple(layer for layer in found if not self.kv_sources or self.kv_sources[layer] == layer)

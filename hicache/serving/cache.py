@@ -214,7 +214,7 @@ class PoolCache(StateCache):
             if kind == "recurrent":
                 layers.append(self._state_layer(layer_id))
                 continue
-            keys = batch.full if kind == "full" else batch.window
+            keys = batch.window if kind == "window" else batch.full
             assert keys is not None, f"a pass without keys for {kind} layers"
             if geometry.latent is not None:
                 assert isinstance(pool, MLATokenToKVPool | HybridLinearKVPool), "a pool without latent rows"

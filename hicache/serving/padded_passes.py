@@ -53,7 +53,7 @@ class PaddedPasses:
         logits = torch.empty(0)
         while start < end:
             # Without a prefix, attention is causal and needs no mask up to the window's length.
-            unmasked = end if not context.geometry.window else context.geometry.window
+            unmasked = min(context.geometry.window or end, context.geometry.chunk or end)
             stop = min(end, start + max(unmasked if start == 0 else 1, self._max_mask_entries // end))
             input_ids = torch.from_numpy(chunk.tokens[start:stop]).to(context.device)[None]
             positions = torch.arange(start, stop, device=context.device)[None]
@@ -71,8 +71,9 @@ class PaddedPasses:
         input_ids = torch.tensor([int(chunk.tokens[chunk.start]) for chunk in chunks], device=context.device)[:, None]
         # Shorter sequences are padded: in full attention, and in windows that they do not fill.
         max_keys = kv_len if context.geometry.full_layers else min(kv_len, context.geometry.window)
+        masked = min_len < max_keys or context.geometry.chunk > 0
         rows = torch.tensor([lease.row for lease in leases], device=context.device)
-        return self._forward(rows, input_ids, positions, kv_len, masked=min_len < max_keys, starting=min_len == 1)
+        return self._forward(rows, input_ids, positions, kv_len, masked, starting=min_len == 1)
 
     def _forward(
         self,
@@ -94,7 +95,10 @@ class PaddedPasses:
         full = window = states = None
         if geometry.full_layers:
             full = self._key_slots(rows, last, torch.arange(kv_len, device=context.device)[None])
-            masks["full_attention"] = self._mask(positions, full) if masked else None
+            if "full" in geometry.kinds:
+                masks["full_attention"] = self._mask(positions, full) if masked else None
+            if geometry.chunk:
+                masks["chunked_attention"] = self._mask(positions, full, chunk=geometry.chunk) if masked else None
         if geometry.window_layers:
             num_keys = min(kv_len, geometry.window + num_new - 1)
             window = self._key_slots(rows, last, last - num_keys + 1 + torch.arange(num_keys, device=context.device))
@@ -125,8 +129,8 @@ class PaddedPasses:
         slots = self._context.table[rows[:, None], positions.clamp(min=0)]
         return KeySlots(positions, slots.long().masked_fill_(outside, 0))
 
-    def _mask(self, positions: torch.Tensor, keys: KeySlots, window: int = 0) -> torch.Tensor:
-        return attention_mask(positions, keys.positions, self._kernel, self._context.model.dtype, window)
+    def _mask(self, positions: torch.Tensor, keys: KeySlots, window: int = 0, chunk: int = 0) -> torch.Tensor:
+        return attention_mask(positions, keys.positions, self._kernel, self._context.model.dtype, window, chunk)
 
 
 def attention_kernel(model: Any) -> str:
@@ -138,18 +142,26 @@ def attention_kernel(model: Any) -> str:
 
 
 def attention_mask(
-    query_positions: torch.Tensor, key_positions: torch.Tensor, kernel: str, dtype: torch.dtype, window: int = 0
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    kernel: str,
+    dtype: torch.dtype,
+    window: int = 0,
+    chunk: int = 0,
 ) -> torch.Tensor:
     """The causal mask [B, 1, n, keys] of queries at `query_positions` [B, n] over keys at `key_positions`
     [B or 1, keys].
 
-    A query at p sees keys at [0, p], or at (p - window, p] of them if `window` > 0; keys outside are padding. For
+    A query at p sees keys at [0, p], or at (p - window, p] of them if `window` > 0, or at [p - p % chunk, p] if
+    `chunk` > 0; keys outside are padding. For
     "sdpa" the mask is True where a key is seen; for "eager" it is 0 there and the lowest value of `dtype` elsewhere.
     """
     queries, keys = query_positions[:, None, :, None], key_positions[:, None, None, :]
     seen = (keys <= queries) & (keys >= 0)
     if window:
         seen &= keys > queries - window
+    if chunk:
+        seen &= keys >= queries - queries % chunk
     if kernel == "sdpa":
         return seen
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

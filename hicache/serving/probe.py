@@ -37,7 +37,7 @@ class _Recorder:
 def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
     """Whether each attention layer calls the registered function once a pass, with the keys and values it stores, or
     expands latent rows in a way that can be absorbed."""
-    if geometry.latent is not None and not absorbs(model, geometry):
+    if geometry.chunk or (geometry.latent is not None and not absorbs(model, geometry)):
         return False
     recorder = _Recorder()
     layers = [StateLayer(None) if kind == "recurrent" else SlotLayer(kind == "window") for kind in geometry.kinds]

@@ -13,9 +13,9 @@ from hicache.layout import HeadShape, LatentGeometry, LayerKind, ModelGeometry, 
 from hicache.serving.cache import StateCache, StateLayer
 
 SUPPORTED = (
-    "supported are decoder-only models whose layers have full attention, a sliding window of one size, or, beside full "
-    "attention, a recurrent state of one convolution and one temporal part, with keys and values of one shape for each "
-    "kind, grouped heads included, or latent rows of one size"
+    "supported are decoder-only models whose layers have full or chunked attention, a sliding window of one size, or, "
+    "beside full attention, a recurrent state of one convolution and one temporal part, with keys and values of one "
+    "shape for each kind, grouped heads included, or latent rows of one size"
 )
 _NUM_TOKENS = 6  # more than a convolution window
 
@@ -35,7 +35,7 @@ class _Recorder(DynamicLayer):  # type: ignore[misc]  # transformers is untyped 
         return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
 
-def recorded_geometry(model: Any, kinds: tuple[LayerKind, ...], window: int) -> ModelGeometry:
+def recorded_geometry(model: Any, kinds: tuple[LayerKind, ...], window: int, chunk: int) -> ModelGeometry:
     """The geometry that one pass of `model` shows, given the kinds of its layers.
 
     Layers of a kind must store keys and values of one shape, [1, kv_heads, tokens, head_dim], or latents and rotary
@@ -49,8 +49,14 @@ def recorded_geometry(model: Any, kinds: tuple[LayerKind, ...], window: int) -> 
     sources = _sources(name, layers)
     attention = [layer for layer in layers if isinstance(layer, _Recorder) and layer.shapes]
     latent = _latent(model.config.get_text_config(), attention)
-    full, windows = (_heads(name, attention, kind) if latent is None else None for kind in ("full", "window"))
-    heads = full or windows or HeadShape(1, latent.row_dim if latent else 0, latent.row_dim if latent else 0)
+    windows = None
+    if latent is not None:
+        heads = HeadShape(1, latent.row_dim, latent.row_dim)
+    else:
+        windows = _heads(name, attention, "window")
+        found = _heads(name, attention, "full", "chunked") or windows
+        assert found is not None, "some attention layer stores keys and values"
+        heads = found
     swa = windows if windows != heads else None
     return ModelGeometry(
         len(kinds),
@@ -59,6 +65,7 @@ def recorded_geometry(model: Any, kinds: tuple[LayerKind, ...], window: int) -> 
         v_head_dim=None if heads.v_head_dim == heads.head_dim else heads.v_head_dim,
         layer_kinds=() if set(kinds) == {"full"} else kinds,
         window=window,
+        chunk=chunk,
         state=_state_geometry(name, [layer for layer in layers if isinstance(layer, StateLayer)]),
         dtype=attention[0].dtype,
         latent=latent,
@@ -98,16 +105,16 @@ def _latent(config: Any, layers: Sequence[_Recorder]) -> LatentGeometry | None:
     return None
 
 
-def _heads(name: str, layers: Sequence[_Recorder], kind: LayerKind) -> HeadShape | None:
-    """What the layers of a kind store; None without layers of that kind."""
-    stored = sorted({pair for layer in layers if layer.kind == kind for pair in layer.shapes})
+def _heads(name: str, layers: Sequence[_Recorder], *kinds: LayerKind) -> HeadShape | None:
+    """What the layers of these kinds store; None without such layers."""
+    stored = sorted({pair for layer in layers if layer.kind in kinds for pair in layer.shapes})
     if not stored:
         return None
     keys, values = stored[0]
     is_regular = len(keys) == len(values) == 4 and keys[:3] == values[:3] and keys[::2] == (1, _NUM_TOKENS)
     if len(stored) > 1 or not is_regular:
         shapes = sorted({shape for pair in stored for shape in pair})
-        raise UnsupportedModel(f"{name} stores keys and values of shapes {shapes} in {kind} layers; {SUPPORTED}")
+        raise UnsupportedModel(f"{name} stores keys and values of shapes {shapes} in {kinds[0]} layers; {SUPPORTED}")
     return HeadShape(keys[1], keys[3], values[3])
 
 

@@ -57,7 +57,7 @@ class ModelRunner:
         if attention != "torch":
             hands_over = hands_attention_over(model, geometry)
             if attention == "triton" and not hands_over:
-                raise UnsupportedModel(f"{type(model).__name__} computes its attention itself; use attention='torch'")
+                raise UnsupportedModel(f"{type(model).__name__} does not attend by slots; use attention='torch'")
             attention = "triton" if hands_over else "torch"
         self.attention = attention
         self._passes: Passes = (

@@ -27,6 +27,7 @@ from hicache.serving.widen import float32_weights
 _KINDS: dict[str, LayerKind] = {
     "full_attention": "full",
     "sliding_attention": "window",
+    "chunked_attention": "chunked",
     "linear_attention": "recurrent",
 }
 # These settings are read for all layers at once; others may vary from layer to layer.
@@ -62,8 +63,8 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
             stack.callback(model.train, model.training)
             model.eval()
             stack.enter_context(short_window(config))
-            num_tokens, window = trial_length(config), _window(config) if "window" in kinds else 0
-            recorded = recorded_geometry(model, kinds, window)
+            num_tokens, bounds = trial_length(config), _bounds(config, kinds)
+            recorded = recorded_geometry(model, kinds, **bounds)
             is_wide = model.dtype == torch.float32
             if not is_wide:
                 Trial(model, num_tokens).served_difference(
@@ -71,7 +72,7 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
                 )  # raises if it does not run in its own dtype
             stack.enter_context(float32_weights(model))
             reason = _difference_reason(
-                Trial(model, num_tokens), recorded if is_wide else recorded_geometry(model, kinds, window), attention
+                Trial(model, num_tokens), recorded if is_wide else recorded_geometry(model, kinds, **bounds), attention
             )
     except (UnsupportedModel, OutOfMemory, torch.OutOfMemoryError):
         raise
@@ -80,8 +81,8 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
         raise UnsupportedModel(f"{name} fails when it is tried over a key-value cache ({text}); {SUPPORTED}") from error
     if reason:
         raise UnsupportedModel(f"{name} {reason}; {SUPPORTED}")
-    window = _window(config) if recorded.window else 0
-    return replace(recorded, window=window, max_context_len=stretched_beyond(config))
+    bounds, limit = _bounds(config, kinds), stretched_beyond(config)
+    return replace(recorded, window=bounds["window"], chunk=bounds["chunk"], max_context_len=limit)
 
 
 def _difference_reason(trial: Trial, geometry: ModelGeometry, attention: Attention) -> str:
@@ -133,6 +134,14 @@ def _window(config: Any) -> int:
     return int((getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)) or 0)
 
 
+def _bounds(config: Any, kinds: tuple[LayerKind, ...]) -> dict[str, int]:
+    """`window` and `chunk` of the geometry."""
+    return {
+        "window": _window(config) if "window" in kinds else 0,
+        "chunk": int(config.attention_chunk_size) if "chunked" in kinds else 0,
+    }
+
+
 def _several_windows(config: Any) -> str:
     """The setting that gives layers windows of different sizes, with its value; empty if there is none."""
     for name, value in config.to_dict().items():
@@ -168,6 +177,9 @@ def _config_reason(config: Any) -> str:
             "sliding_attention" in types and not _window(config)
         ),
         "layers of type sliding_attention beside linear_attention": {"sliding_attention", "linear_attention"} <= types,
+        "layers of type chunked_attention without an attention_chunk_size": (
+            "chunked_attention" in types and not getattr(config, "attention_chunk_size", None)
+        ),
         "recurrent layers alone": types == {"linear_attention"},
     }
     return next((reason for reason, applies in reasons.items() if applies), "")

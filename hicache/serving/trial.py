@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,8 @@ from hicache.serving.runner import Chunk, ModelRunner
 _SHORT_ENDS = (1, 2, 6, 7)  # where the chunks of the short sequence end
 _NUM_DECODED = 3
 _MIN_LONG = 20  # tokens of the long sequence
-# A longer sliding window is replaced by a short one during the trial. Other bounds cannot be replaced and are exceeded,
-# up to `_MAX_BOUND` tokens.
+# A longer sliding window or chunk is replaced by a short one during the trial. Other bounds cannot be replaced and are
+# exceeded, up to `_MAX_BOUND` tokens.
 _MAX_WINDOW, _TRIAL_WINDOW = 64, 3
 _MAX_BOUND = 4096
 _BOUND = re.compile(r"window|chunk|block|local|keep|sparse|stride|span|topk")
@@ -40,16 +40,14 @@ _NO_BOUND = re.compile(r"^num_|^max_window_layers$|experts")
 
 @contextmanager
 def short_window(config: Any) -> Iterator[None]:
-    """Replace a sliding window of more than 64 tokens by one of 3 inside the `with`."""
-    window = getattr(config, "sliding_window", None)
-    if not isinstance(window, int) or window <= _MAX_WINDOW:
+    """Replace a sliding window and an attention chunk of more than 64 tokens by one of 3 inside the `with`."""
+    with ExitStack() as stack:
+        for name in ("sliding_window", "attention_chunk_size"):
+            size = getattr(config, name, None)
+            if isinstance(size, int) and size > _MAX_WINDOW:
+                setattr(config, name, _TRIAL_WINDOW)
+                stack.callback(setattr, config, name, size)
         yield
-        return
-    config.sliding_window = _TRIAL_WINDOW
-    try:
-        yield
-    finally:
-        config.sliding_window = window
 
 
 def trial_length(config: Any) -> int:

@@ -25,7 +25,7 @@ from serving_case import DEVICE, prompt
 
 SERVED = [row for row, family in FAMILIES.items() if family.kind]
 REFUSED = [row for row, family in FAMILIES.items() if not family.kind]
-# Their layers do not hand their attention over, so they are served with torch's alone.
+# Their layers do not hand their attention over, or it is chunked, so they are served with torch's alone.
 PADDED = {
     "big_bird",
     "codegen",
@@ -36,6 +36,8 @@ PADDED = {
     "gptj",
     "hrm_text",
     "jetmoe",
+    "llama4",
+    "llama4_text",
     "megatron-bert",
     "nemotron",
     "rembert",
@@ -53,6 +55,8 @@ def _skip_unknown(row: str) -> None:
 
 
 def _kind(geometry: ModelGeometry) -> str:
+    if geometry.chunk:
+        return "chunked"
     return "hybrid" if geometry.recurrent_layers else "window" if geometry.window_layers else "full"
 
 
@@ -73,7 +77,7 @@ def test_a_family_gives_the_tokens_of_generate(row: str, attention: Literal["tor
     _skip_unknown(row)
     model = tiny_family(row)
     if attention == "triton" and row in PADDED:
-        with pytest.raises(UnsupportedModel, match="computes its attention itself; use attention='torch'"):
+        with pytest.raises(UnsupportedModel, match="does not attend by slots; use attention='torch'"):
             check_supported(model, attention)
         return
     geometry = check_supported(model, attention)

@@ -1,4 +1,4 @@
-"""Hybrid, sliding-window and latent models end to end: scheduler, runner and engine give the tokens of no cache."""
+"""Hybrid, window, chunked and latent models end to end: scheduler, runner and engine give the tokens of no cache."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ MODELS = [
     pytest.param(lambda **changes: shared(tiny_gemma, 40, **changes), id="gemma3"),
     pytest.param(lambda **changes: shared(tiny_mistral, 40, **changes), id="mistral"),
     pytest.param(lambda **changes: shared(tiny_family, "gemma4_text", **{**ROOMY, **changes}), id="gemma4_text"),
+    pytest.param(lambda **changes: shared(tiny_family, "llama4_text", **{**ROOMY, **changes}), id="llama4_text"),
     pytest.param(lambda **changes: shared(tiny_family, "deepseek_v3", **{**ROOMY, **changes}), id="deepseek_v3"),
     pytest.param(lambda **changes: shared(tiny_family, "kimi_linear", **{**ROOMY, **changes}), id="kimi_linear"),
 ]

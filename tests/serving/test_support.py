@@ -106,6 +106,15 @@ def test_latent_rows_are_found(dtype: torch.dtype) -> None:
     assert hybrid.latent == latent and hybrid.full_layers == (1, 3) and hybrid.recurrent_layers == (0, 2)
 
 
+@pytest.mark.parametrize("chunk", [1, 16, 8192])
+def test_chunks_are_found(chunk: int) -> None:
+    """Chunked layers keep all tokens; the size of a chunk comes from the configuration, which is unchanged."""
+    model = tiny_family("llama4_text", attention_chunk_size=chunk)
+    geometry = check_supported(model)
+    assert geometry.layer_kinds == ("chunked", "chunked", "chunked", "full") and geometry.chunk == chunk
+    assert geometry.full_layers == (0, 1, 2, 3) and model.config.attention_chunk_size == chunk
+
+
 def test_shapes_of_a_kind_and_shared_layers_are_found() -> None:
     """Window layers may have heads of their own, keys and values different sizes, and the last layers may read what the
     last layer of their kind stored."""
@@ -153,7 +162,7 @@ def test_rotary_frequencies_that_follow_the_length_bound_the_context(row: str, l
             hf.RecurrentGemmaConfig(**{**SMALL, "num_hidden_layers": 3}, attention_window_size=8),
             "sliding_attention beside linear_attention",
         ),
-        (hf.Llama4TextConfig(**SMALL), "chunked_attention"),
+        (hf.Llama4TextConfig(**SMALL, attention_chunk_size=None), "without an attention_chunk_size"),
         (
             hf.Qwen3Config(**SMALL, sliding_window=None, layer_types=["full_attention", "sliding_attention"]),
             "without a sliding_window",
@@ -184,7 +193,7 @@ def test_unsupported_layers_are_named(config: Any, names: str) -> None:
     before = config.to_dict()
     with pytest.raises(UnsupportedModel, match=names) as caught:
         check_supported(_build(config))
-    assert "supported are decoder-only models whose layers have full attention" in str(caught.value)
+    assert "supported are decoder-only models whose layers have full" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert {**config.to_dict(), "architectures": None} == {**before, "architectures": None}
 
@@ -267,6 +276,8 @@ def test_a_recurrent_layer_without_a_temporal_state_is_refused() -> None:
         ({"layer_kinds": ("full", "recurrent")}, r"state=None with recurrent layers \[1\]"),
         ({"layer_kinds": ("full", "local")}, "contains .'local'."),
         ({"state": StateGeometry(((4, 2),), (2, 2), torch.float32, torch.float32)}, r"recurrent layers \[\]"),
+        ({"chunk": 4}, r"chunk=4 with layers of kinds \['full'\]"),
+        ({"layer_kinds": ("full", "chunked")}, "chunk=0 with layers of kinds"),
         ({"kv_sources": (0,)}, "1 entries for layer_num=2"),
         ({"kv_sources": (1, 1)}, r"kv_sources=\(1, 1\): layer 0 must read its own"),
         ({"kv_sources": (0, -1)}, r"layer 1 must read its own"),
@@ -449,17 +460,18 @@ def test_an_8b_model_in_bfloat16_is_supported() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-@pytest.mark.parametrize("window", [0, 1, 3])
-def test_a_mask_is_causal_and_limited_to_the_window(kernel: str, window: int) -> None:
-    """A query at position p sees keys [0, p], or the window's part of them, and no others, in each kernel's format."""
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (1, 0), (3, 0), (0, 1), (0, 2), (0, 4)])
+def test_a_mask_is_causal_and_limited_to_window_or_chunk(kernel: str, window: int, chunk: int) -> None:
+    """A query at position p sees keys [0, p], or the part of them in its window or chunk, and no others, in each
+    kernel's format."""
     queries = torch.tensor([[0, 3], [5, 2]])
     for keys in (torch.arange(6)[None], torch.tensor([[-2, -1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])):
-        mask = attention_mask(queries, keys, kernel, torch.float32, window)
+        mask = attention_mask(queries, keys, kernel, torch.float32, window, chunk)
         assert mask.shape == (2, 1, 2, 6)
         for b in range(2):
             for q in range(2):
                 position = int(queries[b, q])
-                first = max(0, position - window + 1) if window else 0
+                first = max(0, position - window + 1) if window else position // chunk * chunk if chunk else 0
                 seen = [first <= int(key) <= position for key in keys.expand(2, -1)[b]]
                 row = mask[b, 0, q].tolist()
                 lowest = torch.finfo(torch.float32).min

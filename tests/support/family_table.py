@@ -220,8 +220,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm3": Family(reason="layers of type conv"),
     "llama": Family("full"),
-    "llama4": Family(reason="layers of type chunked_attention"),
-    "llama4_text": Family(reason="layers of type chunked_attention"),
+    "llama4": Family("chunked", changes={"attention_chunk_size": 16}),
+    "llama4_text": Family("chunked", changes={"attention_chunk_size": 16}),
     "longcat_flash": Family("full", changes=_LATENT),
     "mamba": Family(reason="recurrent layers alone"),
     "mamba2": Family(
