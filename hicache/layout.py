@@ -21,7 +21,8 @@ import torch
 from hicache.errors import ConfigError
 
 Per = Literal["token", "page", "request"]
-LayerKind = Literal["full", "window", "chunked", "recurrent"]
+# A hybrid layer has full attention and a recurrent state; a stateless one has neither.
+LayerKind = Literal["full", "window", "chunked", "recurrent", "hybrid", "stateless"]
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class ModelGeometry:
     def __post_init__(self) -> None:
         wrong = sorted({str(kind) for kind in self.layer_kinds} - {*get_args(LayerKind)})
         if wrong:
-            raise ConfigError(f"layer_kinds contains {wrong}; use 'full', 'window', 'chunked' or 'recurrent'")
+            raise ConfigError(f"layer_kinds contains {wrong}; use one of {get_args(LayerKind)}")
         if len(self.layer_kinds) not in (0, self.layer_num):
             raise ConfigError(f"layer_kinds has {len(self.layer_kinds)} entries for layer_num={self.layer_num} layers")
         if len(self.kv_sources) not in (0, self.layer_num):
@@ -244,8 +245,8 @@ class ModelGeometry:
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        """Global ids of the layers with full or chunked attention that store their own keys and values."""
-        return self._of_kind("full", "chunked")
+        """Global ids of the layers that store their own keys and values of all tokens."""
+        return self._of_kind("full", "chunked", "hybrid")
 
     @property
     def window_layers(self) -> tuple[int, ...]:
@@ -254,7 +255,8 @@ class ModelGeometry:
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        return self._of_kind("recurrent")
+        """Global ids of the layers with a recurrent state."""
+        return self._of_kind("recurrent", "hybrid")
 
     def _of_kind(self, *wanted: LayerKind) -> tuple[int, ...]:
         found = (layer for layer, kind in enumerate(self.kinds) if kind in wanted)

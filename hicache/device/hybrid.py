@@ -1,4 +1,4 @@
-"""The pool of hybrid models: some layers have attention, the others a recurrent state.
+"""The pool of hybrid models, whose layers have attention, a recurrent state, or both.
 
     attention layer   a row per token in `full_kv_pool`, whose dense layer ids are mapped from global ones
     Mamba layer       a state per request in `mamba_pool`, with slots of its own
@@ -49,14 +49,11 @@ class HybridLinearKVPool(MappedKVPool):
     ) -> None:
         """With `use_mla` rows are latent, of `kv_lora_rank` and `qk_rope_head_dim`; head sizes are ignored.
 
-        ConfigError on transposing, on layers that are missing, named twice or Mamba layers, and on a missing MLA size.
+        ConfigError on transposing, on layers that are missing or named twice, and on a missing MLA size.
         """
         if enable_kvcache_transpose:
             raise ConfigError("enable_kvcache_transpose=True: keys and values are stored by token; set it to False")
         layer_ids = ascending(full_attention_layer_ids, "full_attention_layer_ids")
-        both = sorted(set(layer_ids) & set(mamba_pool.layers if mamba_pool else ()))
-        if both:
-            raise ConfigError(f"layers {both} are given as attention layers and are Mamba layers of mamba_pool")
         if use_mla:
             if kv_lora_rank is None or qk_rope_head_dim is None:
                 raise ConfigError(

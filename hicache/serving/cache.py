@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
 from hicache.config import debug_checks
 from hicache.device.base import KVCache
@@ -149,9 +149,12 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
 
     @property
     def state(self) -> MambaState | None:
-        """The state after the pass; None if the model left no convolution window or no temporal state."""
+        """The state after the pass; None if the model left no convolution window. A layer that is a convolution alone
+        has a temporal state of one zero."""
         conv, temporal = self.conv_states[0], self.recurrent_states[0]
-        return None if conv is None or temporal is None else MambaState([conv], temporal)
+        if conv is None:
+            return None
+        return MambaState([conv], conv.new_zeros(len(conv), 1) if temporal is None else temporal)
 
     def fetch(self) -> None:
         """Call the source, unless that was done."""
@@ -174,6 +177,35 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
         self.fetch()
         updated: torch.Tensor = super().update_recurrent_state(recurrent_states, *args, **kwargs)
         return updated
+
+
+class HybridLayer(StateLayer, CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """One layer that has a recurrent state beside `attention`, the layer of its keys and values."""
+
+    def __init__(self, source: Callable[[], MambaState] | None, attention: CacheLayerMixin) -> None:
+        CacheLayerMixin.__init__(self)
+        StateLayer.__init__(self, source)
+        self.attention, self.is_sliding, self.is_initialized = attention, False, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `attention`'s."""
+        updated: tuple[torch.Tensor, torch.Tensor] = self.attention.update(key_states, value_states, *args, **kwargs)
+        return updated
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As `attention`'s."""
+        sizes: tuple[int, int] = self.attention.get_mask_sizes(query_length)
+        return sizes
+
+    def get_seq_length(self) -> int:
+        """As `attention`'s."""
+        return int(self.attention.get_seq_length())
+
+    def get_max_length(self) -> int:
+        """As `attention`'s."""
+        return int(self.attention.get_max_length())
 
 
 class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -209,8 +241,11 @@ class PoolCache(StateCache):
             # The pool may keep a window layer whole: such a layer is read by full-attention slots.
             swa_layers = frozenset(layer_id for layer_id, (_, swa) in pool.layers_mapping.items() if swa)
             swa_slots = _window_slots(pool, batch.window) if batch.window is not None else None
-        layers: list[PoolLayer | StateLayer] = []
+        layers: list[PoolLayer | StateLayer | DummyLayer] = []
         for layer_id, kind in enumerate(geometry.kinds):
+            if kind == "stateless":
+                layers.append(DummyLayer())
+                continue
             if kind == "recurrent":
                 layers.append(self._state_layer(layer_id))
                 continue
@@ -222,7 +257,8 @@ class PoolCache(StateCache):
                 continue
             source = geometry.sources[layer_id]  # a layer without KV of its own has a mask, and stores nothing
             slots = swa_slots if swa_slots is not None and source in swa_layers else keys.slots
-            layers.append(PoolLayer(pool, source, batch, slots, is_sliding=kind == "window"))
+            layer = PoolLayer(pool, source, batch, slots, is_sliding=kind == "window")
+            layers.append(self._state_layer(layer_id, layer) if kind == "hybrid" else layer)
         super().__init__(layers=layers)
 
     def store_states(self) -> None:
@@ -230,15 +266,23 @@ class PoolCache(StateCache):
         if self._batch.states is not None:
             store_states(self, self._geometry, self._batch.states)
 
-    def _state_layer(self, layer_id: int) -> StateLayer:
+    def _state_layer(self, layer_id: int, attention: PoolLayer | None = None) -> StateLayer:
         states, shapes = self._batch.states, self._geometry.state
         assert states is not None and shapes is not None, "a pass without states for recurrent layers"
-        return new_state_layer(states, layer_id, shapes, is_start=not self._batch.past_len)
+        return new_state_layer(states, layer_id, shapes, not self._batch.past_len, attention)
 
 
-def new_state_layer(states: BatchStates, layer_id: int, shapes: StateGeometry, is_start: bool) -> StateLayer:
-    """A recurrent layer of one pass over `states`. `is_start`: all sequences start with this pass."""
-    return StateLayer(None if is_start else lambda: _copy_states(states, layer_id, shapes))
+def new_state_layer(
+    states: BatchStates,
+    layer_id: int,
+    shapes: StateGeometry,
+    is_start: bool,
+    attention: CacheLayerMixin | None = None,
+) -> StateLayer:
+    """A recurrent layer of one pass over `states`, with `attention` beside it in a hybrid layer. `is_start`: all
+    sequences start with this pass."""
+    source = None if is_start else lambda: _copy_states(states, layer_id, shapes)
+    return StateLayer(source) if attention is None else HybridLayer(source, attention)
 
 
 def store_states(cache: StateCache, geometry: ModelGeometry, states: BatchStates) -> None:

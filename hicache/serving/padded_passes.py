@@ -95,7 +95,7 @@ class PaddedPasses:
         full = window = states = None
         if geometry.full_layers:
             full = self._key_slots(rows, last, torch.arange(kv_len, device=context.device)[None])
-            if "full" in geometry.kinds:
+            if {"full", "hybrid"} & {*geometry.kinds}:
                 masks["full_attention"] = self._mask(positions, full) if masked else None
             if geometry.chunk:
                 masks["chunked_attention"] = self._mask(positions, full, chunk=geometry.chunk) if masked else None

@@ -6,12 +6,13 @@ from collections import Counter
 from typing import Any
 
 import torch
+from transformers.cache_utils import DummyLayer
 
 from hicache.errors import UnsupportedModel
 from hicache.kernels.pool_attention import AttentionRule
-from hicache.layout import ModelGeometry
+from hicache.layout import LayerKind, ModelGeometry
 from hicache.serving.attention import SlotLayer, attending_by_slots
-from hicache.serving.cache import StateCache, StateLayer
+from hicache.serving.cache import HybridLayer, StateCache, StateLayer
 from hicache.serving.latent import absorbs
 
 _NUM_TOKENS = 6  # more than a convolution window
@@ -40,7 +41,7 @@ def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
     if geometry.chunk or (geometry.latent is not None and not absorbs(model, geometry)):
         return False
     recorder = _Recorder()
-    layers = [StateLayer(None) if kind == "recurrent" else SlotLayer(kind == "window") for kind in geometry.kinds]
+    layers = [_layer(kind) for kind in geometry.kinds]
     ids = torch.arange(_NUM_TOKENS, device=model.device)[None]
     try:
         with attending_by_slots(model):
@@ -54,12 +55,20 @@ def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
             )
     except (UnsupportedModel, TypeError):
         return False  # a layer has biases of its own, or a forward does not take the argument
-    kinds = {layer: kind for layer, kind in enumerate(geometry.kinds) if kind != "recurrent"}
+    kinds = {layer: kind for layer, kind in enumerate(geometry.kinds) if kind not in ("recurrent", "stateless")}
     if geometry.latent is not None:
         return Counter(layer for layer, *_ in recorder.calls.elements()) == Counter([*kinds])
-    heads = {"full": geometry.full_heads, "window": geometry.window_heads}
-    shapes = {
-        kind: tuple((1, of.head_num, _NUM_TOKENS, dim) for dim in (of.head_dim, of.v_head_dim))
-        for kind, of in heads.items()
-    }
-    return dict(recorder.calls) == {(layer, *shapes[kind]): 1 for layer, kind in kinds.items()}
+    full, window = (
+        tuple((1, of.head_num, _NUM_TOKENS, dim) for dim in (of.head_dim, of.v_head_dim))
+        for of in (geometry.full_heads, geometry.window_heads)
+    )
+    expected = {(layer, *(window if kind == "window" else full)): 1 for layer, kind in kinds.items()}
+    return dict(recorder.calls) == expected
+
+
+def _layer(kind: LayerKind) -> Any:
+    if kind == "stateless":
+        return DummyLayer()
+    if kind == "hybrid":
+        return HybridLayer(None, SlotLayer())
+    return StateLayer(None) if kind == "recurrent" else SlotLayer(kind == "window")

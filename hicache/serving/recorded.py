@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DummyLayer, DynamicLayer
 
 from hicache.errors import UnsupportedModel
 from hicache.layout import HeadShape, LatentGeometry, LayerKind, ModelGeometry, StateGeometry
-from hicache.serving.cache import StateCache, StateLayer
+from hicache.serving.cache import HybridLayer, StateCache, StateLayer
 
 SUPPORTED = (
     "supported are decoder-only models whose layers have full or chunked attention, a sliding window of one size, or, "
@@ -43,18 +43,22 @@ def recorded_geometry(model: Any, kinds: tuple[LayerKind, ...], window: int, chu
     last layer of its kind stored. Recurrent layers must keep states of the same shapes. Raises UnsupportedModel.
     """
     name = type(model).__name__
-    layers = [StateLayer(None) if kind == "recurrent" else _Recorder(kind) for kind in kinds]
+    recorders = [None if kind in ("recurrent", "stateless") else _Recorder(kind) for kind in kinds]
+    layers = [
+        HybridLayer(None, recorder) if kind == "hybrid" else recorder or _without_attention(kind)
+        for kind, recorder in zip(kinds, recorders, strict=True)
+    ]
     ids = torch.arange(_NUM_TOKENS, device=model.device)[None]
     model(input_ids=ids, position_ids=ids, past_key_values=StateCache(layers=layers), use_cache=True)
-    sources = _sources(name, layers)
-    attention = [layer for layer in layers if isinstance(layer, _Recorder) and layer.shapes]
+    sources = _sources(name, recorders)
+    attention = [recorder for recorder in recorders if recorder is not None and recorder.shapes]
     latent = _latent(model.config.get_text_config(), attention)
     windows = None
     if latent is not None:
         heads = HeadShape(1, latent.row_dim, latent.row_dim)
     else:
         windows = _heads(name, attention, "window")
-        found = _heads(name, attention, "full", "chunked") or windows
+        found = _heads(name, attention, "full", "chunked", "hybrid") or windows
         assert found is not None, "some attention layer stores keys and values"
         heads = found
     swa = windows if windows != heads else None
@@ -76,12 +80,16 @@ def recorded_geometry(model: Any, kinds: tuple[LayerKind, ...], window: int, chu
     )
 
 
-def _sources(name: str, layers: Sequence[StateLayer | _Recorder]) -> tuple[int, ...]:
+def _without_attention(kind: LayerKind) -> StateLayer | DummyLayer:
+    return DummyLayer() if kind == "stateless" else StateLayer(None)
+
+
+def _sources(name: str, layers: Sequence[_Recorder | None]) -> tuple[int, ...]:
     """For each layer, the layer whose keys and values it reads; () if every layer stores its own."""
     last: dict[LayerKind, int] = {}
     sources = []
     for layer_id, layer in enumerate(layers):
-        if isinstance(layer, StateLayer):
+        if layer is None:
             sources.append(layer_id)
             continue
         if layer.shapes:

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.cache_utils import DummyLayer
 
 from hicache.kernels.pool_attention import num_splits
+from hicache.layout import LayerKind
 from hicache.serving.attention import SlotAttention, SlotPass, attending_by_slots, spans_of
 from hicache.serving.cache import BatchStates, StateCache, new_state_layer, store_states
 from hicache.serving.graphs import DecodeBatch, DecodeGraphs
@@ -115,12 +117,7 @@ class SlotPasses:
         """Logits [requests, vocab] of one pass over `input_ids` [B, n]. `last`: which tokens of a single row to keep
         logits of; None: the last of each row."""
         context = self._context
-        layers: list[Any] = [
-            new_state_layer(states, layer, context.geometry.state, is_start)
-            if kind == "recurrent" and states is not None and context.geometry.state is not None
-            else self._attention.layer(is_sliding=kind == "window")
-            for layer, kind in enumerate(context.geometry.kinds)
-        ]
+        layers = [self._layer(layer, kind, states, is_start) for layer, kind in enumerate(context.geometry.kinds)]
         cache = StateCache(layers=layers)
         keep: dict[str, Any] = {}
         if context.takes_logits_to_keep:
@@ -141,6 +138,17 @@ class SlotPasses:
         if last is None:
             return logits[:, -1]
         return logits[0] if keep else logits[0, last]
+
+    def _layer(self, layer: int, kind: LayerKind, states: BatchStates | None, is_start: bool) -> Any:
+        """A layer's part of the `Cache` of a pass."""
+        if kind == "stateless":
+            return DummyLayer()
+        attention = None if kind == "recurrent" else self._attention.layer(is_sliding=kind == "window")
+        if kind not in ("recurrent", "hybrid"):
+            return attention
+        shapes = self._context.geometry.state
+        assert states is not None and shapes is not None, "a pass without states for recurrent layers"
+        return new_state_layer(states, layer, shapes, is_start, attention)
 
     @property
     def _group(self) -> int:

@@ -29,6 +29,10 @@ _KINDS: dict[str, LayerKind] = {
     "sliding_attention": "window",
     "chunked_attention": "chunked",
     "linear_attention": "recurrent",
+    "conv": "recurrent",
+    "hybrid": "hybrid",
+    "mlp": "stateless",
+    "moe": "stateless",
 }
 # These settings are read for all layers at once; others may vary from layer to layer.
 _OF_ALL_LAYERS = {

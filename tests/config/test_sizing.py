@@ -48,6 +48,9 @@ MODELS = {
     ),
     "shared": ModelGeometry(3, 2, 4, v_head_dim=6, kv_sources=(0, 0, 2)),
     "uneven hybrid": ModelGeometry(4, 2, 4, v_head_dim=6, layer_kinds=("recurrent", "full") * 2, state=STATE),
+    "states in attention layers": ModelGeometry(
+        4, 2, 4, layer_kinds=("hybrid", "stateless", "recurrent", "full"), state=STATE
+    ),
     "latent": ModelGeometry(3, 1, 20, latent=LatentGeometry(16, 4)),
     "latent hybrid": ModelGeometry(
         4, 1, 20, layer_kinds=("recurrent", "full") * 2, state=STATE, latent=LatentGeometry(16, 4)

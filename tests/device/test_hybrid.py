@@ -130,8 +130,8 @@ def test_layouts_and_layer_map() -> None:
     assert mamba.layout.layers == tuple(LINEAR) and mamba.num_slots == 6
     assert full.layer_buffers(7)[0].data_ptr() == pool.get_key_buffer(7).data_ptr()
     assert [space.name for space in hybrid().slot_spaces] == ["full"]
-    with pytest.raises(ConfigError, match=r"layers \[3\] are given as attention"):
-        hybrid(mamba_pool=MambaPool(5, Mamba2CacheParams(SHAPE, [3, 4]), "cpu"))
+    both = hybrid(mamba_pool=MambaPool(5, Mamba2CacheParams(SHAPE, [3, 4]), "cpu"))
+    assert [space.layout.layers for space in both.slot_spaces] == [(3, 7), (3, 4)]
     with pytest.raises(ConfigError, match="set it to False"):
         hybrid(enable_kvcache_transpose=True)
 

@@ -43,6 +43,8 @@ def _saved(tmp_path: Path, row: str, **changes: Any) -> Path:
         "kimi_linear",
         "gemma3n_text",
         "mimo_v2_flash",
+        "falcon_h1",
+        "lfm2",
     ],
 )
 def test_every_kind_of_model_hits_on_disk(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,7 @@ PADDED = {
     "rembert",
     "stablelm",
     "xglm",
+    "zamba2, without a minimum time step",
 }
 # These reasons follow from the configuration or a signature, so the model needs no weights.
 _WITHOUT_WEIGHTS = ("layers of", "recurrent layers", "no way", "no key-value cache", "vary from")

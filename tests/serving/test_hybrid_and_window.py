@@ -22,6 +22,8 @@ MODELS = [
     pytest.param(lambda **changes: shared(tiny_mistral, 40, **changes), id="mistral"),
     pytest.param(lambda **changes: shared(tiny_family, "gemma4_text", **{**ROOMY, **changes}), id="gemma4_text"),
     pytest.param(lambda **changes: shared(tiny_family, "llama4_text", **{**ROOMY, **changes}), id="llama4_text"),
+    pytest.param(lambda **changes: shared(tiny_family, "falcon_h1", **{**ROOMY, **changes}), id="falcon_h1"),
+    pytest.param(lambda **changes: shared(tiny_family, "lfm2", **{**ROOMY, **changes}), id="lfm2"),
     pytest.param(lambda **changes: shared(tiny_family, "deepseek_v3", **{**ROOMY, **changes}), id="deepseek_v3"),
     pytest.param(lambda **changes: shared(tiny_family, "kimi_linear", **{**ROOMY, **changes}), id="kimi_linear"),
 ]

@@ -95,6 +95,18 @@ def test_recurrent_layers_are_found(dtype: torch.dtype) -> None:
     )
 
 
+def test_states_of_other_layers_are_found() -> None:
+    """A layer that is a convolution alone has a window and no temporal state; one layer may have attention and a
+    state, and others neither."""
+    convolutions = check_supported(tiny_family("lfm2"))
+    assert (convolutions.full_layers, convolutions.recurrent_layers) == ((1, 3), (0, 2))
+    assert convolutions.state == StateGeometry(((32, 3),), (1,), torch.float32, torch.float32)
+    both = check_supported(tiny_family("falcon_h1"))
+    assert both.full_layers == both.recurrent_layers == (0, 1, 2, 3) and both.layer_kinds == ("hybrid",) * 4
+    some = check_supported(tiny_family("nemotron_h, without a minimum time step"))
+    assert some.layer_kinds == ("recurrent", "stateless", "full", "stateless")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_latent_rows_are_found(dtype: torch.dtype) -> None:
     """A model that compresses its keys and values stores one row for each token and layer, of latent and rotary part,
@@ -157,7 +169,6 @@ def test_rotary_frequencies_that_follow_the_length_bound_the_context(row: str, l
             hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4),
             "recurrent layers alone",
         ),
-        (hf.Lfm2Config(**{k: v for k, v in SMALL.items() if k != "head_dim"}, full_attn_idxs=[1]), "type conv"),
         (
             hf.RecurrentGemmaConfig(**{**SMALL, "num_hidden_layers": 3}, attention_window_size=8),
             "sliding_attention beside linear_attention",

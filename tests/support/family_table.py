@@ -115,7 +115,7 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family("window"),
     "exaone_moe": Family("window"),
     "falcon": Family("full"),
-    "falcon_h1": Family(reason="layers of type hybrid", changes={"mamba_d_head": 8, "mamba_n_heads": 4}),
+    "falcon_h1": Family("hybrid", changes={"mamba_d_head": 8, "mamba_n_heads": 4}),
     "falcon_mamba": Family(reason="recurrent layers alone"),
     "flex_olmo": Family("full"),
     "flint": Family("window"),
@@ -212,13 +212,9 @@ FAMILIES: dict[str, Family] = {
     "kimi_linear": Family("hybrid", changes={**_LATENT, "layer_types": ["linear_attention", "full_attention"] * 2}),
     "kolibri1": Family("window"),
     "laguna": Family("window", changes={"layer_types": _ALTERNATING}),
-    "lfm2": Family(
-        reason="layers of type conv", changes={"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
-    ),
-    "lfm2_moe": Family(
-        reason="layers of type conv", changes={"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
-    ),
-    "lfm3": Family(reason="layers of type conv"),
+    "lfm2": Family("hybrid", changes={"layer_types": ["conv", "full_attention", "conv", "full_attention"]}),
+    "lfm2_moe": Family("hybrid", changes={"layer_types": ["conv", "full_attention", "conv", "full_attention"]}),
+    "lfm3": Family("hybrid"),
     "llama": Family("full"),
     "llama4": Family("chunked", changes={"attention_chunk_size": 16}),
     "llama4_text": Family("chunked", changes={"attention_chunk_size": 16}),
@@ -258,7 +254,7 @@ FAMILIES: dict[str, Family] = {
     "mvp": Family(reason="no way to be told positions", changes=_LIKE_BART),
     "nanochat": Family("full"),
     "nemotron": Family("full", changes={"num_key_value_heads": 2, "head_dim": 8}),
-    "nemotron_h": Family(reason="layers of type mlp, moe"),
+    "nemotron_h": Family(reason="other results over a cached prefix", changes={"n_groups": 2}),
     "olmo": Family("full"),
     "olmo2": Family("full"),
     "olmo3": Family("window"),
@@ -373,7 +369,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "youtu": Family("full", changes=_LATENT),
     "zamba": Family(
-        reason="layers of type hybrid",
+        reason="other results over a cached prefix",
         changes={
             "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
             "n_mamba_heads": 2,
@@ -383,13 +379,13 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "zamba2": Family(
-        reason="layers of type hybrid",
+        reason="other results over a cached prefix",
         changes={
             "num_hidden_layers": 4,
             "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
         },
     ),
-    "zaya": Family(reason="layers of type hybrid", changes={"num_experts_per_tok": 1}),
+    "zaya": Family("hybrid", changes={"num_experts_per_tok": 1}),
     # The same families otherwise.
     "bert, is_decoder=False": Family(reason="is not causal"),
     "doge, within keep_window_size": Family("full"),
@@ -402,6 +398,7 @@ FAMILIES: dict[str, Family] = {
         "full", changes={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
     ),
     "mistral, without a window": Family("full", changes={"sliding_window": None}),
+    "nemotron_h, without a minimum time step": Family("hybrid", changes={"n_groups": 2, "time_step_min": 1e-30}),
     "phi3, rope_type=longrope": Family(
         "full",
         changes={
@@ -417,5 +414,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2, windows in some layers": Family(
         "window", changes={"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+    ),
+    "zamba2, without a minimum time step": Family(
+        "hybrid",
+        changes={
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "time_step_min": 1e-30,
+        },
     ),
 }
