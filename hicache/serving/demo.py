@@ -22,7 +22,7 @@ from hicache.config import EngineConfig
 from hicache.errors import ConfigError, PromptTooLong
 from hicache.factory import build_engine
 from hicache.serving.drive import serve_cached, serve_with_transformers, serve_without_cache
-from hicache.serving.models import LoadedModel, load_local, random_model
+from hicache.serving.models import LoadedModel, device_named, load_local, random_model
 from hicache.serving.report import Report, View
 from hicache.serving.sampling import SamplingParams
 from hicache.serving.support import check_supported
@@ -153,7 +153,7 @@ def _prepare(flags: argparse.Namespace, console: Console) -> Workload:
     if flags.check_against and temperature:
         raise ConfigError("--check-against transformers compares greedy answers; leave --sample and --temperature out")
     basis = _basis(flags)
-    device, dtype = _device(basis.device), basis.torch_dtype
+    device, dtype = device_named(basis.device), basis.torch_dtype
     if dtype.itemsize == 1:
         dtype = torch.bfloat16  # of the model; only the pool stores 8 bits
     loaded = load_local(flags.model, dtype, device) if flags.model else random_model(flags.seed, dtype, device)
@@ -269,17 +269,6 @@ def _announce(workload: Workload, config: EngineConfig, host_tokens: int, consol
 
 def _pages(tokens: int, page: int) -> int:
     return -(-tokens // page)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device={name!r}: write cpu, cuda or cuda:1") from None
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"device={name!r}: torch sees {count} CUDA devices; use one of them, or --device cpu")
-    return device
 
 
 def _device_name(name: str) -> str:

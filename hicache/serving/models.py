@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hicache.errors import ConfigError
 from hicache.serving.positions import position_limit
+from hicache.serving.text import ByteDecoder, TextDecoder, TokenDecoder
 
 _SAMPLES = 1024  # values of each tensor in the identity
 _NOT_WEIGHTS = ("transformers_version", "_name_or_path", "_attn_implementation", "dtype", "torch_dtype")
@@ -31,18 +33,41 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
 
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The prompt for the assistant's answer to `messages` of a "role" and a "content" each, special tokens
+        included. Raises ConfigError where the tokenizer has no chat template, or the template refuses them."""
+        ...
+
+    def decoder(self, prompt: Sequence[int]) -> TextDecoder:
+        """For the tokens that follow `prompt`, one by one; special tokens decode to nothing."""
+        ...
+
 
 class ByteTokenizer:
-    """One token per byte of UTF-8; ids from 256 on are special and decode to nothing."""
+    """One token per byte of UTF-8; ids from 256 on are special and decode to nothing.
+
+    A chat is bos, then for each message: the start, its role, a line feed, its content, the end.
+    """
 
     num_tokens = 260
     bos_id = 256
+    start_id = 257
+    end_id = 258
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        tokens = [self.bos_id]
+        for message in messages:
+            tokens += [self.start_id, *self.encode(f"{message['role']}\n{message['content']}"), self.end_id]
+        return [*tokens, self.start_id, *self.encode("assistant\n")]
+
+    def decoder(self, prompt: Sequence[int]) -> TextDecoder:
+        return ByteDecoder()
 
 
 class LocalTokenizer:
@@ -57,6 +82,20 @@ class LocalTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens)))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ConfigError("the model's tokenizer has no chat template; ask for a completion instead")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(f"the model's chat template refuses the messages: {error}") from error
+        return self.encode(text)
+
+    def decoder(self, prompt: Sequence[int]) -> TextDecoder:
+        return TokenDecoder(lambda tokens: str(self._tokenizer.decode(tokens, skip_special_tokens=True)), prompt)
 
 
 @dataclass(frozen=True)
@@ -75,6 +114,18 @@ class LoadedModel:
     @property
     def num_weights(self) -> int:
         return sum(weight.numel() for weight in self.model.parameters())
+
+
+def device_named(name: str) -> torch.device:
+    """The device of that name. Raises ConfigError where there is none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name!r}: write cpu, cuda or cuda:1") from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(f"device={name!r}: torch sees {count} CUDA devices; use one of them, or --device cpu")
+    return device
 
 
 def random_model(seed: int, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -106,11 +157,11 @@ def random_model(seed: int, dtype: torch.dtype, device: torch.device) -> LoadedM
     )
 
 
-def load_local(path: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """A causal language model with its tokenizer from a directory; nothing is downloaded. Raises ConfigError, with a
-    message of one line, if it cannot be loaded."""
+def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.device) -> LoadedModel:
+    """A causal language model with its tokenizer from a directory; nothing is downloaded. `dtype`: "auto" is that of
+    the checkpoint. Raises ConfigError, with a message of one line, if it cannot be loaded."""
     if not Path(path).is_dir():
-        raise ConfigError(f"--model {path}: no such directory; give one that holds a transformers model")
+        raise ConfigError(f"model {path}: no such directory; give one that holds a transformers model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         # transformers chooses the attention: sdpa, or eager for a model with soft caps or sinks, which sdpa lacks.
@@ -118,7 +169,7 @@ def load_local(path: str, dtype: torch.dtype, device: torch.device) -> LoadedMod
         model = model.to(device).eval()
     except Exception as error:
         text = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"--model {path} cannot be loaded: {text[:300]}") from error
+        raise ConfigError(f"model {path} cannot be loaded: {text[:300]}") from error
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     bos = tokenizer.bos_token_id
     return LoadedModel(

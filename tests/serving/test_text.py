@@ -1,0 +1,113 @@
+"""Text from tokens, one by one: equal to that of all tokens together, and cut exactly before a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tokenizers
+import transformers as hf
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from hicache.errors import ConfigError
+from hicache.serving.models import ByteTokenizer, LocalTokenizer
+from hicache.serving.text import StopMatcher, TextDecoder
+
+_TEXTS = st.text(alphabet="ab ,é\u4e2d\U0001f600\u0301", max_size=40)
+
+
+def byte_level() -> LocalTokenizer:
+    """Bytes as letters, like GPT-2 and Llama 3: a character may be several tokens."""
+    words = {letter: i for i, letter in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "</s>"])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(words, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return LocalTokenizer(hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"))
+
+
+def byte_fallback() -> LocalTokenizer:
+    """Spaces as U+2581 and bytes for what has no token, like Llama 2: the decoder drops the first space."""
+    words = {word: i for i, word in enumerate(["<unk>", "</s>", "\u2581", "a", "b", ",", "é"])}
+    words |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(words, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return LocalTokenizer(hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"))
+
+
+_LOCAL = [byte_level(), byte_fallback()]
+
+
+def parts_of(decoder: TextDecoder, tokens: Sequence[int]) -> list[str]:
+    return [*map(decoder.push, tokens), decoder.finish()]
+
+
+@given(tokens=st.lists(st.integers(0, 259), max_size=60))
+def test_bytes_of_any_kind(tokens: list[int]) -> None:
+    """The parts make up the text of all bytes, valid UTF-8 or not, and special tokens are no text."""
+    assert "".join(parts_of(ByteTokenizer().decoder(()), tokens)) == ByteTokenizer().decode(tokens)
+
+
+@given(text=_TEXTS, prompt=_TEXTS, which=st.integers(0, 1))
+def test_characters_are_never_broken(text: str, prompt: str, which: int) -> None:
+    """The text of a tokenizer's tokens comes back whole behind any prompt, spaces included, no part broken."""
+    tokenizer = _LOCAL[which]
+    before, both = tokenizer.encode(f"a{prompt}"), tokenizer.encode(f"a{prompt}{text}")
+    if both[: len(before)] != before:
+        return  # the end of the prompt and the start of the text are one token
+    parts = parts_of(tokenizer.decoder(before), both[len(before) :])
+    assert "".join(parts) == text
+    assert not any("\ufffd" in part for part in parts)
+
+
+def test_special_tokens_and_broken_bytes_end() -> None:
+    """End tokens decode to nothing; bytes that are no character become U+FFFD at the end, or once they are many."""
+    tokenizer = byte_level()
+    (eos,), (lead, *_) = tokenizer.encode("</s>"), tokenizer.encode("\U0001f600")
+    assert parts_of(tokenizer.decoder(()), [*tokenizer.encode("ab"), eos]) == ["a", "b", "", ""]
+    assert parts_of(tokenizer.decoder(()), [lead]) == ["", "\ufffd"]
+    assert "".join(map(tokenizer.decoder(()).push, [lead] * 100)).startswith("\ufffd" * 64)
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Character by character: the text before the first stop string that is complete, the longest of several."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))], True
+    return text, False
+
+
+@given(
+    parts=st.lists(st.text(alphabet="ab", max_size=6), max_size=12),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=3),
+)
+def test_stop_strings_cut_exactly(parts: list[str], stops: list[str]) -> None:
+    """However a text is divided, what comes out is the text before the stop string, and never changes later."""
+    matcher, out = StopMatcher(stops), ""
+    expected, found = cut("".join(parts), stops)
+    for part in parts:
+        out += matcher.push(part)
+        assert expected.startswith(out)
+    out += matcher.finish()
+    assert (out, matcher.found) == (expected, found)
+
+
+def test_chat_formats() -> None:
+    """A chat of bytes has its roles in special tokens; a template is applied, and one that refuses is an error."""
+    messages = [{"role": "user", "content": "hi<|x|>"}]
+    assert ByteTokenizer().encode_chat(messages)[:2] == [ByteTokenizer.bos_id, ByteTokenizer.start_id]
+    tokenizer = byte_level()
+    for template, reason in ((None, "no chat template"), ("{{ raise_exception('never') }}", "never")):
+        tokenizer._tokenizer.chat_template = template
+        try:
+            tokenizer.encode_chat(messages)
+        except ConfigError as error:
+            assert reason in str(error)
+        else:
+            raise AssertionError("it was taken")
+    tokenizer._tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}>"
+    assert tokenizer.decode(tokenizer.encode_chat(messages)) == "user:hi<|x|>>"
