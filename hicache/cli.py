@@ -1,11 +1,11 @@
-"""The command line: `hicache demo`, `hicache store`, `hicache config`. An error is one line on stderr and a status.
+"""The command line: `hicache demo`, `serve`, `store`, `config`. An error is one line on stderr and a status.
 
 A command is a module with `add_flags(parser)` and `run(flags)`. It is imported by name when it is called, since the
-demo's imports take seconds and need packages that the others do not. This module imports the standard library and
-`hicache.terminal` only, so that Ctrl-C works from the start.
+imports of `demo` and `serve` take seconds and need packages that the others do not. This module imports the standard
+library and `hicache.terminal` only, so that Ctrl-C works from the start.
 
-Exit status: 0 done, 1 the demo's outcome is not identical or a store has faults, 2 wrong input or an unusable file,
-130 interrupted, 141 the output's reader is gone.
+Exit status: 0 done, 1 the demo's outcome is not identical, the server's engine failed or a store has faults, 2 wrong
+input or an unusable file, 130 interrupted, 141 the output's reader is gone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from hicache.terminal import printable
 _WRONG_INPUT_STATUS = 2
 _INTERRUPTED_STATUS = 130
 _BROKEN_PIPE_STATUS = 141  # as the shell gives for a program that a closed pipe ended
+_SERVE_PACKAGES = ("transformers", "rich", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "jinja2")
 _INTERRUPTED = "hicache: interrupted; what was stored stays"
 
 
@@ -41,6 +42,12 @@ _COMMANDS = {
         "long conversations through device, host and disk, checked against a run without a cache",
         "Serve long documents over many turns with a device tier far too small for them, so that turns come back from "
         "device, host and disk; then serve the same prompts without any cache and compare every token.",
+    ),
+    "serve": _Command(
+        "hicache.serving.server.command",
+        "a server with OpenAI's interface over one cache",
+        "Serve completions and chats of a transformers model over HTTP, as clients of OpenAI expect, with a cache over "
+        "device, host and disk. Without MODEL, a small random model is served.",
     ),
     "store": _Command(
         "hicache.store_command",
@@ -135,8 +142,8 @@ def _line_of(error: Exception) -> str | None:
     """The message for an error of input or environment; None for a defect of this program."""
     if isinstance(error, ImportError):
         missing = (error.name or "").split(".")[0]
-        known = missing in ("transformers", "rich")
-        return f"the demo needs the package {missing}: pip install 'hicache[serve]'" if known else None
+        known = missing in _SERVE_PACKAGES
+        return f"this command needs the package {missing}: pip install 'hicache[serve]'" if known else None
     if isinstance(error, importlib.import_module("hicache.errors").HiCacheError):
         return str(error)
     if isinstance(error, OSError):

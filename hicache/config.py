@@ -88,7 +88,10 @@ CUSTOM_MEM_POOL = Variable(
 DISK_KEY = Variable(
     ("HICACHE_DISK_KEY",), "key that encrypts stored pages: 64 hex digits or base64", "no encryption", is_secret=True
 )
-VARIABLES = (DEBUG, KERNELS, MAMBA_SSM_DTYPE, CUSTOM_MEM_POOL, DISK_KEY)
+API_KEY = Variable(
+    ("HICACHE_API_KEY",), "key that clients of `hicache serve` must send", "every client may ask", is_secret=True
+)
+VARIABLES = (DEBUG, KERNELS, MAMBA_SSM_DTYPE, CUSTOM_MEM_POOL, DISK_KEY, API_KEY)
 
 
 def debug_checks() -> bool:
@@ -115,6 +118,11 @@ def custom_mem_pool() -> Literal["nvlink"] | None:
 def disk_key() -> bytes:
     """The value of `HICACHE_DISK_KEY`, empty where it is unset. Never print it."""
     return os.fsencode(DISK_KEY.read()[0])
+
+
+def api_key() -> str:
+    """The value of `HICACHE_API_KEY`, empty where it is unset. Never print it."""
+    return API_KEY.read()[0]
 
 
 @dataclass(frozen=True, kw_only=True)

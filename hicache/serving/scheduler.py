@@ -80,6 +80,11 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self._unfinished)
 
+    @property
+    def num_running(self) -> int:
+        """Requests that hold slots."""
+        return len(self._running_batch)
+
     def submit(self, request: Request, on_token: OnToken | None = None) -> None:
         """Queue a request and start to prefetch its pages from disk. Raises ConfigError if the id is in use, and
         InvalidTokens; nothing is queued then.

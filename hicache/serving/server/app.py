@@ -1,0 +1,224 @@
+"""The routes: completions, chats, models, health and metrics, as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hicache.serving.server.frontend import Frontend
+from hicache.serving.server.generation import Generation
+from hicache.serving.server.middleware import Gate, RequestLog, record_of
+from hicache.serving.server.prompts import Prompt, PromptEncoder
+from hicache.serving.server.protocol import ChatBody, CompletionBody, GenerationBody
+from hicache.serving.server.replies import (
+    DONE,
+    ApiError,
+    Delta,
+    ErrorBody,
+    Reply,
+    event_of,
+    internal_error,
+    invalid,
+    too_large,
+)
+
+_MAX_REASONS = 3  # of those why a body is refused; a list of a million wrong items has as many
+_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+
+
+@dataclass(frozen=True)
+class AppSettings:
+    """`api_key`: empty where every client may ask."""
+
+    model_name: str
+    api_key: str
+    max_body_bytes: int
+
+
+class EventStream(Response):
+    """Server-sent events of a generation.
+
+    The response begins with the first token, so that its status tells of what goes wrong before; later errors are
+    events.
+    """
+
+    def __init__(self, generation: Generation, reply: Reply, fields: dict[str, Any]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._generation, self._reply, self._fields = generation, reply, fields
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _watched(receive, self._generation, self._fields):
+            deltas = self._generation.deltas()
+            first = await anext(deltas)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for event in self._events(first, deltas):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _events(self, first: list[Delta], deltas: AsyncIterator[list[Delta]]) -> AsyncIterator[bytes]:
+        reply = self._reply
+        yield b"".join([reply.first_event(), *map(reply.event, first)])
+        try:
+            async for news in deltas:
+                yield b"".join(map(reply.event, news))
+        except ApiError as error:
+            yield event_of(error.body)
+        else:
+            yield reply.usage_event(self._generation.usage)
+
+
+@contextlib.asynccontextmanager
+async def _watched(receive: Receive, generation: Generation, fields: dict[str, Any]) -> AsyncIterator[None]:
+    """Inside, the generation ends as soon as the client goes away; at the end, whatever is left of it.
+
+    `fields`: where the log finds how it went.
+    """
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.disconnect()
+
+    watcher = asyncio.create_task(wait_for_disconnect())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        generation.abort()
+        fields.update(generation.summary())
+
+
+def create_app(frontend: Frontend, encoder: PromptEncoder, settings: AppSettings) -> ASGIApp:
+    """The application; `frontend` may not be serving yet."""
+    app = FastAPI(title="hicache", docs_url=None, redoc_url=None, responses=_ERRORS)
+    _add_errors(app, settings)
+    _add_generation(app, frontend, encoder, settings)
+    _add_status(app, frontend, settings)
+    return RequestLog(Gate(app, settings.api_key, settings.max_body_bytes), frontend.metrics)
+
+
+def _add_generation(app: FastAPI, frontend: Frontend, encoder: PromptEncoder, settings: AppSettings) -> None:
+    @app.post("/v1/completions", responses=_STREAMED)
+    async def create_completion(body: CompletionBody, request: Request) -> Response:
+        _require_model(body, settings)
+        frontend.require_serving()
+        prompts = await encoder.of_completion(body)
+        reply = Reply("completion", f"cmpl-{uuid.uuid4().hex}", settings.model_name, body.wants_usage)
+        return await _answer(frontend, body, prompts, reply, request)
+
+    @app.post("/v1/chat/completions", responses=_STREAMED)
+    async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+        _require_model(body, settings)
+        frontend.require_serving()
+        prompts = [await encoder.of_chat(body)]
+        reply = Reply("chat", f"chatcmpl-{uuid.uuid4().hex}", settings.model_name, body.wants_usage)
+        return await _answer(frontend, body, prompts, reply, request)
+
+
+def _add_status(app: FastAPI, frontend: Frontend, settings: AppSettings) -> None:
+    created = int(time.time())
+    model = {"id": settings.model_name, "object": "model", "created": created, "owned_by": "hicache"}
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> dict[str, Any]:
+        if name != settings.model_name:
+            raise _unknown_model(settings)
+        return model
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        frontend.require_serving()
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        return Response(frontend.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _answer(
+    frontend: Frontend, body: GenerationBody, prompts: list[Prompt], reply: Reply, request: Request
+) -> Response:
+    generation = frontend.start(body, prompts, reply.reply_id)
+    fields = record_of(request.scope).fields
+    fields.update(reply_id=reply.reply_id, stream=bool(body.stream))
+    if body.stream:
+        return EventStream(generation, reply, fields)
+    async with _watched(request.receive, generation, fields):
+        texts = await generation.whole()
+    return JSONResponse(reply.whole(texts, generation.usage))
+
+
+def _require_model(body: GenerationBody, settings: AppSettings) -> None:
+    if body.model not in (None, settings.model_name):
+        raise _unknown_model(settings)
+
+
+def _unknown_model(settings: AppSettings) -> ApiError:
+    return ApiError(
+        404, f"no such model; {settings.model_name!r} is served here", param="model", code="model_not_found"
+    )
+
+
+def _add_errors(app: FastAPI, settings: AppSettings) -> None:
+    """Every error has OpenAI's body."""
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
+        record_of(request.scope).fields["code"] = error.body["error"]["code"]
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
+        return _of_body(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 413:
+            return too_large(settings.max_body_bytes).response()
+        texts = {404: "there is no such route", 405: "the route does not have this method"}
+        text = texts.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, text, headers=error.headers).response()
+
+    @app.exception_handler(Exception)
+    async def on_defect(request: Request, error: Exception) -> Response:
+        return internal_error().response()
+
+
+def _of_body(error: RequestValidationError) -> ApiError:
+    """What is wrong with a body, by field, without its values."""
+    reasons: dict[str, str] = {}
+    for detail in error.errors():
+        location = [str(part) for part in detail["loc"][1:]]
+        if detail["type"] == "json_invalid":
+            return invalid(f"the body is not valid JSON, see position {location[0]}")
+        # Where a field may have several types there is a reason for each; the field itself is what helps.
+        reasons.setdefault(location[0] if location else "", _reason(detail))
+    shown = [f"{name}: {reason}" if name else reason for name, reason in reasons.items()][:_MAX_REASONS]
+    return invalid("; ".join(shown), next(iter(reasons), "") or None)
+
+
+def _reason(detail: Mapping[str, Any]) -> str:
+    if detail["type"] == "extra_forbidden":
+        return "unknown field"
+    if detail["type"] == "missing":
+        return "the field is required"
+    where = ".".join(str(part) for part in detail["loc"][2:] if isinstance(part, int))
+    return f"item {where}: {detail['msg']}" if where else str(detail["msg"])

@@ -1,0 +1,231 @@
+"""`hicache serve`: load a model, choose sizes, listen, serve until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import signal
+import socket
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, get_args
+
+import torch
+import transformers
+import uvicorn
+
+from hicache.config import EngineConfig, api_key
+from hicache.engine import CacheEngine
+from hicache.errors import ConfigError
+from hicache.factory import build_engine
+from hicache.layout import ModelGeometry
+from hicache.serving.attention import Attention
+from hicache.serving.models import LoadedModel, device_named, load_local, random_model
+from hicache.serving.runner import ModelRunner
+from hicache.serving.scheduler import Scheduler
+from hicache.serving.server import logs
+from hicache.serving.server.app import AppSettings, create_app
+from hicache.serving.server.engine_thread import EngineThread, Event
+from hicache.serving.server.frontend import Frontend, Limits
+from hicache.serving.server.prompts import PromptEncoder, ServedModel
+from hicache.serving.server.sizes import engine_config, first_config, max_len, model_dtype
+from hicache.serving.support import check_supported
+from hicache.settings import Number, Size, Whole, as_flag
+
+_RANDOM_NAME = "random"
+_CLOSE_S = 5  # for connections that do not read the end of their answer
+_COUNT = as_flag(Whole("a count", 1, 1 << 20))
+_PORT = as_flag(Whole("a port", 0, 65535))
+_SECONDS = as_flag(Number("seconds", 0, 1e9))
+_BYTES = as_flag(Size("bytes", 1024))
+
+log = logging.getLogger(__name__)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `hicache serve`; the engine's are in a group of their own."""
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="directory of a transformers model (default: a small random one)"
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
+    )
+    server.add_argument("--port", type=_PORT, default=8000, help="port to listen on; 0: any free one (default 8000)")
+    server.add_argument("--api-key", metavar="KEY", help="key that clients must send; safer in HICACHE_API_KEY")
+    server.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call the model (default: its directory)"
+    )
+    server.add_argument("--max-queued", type=_COUNT, default=256, help="prompts that wait; more get 429 (default 256)")
+    server.add_argument(
+        "--request-timeout-s", type=_SECONDS, default=600.0, metavar="SECONDS",
+        help="longest time of a request, from its arrival to its last token (default 600)",
+    )  # fmt: skip
+    server.add_argument(
+        "--grace-s", type=_SECONDS, default=30.0, metavar="SECONDS",
+        help="on SIGTERM, how long running requests may take to finish (default 30)",
+    )  # fmt: skip
+    server.add_argument("--max-body-bytes", type=_BYTES, default=16 << 20, metavar="SIZE", help="default 16MiB")
+    running = parser.add_argument_group("scheduler")
+    running.add_argument("--max-running", type=_COUNT, default=32, help="requests that run at a time (default 32)")
+    running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="prompt tokens of a step (default 8192)")
+    running.add_argument(
+        "--attention", choices=get_args(Attention), default="auto",
+        help="triton: in place over the pool's slots; torch: over gathered keys (default: triton on CUDA where it can)",
+    )  # fmt: skip
+    running.add_argument("--compile", action="store_true", help="let torch.compile fuse decoding on CUDA")
+    running.add_argument("--seed", type=as_flag(Whole("a seed")), default=0, help="of the random model (default 0)")
+    EngineConfig.add_flags(parser, "engine (sizes are chosen by the model and the memory unless given)")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What is served: the model, the engine that is built for it, and the key that clients must send."""
+
+    loaded: LoadedModel
+    geometry: ModelGeometry
+    engine: CacheEngine
+    max_len: int
+    api_key: str
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C. Returns 0, or 1 if the engine failed or its last check found a fault."""
+    key = flags.api_key if flags.api_key is not None else api_key()
+    basis = first_config(flags)
+    transformers.utils.logging.disable_progress_bar()
+    with logs.json_lines(), contextlib.closing(_bound_socket(flags.host, flags.port)) as listener:
+        loaded = _loaded(flags, basis)
+        geometry = check_supported(loaded.model, flags.attention)
+        config = engine_config(flags, loaded, geometry, basis)
+        engine = build_engine(config, geometry)
+        return asyncio.run(_serve(flags, _Parts(loaded, geometry, engine, max_len(config, loaded), key), listener))
+
+
+def _loaded(flags: argparse.Namespace, basis: EngineConfig) -> LoadedModel:
+    device, dtype = device_named(basis.device), model_dtype(basis)
+    if flags.model:
+        return load_local(flags.model, dtype, device)
+    return random_model(flags.seed, torch.float32 if dtype == "auto" else dtype, device)
+
+
+async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.socket) -> int:
+    loop = asyncio.get_running_loop()
+    loaded, engine = parts.loaded, parts.engine
+    model = ServedModel(
+        name=flags.served_model_name or (loaded.name if flags.model else _RANDOM_NAME),
+        tokenizer=loaded.tokenizer,
+        vocab_size=int(loaded.model.config.get_text_config().vocab_size),
+        max_len=parts.max_len,
+        bos=loaded.bos,
+        eos_ids=loaded.eos_ids,
+    )
+    runner = ModelRunner(loaded.model, engine, parts.geometry, attention=flags.attention, compiled=flags.compile)
+    scheduler = Scheduler(engine, runner, chunk_tokens=flags.chunk_tokens, max_running=flags.max_running)
+    thread = EngineThread(engine, scheduler)
+    limits = Limits(flags.max_running + flags.max_queued, flags.request_timeout_s)
+    frontend = Frontend(model, limits, thread, engine.inspect.context.metrics.describe())
+    encoder = PromptEncoder(model)
+    app = create_app(frontend, encoder, AppSettings(model.name, parts.api_key, flags.max_body_bytes))
+    server = _Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_CLOSE_S,
+        )
+    )
+    thread.start(lambda events: _on_loop(loop, frontend, events))
+    try:
+        return await _until_stopped(server, listener, frontend, thread, flags.grace_s, model.name)
+    finally:
+        encoder.close()
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, frontend: Frontend, events: Sequence[Event]) -> None:
+    loop.call_soon_threadsafe(frontend.deliver, events)
+
+
+async def _until_stopped(
+    server: _Server,
+    listener: socket.socket,
+    frontend: Frontend,
+    thread: EngineThread,
+    grace_s: float,
+    name: str,
+) -> int:
+    """Serve until a signal; then refuse new requests, let the open ones finish, and end the engine.
+
+    A second signal, or the end of the grace period, ends the open requests. Returns the exit status.
+    """
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    serving = asyncio.create_task(server.serve([listener]))
+    await _any(serving, server.listening.wait())
+    if not serving.done():
+        url = _url(listener)
+        log.info("listening", extra={"fields": {"url": url, "model": name}})
+        print(f"hicache: serving {name} on {url}", flush=True)
+        await _any(serving, signals.get())
+    log.info("stopping", extra={"fields": {"grace_s": grace_s}})
+    frontend.begin_stop()
+    await _any(serving, signals.get(), frontend.wait_idle(), timeout_s=grace_s)
+    thread.stop()
+    await loop.run_in_executor(None, thread.join)
+    server.should_exit = True
+    await serving
+    log.info("stopped", extra={"fields": {"failed": thread.failed}})
+    return 1 if thread.failed else 0
+
+
+async def _any(serving: asyncio.Task[None], *events: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> None:
+    """Wait for the server's end, one of the events, or the timeout."""
+    tasks = [asyncio.create_task(event) for event in events]
+    await asyncio.wait([serving, *tasks], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the command, which lets requests finish before connections are closed. `listening`: set once
+    clients can connect."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    """Bound before the model is loaded, so that a port in use is told at once; uvicorn listens on it later."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or --port"
+        ) from error
+    return listener

@@ -1,0 +1,180 @@
+"""The thread that owns engine, scheduler and runner, and the messages that cross to and from it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hicache.engine import CacheEngine, Hit
+from hicache.errors import HiCacheError
+from hicache.serving.request import Request, RequestOutput
+from hicache.serving.scheduler import Scheduler
+
+_IDLE_S = 0.05  # between two polls, where no request is open but copies may be under way
+_STATS_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenChosen:
+    """`time_s`: on the clock of `time.perf_counter`."""
+
+    request_id: str
+    token: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class RequestEnded:
+    output: RequestOutput
+
+    @property
+    def request_id(self) -> str:
+        return self.output.request_id
+
+
+Event = TokenChosen | RequestEnded
+
+
+@dataclass(frozen=True)
+class _Submit:
+    request: Request
+
+
+@dataclass(frozen=True)
+class _Abort:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """Abort what runs, write everything to disk, close the engine."""
+
+
+class EngineThread:
+    """Runs `scheduler` over `engine`, which is not started yet, and closes the engine at its end.
+
+    Its methods and properties are for any thread. Who calls `submit` bounds the number of open requests.
+    """
+
+    def __init__(self, engine: CacheEngine, scheduler: Scheduler) -> None:
+        self._engine, self._scheduler = engine, scheduler
+        self._deliver: Callable[[Sequence[Event]], None] = _nowhere
+        self._commands: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
+        self._events: list[Event] = []
+        self._stats: Mapping[str, float] = {}
+        self._next_stats_s = 0.0
+        self._counts = (0, 0)
+        self._stopping = self._failed = False
+        self._thread = threading.Thread(target=self._run, name="hicache-engine", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._failed
+
+    @property
+    def failed(self) -> bool:
+        """Whether a step or the final check of the engine raised."""
+        return self._failed
+
+    @property
+    def num_running(self) -> int:
+        return self._counts[0]
+
+    @property
+    def num_waiting(self) -> int:
+        return self._counts[1]
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """`engine.stats()`, at most a second old while steps are short."""
+        return self._stats
+
+    def start(self, deliver: Callable[[Sequence[Event]], None]) -> None:
+        """`deliver` is called on the thread: with the events of a step, in order, and with none when it has ended."""
+        self._deliver = deliver
+        self._engine.start()
+        self._publish()
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        self._commands.put(_Submit(request))
+
+    def abort(self, request_id: str) -> None:
+        """The request ends with the next step; nothing happens if it has ended."""
+        self._commands.put(_Abort(request_id))
+
+    def stop(self) -> None:
+        self._commands.put(_Stop())
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            try:
+                while not self._stopping:
+                    self._take_commands()
+                    self._step()
+                self._engine.flush()
+                self._engine.check()
+            finally:
+                self._engine.close()
+        except Exception:
+            self._failed = True
+            log.exception("the engine failed")
+        self._counts = (0, 0)
+        self._deliver(())
+
+    def _take_commands(self) -> None:
+        """Wait for a command if no request is open, then take all that there are."""
+        try:
+            wait_s = 0.0 if self._scheduler.num_unfinished else _IDLE_S
+            self._take(self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait())
+            while not self._stopping:
+                self._take(self._commands.get_nowait())
+        except queue.Empty:
+            return
+
+    def _take(self, command: _Submit | _Abort | _Stop) -> None:
+        if isinstance(command, _Submit):
+            self._submit(command.request)
+        elif isinstance(command, _Abort):
+            self._scheduler.abort(command.request_id)
+        else:
+            self._stopping = True
+            self._scheduler.abort_all()
+
+    def _submit(self, request: Request) -> None:
+        request_id = request.request_id
+        try:
+            self._scheduler.submit(
+                request, lambda token: self._events.append(TokenChosen(request_id, token, time.perf_counter()))
+            )
+        except HiCacheError as error:
+            output = RequestOutput(request_id, len(request.tokens), (), "error", Hit(), 0, 0.0, error=error)
+            self._events.append(RequestEnded(output))
+
+    def _step(self) -> None:
+        ended = self._scheduler.step()
+        self._events += [RequestEnded(output) for output in ended]
+        self._publish()
+        if self._events:
+            events, self._events = self._events, []
+            self._deliver(events)
+
+    def _publish(self) -> None:
+        running = self._scheduler.num_running
+        self._counts = (running, self._scheduler.num_unfinished - running)
+        now_s = time.monotonic()
+        if now_s >= self._next_stats_s:
+            self._stats, self._next_stats_s = self._engine.stats(), now_s + _STATS_S
+
+
+def _nowhere(events: Sequence[Event]) -> None:
+    """Before the thread starts there are no events."""

@@ -1,0 +1,156 @@
+"""Between HTTP and the engine thread: which requests are open, and where each token goes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hicache.serving.request import Request, RequestOutput
+from hicache.serving.sampling import SamplingParams
+from hicache.serving.server.engine_thread import EngineThread, Event, TokenChosen
+from hicache.serving.server.generation import Choice, Generation
+from hicache.serving.server.prometheus import ServerMetrics
+from hicache.serving.server.prompts import Prompt, ServedModel
+from hicache.serving.server.protocol import GenerationBody
+from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, unavailable
+
+_SEED_MASK = (1 << 64) - 1  # negative seeds are two's complement
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`max_open`: prompts that run or wait. `timeout_s`: of a request, from its arrival to its last token."""
+
+    max_open: int
+    timeout_s: float
+
+
+@dataclass
+class _OpenRequest:
+    """A prompt that the scheduler has. Times are on the clock of `time.perf_counter`."""
+
+    generation: Generation
+    arrival_s: float
+    last_token_s: float = 0.0
+
+
+class Frontend:
+    """Called on the event loop only. `engine_help`: what the engine's stats are, by name."""
+
+    def __init__(
+        self, model: ServedModel, limits: Limits, thread: EngineThread, engine_help: Mapping[str, str]
+    ) -> None:
+        self._model, self._limits, self._thread = model, limits, thread
+        self._open: dict[str, _OpenRequest] = {}
+        self._stopping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.metrics = ServerMetrics(
+            num_running=lambda: thread.num_running,
+            num_queued=lambda: max(0, len(self._open) - thread.num_running),
+            engine_stats=lambda: thread.stats,
+            engine_help=engine_help,
+        )
+
+    def require_serving(self) -> None:
+        """Raises the `ApiError` 503 while the server stops, and after the engine has failed."""
+        if self._stopping:
+            raise _stopping()
+        if not self._thread.alive:
+            raise unavailable("the engine has failed; the server has to be started again", "engine_failed")
+
+    def start(self, body: GenerationBody, prompts: Sequence[Prompt], reply_id: str) -> Generation:
+        """Submit the prompts, all or none. Raises `ApiError`."""
+        self.require_serving()
+        max_open = self._limits.max_open
+        if len(prompts) > max_open:
+            raise invalid(f"a request has at most {max_open} prompts here, this one has {len(prompts)}", "prompt")
+        if len(self._open) + len(prompts) > max_open:
+            raise overloaded(max_open)
+        requests = [self._request(body, prompt, f"{reply_id}-{i}") for i, prompt in enumerate(prompts)]
+        decoder = self._model.tokenizer.decoder
+        choices = {
+            request.request_id: Choice(index, decoder(request.tokens[-32:].tolist()), body.stops)
+            for index, request in enumerate(requests)
+        }
+        generation = Generation(choices, self._thread.abort, self._limits.timeout_s)
+        arrival_s = time.perf_counter()
+        for request in requests:
+            self._open[request.request_id] = _OpenRequest(generation, arrival_s)
+            self._thread.submit(request)
+        self._idle.clear()
+        return generation
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Hand each event to its request. No events: the engine thread has ended."""
+        for event in events:
+            open_request = self._open.get(event.request_id)
+            if open_request is None:
+                continue
+            if isinstance(event, TokenChosen):
+                self._on_token(open_request, event)
+            else:
+                self._on_end(open_request, event.output)
+        if not events:
+            error = _stopping() if self._stopping else internal_error()
+            for open_request in self._open.values():
+                open_request.generation.fail(error)
+                self.metrics.requests.labels("error").inc()
+            self._open.clear()
+        if not self._open:
+            self._idle.set()
+
+    def begin_stop(self) -> None:
+        """Refuse new requests from now on."""
+        self._stopping = True
+
+    async def wait_idle(self) -> None:
+        """Until no request is open."""
+        await self._idle.wait()
+
+    def _request(self, body: GenerationBody, prompt: Prompt, request_id: str) -> Request:
+        seed = secrets.randbits(64) if body.seed is None else body.seed & _SEED_MASK
+        sampling = SamplingParams(
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_k=max(0, body.top_k or 0),
+            top_p=1.0 if body.top_p is None else body.top_p,
+            seed=seed,
+        )
+        return Request(
+            request_id,
+            prompt.tokens,
+            prompt.max_new_tokens,
+            sampling,
+            namespace=body.cache_salt or "",
+            eos_ids=frozenset() if body.ignore_eos else self._model.eos_ids,
+            priority=-(body.priority or 0),
+            deadline_s=self._limits.timeout_s,
+        )
+
+    def _on_token(self, open_request: _OpenRequest, event: TokenChosen) -> None:
+        if not open_request.generation.push(event.request_id, event.token):
+            return
+        metrics, last_s = self.metrics, open_request.last_token_s
+        if last_s:
+            metrics.inter_token_s.observe(event.time_s - last_s)
+        else:
+            metrics.ttft_s.observe(event.time_s - open_request.arrival_s)
+        open_request.last_token_s = event.time_s
+        metrics.generated_tokens.inc()
+
+    def _on_end(self, open_request: _OpenRequest, output: RequestOutput) -> None:
+        del self._open[output.request_id]
+        outcome = open_request.generation.end(output)
+        metrics = self.metrics
+        metrics.requests.labels(outcome).inc()
+        metrics.request_s.observe(time.perf_counter() - open_request.arrival_s)
+        metrics.prompt_tokens.inc(output.prompt_tokens)
+        for tier in ("device", "host", "disk"):
+            metrics.cached_tokens.labels(tier).inc(getattr(output.hit, tier))
+
+
+def _stopping() -> ApiError:
+    return unavailable("the server stops", "server_stopping")

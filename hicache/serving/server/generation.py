@@ -1,0 +1,165 @@
+"""One HTTP request's prompts while they are generated: tokens in, pieces of text out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from hicache.errors import HiCacheError, PromptTooLong, ResourceExhausted
+from hicache.serving.request import RequestOutput
+from hicache.serving.server.replies import (
+    ApiError,
+    Delta,
+    Usage,
+    client_gone,
+    internal_error,
+    invalid,
+    timed_out,
+    unavailable,
+)
+from hicache.serving.text import StopMatcher, TextDecoder
+
+
+class Choice:
+    """One prompt's continuation. `text`: what was not taken yet. `outcome`: as metrics name it, once it has ended."""
+
+    def __init__(self, index: int, decoder: TextDecoder, stops: Sequence[str]) -> None:
+        self.index = index
+        self._decoder, self._stops = decoder, StopMatcher(stops)
+        self.text = ""
+        self.num_tokens = 0
+        self.outcome = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found; later tokens are ignored."""
+        return self._stops.found
+
+    def push(self, token: int) -> bool:
+        """Returns whether a stop string is complete now."""
+        self.num_tokens += 1
+        self.text += self._stops.push(self._decoder.push(token))
+        return self.stopped
+
+    def end(self, reason: str) -> None:
+        if not self.stopped:
+            self.text += self._stops.push(self._decoder.finish())
+            self.text += self._stops.finish()
+        self.outcome = "stop" if self.stopped else reason
+
+
+class Generation:
+    """The prompts of one HTTP request. All methods are called on the event loop.
+
+    `choices`: by request id. `abort`: ends one request of the scheduler. `timeout_s`: for the message.
+    """
+
+    def __init__(self, choices: dict[str, Choice], abort: Callable[[str], None], timeout_s: float) -> None:
+        self._choices, self._abort, self._timeout_s = choices, abort, timeout_s
+        self._unfinished = dict(choices)
+        self._news = asyncio.Event()
+        self._error: ApiError | None = None
+        self._prompt_tokens = self._cached_tokens = 0
+
+    @property
+    def usage(self) -> Usage:
+        generated = sum(choice.num_tokens for choice in self._choices.values())
+        return Usage(self._prompt_tokens, generated, self._cached_tokens)
+
+    def summary(self) -> dict[str, object]:
+        """How it went, for the log."""
+        usage = self.usage
+        return {
+            "prompt_tokens": usage.prompt,
+            "cached_tokens": usage.cached,
+            "completion_tokens": usage.completion,
+            "outcome": ",".join(sorted({choice.outcome or "abort" for choice in self._choices.values()})),
+        }
+
+    def push(self, request_id: str, token: int) -> bool:
+        """Take a token; False if it comes after the end of the text."""
+        choice = self._unfinished.get(request_id)
+        if choice is None or choice.stopped:
+            return False
+        if choice.push(token):
+            self._abort(request_id)
+        self._news.set()
+        return True
+
+    def end(self, output: RequestOutput) -> str:
+        """Take the end of a request; returns its outcome."""
+        choice = self._unfinished.pop(output.request_id)
+        choice.end(output.finish_reason)
+        self._prompt_tokens += output.prompt_tokens
+        self._cached_tokens += output.cached_len
+        if choice.outcome not in ("stop", "length"):
+            self._fail(_error_of(output, self._timeout_s))
+        self._news.set()
+        return choice.outcome
+
+    def fail(self, error: ApiError) -> None:
+        """The engine has ended: nothing more will come."""
+        for choice in self._unfinished.values():
+            choice.end("error")
+        self._unfinished.clear()
+        self._fail(error)
+        self._news.set()
+
+    def abort(self) -> None:
+        """End all prompts that have not ended. Idempotent."""
+        for request_id in self._unfinished:
+            self._abort(request_id)
+
+    def disconnect(self) -> None:
+        """The client is gone."""
+        self._fail(client_gone())
+        self._news.set()
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """Text as it comes, of several tokens at a time where the reader is slow, until all prompts have ended.
+
+        A choice's last delta has a finish reason; some deltas have no text yet. Raises `ApiError`.
+        """
+        told: set[int] = set()
+        while len(told) < len(self._choices):
+            await self._news.wait()
+            self._news.clear()
+            if self._error is not None:
+                raise self._error
+            news = []
+            for choice in self._choices.values():
+                if choice.index in told or (not choice.text and not choice.outcome and len(self._choices) > 1):
+                    continue
+                text, choice.text = choice.text, ""
+                news.append(Delta(choice.index, text, choice.outcome or None))
+                if choice.outcome:
+                    told.add(choice.index)
+            yield news
+
+    async def whole(self) -> list[Delta]:
+        """All choices, complete. Raises `ApiError`."""
+        texts: dict[int, list[str]] = {choice.index: [] for choice in self._choices.values()}
+        async for news in self.deltas():
+            for delta in news:
+                texts[delta.index].append(delta.text)
+        reasons = {choice.index: choice.outcome for choice in self._choices.values()}
+        return [Delta(index, "".join(parts), reasons[index]) for index, parts in sorted(texts.items())]
+
+    def _fail(self, error: ApiError) -> None:
+        """Keep the first error, and end the other prompts of the request."""
+        if self._error is None:
+            self._error = error
+            self.abort()
+
+
+def _error_of(output: RequestOutput, timeout_s: float) -> ApiError:
+    error: HiCacheError | None = output.error
+    if output.finish_reason == "timeout":
+        return timed_out(timeout_s)
+    if output.finish_reason == "abort":
+        return unavailable("the request was ended, as the server stops", "server_stopping")
+    if isinstance(error, PromptTooLong):
+        return invalid(str(error), code="context_length_exceeded")
+    if isinstance(error, ResourceExhausted):
+        return unavailable(str(error), "out_of_resources")
+    return internal_error()

@@ -1,0 +1,119 @@
+"""What holds for every HTTP request: an id, a line in the log, a key, a bounded body."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hicache.serving.server.prometheus import ServerMetrics
+from hicache.serving.server.replies import internal_error, too_large, wrong_key
+
+REQUEST_ID = "x-request-id"
+_RECORD = "hicache.record"
+_GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class HttpRecord:
+    """What the log says of one HTTP request. `fields`: more of it, set by whoever answers; never text of a client's."""
+
+    request_id: str
+    status: int = 0
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def record_of(scope: Scope) -> HttpRecord:
+    record: HttpRecord = scope[_RECORD]
+    return record
+
+
+class RequestLog:
+    """The outermost: `x-request-id` in and out, one log line and one count per request.
+
+    An exception that reaches it was answered with status 500, unless the answer had begun. It is logged, without its
+    message.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        record = HttpRecord(given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex)
+        scope[_RECORD] = record
+        start_s = time.perf_counter()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = record.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            log.exception("a request failed", extra={"fields": {"request_id": record.request_id}})
+            if not record.status:
+                await internal_error().response()(scope, receive, send_with_id)
+        finally:
+            self._done(scope, record, time.perf_counter() - start_s)
+
+    def _done(self, scope: Scope, record: HttpRecord, seconds: float) -> None:
+        # A path that is no route may be anything, so neither the log nor the labels have it.
+        route = getattr(scope.get("route"), "path", "unknown")
+        self._metrics.http.labels(route, str(record.status)).inc()
+        fields = {
+            "request_id": record.request_id,
+            "method": scope["method"],
+            "route": route,
+            "status": record.status,
+            "seconds": round(seconds, 6),
+            **record.fields,
+        }
+        log.info("request", extra={"fields": fields})
+
+
+class Gate:
+    """Refuses a wrong key under /v1, and a body of more than `max_body_bytes` as soon as that is known."""
+
+    def __init__(self, app: ASGIApp, api_key: str, max_body_bytes: int) -> None:
+        self._app, self._key, self._max_body_bytes = app, api_key.encode(), max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, refusal = Headers(scope=scope), None
+        length = headers.get("content-length", "0")
+        if self._key and scope["path"].startswith("/v1/") and not self._has_key(headers):
+            refusal = wrong_key()
+        elif length.isdecimal() and int(length) > self._max_body_bytes:
+            refusal = too_large(self._max_body_bytes)
+        if refusal is not None:
+            await refusal.response()(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def bounded_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise HTTPException(413)  # FastAPI lets this class through while it reads the body
+            return message
+
+        await self._app(scope, bounded_receive, send)
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)

@@ -1,0 +1,95 @@
+"""From the bodies of requests to prompts of token ids, within the model's limits."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.errors import ConfigError
+from hicache.serving.models import Tokenizer
+from hicache.serving.server.protocol import ChatBody, CompletionBody
+from hicache.serving.server.replies import ApiError, invalid
+
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """`name`: what clients call it. `max_len`: tokens of a prompt and its answer together. `bos`: before each text that
+    is a prompt. Token ids are below `vocab_size`."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_len: int
+    bos: tuple[int, ...] = ()
+    eos_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`tokens`: int64 [len]; together with `max_new_tokens` at most the model's `max_len`."""
+
+    tokens: npt.NDArray[np.int64]
+    max_new_tokens: int
+
+
+class PromptEncoder:
+    """Called on the event loop. The tokenizer runs on a thread of its own, for long texts take it a while."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, "hicache-tokenizer")
+
+    async def of_completion(self, body: CompletionBody) -> list[Prompt]:
+        """One prompt per text or list of ids. Raises `ApiError`."""
+        prompts = []
+        for prompt in body.prompts:
+            ids = prompt if isinstance(prompt, list) else await self._encoded(prompt)
+            prompts.append(self._checked(ids, body.max_tokens or _DEFAULT_COMPLETION_TOKENS, "prompt"))
+        return prompts
+
+    async def of_chat(self, body: ChatBody) -> Prompt:
+        """Without a maximum in the body, the answer may be as long as the context allows. Raises `ApiError`."""
+        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        try:
+            ids = await self._in_thread(messages)
+        except ConfigError as error:
+            raise invalid(str(error), "messages") from error
+        rest = max(1, self._model.max_len - len(ids))
+        return self._checked(ids, body.max_completion_tokens or body.max_tokens or rest, "messages")
+
+    def close(self) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+    async def _encoded(self, text: str) -> list[int]:
+        loop = asyncio.get_running_loop()
+        return [*self._model.bos, *await loop.run_in_executor(self._executor, self._model.tokenizer.encode, text)]
+
+    async def _in_thread(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self._model.tokenizer.encode_chat, messages)
+
+    def _checked(self, ids: Sequence[int], max_new_tokens: int, param: str) -> Prompt:
+        model = self._model
+        if not ids:
+            raise invalid("the prompt is empty; give at least one token", param)
+        if max(ids) >= model.vocab_size:
+            raise invalid(f"a token id is not below the size of the vocabulary, {model.vocab_size}", param)
+        if len(ids) + max_new_tokens > model.max_len:
+            raise _too_long(len(ids), max_new_tokens, model.max_len, param)
+        return Prompt(np.array(ids, dtype=np.int64), max_new_tokens)
+
+
+def _too_long(prompt_len: int, max_new_tokens: int, max_len: int, param: str) -> ApiError:
+    return invalid(
+        f"this model's maximum context length is {max_len} tokens, but {prompt_len + max_new_tokens} were requested "
+        f"({prompt_len} of the prompt, {max_new_tokens} of the answer); shorten one of them",
+        param,
+        "context_length_exceeded",
+    )

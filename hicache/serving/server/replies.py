@@ -1,0 +1,175 @@
+"""What the server answers: OpenAI's objects as JSON, and one kind of error body for every status."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An answer that is an error. Nothing of a prompt may be in `message`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status, self.headers = status, dict(headers or {})
+        self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)).model_dump()
+        super().__init__(message)
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def wrong_key() -> ApiError:
+    return ApiError(
+        401,
+        "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def timed_out(seconds: float) -> ApiError:
+    return ApiError(
+        408, f"the request took longer than {seconds:g} seconds", kind="timeout_error", code="request_timeout"
+    )
+
+
+def too_large(limit: int) -> ApiError:
+    return ApiError(
+        413, f"the body is larger than {limit} bytes", code="request_too_large", headers={"Connection": "close"}
+    )
+
+
+def overloaded(limit: int) -> ApiError:
+    return ApiError(
+        429,
+        f"{limit} requests are running or waiting; try again later",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": "1"},
+    )
+
+
+def client_gone() -> ApiError:
+    """For the log and the metrics, by nginx's number: nobody reads it."""
+    return ApiError(499, "the client has closed the connection", kind="client_error", code="client_disconnected")
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "the server failed to answer", kind="server_error", code="internal_error")
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, kind="server_error", code=code)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one HTTP request, all of its prompts together. `cached`: of the prompts, found in any tier."""
+
+    prompt: int
+    completion: int
+    cached: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+@dataclass(frozen=True)
+class Delta:
+    """More text of choice `index`; `finish_reason`: where it is the last."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+
+
+class Reply:
+    """Shapes the answer to one request: a completion or a chat, whole or as events of a stream."""
+
+    def __init__(self, kind: Literal["completion", "chat"], reply_id: str, model: str, with_usage: bool) -> None:
+        self.reply_id = reply_id
+        self._is_chat, self._with_usage = kind == "chat", with_usage
+        self._head = {"id": reply_id, "created": int(time.time()), "model": model}
+
+    def whole(self, texts: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+        choices = [
+            {
+                "index": delta.index,
+                **self._whole_text(delta.text),
+                "logprobs": None,
+                "finish_reason": delta.finish_reason,
+            }
+            for delta in texts
+        ]
+        name = "chat.completion" if self._is_chat else "text_completion"
+        return {**self._head, "object": name, "choices": choices, "usage": usage.as_json()}
+
+    def first_event(self) -> bytes:
+        """The event before all others; a chat begins with its role."""
+        return self._event({"delta": {"role": "assistant", "content": ""}}, 0, None) if self._is_chat else b""
+
+    def event(self, delta: Delta) -> bytes:
+        if not self._is_chat:
+            return self._event({"text": delta.text}, delta.index, delta.finish_reason)
+        return self._event({"delta": {"content": delta.text}}, delta.index, delta.finish_reason)
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The event behind all others, where the client asked for it."""
+        return self._data([], usage.as_json()) if self._with_usage else b""
+
+    def _whole_text(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}} if self._is_chat else {"text": text}
+
+    def _event(self, content: Mapping[str, Any], index: int, finish_reason: str | None) -> bytes:
+        return self._data([{"index": index, **content, "logprobs": None, "finish_reason": finish_reason}], None)
+
+    def _data(self, choices: list[Any], usage: Mapping[str, Any] | None) -> bytes:
+        name = "chat.completion.chunk" if self._is_chat else "text_completion"
+        value: dict[str, Any] = {**self._head, "object": name, "choices": choices}
+        if self._with_usage:
+            value["usage"] = usage
+        return event_of(value)
+
+
+def event_of(value: Mapping[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: %s\n\n" % json.dumps(value, separators=(",", ":")).encode()

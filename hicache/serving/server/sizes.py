@@ -1,0 +1,85 @@
+"""The engine's settings of a server: what the flags say, and for the rest what suits the model and the machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Literal
+
+import torch
+
+from hicache.config import EngineConfig
+from hicache.errors import OutOfMemory
+from hicache.host.memory import RESERVE_BYTES, available_bytes
+from hicache.layout import ModelGeometry
+from hicache.serving.models import LoadedModel
+from hicache.sizing import STATES_PER_REQUEST, row_bytes
+
+_CUDA_SHARE = 0.8  # of the memory that the weights leave; activations take the rest
+_CPU_SHARE = 0.25
+_CPU_BYTES = 512 << 20  # the device tier on a CPU, unless the longest context needs more
+_MAX_CONTEXT = 131072  # unless --max-context-len says more
+
+
+def first_config(flags: argparse.Namespace) -> EngineConfig:
+    """The flags, with placeholders for what depends on the model: wrong ones raise before it is loaded."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return EngineConfig.from_flags(flags, device_tokens=1 << 20, device=device, model_id="not loaded yet")
+
+
+def model_dtype(config: EngineConfig) -> torch.dtype | Literal["auto"]:
+    """The dtype of the weights: that of the flags, or of the checkpoint where these give none or one of 8 bits, which
+    is the pool's alone."""
+    if config.dtype == "auto" or config.torch_dtype.itemsize == 1:
+        return "auto"
+    return config.torch_dtype
+
+
+def engine_config(
+    flags: argparse.Namespace, loaded: LoadedModel, geometry: ModelGeometry, basis: EngineConfig
+) -> EngineConfig:
+    """The engine's configuration for the model. `basis`: `first_config(flags)`."""
+    dtype = geometry.dtype or torch.bfloat16 if basis.dtype == "auto" else basis.torch_dtype
+    given = EngineConfig.sources_of(flags)
+    context_len = basis.max_context_len
+    if "max_context_len" not in given:
+        context_len = max(basis.cache_page_size, min(loaded.max_context_len, _MAX_CONTEXT))
+    defaults: dict[str, object] = {
+        "device": basis.device,
+        "max_context_len": context_len,
+        "max_requests": flags.max_running,
+        "prefill_chunk_tokens": flags.chunk_tokens,
+        "model_id": loaded.model_id,
+    }
+    if "device_tokens" not in given:
+        defaults["device_tokens"] = _device_tokens(geometry, dtype, basis, flags.max_running, context_len)
+    return EngineConfig.from_flags(flags, **defaults)
+
+
+def max_len(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Tokens of a prompt and its answer together: as the model, the request table and the device tier allow."""
+    capacity = config.device_tokens // config.page_size * config.page_size
+    return min(loaded.max_context_len, config.max_context_len, capacity)
+
+
+def _device_tokens(
+    geometry: ModelGeometry, dtype: torch.dtype, basis: EngineConfig, max_running: int, context_len: int
+) -> int:
+    """Tokens that the device has memory for. Raises OutOfMemory where that is not a page."""
+    rows = row_bytes(geometry, dtype)
+    # Cached states may take half as many bytes as the KV of full attention.
+    token_bytes = rows.full + rows.window + (rows.full // 2 if rows.state else 0)
+    if basis.device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(torch.device(basis.device))
+        budget = int(free * _CUDA_SHARE)
+    else:
+        free = max(0, available_bytes() - RESERVE_BYTES)
+        budget = min(int(free * _CPU_SHARE), max(_CPU_BYTES, context_len * token_bytes))
+    budget -= (STATES_PER_REQUEST * max_running + 1) * rows.state
+    page = basis.cache_page_size
+    num_tokens = budget // token_bytes // page * page
+    if num_tokens < page:
+        raise OutOfMemory(
+            f"{free} bytes are free on {basis.device}, too few for a page of {page * token_bytes} bytes and the states "
+            f"of {max_running} requests; lower --max-running or choose a smaller model"
+        )
+    return num_tokens

@@ -1,0 +1,320 @@
+"""`hicache serve` asked by the `openai` package and by plain HTTP, in a process of its own."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from server_case import SECRET, Server, serving
+
+KEY = "sk-right-1"
+FULL = 6  # prompts that run or wait
+LONG = f"{SECRET} " * 40
+ENDLESS = 60_000  # tokens: no machine gets there during a test
+MODEL = "random"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--api-key", KEY, "--max-running", "2", "--max-queued", str(FULL - 2), "--max-body-bytes", "1MiB")
+    sizes = ("--device-tokens", "131072", "--host-bytes", "64MiB", "--chunk-tokens", "256")
+    with serving(tmp_path_factory.mktemp("server"), *flags, *sizes) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return server.client(KEY)
+
+
+def ask(server: Server, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any, dict[str, str]]:
+    """Status, JSON body and headers of a plain request with the right key."""
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=120)
+    sent = {"Authorization": f"Bearer {KEY}".encode(), "Content-Type": "application/json", **headers}
+    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in sent.items()})
+    response = connection.getresponse()
+    answer = (response.status, json.loads(response.read()), {k.lower(): v for k, v in response.getheaders()})
+    connection.close()
+    return answer
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    """A text, its token ids, and both in lists have the same answer; a seed repeats it, and usage adds up."""
+    text, ids = f"{SECRET} one", [256, *f"{SECRET} one".encode()]
+    shared: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "temperature": 0}
+    first = client.completions.create(prompt=text, **shared)
+    assert first.choices[0].finish_reason == "length" and first.id.startswith("cmpl-")
+    assert first.usage is not None
+    counts = (first.usage.prompt_tokens, first.usage.completion_tokens, first.usage.total_tokens)
+    assert counts == (len(ids), 12, len(ids) + 12)
+    for prompt in (ids, [text, text], [ids, ids]):
+        again = client.completions.create(prompt=prompt, **shared)  # type: ignore[arg-type]
+        assert {choice.text for choice in again.choices} == {first.choices[0].text}
+        assert [choice.index for choice in again.choices] == list(range(len(again.choices)))
+    sampled = {
+        client.completions.create(model=MODEL, prompt=text, max_tokens=12, temperature=1.5, seed=seed).choices[0].text
+        for seed in (-7, -7, 8)
+    }
+    assert len(sampled) == 2
+
+
+def test_streams_are_what_is_not_streamed(client: openai.OpenAI) -> None:
+    """The pieces of a streamed completion and chat make up the whole one; usage comes last, and only if asked for."""
+    shared: dict[str, Any] = {"model": MODEL, "max_tokens": 20, "temperature": 0.7, "seed": 3}
+    prompts = [f"{SECRET} a", f"{SECRET} bc"]
+    whole = client.completions.create(prompt=prompts, **shared)
+    texts, reasons = ["", ""], {}
+    for event in client.completions.create(prompt=prompts, stream=True, **shared):
+        assert event.usage is None
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices] and reasons == {0: "length", 1: "length"}
+
+    parts = [{"type": "text", "text": f"{SECRET} "}, {"type": "text", "text": "hi"}]
+    messages: Any = [{"role": "system", "content": "be"}, {"role": "user", "content": parts}]
+    chat = client.chat.completions.create(messages=messages, **shared)
+    *events, last = client.chat.completions.create(
+        messages=messages, stream=True, stream_options={"include_usage": True}, **shared
+    )
+    assert events[0].choices[0].delta.role == "assistant" and events[-1].choices[0].finish_reason == "length"
+    assert "".join(event.choices[0].delta.content or "" for event in events) == chat.choices[0].message.content
+    assert not last.choices and last.usage is not None and chat.usage is not None
+    assert last.usage.total_tokens == chat.usage.total_tokens
+
+
+def test_cached_tokens_and_tenants(client: openai.OpenAI) -> None:
+    """The second ask finds whole pages; another cache_salt finds none, and all get the same text."""
+
+    def create(**more: Any) -> tuple[str, int]:
+        done = client.completions.create(
+            model=MODEL, prompt=f"{LONG} tenants", max_tokens=8, temperature=0, extra_body=more
+        )
+        assert done.usage is not None and done.usage.prompt_tokens_details is not None
+        return done.choices[0].text, done.usage.prompt_tokens_details.cached_tokens or 0
+
+    num_tokens = 1 + len(f"{LONG} tenants")
+    answers = [create(), create(), create(cache_salt="a"), create(cache_salt="b"), create(cache_salt="a")]
+    assert len({text for text, _ in answers}) == 1
+    cached = [count for _, count in answers]
+    held = (num_tokens - 1) // 64 * 64
+    assert cached == [0, held, 0, 0, held]
+
+
+def test_stop_strings(client: openai.OpenAI) -> None:
+    """A stop string ends the text before it, streamed or not, wherever tokens end."""
+    shared: dict[str, Any] = {"model": MODEL, "prompt": f"{SECRET} stop", "temperature": 1.0, "seed": 5}
+    text = client.completions.create(max_tokens=60, **shared).choices[0].text
+    stop = text[20:23]
+    expected = text[: text.index(stop)]
+    whole = client.completions.create(max_tokens=60, stop=["never there", stop], **shared)
+    events = [*client.completions.create(max_tokens=60, stop=stop, stream=True, **shared)]
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (expected, "stop")
+    assert "".join(event.choices[0].text for event in events) == expected
+    assert events[-1].choices[0].finish_reason == "stop"
+    assert whole.usage is not None and whole.usage.completion_tokens < 60
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "unknown field": ("completions", {"prompt": "a", "colour": 1}, "colour"),
+    "no prompt": ("completions", {}, "prompt"),
+    "empty prompt": ("completions", {"prompt": []}, "prompt"),
+    "no tokens": ("completions", {"prompt": [[]]}, "prompt"),
+    "id beyond the vocabulary": ("completions", {"prompt": [260]}, "prompt"),
+    "id beyond int64": ("completions", {"prompt": [1 << 70]}, "prompt"),
+    "id below 0": ("completions", {"prompt": [-1]}, "prompt"),
+    "lists of both": ("completions", {"prompt": ["a", 1]}, "prompt"),
+    "lone surrogate": ("completions", {"prompt": "\ud800"}, "prompt"),
+    "text for a number": ("completions", {"prompt": "a", "max_tokens": "1"}, "max_tokens"),
+    "truth value for a number": ("completions", {"prompt": "a", "top_k": True}, "top_k"),
+    "number for a truth value": ("completions", {"prompt": "a", "stream": 1}, "stream"),
+    "no tokens asked for": ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    "temperature that is no number": ("completions", {"prompt": "a", "temperature": float("nan")}, "temperature"),
+    "top_p of nothing": ("completions", {"prompt": "a", "top_p": 0}, "top_p"),
+    "several answers": ("completions", {"prompt": "a", "n": 2}, "n"),
+    "truth value for one answer": ("completions", {"prompt": "a", "n": True}, "n"),
+    "0 for false": ("completions", {"prompt": "a", "echo": 0}, "echo"),
+    "echo": ("completions", {"prompt": "a", "echo": True}, "echo"),
+    "penalty": ("completions", {"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+    "empty stop": ("completions", {"prompt": "a", "stop": [""]}, "stop"),
+    "empty salt": ("completions", {"prompt": "a", "cache_salt": ""}, "cache_salt"),
+    "more prompts than are ever open": ("completions", {"prompt": ["a"] * (FULL + 1)}, "prompt"),
+    "no messages": ("chat/completions", {"messages": []}, "messages"),
+    "unknown role": ("chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, "messages"),
+    "image": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    "tools": ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),
+    "no object": ("completions", [1], None),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_fields(server: Server, case: str) -> None:
+    """Status 400 with OpenAI's error body, which names the field and quotes nothing of the prompt."""
+    path, body, param = BAD[case]
+    if isinstance(body, dict) and isinstance(body.get("prompt"), str):
+        body = {**body, "prompt": f"{SECRET} {body['prompt']}"}
+    status, answer, _ = ask(server, "POST", f"/v1/{path}", json.dumps(body).encode())
+    error = answer["error"]
+    assert status == 400, answer
+    assert (error["type"], error["param"]) == ("invalid_request_error", param), answer
+    assert set(error) == {"message", "type", "param", "code"} and SECRET not in error["message"]
+
+
+def test_neutral_fields_are_taken(client: openai.OpenAI) -> None:
+    """Fields that change nothing, and those at the values that change nothing, are accepted."""
+    neutral = {
+        "n": 1,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "logit_bias": {},
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "ignore_eos": True,
+        "priority": -3,
+        "top_k": -1,
+        "top_p": 1.0,
+        "stop": None,
+    }
+    completion = {**neutral, "best_of": 1, "echo": False, "logprobs": None, "suffix": None}
+    client.completions.create(model=MODEL, prompt=SECRET, max_tokens=1, extra_body=completion)
+    chat = {**neutral, "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "logprobs": False}
+    messages: Any = [{"role": "user", "content": SECRET}]
+    client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=1, extra_body=chat)
+
+
+def test_errors_of_the_client_library(server: Server, client: openai.OpenAI) -> None:
+    """A wrong key, an unknown model, a context too long, a field of no meaning: the library's own exceptions."""
+    for key in ("wrong", KEY.upper()):
+        with pytest.raises(openai.AuthenticationError) as refused:
+            server.client("sk-wrong").models.list()
+        assert refused.value.code == "invalid_api_key" and key
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="gpt-9", prompt=SECRET)
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.completions.create(model=MODEL, prompt=SECRET, max_tokens=131072)
+    assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as field:
+        client.completions.create(model=MODEL, prompt=SECRET, extra_body={"colour": "red"})
+    assert field.value.param == "colour"
+    assert [model.id for model in client.models.list()] == [client.models.retrieve(MODEL).id] == [MODEL]
+
+
+def test_errors_of_http(server: Server) -> None:
+    """No JSON, no route, no such method, no key: the right status and always the same body; the server lives on."""
+    deep = b"[" * 100_000
+    cases = [
+        ("POST", "/v1/completions", b'{"prompt": "' + SECRET.encode(), 400),
+        ("POST", "/v1/completions", b"", 400),
+        ("POST", "/v1/completions", b"\xff\xfe", 400),
+        ("POST", "/v1/completions", deep, 400),
+        ("POST", "/v1/chat/completions", b"null", 400),
+        ("GET", f"/v1/{SECRET}", b"", 404),
+        ("GET", f"/{SECRET}?prompt={SECRET}", b"", 404),
+        ("GET", "/v1/completions", b"", 405),
+        ("DELETE", "/v1/models", b"", 405),
+    ]
+    for method, path, body, expected in cases:
+        status, answer, headers = ask(server, method, path, body)
+        assert status == expected, (method, path, answer)
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert SECRET not in answer["error"]["message"] and headers["x-request-id"]
+    plain = {"Content_Type": "text/plain"}
+    assert ask(server, "POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1}', **plain)[0] == 400
+    assert ask(server, "GET", "/v1/models", Authorization="Basic abc")[0] == 401
+    assert json.loads(server.get("/health")) == {"status": "ok"}
+
+
+def test_large_bodies(server: Server) -> None:
+    """A body over the limit is 413, by its announced length before it is sent, and by what arrives."""
+    announced = http.client.HTTPConnection(server.host, server.port, timeout=120)
+    sent = http.client.HTTPConnection(server.host, server.port, timeout=120)
+    for connection in (announced, sent):
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Authorization", f"Bearer {KEY}".encode())
+        connection.putheader("Content-Type", "application/json")
+    announced.putheader("Content-Length", str(1 << 40))
+    announced.endheaders()
+    sent.putheader("Transfer-Encoding", "chunked")
+    sent.endheaders()
+    for num_bytes in (1 << 20, 1):
+        sent.send(b"%x\r\n" % num_bytes + b" " * num_bytes + b"\r\n")
+    for connection in (announced, sent):
+        response = connection.getresponse()
+        assert response.status == 413
+        assert json.loads(response.read())["error"]["code"] == "request_too_large"
+        connection.close()
+
+
+def test_request_ids(server: Server) -> None:
+    """A client's x-request-id comes back and is in the log with the request's figures; a bad one is replaced."""
+    body = json.dumps({"prompt": SECRET, "max_tokens": 3}).encode()
+    _, _, headers = ask(server, "POST", "/v1/completions", body, x_request_id="mine-1")
+    assert headers["x-request-id"] == "mine-1"
+    line = server.wait_for_line(request_id="mine-1")
+    assert (line["event"], line["status"], line["completion_tokens"], line["outcome"]) == ("request", 200, 3, "length")
+    _, _, headers = ask(server, "POST", "/v1/completions", body, x_request_id="no " * 200)
+    assert len(headers["x-request-id"]) == 32
+
+
+def test_disconnects_and_a_full_queue(server: Server, client: openai.OpenAI) -> None:
+    """Beyond the limit it is 429 with Retry-After. Clients that go away, streaming or not, free their places."""
+    before = server.metric('hicache_requests_total{outcome="abort"}')
+    prompts = [f"{SECRET} {i}" for i in range(FULL - 1)]
+    stream = client.completions.create(model=MODEL, prompt=prompts, max_tokens=ENDLESS, stream=True)
+    next(iter(stream))
+    whole = http.client.HTTPConnection(server.host, server.port, timeout=120)
+    body = json.dumps({"prompt": SECRET, "max_tokens": ENDLESS}).encode()
+    headers: Any = {"Authorization": f"Bearer {KEY}".encode(), "Content-Type": "application/json"}
+    whole.request("POST", "/v1/completions", body, headers)
+    server.wait_for("hicache_requests_queued", FULL - 2)
+    assert server.metric("hicache_requests_running") == 2
+    with pytest.raises(openai.RateLimitError) as full:
+        client.completions.create(model=MODEL, prompt=SECRET)
+    assert full.value.response.headers["retry-after"] == "1"
+    whole.close()
+    server.wait_for("hicache_requests_queued", FULL - 3)
+    stream.close()
+    server.wait_idle()
+    assert server.metric('hicache_requests_total{outcome="abort"}') == before + FULL
+    assert client.completions.create(model=MODEL, prompt=SECRET, max_tokens=2).usage
+
+
+def test_metrics(server: Server, client: openai.OpenAI) -> None:
+    """Counters grow by what was asked for, and the engine's own are there."""
+    names = (
+        "hicache_generation_tokens_total",
+        "hicache_time_to_first_token_seconds_count",
+        "hicache_inter_token_seconds_count",
+    )
+    before = [server.metric(name) for name in names]
+    client.completions.create(model=MODEL, prompt=[f"{SECRET} 1", f"{SECRET} 2"], max_tokens=5)
+    assert [server.metric(name) - count for name, count in zip(names, before, strict=True)] == [10, 2, 8]
+    assert server.metric("hicache_engine_device_free_tokens") > 0
+
+
+def test_many_clients_at_once(client: openai.OpenAI) -> None:
+    """Requests of several threads get their own answers, those that they get alone."""
+    shared: dict[str, Any] = {"model": MODEL, "max_tokens": 10, "temperature": 0}
+    prompts = [f"{SECRET} {i}" for i in range(FULL)]
+    alone = [client.completions.create(prompt=prompt, **shared).choices[0].text for prompt in prompts]
+    together: dict[int, str] = {}
+
+    def one(index: int) -> None:
+        together[index] = client.completions.create(prompt=prompts[index], **shared).choices[0].text
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(FULL)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[i] for i in range(FULL)] == alone

@@ -1,0 +1,115 @@
+"""How a server ends: by SIGTERM, killed, not started at all. A local model with its tokenizer and chat template."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import transformers as hf
+
+from family_case import save_model
+from hicache.cli import main
+from server_case import SECRET, TINY, Server, serving
+
+TEMPLATE = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}
+{{- '<s>' + m.role + ': ' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant:' }}{% endif %}"""
+MODEL = "model"
+ENDLESS = 60_000  # tokens: no machine gets there during a test
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2 with a byte-level tokenizer that has a chat template."""
+    path = tmp_path_factory.mktemp("models") / MODEL
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 17}
+    save_model(path, hf.Qwen2Config(**sizes, **heads, initializer_range=0.2))
+    tokenizer = hf.AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def chat(server: Server, **more: Any) -> tuple[str, int]:
+    """The text and the cached tokens of one long chat."""
+    messages: Any = [{"role": "user", "content": f"{SECRET} " * 60}]
+    done = server.client().chat.completions.create(
+        model=MODEL, messages=messages, temperature=0, max_tokens=20, extra_body={"ignore_eos": True, **more}
+    )
+    assert done.usage is not None and done.usage.prompt_tokens_details is not None
+    return done.choices[0].message.content or "", done.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
+    """What a killed server had on disk, the next one serves: cached tokens, and the same text. At SIGTERM, running
+    requests are answered to their end, and new ones get 503; a second signal ends those that run; the status is 0."""
+    flags = (str(model), *TINY, "--device-tokens", "65536", "--host-bytes", "8MiB", "--disk-path", str(tmp_path / "d"))
+    (tmp_path / "first").mkdir()
+    with serving(tmp_path / "first", *flags) as server:
+        text, cached = chat(server)
+        assert cached == 0
+        # Acknowledged by the store: all whole pages of the prompt.
+        num_pages = chat(server)[1] // 16
+        server.wait_for_at_least("hicache_engine_disk_entries", num_pages)
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+    (tmp_path / "second").mkdir()
+    with serving(tmp_path / "second", *flags, "--grace-s", "600") as server:
+        assert chat(server) == (text, num_pages * 16)
+        assert server.metric('hicache_cached_tokens_total{tier="disk"}') == num_pages * 16
+        assert chat(server, cache_salt="other") == (text, 0)
+        messages: Any = [{"role": "system", "content": SECRET}]
+        with pytest.raises(openai.BadRequestError, match="no system here"):
+            server.client().chat.completions.create(model=MODEL, messages=messages)
+
+        short, endless = (
+            server.client().completions.create(
+                model=MODEL, prompt=SECRET, max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
+            )
+            for max_tokens in (300, ENDLESS)
+        )
+        next(iter(short)), next(iter(endless))
+        server.process.send_signal(signal.SIGTERM)
+        status = 200
+        while status == 200:  # until the signal has arrived
+            status = server.status("/health")
+        assert status == 503
+        with pytest.raises(openai.InternalServerError) as refused:
+            server.client().completions.create(model=MODEL, prompt=SECRET, max_tokens=1)
+        assert refused.value.code == "server_stopping"
+        assert [*short][-1].choices[0].finish_reason == "length"
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="the server stops"):
+            list(endless)
+        assert server.process.wait(60) == 0, server.log
+
+
+BAD = {
+    "no model": (["{tmp}/missing"], "missing"),
+    "no model in the directory": (["{tmp}"], "cannot be loaded"),
+    "port in use": (["--port", "{port}"], "--port"),
+    "no such address": (["--host", "192.0.2.1"], "192.0.2.1"),
+    "no port": (["--port", "70000"], "--port"),
+    "no host tier for the disk": (["--host-bytes", "0", "--disk-path", "{tmp}/d"], "host_bytes"),
+    "no time": (["--request-timeout-s", "-1"], "--request-timeout-s"),
+    "unknown flag": (["--colour"], "--colour"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_input_is_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 2 and one line on stderr that names the culprit."""
+    flags, culprit = BAD[case]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        values = {"tmp": tmp_path, "port": taken.getsockname()[1]}
+        try:
+            status = main(["serve", "--port", "0", *(flag.format(**values) for flag in flags)])
+        except SystemExit as exit:
+            status = int(str(exit.code))
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if not line.startswith("{")]
+    assert (status, out, len(lines)) == (2, "", 1), (out, err)
+    assert lines[0].startswith("hicache: error: ") and culprit in lines[0]
