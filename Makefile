@@ -9,10 +9,13 @@ PYTHON ?= $(or $(MADE_FROM),python3)
 BENCH ?= all
 TYPECHECK := build/typecheck
 
-.PHONY: demo test test-long check bench clean
+.PHONY: demo serve test test-long check bench clean
 
 demo: $(STAMP)
 	$(VENV)/bin/hicache demo $(ARGS)
+
+serve: $(STAMP)
+	$(VENV)/bin/hicache serve $(ARGS)
 
 test: $(STAMP)
 	$(PY) -m pytest -m "not long" $(ARGS)
