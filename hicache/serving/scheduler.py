@@ -231,12 +231,13 @@ class Scheduler:
         """Add tokens up to `end` of a request to the batch; False if it gets no slots now.
 
         Where none are free, the last of the running requests is preempted, which leaves the batch and may be this one.
+        A request that runs alone waits: its own slots are no help to it.
         """
         while req.lease is not None and end > req.lease.length:
             try:
                 self._engine.extend(req.lease, end - req.lease.length)
             except OutOfSlots as error:
-                if req.is_decoding or len(self._running_batch) > 1:
+                if len(self._running_batch) > 1:
                     victim = self._running_batch.last
                     batch.pop(victim, None)
                     self._preempt(victim)

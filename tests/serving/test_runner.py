@@ -12,6 +12,7 @@ from hicache.kernels.pool_attention import AttentionRule, PoolQueries, pool_atte
 from hicache.serving.attention import Attention
 from hicache.serving.long_extend import MIN_QUERIES, long_extend, suits
 from hicache.serving.runner import Chunk, ModelRunner
+from hicache.serving.warm_up import warm_up
 from serving_case import decode, geometry_of, plain_logits, prompt, shared, tiny_engine, tiny_llama, tiny_runner
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -212,3 +213,14 @@ def test_long_chunks_attend_as_short_ones(prefix: int) -> None:
     assert suits(query, rule)
     got = long_extend(query, *new, keys, values, slots[:prefix], rule.scale)
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+def test_a_warm_up_measures_prefill_and_leaves_nothing() -> None:
+    """After it the engine knows what computing costs, every pool is as it was, and the first request finds no hit."""
+    model = shared(tiny_llama)
+    with tiny_engine(model, prefill_tokens_per_s="auto") as engine:
+        warm_up(engine, tiny_runner(model, engine), chunk_tokens=64, max_running=5)
+        assert engine.stats()["cost.prefill_tokens_per_s"] > 0
+        engine.check()
+        assert engine.lookup(np.zeros(64, dtype=np.int64), "warm up").device == 0

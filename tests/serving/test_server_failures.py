@@ -46,7 +46,7 @@ def test_a_failed_step(caplog: pytest.LogCaptureFixture) -> None:
 
     async def serve() -> tuple[list[ApiError], ApiError, EngineThread]:
         failing = _Failing()
-        thread = EngineThread(failing.engine, Scheduler(failing.engine, failing))
+        thread = EngineThread(failing.engine, Scheduler(failing.engine, failing), lambda: None)
         model = ServedModel("tiny", ByteTokenizer(), VOCAB, 512)
         frontend, encoder = Frontend(model, Limits(8, 60.0), thread, {}), PromptEncoder(model)
         loop = asyncio.get_running_loop()

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import signal
 import socket
+import time
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, get_args
 
@@ -32,6 +33,7 @@ from hicache.serving.server.frontend import Frontend, Limits
 from hicache.serving.server.prompts import PromptEncoder, ServedModel
 from hicache.serving.server.sizes import engine_config, first_config, max_len, model_dtype
 from hicache.serving.support import check_supported
+from hicache.serving.warm_up import warm_up
 from hicache.settings import Number, Size, Whole, as_flag
 
 _RANDOM_NAME = "random"
@@ -124,7 +126,7 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
     )
     runner = ModelRunner(loaded.model, engine, parts.geometry, attention=flags.attention, compiled=flags.compile)
     scheduler = Scheduler(engine, runner, chunk_tokens=flags.chunk_tokens, max_running=flags.max_running)
-    thread = EngineThread(engine, scheduler)
+    thread = EngineThread(engine, scheduler, lambda: _warm_up(engine, runner, flags))
     limits = Limits(flags.max_running + flags.max_queued, flags.request_timeout_s)
     frontend = Frontend(model, limits, thread, engine.inspect.context.metrics.describe())
     encoder = PromptEncoder(model)
@@ -145,6 +147,15 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
         return await _until_stopped(server, listener, frontend, thread, flags.grace_s, model.name)
     finally:
         encoder.close()
+
+
+def _warm_up(engine: CacheEngine, runner: ModelRunner, flags: argparse.Namespace) -> None:
+    """A CPU compiles nothing, and its first request is no slower than others."""
+    if engine.pool.device.type != "cuda":
+        return
+    begin_s = time.perf_counter()
+    warm_up(engine, runner, flags.chunk_tokens, flags.max_running)
+    log.info("warm", extra={"fields": {"seconds": round(time.perf_counter() - begin_s, 3)}})
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, frontend: Frontend, events: Sequence[Event]) -> None:

@@ -59,11 +59,12 @@ class _Stop:
 class EngineThread:
     """Runs `scheduler` over `engine`, which is not started yet, and closes the engine at its end.
 
-    Its methods and properties are for any thread. Who calls `submit` bounds the number of open requests.
+    Its methods and properties are for any thread. Who calls `submit` bounds the number of open requests. `warm_up` is
+    called on the thread before the first step.
     """
 
-    def __init__(self, engine: CacheEngine, scheduler: Scheduler) -> None:
-        self._engine, self._scheduler = engine, scheduler
+    def __init__(self, engine: CacheEngine, scheduler: Scheduler, warm_up: Callable[[], None]) -> None:
+        self._engine, self._scheduler, self._warm_up = engine, scheduler, warm_up
         self._deliver: Callable[[Sequence[Event]], None] = _nowhere
         self._commands: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
         self._events: list[Event] = []
@@ -118,6 +119,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             try:
+                self._warm_up()
                 while not self._stopping:
                     self._take_commands()
                     self._step()

@@ -1,0 +1,44 @@
+"""What a server does before its first request on CUDA: compile kernels, capture graphs and measure prefill.
+
+Without it the first requests would wait for compilers, and `prefetch_mode=auto` would not know what computing costs.
+Nothing of it stays in the cache.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from hicache.engine import CacheEngine, CacheRequest, Lease
+from hicache.serving.graphs import bucket
+from hicache.serving.runner import Chunk, ModelRunner
+
+
+def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_running: int) -> None:
+    """Compute two chunks of a prompt twice, the second time to measure, and decode a batch of each graph's size.
+
+    Takes what the device tier has free and fits `max_context_len`. To be called before any request is admitted.
+    """
+    room = min(2 * chunk_tokens, engine.req_to_token.max_context_len, engine.pool.size // 2)
+    tokens = np.zeros(room + 1, dtype=np.int64)
+    for number in range(2):
+        with engine.acquire(CacheRequest(f"warm up {number}", tokens[:room], "warm up")) as lease:
+            middle = max(1, room // 2)
+            for start, end in ((0, middle), (middle, room)):
+                begin_s = time.perf_counter()
+                runner.prefill(lease, tokens, start, end)
+                torch.cuda.synchronize(engine.pool.device)
+                if number:
+                    engine.observe_prefill(end - start, time.perf_counter() - begin_s, (start + end) / 2)
+    num_requests = min(max_running, engine.req_to_token.available_size(), engine.pool.size // (2 * engine.page_size))
+    leases: list[Lease] = []
+    try:
+        for number in range(num_requests):
+            leases.append(engine.acquire(CacheRequest(f"warm up batch {number}", tokens[:1], "warm up")))
+            if bucket(number + 1) == number + 1 or number + 1 == num_requests:
+                runner.forward([Chunk(lease, tokens[:1], 0, 1) for lease in leases])
+    finally:
+        for lease in leases:
+            engine.release(lease)
