@@ -30,7 +30,8 @@ from hicache.flow.prefix_read import BATCH_PAGES, PrefixRead, PrefixReads
 from hicache.tree.key import Tokens
 from hicache.tree.node import FULL, Component
 
-_RETRY_S = 0.05  # between two attempts to start what was postponed
+# Between two attempts to start what was postponed: doubled while they bring nothing.
+_RETRY_S, _MAX_RETRY_S = 0.05, 1.0
 
 
 class Prefetch:
@@ -107,7 +108,7 @@ class Prefetcher:
         # forgets a request takes nothing from others for good.
         self._claims: WeakKeyDictionary[Prefetch, int] = WeakKeyDictionary()
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
-        self._retry_at_s = -math.inf
+        self._retry_at_s, self._retry_s = -math.inf, _RETRY_S
         self._counters = _Counters(context)
         self._num_claimed = 0  # what a snapshot in another thread may read
         help = "host pages that were read, or are, for requests that were not admitted"
@@ -153,7 +154,7 @@ class Prefetcher:
                 self._claim(waiter.read, num_pages)
                 self._stop_unwanted(waiter.read)
         if claimants:
-            self._num_claimed = self._claimed()
+            self._num_claimed, self._retry_s = self._claimed(), _RETRY_S
 
     def finished(self) -> Sequence[int]:
         return self._reads.finished()
@@ -207,7 +208,7 @@ class Prefetcher:
             return
         handle = waiter.handle
         until_s = handle.deadline_s if handle.mode == "timeout" else math.inf
-        own = self._reads.start(prefix, is_urgent=handle.waits, until_s=until_s) if self._room() > 0 else None
+        own = self._reads.start(prefix, is_urgent=handle.waits, until_s=until_s) if self._room(handle) > 0 else None
         waiter.read, waiter.owns = own, own is not None
         if own is None:
             self._postpone(waiter)
@@ -230,7 +231,7 @@ class Prefetcher:
         self._note_found(waiters, read)
         self._decide(waiters)
         read.is_urgent = any(waiter.handle.waits for waiter in waiters)
-        self._reads.fetch(read, self._room())
+        self._reads.fetch(read, self._room(waiters[0].handle) if waiters else 0)
 
     def _note_found(self, waiters: Sequence[_Waiter], read: PrefixRead) -> None:
         for waiter in waiters:
@@ -250,9 +251,10 @@ class Prefetcher:
 
     def _end_read(self, read: PrefixRead) -> None:
         self._reads.end(read)
+        self._retry_s = _RETRY_S if read.has_landed else self._retry_s
         for waiter in self._waiters_of(read):
             # A read that was cut short by the queue alone goes on, as long as each attempt brings something.
-            goes_on = read.is_short and read.has_landed and self._room() > 0
+            goes_on = read.is_short and read.has_landed and self._room(waiter.handle) > 0
             if not waiter.owns or goes_on:
                 self._begin(waiter)
             elif read.is_short:
@@ -273,9 +275,10 @@ class Prefetcher:
     def _retry(self) -> None:
         """The request that came first goes first, and the others after it."""
         postponed = next((waiter for waiter in self._waiters.values() if waiter.read is None), None)
-        if postponed is None or self._clock() < self._retry_at_s or self._room() <= 0:
+        if postponed is None or self._clock() < self._retry_at_s or self._room(postponed.handle) <= 0:
             return
-        self._retry_at_s = self._clock() + _RETRY_S
+        self._retry_at_s = self._clock() + self._retry_s
+        self._retry_s = min(_MAX_RETRY_S, 2 * self._retry_s)
         self._counters.retries.value += 1
         self._begin(postponed)
 
@@ -353,5 +356,7 @@ class Prefetcher:
     def _claimed(self) -> int:
         return sum(self._claims.values()) + self._reads.pages_in_flight(FULL)
 
-    def _room(self) -> int:
-        return self._max_pages - self._claimed()
+    def _room(self, handle: Prefetch) -> int:
+        """Pages that may be read for a request: of the share, or of the whole pool where no other claims any."""
+        claimed, own = self._claimed(), self._claims.get(handle, 0)
+        return (self._max_pages if claimed > own else self._context.full.host.num_pages) - claimed

@@ -270,7 +270,7 @@ def test_a_prefetch_gives_device_pages_their_host_copy_back(tmp_path: Path) -> N
     """Pages on the device that the host evicted get host copies from disk, and come back from those, unchanged."""
     disk = DiskConfig(path=str(tmp_path / "store"), budget_bytes=4 << 20)
     one, two = prompt(1, 60), prompt(2, 60)
-    with build_engine(config(disk=disk, host_bytes=9 * 8 * 192, prefetch_host_share=1), GEOMETRY) as engine:
+    with build_engine(config(disk=disk, host_bytes=9 * 8 * 192), GEOMETRY) as engine:
         for name, tokens in (("a", one), ("b", two)):
             serve(engine, name, tokens)
             engine.flush()

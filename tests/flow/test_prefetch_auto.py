@@ -387,16 +387,20 @@ def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, c
 
 
 def test_nobody_waits_for_room_that_nobody_will_make(store: PacedStore) -> None:
-    """A prompt larger than the share, alone, gets what fits and does not wait for more; a share of 0 reads nothing."""
+    """A prompt may exceed the share while it is the only one. Larger than the host, it gets what fits and does not wait
+    for more; a share of 0 reads nothing."""
     tokens = tokens_of(1)
     fill(store, tokens)
     for mode in ("auto", "wait_complete", "timeout"):
-        for share, landed in ((0.081, 16 * PAGE), (0.0, 0)):
-            with engine_of(store, prefetch_host_share=share) as engine:
+        for host_pages, share, landed in ((200, 0.05, 24), (17, 0.5, 16), (17, 1.0, 16), (200, 0.0, 0)):
+            with engine_of(store, prefetch_host_share=share, host_bytes=host_pages * PAGE * 192) as engine:
                 handle = engine.prefetch("a", tokens, mode=mode)  # type: ignore[arg-type]
                 until(engine, handle)
-                assert handle.landed_tokens == landed
-                assert admitted(engine, "a", tokens) == landed
+                assert handle.landed_tokens == landed * PAGE
+                with engine.acquire(CacheRequest("a", tokens)) as lease:
+                    assert lease.hit.disk == landed * PAGE
+                engine.flush()
+                engine.check()
 
 
 def test_a_full_read_queue_delays_and_loses_nothing(store: PacedStore, clock: Clock) -> None:
