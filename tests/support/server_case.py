@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -94,9 +95,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[Server]:
+def serving(folder: Path, *flags: str, api_key: str = "") -> Iterator[Server]:
     """A server on a free port of the loopback. At the end it is told to stop, its check of the engine finds nothing,
-    and no line of its log has a prompt's text."""
+    and no line of its log has a prompt's text or the key."""
     stderr = folder / "stderr"
     with stderr.open("w") as errors:
         process = subprocess.Popen(
@@ -104,6 +105,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
+            env={**os.environ, "HICACHE_API_KEY": api_key},
         )
     try:
         assert process.stdout is not None
@@ -113,7 +115,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
         yield server
         if process.poll() is None:
             assert server.end() == 0, server.log
-        assert SECRET not in server.log
+        assert SECRET not in server.log and (not api_key or api_key not in server.log)
         assert all(server.log_lines)
     finally:
         process.kill()

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import ipaddress
 import logging
 import signal
 import socket
@@ -144,7 +145,7 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
     )
     thread.start(lambda events: _on_loop(loop, frontend, events))
     try:
-        return await _until_stopped(server, listener, frontend, thread, flags.grace_s, model.name)
+        return await _until_stopped(server, listener, frontend, thread, flags.grace_s, model.name, bool(parts.api_key))
     finally:
         encoder.close()
 
@@ -169,6 +170,7 @@ async def _until_stopped(
     thread: EngineThread,
     grace_s: float,
     name: str,
+    has_key: bool,
 ) -> int:
     """Serve until a signal; then refuse new requests, let the open ones finish, and end the engine.
 
@@ -182,6 +184,8 @@ async def _until_stopped(
     await _any(serving, server.listening.wait())
     if not serving.done():
         url = _url(listener)
+        if not has_key and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+            log.warning("other machines may ask without a key; set HICACHE_API_KEY")
         log.info("listening", extra={"fields": {"url": url, "model": name}})
         print(f"hicache: serving {name} on {url}", flush=True)
         await _any(serving, signals.get())
