@@ -231,18 +231,22 @@ class Scheduler:
         """Add tokens up to `end` of a request to the batch; False if it gets no slots now.
 
         Where none are free, the last of the running requests is preempted, which leaves the batch and may be this one.
-        A request that runs alone waits: its own slots are no help to it.
+        Pages that are being backed up keep their slots until the copy has finished, so a request that runs alone waits
+        for that first.
         """
+        has_waited = False
         while req.lease is not None and end > req.lease.length:
             try:
                 self._engine.extend(req.lease, end - req.lease.length)
             except OutOfSlots as error:
-                if len(self._running_batch) > 1:
+                if len(self._running_batch) > 1 or has_waited:
                     victim = self._running_batch.last
                     batch.pop(victim, None)
                     self._preempt(victim)
+                elif req.is_decoding:
+                    self._engine.backup(req.lease)
+                    has_waited = True
                 else:
-                    # Pages that are being backed up keep their slots until the copy has finished.
                     if self._is_stalled(req):
                         self._finish(req, "error", error)
                     return False
