@@ -133,10 +133,17 @@ class Scheduler:
         return outputs
 
     def abort(self, request_id: str) -> bool:
-        """Finish a request now with reason "abort" and the tokens generated so far. False if the id is unknown."""
+        """End a request now with reason "abort" and the tokens generated so far. False if the id is unknown."""
+        return self._end(request_id, "abort")
+
+    def finish(self, request_id: str) -> bool:
+        """As `abort`, with reason "stop": its caller has all that it wants, and its pages stay in the cache."""
+        return self._end(request_id, "stop")
+
+    def _end(self, request_id: str, reason: FinishReason) -> bool:
         req = self._unfinished.get(request_id)
         if req is not None:
-            self._finish(req, "abort")
+            self._finish(req, reason)
         return req is not None
 
     def abort_all(self) -> None:
@@ -231,8 +238,7 @@ class Scheduler:
         """Add tokens up to `end` of a request to the batch; False if it gets no slots now.
 
         Where none are free, the last of the running requests is preempted, which leaves the batch and may be this one.
-        Pages that are being backed up keep their slots until the copy has finished, so a request that runs alone waits
-        for that first.
+        One that runs alone waits for backups first, for pages keep their slots until they are copied.
         """
         has_waited = False
         while req.lease is not None and end > req.lease.length:
@@ -372,7 +378,7 @@ class Scheduler:
         """End a request; nothing happens where it has ended."""
         if req.has_ended:
             return
-        if reason in ("length", "stop"):
+        if reason in ("length", "stop") and req.lease is not None:
             self._commit(req)
         self._engine.cancel(req.request_id)
         self._waiting_queue.discard(req)

@@ -246,6 +246,29 @@ def test_callers_may_abort_and_submit_from_on_token() -> None:
         assert outputs[name].tokens == plain_greedy(model, prompt(length, seed), len(outputs[name].tokens))
 
 
+def test_a_finished_answer_stays_in_the_cache_and_an_aborted_one_does_not() -> None:
+    """A caller that has what it wants may end a request: the next turn finds the pages of the answer too."""
+    model = shared(tiny_llama)
+    with tiny_engine(model) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+        hits = {}
+        for seed, end in enumerate((scheduler.finish, scheduler.abort)):
+            tokens: list[int] = []
+
+            def on_token(token: int, end: Callable[[str], bool] = end, tokens: list[int] = tokens) -> None:
+                tokens.append(token)
+                if len(tokens) == 40:
+                    assert end("r")
+
+            scheduler.submit(Request("r", prompt(32, seed=seed), 100), on_token)
+            output = _drain(scheduler)["r"]
+            assert output.tokens == tuple(tokens) and output.finish_reason == ("abort" if seed else "stop")
+            turn = np.concatenate([prompt(32, seed=seed), np.array(tokens)])
+            hits[output.finish_reason] = scheduler.run([Request("next", turn, 1)])[0].hit.device
+        _assert_released(engine)
+    assert hits == {"stop": 68, "abort": 32}  # whole pages of 71 tokens with KV, and those of the prompt
+
+
 def test_a_callback_that_raises_ends_its_request_alone() -> None:
     """Its request ends with CallbackFailed and the tokens so far; the others of the batch get theirs."""
     model = shared(tiny_llama)

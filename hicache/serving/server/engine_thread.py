@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from hicache.engine import CacheEngine, Hit
 from hicache.errors import HiCacheError
@@ -52,8 +53,16 @@ class _Abort:
 
 
 @dataclass(frozen=True)
+class _Finish:
+    request_id: str
+
+
+@dataclass(frozen=True)
 class _Stop:
     """Abort what runs, write everything to disk, close the engine."""
+
+
+_Command: TypeAlias = _Submit | _Abort | _Finish | _Stop
 
 
 class EngineThread:
@@ -66,7 +75,7 @@ class EngineThread:
     def __init__(self, engine: CacheEngine, scheduler: Scheduler, warm_up: Callable[[], None]) -> None:
         self._engine, self._scheduler, self._warm_up = engine, scheduler, warm_up
         self._deliver: Callable[[Sequence[Event]], None] = _nowhere
-        self._commands: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._events: list[Event] = []
         self._stats: Mapping[str, float] = {}
         self._next_stats_s = 0.0
@@ -110,6 +119,10 @@ class EngineThread:
         """The request ends with the next step; nothing happens if it has ended."""
         self._commands.put(_Abort(request_id))
 
+    def finish(self, request_id: str) -> None:
+        """As `abort`, for a request whose text is complete: its pages stay in the cache."""
+        self._commands.put(_Finish(request_id))
+
     def stop(self) -> None:
         self._commands.put(_Stop())
 
@@ -143,11 +156,13 @@ class EngineThread:
         except queue.Empty:
             return
 
-    def _take(self, command: _Submit | _Abort | _Stop) -> None:
+    def _take(self, command: _Command) -> None:
         if isinstance(command, _Submit):
             self._submit(command.request)
         elif isinstance(command, _Abort):
             self._scheduler.abort(command.request_id)
+        elif isinstance(command, _Finish):
+            self._scheduler.finish(command.request_id)
         else:
             self._stopping = True
             self._scheduler.abort_all()

@@ -76,7 +76,7 @@ class Frontend:
             request.request_id: Choice(index, decoder(request.tokens[-32:].tolist()), body.stops)
             for index, request in enumerate(requests)
         }
-        generation = Generation(choices, self._thread.abort, self._limits.timeout_s)
+        generation = Generation(choices, self._thread, self._limits.timeout_s)
         arrival_s = time.perf_counter()
         for request in requests:
             self._open[request.request_id] = _OpenRequest(generation, arrival_s)

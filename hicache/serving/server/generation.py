@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
 from hicache.errors import HiCacheError, PromptTooLong, ResourceExhausted
 from hicache.serving.request import RequestOutput
@@ -48,14 +49,22 @@ class Choice:
         self.outcome = "stop" if self.stopped else reason
 
 
+class RequestEnds(Protocol):
+    """How a request of the scheduler is ended from here: nobody wants more of it, or its text is complete."""
+
+    def abort(self, request_id: str) -> None: ...
+
+    def finish(self, request_id: str) -> None: ...
+
+
 class Generation:
     """The prompts of one HTTP request. All methods are called on the event loop.
 
-    `choices`: by request id. `abort`: ends one request of the scheduler. `timeout_s`: for the message.
+    `choices`: by request id. `ends`: where its requests run. `timeout_s`: for the message.
     """
 
-    def __init__(self, choices: dict[str, Choice], abort: Callable[[str], None], timeout_s: float) -> None:
-        self._choices, self._abort, self._timeout_s = choices, abort, timeout_s
+    def __init__(self, choices: dict[str, Choice], ends: RequestEnds, timeout_s: float) -> None:
+        self._choices, self._ends, self._timeout_s = choices, ends, timeout_s
         self._unfinished = dict(choices)
         self._news = asyncio.Event()
         self._error: ApiError | None = None
@@ -82,7 +91,7 @@ class Generation:
         if choice is None or choice.stopped:
             return False
         if choice.push(token):
-            self._abort(request_id)
+            self._ends.finish(request_id)
         self._news.set()
         return True
 
@@ -108,7 +117,7 @@ class Generation:
     def abort(self) -> None:
         """End all prompts that have not ended. Idempotent."""
         for request_id in self._unfinished:
-            self._abort(request_id)
+            self._ends.abort(request_id)
 
     def disconnect(self) -> None:
         """The client is gone."""
