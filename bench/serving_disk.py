@@ -1,4 +1,4 @@
-"""Raw reads of a plain file, the ceiling of first tokens from disk. A helper of the serving bench."""
+"""Raw reads of a store's file, the ceiling of first tokens from disk. A helper of the serving bench."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
 _BLOCK = 8 << 20  # a host page of 64 tokens of 8B geometry
 _THREADS = 8
 
@@ -17,16 +15,9 @@ _THREADS = 8
 def raw_read_s(path: Path, num_bytes: int) -> float:
     """Seconds of reading `num_bytes` of a file past the page cache, in blocks of 8 MiB by 8 threads.
 
-    The file is made at the first call; at most 4 GiB of it are read, and the time is extrapolated.
+    At most 4 GiB of it are read, and the time is extrapolated.
     """
-    size = max(_BLOCK, min(num_bytes, 4 << 30) // _BLOCK * _BLOCK)
-    if not path.exists():
-        block = np.random.default_rng(0).integers(0, 256, _BLOCK, dtype=np.uint8).tobytes()
-        with path.open("wb") as file:
-            for _ in range(size // _BLOCK):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
+    size = max(_BLOCK, min(num_bytes, 4 << 30, path.stat().st_size) // _BLOCK * _BLOCK)
     flags = os.O_RDONLY | os.O_DIRECT
     try:
         descriptor = os.open(path, flags)
@@ -45,5 +36,5 @@ def raw_read_s(path: Path, num_bytes: int) -> float:
 def _read(descriptor: int, thread: int, size: int) -> None:
     buffer = mmap.mmap(-1, _BLOCK)  # direct reads need aligned memory
     for offset in range(thread * _BLOCK, size, _THREADS * _BLOCK):
-        if os.preadv(descriptor, [buffer], offset) != _BLOCK:
-            raise AssertionError(f"the block at {offset} is cut short")
+        if not os.preadv(descriptor, [buffer], offset):
+            raise AssertionError(f"nothing is at {offset}")
