@@ -33,6 +33,7 @@ from hicache.layout import ModelGeometry
 from hicache.serving.attention import QuerySpan, SlotAttention, SlotLayer, SlotPass, attention_of, token_rows
 
 NAME = "hicache_latent"
+MAX_EXPANDED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,19 @@ class LatentSlotAttention(SlotAttention):
     def _expanded(
         self, layer: int, query: torch.Tensor, expansion: _Expansion, kv_b_proj: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Several tokens of some sequences: `query` [N, heads, nope + rope] -> [N, heads, v]."""
+        """Several tokens of some sequences: `query` [N, heads, nope + rope] -> [N, heads, v]. Some heads at a time, so
+        that what is expanded has at most `MAX_EXPANDED_BYTES`, or is that of one head."""
         latent, rope = self._latent_pool.get_mla_kv_buffer(layer, expansion.slots, query.dtype)
         heads, nope = query.shape[1], query.shape[2] - rope.shape[2]
-        expanded = nn.functional.linear(latent[:, 0], kv_b_proj).view(len(latent), heads, -1)
-        keys = torch.cat([expanded[..., :nope], rope.expand(-1, heads, -1)], dim=-1)
-        values = expanded[..., nope:]
-        return pool_attention(query, keys, values, expansion.queries, AttentionRule(scale), self._kernels)
+        up, outs = kv_b_proj.view(heads, -1, kv_b_proj.shape[1]), []
+        head_bytes = len(latent) * (2 * up.shape[1] + rope.shape[2]) * query.element_size()
+        step = max(1, MAX_EXPANDED_BYTES // head_bytes)
+        for weights, part in zip(up.split(step), query.split(step, dim=1), strict=True):
+            expanded = nn.functional.linear(latent[:, 0], weights.flatten(0, 1)).unflatten(1, weights.shape[:2])
+            keys = torch.cat([expanded[..., :nope], rope.expand(-1, len(weights), -1)], dim=-1)
+            values, rule = expanded[..., nope:], AttentionRule(scale)
+            outs.append(pool_attention(part, keys, values, expansion.queries, rule, self._kernels))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
 class LatentSlotLayer(SlotLayer):

@@ -12,6 +12,7 @@ from torch import nn
 
 from family_case import tiny_family
 from hicache.errors import TransferError, UnsupportedModel
+from hicache.serving import latent
 from hicache.serving.attention import Attention
 from hicache.serving.runner import Chunk, ModelRunner
 from hicache.serving.support import check_supported
@@ -74,9 +75,13 @@ def test_batches_get_the_logits_of_each_request_alone(row: str, attention: Atten
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_chunks_of_several_requests_share_a_pass(row: str) -> None:
+@pytest.mark.parametrize("expanded_bytes", [1 << 30, 30_000, 1])
+def test_chunks_of_several_requests_share_a_pass(
+    row: str, expanded_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests that decode and chunks of prompts with and without a prefix, in one pass over slots, get the logits of
-    plain forwards."""
+    plain forwards, however many heads are expanded at a time."""
+    monkeypatch.setattr(latent, "MAX_EXPANDED_BYTES", expanded_bytes)
     model = shared(tiny_family, row)
     pools = Pools(geometry_of(model))
     runner = ModelRunner(model, pools, geometry_of(model), attention="triton")
