@@ -60,8 +60,10 @@ from hicache.kernels.paged_attention import contiguous_to_paged as contiguous_to
 from hicache.kernels.paged_attention import paged_attention_forward as paged_attention_forward
 from hicache.kernels.paged_attention import paged_to_contiguous as paged_to_contiguous
 from hicache.layout import BufferSpec as BufferSpec
+from hicache.layout import LatentGeometry as LatentGeometry
 from hicache.layout import ModelGeometry as ModelGeometry
 from hicache.layout import PoolLayout as PoolLayout
+from hicache.layout import StateGeometry as StateGeometry
 from hicache.prefix_cache.batch import alloc_for_decode as alloc_for_decode
 from hicache.prefix_cache.batch import alloc_for_extend as alloc_for_extend
 from hicache.prefix_cache.batch import alloc_paged_token_slots_decode as alloc_paged_token_slots_decode

@@ -26,7 +26,7 @@ SURFACE = """
     evict_from_tree_cache release_kv_cache write_cache_indices write_req_to_token_pool_triton get_last_loc
     get_last_loc_torch get_last_loc_triton available_and_evictable_str paged_attention_forward contiguous_to_paged
     paged_to_contiguous HiCache LayerTransferCounter CacheEngine CacheRequest Lease EngineConfig DiskConfig
-    ModelGeometry BufferSpec PoolLayout build_engine HiCacheError
+    ModelGeometry LatentGeometry StateGeometry BufferSpec PoolLayout build_engine HiCacheError
 """
 
 
