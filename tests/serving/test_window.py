@@ -13,7 +13,7 @@ from hicache.engine import Lease
 from hicache.errors import InvariantError
 from hicache.serving.runner import ModelRunner
 from hybrid_case import Pools, tiny_gemma, tiny_mistral, tiny_qwen3_window
-from serving_case import geometry_of, plain_greedy, plain_logits, prompt, shared
+from serving_case import decode, geometry_of, plain_greedy, plain_logits, prompt, shared
 
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
 WINDOW = 12
@@ -62,7 +62,7 @@ def test_a_long_sequence_with_freed_windows(name: str) -> None:
     for _ in range(29):
         pools.extend(lease, 1)
         pools.free_windows(lease, lease.length - WINDOW)
-        generated.append(int(runner.decode([lease], generated[-1:])[0].argmax()))
+        generated.append(int(decode(runner, [lease], generated[-1:])[0].argmax()))
     assert tuple(generated) == plain_greedy(model, tokens, 30, generated)
     assert pools.windows.swa_available_size() >= 128 - WINDOW - 2 * pools.page_size
     pools.release(lease)
@@ -88,7 +88,7 @@ def test_batched_decode_gives_the_logits_of_each_request_alone(name: str, length
             sequence.append((7 * step + i) % 97)
             pools.extend(lease, 1)
             pools.free_windows(lease, max(0, lease.length - WINDOW))
-        decoded.append(runner.decode(leases, [sequence[-1] for sequence in sequences]))
+        decoded.append(decode(runner, leases, [sequence[-1] for sequence in sequences]))
     for i, sequence in enumerate(sequences):
         logits = torch.stack([step[i] for step in decoded])
         torch.testing.assert_close(logits, plain_logits(model, sequence)[-10:], **TOLERANCE)
@@ -103,7 +103,7 @@ def test_windows_of_any_size(window: int) -> None:
     logits = prefill(pools, runner, lease, tokens, 1, 20, 50, window=window)
     torch.testing.assert_close(logits, plain_logits(model, tokens)[-1], **TOLERANCE)
     pools.extend(lease, 1)
-    torch.testing.assert_close(runner.decode([lease], [3])[0], plain_logits(model, [*tokens, 3])[-1], **TOLERANCE)
+    torch.testing.assert_close(decode(runner, [lease], [3])[0], plain_logits(model, [*tokens, 3])[-1], **TOLERANCE)
 
 
 def test_a_chunk_with_a_large_mask_runs_in_several_passes() -> None:
