@@ -290,6 +290,9 @@ def _attend_triton(
 
 def _tile(num_rows: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """(rows, keys, warps, stages) of a program, by what fits the shared memory of a multiprocessor."""
+    row_bytes = dim * dtype.itemsize
+    if row_bytes > 512:  # heads of 512, or of 256 in float32
+        return min(32, power_of_two(max(16, num_rows))), 16, 4, 1
     if dtype == torch.float32:
         return 16, 32, 4, 2
     if dim > 128:

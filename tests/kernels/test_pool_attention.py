@@ -120,9 +120,9 @@ def test_soft_caps_and_sinks(device: str, kernels: str, splits: int) -> None:
     check(case, AttentionRule(2.0, window=20, softcap=3.0, sinks=sinks), device, kernels, splits)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_16_bits(device: str, kernels: str, dtype: torch.dtype, dim: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+def test_wide_heads(device: str, kernels: str, dtype: torch.dtype, dim: int) -> None:
     if device == "cpu" and kernels == "triton" and (dim > 64 or dtype == torch.bfloat16):
         pytest.skip("the interpreter has no products of bfloat16, and takes long for wide heads")
     case = Case([150, 90], [1, 33], 8, 2, dim, dim, dtype)
