@@ -1,7 +1,8 @@
 """Causal attention over the slots of a pool: keys and values are read where they lie, behind a cached prefix or none.
 
     sequence s has `lengths[s]` tokens; the last n_s = query_starts[s + 1] - query_starts[s] of them are queries
-    query t of s is at position p = lengths[s] - n_s + t; it sees the keys at [0, p], with a window at (p - window, p]
+    query t of s is at position p = lengths[s] - n_s + t; it sees the keys at [0, p], with a window those at
+    (p - window, p], with chunks those at [p - p % chunk, p]
     key j of s lies at slot table[rows[s], j], with a slot map at slot_map[table[rows[s], j]]
 
     score = scale * (q . k_j), with a soft cap c * tanh(score / c)
@@ -48,12 +49,14 @@ class PoolQueries:
 @dataclass(frozen=True)
 class AttentionRule:
     """What a layer attends to, and how it scores. `scale`: of the dot products. `window`: keys that a query sees, its
-    own included; 0: all. `softcap`: 0: none. `sinks`: [query heads], None: none."""
+    own included; 0: all. `softcap`: 0: none. `sinks`: [query heads], None: none. `chunk`: a query sees keys of its own
+    chunk of as many positions; 0: all. A layer has a window or chunks, not both."""
 
     scale: float
     window: int = 0
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    chunk: int = 0
 
 
 def pool_attention(
@@ -91,9 +94,9 @@ def num_splits(num_tiles: int, device: torch.device, *, decoding: bool) -> int:
 @jit
 def _add_block(  # noqa: PLR0917 - Triton binds constants by position
     acc, highest, total, q, k_start, k_end, positions, slots_of_row, slot_map, k_head, v_head, k_stride, v_stride,
-    scale_log2, softcap, window,
+    scale_log2, softcap, bound,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    HAS_MAP: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MAP: tl.constexpr, SOFTCAP: tl.constexpr, BOUND: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Keys [k_start, k_start + BLOCK_KEYS), of which those from k_end on, and those a row does not see, are masked.
     keys = k_start + tl.arange(0, BLOCK_KEYS)
@@ -116,8 +119,10 @@ def _add_block(  # noqa: PLR0917 - Triton binds constants by position
         score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
     if MASKED:
         seen = (keys[None, :] <= positions[:, None]) & in_split[None, :]
-        if WINDOW:
-            seen = seen & (keys[None, :] > positions[:, None] - window)
+        if BOUND == "window":
+            seen = seen & (keys[None, :] > positions[:, None] - bound)
+        if BOUND == "chunk":
+            seen = seen & (keys[None, :] >= positions[:, None] // bound * bound)
         score = tl.where(seen, score, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(score, 1))
     # A row that has seen no key yet has -inf as its highest score, and nothing to rescale.
@@ -137,21 +142,23 @@ def _add_block(  # noqa: PLR0917 - Triton binds constants by position
 
 @jit
 def _keys_of_split(
-    before, num_queries, first_row, split, window,
-    GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    before, num_queries, first_row, split, bound,
+    GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLITS: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     # Keys that any row of the tile sees: [low, high). This split has [start, end) of them, of which [start, common) are
     # seen by every row.
     first_token = first_row // GROUP
     high = before + tl.minimum((first_row + BLOCK_ROWS - 1) // GROUP, num_queries - 1) + 1
     low = 0
-    if WINDOW:
-        low = tl.maximum(0, before + first_token - window + 1)
+    if BOUND == "window":
+        low = tl.maximum(0, before + first_token - bound + 1)
+    if BOUND == "chunk":
+        low = (before + first_token) // bound * bound
     width = tl.cdiv(tl.cdiv(high - low, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
     start = low + split * width
     end = tl.minimum(start + width, high)
     common = start
-    if not WINDOW:
+    if BOUND == "none":
         common = start + tl.maximum(0, tl.minimum(end, before + first_token + 1) - start) // BLOCK_KEYS * BLOCK_KEYS
     return start, common, end
 
@@ -179,14 +186,14 @@ def _store_rows(  # noqa: PLR0917 - Triton binds constants by position
         tl.store(partial + part[:, None] * DV + column[None, :], acc / total_or_1[:, None], mask=mask)
 
 
-@jit(do_not_specialize=["window"])
+@jit(do_not_specialize=["bound"])
 def _attend_kernel(  # noqa: PLR0917 - Triton binds constants by position
     query, k_buffer, v_buffer, out, partial, log_sums, table, rows, query_starts, lengths, slot_map, sinks,
-    scale_log2, softcap, window,
+    scale_log2, softcap, bound,
     q_token, q_head, k_stride, k_head_stride, v_stride, v_head_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_MAP: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_MAP: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, BOUND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The longest tiles of a sequence are its last: they start first.
@@ -201,7 +208,7 @@ def _attend_kernel(  # noqa: PLR0917 - Triton binds constants by position
     in_rows = token < num_queries
     before = tl.load(lengths + sequence) - num_queries
     start, common, end = _keys_of_split(
-        before, num_queries, first_row, split, window, GROUP, BLOCK_ROWS, BLOCK_KEYS, SPLITS, WINDOW
+        before, num_queries, first_row, split, bound, GROUP, BLOCK_ROWS, BLOCK_KEYS, SPLITS, BOUND
     )
     column = tl.arange(0, BLOCK_DK)
     at = query + (first_query + token).to(tl.int64)[:, None] * q_token + head[:, None] * q_head + column[None, :]
@@ -214,13 +221,13 @@ def _attend_kernel(  # noqa: PLR0917 - Triton binds constants by position
     for k_start in range(start, common, BLOCK_KEYS):
         acc, highest, total = _add_block(
             acc, highest, total, q, k_start, end, before + token, slots, slot_map, k_head, v_head, k_stride, v_stride,
-            scale_log2, softcap, window, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_KEYS, HAS_MAP, SOFTCAP, WINDOW,
+            scale_log2, softcap, bound, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_KEYS, HAS_MAP, SOFTCAP, BOUND,
             False, PRECISION,
         )  # fmt: skip
     for k_start in range(common, end, BLOCK_KEYS):
         acc, highest, total = _add_block(
             acc, highest, total, q, k_start, end, before + token, slots, slot_map, k_head, v_head, k_stride, v_stride,
-            scale_log2, softcap, window, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_KEYS, HAS_MAP, SOFTCAP, WINDOW,
+            scale_log2, softcap, bound, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_KEYS, HAS_MAP, SOFTCAP, BOUND,
             True, PRECISION,
         )  # fmt: skip
     _store_rows(
@@ -266,18 +273,19 @@ def _attend_triton(
     if splits > 1:
         partial = torch.empty(num_tokens, heads, splits, dv, dtype=torch.float32, device=query.device)
         log_sums = torch.empty(num_tokens, heads, splits, dtype=torch.float32, device=query.device)
+    bound = "window" if rule.window else "chunk" if rule.chunk else "none"
     grid = (cdiv(queries.max_queries * group, block_rows), kv_heads, len(queries.rows) * splits)
     block_dv = power_of_two(max(16, dv))
     _attend_kernel[grid](
         query, key_buffer, value_buffer, out, partial, log_sums,
         queries.table, queries.rows, queries.query_starts, queries.lengths,
         queries.rows if slot_map is None else slot_map, out if rule.sinks is None else rule.sinks,
-        rule.scale * _LOG2E, rule.softcap * _LOG2E, rule.window,
+        rule.scale * _LOG2E, rule.softcap * _LOG2E, rule.window or rule.chunk,
         query.stride(0), query.stride(1), key_buffer.stride(0), key_buffer.stride(1),
         value_buffer.stride(0), value_buffer.stride(1), queries.table.stride(0),
         HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=power_of_two(max(16, dk)), BLOCK_DV=block_dv,
         BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys, SPLITS=splits, HAS_MAP=slot_map is not None,
-        HAS_SINKS=rule.sinks is not None, SOFTCAP=rule.softcap > 0, WINDOW=rule.window > 0,
+        HAS_SINKS=rule.sinks is not None, SOFTCAP=rule.softcap > 0, BOUND=bound,
         PRECISION="ieee", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
@@ -326,6 +334,8 @@ def _attend_torch(
         seen = at <= position
         if rule.window:
             seen &= at > position - rule.window
+        if rule.chunk:
+            seen &= at >= position - position % rule.chunk
         scores = scores.masked_fill(~seen, float("-inf"))
         if rule.sinks is not None:
             sinks = rule.sinks.float()[:, None, None].expand(heads, end - first, 1)

@@ -69,8 +69,8 @@ class SlotPass:
 class SlotAttention:
     """The attention of one runner's passes. Called by the model's forward, on the scheduler thread.
 
-    The runner calls `begin` before each pass. `geometry` names the window layers. `name`: of the attention function
-    that layers call.
+    The runner calls `begin` before each pass. `geometry` names the layers that see a window or chunks. `name`: of the
+    attention function that layers call.
     """
 
     name = NAME
@@ -78,7 +78,8 @@ class SlotAttention:
     def __init__(self, pool: KVCache, geometry: ModelGeometry) -> None:
         self._pool, self._kernels = pool, kernel_choice(pool.device)
         self._windows = {layer: geometry.window for layer, kind in enumerate(geometry.kinds) if kind == "window"}
-        self._sources = geometry.sources
+        self._chunked = frozenset(layer for layer, kind in enumerate(geometry.kinds) if kind == "chunked")
+        self._chunk, self._sources = geometry.chunk, geometry.sources
         self._swa_layers = frozenset[int]()
         if isinstance(pool, SWAKVPool):
             # The pool may keep a window layer whole: such a layer is read by full-attention slots.
@@ -116,7 +117,8 @@ class SlotAttention:
         return out.view(query.shape[0], query.shape[2], *out.shape[1:])
 
     def rule(self, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> AttentionRule:
-        return AttentionRule(scale, self._windows.get(layer, 0), softcap or 0.0, sinks)
+        chunk = self._chunk if layer in self._chunked else 0
+        return AttentionRule(scale, self._windows.get(layer, 0), softcap or 0.0, sinks, chunk)
 
     def _slot_map(self, layer: int) -> torch.Tensor | None:
         if layer not in self._swa_layers:

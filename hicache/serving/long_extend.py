@@ -21,7 +21,7 @@ _HOPPER = (9, 0)
 
 def suits(query: torch.Tensor, rule: AttentionRule) -> bool:
     """Whether cuDNN computes `rule` for `query` [n, heads, dim] here."""
-    plain = not rule.window and not rule.softcap and rule.sinks is None
+    plain = not (rule.window or rule.chunk or rule.softcap) and rule.sinks is None
     half = query.dtype in (torch.bfloat16, torch.float16)
     if not (plain and half and query.device.type == "cuda" and query.shape[2] % 8 == 0 and query.shape[2] <= 128):
         return False

@@ -38,7 +38,7 @@ class _Recorder:
 def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
     """Whether each attention layer calls the registered function once a pass, with the keys and values it stores, or
     expands latent rows in a way that can be absorbed."""
-    if geometry.chunk or (geometry.latent is not None and not absorbs(model, geometry)):
+    if geometry.latent is not None and not absorbs(model, geometry):
         return False
     recorder = _Recorder()
     layers = [_layer(kind) for kind in geometry.kinds]

@@ -31,6 +31,7 @@ def plain(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: A
     for i in range(n):
         position = length - n + i
         low = max(0, position - rule.window + 1) if rule.window else 0
+        low = position - position % rule.chunk if rule.chunk else low
         for head in range(heads):
             k, v = (x[low : position + 1, head * kv_heads // heads].double() for x in (keys, values))
             scores = (k @ query[i, head].double()) * rule.scale
@@ -77,7 +78,7 @@ class Case:
 
 def check(case: Case, rule: AttentionRule, device: str, kernels: str, splits: int) -> None:
     on_device = AttentionRule(
-        rule.scale, rule.window, rule.softcap, None if rule.sinks is None else rule.sinks.to(device)
+        rule.scale, rule.window, rule.softcap, None if rule.sinks is None else rule.sinks.to(device), rule.chunk
     )
     got = pool_attention(
         case.query.to(device), case.keys.to(device), case.values.to(device), case.queries(device, splits), on_device,
@@ -111,6 +112,13 @@ def test_new_tokens_behind_a_prefix(device: str, kernels: str, splits: int, news
 def test_windows(device: str, kernels: str, splits: int, window: int) -> None:
     case = Case([130, 40, 100], [1, 40, 37], 4, 2, 16, 16, torch.float32)
     check(case, AttentionRule(0.25, window=window), device, kernels, splits)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("chunk", [1, 16, 33, 4000])
+def test_chunks(device: str, kernels: str, splits: int, chunk: int) -> None:
+    case = Case([130, 40, 100], [1, 40, 37], 4, 2, 16, 16, torch.float32)
+    check(case, AttentionRule(0.25, chunk=chunk), device, kernels, splits)
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -36,8 +36,6 @@ PADDED = {
     "gptj",
     "hrm_text",
     "jetmoe",
-    "llama4",
-    "llama4_text",
     "megatron-bert",
     "nemotron",
     "rembert",
