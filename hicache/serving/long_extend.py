@@ -45,8 +45,9 @@ def long_extend(
         keys, values = (buffer[slots].to(query.dtype) for buffer in (key_buffer, value_buffer))
         part, part_log_sum = _attend(query, keys, values, scale, is_causal=False)
         share = torch.sigmoid(part_log_sum - log_sum)
-        out = torch.lerp(out, part, share.to(out.dtype))
-        log_sum = torch.logaddexp(log_sum, part_log_sum)
+        out.lerp_(part, share.to(out.dtype))
+        if start + _SEGMENT_TOKENS < len(prefix_slots):
+            log_sum = torch.logaddexp(log_sum, part_log_sum)
     return out[0].transpose(0, 1)
 
 
