@@ -30,20 +30,22 @@ from hicache.device.swa import SWAKVPool
 from hicache.errors import UnsupportedModel
 from hicache.kernels.pool_attention import AttentionRule, PoolQueries, pool_attention
 from hicache.layout import ModelGeometry
+from hicache.serving.graphs import DecodeBatch
 from hicache.serving.long_extend import MIN_QUERIES, long_extend, suits
 
-Attention = Literal["auto", "triton", "torch"]
+Attention = Literal["auto", "triton", "flashinfer", "torch"]
 NAME = "hicache"
 
 
 @dataclass(frozen=True)
 class QuerySpan:
-    """Tokens [start, end) of a pass, which are the queries of `queries`, in one launch. `lengths`: as in `queries`; may
-    be empty if every sequence has one query."""
+    """Tokens [start, end) of a pass, which are the queries of `queries`, in one launch. `counts`: queries of each
+    sequence. `lengths`: as in `queries`; may be empty if every sequence has one query, as in a captured pass."""
 
     start: int
     end: int
     queries: PoolQueries
+    counts: tuple[int, ...]
     lengths: tuple[int, ...] = ()
 
     @property
@@ -70,10 +72,11 @@ class SlotAttention:
     """The attention of one runner's passes. Called by the model's forward, on the scheduler thread.
 
     The runner calls `begin` before each pass. `geometry` names the layers that see a window or chunks. `name`: of the
-    attention function that layers call.
+    attention function that layers call. `long_queries`: a chunk with so many queries is a span of its own.
     """
 
     name = NAME
+    long_queries = MIN_QUERIES
 
     def __init__(self, pool: KVCache, geometry: ModelGeometry) -> None:
         self._pool, self._kernels = pool, kernel_choice(pool.device)
@@ -92,6 +95,10 @@ class SlotAttention:
         """The next pass is `slot_pass`."""
         self.slot_pass = slot_pass
 
+    def begin_replay(self, batch: DecodeBatch, lengths: Sequence[int]) -> None:
+        """A CUDA graph that captured a pass over `batch` is replayed next, for sequences of `lengths`. Nothing to do:
+        the kernels read lengths on the device."""
+
     def layer(self, is_sliding: bool) -> SlotLayer:
         """An attention layer's part of the `Cache` of a pass."""
         return SlotLayer(is_sliding)
@@ -101,12 +108,10 @@ class SlotAttention:
     ) -> torch.Tensor:
         """Store the new rows of a layer, unless it reads another's, and attend. All are [B, heads, n, dim], B * n
         tokens in the order of the pass; returns [B, n, heads, v_dim]."""
-        pool, slot_pass, source = self._pool, self.slot_pass, self._sources[layer]
-        if source == layer:
-            pool.set_kv_buffer(layer, slot_pass.new_slots, token_rows(key), token_rows(value))
-        keys, values, rows = pool.get_key_buffer(source), pool.get_value_buffer(source), token_rows(query)
-        outs, slot_map = [], self._slot_map(source)
-        for span in slot_pass.spans:
+        source = self._sources[layer]
+        keys, values = self._store(layer, key, value)
+        rows, outs, slot_map = token_rows(query), [], self._slot_map(source)
+        for span in self.slot_pass.spans:
             part = rows[span.start : span.end]
             if span.is_long and source == layer and slot_map is None and suits(part, rule):
                 new_keys, new_values = (token_rows(x)[span.start : span.end] for x in (key, value))
@@ -119,6 +124,13 @@ class SlotAttention:
     def rule(self, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> AttentionRule:
         chunk = self._chunk if layer in self._chunked else 0
         return AttentionRule(scale, self._windows.get(layer, 0), softcap or 0.0, sinks, chunk)
+
+    def _store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the new rows of a layer, unless it reads another's. The buffers that it reads."""
+        pool, source = self._pool, self._sources[layer]
+        if source == layer:
+            pool.set_kv_buffer(layer, self.slot_pass.new_slots, token_rows(key), token_rows(value))
+        return pool.get_key_buffer(source), pool.get_value_buffer(source)
 
     def _slot_map(self, layer: int) -> torch.Tensor | None:
         if layer not in self._swa_layers:
@@ -241,21 +253,22 @@ def spans_of(
     counts: Sequence[int],
     num_splits: tuple[int, int],
     host_lengths: Sequence[int] = (),
+    long_queries: int = MIN_QUERIES,
 ) -> tuple[QuerySpan, ...]:
-    """Launches for sequences with `counts` queries each, those with one query first: one for these, one for each that
-    `long_extend` may take, and one for the others between them.
+    """Launches for sequences with `counts` queries each, those with one query first: one for these, one for each with
+    at least `long_queries`, and one for the others between them.
 
     `rows`, `lengths` int32 [S], `query_starts` int32 [S + 1], on the pool's device. `num_splits`: of sequences with one
     query, and of others. `host_lengths`: `lengths`, unless every sequence has one query.
     """
-    kinds = [0 if count == 1 else 1 + (i + 1) * (count >= MIN_QUERIES) for i, count in enumerate(counts)]
+    kinds = [0 if count == 1 else 1 + (i + 1) * (count >= long_queries) for i, count in enumerate(counts)]
     spans, end = [], 0
     for kind, group in itertools.groupby(kinds):
         first, end = end, end + len(list(group))
         start, stop = sum(counts[:first]), sum(counts[:end])
         starts, splits = query_starts[first : end + 1] - start, num_splits[min(kind, 1)]
         queries = PoolQueries(table, rows[first:end], starts, lengths[first:end], max(counts[first:end]), splits)
-        spans.append(QuerySpan(start, stop, queries, tuple(host_lengths[first:end])))
+        spans.append(QuerySpan(start, stop, queries, tuple(counts[first:end]), tuple(host_lengths[first:end])))
     return tuple(spans)
 
 

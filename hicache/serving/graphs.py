@@ -60,10 +60,16 @@ class _Captured:
 
 class DecodeGraphs:
     """Owned by the scheduler thread. `decode` computes a batch without waiting for the device and without reading
-    values of tensors on the host."""
+    values of tensors on the host. `before_replay` is told the batch, where it lies, and the length of each sequence;
+    it is called outside of captures."""
 
-    def __init__(self, context: PassContext, decode: Callable[[DecodeBatch], torch.Tensor]) -> None:
-        self._context, self._decode = context, decode
+    def __init__(
+        self,
+        context: PassContext,
+        decode: Callable[[DecodeBatch], torch.Tensor],
+        before_replay: Callable[[DecodeBatch, Sequence[int]], None],
+    ) -> None:
+        self._context, self._decode, self._before_replay = context, decode, before_replay
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None  # the memory that all graphs share
         self._failure: RuntimeError | None = None
@@ -80,6 +86,7 @@ class DecodeGraphs:
         for i, chunk in enumerate(chunks):
             words[:, i] = chunk.tokens[chunk.start], chunk.start, chunk.lease.row
         captured.batch.words.copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
+        self._before_replay(captured.batch, (words[1] + 1).tolist())
         captured.graph.replay()
         return captured.logits[: len(chunks)].clone()
 

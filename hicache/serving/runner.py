@@ -17,7 +17,9 @@ import torch
 from hicache.engine import Lease
 from hicache.errors import ShapeError, UnsupportedModel
 from hicache.layout import ModelGeometry
-from hicache.serving.attention import Attention
+from hicache.serving.attention import Attention, SlotAttention
+from hicache.serving.flashinfer_attention import FlashInferAttention, require_flashinfer
+from hicache.serving.latent import LatentSlotAttention
 from hicache.serving.padded_passes import PaddedPasses
 from hicache.serving.passes import Chunk, ForwardEngine, PassContext, Passes
 from hicache.serving.probe import hands_attention_over
@@ -31,12 +33,13 @@ class ModelRunner:
     Called on the scheduler thread only. It owns no request.
 
     `attention`: "triton" reads the pool's slots in place, in kernels (their torch twins without a GPU); "torch" is
-    transformers' own over gathered keys; "auto": triton on CUDA for models that hand their attention over. With
-    "triton" on CUDA, `use_graphs` replays decode passes from CUDA graphs, and `compiled` lets torch.compile fuse what
-    they capture. `max_mask_entries`: with "torch", a chunk whose mask would have more entries runs in several passes.
+    transformers' own over gathered keys; "flashinfer" reads slots with flashinfer's kernels; "auto": triton on CUDA for
+    models that hand their attention over. With attention over slots on CUDA, `use_graphs` replays decode passes from
+    CUDA graphs, and `compiled` lets torch.compile fuse what they capture. `max_mask_entries`: with "torch", a chunk
+    whose mask would have more entries runs in several passes.
 
-    Raises ShapeError if the engine was built for another model or device, UnsupportedModel if the model cannot run
-    with the attention.
+    Raises ShapeError if the engine was built for another model or device, ConfigError if flashinfer is missing or has
+    no CUDA device, UnsupportedModel if the model cannot run with the attention.
     """
 
     def __init__(
@@ -54,16 +57,19 @@ class ModelRunner:
         _check_pools(context)
         if attention == "auto" and context.device.type != "cuda":
             attention = "torch"
+        if attention == "flashinfer":
+            require_flashinfer(context.device)
         if attention != "torch":
             hands_over = hands_attention_over(model, geometry)
-            if attention == "triton" and not hands_over:
+            if attention != "auto" and not hands_over:
                 raise UnsupportedModel(f"{type(model).__name__} does not attend by slots; use attention='torch'")
-            attention = "triton" if hands_over else "torch"
+            if attention == "auto":
+                attention = "triton" if hands_over else "torch"
         self.attention = attention
         self._passes: Passes = (
-            SlotPasses(context, use_graphs=use_graphs, compiled=compiled)
-            if attention == "triton"
-            else PaddedPasses(context, max_mask_entries)
+            PaddedPasses(context, max_mask_entries)
+            if attention == "torch"
+            else SlotPasses(context, _slot_attention(context, attention), use_graphs=use_graphs, compiled=compiled)
         )
 
     @torch.inference_mode()
@@ -84,6 +90,13 @@ class ModelRunner:
     def prefill(self, lease: Lease, tokens: npt.NDArray[np.int64], start: int, end: int) -> torch.Tensor:
         """`forward` of tokens [start, end) of one request. Logits [vocab]."""
         return self.forward([Chunk(lease, tokens, start, end)])[0]
+
+
+def _slot_attention(context: PassContext, attention: Attention) -> SlotAttention:
+    if attention == "flashinfer":
+        return FlashInferAttention(context.pool, context.geometry)
+    kind = SlotAttention if context.geometry.latent is None else LatentSlotAttention
+    return kind(context.pool, context.geometry)
 
 
 def _check_pools(context: PassContext) -> None:

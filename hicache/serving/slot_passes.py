@@ -19,24 +19,24 @@ from hicache.layout import LayerKind
 from hicache.serving.attention import SlotAttention, SlotPass, attending_by_slots, spans_of
 from hicache.serving.cache import BatchStates, StateCache, new_state_layer, store_states
 from hicache.serving.graphs import DecodeBatch, DecodeGraphs
-from hicache.serving.latent import LatentSlotAttention
 from hicache.serving.passes import Chunk, PassContext
 
 
 class SlotPasses:
-    """See `Passes`. `use_graphs`: replay decoding on CUDA. `compiled`: let torch.compile fuse the model's own kernels
-    in the captured passes."""
+    """See `Passes`. `attention`: what the layers attend with. `use_graphs`: replay decoding on CUDA. `compiled`: let
+    torch.compile fuse the model's own kernels in the captured passes."""
 
-    def __init__(self, context: PassContext, *, use_graphs: bool = True, compiled: bool = False) -> None:
-        kind = SlotAttention if context.geometry.latent is None else LatentSlotAttention
-        self._context, self._attention = context, kind(context.pool, context.geometry)
+    def __init__(
+        self, context: PassContext, attention: SlotAttention, *, use_graphs: bool = True, compiled: bool = False
+    ) -> None:
+        self._context, self._attention = context, attention
         self._kv_heads = context.geometry.head_num
         self._graphs: DecodeGraphs | None = None
         self._decode_model = context.model
         if compiled:
             self._decode_model = torch.compile(context.model.forward, dynamic=False)
         if use_graphs and context.device.type == "cuda" and context.states is None:
-            self._graphs = DecodeGraphs(context, self._decode_batch)
+            self._graphs = DecodeGraphs(context, self._decode_batch, attention.begin_replay)
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         context = self._context
@@ -82,7 +82,10 @@ class SlotPasses:
         decode_splits = num_splits(self._kv_heads * n, context.device, decoding=True)
         splits = (decode_splits, num_splits(self._kv_heads * num_tiles, context.device, decoding=False))
         ends = [chunk.end for chunk in chunks]
-        spans = spans_of(context.table, rows.int(), query_starts.int(), lengths.int(), counts, splits, ends)
+        spans = spans_of(
+            context.table, rows.int(), query_starts.int(), lengths.int(), counts, splits, ends,
+            self._attention.long_queries,
+        )  # fmt: skip
         self._attention.begin(SlotPass(context.table[token_rows, positions].long(), spans))
         batch = n if context.states is not None else 1
         states = None

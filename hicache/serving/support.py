@@ -18,6 +18,7 @@ import torch
 from hicache.errors import OutOfMemory, UnsupportedModel
 from hicache.layout import LayerKind, ModelGeometry
 from hicache.serving.attention import Attention
+from hicache.serving.flashinfer_attention import require_flashinfer
 from hicache.serving.padded_passes import attention_kernel
 from hicache.serving.positions import stretched_beyond
 from hicache.serving.recorded import SUPPORTED, recorded_geometry
@@ -51,7 +52,7 @@ _MAX_DIFFERENCE = 0.001
 
 def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
     """The geometry of `model`, a transformers causal language model, served with `attention` (see `ModelRunner`).
-    Raises UnsupportedModel with the reason.
+    Raises UnsupportedModel with the reason, ConfigError if flashinfer is missing or has no CUDA device.
 
     The model must not be used elsewhere meanwhile: its configuration and weights are changed and restored.
     """
@@ -60,6 +61,8 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
     if reason:
         raise UnsupportedModel(f"{name} has {reason}; {SUPPORTED}")
     attention_kernel(model)
+    if attention == "flashinfer":
+        require_flashinfer(model.device)
     kinds = tuple(_KINDS[layer_type] for layer_type in _layer_types(config))
     try:
         with ExitStack() as stack:
@@ -70,13 +73,14 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
             num_tokens, bounds = trial_length(config), _bounds(config, kinds)
             recorded = recorded_geometry(model, kinds, **bounds)
             is_wide = model.dtype == torch.float32
-            if not is_wide:
+            if not is_wide or attention == "flashinfer":
                 Trial(model, num_tokens).served_difference(
                     recorded, attention
                 )  # raises if it does not run in its own dtype
             stack.enter_context(float32_weights(model))
+            judged: Attention = "triton" if attention == "flashinfer" else attention  # flashinfer has no float32
             reason = _difference_reason(
-                Trial(model, num_tokens), recorded if is_wide else recorded_geometry(model, kinds, **bounds), attention
+                Trial(model, num_tokens), recorded if is_wide else recorded_geometry(model, kinds, **bounds), judged
             )
     except (UnsupportedModel, OutOfMemory, torch.OutOfMemoryError):
         raise

@@ -24,6 +24,7 @@ from hicache.errors import ConfigError
 from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
 from hicache.serving.attention import Attention
+from hicache.serving.flashinfer_attention import require_flashinfer
 from hicache.serving.models import LoadedModel, device_named, load_local, random_model
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
@@ -76,7 +77,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="prompt tokens of a step (default 8192)")
     running.add_argument(
         "--attention", choices=get_args(Attention), default="auto",
-        help="triton: in place over the pool's slots; torch: over gathered keys (default: triton on CUDA where it can)",
+        help="triton, flashinfer: in place over the pool's slots; torch: over gathered keys (default: triton on CUDA "
+        "where it can)",
     )  # fmt: skip
     running.add_argument("--compile", action="store_true", help="let torch.compile fuse decoding on CUDA")
     running.add_argument("--seed", type=as_flag(Whole("a seed")), default=0, help="of the random model (default 0)")
@@ -109,6 +111,8 @@ def run(flags: argparse.Namespace) -> int:
 
 def _loaded(flags: argparse.Namespace, basis: EngineConfig) -> LoadedModel:
     device, dtype = device_named(basis.device), model_dtype(basis)
+    if flags.attention == "flashinfer":
+        require_flashinfer(device)
     if flags.model:
         return load_local(flags.model, dtype, device)
     return random_model(flags.seed, torch.float32 if dtype == "auto" else dtype, device)
