@@ -52,7 +52,7 @@ _COMMANDS = {
     "store": _Command(
         "hicache.store_command",
         "look after a store: stat, ls, verify, compact, evict, export, import",
-        "Look at a store of pages, verify and mend it, shrink it, carry its pages elsewhere.",
+        "Describe a store of pages, verify and repair it, shrink it, move its pages elsewhere.",
     ),
     "config": _Command(
         "hicache.config_command",
