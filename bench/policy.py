@@ -56,15 +56,16 @@ def run(args: argparse.Namespace, report: Report) -> None:
     num_blocks = sum(map(len, requests))
     title = f"{source}: {len(requests)} requests, {num_blocks} blocks"
     report.add(Case.of("trace", [num_blocks], "blocks", note=title))
-    best = {room: optimal_hits(requests, room) / num_blocks for room in args.capacities}
+    best = {capacity: optimal_hits(requests, capacity) / num_blocks for capacity in args.capacities}
     rates = {
-        policy: [replay(requests, policy, room) / num_blocks for room in args.capacities] for policy in args.policies
+        policy: [replay(requests, policy, capacity) / num_blocks for capacity in args.capacities]
+        for policy in args.policies
     }
     rates["optimal"] = list(best.values())
     print_table(title, args.capacities, rates)
     for policy, row in rates.items():
-        for room, rate in zip(args.capacities, row, strict=True):
-            report.add(Case.of(f"{policy}.{_name(room)}", [rate], "hit rate", ceiling=best[room] or None))
+        for capacity, rate in zip(args.capacities, row, strict=True):
+            report.add(Case.of(f"{policy}.{_name(capacity)}", [rate], "hit rate", ceiling=best[capacity] or None))
 
 
 def hide_folder(report: Report, path: Path) -> None:
@@ -174,7 +175,7 @@ def optimal_hits(requests: Sequence[Tokens], capacity: int) -> int:
 
 def print_table(title: str, capacities: Sequence[int], rates: dict[str, list[float]]) -> None:
     """Policies as rows, capacities as columns."""
-    print(f"hit rate, {title}\n{'capacity, blocks':>16}" + "".join(f"{_name(room):>11}" for room in capacities))
+    print(f"hit rate, {title}\n{'capacity, blocks':>16}" + "".join(f"{_name(capacity):>11}" for capacity in capacities))
     for policy, row in rates.items():
         print(f"{policy:>16}" + "".join(f"{rate:11.4f}" for rate in row))
 

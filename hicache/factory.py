@@ -212,14 +212,14 @@ def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCac
         raise ConfigError(
             f"{type(pool).__name__} needs to be wired at both its ends; pass the model's ModelGeometry instead"
         )
-    for knob, of_pool, wanted in (
+    for name, of_pool, wanted in (
         ("device_tokens", pool.size, _whole_pages(config)),
         ("page_size", pool.page_size, config.page_size),
         ("dtype", pool.dtype, config.torch_dtype),
         ("device", _device(pool.device), device),
     ):
         if of_pool != wanted:
-            raise ConfigError(f"the pool has {knob} {of_pool}, the configuration {wanted}; set {knob} to the pool's")
+            raise ConfigError(f"the pool has {name} {of_pool}, the configuration {wanted}; set {name} to the pool's")
     return pool
 
 

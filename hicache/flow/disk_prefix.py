@@ -32,7 +32,7 @@ class DiskPrefix:
     num_pages: int
     num_usable: int
     num_host_pages: int
-    # By component beside FULL, when the prefix was looked at: whether device or host held each page of it.
+    # By component beside FULL, when the prefix was matched: whether device or host held each page of it.
     in_memory: dict[Component, list[bool]]
 
     @classmethod

@@ -7,7 +7,7 @@ admitted. What does not fit, or not now, is tried again while the request waits 
     start -> read (its own, or shared) -> ended
                 ^            |
                 |            v
-                +-------- postponed      no room on the host, or none in the readers' queue
+                +-------- postponed      no free host page, or a full queue of the readers
 """
 
 from __future__ import annotations
@@ -263,8 +263,8 @@ class Prefetcher:
                 self._end(waiter)
 
     def _postpone(self, waiter: _Waiter) -> None:
-        """Wait for room. It comes from others alone, when they are admitted or gone: a wait has an end only where there
-        are such, and where its mode bounds it."""
+        """Wait for free pages. They come from others alone, when they are admitted or gone: a wait has an end only
+        where there are such, and where its mode bounds it."""
         self._counters.postponed.value += 1
         waiter.read, waiter.owns = None, False
         handle = waiter.handle

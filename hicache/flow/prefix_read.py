@@ -46,7 +46,7 @@ class PrefixRead:
 
     [prefix.num_host_pages, landed_end)   full pages of the prompt that have landed
     [landed_end, end)                     full pages that are read
-    [end, found_end)                      pages of use that the store holds, and for which there was no room
+    [end, found_end)                      pages of use that the store holds, and for which no host page was free
 
     `found`: the store's answer, from which `end` and `found_end` follow; before, they are all pages of the prompt.
     `batches`: jobs that read, full pages first; `next_batch`: the first that was not inserted. `outstanding`: jobs that

@@ -1,7 +1,6 @@
 """What a router needs to know about who has which block: events of blocks that came and went.
 
-A block is a page. Its hash is the first 64 bits of its page key, so it depends on every token before it. May import
-hicache.tree.key and node.
+A block is a page. Its hash is the first 64 bits of its page key, so it depends on every token before it.
 """
 
 from __future__ import annotations

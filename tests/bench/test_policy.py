@@ -68,7 +68,7 @@ def naive_hits(requests: list[Tokens], name: str, capacity: int) -> int:
     return hits
 
 
-def most_hits(requests: list[Tokens], capacity: int) -> int:
+def max_hits(requests: list[Tokens], capacity: int) -> int:
     """The hits of the best of all choices: after every request, any blocks of those held and brought may stay."""
     prompts = [[tuple(r[:end].tolist()) for end in range(1, len(r) + 1)] for r in requests]
 
@@ -97,12 +97,12 @@ def test_the_tree_hits_what_single_blocks_would(name: str) -> None:
     """Hits equal those of a cache of single blocks at every capacity, one too small for some prompts included."""
     dice = random.Random(name)
     trace = random_trace(dice, 150, 8)
-    rates = [naive_hits(trace, name, room) for room in (5, 12, 30, 60, 0)]
-    assert [bench.replay(trace, name, room) for room in (5, 12, 30, 60, 0)] == rates
+    rates = [naive_hits(trace, name, capacity) for capacity in (5, 12, 30, 60, 0)]
+    assert [bench.replay(trace, name, capacity) for capacity in (5, 12, 30, 60, 0)] == rates
     assert len(set(rates)) == len(rates)
     chats = bench.synthetic_trace(num_requests=60)
-    for room in (100, 400):
-        assert bench.replay(chats, name, room) == naive_hits(chats, name, room) > 0
+    for capacity in (100, 400):
+        assert bench.replay(chats, name, capacity) == naive_hits(chats, name, capacity) > 0
 
 
 def test_the_optimum_is_the_best_of_all_choices() -> None:
@@ -110,18 +110,18 @@ def test_the_optimum_is_the_best_of_all_choices() -> None:
     for seed in range(150):
         dice = random.Random(seed)
         trace = random_trace(dice, 6, 4)
-        room = dice.randrange(1, 5)
-        assert bench.optimal_hits(trace, room) == most_hits(trace, room)
+        capacity = dice.randrange(1, 5)
+        assert bench.optimal_hits(trace, capacity) == max_hits(trace, capacity)
 
 
-@pytest.mark.parametrize("room", [50, 300, 1000, bench.UNLIMITED])
-def test_no_policy_hits_more_than_the_optimum(room: int) -> None:
+@pytest.mark.parametrize("capacity", [50, 300, 1000, bench.UNLIMITED])
+def test_no_policy_hits_more_than_the_optimum(capacity: int) -> None:
     """The optimum bounds every policy, and without a limit all hit whatever came before."""
     trace = bench.synthetic_trace(num_requests=200)
-    optimum = bench.optimal_hits(trace, room)
-    hits = {name: bench.replay(trace, name, room) for name in ORDERS}
+    optimum = bench.optimal_hits(trace, capacity)
+    hits = {name: bench.replay(trace, name, capacity) for name in ORDERS}
     assert max(hits.values()) <= optimum
-    if room == bench.UNLIMITED:
+    if capacity == bench.UNLIMITED:
         distinct = {tuple(r[:end].tolist()) for r in trace for end in range(1, len(r) + 1)}
         assert set(hits.values()) == {optimum} == {sum(map(len, trace)) - len(distinct)}
     else:
@@ -188,14 +188,15 @@ def test_a_run_keeps_a_rate_for_every_policy_and_capacity(tmp_path: Path, capsys
     (file,) = (tmp_path / "out").iterdir()
     report = read_report(file)
     assert str(tmp_path) not in file.read_text() and "--trace chats.jsonl" in report.command
-    rooms = {"60": 60, "500": 500, "unlimited": 0}
-    assert [c.name for c in report.cases[1:]] == [f"{p}.{room}" for p in ("lru", "filo", "optimal") for room in rooms]
+    capacities = {"60": 60, "500": 500, "unlimited": 0}
+    policies = ("lru", "filo", "optimal")
+    assert [c.name for c in report.cases[1:]] == [f"{p}.{capacity}" for p in policies for capacity in capacities]
     blocks = sum(map(len, trace))
     assert report.cases[0].value == blocks
     for case in report.cases[1:]:
-        policy, room = case.name.split(".")
-        optimum = bench.optimal_hits(trace, rooms[room]) / blocks
-        ours = optimum if policy == "optimal" else bench.replay(trace, policy, rooms[room]) / blocks
+        policy, capacity = case.name.split(".")
+        optimum = bench.optimal_hits(trace, capacities[capacity]) / blocks
+        ours = optimum if policy == "optimal" else bench.replay(trace, policy, capacities[capacity]) / blocks
         assert (case.value, case.ceiling) == (ours, optimum)
         assert f"{case.value:.4f}" in next(line for line in shown.splitlines() if line.split()[:1] == [policy])
 

@@ -25,11 +25,11 @@ SMALL = ["--documents", "4", "--turns", "2", "--document-tokens", "600", "--chun
 
 
 def _demo(tmp_path: Path, *flags: str) -> dict[str, Any]:
-    """Run a small demo that must succeed; returns its figures."""
+    """Run a small demo that must succeed; returns its results."""
     out = tmp_path / "out.json"
     assert main(["demo", *SMALL, "--json", str(out), *flags]) == 0
-    figures: dict[str, Any] = json.loads(out.read_text())
-    return figures
+    results: dict[str, Any] = json.loads(out.read_text())
+    return results
 
 
 def _spawn(*arguments: str) -> subprocess.Popen[str]:
@@ -47,20 +47,20 @@ def _one_line(text: str) -> str:
 
 def test_demo_figures(tmp_path: Path) -> None:
     """A demo is identical, hits every tier, accounts for every prompt token and writes every figure promised."""
-    figures = _demo(tmp_path)
-    assert figures["identical"] is True and figures["compared_with_recompute"] is True
-    assert figures["requests"] == 8 == len(figures["turns"])
-    assert set(figures["hit_tokens"]) == {"device", "host", "disk"}
-    assert all(tokens > 0 for tokens in figures["hit_tokens"].values()), figures["hit_tokens"]
-    assert sum(figures["hit_tokens"].values()) + figures["computed_tokens"] == figures["prompt_tokens"]
-    assert set(figures["ttft_ms"]) == {"cached", "recompute"} and min(figures["ttft_ms"].values()) > 0
-    assert set(figures["bytes_moved"]) == {"device_to_host", "host_to_device", "host_to_disk", "disk_to_host"}
-    assert all(size > 0 for size in figures["bytes_moved"].values())
-    assert figures["device"] == "cpu" and figures["seconds"] > 0
-    assert figures["pages"]["mismatched"] == 0 and figures["pages"]["compared"] > 0
-    assert all(len(turn["tokens"]) == 4 for turn in figures["turns"])
+    results = _demo(tmp_path)
+    assert results["identical"] is True and results["compared_with_recompute"] is True
+    assert results["requests"] == 8 == len(results["turns"])
+    assert set(results["hit_tokens"]) == {"device", "host", "disk"}
+    assert all(tokens > 0 for tokens in results["hit_tokens"].values()), results["hit_tokens"]
+    assert sum(results["hit_tokens"].values()) + results["computed_tokens"] == results["prompt_tokens"]
+    assert set(results["ttft_ms"]) == {"cached", "recompute"} and min(results["ttft_ms"].values()) > 0
+    assert set(results["bytes_moved"]) == {"device_to_host", "host_to_device", "host_to_disk", "disk_to_host"}
+    assert all(size > 0 for size in results["bytes_moved"].values())
+    assert results["device"] == "cpu" and results["seconds"] > 0
+    assert results["pages"]["mismatched"] == 0 and results["pages"]["compared"] > 0
+    assert all(len(turn["tokens"]) == 4 for turn in results["turns"])
     # The tiers are as small as they claim: none of the upper two holds the working set.
-    sizes = figures["sizes"]
+    sizes = results["sizes"]
     assert (
         sizes["device_tokens"] < sizes["working_set_tokens"] / 2 and sizes["host_tokens"] < sizes["working_set_tokens"]
     )
@@ -85,11 +85,11 @@ def test_a_second_demo_finds_the_first_ones_pages(tmp_path: Path, capsys: pytest
 
 def test_sampled_concurrent_and_without_baseline(tmp_path: Path) -> None:
     """Sampling and several requests at a time keep the outcome identical; without a baseline none is claimed."""
-    figures = _demo(tmp_path, "--sample", "--top-p", "0.9", "--concurrency", "3")
-    assert figures["identical"] is True
-    assert len({tuple(turn["tokens"]) for turn in figures["turns"]}) > 1
-    figures = _demo(tmp_path, "--no-baseline")
-    assert figures["compared_with_recompute"] is False and figures["ttft_ms"]["recompute"] is None
+    results = _demo(tmp_path, "--sample", "--top-p", "0.9", "--concurrency", "3")
+    assert results["identical"] is True
+    assert len({tuple(turn["tokens"]) for turn in results["turns"]}) > 1
+    results = _demo(tmp_path, "--no-baseline")
+    assert results["compared_with_recompute"] is False and results["ttft_ms"]["recompute"] is None
 
 
 def test_own_documents_and_recorded_sessions(tmp_path: Path) -> None:
@@ -97,22 +97,22 @@ def test_own_documents_and_recorded_sessions(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("All work and no play. " * 20)
     prompts = ["system: be brief. " * 20 + f"turn {i} " * (i + 1) for i in range(3)]
     (tmp_path / "s.jsonl").write_text("\n".join(json.dumps({"input": text}) for text in prompts))
-    figures = _demo(tmp_path, "--input", str(tmp_path / "a.txt"), "--session", str(tmp_path / "s.jsonl"))
-    names = [turn["request"] for turn in figures["turns"]]
+    results = _demo(tmp_path, "--input", str(tmp_path / "a.txt"), "--session", str(tmp_path / "s.jsonl"))
+    names = [turn["request"] for turn in results["turns"]]
     assert sorted(names) == ["1.1 s", "1.2 s", "2.1 a.txt", "2.2 a.txt"]  # --turns 2 holds for both
-    assert figures["identical"] is True and sum(figures["hit_tokens"].values()) > 0
+    assert results["identical"] is True and sum(results["hit_tokens"].values()) > 0
 
 
 def test_flags_go_before_the_sizes_that_the_demo_chooses(tmp_path: Path) -> None:
     """--host-ratio replaces the demo's host_bytes; settings of the disk apply to the demo's own store; without a host
     tier it keeps no store of its own."""
-    figures = _demo(tmp_path, "--no-baseline", "--host-ratio", "1.5", "--disk-level", "0", "--dtype", "auto")
-    sizes = figures["sizes"]
+    results = _demo(tmp_path, "--no-baseline", "--host-ratio", "1.5", "--disk-level", "0", "--dtype", "auto")
+    sizes = results["sizes"]
     assert sizes["device_tokens"] < sizes["host_tokens"] <= 1.5 * sizes["device_tokens"] + 64
-    moved = figures["bytes_moved"]
+    moved = results["bytes_moved"]
     assert moved["host_to_disk"] > 0
-    figures = _demo(tmp_path, "--no-baseline", "--host-bytes", "0")
-    assert figures["sizes"]["host_tokens"] == 0 == figures["bytes_moved"]["host_to_disk"]
+    results = _demo(tmp_path, "--no-baseline", "--host-bytes", "0")
+    assert results["sizes"]["host_tokens"] == 0 == results["bytes_moved"]["host_to_disk"]
 
 
 BAD = {
@@ -126,7 +126,7 @@ BAD = {
     "malformed session": (["--session", "{tmp}/bad.jsonl"], "bad.jsonl:2"),
     "missing model": (["--model", "{tmp}/missing"], "model"),
     "no model in the directory": (["--model", "{tmp}"], "model"),
-    "unwritable figures": (["--json", "{tmp}/no/such/dir.json"], "--json"),
+    "unwritable results": (["--json", "{tmp}/no/such/dir.json"], "--json"),
     "device below a page": (["--device-tokens", "10"], "device_tokens"),
     "host below a page": (["--host-bytes", "4096"], "host_bytes"),
     "page that divides nothing": (["--page-size", "48"], "page_size"),
@@ -169,9 +169,9 @@ _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 def test_a_local_model_is_served(tmp_path: Path) -> None:
     """--model takes a directory with a model and its tokenizer, in its own geometry, and the outcome is identical."""
     save_model(tmp_path / "model", hf.Qwen2Config(**_SIZE, **_HEADS, initializer_range=0.2))
-    figures = _demo(tmp_path, "--model", str(tmp_path / "model"))
-    assert figures["model"] == "model" and figures["identical"] is True
-    assert all(tokens > 0 for tokens in figures["hit_tokens"].values()), figures["hit_tokens"]
+    results = _demo(tmp_path, "--model", str(tmp_path / "model"))
+    assert results["model"] == "model" and results["identical"] is True
+    assert all(tokens > 0 for tokens in results["hit_tokens"].values()), results["hit_tokens"]
 
 
 def test_an_unsupported_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,10 +233,10 @@ def test_a_demo_that_dies_leaves_a_store_that_serves(number: signal.Signals, tmp
         assert status == 130 and "Traceback" not in err and "interrupted" in err
     else:
         assert status == -number
-    figures = _demo(tmp_path, "--disk", str(tmp_path / "store"))
-    assert figures["identical"] is True
-    assert figures["first_turns"]["hit_tokens"]["disk"] > 0
-    assert figures["pages"]["mismatched"] == 0 < figures["pages"]["compared"]
+    results = _demo(tmp_path, "--disk", str(tmp_path / "store"))
+    assert results["identical"] is True
+    assert results["first_turns"]["hit_tokens"]["disk"] > 0
+    assert results["pages"]["mismatched"] == 0 < results["pages"]["compared"]
 
 
 @pytest.mark.long
@@ -246,10 +246,10 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     store = tmp_path / "store"
     for run, num_pages in enumerate((1, 2, 5, 9, 14, 3, 20, 1)):
         _run_into(signal.SIGKILL, store, num_pages)
-        figures = _demo(tmp_path, "--disk", str(store))
-        assert figures["identical"] is True
+        results = _demo(tmp_path, "--disk", str(store))
+        assert results["identical"] is True
         # The first kill may come before the first page is on disk.
-        assert not run or figures["first_turns"]["hit_tokens"]["disk"] > 0
+        assert not run or results["first_turns"]["hit_tokens"]["disk"] > 0
 
 
 @pytest.mark.long
@@ -257,9 +257,9 @@ def test_the_default_demo(tmp_path: Path) -> None:
     """With its defaults the demo is identical, hits all tiers and reaches the first token 3 times sooner."""
     out = tmp_path / "out.json"
     assert main(["demo", "--json", str(out)]) == 0
-    figures = json.loads(out.read_text())
-    assert figures["identical"] is True and all(figures["hit_tokens"].values())
-    assert figures["ttft_ms"]["cached"] * 3 < figures["ttft_ms"]["recompute"]
+    results = json.loads(out.read_text())
+    assert results["identical"] is True and all(results["hit_tokens"].values())
+    assert results["ttft_ms"]["cached"] * 3 < results["ttft_ms"]["recompute"]
 
 
 @pytest.mark.gpu
@@ -267,15 +267,15 @@ def test_the_demo_on_a_gpu(tmp_path: Path) -> None:
     """On CUDA the same demo is identical, hits all tiers, and a store filled there serves a second run."""
     flags = ["--device", "cuda", "--disk", str(tmp_path / "store")]
     first, second = _demo(tmp_path, *flags), _demo(tmp_path, *flags)
-    for figures in (first, second):
-        assert figures["identical"] is True and figures["device"] == torch.cuda.get_device_name()
+    for results in (first, second):
+        assert results["identical"] is True and results["device"] == torch.cuda.get_device_name()
     assert all(first["hit_tokens"].values())
     assert second["first_turns"]["hit_tokens"]["disk"] > 0
     assert os.path.getsize(tmp_path / "store" / "data.mdb") > 0
 
 
 def test_the_benchmark_records_the_demos_figures(tmp_path: Path) -> None:
-    """The benchmark's cases are the demo's own figures: shares of the tiers, ratio of the medians, identical."""
+    """The benchmark's cases are the demo's own results: shares of the tiers, ratio of the medians, identical."""
     report = common.Report.start("demo", torch.device("cpu"), "test", "test")
     size = ["--documents", "3", "--turns", "2", "--document-tokens", "600"]
     parser = argparse.ArgumentParser()

@@ -33,7 +33,7 @@ def show(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return out
 
 
-def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def shown_settings(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     shown: dict[str, Any] = json.loads(show(capsys, "--json", *arguments))
     return shown
 
@@ -43,7 +43,7 @@ def test_each_value_has_its_source(capsys: pytest.CaptureFixture[str], tmp_path:
     file = tmp_path / "engine.yaml"
     file.write_text("device_tokens: 4096\nhost_bytes: 1GiB\nmodel_id: m\ndisk: {path: /pages, level: 3}\n")
     given = ["--config", str(file), "--host-bytes", "2GiB", "--advanced-disk-queue-jobs", "7"]
-    settings = figures(capsys, *given)["settings"]
+    settings = shown_settings(capsys, *given)["settings"]
     assert settings["device_tokens"] == {"value": 4096, "unit": "tokens", "source": f"file {file}"}
     assert settings["host_bytes"] == {"value": 2 << 30, "unit": "bytes", "source": "flag --host-bytes"}
     assert settings["disk.level"] == {"value": 3, "source": f"file {file}"}
@@ -67,10 +67,10 @@ def test_every_setting_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Every setting and every variable has a line, in text as in JSON; without a disk that is one line. Nothing has to
     be given: a required setting is shown as such."""
     names = [f"{at}.{name}" if at else name for at, cls in SECTIONS.items() for name in settings_of(cls)]
-    with_disk = figures(capsys, "--disk-path", "/x", "--model-id", "m")
+    with_disk = shown_settings(capsys, "--disk-path", "/x", "--model-id", "m")
     assert list(with_disk["settings"]) == names
     assert list(with_disk["environment"]) == [variable.names[0] for variable in VARIABLES]
-    bare = figures(capsys)["settings"]
+    bare = shown_settings(capsys)["settings"]
     assert bare["disk"] == {"value": None, "source": "default"}
     assert list(bare) == [*(name for name in names if "." not in name), "disk", *(n for n in names if "advanced" in n)]
     assert bare["device_tokens"] == {"value": None, "unit": "tokens", "source": "required"}
@@ -85,16 +85,16 @@ def test_every_setting_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_computed_value_says_what_it_follows_from(capsys: pytest.CaptureFixture[str]) -> None:
     """A value that is left to the engine is shown as auto, with what it is computed from; one that is set is not."""
-    settings = figures(capsys)["settings"]
+    settings = shown_settings(capsys)["settings"]
     auto = {name for name, row in settings.items() if row["value"] == "auto"}
     computed = {"host_bytes", "dtype", "prefill_tokens_per_s", "window_tokens", "mamba_size", "host_states"}
     assert auto == computed | {"prefetch_mode"}  # a mode of that name
     assert computed == {name for name, row in settings.items() if "computed_from" in row}
     assert "available memory" in settings["host_bytes"]["computed_from"]
     for flag in (["--host-bytes", "0"], ["--host-ratio", "2"]):
-        settings = figures(capsys, *flag)["settings"]
+        settings = shown_settings(capsys, *flag)["settings"]
         assert ("computed_from" in settings["host_bytes"]) == (flag[0] == "--host-ratio")
-    settings = figures(capsys, "--window-tokens", "128", "--mamba-size", "auto")["settings"]
+    settings = shown_settings(capsys, "--window-tokens", "128", "--mamba-size", "auto")["settings"]
     assert settings["window_tokens"] == {"value": 128, "unit": "tokens", "source": "flag --window-tokens"}
     assert settings["mamba_size"]["value"] == "auto" and settings["mamba_size"]["source"] == "flag --mamba-size"
 
@@ -103,13 +103,13 @@ def test_the_environment_is_shown_and_the_key_is_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each variable has its value and the name that it was found under, or the default; of the key, that it is set."""
-    environment = figures(capsys)["environment"]
+    environment = shown_settings(capsys)["environment"]
     assert environment["HICACHE_KERNELS"] == {"value": None, "source": "default: triton on CUDA, torch elsewhere"}
     assert environment["HICACHE_DISK_KEY"]["value"] is None
     monkeypatch.setenv("HICACHE_KERNELS", "torch")
     monkeypatch.setenv("SGLANG_DEBUG_MEMORY_POOL", "1")
     monkeypatch.setenv("HICACHE_DISK_KEY", KEY)
-    environment = figures(capsys)["environment"]
+    environment = shown_settings(capsys)["environment"]
     assert environment["HICACHE_KERNELS"] == {"value": "torch", "source": "environment variable HICACHE_KERNELS"}
     assert environment["HICACHE_DEBUG"] == {"value": "1", "source": "environment variable SGLANG_DEBUG_MEMORY_POOL"}
     assert environment["HICACHE_DISK_KEY"] == {"value": "set", "source": "environment variable HICACHE_DISK_KEY"}

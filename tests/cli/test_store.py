@@ -165,7 +165,7 @@ def test_beside_a_writer(path: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert held(tmp_path / "copy", range(100, 103)) == {100, 101, 102}
 
 
-def test_planted_faults_are_named_and_mended(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planted_faults_are_named_and_repaired(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A changed page and a lost index record are named with status 1 and left as they are; --repair drops the one,
     builds the other anew, and the store is clean and keeps all other pages, in their order."""
     before = [entry["key"] for entry in here(capsys, "ls", path)["entries"]]

@@ -83,7 +83,7 @@ def test_each_verb_on_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert held(path) == set(range(NUM_PAGES)) - {2, 3, 4, 5}
 
 
-def test_a_fault_in_a_slot_is_named_and_mended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_in_a_slot_is_named_and_repaired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A changed payload is named with status 1, left out of an archive, and dropped by --repair; a lost file of slots
     is one line and status 2."""
     path = fill(tmp_path / "store", SETTINGS)

@@ -220,7 +220,7 @@ def test_states_are_evicted_by_their_own_recency() -> None:
 
 
 def test_what_cannot_be_kept_is_refused_at_once() -> None:
-    """A table without states, checkpoints without the second state, and bigrams raise with the knob to turn."""
+    """A table without states, checkpoints without the second state, and bigrams raise with the setting to change."""
     plain, hybrid = full_cache(), mamba_cache()
     allocator = plain.token_to_kv_pool_allocator
     with pytest.raises(ConfigError, match="ReqToTokenPool has no states"):

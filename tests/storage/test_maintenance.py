@@ -1,4 +1,4 @@
-"""What an operator does: look at a store, verify and repair it, carry its pages elsewhere, shrink it."""
+"""What an operator does: describe a store, verify and repair it, move its pages elsewhere, shrink it."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def plant(txn: lmdb.Transaction, tables: dict[bytes, object]) -> None:
     txn.put(b"counters", (2).to_bytes(8, "little") + bytes(16), db=tables[b"meta"])
 
 
-def test_verify_finds_and_mends_every_fault(tmp_path: Path) -> None:
+def test_verify_finds_and_repairs_every_fault(tmp_path: Path) -> None:
     """Each planted fault is reported and nothing else; repair drops what does not verify, keeps every other page in its
     order of use, and leaves a store in which nothing is wrong.
     """

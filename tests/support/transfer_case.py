@@ -294,7 +294,7 @@ def force_methods(monkeypatch: pytest.MonkeyPatch, methods: Sequence[Method]) ->
 
 
 class Watch:
-    """Comparisons of a forward. On CUDA they are looked at later: the host must not wait for the device."""
+    """Comparisons of a forward. On CUDA they are read later: the host must not wait for the device."""
 
     def __init__(self, on_cuda: bool) -> None:
         self._pending: list[tuple[torch.Tensor, str]] = []

@@ -74,7 +74,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--max-body-bytes", type=_BYTES, default=16 << 20, metavar="SIZE", help="default 16MiB")
     running = parser.add_argument_group("scheduler")
     running.add_argument("--max-running", type=_COUNT, default=32, help="requests that run at a time (default 32)")
-    running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="prompt tokens of a step (default 8192)")
+    running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="tokens of a step (default 8192)")
     running.add_argument(
         "--attention", choices=get_args(Attention), default="auto",
         help="triton, flashinfer: in place over the pool's slots; torch: over gathered keys (default: triton on CUDA "
