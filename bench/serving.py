@@ -257,7 +257,7 @@ def _first_token_from_disk(report: Report, served: ServedModel, sizes: Sizes, fo
             computed, _ = engine.first_token_s("computed", tokens, namespace="another")
         file = max(store.glob("store/**/*"), key=lambda path: path.stat().st_size)
         measured, raw, hits = [], [], []
-        for turn in range(3):
+        for turn in range(2):
             raw.append(raw_read_s(file, num_bytes))
             with serving(served, chunk_tokens=sizes.chunk, **settings) as engine:
                 _warm_up(engine, sizes)
