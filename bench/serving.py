@@ -62,7 +62,11 @@ TINY = Sizes(256, (1, 4), 5, 1024, 256, (512,), 1024, 4, 3, 64, 4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", help="cases to run, of: decode compiled prefill host disk conversations")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="parts to run, of: decode compiled prefill host disk conversations; their results get a file of their own",
+    )
     parser.add_argument("--folder", default="", help="where the store of ttft.disk lies; default: a temporary folder")
 
 
@@ -79,6 +83,8 @@ def run(args: argparse.Namespace, report: Report) -> None:
     }
     if args.device.type != "cuda":
         del parts["compiled"]  # torch.compile serves captured passes
+    if args.only:
+        report.bench = "-".join([NAME, *args.only.split()])  # a part does not replace the results of all
     for name in args.only.split() or parts:
         parts[name]()
         gc.collect()
