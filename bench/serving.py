@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from bench.common import Case, Report, interleave, percentile, timer_for
+from bench.disk_pipeline import drop_caches
 from bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
 from bench.serving_disk import raw_read_s
 from hicache.engine import CacheRequest
@@ -261,10 +262,14 @@ def _first_token_from_disk(report: Report, served: ServedModel, sizes: Sizes, fo
             engine.first_token_s("first", prefix)
             engine.engine.flush()
             computed, _ = engine.first_token_s("computed", tokens, namespace="another")
-        file = max(store.glob("store/**/*"), key=lambda path: path.stat().st_size)
+        files = [part for part in store.glob("store/**/*") if part.is_file()]
         measured, raw, hits = [], [], []
         for turn in range(2):
-            raw.append(raw_read_s(file, num_bytes))
+            for part in files:
+                drop_caches(part)
+            raw.append(raw_read_s(max(files, key=lambda part: part.stat().st_size), num_bytes))
+            for part in files:
+                drop_caches(part)
             with serving(served, chunk_tokens=sizes.chunk, **settings) as engine:
                 _warm_up(engine, sizes)
                 seconds, output = engine.first_token_s(f"disk {turn}", tokens)
