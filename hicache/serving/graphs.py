@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hicache.device.base import KVCache
 from hicache.serving.passes import Chunk, PassContext
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class DecodeGraphs:
         before_replay: Callable[[DecodeBatch, Sequence[int]], None],
     ) -> None:
         self._context, self._decode, self._before_replay = context, decode, before_replay
+        self._last_layers = last_layers(context.pool)
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None  # the memory that all graphs share
         self._failure: RuntimeError | None = None
@@ -118,11 +120,15 @@ class DecodeGraphs:
         return True
 
     def _wait_for_loads(self) -> None:
-        """Order the replay behind the last layer of each kind."""
-        geometry = self._context.geometry
-        for layers in (geometry.full_layers, geometry.window_layers):
-            if layers:
-                self._context.pool.get_key_buffer(layers[-1])
+        """Order the replay behind the last layer of each load."""
+        for layer in self._last_layers:
+            self._context.pool.get_key_buffer(layer)
+
+
+def last_layers(pool: KVCache) -> tuple[int, ...]:
+    """The last layer that is stored in each slot space: a load of a space is complete when its last layer is there. The
+    kinds of the layers do not tell, for a pool may keep a window layer whole."""
+    return tuple(space.layout.layers[-1] for space in pool.slot_spaces)
 
 
 def bucket(num_requests: int) -> int:
