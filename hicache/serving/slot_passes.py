@@ -1,6 +1,6 @@
 """Passes over slots: attention reads the pool in place, and tokens of many requests share a pass.
 
-All chunks of a step are one pass, requests that decode first. A model with recurrent layers is the exception: its
+All chunks of a step are one pass, those of one token first. A model with recurrent layers is the exception: its
 states are by sequence, so a pass is over one chunk of one prompt, or over one token of each sequence of a batch. Passes
 that only decode are replayed from CUDA graphs.
 """
@@ -41,12 +41,10 @@ class SlotPasses:
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         context = self._context
         if context.states is None:
-            ordered = sorted(chunks, key=lambda chunk: not chunk.is_decode)
-            logits = self._run_batch(ordered)
-            if ordered == list(chunks):
-                return logits
-            place = {id(chunk): i for i, chunk in enumerate(ordered)}
-            return logits[[place[id(chunk)] for chunk in chunks]]
+            # Chunks of one token, which decode as a rule, are attended to in one launch.
+            order = sorted(range(len(chunks)), key=lambda i: chunks[i].end - chunks[i].start > 1)
+            logits = self._run_batch([chunks[i] for i in order])
+            return logits if order == sorted(order) else logits[np.argsort(order)]
         rows: dict[int, torch.Tensor] = {}
         decoded = [chunk for chunk in chunks if chunk.is_decode]
         for batch in [decoded, *([chunk] for chunk in chunks if not chunk.is_decode)]:
@@ -55,9 +53,9 @@ class SlotPasses:
         return torch.stack([rows[id(chunk)] for chunk in chunks])
 
     def _run_batch(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """One pass over `chunks`, those that decode first."""
+        """One pass over `chunks`, those of one token first."""
         self._context.engine.begin_forward([chunk.lease for chunk in chunks])
-        if self._graphs is not None and chunks[-1].is_decode:
+        if self._graphs is not None and chunks[-1].end == chunks[-1].start + 1:
             logits = self._graphs.run(chunks)
             if logits is not None:
                 return logits

@@ -131,14 +131,15 @@ def _served(model: Any, attention: Attention, *, use_graphs: bool) -> torch.Tens
         tokens[2][:128] = tokens[0][:128]
         leases = [_prefilled(runner, engine, tokens, i, served) for i in (0, 1, 2)]
         assert leases[2].cached_len > 0
-        # A chunk of the last prompt beside requests that decode.
+        # Chunks of a prompt, one of them of one token, beside another prompt and requests that decode.
         for i in (0, 1):
             engine.extend(leases[i], 1)
             tokens[i] = np.append(tokens[i], i)
         leases.append(engine.acquire(CacheRequest("3", tokens[3])))
-        for start, end in ((0, 30), (30, 90)):
-            mixed = [Chunk(leases[3], tokens[3], start, end)]
-            if start == 0:
+        leases.append(engine.acquire(CacheRequest("4", tokens[1][:5])))
+        for start, end in ((0, 30), (30, 31), (31, 90)):
+            mixed = [Chunk(leases[4], tokens[1], 0, 5), Chunk(leases[3], tokens[3], start, end)]
+            if end < 90:
                 mixed += [Chunk(leases[i], tokens[i], len(tokens[i]) - 1, len(tokens[i])) for i in (0, 1)]
             served.extend(runner.forward(mixed))
         # Batches that grow and shrink, each graph replayed for lengths other than those that it was captured with.

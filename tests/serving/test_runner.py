@@ -9,7 +9,7 @@ import torch
 from hicache.engine import CacheEngine, CacheRequest, Lease
 from hicache.errors import ShapeError
 from hicache.kernels.pool_attention import AttentionRule, PoolQueries, pool_attention
-from hicache.serving.attention import Attention
+from hicache.serving.attention import Attention, SlotAttention, SlotPass
 from hicache.serving.long_extend import MIN_QUERIES, long_extend, suits
 from hicache.serving.runner import Chunk, ModelRunner
 from hicache.serving.warm_up import warm_up
@@ -117,6 +117,29 @@ def test_prompts_and_decodes_in_one_call_give_the_logits_of_each_alone(attention
         assert [chunk.is_decode for chunk in chunks] == [True, False, False, True, False]
         for row, tokens in zip(runner.forward(chunks), sequences, strict=True):
             torch.testing.assert_close(row, plain_logits(model, tokens)[-1], **TOLERANCE)
+
+
+def test_a_pass_has_one_launch_for_all_chunks_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those at the end of a sequence and those within a prompt, wherever they come in the call; one for the others."""
+    model, passes, begin = shared(tiny_llama), [], SlotAttention.begin
+
+    def recorded(attention: SlotAttention, slot_pass: SlotPass) -> None:
+        passes.append(slot_pass)
+        begin(attention, slot_pass)
+
+    monkeypatch.setattr(SlotAttention, "begin", recorded)
+    with tiny_engine(model) as engine:
+        runner = tiny_runner(model, engine, "triton")
+        sequences = [prompt(length, seed=60 + i) for i, length in enumerate((20, 9, 31, 12))]
+        leases = [engine.acquire(CacheRequest(f"r{i}", tokens)) for i, tokens in enumerate(sequences)]
+        runner.prefill(leases[3], sequences[3], 0, 11)
+        parts = ((0, 7), (0, 1), (0, 31), (11, 12))
+        rows = runner.forward(
+            [Chunk(lease, tokens, *part) for lease, tokens, part in zip(leases, sequences, parts, strict=True)]
+        )
+        for row, tokens, (_, end) in zip(rows, sequences, parts, strict=True):
+            torch.testing.assert_close(row, plain_logits(model, tokens[:end])[-1], **TOLERANCE)
+    assert [span.counts for span in passes[-1].spans] == [(1, 1), (7, 31)]
 
 
 @pytest.mark.gpu
