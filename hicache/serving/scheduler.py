@@ -16,6 +16,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from weakref import ref
 
 from hicache.engine import CacheEngine, CacheRequest, Hit
 from hicache.errors import (
@@ -70,7 +71,7 @@ class Scheduler:
         self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
         self._unfinished: dict[str, ScheduledRequest] = {}
         self._waiting_queue, self._running_batch = RequestQueue(), RequestQueue()
-        self._deadlines: list[tuple[float, int, ScheduledRequest]] = []  # a heap; may hold requests that have ended
+        self._deadlines: list[tuple[float, int, ref[ScheduledRequest]]] = []  # a heap; requests may have ended
         self._finished: list[RequestOutput] = []
         self._arrivals = itertools.count()
         self._num_unseen = 0  # requests at the front of the queue that look for what was committed since
@@ -98,7 +99,7 @@ class Scheduler:
         self._enqueue(req)
         self._unfinished[request.request_id] = req
         if req.deadline_s is not None:
-            heapq.heappush(self._deadlines, (req.deadline_s, req.rank[1], req))
+            heapq.heappush(self._deadlines, (req.deadline_s, req.rank[1], ref(req)))
         max_len = self._engine.req_to_token.max_context_len
         if len(req.sequence) > max_len:
             self._finish(req, "error", PromptTooLong(len(req.sequence), max_len, "max_context_len"))
@@ -159,8 +160,8 @@ class Scheduler:
     def _expire(self) -> None:
         """End the requests whose deadline has passed."""
         while self._deadlines and self._deadlines[0][0] <= self._clock():
-            req = heapq.heappop(self._deadlines)[2]
-            self._finish(req, "timeout")
+            if (req := heapq.heappop(self._deadlines)[2]()) is not None:
+                self._finish(req, "timeout")
 
     def _look_ahead(self) -> None:
         """After commits, tell the engine anew what the next requests will need, one a step: it may be there now."""
@@ -206,8 +207,7 @@ class Scheduler:
             )
         )
         req.lease, req.kv_len = lease, lease.cached_len
-        req.hit = req.hit or lease.hit
-        req.stalled_since_s = 0.0
+        req.hit, req.stalled_since_s = req.hit or lease.hit, 0.0
         self._waiting_queue.discard(req)
         self._running_batch.add(req)
 

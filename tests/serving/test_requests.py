@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -188,6 +190,24 @@ def test_a_deadline_ends_a_request_at_any_stage() -> None:
         _assert_released(engine)
     assert outputs["goes on"].tokens == plain_greedy(model, prompt(30, seed=3), 10)
     assert 0 < len(stream) < 40
+
+
+def test_a_request_that_ended_before_its_deadline_is_forgotten() -> None:
+    """Its tokens and what its callback holds are freed when it ends, however far its deadline is."""
+    model, stream = shared(tiny_llama), _Stream()
+    forgotten = weakref.ref(stream)
+    with tiny_engine(model) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+        scheduler.submit(Request("r", prompt(10, seed=1), 3, deadline_s=600.0), stream)
+        del stream
+        assert len(scheduler.run()) == 1
+        gc.collect()
+        assert forgotten() is None
+
+
+class _Stream:
+    def __call__(self, token: int) -> None:
+        """Take a token."""
 
 
 def test_a_deadline_keeps_the_tokens() -> None:
