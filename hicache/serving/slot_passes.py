@@ -7,7 +7,7 @@ that only decode are replayed from CUDA graphs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from hicache.serving.attention import SlotAttention, SlotPass, attending_by_slot
 from hicache.serving.cache import BatchStates, StateCache, new_state_layer, store_states
 from hicache.serving.graphs import DecodeBatch, DecodeGraphs
 from hicache.serving.passes import Chunk, PassContext
+
+_MAX_COMPILED = 1 << 16  # variants of a model in a process: more than there are sizes of batches
 
 
 class SlotPasses:
@@ -34,9 +36,9 @@ class SlotPasses:
         self._graphs: DecodeGraphs | None = None
         self._decode_model = context.model
         if compiled:
-            self._decode_model = torch.compile(context.model.forward, dynamic=False)
+            self._decode_model = _compiled(context.model.forward)
         if use_graphs and context.device.type == "cuda" and context.states is None:
-            self._graphs = DecodeGraphs(context, self._decode_batch, attention.begin_replay)
+            self._graphs = DecodeGraphs(context, self.decode_batch, attention.begin_replay)
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         context = self._context
@@ -96,7 +98,7 @@ class SlotPasses:
         )  # fmt: skip
         return logits.float()
 
-    def _decode_batch(self, batch: DecodeBatch) -> torch.Tensor:
+    def decode_batch(self, batch: DecodeBatch) -> torch.Tensor:
         """What a CUDA graph captures: one token of each request of `batch`. Returns float32 logits [B, vocab]."""
         table, num = self._context.table, len(batch.rows)
         rows, lengths = batch.rows.int(), (batch.positions + 1).int()
@@ -163,3 +165,9 @@ class SlotPasses:
         if self._context.device.type == "cpu":
             return ids
         return ids.pin_memory().to(self._context.device, non_blocking=True)
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, compiled anew for each shape of its inputs. torch by itself gives up on the ninth."""
+    unlimited = torch._dynamo.config.patch(recompile_limit=_MAX_COMPILED, accumulated_recompile_limit=_MAX_COMPILED)
+    return unlimited(torch.compile(forward, dynamic=False))  # type: ignore[no-any-return]

@@ -1,13 +1,21 @@
-"""What captured passes need that a CPU can show: which loads a replay waits for."""
+"""What captured passes need that a CPU can show: which loads a replay waits for, and which sizes are compiled."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
 
 from hicache.config import EngineConfig
 from hicache.factory import build_engine
 from hicache.layout import LayerKind, ModelGeometry
-from hicache.serving.graphs import last_layers
+from hicache.serving.attention import SlotAttention
+from hicache.serving.graphs import DecodeBatch, bucket, last_layers
+from hicache.serving.passes import PassContext
+from hicache.serving.slot_passes import SlotPasses
+from serving_case import VOCAB, geometry_of, shared, tiny_engine, tiny_llama
 
 WINDOW, FULL = "window", "full"
 
@@ -29,3 +37,17 @@ def test_a_replay_waits_for_the_last_layer_of_each_load(kinds: tuple[LayerKind, 
     config = EngineConfig(device_tokens=256, host_bytes=0, max_context_len=64, dtype="float32", device="cpu")
     with build_engine(config, geometry) as engine:
         assert set(last_layers(engine.pool)) == expected
+
+
+def test_each_size_of_batch_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many sizes there are: torch.compile by itself gives up on the ninth."""
+    model, counter = shared(tiny_llama, device="cpu"), CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    with tiny_engine(model) as engine, torch.inference_mode():
+        attention = SlotAttention(engine.pool, geometry_of(model))
+        passes = SlotPasses(PassContext(model, engine, geometry_of(model)), attention, compiled=True)
+        sizes = sorted({bucket(num) for num in range(1, 50)})
+        for size in sizes:
+            logits = passes.decode_batch(DecodeBatch.of(size, torch.device("cpu")))
+            assert logits.shape == (size, VOCAB)
+    assert counter.frame_count == len(sizes) > 8
