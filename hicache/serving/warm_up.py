@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hicache.engine import CacheEngine, CacheRequest, Lease
+from hicache.flow.components.window import SlidingWindow
 from hicache.serving.graphs import bucket
 from hicache.serving.runner import Chunk, ModelRunner
 
@@ -19,9 +20,12 @@ from hicache.serving.runner import Chunk, ModelRunner
 def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_running: int) -> None:
     """Compute two chunks of a prompt twice, the second time to measure, and decode a batch of each graph's size.
 
-    Takes what the device tier has free and fits `max_context_len`. To be called before any request is admitted.
+    Takes what fits `max_context_len` and half of the device tier's slots. To be called before any request is admitted.
     """
-    room = min(2 * chunk_tokens, engine.req_to_token.max_context_len, engine.pool.size // 2)
+    num_slots = engine.pool.size
+    if engine.has_windows:  # of which there may be fewer, and a prompt frees none before it is committed
+        num_slots = min(num_slots, engine.component(SlidingWindow).max_tokens)
+    room = min(2 * chunk_tokens, engine.req_to_token.max_context_len, num_slots // 2)
     tokens = np.zeros(room + 1, dtype=np.int64)
     for number in range(2):
         with engine.acquire(CacheRequest(f"warm up {number}", tokens[:room], "warm up")) as lease:
@@ -29,10 +33,11 @@ def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_run
             for start, end in ((0, middle), (middle, room)):
                 begin_s = time.perf_counter()
                 runner.prefill(lease, tokens, start, end)
-                torch.cuda.synchronize(engine.pool.device)
+                if engine.pool.device.type == "cuda":
+                    torch.cuda.synchronize(engine.pool.device)
                 if number:
                     engine.observe_prefill(end - start, time.perf_counter() - begin_s, (start + end) / 2)
-    num_requests = min(max_running, engine.req_to_token.available_size(), engine.pool.size // (2 * engine.page_size))
+    num_requests = min(max_running, engine.req_to_token.available_size(), num_slots // (2 * engine.page_size))
     leases: list[Lease] = []
     try:
         for number in range(num_requests):
