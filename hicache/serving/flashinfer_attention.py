@@ -75,7 +75,7 @@ class FlashInferAttention(SlotAttention):
         check_computes(pool, geometry)
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._plans: dict[tuple[bool, _Shape], _Plan] = {}
-        self._current: set[tuple[bool, _Shape]] = set()  # those of `_plans` that are of the pass
+        self._current: set[tuple[bool, _Shape]] = set()  # keys of the plans made for this pass
         self._captured: dict[int, dict[_Shape, _Plan]] = {}  # by batch size
         self._table = torch.empty(0)  # of captured passes, as in `PoolQueries`
 
@@ -108,7 +108,7 @@ class FlashInferAttention(SlotAttention):
         return super().rule(layer, scale, softcap, sinks)
 
     def _plan(self, span: QuerySpan, shape: _Shape) -> _Plan:
-        """The plan of a span of an eager pass."""
+        """The plan of a span of an eager pass, which has at most one span of each kind."""
         is_decode = span.queries.max_queries == 1
         key = is_decode, shape
         if key not in self._plans:

@@ -61,8 +61,8 @@ class _Captured:
 
 class DecodeGraphs:
     """Owned by the scheduler thread. `decode` computes a batch without waiting for the device and without reading
-    values of tensors on the host. `before_replay` is told the batch, where it lies, and the length of each sequence;
-    it is called outside of captures."""
+    values of tensors on the host. `before_replay(batch, lengths)` is called before each replay, outside of captures;
+    `lengths`: of the sequences of the batch, padding included."""
 
     def __init__(
         self,

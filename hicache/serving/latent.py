@@ -128,7 +128,7 @@ class LatentSlotLayer(SlotLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is returned the model expands, and nobody reads: one token."""
+        """The first token's row: the model expands what is returned, and nobody reads the result."""
         self._attention.new_rows = key_states, value_states
         return key_states[:, :, :1], value_states[:, :, :1]
 

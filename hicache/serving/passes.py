@@ -31,7 +31,8 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it may be batched with others of one token at the end of their sequences."""
+        """Whether it is the one token at the end of its sequence: a token that was generated last, or what the cache
+        lacks of a prompt."""
         return self.end == self.start + 1 == self.lease.length
 
 

@@ -96,8 +96,8 @@ def _sources(name: str, layers: Sequence[_Recorder | None]) -> tuple[int, ...]:
             last[layer.kind] = layer_id
         if len(layer.shapes) > 1 or layer.kind not in last:
             raise UnsupportedModel(
-                f"{name} stores keys and values {len(layer.shapes)} times a pass in layer {layer_id}, and there is no "
-                f"earlier layer whose it could read; {SUPPORTED}"
+                f"{name} stores keys and values {len(layer.shapes)} times a pass in layer {layer_id}; a layer stores "
+                f"them once, or reads those of an earlier layer of its kind; {SUPPORTED}"
             )
         sources.append(last[layer.kind])
     return () if sources == list(range(len(layers))) else tuple(sources)

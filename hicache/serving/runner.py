@@ -79,7 +79,8 @@ class ModelRunner:
 
         Returns float32 logits [chunks, vocab], those of the last token of each chunk. A request's state covers
         [0, start) before and [0, end) after; at start = 0 its state slot is not read. Window layers read
-        [start - window + 1, end). Raises TransferError if a load of a prefix failed; the states are then unchanged.
+        [start - window + 1, end). Raises TransferError if a load of a prefix failed: the states of the pass that waited
+        for it are then unchanged, and those of passes before it in the same call have advanced.
         """
         for chunk in chunks:
             start, end, length = chunk.start, chunk.end, chunk.lease.length

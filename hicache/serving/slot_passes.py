@@ -2,7 +2,7 @@
 
 All chunks of a step are one pass, those of one token first. A model with recurrent layers is the exception: its
 states are by sequence, so a pass is over one chunk of one prompt, or over one token of each sequence of a batch. Passes
-that only decode are replayed from CUDA graphs.
+over one token of each sequence are replayed from CUDA graphs.
 """
 
 from __future__ import annotations
