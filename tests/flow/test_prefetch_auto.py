@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -119,6 +121,19 @@ def measure_disk(engine: CacheEngine, store: PacedStore, tokens: np.ndarray, rea
     engine.cancel("measure")
 
 
+@contextmanager
+def asked(store: PacedStore, read_s: float) -> Iterator[tuple[CacheEngine, Prefetch, np.ndarray]]:
+    """An engine that computes a token a second and knows that a read takes `read_s`; the prefetch of "a", for tokens
+    that the store has and reads when it is allowed; and these tokens."""
+    one, two = tokens_of(1), tokens_of(2)
+    fill(store, one, two)
+    with engine_of(store) as engine:
+        engine.observe_prefill(100, 100.0)
+        measure_disk(engine, store, one, read_s)
+        store.hold()
+        yield engine, engine.prefetch("a", two), two
+
+
 def admitted(engine: CacheEngine, name: str, tokens: np.ndarray) -> int:
     """Serve the request, comparing every byte that it reuses; returns its tokens from disk."""
     hit = serve(engine, name, tokens).hit
@@ -174,13 +189,7 @@ def test_a_server_that_restarts_answers_from_disk(store: PacedStore) -> None:
 def test_a_fast_disk_is_waited_for(store: PacedStore) -> None:
     """Where reading is estimated to be faster than computing, the request waits to the end; the estimate, of a disk
     that keeps its pace, is what the wait took."""
-    one, two = tokens_of(1), tokens_of(2)
-    fill(store, one, two)
-    with engine_of(store) as engine:
-        engine.observe_prefill(100, 100.0)
-        measure_disk(engine, store, one, FAST)
-        store.hold()
-        handle = engine.prefetch("a", two)
+    with asked(store, FAST) as (engine, handle, tokens):
         until_found(engine, store, handle)
         assert not handle.ready and engine.stats()["prefetch.waits"] == 1
         store.allow()
@@ -188,40 +197,28 @@ def test_a_fast_disk_is_waited_for(store: PacedStore) -> None:
         stats = engine.stats()
         assert stats["prefetch.skipped"] == stats["prefetch.gave_up"] == 0
         assert stats["prefetch.estimated_ns"] == pytest.approx(stats["prefetch.waited_ns"]) == pytest.approx(12 * 1e6)
-        assert admitted(engine, "a", two) == 192
+        assert admitted(engine, "a", tokens) == 192
 
 
 def test_a_slow_disk_is_not_waited_for(store: PacedStore) -> None:
     """Where computing is estimated to be faster, the request is admitted as soon as the store has told what it holds,
     and nothing is read for it after that."""
-    one, two = tokens_of(1), tokens_of(2)
-    fill(store, one, two)
-    with engine_of(store) as engine:
-        engine.observe_prefill(100, 100.0)
-        measure_disk(engine, store, one, SLOW)
-        store.hold()
-        handle = engine.prefetch("a", two)
+    with asked(store, SLOW) as (engine, handle, tokens):
         until(engine, handle)
         assert not handle.ended and (handle.found_tokens, handle.landed_tokens) == (192, 0)
         assert engine.stats()["prefetch.skipped"] == 1 and engine.stats()["prefetch.waits"] == 0
-        lease = engine.acquire(CacheRequest("a", two))
+        lease = engine.acquire(CacheRequest("a", tokens))
         assert lease.cached_len == 0 and handle.ended
         store.allow()
         engine.release(lease)
-        assert admitted(engine, "b", two) <= 16  # what one call brought before it saw that nobody waits
+        assert admitted(engine, "b", tokens) <= 16  # what one call brought before it saw that nobody waits
         assert sum(store.landed.values()) <= 24 + 2
 
 
 def test_a_disk_that_becomes_slow_is_given_up_and_what_landed_is_used(store: PacedStore) -> None:
     """As pages land the estimates are made anew: when the rest is faster to compute, the request is admitted with the
     pages that have landed."""
-    one, two = tokens_of(1), tokens_of(2)
-    fill(store, one, two)
-    with engine_of(store) as engine:
-        engine.observe_prefill(100, 100.0)
-        measure_disk(engine, store, one, FAST)
-        store.hold()
-        handle = engine.prefetch("a", two)
+    with asked(store, FAST) as (engine, handle, tokens):
         until_found(engine, store, handle)
         store.allow(4)
         wait_until(lambda: engine.poll() or handle.landed_tokens == 64)
@@ -231,11 +228,11 @@ def test_a_disk_that_becomes_slow_is_given_up_and_what_landed_is_used(store: Pac
         until(engine, handle)
         assert (handle.ended, handle.landed_tokens) == (False, 128)
         assert engine.stats()["prefetch.waits"] == engine.stats()["prefetch.gave_up"] == 1
-        lease = engine.acquire(CacheRequest("a", two))
+        lease = engine.acquire(CacheRequest("a", tokens))
         store.allow()
         assert lease.hit.disk == 128
         engine.release(lease)
-        admitted(engine, "b", two)
+        admitted(engine, "b", tokens)
 
 
 @pytest.mark.parametrize("silent", ["contains", "get_into"])
