@@ -73,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, report: Report) -> None:
     sizes = REAL if args.device.type == "cuda" else TINY
-    served = random_llama(args.device)
     parts: dict[str, Callable[[], None]] = {
         "decode": lambda: _decode(report, served, sizes, compiled=False),
         "compiled": lambda: _decode(report, served, sizes, compiled=True),
@@ -84,10 +83,14 @@ def run(args: argparse.Namespace, report: Report) -> None:
     }
     if args.device.type != "cuda":
         del parts["compiled"]  # torch.compile serves captured passes
+    chosen = args.only.split() or list(parts)
+    if not {*chosen} <= {*parts}:
+        raise SystemExit(f"--only {args.only!r}: choose from {' '.join(parts)}")
+    served = random_llama(args.device)
     if args.only:
-        report.bench = "-".join([NAME, *args.only.split()])  # a part does not replace the results of all
-    for name in args.only.split() or parts:
-        parts[name]()
+        report.bench = "-".join([NAME, *chosen])  # a part does not replace the results of all
+    for part in chosen:
+        parts[part]()
         gc.collect()
         if args.device.type == "cuda":
             torch.cuda.empty_cache()
