@@ -74,14 +74,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute and store KV of `chunks`, of different requests. Tokens [0, start) of each are stored or being
-        loaded.
+        """Compute and store KV of `chunks`, one or more, of different requests. Tokens [0, start) of each are stored or
+        being loaded.
 
         Returns float32 logits [chunks, vocab], those of the last token of each chunk. A request's state covers
         [0, start) before and [0, end) after; at start = 0 its state slot is not read. Window layers read
-        [start - window + 1, end). Raises TransferError if a load of a prefix failed: the states of the pass that waited
-        for it are then unchanged, and those of passes before it in the same call have advanced.
+        [start - window + 1, end).
+
+        Raises ShapeError without chunks, or for a chunk outside of its tokens or its lease. Raises TransferError if a
+        load of a prefix failed: the states of the pass that waited for it are then unchanged, and those of passes
+        before it in the same call have advanced.
         """
+        if not chunks:
+            raise ShapeError("a pass needs at least one chunk")
         for chunk in chunks:
             start, end, length = chunk.start, chunk.end, chunk.lease.length
             if not 0 <= start < end <= min(len(chunk.tokens), length):

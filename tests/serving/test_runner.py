@@ -212,6 +212,8 @@ def test_a_prefill_outside_the_lease_is_refused() -> None:
         for start, end in [(0, 31), (5, 5), (-1, 4)]:
             with pytest.raises(ShapeError, match="30 slots"):
                 runner.prefill(lease, tokens, start, end)
+        with pytest.raises(ShapeError, match="at least one chunk"):
+            runner.forward([])
 
 
 @pytest.mark.gpu
