@@ -7,11 +7,13 @@ Nothing of it stays in the cache.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import numpy as np
 import torch
 
 from hicache.engine import CacheEngine, CacheRequest, Lease
+from hicache.errors import ResourceExhausted
 from hicache.flow.components.window import SlidingWindow
 from hicache.serving.graphs import bucket
 from hicache.serving.runner import Chunk, ModelRunner
@@ -20,15 +22,15 @@ from hicache.serving.runner import Chunk, ModelRunner
 def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_running: int) -> None:
     """Compute two chunks of a prompt twice, the second time to measure, and decode a batch of each graph's size.
 
-    Takes what fits `max_context_len` and half of the device tier's slots. To be called before any request is admitted.
+    Prompts take at most half of the device tier's slots. To be called before any request is admitted.
     """
     num_slots = engine.pool.size
     if engine.has_windows:  # of which there may be fewer, and a prompt frees none before it is committed
         num_slots = min(num_slots, engine.component(SlidingWindow).max_tokens)
     room = min(2 * chunk_tokens, engine.req_to_token.max_context_len, num_slots // 2)
-    tokens = np.zeros(room + 1, dtype=np.int64)
+    tokens = np.zeros(room, dtype=np.int64)
     for number in range(2):
-        with engine.acquire(CacheRequest(f"warm up {number}", tokens[:room], "warm up")) as lease:
+        with engine.acquire(CacheRequest(f"warm up {number}", tokens, "warm up")) as lease:
             middle = max(1, room // 2)
             for start, end in ((0, middle), (middle, room)):
                 begin_s = time.perf_counter()
@@ -37,13 +39,18 @@ def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_run
                     torch.cuda.synchronize(engine.pool.device)
                 if number:
                     engine.observe_prefill(end - start, time.perf_counter() - begin_s, (start + end) / 2)
-    num_requests = min(max_running, engine.req_to_token.available_size(), num_slots // (2 * engine.page_size))
-    leases: list[Lease] = []
+    _decode_batches(engine, runner, max_running)
+
+
+def _decode_batches(engine: CacheEngine, runner: ModelRunner, max_running: int) -> None:
+    """Decode as many requests as the device tier has slots and states for, in a batch of each graph's size."""
+    token, leases = np.zeros(1, dtype=np.int64), list[Lease]()
     try:
-        for number in range(num_requests):
-            leases.append(engine.acquire(CacheRequest(f"warm up batch {number}", tokens[:1], "warm up")))
-            if bucket(number + 1) == number + 1 or number + 1 == num_requests:
-                runner.forward([Chunk(lease, tokens[:1], 0, 1) for lease in leases])
+        with suppress(ResourceExhausted):
+            for number in range(max_running):
+                leases.append(engine.acquire(CacheRequest(f"warm up batch {number}", token, "warm up")))
+        for num in sorted({min(bucket(num), len(leases)) for num in range(1, len(leases) + 1)}):
+            runner.forward([Chunk(lease, token, 0, 1) for lease in leases[:num]])
     finally:
         for lease in leases:
             engine.release(lease)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +17,7 @@ from hicache.serving.attention import Attention, SlotAttention, SlotPass
 from hicache.serving.long_extend import MIN_QUERIES, long_extend, suits
 from hicache.serving.runner import Chunk, ModelRunner
 from hicache.serving.warm_up import warm_up
-from hybrid_case import tiny_mistral
+from hybrid_case import tiny_mistral, tiny_qwen3_next
 from serving_case import decode, geometry_of, plain_logits, prompt, shared, tiny_engine, tiny_llama, tiny_runner
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -241,10 +245,19 @@ def test_long_chunks_attend_as_short_ones(prefix: int) -> None:
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("settings", [{}, {"window_tokens": 64}], ids=["full", "few window slots"])
-def test_a_warm_up_measures_prefill_and_leaves_nothing(settings: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("build", "settings"),
+    [
+        (tiny_llama, {}),
+        (tiny_llama, {"device_tokens": 64}),
+        (partial(tiny_mistral, 12), {"window_tokens": 64}),
+        (tiny_qwen3_next, {"mamba_size": 4}),
+    ],
+    ids=["full", "few slots", "few window slots", "few states"],
+)
+def test_a_warm_up_measures_prefill_and_leaves_nothing(build: Callable[[], Any], settings: dict[str, int]) -> None:
     """After it the engine knows what computing costs, every pool is as it was, and the first request finds no hit."""
-    model = shared(tiny_mistral, 12) if settings else shared(tiny_llama)
+    model = shared(build)
     with tiny_engine(model, prefill_tokens_per_s="auto", **settings) as engine:
         warm_up(engine, tiny_runner(model, engine), chunk_tokens=64, max_running=5)
         assert engine.stats()["cost.prefill_tokens_per_s"] > 0
