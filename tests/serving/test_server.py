@@ -130,7 +130,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "id beyond int64": ("completions", {"prompt": [1 << 70]}, "prompt"),
     "id below 0": ("completions", {"prompt": [-1]}, "prompt"),
     "lists of both": ("completions", {"prompt": ["a", 1]}, "prompt"),
+    "truth value among ids": ("completions", {"prompt": [1, True]}, "prompt"),
     "lone surrogate": ("completions", {"prompt": "\ud800"}, "prompt"),
+    "too many stops": ("completions", {"prompt": "a", "stop": ["a"] * 17}, "stop"),
     "text for a number": ("completions", {"prompt": "a", "max_tokens": "1"}, "max_tokens"),
     "truth value for a number": ("completions", {"prompt": "a", "top_k": True}, "top_k"),
     "number for a truth value": ("completions", {"prompt": "a", "stream": 1}, "stream"),
@@ -147,9 +149,28 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "more prompts than are ever open": ("completions", {"prompt": ["a"] * (FULL + 1)}, "prompt"),
     "no messages": ("chat/completions", {"messages": []}, "messages"),
     "unknown role": ("chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, "messages"),
+    "message without content": ("chat/completions", {"messages": [{"role": "user"}]}, "messages"),
+    "tool calls": (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "content": "a", "tool_calls": []}]},
+        "messages",
+    ),
     "image": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     "tools": ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),
     "no object": ("completions", [1], None),  # type: ignore[dict-item]
+    "long name": ("completions", {"prompt": "a", "x" * 10_000: 1}, "x" * 64),
+    "more fields than there are": ("completions", {str(i): i for i in range(1000)}, None),
+}
+REASONS = {
+    "lists of both": "prompt.1: Input should be a valid string",
+    "truth value among ids": "prompt.1: Input should be a valid integer",
+    "lone surrogate": "prompt: the text has no UTF-8 form",
+    "too many stops": "stop: List should have at most 16 items",
+    "empty stop": "stop.0: String should have at least 1 character",
+    "message without content": "messages.0.content: the field is required",
+    "tool calls": "messages.0.tool_calls: unknown field",
+    "no object": "the body must be a JSON object, sent with Content-Type",
+    "more fields than there are": "more than 128 fields",
 }
 
 
@@ -164,6 +185,7 @@ def test_bad_fields(server: Server, case: str) -> None:
     assert status == 400, answer
     assert (error["type"], error["param"]) == ("invalid_request_error", param), answer
     assert set(error) == {"message", "type", "param", "code"} and SECRET not in error["message"]
+    assert error["message"].startswith(REASONS.get(case, "")) and len(error["message"]) < 200
 
 
 def test_neutral_fields_are_taken(client: openai.OpenAI) -> None:
@@ -219,6 +241,7 @@ def test_errors_of_http(server: Server) -> None:
         ("POST", "/v1/completions", deep, 400),
         ("POST", "/v1/chat/completions", b"null", 400),
         ("GET", f"/v1/{SECRET}", b"", 404),
+        ("POST", "/v1/completions/", b"{}", 404),
         ("GET", f"/{SECRET}?prompt={SECRET}", b"", 404),
         ("GET", "/v1/completions", b"", 405),
         ("DELETE", "/v1/models", b"", 405),

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from hicache.serving.server.frontend import Frontend
 from hicache.serving.server.generation import Generation
 from hicache.serving.server.middleware import Gate, RequestLog, record_of
 from hicache.serving.server.prompts import Prompt, PromptEncoder
-from hicache.serving.server.protocol import ChatBody, CompletionBody, GenerationBody
+from hicache.serving.server.protocol import SHAPES, ChatBody, CompletionBody, GenerationBody
 from hicache.serving.server.replies import (
     DONE,
     ApiError,
@@ -34,7 +34,10 @@ from hicache.serving.server.replies import (
     too_large,
 )
 
-_MAX_REASONS = 3  # of those why a body is refused; a list of a million wrong items has as many
+_MAX_REASONS = 3  # of those why a body is refused
+_MAX_NAME = 64  # characters of a client's field name in a message
+_REASONS = {"extra_forbidden": "unknown field", "missing": "the field is required"}
+_NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 
@@ -104,7 +107,7 @@ async def _watched(receive: Receive, generation: Generation, fields: dict[str, A
 
 def create_app(frontend: Frontend, encoder: PromptEncoder, settings: AppSettings) -> ASGIApp:
     """The application; `frontend` may not be serving yet."""
-    app = FastAPI(title="hicache", docs_url=None, redoc_url=None, responses=_ERRORS)
+    app = FastAPI(title="hicache", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
     _add_errors(app, settings)
     _add_generation(app, frontend, encoder, settings)
     _add_status(app, frontend, settings)
@@ -115,7 +118,7 @@ def _add_generation(app: FastAPI, frontend: Frontend, encoder: PromptEncoder, se
     @app.post("/v1/completions", responses=_STREAMED)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         _require_model(body, settings)
-        frontend.require_serving()
+        frontend.require_room(len(body.prompts))
         prompts = await encoder.of_completion(body)
         reply = Reply("completion", f"cmpl-{uuid.uuid4().hex}", settings.model_name, body.wants_usage)
         return await _answer(frontend, body, prompts, reply, request)
@@ -123,7 +126,7 @@ def _add_generation(app: FastAPI, frontend: Frontend, encoder: PromptEncoder, se
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         _require_model(body, settings)
-        frontend.require_serving()
+        frontend.require_room(1)
         prompts = [await encoder.of_chat(body)]
         reply = Reply("chat", f"chatcmpl-{uuid.uuid4().hex}", settings.model_name, body.wants_usage)
         return await _answer(frontend, body, prompts, reply, request)
@@ -206,19 +209,11 @@ def _of_body(error: RequestValidationError) -> ApiError:
     """What is wrong with a body, by field, without its values."""
     reasons: dict[str, str] = {}
     for detail in error.errors():
-        location = [str(part) for part in detail["loc"][1:]]
+        location = [str(part)[:_MAX_NAME] for part in detail["loc"][1:] if part not in SHAPES]
         if detail["type"] == "json_invalid":
             return invalid(f"the body is not valid JSON, see position {location[0]}")
-        # Where a field may have several types there is a reason for each; the field itself is what helps.
-        reasons.setdefault(location[0] if location else "", _reason(detail))
-    shown = [f"{name}: {reason}" if name else reason for name, reason in reasons.items()][:_MAX_REASONS]
-    return invalid("; ".join(shown), next(iter(reasons), "") or None)
-
-
-def _reason(detail: Mapping[str, Any]) -> str:
-    if detail["type"] == "extra_forbidden":
-        return "unknown field"
-    if detail["type"] == "missing":
-        return "the field is required"
-    where = ".".join(str(part) for part in detail["loc"][2:] if isinstance(part, int))
-    return f"item {where}: {detail['msg']}" if where else str(detail["msg"])
+        reason = _REASONS.get(detail["type"], str(detail["msg"]))
+        if not location:
+            return invalid(reason if detail["type"] == "too_many_fields" else _NO_OBJECT)
+        reasons.setdefault(location[0], f"{'.'.join(location)}: {reason}")
+    return invalid("; ".join([*reasons.values()][:_MAX_REASONS]), next(iter(reasons)))

@@ -62,14 +62,18 @@ class Frontend:
         if not self._thread.alive:
             raise unavailable("the engine has failed; the server has to be started again", "engine_failed")
 
-    def start(self, body: GenerationBody, prompts: Sequence[Prompt], reply_id: str) -> Generation:
-        """Submit the prompts, all or none. Raises `ApiError`."""
+    def require_room(self, num_prompts: int) -> None:
+        """Raises `ApiError` where a request of so many prompts is refused now."""
         self.require_serving()
         max_open = self._limits.max_open
-        if len(prompts) > max_open:
-            raise invalid(f"a request has at most {max_open} prompts here, this one has {len(prompts)}", "prompt")
-        if len(self._open) + len(prompts) > max_open:
+        if num_prompts > max_open:
+            raise invalid(f"a request has at most {max_open} prompts here, this one has {num_prompts}", "prompt")
+        if len(self._open) + num_prompts > max_open:
             raise overloaded(max_open)
+
+    def start(self, body: GenerationBody, prompts: Sequence[Prompt], reply_id: str) -> Generation:
+        """Submit the prompts, all or none. Raises `ApiError`."""
+        self.require_room(len(prompts))
         requests = [self._request(body, prompt, f"{reply_id}-{i}") for i, prompt in enumerate(prompts)]
         decoder = self._model.tokenizer.decoder
         choices = {

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
+_MAX_FIELDS = 128  # of an object; each unknown one is an error of its own
 _MAX_SEED = (1 << 63) - 1
 _MAX_PRIORITY = 1 << 31
 _MAX_TOKENS = 1 << 31
@@ -20,28 +22,57 @@ def _with_utf8(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("the text has no UTF-8 form: it has a lone surrogate") from None
+        raise PydanticCustomError("no_utf8", "the text has no UTF-8 form: it has a lone surrogate") from None
     return text
 
 
 def _truth_value(value: object) -> object:
     if not isinstance(value, bool):
-        raise ValueError("it must be false, or left out")
+        raise PydanticCustomError("not_false", "it must be false, or left out")
     return value
 
 
+# Which branch of a union checks a value. All would, and a long list would have an error for each item and branch.
+SHAPES = ("as text", "as texts", "as ids", "as lists of ids")
+
+
+def _shape(value: object) -> str:
+    if not isinstance(value, list):
+        return "as text"
+    if value and isinstance(value[0], list):
+        return "as lists of ids"
+    return "as texts" if value and isinstance(value[0], str) else "as ids"
+
+
+def _text_or_list(value: object) -> str:
+    return "as texts" if isinstance(value, list) else "as text"
+
+
 Text = Annotated[str, AfterValidator(_with_utf8)]
-StopText = Annotated[Text, Field(min_length=1, max_length=1024)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_with_utf8)]
+SaltText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_with_utf8)]
 # As a literal, False would be equal to 0, and 1 to True.
 Never = Annotated[Literal[False], BeforeValidator(_truth_value)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 One = Annotated[float, Field(ge=1, le=1)]
 OneAnswer = Annotated[int, Field(ge=1, le=1)]
-TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+Stop = Annotated[
+    Annotated[StopText, Tag("as text")]
+    | Annotated[list[StopText], Field(max_length=16, fail_fast=True), Tag("as texts")],
+    Discriminator(_text_or_list),
+]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+            raise PydanticCustomError("too_many_fields", f"more than {_MAX_FIELDS} fields")
+        return value
 
 
 class StreamOptions(Body):
@@ -59,19 +90,11 @@ class GenerationBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_MAX_TOKENS, description="0 or -1: all tokens")] | None = None
     seed: Annotated[int, Field(ge=-_MAX_SEED - 1, le=_MAX_SEED)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: Stop | None = None
     max_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] | None = None
     ignore_eos: Annotated[bool, Field(description="as in vLLM: go on after an end token")] | None = None
     cache_salt: (
-        Annotated[
-            Text,
-            Field(
-                min_length=1,
-                max_length=256,
-                description="as in vLLM: only requests with the same salt share cached pages",
-            ),
-        ]
-        | None
+        Annotated[SaltText, Field(description="as in vLLM: only requests with the same salt share cached pages")] | None
     ) = None
     priority: (
         Annotated[int, Field(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY, description="as in vLLM: lower is earlier")] | None
@@ -106,12 +129,13 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """`/v1/completions`. `prompt`: a text, texts, token ids, or lists of them."""
 
-    prompt: (
-        Text
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[list[TokenId]], Field(min_length=1)]
-    )
+    prompt: Annotated[
+        Annotated[Text, Tag("as text")]
+        | Annotated[list[Text], Field(fail_fast=True), Tag("as texts")]
+        | Annotated[TokenIds, Tag("as ids")]
+        | Annotated[list[TokenIds], Field(fail_fast=True), Tag("as lists of ids")],
+        Discriminator(_shape),
+    ]
 
     best_of: OneAnswer | None = None
     echo: Never | None = None
@@ -131,7 +155,10 @@ class TextPart(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Annotated[
+        Annotated[Text, Tag("as text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("as texts")],
+        Discriminator(_text_or_list),
+    ]
     name: Text | None = None
     refusal: None = None
 
@@ -147,13 +174,13 @@ class ResponseFormat(Body):
 class ChatBody(GenerationBody):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] | None = None
 
     store: Never | None = None
     logprobs: Never | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
