@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from hicache.errors import HiCacheError, PromptTooLong, ResourceExhausted
@@ -20,6 +21,8 @@ from hicache.serving.server.replies import (
 )
 from hicache.serving.text import StopMatcher, TextDecoder
 
+log = logging.getLogger(__name__)
+
 
 class Choice:
     """One prompt's continuation. `text`: what was not taken yet. `outcome`: as metrics name it, once it has ended."""
@@ -27,26 +30,35 @@ class Choice:
     def __init__(self, index: int, decoder: TextDecoder, stops: Sequence[str]) -> None:
         self.index = index
         self._decoder, self._stops = decoder, StopMatcher(stops)
+        self._failed = False
         self.text = ""
         self.num_tokens = 0
         self.outcome = ""
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string was found; later tokens are ignored."""
-        return self._stops.found
+    def complete(self) -> bool:
+        """Whether later tokens are ignored: a stop string was found, or the tokenizer failed to decode."""
+        return self._stops.found or self._failed
 
     def push(self, token: int) -> bool:
-        """Returns whether a stop string is complete now."""
+        """Returns whether the text is complete now."""
         self.num_tokens += 1
-        self.text += self._stops.push(self._decoder.push(token))
-        return self.stopped
+        self._take(lambda: self._decoder.push(token))
+        return self.complete
 
     def end(self, reason: str) -> None:
-        if not self.stopped:
-            self.text += self._stops.push(self._decoder.finish())
+        if not self.complete:
+            self._take(self._decoder.finish)
             self.text += self._stops.finish()
-        self.outcome = "stop" if self.stopped else reason
+        self.outcome = "error" if self._failed else "stop" if self._stops.found else reason
+
+    def _take(self, decode: Callable[[], str]) -> None:
+        """A tokenizer is the model's: what it raises ends its request, and no other."""
+        try:
+            self.text += self._stops.push(decode())
+        except Exception:
+            self._failed = True
+            log.exception("a token could not be decoded")
 
 
 class RequestEnds(Protocol):
@@ -88,7 +100,7 @@ class Generation:
     def push(self, request_id: str, token: int) -> bool:
         """Take a token; False if it comes after the end of the text."""
         choice = self._unfinished.get(request_id)
-        if choice is None or choice.stopped:
+        if choice is None or choice.complete:
             return False
         if choice.push(token):
             self._ends.finish(request_id)
