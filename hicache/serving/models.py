@@ -160,8 +160,8 @@ def random_model(seed: int, dtype: torch.dtype, device: torch.device) -> LoadedM
 def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.device) -> LoadedModel:
     """A causal language model with its tokenizer from a directory; nothing is downloaded. `dtype`: "auto" is that of
     the checkpoint. Raises ConfigError, with a message of one line, if it cannot be loaded."""
-    if not Path(path).is_dir():
-        raise ConfigError(f"model {path}: no such directory; give one that holds a transformers model")
+    if not path or not Path(path).is_dir():
+        raise ConfigError(f"model {path or '(empty)'}: no such directory; give one that holds a transformers model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         # transformers chooses the attention: sdpa, or eager for a model with soft caps or sinks, which sdpa lacks.

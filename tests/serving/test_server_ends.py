@@ -90,12 +90,16 @@ def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
 
 BAD = {
     "no model": (["{tmp}/missing"], "missing"),
+    "empty model": ([""], "model (empty)"),
     "no model in the directory": (["{tmp}"], "cannot be loaded"),
     "port in use": (["--port", "{port}"], "--port"),
     "no such address": (["--host", "192.0.2.1"], "192.0.2.1"),
     "no port": (["--port", "70000"], "--port"),
     "no host tier for the disk": (["--host-bytes", "0", "--disk-path", "{tmp}/d"], "host_bytes"),
     "no time": (["--request-timeout-s", "-1"], "--request-timeout-s"),
+    "no time at all": (["--request-timeout-s", "0"], "--request-timeout-s"),
+    "empty key": (["--api-key", ""], "--api-key"),
+    "key that no header has": (["--api-key", " a"], "API key"),
     "unknown flag": (["--colour"], "--colour"),
 }
 

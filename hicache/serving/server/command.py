@@ -43,6 +43,7 @@ _CLOSE_S = 5  # for connections that do not read the end of their answer
 _COUNT = as_flag(Whole("a count", 1, 1 << 20))
 _PORT = as_flag(Whole("a port", 0, 65535))
 _SECONDS = as_flag(Number("seconds", 0, 1e9))
+_TIMEOUT_S = as_flag(Number("seconds", 0.001, 1e9))
 _BYTES = as_flag(Size("bytes", 1024))
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--max-queued", type=_COUNT, default=256, help="prompts that wait; more get 429 (default 256)")
     server.add_argument(
-        "--request-timeout-s", type=_SECONDS, default=600.0, metavar="SECONDS",
+        "--request-timeout-s", type=_TIMEOUT_S, default=600.0, metavar="SECONDS",
         help="longest time of a request, from its arrival to its last token (default 600)",
     )  # fmt: skip
     server.add_argument(
@@ -98,7 +99,7 @@ class _Parts:
 
 def run(flags: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0, or 1 if the engine failed or its last check found a fault."""
-    key = flags.api_key if flags.api_key is not None else api_key()
+    key = _checked_key(flags.api_key)
     basis = first_config(flags)
     transformers.utils.logging.disable_progress_bar()
     with logs.json_lines(), contextlib.closing(_bound_socket(flags.host, flags.port)) as listener:
@@ -109,11 +110,23 @@ def run(flags: argparse.Namespace) -> int:
         return asyncio.run(_serve(flags, _Parts(loaded, geometry, engine, max_len(config, loaded), key), listener))
 
 
+def _checked_key(given: str | None) -> str:
+    """The key of the flag or the environment. Raises ConfigError, without the key, for one that no client can send."""
+    key = api_key() if given is None else given
+    if given == "":
+        raise ConfigError("--api-key is empty; give a key, or leave the flag out to serve without one")
+    if not all("!" <= character <= "~" for character in key):
+        raise ConfigError(
+            "the API key has characters that are not visible ASCII, which a header cannot carry as they are"
+        )
+    return key
+
+
 def _loaded(flags: argparse.Namespace, basis: EngineConfig) -> LoadedModel:
     device, dtype = device_named(basis.device), model_dtype(basis)
     if flags.attention == "flashinfer":
         require_flashinfer(device)
-    if flags.model:
+    if flags.model is not None:
         return load_local(flags.model, dtype, device)
     return random_model(flags.seed, torch.float32 if dtype == "auto" else dtype, device)
 
@@ -122,7 +135,7 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
     loop = asyncio.get_running_loop()
     loaded, engine = parts.loaded, parts.engine
     model = ServedModel(
-        name=flags.served_model_name or (loaded.name if flags.model else _RANDOM_NAME),
+        name=flags.served_model_name or (_RANDOM_NAME if flags.model is None else loaded.name),
         tokenizer=loaded.tokenizer,
         vocab_size=int(loaded.model.config.get_text_config().vocab_size),
         max_len=parts.max_len,
