@@ -27,7 +27,7 @@ LEVELS = (
     ("layout",),
     ("config", "settings", "metrics", "terminal"),
     ("kernels", "storage"),
-    ("errors",),
+    ("errors", "public_names"),
 )
 RANKS = {unit: len(LEVELS) - level for level, units in enumerate(LEVELS) for unit in units}
 # Levels whose units may import one another too; the six tiers, kernels and storage stand apart.
