@@ -1,7 +1,7 @@
 """How fast this machine computes prompts: passes are timed beside serving, and the engine is told.
 
-On CUDA a pass is launched, not run, when the runner returns: events around it are read in a later step, when the device
-has passed them, so nothing waits for them. On the CPU it has run by then.
+On CUDA a pass is launched, not run, when the runner returns: `report` reads the events around it in a later step, when
+the device has passed them, so nothing waits for them. On the CPU it has run by then.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class PrefillMeter:
         Neither does one that waits for a load, whose time would count as computing. The tokens that are decoded in the
         same pass count with their time alone: that is what prompts beside them take.
         """
-        self._report()
         prompts = [chunk for chunk in chunks if not chunk.is_decode]
         num_tokens = sum(chunk.end - chunk.start for chunk in prompts)
         if not num_tokens or any(not load.completed for chunk in chunks for load in chunk.lease.loads):
@@ -61,7 +60,9 @@ class PrefillMeter:
             yield
             self._engine.observe_prefill(num_tokens, self._clock() - begin_s, positions / num_tokens)
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Tell the engine about the passes that have ended. To be called in every step, also in one without a pass: a
+        request that waits for the disk is compared with the speed."""
         while self._pending and self._pending[0].end.query():
             ended = self._pending.popleft()
             seconds = ended.begin.elapsed_time(ended.end) / 1e3

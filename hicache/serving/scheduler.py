@@ -3,10 +3,9 @@
     submit -> prefetch -> waiting queue -> acquire -> running batch -> commit, release
 
 A step admits waiting requests, composes one batch under a token budget and makes one forward pass over it: the next
-token of every request that decodes, and chunks of prompts with what is left of the budget. Requests are served by
-priority, then in order of arrival. A request that gets no slots waits; if a running request gets none, the one of the
-lowest priority, of these the youngest, is retracted: its whole pages go to the cache, its slots are free, and it waits
-again with its generated tokens.
+token of every request that decodes, and chunks of prompts with the rest of the budget. Requests are served by priority,
+then in order of arrival. A request that gets no slots waits. If a running request gets none, the one of the lowest
+priority, of these the youngest, is retracted: its whole pages go to the cache, its slots are free, and it waits again.
 """
 
 from __future__ import annotations
@@ -106,6 +105,7 @@ class Scheduler:
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return the requests that ended since the last. Sleeps briefly if there was nothing to do."""
+        self._prefill_meter.report()
         self._engine.poll()
         self._expire()
         self._look_ahead()
@@ -263,7 +263,7 @@ class Scheduler:
         return True
 
     def _forward(self, batch: Sequence[ScheduledRequest]) -> None:
-        """One pass over the batch; callers are told of tokens when what was computed is recorded for all requests."""
+        """One pass over the batch. Tokens are handed out when what was computed is recorded for all requests."""
         chunks = [Chunk(req.held_lease, req.sequence, req.kv_len, req.end) for req in batch]
         try:
             with self._prefill_meter.measure(chunks):

@@ -8,8 +8,10 @@ import torch
 
 from disk_case import Clock
 from hicache import CacheEngine, CacheRequest, Lease, build_engine
+from hicache.serving import Request, Scheduler
 from hicache.serving.passes import Chunk
 from hicache.serving.prefill_meter import PrefillMeter
+from serving_case import prompt, shared, tiny_engine, tiny_llama, tiny_runner
 from toy_model import GEOMETRY, compute, config, serve
 
 TOKENS = np.arange(96, dtype=np.int64)
@@ -60,6 +62,17 @@ def test_passes_on_the_device_are_timed_there() -> None:
                 compute(engine, lease, TOKENS, 0, 96)
             assert speed(engine) == 0
             torch.cuda.synchronize()
-            with meter.measure([]):
-                pass
+            meter.report()
             assert speed(engine) > 0
+
+
+@pytest.mark.gpu
+def test_a_step_without_a_pass_reports_those_that_have_ended() -> None:
+    """A request that only waits for the disk compares with the speed of passes before it."""
+    model = shared(tiny_llama)
+    with tiny_engine(model) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+        scheduler.run([Request("a", prompt(96, seed=1), 1)])
+        torch.cuda.synchronize()
+        scheduler.step()
+        assert speed(engine) > 0
