@@ -307,6 +307,7 @@ def _conversations(report: Report, served: ServedModel, sizes: Sizes) -> None:
     working_set = sizes.conversations * final
     device_tokens = max(working_set // 4, 2 * final)  # at least two conversations fit
     rates: dict[str, float] = {}
+    declined: dict[str, int] = {}
     for kind, host_bytes in (("host", (working_set + 4096) * served.token_bytes), ("none", 0)):
         with serving(
             served,
@@ -319,8 +320,10 @@ def _conversations(report: Report, served: ServedModel, sizes: Sizes) -> None:
             start = time.perf_counter()
             num_tokens = _converse(engine, sizes, sizes.conversations, sizes.turns, seed=7)
             rates[kind] = num_tokens / (time.perf_counter() - start)
+            declined[kind] = int(engine.engine.stats()["restore.declined"])
     name = f"serving.conversations.{sizes.conversations}x{sizes.turns}"
-    note = f"turns of {sizes.turn} tokens and answers of {sizes.answer}; the ceiling has no host tier"
+    note = f"turns of {sizes.turn} tokens and answers of {sizes.answer}; the ceiling has no host tier; "
+    note += f"{declined['host']} loads were declined"
     target = _target(served, CONVERSATIONS_TARGET)
     report.add(Case.of(name, [rates["host"]], "tokens/s", ceiling=rates["none"], target=target, note=note))
 

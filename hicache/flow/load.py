@@ -35,6 +35,10 @@ class JointOp:
         for op in self._ops:
             op.wait_outcome()
 
+    @property
+    def is_undelayed(self) -> bool:
+        return all(op.is_undelayed for op in self._ops)
+
     def seconds(self) -> float:
         """Of the longest."""
         return max(op.seconds() for op in self._ops)

@@ -129,7 +129,8 @@ class Restore(CopyMovement[Load]):
         self._bytes.value += load.op.num_bytes
         self._copy_ns.value += int(seconds * 1e9)
         self._estimated_ns.value += int((self._cost.load_s(load.op.num_bytes) or 0.0) * 1e9)
-        self._cost.observe_load(load.op.num_bytes, seconds)
+        if load.op.is_undelayed:
+            self._cost.observe_load(load.op.num_bytes, seconds)
 
     def _abandon(self, load: Load) -> None:
         """Take what a failed load was to bring off the device. Its slots stay out of use as long as they are read."""

@@ -15,10 +15,15 @@ import torch
 
 
 class TransferOp(Protocol):
-    """One submitted copy. `error` is meaningful once `done()`."""
+    """One submitted copy. `error` is meaningful once `done()`.
+
+    `is_undelayed`: neither earlier work on the device nor the host held the copy up: `seconds` shows the speed of the
+    link.
+    """
 
     num_bytes: int
     error: Exception | None
+    is_undelayed: bool
 
     def done(self) -> bool:
         """Whether source and destination may be used by others; never blocks."""

@@ -35,6 +35,7 @@ class CpuOp:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.error: Exception | None = None
+        self.is_undelayed = True  # its time begins when the worker takes it
         self._seconds = 0.0
         self._ended = threading.Event()
 

@@ -54,6 +54,7 @@ class CudaOp:
     def __init__(self, num_bytes: int, slots: torch.Tensor, issue: Callable[[bool], None]) -> None:
         self.num_bytes = num_bytes
         self.error: Exception | None = None
+        self.is_undelayed = False
         self._slots, self._issue = slots, issue
         self._begin = torch.cuda.Event(enable_timing=True)
         self._end: torch.cuda.Event | None = None  # until the whole copy is queued
@@ -64,6 +65,11 @@ class CudaOp:
     def ended(self, stream: torch.cuda.Stream) -> None:
         self._end = torch.cuda.Event(enable_timing=True)
         self._end.record(stream)
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether all of it is on the streams."""
+        return self._end is not None
 
     def done(self) -> bool:
         self._issue(False)
@@ -193,10 +199,12 @@ class CudaTransfer:
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> CudaOp:
         behind = torch.cuda.Event()
         behind.record(torch.cuda.current_stream(self._device))
+        is_device_idle = behind.query()
         op = self._op(pages, slots, partial(self._issue_load, load_id))
         self._loads.put(load_id, self._load_steps(op, pages.numpy(), slots, load_id, behind))
         self._counter.queue_on_demand(load_id, partial(self._queue_load, load_id))
         self._loads.queue_some(_SUBMIT_S)
+        op.is_undelayed = is_device_idle and op.is_queued
         return op
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor) -> CudaOp:

@@ -454,3 +454,23 @@ def test_measured_rates_gate_loads_too() -> None:
             assert (engine.stats()["restore.declined"] > 0) != loads
             assert engine.stats()["cost.load_bytes_per_s"] > 0
             engine.check()
+
+
+def test_a_load_that_was_held_up_shows_no_speed_of_the_link() -> None:
+    """Its time is that of the pass before it, or of the host, which launches a pass between its layers: by such times
+    loads would be declined that the link brings faster than they are computed."""
+    prompts = [tokens_of(n) for n in range(4)]
+    with build_engine(settings(device_tokens=256), GEOMETRY) as engine:
+        for n, tokens in enumerate(prompts):
+            serve(engine, f"r{n}", tokens)
+            engine.flush()
+        for is_undelayed in (False, True):
+            with engine.acquire(CacheRequest(f"s{is_undelayed}", prompts[is_undelayed])) as lease:
+                assert lease.hit.host > 0
+                for load in engine.inspect.restore.in_flight():
+                    for op in load.ops:
+                        op.is_undelayed = is_undelayed
+                engine.flush()
+            assert (engine.stats()["cost.load_bytes_per_s"] > 0) == is_undelayed
+            assert engine.stats()["restore.bytes"] > 0
+        engine.check()

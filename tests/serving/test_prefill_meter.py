@@ -70,7 +70,7 @@ def test_passes_on_the_device_are_timed_there() -> None:
 def test_a_step_without_a_pass_reports_those_that_have_ended() -> None:
     """A request that only waits for the disk compares with the speed of passes before it."""
     model = shared(tiny_llama)
-    with tiny_engine(model) as engine:
+    with tiny_engine(model, prefill_tokens_per_s="auto") as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine))
         scheduler.run([Request("a", prompt(96, seed=1), 1)])
         torch.cuda.synchronize()

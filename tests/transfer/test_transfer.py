@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.transfer import cuda
 from hicache.transfer.plan import (
     ASSUMED,
     CopyCost,
@@ -175,6 +176,28 @@ def test_a_replayed_graph_needs_the_last_layer() -> None:
             for got, kept in zip(seen, truth, strict=True):
                 assert torch.equal(got, kept) if waits else bool((got == -9).all())
             op.wait()
+    finally:
+        rig.close()
+
+
+def test_a_load_tells_whether_it_was_held_up(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By work that was queued before it, or by steps that were left for later: its time is not the link's then."""
+    monkeypatch.setattr(cuda, "_SUBMIT_S", 60.0)
+    rig = Rig(device, 2, 64, 64, 16, 1 << 16)
+    try:
+        slots, pages = torch.arange(16, 16 + 256, device=device), torch.arange(1, 17)
+        rig.warm_up(slots, pages)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert rig.load(pages, slots)[1].is_undelayed
+        if device == "cuda":
+            torch.cuda.synchronize()
+            gate = StreamGate()
+            gate.hold(torch.cuda.current_stream())
+            op = rig.load(pages, slots)[1]
+            gate.open()
+            op.wait()
+            assert not op.is_undelayed
     finally:
         rig.close()
 
