@@ -9,7 +9,7 @@ PYTHON ?= $(or $(MADE_FROM),python3)
 BENCH ?= all
 TYPECHECK := build/typecheck
 
-.PHONY: demo serve test test-long check bench clean
+.PHONY: demo serve test test-long test-integrations check bench clean
 
 demo: $(STAMP)
 	$(VENV)/bin/hicache demo $(ARGS)
@@ -22,6 +22,10 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	$(PY) -m pytest -m long $(ARGS)
+
+# Against the code of the servers, each in an environment of its own. SERVERS="vllm lmcache" chooses some.
+test-integrations:
+	.ci/integrations $(PYTHON) $(SERVERS)
 
 # The package as it installs: kernels/ and storage/ stand inside hicache/, so mypy sees a tree of links.
 check: $(STAMP)

@@ -223,6 +223,9 @@ class LmdbPageReader:
     def stats(self) -> StoreStats:
         return self._lookup.stats(self._env.settings.budget_bytes, read_only=True)
 
+    def thread_read_errors(self) -> int:
+        return self._counters.thread_read_errors
+
     def close(self) -> None:
         self._env.close()
 

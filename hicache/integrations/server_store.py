@@ -1,0 +1,170 @@
+"""The page store of one server, beside those of other servers in one directory.
+
+    path/vllm-0.32-4f0c…/    one identity: server, model, dtype, layout, …, sizes of pages, encryption key
+    path/sglang-0.5.23-…/    another one
+
+So servers of different identities on one path never see each other's pages, and none is refused. Where the store of its
+identity cannot be used, a server goes on without it: as a reader while another process writes to it, with nothing where
+its files are damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hicache.config import DiskConfig
+from hicache.disk import cipher_of
+from hicache.errors import ConfigError
+from hicache.integrations.config import ServerStoreConfig
+from hicache.storage import (
+    LmdbPageReader,
+    LmdbPageStore,
+    PageBuffer,
+    PageCipher,
+    PageFormat,
+    PageStore,
+    StoreCorrupt,
+    StoreError,
+    StoreLocked,
+    StoreStats,
+)
+
+log = logging.getLogger(__name__)
+
+_FOLDER = re.compile(r"[a-z]+-[0-9.]+-[0-9a-f]{16}")
+_IGNORED = {"lost+found"}
+
+
+class ServerStore:
+    """The store of one identity under `config.path`.
+
+    `store`: give it to a `DiskTier`, or call it as its protocol says. `can_write`: False for a reader, and for a store
+    with damaged files, which serves nothing.
+    """
+
+    @classmethod
+    def open(
+        cls, config: ServerStoreConfig, identity: Mapping[str, str | int], formats: Sequence[PageFormat]
+    ) -> ServerStore:
+        """Open or create it. `identity`: everything that decides what the bytes of a page mean, and "server", the name
+        and release of the server, like "vllm 0.32".
+
+        `ConfigError` for a path or a key that cannot be used, `StoreError` for what the store refuses (a budget that is
+        too small for these pages).
+        """
+        root = Path(config.path)
+        _require_usable(root)
+        cipher = cipher_of(DiskConfig(path=config.path, key_file=config.key_file))
+        sizes = sorted(format.page_bytes for format in formats)
+        named = {**identity, "key": cipher.key_id if cipher else "", "sizes": sizes}
+        digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+        folder = root / f"{str(identity['server']).replace(' ', '-')}-{digest[:16]}"
+        if _FOLDER.fullmatch(folder.name) is None:
+            raise ConfigError(f"server={identity['server']!r} is not a name and a release, like 'vllm 0.32'")
+        return cls(folder, _opened(folder, config, identity, formats, cipher), config.salt)
+
+    def __init__(self, path: Path, store: PageStore, salt: str) -> None:
+        self.path, self.store = path, store
+        self.can_write = isinstance(store, LmdbPageStore)
+        self._salt = hashlib.sha256(b"hicache salt\0" + salt.encode()).digest()
+
+    def keys(self, names: Sequence[bytes]) -> list[bytes]:
+        """The store's keys for pages that the server names so. Those of two salts never meet."""
+        return [hashlib.sha256(self._salt + name).digest() for name in names]
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def _require_usable(root: Path) -> None:
+    """Raise `ConfigError` unless `root` is, or can become, a directory of stores alone."""
+    remedy = "set path to a new or empty directory"
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        others = [name for name in os.listdir(root) if not _FOLDER.fullmatch(name) and name not in _IGNORED]
+    except OSError as error:
+        raise ConfigError(f"path={root} cannot be used: {error.strerror}; {remedy}") from error
+    if others:
+        raise ConfigError(f"path={root} holds files of something else ({', '.join(sorted(others)[:3])}); {remedy}")
+    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"path={root} cannot be written; change its permissions, or {remedy}")
+
+
+def _opened(
+    folder: Path,
+    config: ServerStoreConfig,
+    identity: Mapping[str, str | int],
+    formats: Sequence[PageFormat],
+    cipher: PageCipher | None,
+) -> PageStore:
+    repair = f"hicache store verify --repair {folder}"
+    try:
+        return LmdbPageStore(
+            folder,
+            identity=identity,
+            formats=formats,
+            budget_bytes=config.budget,
+            durability=config.durability,
+            level=config.level,
+            cipher=cipher,
+        )
+    except StoreLocked as locked:
+        log.warning("pages are read and not stored: %s; give each process a path of its own to store", locked)
+    except StoreCorrupt as error:
+        log.error("serving without the store: %s; stop the server and run `%s`", error, repair)
+        return ReadOnlyStore(None)
+    try:
+        return ReadOnlyStore(LmdbPageReader(folder, identity=identity, cipher=cipher))
+    except StoreError as error:
+        log.error("serving without the store: %s", error)
+        return ReadOnlyStore(None)
+
+
+class ReadOnlyStore:
+    """A `PageStore` that takes nothing: what a reader sees of another process's store, or nothing at all."""
+
+    def __init__(self, reader: LmdbPageReader | None) -> None:
+        self._reader = reader
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys) if self._reader is None else self._reader.contains(keys)
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
+        return [False] * len(keys) if self._reader is None else self._reader.get_into(keys, buffers)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The writer's order of eviction is not this process's to change."""
+
+    def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
+        return [False] * len(items)
+
+    def reopen(self) -> bool:
+        return False
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        return 0
+
+    def stats(self) -> StoreStats:
+        return StoreStats(read_only=True) if self._reader is None else self._reader.stats()
+
+    def thread_read_errors(self) -> int:
+        return 0 if self._reader is None else self._reader.thread_read_errors()
+
+    def check(self) -> None:
+        """Nothing is written here."""
+
+    def compact(self) -> int:
+        return 0
+
+    def sync(self) -> None:
+        """Nothing is written here."""
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
