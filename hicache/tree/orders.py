@@ -11,7 +11,7 @@ import heapq
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from hicache.tree.node import Component, Holding, Tier, TreeNode
 
@@ -183,15 +183,27 @@ class ExpectedLast:
         return self._expected if node.holdings[self._component][self._tier].expected else self._others
 
 
+class Usage(Protocol):
+    """What strategies rank by: the fields of a node, or of a block in the cache of another server."""
+
+    hit_count: int
+    priority: int
+    last_access_time: int
+    creation_time: int
+
+
+U = TypeVar("U", bound=Usage)
+
+
 class EvictionStrategy(ABC):
     """Ranks nodes by a number or a tuple of numbers."""
 
     @abstractmethod
-    def get_priority(self, node: TreeNode) -> Priority:
+    def get_priority(self, node: Usage) -> Priority:
         """The node with the lowest goes first. All of one strategy are of one length."""
 
 
-class PriorityHeap:
+class PriorityHeap(Generic[U]):
     """The node whose priority was lowest at its last event goes first; of equals, the one with the earlier event.
 
     `is_evictable(node)`: whether it may be a victim now. One that may not has no entry in the heap, or loses it at the
@@ -199,13 +211,13 @@ class PriorityHeap:
     outnumber the others: every event costs O(log n), amortised. Iteration: in no order.
     """
 
-    def __init__(self, strategy: EvictionStrategy, is_evictable: IsEvictable) -> None:
+    def __init__(self, strategy: EvictionStrategy, is_evictable: Callable[[U], bool]) -> None:
         self._strategy, self._is_evictable = strategy, is_evictable
         # (*priority, sequence number, node), flat: a comparison that has to follow pointers costs much of a large heap.
         self._heap: list[tuple[Any, ...]] = []
         self._sequence = itertools.count()
         # The sequence number of the entry that speaks for each node in the order.
-        self._current: dict[TreeNode, int] = {}
+        self._current: dict[U, int] = {}
         self._num_current = 0  # of which so many are in the heap
 
     @property
@@ -213,34 +225,34 @@ class PriorityHeap:
         """Entries of the heap, stale ones included: at most two a node and a few more."""
         return len(self._heap)
 
-    def insert(self, node: TreeNode) -> None:
+    def insert(self, node: U) -> None:
         assert node not in self._current
         self._push(node)
 
-    def hit(self, node: TreeNode) -> None:
+    def hit(self, node: U) -> None:
         if node in self._current:
             self._num_current -= self._current[node] != _NO_ENTRY
             self._push(node)
 
-    def lock(self, node: TreeNode) -> None:
+    def lock(self, node: U) -> None:
         self._num_current -= self._current.pop(node) != _NO_ENTRY
         self._compact()
 
-    def unlock(self, node: TreeNode) -> None:
+    def unlock(self, node: U) -> None:
         self.insert(node)
 
-    def on_leaf(self, node: TreeNode) -> None:
+    def on_leaf(self, node: U) -> None:
         self.hit(node)
 
-    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+    def split(self, upper: U, lower: U) -> None:
         """The fields of `upper` are those of `lower`, so is its priority."""
         self.insert(upper)
 
-    def evict(self, node: TreeNode) -> None:
+    def evict(self, node: U) -> None:
         self.lock(node)
 
-    def victim(self) -> TreeNode | None:
-        node: TreeNode
+    def victim(self) -> U | None:
+        node: U
         while self._heap:
             first = self._heap[0]
             sequence, node = first[-2], first[-1]
@@ -252,16 +264,16 @@ class PriorityHeap:
             heapq.heappop(self._heap)
         return None
 
-    def __contains__(self, node: TreeNode) -> bool:
+    def __contains__(self, node: U) -> bool:
         return node in self._current
 
-    def __iter__(self) -> Iterator[TreeNode]:
+    def __iter__(self) -> Iterator[U]:
         return iter(self._current)
 
     def __len__(self) -> int:
         return len(self._current)
 
-    def _push(self, node: TreeNode) -> None:
+    def _push(self, node: U) -> None:
         """Enter the node's priority of now; an entry that it has already counts as stale before the call."""
         if self._is_evictable(node):
             self._current[node] = sequence = next(self._sequence)

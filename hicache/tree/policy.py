@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hicache.errors import ConfigError
-from hicache.tree.node import Component, Tier, TreeNode
+from hicache.tree.node import Component, Tier
 from hicache.tree.orders import (
     EvictionOrder,
     EvictionStrategy,
@@ -16,6 +16,7 @@ from hicache.tree.orders import (
     OrderFactory,
     PriorityHeap,
     RecencyList,
+    Usage,
     ranked,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "PriorityStrategy",
     "RecencyList",
     "SLRUStrategy",
+    "Usage",
     "get_eviction_strategy",
     "make_order",
     "ranked",
@@ -42,42 +44,42 @@ __all__ = [
 class LRUStrategy(EvictionStrategy):
     """The least recently used goes first."""
 
-    def get_priority(self, node: TreeNode) -> int:
+    def get_priority(self, node: Usage) -> int:
         return node.last_access_time
 
 
 class LFUStrategy(EvictionStrategy):
     """The least often used goes first; of equals, the least recently used."""
 
-    def get_priority(self, node: TreeNode) -> tuple[int, int]:
+    def get_priority(self, node: Usage) -> tuple[int, int]:
         return node.hit_count, node.last_access_time
 
 
 class FIFOStrategy(EvictionStrategy):
     """The oldest goes first."""
 
-    def get_priority(self, node: TreeNode) -> int:
+    def get_priority(self, node: Usage) -> int:
         return node.creation_time
 
 
 class MRUStrategy(EvictionStrategy):
     """The most recently used goes first."""
 
-    def get_priority(self, node: TreeNode) -> int:
+    def get_priority(self, node: Usage) -> int:
         return -node.last_access_time
 
 
 class FILOStrategy(EvictionStrategy):
     """The youngest goes first."""
 
-    def get_priority(self, node: TreeNode) -> int:
+    def get_priority(self, node: Usage) -> int:
         return -node.creation_time
 
 
 class PriorityStrategy(EvictionStrategy):
     """The lowest `priority` that requests gave goes first; of equals, the least recently used."""
 
-    def get_priority(self, node: TreeNode) -> tuple[int, int]:
+    def get_priority(self, node: Usage) -> tuple[int, int]:
         return node.priority, node.last_access_time
 
 
@@ -87,7 +89,7 @@ class SLRUStrategy(EvictionStrategy):
     def __init__(self, protected_threshold: int = 2) -> None:
         self.protected_threshold = protected_threshold
 
-    def get_priority(self, node: TreeNode) -> tuple[bool, int]:
+    def get_priority(self, node: Usage) -> tuple[bool, int]:
         return node.hit_count >= self.protected_threshold, node.last_access_time
 
 

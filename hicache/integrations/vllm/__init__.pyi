@@ -1,0 +1,5 @@
+from hicache.integrations.vllm.policy import FIFOPolicy as FIFOPolicy
+from hicache.integrations.vllm.policy import LFUPolicy as LFUPolicy
+from hicache.integrations.vllm.policy import LRUPolicy as LRUPolicy
+from hicache.integrations.vllm.policy import SLRUPolicy as SLRUPolicy
+from hicache.integrations.vllm.tier import HiCacheTier as HiCacheTier

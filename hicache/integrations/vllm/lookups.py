@@ -1,0 +1,91 @@
+"""Which chunks the store holds, as far as it was asked: vLLM asks for one at a time and may not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hicache.disk import FindDone, FindJob, ReadDone, ReadJob
+from hicache.disk.io_queue import IoQueue
+
+
+@dataclass(slots=True)
+class _Verdict:
+    """`held`: None until the store has answered. `requests`: that asked and have not finished."""
+
+    held: bool | None = None
+    requests: set[str] = field(default_factory=set)
+
+
+class Lookups:
+    """Owned by the tier, called under vLLM's lock. The chunks that are looked up in one step of the scheduler become
+    one job for the disk, at the end of the step.
+
+    A verdict lasts as long as a request that asked for it, unless `mark` corrects it: otherwise a chunk whose load
+    fails would be found, and loaded in vain, again and again.
+    """
+
+    def __init__(
+        self, reads: IoQueue[FindJob | ReadJob, FindDone | ReadDone], keys_of: Callable[[Sequence[bytes]], list[bytes]]
+    ) -> None:
+        self._reads, self._keys_of = reads, keys_of
+        self._verdicts: dict[bytes, _Verdict] = {}
+        self._asked_by: dict[str, set[bytes]] = {}
+        self._batch: list[bytes] = []
+        self._in_flight: dict[int, list[bytes]] = {}
+        self._num_jobs = 0
+
+    def lookup(self, chunk: bytes, request: str) -> bool | None:
+        """Whether the store holds it; None: ask again in the next step."""
+        verdict = self._verdicts.get(chunk)
+        if verdict is None:
+            verdict = self._verdicts[chunk] = _Verdict()
+            if self._reads.refuses():
+                verdict.held = False
+            else:
+                self._batch.append(chunk)
+        verdict.requests.add(request)
+        self._asked_by.setdefault(request, set()).add(chunk)
+        return verdict.held
+
+    def flush(self) -> None:
+        """Ask the store for what was looked up since the last call."""
+        batch, self._batch = [chunk for chunk in dict.fromkeys(self._batch) if chunk in self._verdicts], []
+        if not batch:
+            return
+        self._num_jobs += 1
+        if self._reads.submit(FindJob(self._num_jobs, (), others=tuple(self._keys_of(batch)))):
+            self._in_flight[self._num_jobs] = batch
+        else:
+            self._settle(batch, [False] * len(batch))
+
+    def answered(self, done: FindDone) -> None:
+        """Of a job that was announced as stalled before, nothing is left to settle."""
+        batch = self._in_flight.pop(done.ticket, [])
+        held = done.others if done.answered and done.others else (False,) * len(batch)
+        self._settle(batch, held[: len(batch)])
+
+    def stalled(self, ticket: int) -> None:
+        """The store does not answer: nothing that it was asked for is held."""
+        self.answered(FindDone(ticket, 0, answered=False))
+
+    def mark(self, chunks: Iterable[bytes], held: bool) -> None:
+        """A load or a store has shown what the store holds."""
+        for chunk in chunks:
+            verdict = self._verdicts.get(chunk)
+            if verdict is not None:
+                verdict.held = held
+
+    def forget(self, request: str) -> None:
+        """It has finished."""
+        for chunk in self._asked_by.pop(request, ()):
+            verdict = self._verdicts[chunk]
+            verdict.requests.discard(request)
+            if not verdict.requests:
+                del self._verdicts[chunk]
+
+    def _settle(self, batch: Sequence[bytes], held: Sequence[bool]) -> None:
+        for chunk, is_held in zip(batch, held, strict=True):
+            verdict = self._verdicts.get(chunk)
+            if verdict is not None and verdict.held is None:
+                verdict.held = is_held

@@ -1,0 +1,258 @@
+"""The page store under vLLM's CPU tier: a secondary tier of its `TieringOffloadingSpec`.
+
+vLLM calls one method at a time, under a lock, and none may wait but `drain_jobs` and `shutdown`. A chunk is a row of
+the CPU tier's memory. vLLM keeps the rows of a job until its result is taken:
+
+    submitted ... | answered by the disk's thread | result taken by vLLM
+    <--- a thread of ours may touch the rows ---->
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from hicache.disk import DiskTier, FindDone, ReadDone, ReadJob, WriteDone, WriteJob
+from hicache.integrations.config import server_store_config
+from hicache.integrations.server_store import ServerStore
+from hicache.integrations.vllm.identity import identity_of, page_format
+from hicache.integrations.vllm.lookups import Lookups
+from hicache.integrations.vllm.release import vllm_release
+from hicache.storage import PageBuffer, StoreError
+
+log = logging.getLogger(__name__)
+
+_PART_CHUNKS = 8  # of a load that one reader takes: parts of one load are read side by side
+_QUEUE_JOBS = 4096
+_HASH_BYTES = 32  # of SHA-256
+_GROUP_BYTES = 4  # of the group of layers, behind the hash
+_DRAIN_POLL_S, _DRAIN_WARN_S = 1e-3, 10.0
+
+
+@dataclass(slots=True)
+class _Load:
+    """`ok[i]`: chunk i was read. `parts`: how many jobs of the disk are not answered yet."""
+
+    chunks: tuple[OffloadKey, ...]
+    ok: list[bool]
+    parts: int = 0
+    begin_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    chunks: tuple[OffloadKey, ...]
+    num_bytes: int
+    begin_s: float = field(default_factory=time.monotonic)
+
+
+class HiCacheTier(SecondaryTierManager):
+    """Keeps vLLM's chunks in a page store on disk: verified, compressed, within a budget, encrypted if there is a key.
+
+    Invariants: every job gets one result, once no thread uses its rows; after construction nothing raises but
+    `shutdown`, and that only where the rows' memory must stay mapped.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **settings: Any,
+    ) -> None:
+        """`primary_kv_view`: bytes `[num_chunks, row_bytes]`. `settings`: see `ServerStoreConfig`.
+
+        `ConfigError` for wrong settings, `StoreError` for a budget that is too small.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        config = server_store_config(settings, f"vLLM secondary tier {tier_type}")
+        rows = np.asarray(primary_kv_view).view(np.uint8)
+        row_bytes = rows.shape[1]
+        self._server = ServerStore.open(
+            config,
+            identity_of(offloading_spec.config, vllm_release(), row_bytes),
+            [page_format(offloading_spec.config.model.dtype, row_bytes)],
+        )
+        # Stores that wait pin rows: half of them at most.
+        self._max_waiting_bytes = max(row_bytes, rows.nbytes // 2)
+        self._disk = DiskTier(
+            self._server.store,
+            readers=config.readers,
+            queue_jobs=_QUEUE_JOBS,
+            full_bytes=self._max_waiting_bytes,
+        )
+        self._lookups = Lookups(self._disk.reads, self._server.keys)
+        self._rows: PageBuffer | None = rows
+        self._loads: dict[int, _Load] = {}
+        self._stores: dict[int, _Store] = {}
+        self._waiting_bytes = self.dropped_stores = 0
+        self._closing = threading.Event()
+        self._results: list[JobResult] = []
+        self._refused_hash = False
+        self._disk.start()
+        log.info("pages of vLLM's secondary tier %s are in %s", tier_type, self._server.path)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """RETRY until the store has answered, which is asked at the end of the step."""
+        if not self._is_identity([key]):
+            return LookupResult.MISS
+        held = self._lookups.lookup(key, req_context.req_id)
+        if held is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if held else LookupResult.MISS
+
+    def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        self._disk.used(self._server.keys(tuple(keys)))
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """A store that would pin too many rows, or that nobody would take, fails at once."""
+        chunks = tuple(job_metadata.keys)
+        pages = self._pages(job_metadata)
+        store = _Store(chunks, sum(page.nbytes for page in pages))
+        fits = not self._stores or self._waiting_bytes + store.num_bytes <= self._max_waiting_bytes
+        job = WriteJob(job_metadata.job_id, tuple(self._server.keys(chunks)), pages)
+        if fits and self._server.can_write and self._is_identity(chunks) and self._disk.writes.submit(job):
+            self._stores[job_metadata.job_id] = store
+            self._waiting_bytes += store.num_bytes
+            return
+        self.dropped_stores += 1
+        if not fits and self._server.can_write:
+            log.debug("store job %d dropped: %d bytes wait for the disk", job_metadata.job_id, self._waiting_bytes)
+        self._results.append(JobResult(job_metadata.job_id, success=False, transfer_bytes=0))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        chunks = tuple(job_metadata.keys)
+        load = self._loads[job_metadata.job_id] = _Load(chunks, [False] * len(chunks))
+        keys, pages = self._server.keys(chunks), self._pages(job_metadata)
+        for start in range(0, len(chunks), _PART_CHUNKS):
+            part = slice(start, start + _PART_CHUNKS)
+            job = ReadJob(job_metadata.job_id, start, tuple(keys[part]), pages[part], self._closing)
+            load.parts += self._disk.reads.submit(job)
+        if not load.parts:
+            self._finish_load(job_metadata.job_id, load)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._poll()
+        results, self._results = self._results, []
+        return results
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.forget(req_context.req_id)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._lookups.flush()
+
+    def drain_jobs(self) -> None:
+        """Waits for a thread that is stalled in its disk for as long as that takes: its rows are not to be used."""
+        begin_s, warned = time.monotonic(), False
+        self._poll()
+        while self._loads or self._stores:
+            if not warned and time.monotonic() - begin_s > _DRAIN_WARN_S:
+                warned = True
+                log.warning("%d jobs are not finished by the disk yet", len(self._loads) + len(self._stores))
+            time.sleep(_DRAIN_POLL_S)
+            self._poll()
+
+    def shutdown(self) -> None:
+        """Finish what is being stored, close the store and let go of the rows. Idempotent.
+
+        `StoreError` where a thread is stalled and still uses rows: vLLM then leaves their memory mapped.
+        """
+        self._closing.set()
+        try:
+            closed = self._disk.close()
+        except (StoreError, OSError):
+            closed = True  # the threads have ended, which is what the rows depend on
+            log.exception("the store of vLLM's secondary tier was not closed")
+        self._poll()
+        if not closed:
+            raise StoreError("a thread is stalled in the disk and uses vLLM's CPU tier; its memory stays mapped")
+        self._rows = None
+
+    def _pages(self, job: TransferJob) -> tuple[PageBuffer, ...]:
+        """The rows of a job: uint8 `[row_bytes]` each."""
+        assert self._rows is not None, "the tier is shut down"
+        return tuple(self._rows[row] for row in job.chunk_ids)
+
+    def _is_identity(self, chunks: Sequence[OffloadKey]) -> bool:
+        """Whether the chunks' names can be trusted in another process; logs the remedy once."""
+        if all(len(chunk) == _HASH_BYTES + _GROUP_BYTES for chunk in chunks):
+            return True
+        if not self._refused_hash:
+            self._refused_hash = True
+            log.error(
+                "nothing is stored or served: block hashes of %d bytes are not SHA-256, so other blocks may have the "
+                "same and every process other ones; start vLLM with --prefix-caching-hash-algo sha256",
+                len(chunks[0]) - _GROUP_BYTES,
+            )
+        return False
+
+    def _poll(self) -> None:
+        """Take what the disk's threads have answered."""
+        for read in self._disk.reads.take(self._disk.reads.finished()):
+            if isinstance(read, FindDone):
+                self._lookups.answered(read)
+            elif isinstance(read, ReadDone):
+                self._read(read)
+            elif read.batch < 0:
+                self._lookups.stalled(read.ticket)
+        for written in self._disk.writes.take(self._disk.writes.finished()):
+            if isinstance(written, WriteDone):
+                self._written(written)
+
+    def _read(self, done: ReadDone) -> None:
+        load = self._loads[done.ticket]
+        load.ok[done.batch : done.batch + len(done.ok)] = done.ok
+        load.parts -= 1
+        if not load.parts:
+            self._finish_load(done.ticket, load)
+
+    def _finish_load(self, job_id: int, load: _Load) -> None:
+        del self._loads[job_id]
+        read = [chunk for chunk, ok in zip(load.chunks, load.ok, strict=True) if ok]
+        self._lookups.mark((chunk for chunk, ok in zip(load.chunks, load.ok, strict=True) if not ok), held=False)
+        self._results.append(
+            JobResult(
+                job_id,
+                success=len(read) == len(load.chunks),
+                successful_keys=read or None,
+                transfer_time=time.monotonic() - load.begin_s,
+                transfer_bytes=len(read) * self.block_size_bytes,
+            )
+        )
+
+    def _written(self, done: WriteDone) -> None:
+        store = self._stores.pop(done.ticket)
+        self._waiting_bytes -= store.num_bytes
+        self._lookups.mark((chunk for chunk, ok in zip(store.chunks, done.ok, strict=True) if ok), held=True)
+        self._results.append(
+            JobResult(
+                done.ticket,
+                success=all(done.ok),
+                transfer_time=time.monotonic() - store.begin_s,
+                transfer_bytes=sum(done.ok) * self.block_size_bytes,
+            )
+        )
