@@ -1,0 +1,127 @@
+"""Our eviction policies in vLLM's CPU tier: vLLM's own manager drives them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from vllm_tier_case import key
+
+POLICIES = ("LRUPolicy", "LFUPolicy", "SLRUPolicy", "FIFOPolicy")
+NUM_CHUNKS = 16
+
+
+def manager_of(policy: str, num_chunks: int = NUM_CHUNKS) -> CPUOffloadingManager:
+    module = "hicache.integrations.vllm" if policy.endswith("Policy") else None
+    return CPUOffloadingManager(num_chunks, cache_policy=policy, cache_policy_module_path=module)
+
+
+class Requests:
+    """What a scheduler tells the manager of each request; `check` compares its books with what the policy holds."""
+
+    def __init__(self, manager: CPUOffloadingManager) -> None:
+        self.manager, self._num = manager, 0
+        self.held: set[OffloadKey] = set()
+
+    def context(self, keys: Sequence[OffloadKey]) -> ReqContext:
+        self._num += 1
+        context = ReqContext(req_id=str(self._num))
+        self.manager.on_new_request(context)
+        for position, chunk in enumerate(keys):
+            context.set_offload_key_position(chunk, 32 * (position + 1))
+        return context
+
+    def run(self, keys: Sequence[OffloadKey], fails: bool = False) -> set[OffloadKey] | None:
+        """A request for a prompt of these chunks: what was evicted for it; None: it found no room."""
+        manager, context = self.manager, self.context(keys)
+        present = [chunk for chunk in keys if chunk in self.held]
+        manager.prepare_load(present, context)
+        output = manager.prepare_store(keys, context)
+        if output is not None:
+            self.held -= set(output.evicted_keys)
+            manager.complete_store(output.keys_to_store, context, success=not fails)
+            self.held |= set() if fails else set(output.keys_to_store)
+        manager.complete_load(present, context)
+        manager.on_request_finished(context)
+        self.check(keys)
+        return None if output is None else set(output.evicted_keys)
+
+    def check(self, keys: Sequence[OffloadKey]) -> None:
+        assert len(self.held) <= NUM_CHUNKS
+        for chunk in {*self.held, *keys}:
+            assert (self.manager.lookup(chunk, self.context([])).name == "HIT") == (chunk in self.held)
+
+
+def prompt(first: int, length: int) -> list[OffloadKey]:
+    return [key(100 * first + i) for i in range(length)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lru_evicts_what_theirs_does(seed: int) -> None:
+    """Over random prompts of shared and own chunks, failed stores and resets."""
+    rng = random.Random(seed)
+    ours, theirs = Requests(manager_of("LRUPolicy")), Requests(manager_of("lru"))
+    for _ in range(400):
+        chunks = [*prompt(rng.randrange(3), rng.randrange(5)), *prompt(rng.randrange(3, 9), rng.randrange(1, 6))]
+        fails = rng.random() < 0.1
+        assert ours.run(chunks, fails) == theirs.run(chunks, fails)
+        if rng.random() < 0.02:
+            for requests in (ours, theirs):
+                requests.manager.reset_cache()
+                requests.held.clear()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_books_stay_right(policy: str) -> None:
+    """What vLLM's manager believes is what the policy holds, over random prompts and failures."""
+    rng = random.Random(0)
+    requests = Requests(manager_of(policy))
+    for _ in range(400):
+        requests.run(prompt(rng.randrange(9), rng.randrange(1, 9)), fails=rng.random() < 0.2)
+
+
+@pytest.mark.parametrize("policy", ["LRUPolicy", "LFUPolicy", "SLRUPolicy"])
+def test_a_suffix_goes_before_its_prefix(policy: str) -> None:
+    """A prefix alone is of use, a suffix alone is not."""
+    requests = Requests(manager_of(policy))
+    chunks = prompt(1, NUM_CHUNKS)
+    requests.run(chunks)
+    for n in range(1, 5):
+        assert requests.run([key(1000 + n)]) == {chunks[-n]}
+
+
+@pytest.mark.parametrize(("policy", "survives"), [("LRUPolicy", False), ("LFUPolicy", True), ("SLRUPolicy", True)])
+def test_what_is_shared_survives_prompts_that_come_once(policy: str, survives: bool) -> None:
+    """A system prompt that two requests used, then many prompts that nobody asks again: LRU loses it."""
+    requests = Requests(manager_of(policy))
+    shared = prompt(1, 4)
+    for _ in range(2):
+        requests.run(shared)
+    for n in range(2, 10):
+        requests.run(prompt(n, 6))
+    assert (set(shared) <= requests.held) is survives
+
+
+def test_a_pinned_or_protected_chunk_is_never_evicted() -> None:
+    """Where that leaves too few, nothing is evicted at all."""
+    requests = Requests(manager_of("SLRUPolicy"))
+    requests.run(prompt(1, 10))
+    context = requests.context(prompt(1, 10))
+    requests.manager.prepare_load(prompt(1, 10), context)
+    assert requests.run(prompt(2, 7)) is None
+    assert requests.run(prompt(2, 6)) == set()
+    assert requests.run([*prompt(2, 6), key(5)]) is None
+    requests.manager.complete_load(prompt(1, 10), context)
+    assert requests.run([*prompt(2, 6), key(5)]) == {prompt(1, 10)[-1]}
+
+
+def test_an_unknown_policy_is_named() -> None:
+    with pytest.raises(AttributeError, match="RLUPolicy"):
+        manager_of("RLUPolicy")

@@ -1,0 +1,271 @@
+"""The secondary tier under vLLM's own tiering manager, CPU tier and factory: its scheduler without a model."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from hicache.disk import DiskTier, Limits
+from hicache.errors import ConfigError
+from hicache.integrations.vllm import release, tier
+from hicache.storage import LmdbPageStore, StoreError
+from vllm_tier_case import CONFIG, NUM_CHUNKS, ROW_BYTES, Scheduler, content, key, scheduler
+
+CHUNKS = [key(number) for number in range(20)]
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is given up soon and tried again soon."""
+    limits = Limits(io_timeout_s=0.05, reopen_backoff_s=0.01, max_reopen_backoff_s=0.02, close_s=0.1)
+    monkeypatch.setattr(tier, "DiskTier", functools.partial(DiskTier, limits=limits))
+
+
+class Gate:
+    """Calls of a method of the store wait while it is closed. `inside`: how many there are."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.inside = 0
+        original = getattr(LmdbPageStore, method)
+
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            self.inside += 1
+            self.open.wait(120)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.inside -= 1
+
+        monkeypatch.setattr(LmdbPageStore, method, waiting)
+
+
+def test_bytes_that_went_down_come_back(tmp_path: Path) -> None:
+    """After the CPU tier was reset, and in a second server; a chunk that nobody stored is a miss."""
+    with scheduler(tmp_path) as first:
+        first.store(CHUNKS)
+        first.reset()
+        assert first.load([*CHUNKS, key(99)]) == [True] * 20 + [False]
+    with scheduler(tmp_path) as second:
+        assert second.load([*CHUNKS, key(99)]) == [True] * 20 + [False]
+        assert second.load([key(0, group=1)]) == [False]
+
+
+def _changed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    groups = (replace(CONFIG.groups[0], layer_names=("a", "c")),)
+    other = path / "model"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    yield "model", {"model": replace(CONFIG.model, name="other")}
+    yield "dtype", {"model": replace(CONFIG.model, dtype="float16")}
+    yield "layers", {"groups": groups}
+    yield "block size", {"groups": (replace(CONFIG.groups[0], tokens_per_block=64),)}
+    yield "hash size", {"cache": replace(CONFIG.cache, tokens_per_hash=16)}
+    yield "layout", {"kv_cache_layout": "BLHNC"}
+    yield "parallel", {"parallel": replace(CONFIG.parallel, tp_size=2)}
+    yield "row", {"worker_kv_bytes_per_block": ROW_BYTES // 2}
+    yield "salt", {"salt": "tenant"}
+    yield "folder", {"model": replace(CONFIG.model, name=str(other))}
+
+
+def test_servers_that_differ_see_nothing_of_each_other(tmp_path: Path) -> None:
+    """On one folder, whatever differs, also where only the weights behind a name do."""
+    pages = tmp_path / "pages"
+    with scheduler(pages) as first:
+        first.store(CHUNKS)
+    for what, changed in _changed(tmp_path):
+        with scheduler(pages, **changed) as second:
+            assert second.load(CHUNKS) == [False] * 20, what
+    for version in (1, 2):
+        (tmp_path / "model" / "model.safetensors").write_bytes(bytes([version]) * (1 << 20))
+        with scheduler(pages, **changed) as trained:
+            assert trained.load(CHUNKS) == [False] * 20
+            trained.store(CHUNKS, version)
+    with scheduler(pages) as again:
+        assert again.load(CHUNKS) == [True] * 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_failures_and_delays_cost_hits_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: None, seed: int
+) -> None:
+    """A store that fails, lies in pieces or is slow, at random: what is served are the right bytes, every job ends, and
+    no row stays pinned."""
+    rng = random.Random(seed)
+
+    def faulty(original: Any) -> Any:
+        def call(self: LmdbPageStore, items: Any, *args: Any, **kwargs: Any) -> Any:
+            kind = rng.random()
+            if kind < 0.1:
+                raise OSError(5, "injected")
+            if kind < 0.2:
+                raise StoreError("injected")
+            if kind < 0.25:
+                raise RuntimeError("injected")
+            if kind < 0.35:
+                time.sleep(rng.random() * 0.1)
+            return [ok and rng.random() < 0.9 for ok in original(self, items, *args, **kwargs)]
+
+        return call
+
+    for method in ("contains", "get_into", "put"):
+        monkeypatch.setattr(LmdbPageStore, method, faulty(getattr(LmdbPageStore, method)))
+    hits = 0
+    with scheduler(tmp_path) as server:
+        for _ in range(40):
+            start = rng.randrange(40)
+            chunks = [key(number) for number in range(start, start + rng.randrange(1, 16))]
+            hits += sum(server.load(chunks))
+            server.store(chunks)
+            if rng.random() < 0.3:
+                server.reset()
+        everything = [key(1000 + number) for number in range(NUM_CHUNKS)]
+        server.store(everything)
+        assert hits
+
+
+def test_a_load_that_fails_is_not_tried_again_by_the_same_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be found again each step, and its request would never run. What was read before is kept."""
+    with scheduler(tmp_path) as server:
+        server.store(CHUNKS)
+        server.reset()
+        original, lost = LmdbPageStore.get_into, content(CHUNKS[3]).tobytes()
+
+        def missing(self: LmdbPageStore, keys: Any, pages: Any) -> list[bool]:
+            return [ok and page.tobytes() != lost for ok, page in zip(original(self, keys, pages), pages, strict=True)]
+
+        monkeypatch.setattr(LmdbPageStore, "get_into", missing)
+        found = server.load(CHUNKS)
+        assert found[:3] == [True] * 3 and not found[3] and found[8:] == [True] * 12
+
+
+def test_rows_are_kept_while_a_thread_uses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: None) -> None:
+    """A read that stalls keeps its job open, other requests are answered, and a reset waits for the thread."""
+    gate = Gate(monkeypatch, "get_into")
+    with scheduler(tmp_path) as server:
+        server.store(CHUNKS)
+        server.reset()
+        gate.open.clear()
+        with server.request() as context:
+            server.until(lambda: server.manager.lookup(CHUNKS[0], context).name == "HIT_PENDING" and gate.inside > 0)
+            time.sleep(0.1)
+            assert server.load([key(77)]) == [False]
+            assert server.manager.has_pending_work()
+            threading.Timer(0.1, gate.open.set).start()
+            server.reset()
+            assert gate.inside == 0 and not server.manager.has_pending_work()
+        assert server.load(CHUNKS[:1]) in ([True], [False])
+
+
+def test_a_thread_that_never_returns_keeps_the_memory_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: None
+) -> None:
+    """Shutting down says so instead of taking the rows from under it; later it succeeds."""
+    gate = Gate(monkeypatch, "get_into")
+    server = Scheduler({"path": str(tmp_path)})
+    server.store(CHUNKS)
+    server.reset()
+    gate.open.clear()
+    with server.request() as context:
+        server.until(lambda: server.manager.lookup(CHUNKS[0], context).name == "HIT_PENDING" and gate.inside > 0)
+    with pytest.raises(StoreError, match="stays mapped"):
+        server.manager.shutdown()
+    assert server.rows[0].sum() >= 0
+    gate.open.set()
+    while gate.inside:
+        time.sleep(1e-3)
+    server.close()
+
+
+def test_stores_that_wait_pin_half_of_the_rows_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of vLLM's CPU tier stays usable while the disk is slow."""
+    gate = Gate(monkeypatch, "put")
+    with scheduler(tmp_path) as server:
+        gate.open.clear()
+        for start in range(0, 3 * NUM_CHUNKS, 4):
+            with server.request() as context:
+                output = server.manager.prepare_store([key(start + i) for i in range(4)], context)
+                assert output is not None
+                server.manager.complete_store(output.keys_to_store, context)
+            server.step()
+        gate.open.set()
+        server.until(lambda: not server.manager.has_pending_work())
+        assert server.tiers[0].dropped_stores == 3 * NUM_CHUNKS // 4 - NUM_CHUNKS // 8
+
+
+def test_hashes_that_change_with_the_process_are_not_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of xxhash are short; the log names the remedy, once."""
+    short = [key(number, hash_bytes=16) for number in range(4)]
+    with scheduler(tmp_path) as server:
+        server.store(short)
+        server.reset()
+        assert server.load(short) == [False] * 4
+    assert caplog.text.count("--prefix-caching-hash-algo sha256") == 1
+
+
+def test_a_full_disk_damage_and_another_writer_cost_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM goes on with its CPU tier."""
+    with scheduler(tmp_path / "full") as server, monkeypatch.context() as patched:
+        patched.setattr(
+            LmdbPageStore, "put", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "No space left"))
+        )
+        server.store(CHUNKS)
+        assert server.load(CHUNKS) == [True] * 20
+        server.reset()
+        assert server.load(CHUNKS) == [False] * 20
+    with scheduler(tmp_path / "two") as first, scheduler(tmp_path / "two") as second:
+        first.store(CHUNKS[:10])
+        second.store(CHUNKS)
+        second.reset()
+        assert second.load(CHUNKS) in ([True] * 10 + [False] * 10, [False] * 20)
+    with scheduler(tmp_path / "two") as first:
+        first.store(CHUNKS)
+    [data] = (tmp_path / "two").glob("*/data.mdb")
+    data.write_bytes(b"\xff" * data.stat().st_size)
+    with scheduler(tmp_path / "two") as damaged:
+        damaged.store(CHUNKS)
+        damaged.reset()
+        assert damaged.load(CHUNKS) == [False] * 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({}, "missing setting path"),
+        (
+            {"path": "pages", "bugdet": 1},
+            "vLLM secondary tier HiCacheTier: unknown setting bugdet; known are path, budget",
+        ),
+        ({"path": "pages", "budget": "much"}, "budget='much'"),
+        ({"path": "."}, "holds files of something else.*set path to a new or empty directory"),
+        ({"path": "file"}, "cannot be used"),
+        ({"path": "pages", "key_file": "no such file"}, "cannot read disk key_file"),
+    ],
+)
+def test_wrong_settings_end_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], match: str
+) -> None:
+    """By one error that names the setting and the remedy."""
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=match):
+        Scheduler(settings)
+
+
+def test_an_untested_vllm_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.version.__version__", "0.34.1")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.34\.1 was never tested.*0\.32, 0\.33"):
+        release.vllm_release()

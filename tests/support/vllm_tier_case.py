@@ -1,0 +1,146 @@
+"""vLLM's own tiering manager over its own CPU tier, with ours behind it: what its scheduler process runs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+ROW_BYTES = 8192
+NUM_CHUNKS = 32
+CONFIG = OffloadingConfig(
+    groups=(OffloadingGroupConfig(tokens_per_block=32, layer_names=("a", "b"), group_id=0),),
+    worker_kv_bytes_per_block=ROW_BYTES,
+    enable_kv_cache_events=False,
+    extra_config={},
+    engine_id="",
+    model=OffloadingModelConfig(name="model", dtype="bfloat16"),
+    cache=OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=1),
+    parallel=OffloadingParallelConfig(
+        rank=0,
+        world_size=1,
+        tp_size=1,
+        pp_size=1,
+        pcp_size=1,
+        dcp_size=1,
+        data_parallel_index=0,
+        data_parallel_size=1,
+        data_parallel_rank_local=None,
+        is_parallelism_agnostic=False,
+    ),
+    kv_cache_layout="LBHNC",
+)
+
+
+def key(number: int, hash_bytes: int = 32, group: int = 0) -> OffloadKey:
+    return make_offload_key(number.to_bytes(hash_bytes, "big"), group)
+
+
+def content(chunk: OffloadKey, version: int = 0) -> np.ndarray:
+    """Bytes that only this chunk has."""
+    seed = int.from_bytes(chunk[-12:], "big") + version
+    return np.random.default_rng(seed).integers(0, 7, ROW_BYTES, dtype=np.uint8)
+
+
+class Scheduler:
+    """What vLLM's scheduler does with its offloading manager. `num_chunks`: of the CPU tier."""
+
+    def __init__(self, tier: dict[str, Any], num_chunks: int = NUM_CHUNKS, **changed: Any) -> None:
+        extra = {
+            "cpu_bytes_to_use": num_chunks * ROW_BYTES,
+            "secondary_tiers": [{"type": "HiCacheTier", "module_path": "hicache.integrations.vllm", **tier}],
+            **changed.pop("extra", {}),
+        }
+        config = replace(CONFIG, engine_id=uuid.uuid4().hex, extra_config=extra, **changed)
+        self.manager = TieringOffloadingSpec(config).get_manager()
+        self.primary = self.manager.primary_tier
+        self.tiers = self.manager.secondary_tiers
+        self.rows = np.asarray(self.primary.get_kv_memoryview()).view(np.uint8)
+        self._num_requests = 0
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[ReqContext]:
+        self._num_requests += 1
+        context = ReqContext(req_id=f"request {self._num_requests}")
+        self.manager.on_new_request(context)
+        yield context
+        self.manager.on_request_finished(context)
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def until(self, done: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + 120
+        while not done():
+            assert time.monotonic() < deadline_s
+            self.step()
+            time.sleep(1e-3)
+
+    def store(self, chunks: Sequence[OffloadKey], version: int = 0) -> None:
+        """A request computes the chunks; returns when they have left for the tiers and come to rest."""
+        with self.request() as context:
+            output = self.manager.prepare_store(chunks, context)
+            assert output is not None
+            for chunk, row in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
+                self.rows[row] = content(chunk, version)
+            if output.keys_to_store:
+                self.manager.complete_store(output.keys_to_store, context)
+        self.until(lambda: not self.manager.has_pending_work())
+
+    def lookup(self, chunks: Sequence[OffloadKey], context: ReqContext) -> list[bool]:
+        """Ask as often as vLLM tells its scheduler to."""
+        found: list[LookupResult] = []
+
+        def known() -> bool:
+            found[:] = [self.manager.lookup(chunk, context) for chunk in chunks]
+            return not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found)
+
+        self.until(known)
+        return [result is LookupResult.HIT for result in found]
+
+    def load(self, chunks: Sequence[OffloadKey], version: int = 0) -> list[bool]:
+        """Which of them a request finds; their bytes are those that were stored."""
+        with self.request() as context:
+            found = self.lookup(chunks, context)
+            held = [chunk for chunk, hit in zip(chunks, found, strict=True) if hit]
+            spec = self.manager.prepare_load(held, context)
+            for chunk, row in zip(held, spec.chunk_ids, strict=True):
+                assert np.array_equal(self.rows[row], content(chunk, version))
+            self.manager.complete_load(held, context)
+        return found
+
+    def reset(self) -> None:
+        """Forget the CPU tier."""
+        self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # since 0.33
+            self.manager.on_reset_flushed()
+
+    def close(self) -> None:
+        """vLLM releases the memory of its CPU tier last, which a view that is left would refuse."""
+        del self.rows
+        self.manager.shutdown()
+
+
+@contextlib.contextmanager
+def scheduler(path: Path, **settings: Any) -> Iterator[Scheduler]:
+    """Settings of the tier, and of `Scheduler` by the names `num_chunks`, `extra`, and those of `OffloadingConfig`."""
+    names = {"num_chunks", "extra", *CONFIG.__dataclass_fields__}
+    own = {name: settings.pop(name) for name in names & settings.keys()}
+    opened = Scheduler({"path": str(path), **settings}, **own)
+    yield opened
+    opened.close()
