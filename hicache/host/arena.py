@@ -63,6 +63,49 @@ class CudaRegistry:
         return f"CUDA error {int(status)}, {self._cudart.cudaGetErrorString(status)}"
 
 
+class PinnedRows:
+    """Page-locks `data`, uint8 [rows, row_bytes] in one piece, in chunks of `rows_per_chunk` whole rows.
+
+    The memory is the caller's: private, or shared with other processes, each of which locks it for its own GPUs. Unlock
+    it with `close` before it is unmapped. OutOfMemory names `setting`.
+    """
+
+    def __init__(
+        self,
+        data: torch.Tensor,
+        *,
+        setting: str,
+        device: torch.device | None = None,
+        registry: CudaRegistry | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        rows, row_bytes = data.shape
+        self.rows_per_chunk = _rows_per_chunk(row_bytes, chunk_bytes)
+        registry = CudaRegistry(device) if registry is None else registry
+        pinned: list[int] = []
+        # Also when this is dropped without a close: memory that is unmapped while registered cannot be used again.
+        self._data, self._unpin = data, weakref.finalize(self, _unregister, registry, pinned)
+        self._unpin.atexit = False  # the driver does it faster
+        try:
+            for first in range(0, rows, self.rows_per_chunk):
+                start = data.data_ptr() + first * row_bytes
+                length = min(self.rows_per_chunk, rows - first) * row_bytes
+                failed = registry.register(start, length)
+                if failed is not None:
+                    raise OutOfMemory(
+                        f"cannot pin {length} of {rows * row_bytes} bytes of CPU memory ({failed}); "
+                        f"lower {setting} or raise ulimit -l"
+                    )
+                pinned.append(start)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unpin. Idempotent."""
+        self._unpin()
+
+
 class PinnedArena:
     """`rows` rows of `row_bytes` bytes: `data` is uint8 [rows, row_bytes], zeros, page-locked when `pin`.
 
@@ -87,37 +130,18 @@ class PinnedArena:
         self.rows_per_chunk = _rows_per_chunk(row_bytes, chunk_bytes)
         mapping = _map(total, setting)
         self.data = torch.frombuffer(mapping, dtype=torch.uint8)[:total].view(rows, row_bytes)
-        self._unpin: Callable[[], object] = lambda: None
+        self._pins: PinnedRows | None = None
         if pin:
             # After a fork the next write to a page would copy it, and leave the device with the page as it was.
             mapping.madvise(mmap.MADV_DONTFORK)
-            self._pin(CudaRegistry(device) if registry is None else registry, setting)
-
-    def _pin(self, registry: CudaRegistry, setting: str) -> None:
-        pinned: list[int] = []
-        # Also when the arena is dropped without a close: memory that is unmapped while registered cannot be used again.
-        self._unpin = unpin = weakref.finalize(self, _unregister, registry, pinned)
-        unpin.atexit = False  # the driver does it faster
-        try:
+            registry = CudaRegistry(device) if registry is None else registry
             touch(self.data.view(-1).numpy(), registry.near())
-            rows, row_bytes = self.data.shape
-            for first in range(0, rows, self.rows_per_chunk):
-                start = self.data.data_ptr() + first * row_bytes
-                length = min(self.rows_per_chunk, rows - first) * row_bytes
-                failed = registry.register(start, length)
-                if failed is not None:
-                    raise OutOfMemory(
-                        f"cannot pin {length} of {rows * row_bytes} bytes of CPU memory ({failed}); "
-                        f"lower {setting} or raise ulimit -l"
-                    )
-                pinned.append(start)
-        except BaseException:
-            self.close()
-            raise
+            self._pins = PinnedRows(self.data, setting=setting, registry=registry, chunk_bytes=chunk_bytes)
 
     def close(self) -> None:
         """Unpin. Idempotent. The memory itself is released with the last tensor that refers to it."""
-        self._unpin()
+        if self._pins is not None:
+            self._pins.close()
 
 
 def touch(memory: npt.NDArray[np.uint8], cpus: frozenset[int]) -> None:

@@ -63,7 +63,7 @@ class _Link:
 
     def __init__(self, host: torch.Tensor, buffer: torch.Tensor, pieces: list[tuple[int, int]]) -> None:
         self._buffer, self._pieces = buffer, pieces
-        self._pitch = host.shape[1]
+        self._page_bytes, self._pitch = host.shape[1], host.stride(0)
         self._first = host.data_ptr() + self._pitch  # page 0 is the sink
         self._stream = torch.cuda.Stream(buffer.device)
         self._blocker = torch.empty(_BYTES, dtype=torch.uint8, device=buffer.device)
@@ -73,7 +73,7 @@ class _Link:
         strided = replace(self._cost(self._strided, up), issue_s=0.0)  # one call for any number of pieces
         batched = self._cost(self._batched, up) if can_batch() else assumed.batched
         pages = self._pieces[1][1]
-        return LinkDirection(strided, batched, CopyCost(pages * self._pitch / zero_copy_s))
+        return LinkDirection(strided, batched, CopyCost(pages * self._page_bytes / zero_copy_s))
 
     def seconds(self, *copies: Callable[[], None]) -> list[tuple[float, float]]:
         """Of each copy, timed in turns, the minimum seconds on the device and of issuing on the host: other work on the

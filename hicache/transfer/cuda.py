@@ -29,7 +29,7 @@ from hicache.kernels.upload import IdUploader
 from hicache.kernels.zero_copy import ZeroCopyMover
 from hicache.transfer.calibrate import measured_rates
 from hicache.transfer.copies import can_batch, copy_batched, copy_strided, need_bindings
-from hicache.transfer.counter import LayerTransferCounter
+from hicache.transfer.counter import LayerSink
 from hicache.transfer.load_queue import LoadQueue
 from hicache.transfer.plan import Ids, PageRuns, Plan, Shape, choose, intervals, next_power_of_two, page_runs, tapered
 from hicache.transfer.unstaged import SlotRuns, UnstagedCopier
@@ -131,13 +131,14 @@ class _Copy:
 
 
 class CudaTransfer:
-    """See `TransferBackend`. `host`: pinned uint8 [pages, page_bytes]; `staging_bytes` is shared by both directions."""
+    """See `TransferBackend`. `host`: pinned uint8 [pages, page_bytes], where pages may be farther apart than their bytes;
+    `staging_bytes` is shared by both directions."""
 
     def __init__(
         self,
         host: torch.Tensor,
         mover: PageMover,
-        counter: LayerTransferCounter,
+        counter: LayerSink,
         *,
         rows_per_chunk: int,
         device_page_tokens: int,
@@ -381,7 +382,7 @@ class CudaTransfer:
         self, pair: _StreamPair, buffer: _Buffer, copy: _Copy, first: int, end: int, start: int, stop: int
     ) -> None:
         """Queue the copy of layers [first, end) of the pages [start, stop) from (up) or to (down) their host pages."""
-        up, width, pitch = pair is self.up, self._offsets[end] - self._offsets[first], self._host.shape[1]
+        up, width, pitch = pair is self.up, self._offsets[end] - self._offsets[first], self._host.stride(0)
         host_address, stream = self._host_address + self._offsets[first], pair.copy.cuda_stream
         if copy.plan.method == "batched":
             on_host = host_address + copy.ids[start:stop] * pitch

@@ -42,7 +42,7 @@ class UnstagedCopier:
         """`device_page_tokens`: of the allocator's pages, within which slots are adjacent and in order."""
         self._page_tokens, self._rows_per_chunk = mover.page_tokens, rows_per_chunk
         self._block = math.gcd(device_page_tokens, mover.page_tokens)
-        self._host_address, self._pitch = host.data_ptr(), host.shape[1]
+        self._host_address, self._pitch = host.data_ptr(), host.stride(0)
         self._table = mover.table
         segments = [segment for layer in self._table.segments for segment in layer]
         # Copy calls for a run, over all layers, and bytes of the smallest row of a copy, a buffer of a layer of a page.
