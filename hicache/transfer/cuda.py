@@ -131,8 +131,8 @@ class _Copy:
 
 
 class CudaTransfer:
-    """See `TransferBackend`. `host`: pinned uint8 [pages, page_bytes], where pages may be farther apart than their bytes;
-    `staging_bytes` is shared by both directions."""
+    """See `TransferBackend`. `host`: pinned uint8 [pages, page_bytes]; pages may lie apart. `staging_bytes` is shared
+    by both directions."""
 
     def __init__(
         self,

@@ -1,3 +1,4 @@
+from hicache.integrations.vllm.offloading_spec import HiCacheOffloadingSpec as HiCacheOffloadingSpec
 from hicache.integrations.vllm.policy import FIFOPolicy as FIFOPolicy
 from hicache.integrations.vllm.policy import LFUPolicy as LFUPolicy
 from hicache.integrations.vllm.policy import LRUPolicy as LRUPolicy

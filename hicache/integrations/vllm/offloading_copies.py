@@ -1,0 +1,232 @@
+"""Copies between vLLM's cache blocks on the device and the rows of its CPU tier, by hicache's transfer backends.
+
+To a backend a block of vLLM's cache is a token, a cache tensor is a layer, and a chunk is a page:
+
+    row r of the CPU tier     one chunk of `blocks_per_chunk` blocks of every tensor, [tensor][block][bytes]
+    tensor t in it            [offset_t, offset_t + blocks_per_chunk * page_bytes_t), where vLLM's own worker puts it
+
+A chunk of which only some blocks are wanted, at the ends of a prefix, goes block by block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hicache.config import kernel_choice
+from hicache.kernels.page_copy import PageMover
+from hicache.transfer import TransferBackend, TransferOp
+from hicache.transfer.cpu import CpuTransfer
+from hicache.transfer.cuda import CudaTransfer
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+Direction = Literal["load", "store"]
+
+_CHUNK_BLOCKS = 512  # of a copy from device to host
+
+
+@dataclass(frozen=True)
+class ChunkBlocks:
+    """The blocks of one cache group in a transfer.
+
+    `rows` [n] are wanted whole, with `blocks` [n * blocks_per_chunk] in their order. Of other rows single blocks are:
+    block `part_index[i]` of row `part_rows[i]` is the device's block `part_blocks[i]`.
+    """
+
+    rows: Ids
+    blocks: Ids
+    part_rows: Ids
+    part_index: Ids
+    part_blocks: Ids
+
+
+def chunk_blocks(
+    rows: npt.NDArray[np.int32],
+    blocks: npt.NDArray[np.int32],
+    group_sizes: Sequence[int],
+    block_indices: Sequence[int],
+    blocks_per_chunk: int,
+) -> list[ChunkBlocks]:
+    """What a transfer of vLLM asks for, by cache group: `group_sizes[g]` of the `blocks` belong to group g, the first
+    of them is block number `block_indices[g]` of its request, and `rows` has the chunks that they lie in.
+
+    ValueError when there are other than these rows.
+    """
+    found, first_row, first_block = [], 0, 0
+    for size, index in zip(group_sizes, block_indices, strict=True):
+        position = index % blocks_per_chunk + np.arange(size, dtype=np.int64)
+        num_rows = int(position[-1]) // blocks_per_chunk + 1 if size else 0
+        of_group = rows[first_row : first_row + num_rows].astype(np.int64)
+        if len(of_group) != num_rows:
+            raise ValueError(f"{size} blocks from number {index} on lie in {num_rows} chunks, not in {len(of_group)}")
+        chunk, ids = position // blocks_per_chunk, blocks[first_block : first_block + size].astype(np.int64)
+        is_whole = np.bincount(chunk, minlength=num_rows) == blocks_per_chunk
+        whole = is_whole[chunk]
+        part = ~whole
+        found.append(
+            ChunkBlocks(
+                of_group[is_whole], ids[whole], of_group[chunk[part]], position[part] % blocks_per_chunk, ids[part]
+            )
+        )
+        first_row, first_block = first_row + num_rows, first_block + size
+    if first_row != len(rows):
+        raise ValueError(f"a transfer of {first_row} chunks names {len(rows)} rows")
+    return found
+
+
+class _NoLayers:
+    """vLLM waits for whole loads."""
+
+    def queue_on_demand(self, load_id: int, queue: Callable[[int], None]) -> None:
+        """Loads are queued at once."""
+
+    def record(self, load_id: int, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Nobody waits for a layer."""
+
+    def fail(self, load_id: int, error: Exception) -> None:
+        """The operation of the load has the error."""
+
+
+class SingleBlocks:
+    """Blocks of some tensors, one copy each: for parts of chunks, and where the backend failed.
+
+    `tensors`: uint8 [num_blocks, page_bytes]. `host`: uint8 [rows, bytes], of these tensors alone.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], host: torch.Tensor, blocks_per_chunk: int) -> None:
+        widths = [blocks_per_chunk * tensor.shape[1] for tensor in tensors]
+        parts = [part.unflatten(1, (blocks_per_chunk, -1)) for part in host.split(widths, 1)]
+        self._pairs = list(zip(tensors, parts, strict=True))
+        self._block_bytes = sum(tensor.shape[1] for tensor in tensors)
+        self._device = tensors[0].device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    def copy(self, direction: Direction, rows: Ids, index: Ids, blocks: Ids) -> TransferOp:
+        """Copy block `index[i]` of row `rows[i]` from (load) or to (store) the device's `blocks[i]`, behind the work
+        that is queued on the current stream. Without a GPU it is done on return."""
+        op = _SingleOp(len(blocks) * self._block_bytes, self._device)
+        with op.timed(self._stream):
+            for tensor, part in self._pairs:
+                for row, i, block in zip(rows.tolist(), index.tolist(), blocks.tolist(), strict=True):
+                    on_host, on_device = part[row, i], tensor[block]
+                    dst, src = (on_device, on_host) if direction == "load" else (on_host, on_device)
+                    dst.copy_(src, non_blocking=True)
+        return op
+
+
+class _SingleOp:
+    """A `TransferOp` of plain copies on one stream, or of copies that are done."""
+
+    is_undelayed = False
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes, self._device = num_bytes, device
+        self.error: Exception | None = None
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._seconds = 0.0
+
+    @contextlib.contextmanager
+    def timed(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Copies within are made on `stream`, behind the current one. What they raise is kept in `error`."""
+        start = time.perf_counter()
+        try:
+            if stream is None:
+                yield
+            else:
+                stream.wait_stream(torch.cuda.current_stream(self._device))
+                with torch.cuda.stream(stream):
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record(stream)
+                    try:
+                        yield
+                    finally:
+                        end.record(stream)
+                        self._events = begin, end
+        except RuntimeError as error:
+            self.error = error
+        self._seconds = time.perf_counter() - start
+
+    def done(self) -> bool:
+        return self._events is None or self._events[1].query()
+
+    def wait(self) -> None:
+        if self._events is not None:
+            self._events[1].synchronize()
+
+    def wait_outcome(self) -> None:
+        """Copies fail when they are submitted."""
+
+    def seconds(self) -> float:
+        return self._seconds if self._events is None else float(self._events[0].elapsed_time(self._events[1])) / 1e3
+
+
+class ChunkLink:
+    """Transfers between consecutive cache tensors and their part of each row: whole chunks by a transfer backend.
+
+    `tensors`: uint8 [num_blocks, page_bytes]; blocks may lie apart. `host`: uint8 [rows, bytes], pinned for a GPU, rows
+    may lie apart; `rows_per_chunk` of them are pinned together. Called by the worker's thread.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        host: torch.Tensor,
+        blocks_per_chunk: int,
+        *,
+        rows_per_chunk: int,
+        staging_bytes: int,
+    ) -> None:
+        self.single = SingleBlocks(tensors, host, blocks_per_chunk)
+        self._blocks_per_chunk = blocks_per_chunk
+        self._device = tensors[0].device
+        mover = PageMover([[tensor] for tensor in tensors], blocks_per_chunk, kernel_choice(self._device))
+        self.backend: TransferBackend
+        if self._device.type == "cuda":
+            self.backend = CudaTransfer(
+                host,
+                mover,
+                _NoLayers(),
+                rows_per_chunk=rows_per_chunk,
+                device_page_tokens=1,
+                staging_bytes=staging_bytes,
+                chunk_tokens=_CHUNK_BLOCKS * blocks_per_chunk,
+            )
+        else:
+            self.backend = CpuTransfer(host, mover, _NoLayers())
+        self.backend.start()
+        self._num_loads = 0
+
+    def submit(self, direction: Direction, wanted: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
+        """Start the copies; each comes with what repeats it block by block."""
+        ops: list[tuple[TransferOp, Callable[[], TransferOp]]] = []
+        if len(wanted.rows):
+            index = np.tile(np.arange(self._blocks_per_chunk), len(wanted.rows))
+            rows = np.repeat(wanted.rows, self._blocks_per_chunk)
+            again = partial(self.single.copy, direction, rows, index, wanted.blocks)
+            ops.append((self._whole(direction, wanted), again))
+        if len(wanted.part_rows):
+            again = partial(self.single.copy, direction, wanted.part_rows, wanted.part_index, wanted.part_blocks)
+            ops.append((again(), again))
+        return ops
+
+    def close(self) -> None:
+        """Finish what is submitted."""
+        self.backend.close()
+
+    def _whole(self, direction: Direction, wanted: ChunkBlocks) -> TransferOp:
+        pages, slots = torch.from_numpy(wanted.rows), torch.from_numpy(wanted.blocks)
+        if direction == "store":
+            return self.backend.store(slots, pages)
+        op = self.backend.load(pages, slots, self._num_loads)
+        self._num_loads += 1
+        if self._device.type == "cuda":
+            op.wait_outcome()  # queues the rest, which no forward will ask for
+        return op

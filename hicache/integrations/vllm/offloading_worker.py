@@ -1,0 +1,202 @@
+"""vLLM's `OffloadingWorker` over hicache's transfer backends: copies between its cache and the CPU tier's rows.
+
+The rows lie in vLLM's shared region: the scheduler's process, which reads and writes the disk, maps the same memory. A
+worker of several has a part of each row, of `cpu_page_bytes` from `rank * cpu_page_bytes` on.
+
+vLLM knows no failed transfer: it would serve what the blocks hold. So a copy that fails is made again, block by block,
+and the server ends only if that fails too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import torch
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+from hicache.errors import ConfigError
+from hicache.host import PinnedRows
+from hicache.integrations.vllm.offloading_copies import ChunkLink, Direction, chunk_blocks
+from hicache.transfer import TransferOp
+
+log = logging.getLogger(__name__)
+
+
+class ChunkRows:
+    """This worker's part of the rows of a region: `host`, uint8 [rows, cpu_page_bytes], pinned where the cache is on a
+    GPU. Owns the region. `OutOfMemory` when the rows cannot be pinned."""
+
+    def __init__(self, region: SharedOffloadRegion, cpu_page_bytes: int, device: torch.device) -> None:
+        self._region = region
+        rows = region.base_tensor.view(torch.uint8).view(region.num_chunks, -1)
+        self.rows_per_chunk, self._pins = len(rows), None
+        if device.type == "cuda":
+            self._pins = PinnedRows(rows, setting="cpu_bytes_to_use", device=device)
+            self.rows_per_chunk = self._pins.rows_per_chunk
+        start = (region.rank or 0) * cpu_page_bytes
+        self.host = rows[:, start : start + cpu_page_bytes]
+
+    def close(self) -> None:
+        """Unpin and unmap. No copy may be under way."""
+        if self._pins is not None:
+            self._pins.close()
+        del self.host, self._pins  # the region cannot be unmapped while a tensor refers to it
+        self._region.cleanup()
+
+
+@dataclass
+class _Job:
+    """A transfer of vLLM: its copies, each with what repeats it."""
+
+    job_id: int
+    copies: list[tuple[TransferOp, Callable[[], TransferOp]]]
+    is_repeated: bool = False
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_bytes = sum(op.num_bytes for op, _ in self.copies)
+
+    def is_done(self) -> bool:
+        return all(op.done() for op, _ in self.copies)
+
+    def wait(self) -> None:
+        for op, _ in self.copies:
+            op.wait()
+
+    def repeat_failed(self) -> int:
+        """Make the failed copies again, once; how many there were."""
+        failed = [] if self.is_repeated else [i for i, (op, _) in enumerate(self.copies) if op.error is not None]
+        for i in failed:
+            _, again = self.copies[i]
+            self.copies[i] = again(), again
+        self.is_repeated |= bool(failed)
+        return len(failed)
+
+    def result(self) -> TransferResult:
+        error = next((op.error for op, _ in self.copies if op.error is not None), None)
+        if error is not None:
+            log.error("a transfer between vLLM's cache and the CPU tier failed twice; vLLM will stop: %s", error)
+        seconds = sum(op.seconds() for op, _ in self.copies)
+        return TransferResult(self.job_id, error is None, self.num_bytes, seconds)
+
+
+class HiCacheOffloadingWorker(OffloadingWorker):
+    """Called by the worker's thread alone. Transfers of one direction end in the order of their submission.
+
+    `num_repeated`: copies that failed and were made again.
+    """
+
+    def __init__(
+        self, kv_caches: CanonicalKVCaches, rows: ChunkRows, blocks_per_chunk: int, *, staging_bytes: int
+    ) -> None:
+        """`rows` are closed by `shutdown`. ConfigError for caches that hicache cannot copy."""
+        self._rows, self._blocks_per_chunk = rows, blocks_per_chunk
+        self._jobs: dict[Direction, deque[_Job]] = {"store": deque(), "load": deque()}
+        self.num_repeated = 0
+        tensors = [
+            entry.tensor.view(torch.int8).view(-1, entry.page_size_bytes).view(torch.uint8)
+            if entry.tensor.is_contiguous()
+            else entry.tensor.view(torch.uint8)
+            for entry in kv_caches.tensors
+        ]
+        offsets = np.cumsum([0, *(tensor.shape[1] * blocks_per_chunk for tensor in tensors)]).tolist()
+        if offsets[-1] > rows.host.shape[1]:
+            raise ConfigError(
+                f"a chunk of {blocks_per_chunk} blocks has {offsets[-1]} bytes, and vLLM made room for "
+                f"{rows.host.shape[1]}; use TieringOffloadingSpec for this model"
+            )
+        self._links: dict[tuple[int, int], ChunkLink] = {}
+        self._groups: list[list[ChunkLink]] = []
+        for refs in kv_caches.group_data_refs:
+            spans = list(_runs({ref.tensor_idx for ref in refs}))
+            for first, end in spans:
+                if (first, end) not in self._links:
+                    self._links[first, end] = ChunkLink(
+                        tensors[first:end],
+                        rows.host[:, offsets[first] : offsets[end]],
+                        blocks_per_chunk,
+                        rows_per_chunk=rows.rows_per_chunk,
+                        staging_bytes=staging_bytes,
+                    )
+            self._groups.append([self._links[span] for span in spans])
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        return self._submit("store", job_id, src_spec, dst_spec)
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Loads keep their order, expedited ones too (vLLM 0.33, with sync_load_budget_bytes)."""
+        return self._submit("load", job_id, dst_spec, src_spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        return [result for direction in self._jobs for result in self._finished(direction)]
+
+    def wait(self, job_ids: set[int]) -> None:
+        for jobs in self._jobs.values():
+            for job in jobs:
+                if job.job_id in job_ids:
+                    job.wait()
+                    self._repeat_failed(job)
+                    job.wait()
+
+    def shutdown(self) -> None:
+        """Finish what is submitted, and give back the rows. Idempotent."""
+        for link in self._links.values():
+            link.close()
+        if self._links:
+            self._links, self._groups = {}, []
+            self._jobs["store"].clear()
+            self._jobs["load"].clear()
+            self._rows.close()
+
+    def _submit(self, direction: Direction, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec) -> bool:
+        assert isinstance(host, BlockIDsLoadStoreSpec)
+        wanted = chunk_blocks(
+            host.block_ids, device.block_ids, device.group_sizes, device.block_indices, self._blocks_per_chunk
+        )
+        copies = [
+            copy
+            for links, group in zip(self._groups, wanted, strict=True)
+            for link in links
+            for copy in link.submit(direction, group)
+        ]
+        self._jobs[direction].append(_Job(job_id, copies))
+        return True
+
+    def _finished(self, direction: Direction) -> Iterator[TransferResult]:
+        jobs = self._jobs[direction]
+        while jobs and self._is_settled(jobs[0]):
+            yield jobs.popleft().result()
+
+    def _is_settled(self, job: _Job) -> bool:
+        if not job.is_done():
+            return False
+        self._repeat_failed(job)
+        return job.is_done()
+
+    def _repeat_failed(self, job: _Job) -> None:
+        num_failed = job.repeat_failed()
+        if num_failed and not self.num_repeated:
+            log.warning("a copy between vLLM's cache and the CPU tier failed and is made again, block by block")
+        self.num_repeated += num_failed
+
+
+def _runs(indices: set[int]) -> Iterator[tuple[int, int]]:
+    """Half-open intervals of consecutive indices."""
+    for _, run in groupby(enumerate(sorted(indices)), lambda pair: pair[1] - pair[0]):
+        members = [index for _, index in run]
+        yield members[0], members[-1] + 1
