@@ -144,6 +144,7 @@ class Watchdog(Generic[J]):
 
     def end(self) -> None:
         with self._lock:
+            self._jobs = []  # which name pages, whose memory may have to be unmapped
             self.stalls_at_s, self.is_stalled = math.inf, False
 
     def report(self, announce: Callable[[J], None]) -> BreakerToken | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -188,3 +190,20 @@ def test_pages_are_read_into_the_memory_that_was_given(tmp_path: Path) -> None:
     wait_for_reads(disk, 1)
     assert seen == [*map(id, data), *map(id, target)]
     disk.close()
+
+
+def test_a_closed_tier_refers_to_no_page_of_its_jobs(tmp_path: Path) -> None:
+    """Their memory may be unmapped, even while the tier itself is kept."""
+    disk, _ = troubled_tier(tmp_path / "s")
+    disk.start()
+    keys, written = pages(1, 2)
+    into = blank(2)
+    alive = [weakref.ref(page) for page in (*written, *into)]
+    disk.writes.submit(WriteJob(1, keys, written))
+    wait_for_writes(disk, 1)
+    disk.reads.submit(ReadJob(2, 0, keys, into, threading.Event()))
+    wait_for_reads(disk, 1)
+    del written, into
+    assert disk.close()
+    gc.collect()
+    assert not any(page() is not None for page in alive)
