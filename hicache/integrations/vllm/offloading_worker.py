@@ -155,10 +155,10 @@ class HiCacheOffloadingWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """Finish what is submitted, and give back the rows. Idempotent."""
-        for link in self._links.values():
-            link.close()
         if self._links:
-            self._links, self._groups = {}, []
+            while self._links:  # no variable may refer to the rows when they are unmapped
+                self._links.popitem()[1].close()
+            self._groups = []
             self._jobs["store"].clear()
             self._jobs["load"].clear()
             self._rows.close()

@@ -1,0 +1,236 @@
+"""The whole CPU and disk tier under vLLM, driven by vLLM's own types and managers, on the CPU backend."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from hicache.errors import ConfigError
+from hicache.integrations.vllm import HiCacheOffloadingSpec
+from vllm_offload_case import Cache, Engine, chunk_key, offloading_config
+
+PLAIN = Cache()
+TWO_GROUPS = Cache(widths=(2048, 2048, 512), groups=((0, 1, 2), (0, 1)))
+CHUNKED = Cache(widths=(1024, 512), groups=((0, 1),), blocks_per_chunk=3)
+
+
+def extra(cache: Cache, rows: int, **more: Any) -> dict[str, Any]:
+    return {"spec_name": "HiCacheOffloadingSpec", "cpu_bytes_to_use": rows * cache.chunk_bytes, **more}
+
+
+@pytest.fixture
+def engines(device: str) -> Iterator[Any]:
+    """Makes engines that are closed in the end."""
+    made: list[Engine] = []
+
+    def make(cache: Cache, settings: dict[str, Any], **more: Any) -> Engine:
+        made.append(Engine(cache, settings, device, **more))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.mark.parametrize("cache", [PLAIN, TWO_GROUPS, CHUNKED], ids=["plain", "two-groups", "chunked"])
+def test_bytes_that_went_down_come_back_into_other_blocks(engines: Any, cache: Cache) -> None:
+    """Each group of layers, after the cache was overwritten."""
+    engine, per_chunk = engines(cache, extra(cache, 16)), cache.blocks_per_chunk
+    for group in range(len(cache.groups)):
+        blocks = list(range(1, 1 + 4 * per_chunk))
+        for block in blocks:
+            engine.write(block, 100 * group + block, group)
+        keys = [chunk_key(i, group) for i in range(4)]
+        assert engine.store(keys, blocks, group) == keys
+        targets = [block + 30 for block in blocks]
+        assert engine.load(keys, targets, group)
+        assert all(engine.holds(block + 30, 100 * group + block, group) for block in blocks)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "slru", "arc"])
+@pytest.mark.parametrize("on_disk", [False, True], ids=["cpu", "disk"])
+def test_random_programs_keep_every_row_and_every_byte(
+    engines: Any, tmp_path: Path, policy: str, on_disk: bool
+) -> None:
+    """After any sequence of stores, loads and resets: what is found has the bytes that were stored under its name, with
+    a disk everything that was stored is found, and in the end every row of the CPU tier can be used."""
+    rows, rng = 8, random.Random(len(policy))
+    more = {"disk": {"path": str(tmp_path), "budget": "64MB"}} if on_disk else {}
+    engine = engines(PLAIN, extra(PLAIN, rows, eviction_policy=policy, **more))
+    stored: set[int] = set()
+    for _ in range(60):
+        action = rng.choices(["store", "load", "reset"], [10, 10, 1])[0]
+        if action == "reset":
+            engine.settle()
+            engine.manager.reset_cache()
+            continue
+        first, count = rng.randrange(20), rng.randrange(1, 5)
+        numbers, blocks = list(range(first, first + count)), rng.sample(range(1, 64), count)
+        keys = [chunk_key(number) for number in numbers]
+        if action == "store":
+            engine.settle()
+            for number, block in zip(numbers, blocks, strict=True):
+                engine.write(block, number)
+            taken = engine.store(keys, blocks)
+            stored |= {number for number, key in zip(numbers, keys, strict=True) if key in taken}
+            engine.settle()
+        elif engine.load(keys, blocks):
+            assert all(engine.holds(block, number) for number, block in zip(numbers, blocks, strict=True))
+        else:
+            assert not (on_disk and stored.issuperset(numbers))
+    engine.settle()
+    fresh = [chunk_key(1000 + i) for i in range(rows)]
+    assert engine.store(fresh, list(range(1, rows + 1))) == fresh
+
+
+def test_a_second_process_finds_on_disk_what_the_first_one_stored(engines: Any, tmp_path: Path) -> None:
+    """Also what was evicted from the CPU tier long before."""
+    disk = {"path": str(tmp_path), "budget": "64MB"}
+    first = Engine(PLAIN, extra(PLAIN, 4, disk=disk))
+    for number in range(12):
+        first.write(1, number)
+        first.store([chunk_key(number)], [1])
+        first.settle()
+    first.close()
+    second = engines(PLAIN, extra(PLAIN, 4, disk=disk))
+    for start in range(0, 12, 3):
+        assert second.load([chunk_key(start + i) for i in range(3)], [10, 11, 12])
+        assert all(second.holds(10 + i, start + i) for i in range(3))
+    assert not second.load([chunk_key(99)], [10])
+
+
+@pytest.mark.parametrize("other", ["dtype", "layout", "salt"])
+def test_servers_of_another_identity_on_one_path_see_nothing_of_each_other(
+    engines: Any, tmp_path: Path, other: str
+) -> None:
+    disk = {"path": str(tmp_path), "budget": "64MB"}
+    first = engines(PLAIN, extra(PLAIN, 4, disk=disk))
+    first.write(1, 5)
+    first.store([chunk_key(5)], [1])
+    first.settle()
+    first.close()
+    salted = {**disk, "salt": "another"} if other == "salt" else disk
+    changed = {"dtype": {"dtype": "float16"}, "layout": {"layout": "LBNHC"}, "salt": {}}[other]
+    second = engines(PLAIN, extra(PLAIN, 4, disk=salted), **changed)
+    assert not second.load([chunk_key(5)], [2])
+
+
+class Failing:
+    """A transfer backend whose copies fail, `times` of them without a word of it before they end."""
+
+    def __init__(self, backend: Any, times: int) -> None:
+        self._backend, self.times = backend, times
+
+    def store(self, slots: Any, pages: Any) -> Any:
+        return self._spoiled(self._backend.store(slots, pages))
+
+    def load(self, pages: Any, slots: Any, load_id: int) -> Any:
+        return self._spoiled(self._backend.load(pages, slots, load_id))
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def _spoiled(self, op: Any) -> Any:
+        op.wait()
+        if self.times:
+            self.times -= 1
+            op.error = RuntimeError("the copy engine is on fire")
+        return op
+
+
+def test_a_failed_copy_is_made_again(engines: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM knows no failed transfer: it would serve what is in the blocks."""
+    engine = engines(PLAIN, extra(PLAIN, 8))
+    (link,) = engine.worker._links.values()
+    link.backend = Failing(link.backend, times=2)
+    for block in (1, 2):
+        engine.write(block, block)
+    keys = [chunk_key(1), chunk_key(2)]
+    with caplog.at_level(logging.WARNING, "hicache"):
+        engine.store(keys, [1, 2])
+        for tensor in engine.tensors:
+            tensor.zero_()
+        assert engine.load(keys, [3, 4])
+    assert engine.holds(3, 1) and engine.holds(4, 2)
+    assert engine.worker.num_repeated == 2
+    assert caplog.text.count("is made again") == 1
+
+
+def test_a_copy_that_fails_twice_is_reported_as_failed(engines: Any) -> None:
+    """The chunk is not found afterwards, and its row is free."""
+    engine = engines(PLAIN, extra(PLAIN, 1))
+    (link,) = engine.worker._links.values()
+    link.backend, tensor = Failing(link.backend, times=1), link.single._pairs[0]
+    link.single._pairs[0] = (tensor[0][:, :7], tensor[1])
+    engine.store([chunk_key(1)], [1])
+    assert not engine.load([chunk_key(1)], [2])
+    link.single._pairs[0] = tensor
+    engine.write(1, 2)
+    assert engine.store([chunk_key(2)], [1])
+    assert engine.load([chunk_key(2)], [2])
+    assert engine.holds(2, 2)
+
+
+def test_a_damaged_disk_gives_misses_and_the_cpu_tier_goes_on(engines: Any, tmp_path: Path) -> None:
+    disk = {"path": str(tmp_path), "budget": "64MB"}
+    first = Engine(PLAIN, extra(PLAIN, 4, disk=disk))
+    first.write(1, 1)
+    first.store([chunk_key(1)], [1])
+    first.settle()
+    first.close()
+    for file in tmp_path.rglob("*"):
+        if file.is_file() and file.stat().st_size > 64:
+            with file.open("r+b") as opened:
+                opened.seek(0)
+                opened.write(bytes(i * 37 % 251 for i in range(file.stat().st_size)))
+    second = engines(PLAIN, extra(PLAIN, 4, disk=disk))
+    assert not second.load([chunk_key(1)], [2])
+    second.write(3, 3)
+    second.store([chunk_key(3)], [3])
+    second.settle()
+    assert second.load([chunk_key(3)], [4])
+    assert second.holds(4, 3)
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["cpu", "disk"])
+def test_shutdown_gives_the_shared_memory_back(tmp_path: Path, device: str, on_disk: bool) -> None:
+    """Nothing of it is mapped, and its file is gone."""
+    more = {"disk": {"path": str(tmp_path), "budget": "64MB"}} if on_disk else {}
+    engine = Engine(PLAIN, extra(PLAIN, 4, **more), device)
+    engine.store([chunk_key(1)], [1])
+    assert engine.load([chunk_key(1)], [2])
+    engine.settle()
+    name = f"vllm_offload_{engine.spec.config.engine_id}"
+    assert name in Path("/proc/self/maps").read_text(encoding="utf-8")
+    engine.close()
+    assert name not in Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert not list(Path("/dev/shm").glob(f"{name}*"))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "missing setting cpu_bytes_to_use"),
+        ({"cpu_bytes_to_use": "1GB", "bugdet": "1GB"}, "unknown setting bugdet"),
+        ({"cpu_bytes_to_use": "1GB", "disk": {"path": "x", "bugdet": 1}}, "disk in .*unknown setting bugdet"),
+        ({"cpu_bytes_to_use": "1GB", "disk": {}}, "missing setting path"),
+        ({"cpu_bytes_to_use": "1GB", "eviction_policy": "best"}, "eviction_policy"),
+        ({"cpu_bytes_to_use": 4096}, "raise it to a multiple of that"),
+        ({"cpu_bytes_to_use": "1GB", "canonical_layout": True}, "canonical_layout"),
+    ],
+)
+def test_wrong_settings_are_named_at_the_start(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        HiCacheOffloadingSpec(offloading_config(PLAIN, given))
+
+
+def test_metrics_are_those_of_tiering() -> None:
+    names = HiCacheOffloadingSpec.build_metric_definitions(extra(PLAIN, 4))
+    assert any("tiering_promotion" in name for name in names)

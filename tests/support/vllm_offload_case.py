@@ -1,0 +1,184 @@
+"""Both sides of vLLM's offloading, scheduler and worker, in one process and without an engine.
+
+Specs, managers and types are vLLM's own and ours; the requests are made up."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+
+from hicache.integrations.vllm.offloading_spec import HiCacheOffloadingSpec
+
+BLOCK_TOKENS = 32
+_engines = itertools.count()
+_WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Cache:
+    """`groups[g]`: the tensors, by index into `widths` (bytes of a block), that cache group g uses."""
+
+    num_blocks: int = 64
+    widths: tuple[int, ...] = (2048, 2048, 2048)
+    groups: tuple[tuple[int, ...], ...] = ((0, 1, 2),)
+    blocks_per_chunk: int = 1
+
+    @property
+    def chunk_bytes(self) -> int:
+        return -(-sum(self.widths) * self.blocks_per_chunk // 4096) * 4096
+
+
+def offloading_config(
+    cache: Cache, extra: dict[str, Any], *, dtype: str = "bfloat16", layout: str = "LBHNC"
+) -> OffloadingConfig:
+    """As vLLM makes it for one worker; every call is another engine."""
+    return OffloadingConfig(
+        groups=tuple(
+            OffloadingGroupConfig(BLOCK_TOKENS, tuple(f"layer{g}.{i}" for i in tensors), g)
+            for g, tensors in enumerate(cache.groups)
+        ),
+        worker_kv_bytes_per_block=sum(cache.widths),
+        enable_kv_cache_events=False,
+        extra_config=extra,
+        engine_id=f"hicache-test-{time.time_ns()}-{next(_engines)}",
+        model=OffloadingModelConfig("a-model", dtype),
+        cache=OffloadingCacheConfig(BLOCK_TOKENS, cache.blocks_per_chunk),
+        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
+        kv_cache_layout=layout,
+    )
+
+
+def chunk_key(number: int, group: int = 0) -> Any:
+    """The name of a chunk: a SHA-256, as vLLM's block hashes are, and its group."""
+    return make_offload_key(hashlib.sha256(str(number).encode()).digest(), group)
+
+
+class Engine:
+    """A scheduler with its manager, and a worker with a cache. Jobs are sent and settled as vLLM's connector does."""
+
+    def __init__(self, cache: Cache, extra: dict[str, Any], device: str = "cpu", **identity: str) -> None:
+        self.cache = cache
+        config = offloading_config(cache, extra, **identity)
+        self.spec = HiCacheOffloadingSpec(config)
+        self.manager = self.spec.get_manager()
+        self.tensors = [torch.zeros(cache.num_blocks, width, dtype=torch.int8, device=device) for width in cache.widths]
+        self.worker = HiCacheOffloadingSpec(config).get_worker(
+            CanonicalKVCaches(
+                [CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in self.tensors],
+                [[CanonicalKVCacheRef(i, cache.widths[i]) for i in tensors] for tensors in cache.groups],
+            )
+        )
+        self._requests = itertools.count()
+        self._jobs = itertools.count()
+
+    def request(self) -> ReqContext:
+        context = ReqContext(f"request-{next(self._requests)}")
+        self.manager.on_new_request(context)
+        return context
+
+    def step(self) -> None:
+        """The end of a scheduler's step."""
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def settle(self) -> None:
+        """Steps until nothing is under way between CPU and disk."""
+        deadline = time.monotonic() + _WAIT_S
+        self.step()
+        while self.manager.has_pending_work():
+            assert time.monotonic() < deadline, "the disk does not answer"
+            time.sleep(1e-3)
+            self.step()
+
+    def write(self, block: int, content: int, group: int = 0) -> None:
+        """Fill a block with bytes that belong to `content` and nothing else."""
+        for i in self.cache.groups[group]:
+            self.tensors[i][block] = block_bytes(content, i, self.cache.widths[i]).to(self.tensors[i].device)
+
+    def holds(self, block: int, content: int, group: int = 0) -> bool:
+        return all(
+            torch.equal(self.tensors[i][block].cpu(), block_bytes(content, i, self.cache.widths[i]))
+            for i in self.cache.groups[group]
+        )
+
+    def has(self, keys: Sequence[Any], context: ReqContext) -> bool:
+        """Whether all are in the CPU tier in the end: all are looked up in each step, for as many steps as it takes."""
+        deadline = time.monotonic() + _WAIT_S
+        while not {LookupResult.RETRY, LookupResult.HIT_PENDING}.isdisjoint(
+            results := [self.manager.lookup(key, context) for key in keys]
+        ):
+            assert time.monotonic() < deadline, "the lookup is never answered"
+            self.step()
+            time.sleep(1e-3)
+        return set(results) == {LookupResult.HIT}
+
+    def store(self, keys: Sequence[Any], blocks: Sequence[int], group: int = 0) -> list[Any]:
+        """Store chunk i from the blocks [i * blocks_per_chunk, (i + 1) * blocks_per_chunk). Which keys were taken."""
+        context, per_chunk = self.request(), self.cache.blocks_per_chunk
+        output = self.manager.prepare_store(keys, context)
+        stored = [] if output is None else output.keys_to_store
+        if output is not None and stored:
+            chosen = [
+                blocks[i * per_chunk + j] for i, key in enumerate(keys) if key in stored for j in range(per_chunk)
+            ]
+            success = self._run(True, output.store_spec, self._on_device(chosen, group))
+            self.manager.complete_store(stored, context, success)
+        self.manager.on_request_finished(context)
+        return list(stored)
+
+    def load(self, keys: Sequence[Any], blocks: Sequence[int], group: int = 0) -> bool:
+        """Look all keys up and, if all are found, load them. Whether that is so."""
+        context = self.request()
+        found = self.has(keys, context)
+        if found:
+            spec = self.manager.prepare_load(keys, context)
+            assert self._run(False, spec, self._on_device(blocks, group))
+            self.manager.complete_load(keys, context)
+        self.manager.on_request_finished(context)
+        return found
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.manager.shutdown()
+
+    def _on_device(self, blocks: Sequence[int], group: int) -> GPULoadStoreSpec:
+        sizes = [len(blocks) if g == group else 0 for g in range(len(self.cache.groups))]
+        return GPULoadStoreSpec(list(blocks), sizes, [0] * len(sizes))
+
+    def _run(self, is_store: bool, on_host: Any, on_device: GPULoadStoreSpec) -> bool:
+        job = next(self._jobs)
+        if is_store:
+            assert self.worker.submit_store(job, on_device, on_host)
+        else:
+            assert self.worker.submit_load(job, on_host, on_device)
+        self.worker.wait({job})
+        (result,) = self.worker.get_finished()
+        assert result.job_id == job
+        return bool(result.success)
+
+
+def block_bytes(content: int, tensor: int, num_bytes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(content * 64 + tensor)
+    return torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=generator)
