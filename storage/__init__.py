@@ -42,6 +42,7 @@ from hicache.storage.maintenance import (
     open_existing,
     pages,
     put_values,
+    store_folders,
     verify,
 )
 from hicache.storage.rescue import rescue
@@ -73,5 +74,6 @@ __all__ = [
     "pages",
     "put_values",
     "rescue",
+    "store_folders",
     "verify",
 ]

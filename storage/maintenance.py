@@ -18,7 +18,7 @@ from hicache.storage.base import Durability, StoreError
 from hicache.storage.check import Verifier, Violation
 from hicache.storage.cipher import PageCipher
 from hicache.storage.counters import Counters, Counts
-from hicache.storage.directory import writer_of
+from hicache.storage.directory import DATA_FILE, writer_of
 from hicache.storage.filters import PageFormat
 from hicache.storage.header import MAGIC, is_compressed, page_bytes_of
 from hicache.storage.lmdb_reader import LmdbPageReader, ReaderEnv
@@ -115,6 +115,14 @@ def describe(path: str | os.PathLike[str]) -> StoreDescription:
         )
     finally:
         env.close()
+
+
+def store_folders(path: str | os.PathLike[str]) -> list[Path]:
+    """The directories in `path` that hold a store, by name; none where `path` cannot be read."""
+    try:
+        return sorted(folder for folder in Path(path).iterdir() if (folder / DATA_FILE).is_file())
+    except OSError:
+        return []
 
 
 def open_existing(path: str | os.PathLike[str], *, cipher: PageCipher | None = None) -> LmdbPageStore:

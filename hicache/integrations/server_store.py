@@ -60,7 +60,7 @@ class ServerStore:
         """
         root = Path(config.path)
         _require_usable(root)
-        cipher = cipher_of(DiskConfig(path=config.path, key_file=config.key_file))
+        cipher = _cipher(config)
         sizes = sorted(format.page_bytes for format in formats)
         named = {**identity, "key": cipher.key_id if cipher else "", "sizes": sizes}
         digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
@@ -80,6 +80,17 @@ class ServerStore:
 
     def close(self) -> None:
         self.store.close()
+
+
+def require_usable(config: ServerStoreConfig) -> str:
+    """Raise `ConfigError` for a path or a key with which no store could be opened. The id of the key, "" for none."""
+    _require_usable(Path(config.path))
+    cipher = _cipher(config)
+    return cipher.key_id if cipher else ""
+
+
+def _cipher(config: ServerStoreConfig) -> PageCipher | None:
+    return cipher_of(DiskConfig(path=config.path, key_file=config.key_file))
 
 
 def _require_usable(root: Path) -> None:

@@ -1,0 +1,12 @@
+# LMCache's wheel with what its storage manager, its L2 adapters and `lmcache bench l2` import; without the engine side
+# (transformers), CUDA and the clients of remote stores.
+setup() {
+    local venv=$1 python=$2
+    "$python" -m venv "$venv"
+    "$venv/bin/pip" install --quiet torch==2.13.0
+    "$venv/bin/pip" install --quiet --no-deps lmcache==0.5.6
+    "$venv/bin/pip" install --quiet "numpy<=2.2.6" numba aiofiles aiohttp blake3 cachetools httpx msgspec psutil \
+        py-cpuinfo pyyaml pyzmq requests sortedcontainers "prometheus_client<=0.24.1" "opentelemetry-api<=1.40.0" \
+        "opentelemetry-sdk<=1.40.0" lmdb zstandard cryptography pytest pytest-timeout hypothesis
+}
+export LMCACHE_DISABLE_BANNER=1
