@@ -118,9 +118,10 @@ def describe(path: str | os.PathLike[str]) -> StoreDescription:
 
 
 def store_folders(path: str | os.PathLike[str]) -> list[Path]:
-    """The directories in `path` that hold a store, by name; none where `path` cannot be read."""
+    """The directories in `path` that hold a store, by name; none where `path` holds one itself, or cannot be read."""
     try:
-        return sorted(folder for folder in Path(path).iterdir() if (folder / DATA_FILE).is_file())
+        folders = [] if (Path(path) / DATA_FILE).exists() else sorted(Path(path).iterdir())
+        return [folder for folder in folders if (folder / DATA_FILE).is_file()]
     except OSError:
         return []
 

@@ -58,13 +58,11 @@ class ServerStore:
         `ConfigError` for a path or a key that cannot be used, `StoreError` for what the store refuses (a budget that is
         too small for these pages).
         """
-        root = Path(config.path)
-        _require_usable(root)
-        cipher = _cipher(config)
+        cipher = require_usable(config)
         sizes = sorted(format.page_bytes for format in formats)
         named = {**identity, "key": cipher.key_id if cipher else "", "sizes": sizes}
         digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
-        folder = root / f"{str(identity['server']).replace(' ', '-')}-{digest[:16]}"
+        folder = Path(config.path) / f"{str(identity['server']).replace(' ', '-')}-{digest[:16]}"
         if _FOLDER.fullmatch(folder.name) is None:
             raise ConfigError(f"server={identity['server']!r} is not a name and a release, like 'vllm 0.32'")
         return cls(folder, _opened(folder, config, identity, formats, cipher), config.salt)
@@ -82,19 +80,10 @@ class ServerStore:
         self.store.close()
 
 
-def require_usable(config: ServerStoreConfig) -> str:
-    """Raise `ConfigError` for a path or a key with which no store could be opened. The id of the key, "" for none."""
-    _require_usable(Path(config.path))
-    cipher = _cipher(config)
-    return cipher.key_id if cipher else ""
-
-
-def _cipher(config: ServerStoreConfig) -> PageCipher | None:
-    return cipher_of(DiskConfig(path=config.path, key_file=config.key_file))
-
-
-def _require_usable(root: Path) -> None:
-    """Raise `ConfigError` unless `root` is, or can become, a directory of stores alone."""
+def require_usable(config: ServerStoreConfig) -> PageCipher | None:
+    """The cipher of `config`. `ConfigError` for a key that cannot be read, and unless `config.path` is, or can become,
+    a directory of stores alone."""
+    root = Path(config.path)
     remedy = "set path to a new or empty directory"
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -105,6 +94,7 @@ def _require_usable(root: Path) -> None:
         raise ConfigError(f"path={root} holds files of something else ({', '.join(sorted(others)[:3])}); {remedy}")
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(f"path={root} cannot be written; change its permissions, or {remedy}")
+    return cipher_of(DiskConfig(path=config.path, key_file=config.key_file))
 
 
 def _opened(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hicache.storage import (
     LmdbPageStore,
     PageCipher,
     PageFilter,
+    StoreDescription,
     StoreError,
     StoreIndexDamaged,
     VerifyReport,
@@ -28,6 +29,7 @@ from hicache.storage import (
     open_existing,
     pages,
     rescue,
+    store_folders,
     verify,
 )
 from hicache.store_command.archive import ArchiveReader, ArchiveWriter
@@ -43,6 +45,8 @@ from hicache.store_command.import_export import (
 )
 from hicache.terminal import printable, sized
 
+_SUMMARY_FIELDS = ("server", "model", "dtype", "layout")  # of an identity
+
 
 @dataclass(frozen=True)
 class Task:
@@ -53,11 +57,20 @@ class Task:
     log: LogCapture
 
     @property
-    def path(self) -> Path:
+    def folder(self) -> Path:
+        """Of one store, or of those of servers."""
         path = Path(self.flags.path)
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is no directory; give the one that holds the store")
         return path
+
+    @property
+    def path(self) -> Path:
+        """Of one store."""
+        folders = store_folders(self.folder)
+        if folders:
+            raise ConfigError(f"{self.folder} holds {len(folders)} stores; name one of them, like {folders[0]}")
+        return self.folder
 
     def cipher(self) -> PageCipher | None:
         return cipher_of(DiskConfig(path=self.flags.path, key_file=self.flags.key_file))
@@ -73,11 +86,35 @@ class Outcome:
 
 
 def stat(task: Task) -> Outcome:
-    found = describe(task.path)
-    stats = dataclasses.asdict(found)
-    ratio = found.raw_bytes / found.live_bytes if found.live_bytes else None
-    stats |= {"path": str(found.path), "identity": dict(found.identity), "encrypted": found.encrypted, "ratio": ratio}
-    writer = {None: "nobody", 0: "a process that cannot be named"}.get(found.writer_pid, f"process {found.writer_pid}")
+    """Of a store, or a summary of the stores that servers made in a directory."""
+    folders = store_folders(task.folder)
+    return _stat_all(task.folder, folders) if folders else _stat_one(describe(task.folder))
+
+
+def _stat_all(path: Path, folders: Sequence[Path]) -> Outcome:
+    """One row a store; status 1 when one of them cannot be read."""
+    stats: list[dict[str, Any]] = []
+    parts: list[str] = []
+    for folder in folders:
+        try:
+            found = describe(folder)
+        except StoreError as error:
+            stats.append({"path": str(folder), "error": str(error)})
+            parts.append(columns([("path", folder), ("error", error)]))
+            continue
+        stats.append(_stats_of(found))
+        named: list[tuple[str, object]] = [
+            (name, found.identity[name]) for name in _SUMMARY_FIELDS if name in found.identity
+        ]
+        rows = [("entries", found.entries), ("file", sized(found.file_bytes)), ("budget", sized(found.budget_bytes))]
+        parts.append(columns([("path", folder), *named, *rows, ("written by", _writer(found))]))
+    failed = any("error" in one for one in stats)
+    return Outcome({"path": str(path), "stores": stats}, "\n\n".join(parts), status=int(failed))
+
+
+def _stat_one(found: StoreDescription) -> Outcome:
+    stats = _stats_of(found)
+    ratio = stats["ratio"]
     rows: list[tuple[str, object]] = [
         ("path", found.path),
         *((f"identity.{name}", value) for name, value in found.identity.items()),
@@ -92,9 +129,19 @@ def stat(task: Task) -> Outcome:
         ("file", sized(found.file_bytes)),
         ("budget", sized(found.budget_bytes)),
         ("ratio", "-" if ratio is None else f"{ratio:.3f} bytes of pages a byte stored"),
-        ("written by", writer),
+        ("written by", _writer(found)),
     ]
     return Outcome(stats, columns(rows))
+
+
+def _stats_of(found: StoreDescription) -> dict[str, Any]:
+    ratio = found.raw_bytes / found.live_bytes if found.live_bytes else None
+    changed = {"path": str(found.path), "identity": dict(found.identity), "encrypted": found.encrypted, "ratio": ratio}
+    return {**dataclasses.asdict(found), **changed}
+
+
+def _writer(found: StoreDescription) -> str:
+    return {None: "nobody", 0: "a process that cannot be named"}.get(found.writer_pid, f"process {found.writer_pid}")
 
 
 def _filter_text(filter: PageFilter) -> str:

@@ -118,7 +118,8 @@ class KindStores:
     """
 
     def __init__(self, config: ServerStoreConfig, server: str) -> None:
-        key_id = require_usable(config)
+        cipher = require_usable(config)
+        key_id = cipher.key_id if cipher else ""
         self._config, self._server = config, server
         self._opening = threading.Lock()
         # None: not opened yet, or it could not be opened (then it is in `_unusable`).

@@ -1,0 +1,71 @@
+"""`hicache store` on the directory in which servers keep a store for each model, dtype and layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hicache.cli import main
+from hicache.integrations.config import ServerStoreConfig
+from hicache.integrations.server_store import ServerStore
+from hicache.storage import PageFormat, store_folders
+
+PAGE_BYTES = 4096
+VLLM = {"server": "vllm 0.32", "model": "m", "dtype": "bfloat16", "layout": "LBHNC", "page_tokens": 16}
+LMCACHE = {"server": "lmcache 0.5.6", "model": "n", "dtype": "uint8", "layout": "[4096]"}
+
+
+@pytest.fixture(name="path")
+def of_two_servers(tmp_path: Path) -> Path:
+    """3 pages of one, 5 of the other."""
+    for identity, num_pages in ((VLLM, 3), (LMCACHE, 5)):
+        server = ServerStore.open(
+            ServerStoreConfig(path=str(tmp_path / "pages"), budget=32 << 20), identity, [PageFormat(PAGE_BYTES)]
+        )
+        keys = server.keys([bytes([n]) for n in range(num_pages)])
+        assert all(server.store.put([(key, np.full(PAGE_BYTES, 7, dtype=np.uint8)) for key in keys]))
+        server.close()
+    return tmp_path / "pages"
+
+
+def stats(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> dict[str, Any]:
+    assert main(["store", *map(str, arguments), "--json"]) == status
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_stat_lists_the_stores_of_all_servers(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with its server and sizes, as `stat` of the store itself says them; people get the same rows."""
+    listed = stats(capsys, "stat", path)["stores"]
+    assert [(one["identity"]["server"], one["entries"]) for one in listed] == [("lmcache 0.5.6", 5), ("vllm 0.32", 3)]
+    assert listed == [stats(capsys, "stat", folder) for folder in store_folders(path)]
+    assert main(["store", "stat", str(path)]) == 0
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line]
+    assert [value for name, value in rows if name == "path"] == [str(folder) for folder in store_folders(path)]
+    assert [value for name, value in rows if name == "server"] == ["lmcache 0.5.6", "vllm 0.32"]
+    assert [value for name, value in rows if name == "entries"] == ["5", "3"]
+    assert {value for name, value in rows if name == "budget"} == {"32.0 MiB (33554432 bytes)"}
+
+
+def test_each_store_can_be_named(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other commands work on one of them, and say so where they get all."""
+    first, second = store_folders(path)
+    assert len(stats(capsys, "ls", first)["entries"]) == 5
+    assert stats(capsys, "verify", second)["pages"] == 3
+    assert stats(capsys, "evict", first, "--to", "0")["evicted"] == 5
+    assert [one["entries"] for one in stats(capsys, "stat", path)["stores"]] == [0, 3]
+    for command in (["ls"], ["verify"], ["compact"], ["evict", "--to", "0"]):
+        assert main(["store", command[0], str(path), *command[1:]]) == 2
+        assert f"holds 2 stores; name one of them, like {first}" in capsys.readouterr().err
+
+
+def test_a_store_that_cannot_be_read_is_named_beside_the_others(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = store_folders(path)
+    (second / "data.mdb").write_bytes(b"not a store")
+    listed = stats(capsys, "stat", path, status=1)["stores"]
+    assert listed[0]["path"] == str(first) and listed[0]["entries"] == 5
+    assert listed[1]["path"] == str(second) and str(second) in listed[1]["error"]
