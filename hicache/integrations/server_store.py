@@ -15,7 +15,9 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hicache.config import DiskConfig
@@ -50,10 +52,16 @@ class ServerStore:
 
     @classmethod
     def open(
-        cls, config: ServerStoreConfig, identity: Mapping[str, str | int], formats: Sequence[PageFormat]
+        cls,
+        config: ServerStoreConfig,
+        identity: Mapping[str, str | int],
+        formats: Sequence[PageFormat],
+        *,
+        writes: bool = True,
     ) -> ServerStore:
         """Open or create it. `identity`: everything that decides what the bytes of a page mean, and "server", the name
-        and release of the server, like "vllm 0.32".
+        and release of the server, like "vllm 0.32". `writes` False: read what another process stores, as soon as it
+        does.
 
         `ConfigError` for a path or a key that cannot be used, `StoreError` for what the store refuses (a budget that is
         too small for these pages).
@@ -65,6 +73,10 @@ class ServerStore:
         folder = Path(config.path) / f"{str(identity['server']).replace(' ', '-')}-{digest[:16]}"
         if _FOLDER.fullmatch(folder.name) is None:
             raise ConfigError(f"server={identity['server']!r} is not a name and a release, like 'vllm 0.32'")
+        if not writes:
+            return cls(
+                folder, AwaitedStore(lambda: LmdbPageReader(folder, identity=identity, cipher=cipher)), config.salt
+            )
         return cls(folder, _opened(folder, config, identity, formats, cipher), config.salt)
 
     def __init__(self, path: Path, store: PageStore, salt: str) -> None:
@@ -169,3 +181,42 @@ class ReadOnlyStore:
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
+
+
+class AwaitedStore(ReadOnlyStore):
+    """Another process's store, which may not exist yet: `open_reader` is called again, at most once in `RETRY_S`
+    seconds, until it succeeds."""
+
+    RETRY_S = 1.0
+
+    def __init__(self, open_reader: Callable[[], LmdbPageReader]) -> None:
+        super().__init__(None)
+        self._open_reader = open_reader
+        self._opening = threading.Lock()
+        self._retry_at_s = 0.0
+        self._closed = False
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        self._try_open()
+        return super().contains(keys)
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
+        self._try_open()
+        return super().get_into(keys, buffers)
+
+    def close(self) -> None:
+        with self._opening:
+            self._closed = True
+            super().close()
+
+    def _try_open(self) -> None:
+        if self._reader is not None:
+            return
+        with self._opening:
+            if self._reader is not None or self._closed or time.monotonic() < self._retry_at_s:
+                return
+            try:
+                self._reader = self._open_reader()
+            except StoreError as error:
+                log.debug("nothing is read yet: %s", error)
+                self._retry_at_s = time.monotonic() + self.RETRY_S
