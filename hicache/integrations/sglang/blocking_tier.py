@@ -1,0 +1,193 @@
+"""The disk tier for callers that wait: SGLang's storage threads ask, and get an answer in bounded time.
+
+The tier's threads work on memory of this module alone, and the calling thread copies between it and SGLang's. So
+whatever the medium does, nothing reads or writes SGLang's memory after a call has returned.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hicache.disk import DiskTier, FindDone, FindJob, Limits, ReadDone, ReadJob, Stalled, WriteDone, WriteJob
+from hicache.disk.health import LIMITS
+from hicache.disk.io_queue import D, IoQueue, J, Outcomes
+from hicache.integrations.server_store import ServerStore
+from hicache.storage import LmdbPageStore, PageBuffer, evict
+
+_FIND_KEYS = 4096  # of one question to the store
+_READ_BYTES = 1 << 20  # of one read, at least a page
+_WRITE_BYTES = 16 << 20  # of one write, at least a page
+_WRITES_AHEAD = 2  # one is filled while the other is written
+_QUEUE_JOBS = 1024
+_LOOK_S = 0.25  # between two looks for stalled threads
+
+
+class _Read(NamedTuple):
+    first: int
+    pages: list[PageBuffer]
+    outcomes: Outcomes[FindJob | ReadJob, FindDone | ReadDone]
+
+
+class _Write(NamedTuple):
+    pages: list[PageBuffer]
+    outcomes: Outcomes[WriteJob, WriteDone]
+
+
+class Buffers:
+    """Groups of pages for reuse. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, int], list[list[PageBuffer]]] = {}
+
+    def take(self, num_pages: int, page_bytes: int) -> list[PageBuffer]:
+        free = self._free.get((num_pages, page_bytes))
+        return free.pop() if free else list(np.empty((num_pages, page_bytes), dtype=np.uint8))
+
+    def give_back(self, pages: list[PageBuffer]) -> None:
+        """Only pages that no thread of the tier uses any more."""
+        self._free.setdefault((len(pages), pages[0].nbytes), []).append(pages)
+
+
+class BlockingTier:
+    """Owns a disk tier over a server's store, and closes both. `find`, `read` and `write` may be called at the same
+    time; a second caller of one of them waits for the first.
+
+    A call that the medium does not answer within `io_timeout_s` of the limits is answered with misses, and so are the
+    following ones at once, until the tier's breaker closes.
+    """
+
+    def __init__(self, server: ServerStore, readers: int, limits: Limits = LIMITS) -> None:
+        self.server, self._limits, self._readers = server, limits, readers
+        self._tier = DiskTier(server.store, readers=readers, queue_jobs=_QUEUE_JOBS, limits=limits)
+        self._tier.start()
+        self._finding, self._reading, self._writing = threading.Lock(), threading.Lock(), threading.Lock()
+        self._read_buffers, self._write_buffers = Buffers(), Buffers()
+
+    def find(self, names: Sequence[bytes], *, until_gap: bool) -> list[bool]:
+        """Which pages are stored. `until_gap`: after the first that is not, the others may be wrongly False."""
+        held: list[bool] = []
+        with self._finding:
+            for start in range(0, len(names), _FIND_KEYS):
+                keys = self.server.keys(names[start : start + _FIND_KEYS])
+                answer = self._tier.find((), self._limits.io_timeout_s, keys)
+                if answer is None:
+                    self._tier.reads.finished()  # looks for stalled threads
+                    break
+                held += answer.others
+                if until_gap and not all(answer.others):
+                    break
+        return held + [False] * (len(names) - len(held))
+
+    def read(self, names: Sequence[bytes], page_bytes: int, landed: Callable[[int, PageBuffer], None]) -> list[bool]:
+        """Read pages of `page_bytes`, up to the first that is missing. `landed(i, page)` is called for page i, in
+        order, on the calling thread; `page` is used again when it returns."""
+        keys = self.server.keys(names)
+        with self._reading:
+            num_read = self._read(keys, page_bytes, landed)
+        self._tier.used(keys[:num_read])
+        return [i < num_read for i in range(len(keys))]
+
+    def write(self, names: Sequence[bytes], page_bytes: int, fill: Callable[[int, PageBuffer], None]) -> list[bool]:
+        """Store pages of `page_bytes`, up to the first group that fails. `fill(i, page)` writes page i into `page`, in
+        order, on the calling thread."""
+        if not self.server.can_write:
+            return [False] * len(names)
+        keys = self.server.keys(names)
+        with self._writing:
+            stored = self._write(keys, page_bytes, fill)
+        self._tier.used([key for key, ok in zip(keys, stored, strict=True) if ok])
+        return stored
+
+    def clear(self, within_s: float) -> bool:
+        """Remove all pages; False when that takes longer than `within_s`, and goes on, or fails."""
+        store = self.server.store
+        if not isinstance(store, LmdbPageStore):
+            return False
+        thread = threading.Thread(target=evict, args=(store, 0), name="hicache-clear", daemon=True)
+        thread.start()
+        thread.join(within_s)
+        return not thread.is_alive() and store.stats().entries == 0
+
+    def close(self) -> bool:
+        """False: a thread is stalled in the store, which stays open."""
+        return self._tier.close()
+
+    def _read(self, keys: list[bytes], page_bytes: int, landed: Callable[[int, PageBuffer], None]) -> int:
+        """How many pages were read, from the first on."""
+        group_pages = max(1, _READ_BYTES // page_bytes)
+        starts = deque(range(0, len(keys), group_pages))
+        gap = threading.Event()
+        under_way = deque[_Read]()
+        num_read = 0
+        while starts or under_way:
+            while starts and len(under_way) < 2 * self._readers:
+                start = starts.popleft()
+                under_way.append(self._submit_read(start, keys[start : start + group_pages], page_bytes, gap))
+            group = under_way.popleft()
+            answer = _await(self._tier.reads, group.outcomes)
+            for ok, page in zip(answer.ok if isinstance(answer, ReadDone) else (), group.pages, strict=False):
+                if not ok or gap.is_set():
+                    break
+                landed(num_read, page)
+                num_read += 1
+            if answer is not None:
+                self._read_buffers.give_back(group.pages)
+            if num_read < group.first + len(group.pages):
+                gap.set()
+                starts.clear()
+        return num_read
+
+    def _submit_read(self, start: int, keys: list[bytes], page_bytes: int, gap: threading.Event) -> _Read:
+        pages = self._read_buffers.take(len(keys), page_bytes)
+        job = ReadJob(start, 0, tuple(keys), tuple(pages), gap)
+        return _Read(start, pages, _submit(self._tier.reads, job))
+
+    def _write(self, keys: list[bytes], page_bytes: int, fill: Callable[[int, PageBuffer], None]) -> list[bool]:
+        group_pages = max(1, _WRITE_BYTES // page_bytes)
+        under_way = deque[_Write]()
+        stored: list[bool] = []
+
+        def settle() -> None:
+            group = under_way.popleft()
+            answer = _await(self._tier.writes, group.outcomes)
+            stored.extend(answer.ok if isinstance(answer, WriteDone) else [False] * len(group.pages))
+            if answer is not None:
+                self._write_buffers.give_back(group.pages)
+
+        for start in range(0, len(keys), group_pages):
+            if not all(stored) or self._tier.writes.refuses():
+                break
+            part = keys[start : start + group_pages]
+            pages = self._write_buffers.take(len(part), page_bytes)
+            for i, page in enumerate(pages, start):
+                fill(i, page)
+            job = WriteJob(start, tuple(part), tuple(pages))
+            under_way.append(_Write(pages, _submit(self._tier.writes, job)))
+            if len(under_way) == _WRITES_AHEAD:
+                settle()
+        while under_way:
+            settle()
+        return stored + [False] * (len(keys) - len(stored))
+
+
+def _submit(jobs: IoQueue[J, D], job: J) -> Outcomes[J, D]:
+    outcomes = jobs.submit_unordered(job)
+    assert outcomes is not None, "more jobs than the queue takes"
+    return outcomes
+
+
+def _await(jobs: IoQueue[J, D], outcomes: Outcomes[J, D]) -> D | None:
+    """The answer; None when the job's thread is stalled, which then owns the job's pages."""
+    while True:
+        try:
+            _, outcome = outcomes.get(timeout=_LOOK_S)
+        except queue.Empty:
+            jobs.finished()  # looks for stalled threads, and refuses what waits behind them
+            continue
+        return None if isinstance(outcome, Stalled) else outcome

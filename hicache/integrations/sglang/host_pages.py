@@ -1,0 +1,156 @@
+"""A page of SGLang's host pools as one run of bytes, whatever the pool's layout.
+
+SGLang tells where the pieces of a page lie, and in which order (`get_page_buffer_meta`):
+
+    layer_first                      2 * layers pieces a page: K and V of each layer
+    page_first, page_first_direct    2 pieces: K and V of all layers
+    latent attention, index keys     1 piece, or one a layer
+    Mamba states                     one a component
+
+Pools without such pieces (some layouts of sidecar pools) give flat copies; pools without bytes (anchors of pools whose
+bytes all lie in sidecars) get a marker page, so that their pages exist like others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from hicache.errors import ConfigError
+from hicache.storage import PageBuffer, PageFilter, PageFormat
+
+MARKER_BYTES = 64
+_FILTERED_BYTES = (2, 4, 8)
+
+
+class Piece(NamedTuple):
+    address: int
+    num_bytes: int
+
+
+Place: TypeAlias = Any  # where one page lies, as the pool's `HostPages` names it
+
+
+class HostPages(Protocol):
+    """The pages of one host pool. `form` names the order of their bytes, `page_slots` the slots of a page.
+
+    `places` finds pages by their slots, `[pages * page_slots]`; `gather` copies one into `page`, `scatter` copies it
+    back. Their memory is the pool's, which must be alive.
+    """
+
+    form: str
+    page_bytes: int
+    page_slots: int
+
+    def places(self, slots: torch.Tensor) -> Sequence[Place]: ...
+
+    def gather(self, place: Place, page: PageBuffer) -> None: ...
+
+    def scatter(self, place: Place, page: PageBuffer) -> None: ...
+
+
+class PiecedPages:
+    """Pages that are copied piece by piece, in the pool's order."""
+
+    form = "pieces"
+
+    def __init__(self, pool: Any, sizes: Sequence[int]) -> None:
+        self._pool, self._num_pieces = pool, len(sizes)
+        self.page_bytes, self.page_slots = sum(sizes), pool.page_size
+
+    def places(self, slots: torch.Tensor) -> list[list[Piece]]:
+        addresses, sizes = self._pool.get_page_buffer_meta(slots)
+        pieces = [Piece(*piece) for piece in zip(addresses, sizes, strict=True)]
+        return [pieces[i : i + self._num_pieces] for i in range(0, len(pieces), self._num_pieces)]
+
+    def gather(self, place: list[Piece], page: PageBuffer) -> None:
+        target = page.ctypes.data
+        for address, num_bytes in place:
+            ctypes.memmove(target, address, num_bytes)
+            target += num_bytes
+
+    def scatter(self, place: list[Piece], page: PageBuffer) -> None:
+        source = page.ctypes.data
+        for address, num_bytes in place:
+            ctypes.memmove(address, source, num_bytes)
+            source += num_bytes
+
+
+class FlatPages:
+    """Pages that the pool flattens itself. A place is the first slot."""
+
+    form = "flat"
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        page = pool.get_dummy_flat_data_page()
+        self._dtype, self.page_bytes, self.page_slots = page.dtype, page.nbytes, pool.page_size
+
+    def places(self, slots: torch.Tensor) -> list[int]:
+        return slots[:: self.page_slots].tolist()
+
+    def gather(self, place: int, page: PageBuffer) -> None:
+        page[:] = as_bytes(self._pool.get_data_page(place, flat=True))
+
+    def scatter(self, place: int, page: PageBuffer) -> None:
+        self._pool.set_from_flat_data_page(place, torch.from_numpy(page).view(self._dtype))
+
+
+class MarkerPages:
+    """Pages without bytes."""
+
+    form = "marker"
+    page_bytes = MARKER_BYTES
+
+    def __init__(self, pool: Any) -> None:
+        self.page_slots = pool.page_size
+
+    def places(self, slots: torch.Tensor) -> list[None]:
+        return [None] * (len(slots) // self.page_slots)
+
+    def gather(self, place: None, page: PageBuffer) -> None:
+        page[:] = 0
+
+    def scatter(self, place: None, page: PageBuffer) -> None:
+        """There is nothing to copy."""
+
+
+def host_pages(name: str, pool: Any, *, pieces: bool) -> HostPages:
+    """The pages of `pool`. `pieces` False: in the order of its flat pages, for callers that pass those. `ConfigError`
+    for a pool that does not give its pages so."""
+    try:
+        flat_bytes = pool.get_dummy_flat_data_page().nbytes
+    except NotImplementedError:
+        flat_bytes = None
+    if flat_bytes == 0:
+        return MarkerPages(pool)
+    remedy = "set --hicache-mem-layout page_first"
+    if pieces:
+        try:
+            _, sizes = pool.get_page_buffer_meta(torch.arange(pool.page_size, dtype=torch.int64))
+            return PiecedPages(pool, sizes)
+        except (NotImplementedError, ValueError) as error:  # how pools say that they have no pieces
+            remedy = f"{error}; {remedy}"
+    if flat_bytes is None:
+        interface = "" if pieces else "interface_v1 to 1 and "
+        raise ConfigError(
+            f"SGLang's host pool {name} ({type(pool).__name__}, layout {pool.layout}) gives its pages to no storage "
+            f"backend: {remedy.replace('set ', 'set ' + interface)}"
+        )
+    return FlatPages(pool)
+
+
+def page_format(pages: HostPages, dtype: torch.dtype) -> PageFormat:
+    """Bytes of one significance compress better together, where the page is numbers of one width."""
+    width = dtype.itemsize
+    if pages.form == "marker" or width not in _FILTERED_BYTES or pages.page_bytes % width:
+        return PageFormat(pages.page_bytes)
+    return PageFormat(pages.page_bytes, PageFilter("byte_shuffle", width))
+
+
+def as_bytes(tensor: torch.Tensor) -> PageBuffer:
+    """The bytes of a tensor on the CPU; of a copy unless it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()

@@ -1,0 +1,76 @@
+"""What the bytes of a page mean: everything that SGLang's keys leave out, which name tokens alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, NamedTuple
+
+from hicache.errors import ConfigError
+from hicache.integrations.sglang.host_pages import HostPages
+from hicache.integrations.sglang.releases import HEADS, RELEASE, MLATokenToKVPoolHost, stored_dtype
+
+
+class Parallel(NamedTuple):
+    """Where this process stands among those that serve one model. `writes_shared`: whether it stores what all tensor
+    parallel ranks hold alike."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    dp_rank: int
+    writes_shared: bool
+
+    def named(self, *, shared: bool) -> str:
+        tp = "any" if shared else f"{self.tp_size}/{self.tp_rank}"
+        return f"tp={tp},pp={self.pp_size}/{self.pp_rank},cp={self.cp_size}/{self.cp_rank},dp={self.dp_rank}"
+
+    def num_stores(self, *, shared: bool, sharded: bool) -> int:
+        """Of all ranks together: one for what is shared, one a rank for what is sharded."""
+        return (shared + sharded * self.tp_size) * self.pp_size * self.cp_size
+
+
+def parallel_of(config: Any) -> Parallel:
+    """Of SGLang's `HiCacheStorageConfig`."""
+    tp, pp = (config.tp_rank, config.tp_size), (config.pp_rank, config.pp_size)
+    if RELEASE == "0.5.9":
+        return Parallel(*tp, *pp, 0, 1, 0, not config.is_mla_model or config.tp_rank == 0)
+    cp = (config.attn_cp_rank, config.attn_cp_size)
+    return Parallel(*tp, *pp, *cp, config.dp_rank, config.is_storage_writer)
+
+
+def store_identity(config: Any, anchor: dict[str, str | int], *, shared: bool) -> dict[str, str | int]:
+    """Of a store. `anchor`: the description of the pool that holds the model's attention state. `ConfigError` without
+    a model."""
+    if not config.model_name:
+        raise ConfigError("SGLang names no model, so pages could be served to another one; set --served-model-name")
+    parallel = parallel_of(config).named(shared=shared)
+    return {"server": f"sglang {RELEASE}", "model": config.model_name, "parallel": parallel, **anchor}
+
+
+def describe(pool: Any, pages: HostPages) -> dict[str, str | int]:
+    """What decides the meaning of this pool's bytes, readable."""
+    found: dict[str, str | int] = {
+        "pool": type(pool).__name__,
+        "dtype": stored_dtype(pool).removeprefix("torch."),
+        "layout": pool.layout,
+        "order": pages.form,
+        "page_tokens": pages.page_slots,
+        "page_bytes": pages.page_bytes,
+    }
+    if isinstance(pool, HEADS):
+        found |= {"layers": pool.layer_num, "heads": pool.head_num, "head_dim": pool.head_dim}
+    elif isinstance(pool, MLATokenToKVPoolHost):
+        found |= {"layers": pool.layer_num, "latent": pool.kv_lora_rank, "rope": pool.qk_rope_head_dim}
+    if RELEASE != "0.5.9" and pool.storage_format_tag is not None:
+        found["format"] = pool.storage_format_tag
+    return found
+
+
+def key_prefix(name: str, description: dict[str, str | int]) -> bytes:
+    """What precedes SGLang's key in the name of a page: pools of one store never meet."""
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+    return f"{name}\0{digest}\0".encode()

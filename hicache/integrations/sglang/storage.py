@@ -1,0 +1,334 @@
+"""SGLang's third tier: a storage backend over hicache's page store, loaded as `dynamic`.
+
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "hicache",
+        "module_path": "hicache.integrations.sglang.storage", "class_name": "HiCacheDisk", "interface_v1": 1,
+        "path": "/data/pages", "budget": "100GB"}'
+
+A page of a pool is one value of the store. Ranks that hold different parts of a model have a store each; what all
+ranks hold alike, as with latent attention, is written by one of them and read by all.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from sglang.srt.mem_cache import hicache_storage
+
+from hicache.disk import Limits
+from hicache.disk.health import LIMITS
+from hicache.integrations.config import server_store_config
+from hicache.integrations.server_store import ServerStore, require_usable
+from hicache.integrations.sglang.blocking_tier import BlockingTier
+from hicache.integrations.sglang.host_pages import HostPages, as_bytes, host_pages, page_format
+from hicache.integrations.sglang.identity import describe, key_prefix, parallel_of, store_identity
+from hicache.integrations.sglang.releases import RELEASE, SHARDED, StorageMetrics
+from hicache.storage import PageBuffer
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_WHERE = "SGLang's --hicache-storage-backend-extra-config"
+_LOADER_KEYS = {"backend_name", "module_path", "class_name", "interface_v1"}
+_KV = "kv"
+_CLEAR_S = 30.0
+_MAX_SAMPLES = 4096  # of transfers that nobody asked for
+
+
+class Pool(NamedTuple):
+    """A host pool of SGLang, and where its pages are stored."""
+
+    pages: HostPages
+    prefix: bytes
+    tier: BlockingTier
+
+    def names(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.prefix + key.encode() for key in keys]
+
+
+def _answering(miss: Callable[..., T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """SGLang 0.5.9 ends its storage threads for ever when a backend raises: answer `miss` of the arguments instead."""
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def answer(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return method(*args, **kwargs)
+            except Exception:
+                storage: Any = args[0]
+                storage.failures[method.__name__] += 1
+                if storage.failures[method.__name__] == 1:
+                    log.exception("%s failed and counts as a miss; further failures are counted", method.__name__)
+                return miss(*args[1:], **kwargs)
+
+        return answer
+
+    return decorate
+
+
+def _nothing(*_: Any, **__: Any) -> torch.Tensor | None:
+    return None
+
+
+def _all_missing(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
+    return [False] * len(keys)
+
+
+def _all_transfers_missing(transfers: Sequence[Any], *_: Any, **__: Any) -> dict[str, list[bool]]:
+    return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
+
+
+class HiCacheDisk(hicache_storage.HiCacheStorage):
+    """Constructed, given its host pools, cleared and closed by SGLang's scheduler thread; asked by its prefetch
+    thread, read by its I/O thread, written by its backup thread, at the same time. `failures`: calls that counted as
+    misses because something raised, by method.
+
+    Construction and registration raise `ConfigError` or `StoreError`, which stop the server with a message; nothing
+    raises later. `limits`: when a medium that does not answer is given up.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Any = None, *, limits: Limits = LIMITS) -> None:
+        given = storage_config.extra_config or {}
+        self._config = server_store_config({k: v for k, v in given.items() if k not in _LOADER_KEYS}, _WHERE)
+        require_usable(self._config)
+        self._storage_config, self._limits = storage_config, limits
+        self._has_pieces = bool(given.get("interface_v1", 0))
+        self._host_pools: dict[str, Any] = {}
+        self._pools: dict[str, Pool] = {}
+        self._tiers: list[BlockingTier] = []
+        self.failures: Counter[str] = Counter()
+        self._sampling = threading.Lock()
+        self._samples: dict[str, deque[tuple[int, float]]] = {
+            kind: deque(maxlen=_MAX_SAMPLES) for kind in ("prefetch", "backup")
+        }
+
+    # Host pools, on the scheduler thread
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """0.5.9 has no other pools, so its store opens here."""
+        self.mem_pool_host = mem_pool_host
+        self._host_pools[_KV] = mem_pool_host
+        if RELEASE == "0.5.9":
+            self._open()
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._host_pools[str(host_pool_name)] = host_pool
+        if self._tiers:  # one that joins after the others
+            self._open()
+
+    def on_host_pools_registered(self) -> None:
+        self._open()
+
+    def _open(self) -> None:
+        """Open the stores that the registered pools need, and close those that were open."""
+        pages = {
+            name: host_pages(name, pool, pieces=self._has_pieces or name != _KV)
+            for name, pool in self._host_pools.items()
+        }
+        is_mla = self._storage_config.is_mla_model
+        groups: dict[bool, list[str]] = {}
+        for name, pool in self._host_pools.items():
+            groups.setdefault(is_mla and not isinstance(pool, SHARDED), []).append(name)
+        self.close()
+        parallel = parallel_of(self._storage_config)
+        num_stores = parallel.num_stores(shared=True in groups, sharded=False in groups)
+        config = replace(self._config, budget=self._config.budget // num_stores)
+        anchor = describe(self._host_pools[_KV], pages[_KV])
+        pools: dict[str, Pool] = {}
+        for shared, names in groups.items():
+            formats = {
+                format.page_bytes: format
+                for format in (page_format(pages[name], self._host_pools[name].dtype) for name in names)
+            }
+            identity = store_identity(self._storage_config, anchor, shared=shared)
+            writes = parallel.writes_shared or not shared
+            server = ServerStore.open(config, identity, list(formats.values()), writes=writes)
+            log.info("pages of %s are stored in %s, %d bytes at most", ", ".join(names), server.path, config.budget)
+            tier = BlockingTier(server, config.readers, self._limits)
+            self._tiers.append(tier)
+            for name in names:
+                pools[name] = Pool(pages[name], key_prefix(name, describe(self._host_pools[name], pages[name])), tier)
+        self._pools = pools
+
+    def clear(self) -> None:
+        """Remove all pages that this process may write."""
+        for tier in self._tiers:
+            if tier.server.can_write and not tier.clear(_CLEAR_S):
+                log.warning("the pages in %s are not removed yet", tier.server.path)
+
+    def close(self) -> None:
+        self._pools = {}
+        while self._tiers:
+            tier = self._tiers.pop()
+            try:
+                tier.close()
+            except Exception:
+                self.failures["close"] += 1
+                log.exception("the store %s could not be closed", tier.server.path)
+
+    def get_stats(self) -> StorageMetrics:
+        """Pages and GB/s of each read and write since the last call."""
+        with self._sampling:
+            samples = {kind: list(taken) for kind, taken in self._samples.items()}
+            for taken in self._samples.values():
+                taken.clear()
+        return StorageMetrics(
+            prefetch_pgs=[num_pages for num_pages, _ in samples["prefetch"]],
+            backup_pgs=[num_pages for num_pages, _ in samples["backup"]],
+            prefetch_bandwidth=[gb_s for _, gb_s in samples["prefetch"]],
+            backup_bandwidth=[gb_s for _, gb_s in samples["backup"]],
+        )
+
+    # Which pages are stored, on the prefetch thread
+
+    @_answering(lambda *_, **__: False)
+    def exists(self, key: str) -> bool:
+        return self._num_stored(_KV, [key]) == 1
+
+    @_answering(lambda *_, **__: 0)
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        return self._num_stored(_KV, keys)
+
+    @_answering(lambda *_, **__: hicache_storage.PoolTransferResult.empty())
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        policies = hicache_storage.PoolHitPolicy
+        num_kv = self._num_stored(_KV, keys)
+        hits = {hicache_storage.PoolName.KV: num_kv} if num_kv else {}
+        legal = set(range(1, num_kv + 1))
+        for transfer in pool_transfers or ():
+            if transfer.hit_policy == policies.ALL_PAGES:
+                num_pages = self._num_stored(str(transfer.name), keys[:num_kv])
+                restorable = set(range(1, num_pages + 1))
+            elif transfer.hit_policy == policies.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or ()))
+                restorable = _restorable(self._pools[str(transfer.name)], keys[:num_kv], window)
+            else:  # never limits what is read
+                continue
+            if restorable:
+                hits[transfer.name] = max(restorable)
+            legal &= restorable
+        return hicache_storage.PoolTransferResult(max(legal, default=0), hits, sorted(legal))
+
+    def _num_stored(self, name: str, keys: list[str]) -> int:
+        """From the first on, without a gap."""
+        pool = self._pools[name]
+        return sum(1 for _ in takewhile(bool, pool.tier.find(pool.names(keys), until_gap=True)))
+
+    # Reading, on the I/O thread of prefetches
+
+    @_answering(_nothing)
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        return self._get([key], None if target_location is None else [target_location])[0]
+
+    @_answering(lambda keys, *_, **__: [None] * len(keys))
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        return self._get(keys, target_locations)
+
+    @_answering(_all_missing)
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        return self._load(_KV, keys, host_indices)
+
+    @_answering(_all_transfers_missing)
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {t.name: self._load(str(t.name), t.keys or [], t.host_indices) for t in transfers}
+
+    def _get(self, keys: list[str], targets: list[torch.Tensor] | None) -> list[torch.Tensor | None]:
+        pool = self._pools[_KV]
+        if targets is None:
+            targets = [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
+        if any(target.nbytes not in (pool.pages.page_bytes, 0) for target in targets):
+            raise ValueError(f"a target does not take pages of {pool.pages.page_bytes} bytes")
+
+        def landed(i: int, page: PageBuffer) -> None:
+            if targets[i].nbytes:
+                targets[i].copy_(torch.from_numpy(page).view(targets[i].dtype).view(targets[i].shape))
+
+        found = self._read(pool, keys, landed)
+        return [target if ok else None for target, ok in zip(targets, found, strict=True)]
+
+    def _load(self, name: str, keys: list[str], slots: torch.Tensor | None) -> list[bool]:
+        pool = self._pools[name]
+        places = _places(pool, keys, slots)
+        return self._read(pool, keys, lambda i, page: pool.pages.scatter(places[i], page))
+
+    def _read(self, pool: Pool, keys: list[str], landed: Callable[[int, PageBuffer], None]) -> list[bool]:
+        begin_s = time.monotonic()
+        found = pool.tier.read(pool.names(keys), pool.pages.page_bytes, landed)
+        self._sample("prefetch", sum(found), pool, begin_s)
+        return found
+
+    # Writing, on the backup thread
+
+    @_answering(lambda *_, **__: False)
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self._set([key], [value])
+
+    @_answering(lambda *_, **__: False)
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return self._set(keys, values)
+
+    @_answering(_all_missing)
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        return self._store(_KV, keys, host_indices)
+
+    @_answering(_all_transfers_missing)
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {t.name: self._store(str(t.name), t.keys or [], t.host_indices) for t in transfers}
+
+    def _set(self, keys: list[str], values: list[torch.Tensor]) -> bool:
+        pool = self._pools[_KV]
+        if any(value.nbytes not in (pool.pages.page_bytes, 0) for value in values) or len(values) != len(keys):
+            raise ValueError(f"a page has not the {pool.pages.page_bytes} bytes of the pool's pages")
+
+        def fill(i: int, page: PageBuffer) -> None:
+            page[:] = as_bytes(values[i]) if values[i].nbytes else 0
+
+        return all(self._write(pool, keys, fill))
+
+    def _store(self, name: str, keys: list[str], slots: torch.Tensor | None) -> list[bool]:
+        pool = self._pools[name]
+        places = _places(pool, keys, slots)
+        return self._write(pool, keys, lambda i, page: pool.pages.gather(places[i], page))
+
+    def _write(self, pool: Pool, keys: list[str], fill: Callable[[int, PageBuffer], None]) -> list[bool]:
+        begin_s = time.monotonic()
+        stored = pool.tier.write(pool.names(keys), pool.pages.page_bytes, fill)
+        self._sample("backup", sum(stored), pool, begin_s)
+        return stored
+
+    def _sample(self, kind: str, num_pages: int, pool: Pool, begin_s: float) -> None:
+        seconds = max(time.monotonic() - begin_s, 1e-9)
+        with self._sampling:
+            self._samples[kind].append((num_pages, num_pages * pool.pages.page_bytes / seconds / 1e9))
+
+
+def _places(pool: Pool, keys: list[str], slots: torch.Tensor | None) -> Sequence[Any]:
+    """Where the pages of `keys` lie, which take the slots `[keys * page_slots]`."""
+    if slots is None or slots.numel() != len(keys) * pool.pages.page_slots:
+        raise ValueError(f"{len(keys)} pages of {pool.pages.page_slots} slots, but the slots are {slots}")
+    return pool.pages.places(slots)
+
+
+def _restorable(pool: Pool, keys: list[str], window: int) -> set[int]:
+    """The prefix lengths, in pages, whose last `window` pages are stored."""
+    lengths, run = set(), 0
+    for length, is_stored in enumerate(pool.tier.find(pool.names(keys), until_gap=False), 1):
+        run = run + 1 if is_stored else 0
+        if run >= min(length, window):
+            lengths.add(length)
+    return lengths

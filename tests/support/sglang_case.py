@@ -1,0 +1,232 @@
+"""SGLang's own controller, host pools and storage threads over our backend, on the CPU, for both releases."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from sglang.srt.managers import cache_controller
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+from hicache.integrations.sglang.releases import RELEASE
+
+WAIT_S = 60.0
+LAYERS, HEADS, HEAD_DIM, SLOTS = 3, 2, 16, 256
+LATENT, ROPE = 48, 16
+
+if RELEASE == "0.5.9":
+    from sglang.srt.mem_cache import memory_pool_host as host_module
+    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.hicache_storage import get_hash_str
+    from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
+else:
+    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.pool_host import base as host_module
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+    from sglang.srt.mem_cache.utils import get_hash_str
+    from sglang.srt.runtime_context import get_parallel
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a server serves. `extra`: of the backend's settings."""
+
+    path: Path
+    layout: str = "page_first"
+    v1: bool = True
+    mla: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    page_size: int = 8
+    model: str | None = "model"
+    tp_rank: int = 0
+    tp_size: int = 1
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def extra_config(self) -> dict[str, Any]:
+        return {
+            "backend_name": "hicache",
+            "module_path": "hicache.integrations.sglang.storage",
+            "class_name": "HiCacheDisk",
+            "interface_v1": int(self.v1),
+            "path": str(self.path),
+            "budget": "64MB",
+            **self.extra,
+        }
+
+
+def device_pool(case: Case) -> Any:
+    common = {"size": SLOTS, "page_size": case.page_size, "dtype": case.dtype, "layer_num": LAYERS, "device": "cpu"}
+    if case.mla:
+        return memory_pool.MLATokenToKVPool(
+            **common, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, enable_memory_saver=False
+        )
+    return memory_pool.MHATokenToKVPool(**common, head_num=HEADS, head_dim=HEAD_DIM, enable_memory_saver=False)
+
+
+def host_pool(case: Case, device: Any) -> Any:
+    """Of SGLang's own size and layout, with random bytes in it."""
+    cls = MLATokenToKVPoolHost if case.mla else MHATokenToKVPoolHost
+    shape = {"host_to_device_ratio": 2.0, "host_size": 0, "page_size": case.page_size, "layout": case.layout}
+    with enough_memory():
+        if RELEASE == "0.5.9":
+            pool = cls(device, **shape, pin_memory=False)
+        else:
+            of_mla = {"target_layer_num": LAYERS} if case.mla else {}
+            info = device._mla_buffer_info() if case.mla else device._mha_buffer_info()
+            layers = {"start_layer": 0, "end_layer": LAYERS, "device_capacity_tokens": SLOTS}
+            pool = cls(info, **shape, pin_memory=False, **layers, **of_mla)
+    pool.kv_buffer.view(torch.uint8).random_()
+    return pool
+
+
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """SGLang leaves 10 GB of a machine free, however small its pools."""
+    if RELEASE == "0.5.9":
+        memory = SimpleNamespace(available=64 << 30)
+        with mock.patch.object(host_module.psutil, "virtual_memory", return_value=memory):
+            yield
+    else:
+        with mock.patch.object(host_module, "host_memory_budget_bytes", return_value=64 << 30):
+            yield
+
+
+class Server:
+    """SGLang's controller with its storage threads. Closes with `close`, or as a context."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._patches = ExitStack()
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=case.page_size))
+        device = device_pool(case)
+        self.host = host_pool(case, device)
+        allocator = TokenToKVPoolAllocator(SLOTS, case.dtype, "cpu", device, need_sort=False)
+        try:
+            self._place()
+            self.controller = cache_controller.HiCacheController(
+                allocator,
+                self.host,
+                case.page_size,
+                dist.group.WORLD,
+                threading.Event(),
+                io_backend="direct",
+                storage_backend="dynamic",
+                prefetch_threshold=1,
+                model_name=case.model,
+                storage_backend_extra_config=case.extra_config,
+            )
+        except BaseException:
+            self._patches.close()
+            raise
+
+    def _place(self) -> None:
+        """This process among the ranks of the server."""
+        rank, size = self.case.tp_rank, self.case.tp_size
+        if RELEASE == "0.5.9":
+            for name, value in (
+                ("get_tensor_model_parallel_rank", rank),
+                ("get_tensor_model_parallel_world_size", size),
+                ("is_dp_attention_enabled", False),
+            ):
+                self._patches.enter_context(mock.patch.object(cache_controller, name, return_value=value))
+        else:
+            ranks = {
+                "tp_rank": rank,
+                "tp_size": size,
+                "pp_rank": 0,
+                "pp_size": 1,
+                "attn_dcp_size": 1,
+                "attn_dcp_rank": 0,
+            }
+            self._patches.enter_context(get_parallel().override(**ranks))
+
+    @property
+    def backend(self) -> Any:
+        """Ours, beneath SGLang's injector of failures where that is on."""
+        outer = self.controller.storage_backend
+        return outer if "_backend" not in vars(outer) else outer._backend
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.controller.detach_storage_backend()
+        self._patches.close()
+
+    def pages(self, slots: torch.Tensor) -> list[bytes]:
+        """The bytes of host pages."""
+        firsts = slots[:: self.case.page_size].tolist()
+        return [self.host.get_data_page(first, flat=True).view(torch.uint8).numpy().tobytes() for first in firsts]
+
+    def hashes(self, tokens: list[int]) -> list[str]:
+        found: list[str] = []
+        for start in range(0, len(tokens), self.case.page_size):
+            found.append(get_hash_str(tokens[start : start + self.case.page_size], found[-1] if found else None))
+        return found
+
+    def backup(self, tokens: list[int]) -> tuple[list[bytes], int]:
+        """Store host pages under these tokens, through the backup thread: their bytes, and how many tokens SGLang
+        counts as stored."""
+        slots = self.host.alloc(len(tokens))
+        number = self.controller.write_storage(slots, tokens, self.hashes(tokens))
+        operation = self.controller.ack_backup_queue.get(timeout=WAIT_S)
+        assert operation.id == number
+        stored = self.pages(slots)
+        self.host.free(slots)
+        return stored, operation.completed_tokens
+
+    def prefetch(self, tokens: list[int]) -> list[bytes]:
+        """The pages that SGLang's prefetch brings into host memory."""
+        return self._prefetch_0_5_9(tokens) if RELEASE == "0.5.9" else self._prefetch_0_5_23(tokens)
+
+    def _prefetch_0_5_9(self, tokens: list[int]) -> list[bytes]:
+        controller = self.controller
+        slots = self.host.alloc(len(tokens))
+        operation = controller.prefetch("request", slots, tokens)
+        released = 0
+        done = lambda: operation.completed_tokens + released >= len(tokens)  # noqa: E731
+        while not done():
+            if operation.completed_tokens and operation.completed_tokens == operation.host_indices.numel():
+                break
+            try:
+                released += controller.host_mem_release_queue.get(timeout=0.05).numel()
+            except cache_controller.Empty:
+                assert controller.prefetch_io_aux_thread.is_alive() and controller.prefetch_thread.is_alive()
+        found = self.pages(slots[: operation.completed_tokens])
+        self.host.free(slots)
+        return found
+
+    def _prefetch_0_5_23(self, tokens: list[int]) -> list[bytes]:
+        controller = self.controller
+        controller.prefetch("request", tokens)
+        operation = controller.prefetch_hit_queue.get(timeout=WAIT_S)
+        if not operation.storage_hit_count:
+            return []
+        operation.host_indices = slots = self.host.alloc(operation.storage_hit_count)
+        controller.prefetch_buffer.put(operation)
+        completed = 0
+        while not (ack := controller.ack_prefetch_queue.get(timeout=WAIT_S)).completed_req:
+            completed = max(completed, ack.completed_tokens or 0)
+        found = self.pages(slots[:completed])
+        self.host.free(slots)
+        return found
+
+
+def tokens(num_pages: int, case: Case, first: int = 1) -> list[int]:
+    return list(range(first, first + num_pages * case.page_size))
