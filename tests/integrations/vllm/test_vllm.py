@@ -1,0 +1,89 @@
+"""vLLM itself serves a tiny random model over our tier: cached tokens by its own count, and the same output."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm._C", reason="needs vLLM's compiled parts", exc_type=ImportError)
+
+import vllm_server
+from hicache.storage import describe, open_existing
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "vllm"
+CACHED = vllm_server.PROMPT_TOKENS // 32 * 32
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "2",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("model"))
+    subprocess.run([sys.executable, str(EXAMPLES / "tiny_model.py"), folder], check=True)
+    return folder
+
+
+def serve(
+    model: str, tiers: list[dict[str, Any]], steps: list[str], **task: Any
+) -> tuple[list[list[int]], list[list[int]], list[int], str]:
+    """Each run's cached tokens, a number a prompt; the outputs, which are the same in all; chunks given, by tier; the
+    log."""
+    task |= {"model": model, "tiers": tiers, "steps": steps}
+    result = subprocess.run(
+        [sys.executable, vllm_server.__file__],
+        input=json.dumps(task),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **ENVIRONMENT},
+        check=False,
+    )
+    log = result.stdout + result.stderr
+    assert result.returncode == 0, log[-10000:]
+    printed = json.loads(result.stdout.splitlines()[-1])
+    outputs = [[output for _, output in run] for run in printed["runs"]]
+    assert all(output == outputs[0] for output in outputs), "what is cached changed the output"
+    return [[cached for cached, _ in run] for run in printed["runs"]], outputs[0], printed["given"], log
+
+
+def test_cached_tokens_after_a_reset_a_restart_and_with_every_tier_at_fault(model: str, tmp_path: Path) -> None:
+    """What was computed once is not computed again, by vLLM's own count; no fault of a tier changes a token."""
+    pages = {"path": str(tmp_path / "pages")}
+    cached, outputs, _, log = serve(
+        model, [pages], ["run", "reset", "run", "faults", *["reset", "run"] * 3], policy="SLRUPolicy"
+    )
+    assert cached[:2] == [[0, 0], [CACHED, CACHED]]
+    assert sum(map(sum, cached[2:])) > 0
+    assert "Failed to close mmap_obj" not in log
+    [folder] = (tmp_path / "pages").iterdir()
+    assert describe(folder).entries == 2 * CACHED // 32
+
+    # A second process. Its tiers, first to last: damaged, with a key of its own, too small for a prompt, and the first
+    # process's, which a third one writes to.
+    shutil.copytree(folder, tmp_path / "damaged" / folder.name)
+    data = tmp_path / "damaged" / folder.name / "data.mdb"
+    data.write_bytes(b"\xff" * data.stat().st_size)
+    (tmp_path / "key").write_bytes(bytes(range(32)))
+    tiers = [
+        {"path": str(tmp_path / "damaged")},
+        {**pages, "key_file": str(tmp_path / "key")},
+        {"path": str(tmp_path / "small"), "budget": "2MB"},
+        pages,
+    ]
+    with contextlib.closing(open_existing(folder)) as other:
+        assert other.stats().entries
+        cached, again, given, log = serve(model, tiers, ["run", "reset", "run"])
+    assert (cached, again) == ([[CACHED, CACHED]] * 2, outputs)
+    assert given[0] == 0 and given[3] >= 2 * CACHED // 32
+    assert f"hicache store verify --repair {data.parent}" in log and "pages are read and not stored" in log
