@@ -159,6 +159,14 @@ class Engine:
         self.manager.on_request_finished(context)
         return found
 
+    def reset(self) -> None:
+        """Empty the CPU tier, as `reset_prefix_cache` with `reset_connector` does. Nothing may be under way."""
+        self.settle()
+        self.manager.reset_cache()
+        flushed = getattr(self.manager, "on_reset_flushed", None)  # new in vLLM 0.33
+        if flushed is not None:
+            flushed()
+
     def close(self) -> None:
         self.worker.shutdown()
         self.manager.shutdown()

@@ -68,8 +68,7 @@ def test_random_programs_keep_every_row_and_every_byte(
     for _ in range(60):
         action = rng.choices(["store", "load", "reset"], [10, 10, 1])[0]
         if action == "reset":
-            engine.settle()
-            engine.manager.reset_cache()
+            engine.reset()
             continue
         first, count = rng.randrange(20), rng.randrange(1, 5)
         numbers, blocks = list(range(first, first + count)), rng.sample(range(1, 64), count)

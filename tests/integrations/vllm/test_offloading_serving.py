@@ -1,0 +1,65 @@
+"""A whole vLLM with two workers, each in a process of its own, over the CPU and disk tier; then another one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+import vllm_offload_program
+from vllm_offload_program import BLOCK_TOKENS, NUM_PROMPTS, OUTPUT_TOKENS, PROMPT_TOKENS, make_model
+
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+START_S = 600  # of one vLLM on a busy machine
+
+
+def serve(model: Path, store: Path, rounds: int) -> Any:
+    options = {
+        "rounds": rounds,
+        "workers": 1 if torch.cuda.device_count() == 1 else 2,
+        "extra": {
+            "spec_name": "HiCacheOffloadingSpec",
+            "spec_module_path": "hicache.integrations.vllm",
+            "cpu_bytes_to_use": "64MB",
+            "disk": {"path": str(store), "budget": "256MB"},
+        },
+    }
+    run = subprocess.run(
+        [sys.executable, vllm_offload_program.__file__, str(model), json.dumps(options)],
+        env={**os.environ, **SETTINGS},
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(3 * START_S)
+def test_prompts_are_cached_after_a_reset_and_after_a_restart_and_tokens_stay(tmp_path: Path) -> None:
+    """vLLM counts the cached tokens. After the reset they come from the CPU tier, after the restart from the disk."""
+    make_model(tmp_path / "model")
+    computed, from_cpu = serve(tmp_path / "model", tmp_path / "store", rounds=2)
+    (from_disk,) = serve(tmp_path / "model", tmp_path / "store", rounds=1)
+    whole_blocks = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert [cached for cached, _ in computed] == [0] * NUM_PROMPTS
+    assert [cached for cached, _ in from_cpu] == [whole_blocks] * NUM_PROMPTS
+    assert [cached for cached, _ in from_disk] == [whole_blocks] * NUM_PROMPTS
+    tokens = [output for _, output in computed]
+    assert [len(output) for output in tokens] == [OUTPUT_TOKENS] * NUM_PROMPTS
+    assert [output for _, output in from_cpu] == tokens
+    assert [output for _, output in from_disk] == tokens
