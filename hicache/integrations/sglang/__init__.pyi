@@ -1,0 +1,1 @@
+from hicache.integrations.sglang.linker import HicacheLinker as HicacheLinker

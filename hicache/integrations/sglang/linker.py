@@ -1,0 +1,258 @@
+"""hicache's host and disk tiers directly under SGLang's tree of device pages, in place of a host tier of SGLang's.
+
+    offload   device slots -> host pages, after the forward that fills them; then, in the background, to the disk
+    lookup    which lengths of a prompt can be restored, from host and disk together
+    load      pages on the disk -> host, while the request waits; then host -> device layer by layer, under the forward
+
+SGLang calls everything from its scheduler thread, but `layer_done_counter.wait_until` from the forward. After the
+constructor nothing raises into it: what fails is a miss, or an offload that is reported as failed, counted and logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import sglang
+import torch
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from hicache.disk import DiskTier, Limits
+from hicache.integrations.sglang.linker_config import linker_config
+from hicache.integrations.sglang.linker_disk import LinkerDisk
+from hicache.integrations.sglang.linker_host import host_tiers
+from hicache.integrations.sglang.linker_identity import Ranks, open_store
+from hicache.integrations.sglang.linker_loads import Loads, Pinned, unpin
+from hicache.integrations.sglang.linker_offloads import Offloads
+from hicache.integrations.sglang.linker_parts import parts_of
+from hicache.integrations.sglang.linker_pools import linked_pools
+from hicache.integrations.versions import require_version
+
+log = logging.getLogger(__name__)
+
+TESTED = ("0.5.23",)
+_REPORT_S = 60.0
+_QUEUE_JOBS = 1024
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _never_raises(
+    otherwise: Callable[[], T],
+) -> Callable[[Callable[Concatenate[HicacheLinker, P], T]], Callable[Concatenate[HicacheLinker, P], T]]:
+    """A fault of ours is a miss of the cache, not the end of SGLang's scheduler."""
+
+    def guard(method: Callable[Concatenate[HicacheLinker, P], T]) -> Callable[Concatenate[HicacheLinker, P], T]:
+        @functools.wraps(method)
+        def guarded(self: HicacheLinker, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:
+                self.stats["faults"] += 1
+                log.exception("the linker failed; SGLang goes on without it")
+                return otherwise()
+
+        return guarded
+
+    return guard
+
+
+class HicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang has no types
+    """One a rank, for `--unified-cache-external-linker-backend dynamic`; docs/integrations/sglang_linker.md.
+
+    `pools`: the components that it serves. `stats`: counts since the start.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: CacheInitParams,
+        *,
+        components: set[ComponentType],
+        extra_config: Mapping[str, Any] | None = None,
+        forward_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """`ConfigError`, `OutOfMemory` or `StoreError` for what cannot work, with the setting that would."""
+        require_version("SGLang", sglang.__version__, TESTED)
+        config = linker_config(extra_config)
+        pools = linked_pools(params, components)
+        self._ranks = Ranks.of(params)
+        store = open_store(config, server_args, self._ranks, pools)
+        try:
+            self._tiers = host_tiers(config, pools)
+        except BaseException:
+            store.close()
+            raise
+        self._limits = Limits()
+        full_bytes = config.host_bytes // 2  # so much that waits for the writer makes it compress less
+        disk_tier = DiskTier(store.store, readers=config.readers, queue_jobs=_QUEUE_JOBS, full_bytes=full_bytes)
+        disk_tier.start()
+        self._disk = LinkerDisk(store, disk_tier, {name: tier.index for name, tier in self._tiers.items()})
+        self._loads = Loads([*self._tiers.values()], self._disk, config.load_wait_s)
+        self._offloads = Offloads(self._disk, self._behind_forward)
+        self.forward_stream = forward_stream
+        device = pools[0].device
+        self._fence = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.pools = {PoolName(pool.name): pool for pool in pools}
+        self.layer_done_counter = self._loads.counter
+        if PoolName.MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        self._reported_s, self._closed = time.monotonic(), False
+        self.stats = dict.fromkeys(("lookups", "hits", "loads", "refused_loads", "failed_loads", "faults"), 0)
+        self.stats |= dict.fromkeys(("offloads", "failed_offloads"), 0)
+        sizes = ", ".join(f"{tier.host.num_pages} pages of {name}" for name, tier in self._tiers.items())
+        log.info("hicache linker: %s on the host, disk %s", sizes, store.path)
+
+    @_never_raises(list)
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """The lengths, in pages of the prompt's tail, at which every component can be restored."""
+        wanted = {PoolName(transfer.name).value: transfer for transfer in transfers}
+        if not wanted.keys() <= self._tiers.keys() or "kv" not in wanted or not wanted["kv"].keys:
+            return []
+        keys = list(wanted["kv"].keys)
+        trailing = [name for name, each in wanted.items() if each.hit_policy == PoolHitPolicy.TRAILING_PAGES]
+        windows = {name: len(wanted[name].keys) for name in trailing}
+        held = self._held(keys, windows)
+        chain = held["kv"].index(False) if False in held["kv"] else len(keys)
+        ends = [
+            end
+            for end in range(1, chain + 1)
+            if all(all(held[name][max(0, end - pages) : end]) for name, pages in windows.items())
+        ]
+        self.stats["lookups"] += 1
+        self.stats["hits"] += bool(ends)
+        return ends
+
+    def _held(self, keys: list[str], windows: Mapping[str, int]) -> dict[str, list[bool]]:
+        """Of each component, whether host or disk hold each page."""
+        for tier in self._tiers.values():
+            tier.index.link(keys)
+        absent = {name: self._tiers[name].index.missing(keys) for name in ("kv", *windows)}
+        gone: dict[str, set[str]] = {name: set() for name in absent}
+        if any(absent.values()):
+            num_pages, found = self._disk.find("kv", absent["kv"], {name: absent[name] for name in windows})
+            gone = {name: {key for key in absent[name] if f"{name}/{key}" not in found} for name in windows}
+            gone["kv"] = {*absent["kv"][num_pages:]}
+        return {name: [key not in gone[name] for key in keys] for name in absent}
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Bring all pages to the host, waiting for those on the disk, and keep them there. False, on all ranks: some
+        did not come, and the request computes its prompt."""
+        pinned = self._pin(transfers)
+        if not self._ranks.agree(pinned is not None):
+            unpin(pinned or ())
+            self.stats["refused_loads"] += 1
+            return False
+        self._loads.queue(rid, pinned or [])
+        return True
+
+    @_never_raises(lambda: None)
+    def _pin(self, transfers: list[PoolTransfer]) -> list[Pinned] | None:
+        parts = parts_of(transfers, self._tiers)
+        return None if parts is None else self._loads.pin(parts)
+
+    @_never_raises(lambda: -1)
+    def start_layer_wise_loading(self) -> int:
+        """Submit the queued loads; returns the index of their batch, -1 for none."""
+        index = self._loads.start()
+        self.stats["loads"] += index >= 0
+        return index
+
+    @_never_raises(bool)
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Wait until the batch writes to the device no more; whether all of it arrived."""
+        landed = self._loads.finish(counter_index)
+        self.stats["failed_loads"] += not landed
+        return landed
+
+    @_never_raises(bool)
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Whether a load was queued, and not started yet."""
+        return self._loads.cancel(rid)
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Begin to copy pages to the host, all or none. Always True, for the ranks must agree: what cannot be taken
+        completes as failed, and SGLang offers it again."""
+        self._offloads.add(self._begin_offload(transfers))
+        return True
+
+    @_never_raises(lambda: None)
+    def _begin_offload(self, transfers: list[PoolTransfer]) -> Any:
+        parts = parts_of(transfers, self._tiers)
+        return None if parts is None else self._offloads.begin(parts)
+
+    @contextlib.contextmanager
+    def _behind_forward(self) -> Iterator[None]:
+        """Work queued within waits for all forwards before, on a stream of its own: SGLang's streams do not wait."""
+        if self._fence is None:
+            yield
+            return
+        for ready in self.record_offload_ready():
+            self._fence.wait_event(ready)
+        with torch.cuda.stream(self._fence):
+            yield
+
+    def num_completed_offloads(self) -> int:
+        """Offloads whose outcome is known, in the order of their begin."""
+        self._poll()
+        return len(self._offloads.completed)
+
+    def pop_completed_offload(self) -> bool:
+        """Whether the oldest of them is on the host."""
+        success = self._offloads.completed.popleft()
+        self.stats["offloads" if success else "failed_offloads"] += 1
+        return success
+
+    @_never_raises(lambda: None)
+    def _poll(self) -> None:
+        """Take what ended: once a step of the scheduler."""
+        self._offloads.poll()
+        self._disk.poll()
+        if time.monotonic() > self._reported_s + _REPORT_S:
+            self._reported_s = time.monotonic()
+            log.info("hicache linker: %s", self.describe())
+
+    @_never_raises(lambda: None)
+    def reset(self) -> None:
+        """End all copies, write what is on the host to the disk, and forget the host pages. The disk keeps its own."""
+        self._loads.end_all()
+        self._offloads.end_all()
+        self._disk.settle(self._limits.close_s)
+        self._disk.forget()
+        for tier in self._tiers.values():
+            tier.index.clear()
+
+    @_never_raises(lambda: None)
+    def close(self) -> None:
+        """As `reset`, and give memory, threads and the store back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.reset()
+        log.info("hicache linker closes: %s", self.describe())
+        if self._disk.tier.close(self._limits.close_s):
+            for tier in self._tiers.values():
+                tier.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no offload is under way, and the disk has all that it is to have."""
+        return self._offloads.is_idle and self._disk.is_idle
+
+    def describe(self) -> dict[str, int]:
+        """Counts since the start, and pages on the host now."""
+        pages = {f"host_{name}_pages": len(tier.index) for name, tier in self._tiers.items()}
+        return {**self.stats, **self._disk.stats, **pages}
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless every host page is free or has one owner."""
+        for tier in self._tiers.values():
+            tier.index.check()

@@ -1,0 +1,75 @@
+"""The host tier of one component: pages in pinned memory, what they hold, and the copies to and from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hicache.config import AdvancedConfig, kernel_choice
+from hicache.errors import ConfigError
+from hicache.host import HostPagePool
+from hicache.integrations.sglang.linker_config import LinkerConfig
+from hicache.integrations.sglang.linker_pages import PageIndex
+from hicache.integrations.sglang.linker_pools import LinkedPool
+from hicache.kernels.page_copy import PageMover
+from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
+from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents
+
+
+@dataclass(frozen=True)
+class HostTier:
+    """`pool`: what the component's slots address on the device."""
+
+    pool: LinkedPool
+    host: HostPagePool
+    index: PageIndex
+    counter: LayerTransferCounter
+    transfer: TransferBackend
+
+    @property
+    def name(self) -> str:
+        return self.pool.name
+
+    def close(self) -> None:
+        """End the copies and unpin. Only when no thread uses the pages."""
+        self.transfer.close()
+        self.host.close()
+
+
+def host_tiers(config: LinkerConfig, pools: Sequence[LinkedPool]) -> dict[str, HostTier]:
+    """`host_bytes` shared as the device memory is. `ConfigError` and `OutOfMemory` name the setting."""
+    total = sum(pool.device_bytes for pool in pools)
+    smallest = max(-(-2 * pool.page_bytes * total // pool.device_bytes) for pool in pools)
+    if config.host_bytes < smallest:
+        raise ConfigError(
+            f"host_bytes={config.host_bytes} holds no page of each of {', '.join(pool.name for pool in pools)}; "
+            f"raise host_bytes to at least {smallest}"
+        )
+    return {pool.name: _host_tier(config, pool, config.host_bytes * pool.device_bytes // total) for pool in pools}
+
+
+def _host_tier(config: LinkerConfig, pool: LinkedPool, host_bytes: int) -> HostTier:
+    on_cuda = pool.device.type == "cuda"
+    layers = pool.layout.layers
+    host = HostPagePool(pool.layout, pool.page_tokens, host_bytes, pin=on_cuda, device=pool.device if on_cuda else None)
+    counter = LayerTransferCounter(len(layers), CudaLayerEvents if on_cuda else CpuLayerEvents)
+    spans = [pool.layout.spans_of(layer) for layer in layers]
+    try:
+        mover = PageMover(
+            [pool.buffers[layer] for layer in layers], pool.page_tokens, kernel_choice(pool.device), spans
+        )
+    except ValueError as error:
+        raise ConfigError(f"the rows of the component {pool.name} cannot be moved: {error}") from error
+    transfer: TransferBackend = CpuTransfer(host.bytes_of, mover, counter)
+    if on_cuda:
+        transfer = CudaTransfer(
+            host.bytes_of,
+            mover,
+            counter,
+            rows_per_chunk=host.arena.rows_per_chunk,
+            device_page_tokens=pool.page_tokens,
+            staging_bytes=config.staging_bytes,
+            chunk_tokens=AdvancedConfig().transfer_chunk_tokens,
+        )
+    transfer.start()
+    return HostTier(pool, host, PageIndex(host, config.policy), counter, transfer)

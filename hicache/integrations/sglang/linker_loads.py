@@ -1,0 +1,191 @@
+"""Loads: pages that a request needs are pinned on the host, and copied to the device layer by layer under its forward.
+
+pin      pages on the disk come to the host, all pages of a request are locked
+start    one copy a component for all requests of a batch; `BatchCounter` tells the forward which layers have arrived
+finish   the copies have ended, the pages are unlocked
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hicache.errors import TransferError
+from hicache.integrations.sglang.linker_disk import LinkerDisk
+from hicache.integrations.sglang.linker_host import HostTier
+from hicache.integrations.sglang.linker_pages import HeldPage, host_pages
+from hicache.integrations.sglang.linker_parts import Part
+from hicache.transfer import LayerTransferCounter, TransferOp
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """Locked pages of one component, to be copied to `slots`."""
+
+    tier: HostTier
+    pages: list[HeldPage]
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The copy of one component's pages, which are locked until it ends."""
+
+    tier: HostTier
+    pages: list[HeldPage]
+    load_id: int
+    op: TransferOp
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The copies of one forward. `failed`: some could not be submitted."""
+
+    copies: list[_Copy]
+    failed: bool
+
+
+class BatchCounter:
+    """What the getters of SGLang's pools wait for: of a layer, the components that have it, each with a counter.
+
+    SGLang calls `set_consumer` before a forward and `wait_until` within it. A failed load raises nothing there:
+    `finish_layer_wise_loading` reports it, and SGLang aborts its requests. On CUDA `wait_until` orders the current
+    stream and never blocks the host.
+    """
+
+    def __init__(self, layers: Mapping[str, tuple[int, ...]], counters: Mapping[str, LayerTransferCounter]) -> None:
+        """`layers`: of each component, ascending."""
+        self.num_layers = 1 + max(layer for found in layers.values() for layer in found)
+        self.consumer_index = -1
+        self._counters = counters
+        self._routes: list[list[tuple[LayerTransferCounter, int]]] = [[] for _ in range(self.num_layers)]
+        for name, found in layers.items():
+            for position, layer in enumerate(found):
+                self._routes[layer].append((counters[name], position))
+        self._batches: dict[int, dict[str, int]] = {}
+        self._next = 0
+
+    def begin(self, loads: Mapping[str, int]) -> int:
+        """A batch begins that consumes these loads, by component; returns its index."""
+        index, self._next = self._next, self._next + 1
+        self._batches[index] = dict(loads)
+        return index
+
+    def end(self, index: int) -> None:
+        """No forward will consume this batch again."""
+        for name, load_id in self._batches.pop(index, {}).items():
+            self._counters[name].forget(load_id)
+
+    def set_consumer(self, index: int) -> None:
+        """The batch that the next forward depends on; -1: none."""
+        self.consumer_index = index
+        loads = self._batches.get(index, {})
+        for name, counter in self._counters.items():
+            counter.set_consumer(loads.get(name, -1))
+
+    def wait_until(self, threshold: int) -> None:
+        """Order the forward behind this layer, counted from 0 in this pipeline stage."""
+        for counter, layer in self._routes[threshold]:
+            try:
+                counter.wait_until(layer)
+            except TransferError as error:
+                log.debug("a forward runs on a load that failed, and its output is dropped: %s", error)
+
+
+def unpin(pinned: Sequence[Pinned]) -> None:
+    for each in pinned:
+        each.tier.index.unlock(each.pages)
+
+
+class Loads:
+    """The loads of one linker, from `pin` to `finish`. Scheduler thread, but `counter.wait_until`."""
+
+    def __init__(self, tiers: Sequence[HostTier], disk: LinkerDisk, wait_s: float) -> None:
+        """`wait_s`: how long a request waits for pages on the disk."""
+        self._tiers, self._disk, self._wait_s = tiers, disk, wait_s
+        layers = {tier.name: tier.pool.layout.layers for tier in tiers}
+        self.counter = BatchCounter(layers, {tier.name: tier.counter for tier in tiers})
+        self._queued: dict[str, list[Pinned]] = {}
+        self._batches: dict[int, _Batch] = {}
+
+    def pin(self, parts: Sequence[Part]) -> list[Pinned] | None:
+        """All pages of a request on the host, locked; None where some cannot be had."""
+        present = [Pinned(part.tier, part.held, part.slots) for part in parts]
+        for each in present:
+            each.tier.index.lock(each.pages)  # what the others need room for may not push these out
+        try:
+            absent = {part.tier.name: part.tier.index.missing(part.keys) for part in parts}
+            if any(absent.values()) and not self._disk.fetch(absent, self._wait_s):
+                return None
+            pinned = [Pinned(part.tier, part.held, part.slots) for part in parts]
+            if any(len(each.pages) < len(part.keys) for each, part in zip(pinned, parts, strict=True)):
+                return None
+            for each in pinned:
+                each.tier.index.lock(each.pages)
+        finally:
+            unpin(present)
+        for part in parts:
+            part.tier.index.use(part.held)
+            self._disk.used(part.tier.name, part.keys)
+        return pinned
+
+    def queue(self, rid: str, pinned: list[Pinned]) -> None:
+        """For the next `start`. Another load of the same request is void."""
+        self.cancel(rid)
+        self._queued[rid] = pinned
+
+    def cancel(self, rid: str) -> bool:
+        """Whether a load was queued, and not started yet."""
+        pinned = self._queued.pop(rid, None)
+        unpin(pinned or ())
+        return pinned is not None
+
+    def start(self) -> int:
+        """Submit what is queued; returns the index of the batch, -1 for none."""
+        if not self._queued:
+            return -1
+        queued, self._queued = [each for pinned in self._queued.values() for each in pinned], {}
+        groups = [(tier, [each for each in queued if each.tier is tier]) for tier in self._tiers]
+        copies = [self._submit(tier, group) for tier, group in groups if group]
+        submitted = [copy for copy in copies if copy is not None]
+        index = self.counter.begin({copy.tier.name: copy.load_id for copy in submitted})
+        self._batches[index] = _Batch(submitted, failed=len(submitted) < len(copies))
+        return index
+
+    def finish(self, index: int) -> bool:
+        """Wait until the batch writes to the device no more; whether all of it arrived. False for an unknown one."""
+        batch = self._batches.pop(index, None)
+        if batch is None:
+            return False
+        for copy in batch.copies:
+            copy.op.wait()
+            copy.tier.index.unlock(copy.pages)
+        self.counter.end(index)
+        return not batch.failed and all(copy.op.error is None for copy in batch.copies)
+
+    def end_all(self) -> None:
+        """Cancel what is queued, wait for the rest."""
+        for rid in [*self._queued]:
+            self.cancel(rid)
+        for index in [*self._batches]:
+            self.finish(index)
+
+    def _submit(self, tier: HostTier, group: Sequence[Pinned]) -> _Copy | None:
+        """Begin one copy; None where the backend refuses it. Waits for a producer of the counter."""
+        if not tier.counter.can_begin():
+            for copy in [copy for batch in self._batches.values() for copy in batch.copies]:
+                copy.op.wait()
+        pages, load_id = [page for each in group for page in each.pages], tier.counter.begin()
+        try:
+            slots = torch.cat([each.slots for each in group])
+            return _Copy(tier, pages, load_id, tier.transfer.load(host_pages(pages), slots, load_id))
+        except Exception as error:
+            log.exception("a load could not be submitted; SGLang aborts its requests")
+            tier.counter.fail(load_id, error)
+            unpin(group)
+            return None

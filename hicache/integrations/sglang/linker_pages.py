@@ -1,0 +1,181 @@
+"""Which pages of a component are on the host, by SGLang's page keys, and which of them leaves first.
+
+SGLang names pages by a hash chain and says nothing of prompts, so the chains are learned: the keys of one transfer
+follow each other, and those of one look-up do. A page is used with all pages known to come before it, so that of a
+chain the last page leaves first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hicache.errors import InvariantError
+from hicache.host import HostPagePool
+from hicache.tree.node import FULL, HOST, Holding, TreeNode
+from hicache.tree.policy import make_order
+
+
+class HeldPage(TreeNode):
+    """A page on the host. `parent`: the page known to come before it. It stays while it is locked."""
+
+    __slots__ = ("dropped", "host_page", "key_text")
+
+    def __init__(self, key_text: str, host_page: int) -> None:
+        super().__init__()
+        self.key_text, self.host_page = key_text, host_page
+        self.dropped = False
+
+    @property
+    def holding(self) -> Holding:
+        return self.full[HOST]
+
+
+def host_pages(pages: Iterable[HeldPage]) -> torch.Tensor:
+    """Their ids in the host pool, int64 `[pages]`."""
+    return torch.tensor([page.host_page for page in pages], dtype=torch.int64)
+
+
+class PageIndex:
+    """The pages of one host pool. Scheduler thread.
+
+    A page of the pool is free, reserved (by `reserve`, until `publish` or `free`), in the index, or dropped and still
+    locked.
+    """
+
+    def __init__(self, pool: HostPagePool, policy: str) -> None:
+        self.pool = pool
+        self._pages: dict[str, HeldPage] = {}
+        self._order = make_order(policy, FULL, HOST, lambda node: not node.children)
+        self._num_reserved = self._num_dropped = 0
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def get(self, key: str) -> HeldPage | None:
+        return self._pages.get(key)
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if key not in self._pages]
+
+    def reserve(self, num_pages: int) -> torch.Tensor | None:
+        """Host pages to write to, int64 `[num_pages]`, for which others leave; None where too many are locked."""
+        if self.pool.available() + len(self._order) < num_pages:
+            return None
+        victims: list[HeldPage] = []
+        while self.pool.available() + len(victims) < num_pages:
+            victim = self._order.victim()
+            if not isinstance(victim, HeldPage):
+                break
+            self._order.evict(victim)
+            self._detach(victim)
+            victims.append(victim)
+        self.pool.free(host_pages(victims))
+        self.num_evicted += len(victims)
+        reserved = self.pool.alloc(num_pages)
+        self._num_reserved += 0 if reserved is None else num_pages
+        return reserved
+
+    def free(self, pages: torch.Tensor) -> None:
+        """Give reserved pages back."""
+        self.pool.free(pages)
+        self._num_reserved -= len(pages)
+
+    def publish(self, keys: Sequence[str], pages: torch.Tensor) -> list[HeldPage]:
+        """Reserved pages hold the bytes of `keys`, in the order of a prompt, from now on. Keys that are held already
+        keep their page. Returns the pages that are new."""
+        new: list[HeldPage] = []
+        for key, host_page in zip(keys, pages.tolist(), strict=True):
+            if key in self._pages:
+                self.free(torch.tensor([host_page]))
+                continue
+            page = self._pages[key] = HeldPage(key, host_page)
+            self._num_reserved -= 1
+            new.append(page)
+        for page in reversed(new):  # the first is the most recent
+            self._order.insert(page)
+        self.link(keys)
+        return new
+
+    def link(self, keys: Sequence[str]) -> None:
+        """Pages of a prompt, one after the other. Where both are held, learn which comes before which."""
+        before: HeldPage | None = None
+        for key in keys:
+            page = self._pages.get(key)
+            if page is not None and before is not None and page.parent is None:
+                page.parent = before
+                before.children[key.encode()] = page
+            before = page
+
+    def use(self, pages: Sequence[HeldPage]) -> None:
+        """A request uses these pages, in the order of its prompt, and so those before them."""
+        for page in reversed(pages):
+            self._hit(page)
+        above = pages[0].parent if pages else None
+        while above is not None:
+            self._hit(above)
+            above = above.parent
+
+    def lock(self, pages: Iterable[HeldPage]) -> None:
+        for page in pages:
+            page.holding.locks += 1
+            if page.holding.locks == 1:
+                self._order.lock(page)
+
+    def unlock(self, pages: Sequence[HeldPage]) -> None:
+        """In the order of a prompt."""
+        for page in reversed(pages):
+            page.holding.locks -= 1
+            if page.holding.locks == 0:
+                if page.dropped:
+                    self._num_dropped -= 1
+                    self.pool.free(host_pages([page]))
+                else:
+                    self._order.unlock(page)
+
+    def clear(self) -> None:
+        """Forget all pages. Those that are locked are free with their last unlock."""
+        pages = list(self._pages.values())
+        for page in pages:
+            page.dropped = page.holding.locks > 0
+            if not page.dropped:
+                self._order.evict(page)
+            self._detach(page)
+        self._num_dropped += sum(page.dropped for page in pages)
+        self.pool.free(host_pages(page for page in pages if not page.dropped))
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless every page of the pool is free or has one owner."""
+        found = []
+        ids = [page.host_page for page in self._pages.values()]
+        if len({*ids}) < len(ids):
+            found.append("two keys share a host page")
+        owned = len(ids) + self._num_reserved + self._num_dropped
+        if owned + self.pool.available() != self.pool.num_pages:
+            found.append(f"{owned} pages owned, {self.pool.available()} free of {self.pool.num_pages}")
+        unlocked = sum(not page.holding.locks for page in self._pages.values())
+        if unlocked != len(self._order):
+            found.append(f"{unlocked} pages are not locked, {len(self._order)} may leave")
+        if found:
+            raise InvariantError("linker pages", found)
+        self.pool.check()
+
+    def _hit(self, page: TreeNode) -> None:
+        page.touch()
+        page.hit_count += 1
+        self._order.hit(page)
+
+    def _detach(self, page: HeldPage) -> None:
+        """The page leaves the index and its chain."""
+        del self._pages[page.key_text]
+        parent = page.parent
+        if parent is not None:
+            del parent.children[page.key_text.encode()]
+            if not parent.children and parent in self._order:
+                self._order.on_leaf(parent)
+        for child in page.children.values():
+            child.parent = None
+        page.children.clear()
+        page.parent = None
