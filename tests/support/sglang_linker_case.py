@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import sglang_stubs  # noqa: F401 - before SGLang
+
+# isort: split
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
@@ -81,14 +83,16 @@ class Admitted:
 class LinkerCase(UnifiedRadixCacheFixtures):
     """One server: a tree with its linker, whose store is at `path`."""
 
-    def __init__(self, cfg: CacheConfig, path: Path, device: str = "cpu", **settings: Any) -> None:
+    def __init__(self, cfg: CacheConfig, store: Path, device: str = "cpu", **settings: Any) -> None:
         self.cfg, self.device = cfg, device
         fixtures.get_device = lambda: device
         self._contexts = contextlib.ExitStack()
         self._contexts.enter_context(get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1))
         self.cache, self.allocator, self.rows = fixtures.build_fixture(cfg)
         params = self.cache.cache_init_params
-        extra = {"path": str(path), "budget": "64MiB", "host_bytes": "4MiB", **settings}
+        # A busy machine may take its time: no verdict depends on it.
+        waits = {"lookup_wait_s": 60, "load_wait_s": 60}
+        extra = {"path": str(store), "budget": "64MiB", "host_bytes": "4MiB", **waits, **settings}
         self.linker = create_unified_cache_linker(
             ServerArgs(model_path="dummy", page_size=cfg.page_size),
             params,
@@ -127,18 +131,15 @@ class LinkerCase(UnifiedRadixCacheFixtures):
     def slots(self, component: str, full: torch.Tensor) -> torch.Tensor:
         return self.allocator.full_to_swa_index_mapping[full] if component == "swa" else full
 
-    def bytes_at(self, tokens: Sequence[int], page: int, layer: int, component: str, state: bool = False) -> list[str]:
-        end = len(tokens) if state else (page + 1) * self.cfg.page_size
-        prefix = hashlib.sha256(repr(tuple(tokens[:end])).encode()).hexdigest()
-        return [f"{prefix}/{component}/{layer}/{index}" for index in range(8)]
-
     def fill(self, tokens: Sequence[int], full: torch.Tensor, state: torch.Tensor | None) -> None:
         """Write what the tokens' keys and values would be, and the state at their end."""
         self.linker.layer_done_counter.set_consumer(-1)
-        for layer, component, buffer, rows, seed in self._rows(tokens, 0, full, state, all_swa=True):
+        for _, _, buffer, rows, seed in self._rows(tokens, 0, full, state, all_swa=True):
             buffer[rows] = bits_of(seed, buffer[rows]).to(self.device)
 
-    def differences(self, tokens: Sequence[int], first_page: int, full: torch.Tensor, state: torch.Tensor | None) -> list[str]:
+    def differences(
+        self, tokens: Sequence[int], first_page: int, full: torch.Tensor, state: torch.Tensor | None
+    ) -> list[str]:
         """Where the slots of the tokens from `first_page` on hold other bytes, layer after layer."""
         found = []
         for layer, component, buffer, rows, seed in self._rows(tokens, first_page, full, state):
@@ -157,37 +158,40 @@ class LinkerCase(UnifiedRadixCacheFixtures):
     ) -> Iterator[tuple[int, str, torch.Tensor, torch.Tensor, str]]:
         """Of each layer, in order: every page of the tail (of SWA, those in the window) and the state at the end."""
         size, num_pages = self.cfg.page_size, len(tokens) // self.cfg.page_size
+        # What a page holds follows from all tokens up to its end.
+        names = [hashlib.sha256(repr(tuple(tokens[: (i + 1) * size])).encode()).hexdigest() for i in range(num_pages)]
         for layer, component in self.layers():
             buffers = self.buffers(layer, component)
             if component == "mamba":
-                seeds = self.bytes_at(tokens, 0, layer, component, state=True)
-                places = [] if state is None else [(state.reshape(-1), seeds)]
+                places = [] if state is None else [(state.reshape(-1), names[-1])]
             else:
                 start = first_page
                 if component == "swa" and not all_swa:
                     start = max(first_page, num_pages - -(-(self.cfg.sliding_window_size or 0) // size))
                 pages = range(start, num_pages)
                 slots = self.slots(component, full)
-                places = [
-                    (slots[(page - first_page) * size :][:size], self.bytes_at(tokens, page, layer, component))
-                    for page in pages
-                ]
-            for rows, seeds in places:
-                for buffer, seed in zip(buffers, seeds, strict=False):
-                    yield layer, component, buffer, rows, seed
+                places = [(slots[(page - first_page) * size :][:size], names[page]) for page in pages]
+            for rows, name in places:
+                for index, buffer in enumerate(buffers):
+                    yield layer, component, buffer, rows, f"{name}/{component}/{layer}/{index}"
 
     # What a scheduler does
 
     def insert(self, tokens: Sequence[int]) -> None:
         """Compute a prompt, of which nothing is cached, and leave it in the tree. Its nodes are offloaded."""
         full = self._alloc(self.allocator, len(tokens))
-        assert full is not None, "the device is full; evict first"
+        if full is None:
+            self.settle()  # offloads lock their nodes
+            self.evict()
+            full = self._alloc(self.allocator, len(tokens))
+        assert full is not None, "the prompt is larger than the device"
         params = InsertParams(key=RadixKey(array("q", tokens)), value=full)
         request = self._make_req(self.rows)
         if MAMBA in self.cfg.components:
             params.mamba_value = request.kv.mamba_pool_idx.unsqueeze(0)
         self.fill(tokens, full, params.mamba_value)
-        self.cache.insert(params)
+        result = self.cache.insert(params)
+        self._release(request, owns_state=result.mamba_exist)
 
     def settle(self, within_s: float = 60.0) -> None:
         """Steps of the scheduler until all offloads have ended, and the disk has what the host has."""
@@ -243,6 +247,12 @@ class LinkerCase(UnifiedRadixCacheFixtures):
         elif len(loaded):
             self.allocator.free(loaded)
         self.cache.dec_lock_ref(request.last_node, admitted.lock)
-        if MAMBA in self.cfg.components and owned:
-            self.rows.mamba_allocator.free(request.kv.mamba_pool_idx.unsqueeze(0))
+        self._release(request, owns_state=owned)
+
+    def _release(self, request: Any, owns_state: bool) -> None:
+        if MAMBA in self.cfg.components:
+            if owns_state:
+                self.rows.mamba_allocator.free(request.kv.mamba_pool_idx.unsqueeze(0))
+            if request.kv.mamba_ping_pong_track_buffer is not None:
+                self.rows.mamba_allocator.free(request.kv.mamba_ping_pong_track_buffer)
         self.rows.free_slots.append(request.kv.req_pool_idx)

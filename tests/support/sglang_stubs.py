@@ -1,4 +1,4 @@
-"""What SGLang's modules import and no CPU test calls: modules that answer every attribute. Import this before SGLang."""
+"""What SGLang's modules import and no test calls: modules that answer every attribute. Import this before SGLang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class _Stub(metaclass=_Anything):
 
 
 class _Module(types.ModuleType):
-    __path__: list[str] = []
     __version__ = "0.0"
 
     def __getattr__(self, name: str) -> Any:
@@ -39,7 +38,7 @@ class _Finder(MetaPathFinder, Loader):
         self._names = {*names}
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        stubbed = fullname.split(".")[0] in self._names
+        stubbed = fullname.split(".", maxsplit=1)[0] in self._names
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if stubbed else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:

@@ -15,7 +15,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import sglang
 import torch
@@ -43,16 +43,23 @@ _QUEUE_JOBS = 1024
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Miss_co = TypeVar("Miss_co", covariant=True)
 
 
-def _never_raises(
-    otherwise: Callable[[], T],
-) -> Callable[[Callable[Concatenate[HicacheLinker, P], T]], Callable[Concatenate[HicacheLinker, P], T]]:
+class _Guard(Protocol[Miss_co]):
+    def __call__(
+        self, method: Callable[Concatenate[HicacheLinker, P], T], /
+    ) -> Callable[Concatenate[HicacheLinker, P], T | Miss_co]: ...
+
+
+def _never_raises(otherwise: Callable[[], Miss_co]) -> _Guard[Miss_co]:
     """A fault of ours is a miss of the cache, not the end of SGLang's scheduler."""
 
-    def guard(method: Callable[Concatenate[HicacheLinker, P], T]) -> Callable[Concatenate[HicacheLinker, P], T]:
+    def guard(
+        method: Callable[Concatenate[HicacheLinker, P], T], /
+    ) -> Callable[Concatenate[HicacheLinker, P], T | Miss_co]:
         @functools.wraps(method)
-        def guarded(self: HicacheLinker, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def guarded(self: HicacheLinker, /, *args: P.args, **kwargs: P.kwargs) -> T | Miss_co:
             try:
                 return method(self, *args, **kwargs)
             except Exception:
@@ -65,10 +72,11 @@ def _never_raises(
     return guard
 
 
-class HicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang has no types
+class HicacheLinker(UnifiedCacheLinker):
     """One a rank, for `--unified-cache-external-linker-backend dynamic`; docs/integrations/sglang_linker.md.
 
-    `pools`: the components that it serves. `stats`: counts since the start.
+    `pools`: the components that it serves. `tiers`: their host tiers, and `store` the disk, for tests and inspection.
+    `stats`: counts since the start.
     """
 
     def __init__(
@@ -85,9 +93,9 @@ class HicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang has no 
         config = linker_config(extra_config)
         pools = linked_pools(params, components)
         self._ranks = Ranks.of(params)
-        store = open_store(config, server_args, self._ranks, pools)
+        store = open_store(config, server_args, params, self._ranks, pools)
         try:
-            self._tiers = host_tiers(config, pools)
+            self.tiers = host_tiers(config, pools)
         except BaseException:
             store.close()
             raise
@@ -95,8 +103,10 @@ class HicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang has no 
         full_bytes = config.host_bytes // 2  # so much that waits for the writer makes it compress less
         disk_tier = DiskTier(store.store, readers=config.readers, queue_jobs=_QUEUE_JOBS, full_bytes=full_bytes)
         disk_tier.start()
-        self._disk = LinkerDisk(store, disk_tier, {name: tier.index for name, tier in self._tiers.items()})
-        self._loads = Loads([*self._tiers.values()], self._disk, config.load_wait_s)
+        self.store = store
+        indexes = {name: tier.index for name, tier in self.tiers.items()}
+        self._disk = LinkerDisk(store, disk_tier, indexes, config.lookup_wait_s)
+        self._loads = Loads([*self.tiers.values()], self._disk, config.load_wait_s)
         self._offloads = Offloads(self._disk, self._behind_forward)
         self.forward_stream = forward_stream
         device = pools[0].device
@@ -108,14 +118,14 @@ class HicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang has no 
         self._reported_s, self._closed = time.monotonic(), False
         self.stats = dict.fromkeys(("lookups", "hits", "loads", "refused_loads", "failed_loads", "faults"), 0)
         self.stats |= dict.fromkeys(("offloads", "failed_offloads"), 0)
-        sizes = ", ".join(f"{tier.host.num_pages} pages of {name}" for name, tier in self._tiers.items())
+        sizes = ", ".join(f"{tier.host.num_pages} pages of {name}" for name, tier in self.tiers.items())
         log.info("hicache linker: %s on the host, disk %s", sizes, store.path)
 
     @_never_raises(list)
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The lengths, in pages of the prompt's tail, at which every component can be restored."""
         wanted = {PoolName(transfer.name).value: transfer for transfer in transfers}
-        if not wanted.keys() <= self._tiers.keys() or "kv" not in wanted or not wanted["kv"].keys:
+        if not wanted.keys() <= self.tiers.keys() or "kv" not in wanted or not wanted["kv"].keys:
             return []
         keys = list(wanted["kv"].keys)
         trailing = [name for name, each in wanted.items() if each.hit_policy == PoolHitPolicy.TRAILING_PAGES]
@@ -133,9 +143,9 @@ class HicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang has no 
 
     def _held(self, keys: list[str], windows: Mapping[str, int]) -> dict[str, list[bool]]:
         """Of each component, whether host or disk hold each page."""
-        for tier in self._tiers.values():
+        for tier in self.tiers.values():
             tier.index.link(keys)
-        absent = {name: self._tiers[name].index.missing(keys) for name in ("kv", *windows)}
+        absent = {name: self.tiers[name].index.missing(keys) for name in ("kv", *windows)}
         gone: dict[str, set[str]] = {name: set() for name in absent}
         if any(absent.values()):
             num_pages, found = self._disk.find("kv", absent["kv"], {name: absent[name] for name in windows})
@@ -156,7 +166,7 @@ class HicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang has no 
 
     @_never_raises(lambda: None)
     def _pin(self, transfers: list[PoolTransfer]) -> list[Pinned] | None:
-        parts = parts_of(transfers, self._tiers)
+        parts = parts_of(transfers, self.tiers)
         return None if parts is None else self._loads.pin(parts)
 
     @_never_raises(lambda: -1)
@@ -186,7 +196,7 @@ class HicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang has no 
 
     @_never_raises(lambda: None)
     def _begin_offload(self, transfers: list[PoolTransfer]) -> Any:
-        parts = parts_of(transfers, self._tiers)
+        parts = parts_of(transfers, self.tiers)
         return None if parts is None else self._offloads.begin(parts)
 
     @contextlib.contextmanager
@@ -227,7 +237,7 @@ class HicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang has no 
         self._offloads.end_all()
         self._disk.settle(self._limits.close_s)
         self._disk.forget()
-        for tier in self._tiers.values():
+        for tier in self.tiers.values():
             tier.index.clear()
 
     @_never_raises(lambda: None)
@@ -239,7 +249,7 @@ class HicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang has no 
         self.reset()
         log.info("hicache linker closes: %s", self.describe())
         if self._disk.tier.close(self._limits.close_s):
-            for tier in self._tiers.values():
+            for tier in self.tiers.values():
                 tier.close()
 
     @property
@@ -249,10 +259,10 @@ class HicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang has no 
 
     def describe(self) -> dict[str, int]:
         """Counts since the start, and pages on the host now."""
-        pages = {f"host_{name}_pages": len(tier.index) for name, tier in self._tiers.items()}
+        pages = {f"host_{name}_pages": len(tier.index) for name, tier in self.tiers.items()}
         return {**self.stats, **self._disk.stats, **pages}
 
     def check(self) -> None:
         """Raise `InvariantError` unless every host page is free or has one owner."""
-        for tier in self._tiers.values():
+        for tier in self.tiers.values():
             tier.index.check()

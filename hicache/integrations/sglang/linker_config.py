@@ -22,6 +22,9 @@ class LinkerConfig(ServerStoreConfig):
     load_wait_s: Annotated[
         float, Number("how long a request may wait for pages on disk before it computes them", 0, 3600, unit="seconds")
     ] = 5.0
+    lookup_wait_s: Annotated[
+        float, Number("how long the scheduler may wait for what the disk holds", 0, 3600, unit="seconds")
+    ] = 0.05
     staging_bytes: Annotated[int, Size("device memory of each component for copies", 1 << 16)] = 64 << 20
 
 

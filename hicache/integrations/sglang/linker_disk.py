@@ -22,7 +22,6 @@ from hicache.integrations.sglang.linker_pages import HeldPage, PageIndex, host_p
 
 log = logging.getLogger(__name__)
 
-LOOKUP_WAIT_S = 0.05
 _POLL_S = 2e-4
 _JOB_PAGES = 8  # of a read: several readers share what a request waits for
 _JOB_BYTES = 64 << 20  # of a write
@@ -51,8 +50,10 @@ class _Fetch:
 class LinkerDisk:
     """`indexes`: by the name of the component. Scheduler thread; `poll` once a step takes the answers."""
 
-    def __init__(self, store: ServerStore, tier: DiskTier, indexes: Mapping[str, PageIndex]) -> None:
-        self.tier, self._store, self._indexes = tier, store, indexes
+    def __init__(
+        self, store: ServerStore, tier: DiskTier, indexes: Mapping[str, PageIndex], lookup_wait_s: float
+    ) -> None:
+        self.tier, self._store, self._indexes, self._lookup_wait_s = tier, store, indexes, lookup_wait_s
         self._reads: dict[int, tuple[_Read, _Fetch]] = {}
         self._writes: dict[int, tuple[PageIndex, list[HeldPage]]] = {}
         self._unwritten: deque[tuple[str, HeldPage]] = deque()
@@ -64,7 +65,9 @@ class LinkerDisk:
         """How many pages of `chain`, of component `name`, the disk holds from the first on without a gap, and which of
         `others`, as "component/key". Nothing where it cannot tell in time."""
         names = [f"{other}/{key}" for other, keys in others.items() for key in keys]
-        found = self.tier.find(self._names(name, chain), LOOKUP_WAIT_S, self._store.keys([n.encode() for n in names]))
+        found = self.tier.find(
+            self._names(name, chain), self._lookup_wait_s, self._store.keys([n.encode() for n in names])
+        )
         if found is None:
             return 0, set()
         return found.num_pages, {name for name, held in zip(names, found.others, strict=True) if held}

@@ -52,8 +52,12 @@ class Ranks:
         return ",".join(f"{name}={at}/{of}" for name, (at, of) in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp)))
 
 
-def open_store(config: LinkerConfig, server_args: Any, ranks: Ranks, pools: Sequence[LinkedPool]) -> ServerStore:
+def open_store(
+    config: LinkerConfig, server_args: Any, params: CacheInitParams, ranks: Ranks, pools: Sequence[LinkedPool]
+) -> ServerStore:
     """The store of this model, layout and rank under `config.path`."""
+    # Both kinds of fp8 lie in buffers of plain bytes, which the layout cannot tell apart.
+    dtype = str(params.token_to_kv_pool_allocator.get_kvcache().dtype).removeprefix("torch.")
     identity: dict[str, str | int] = {
         "server": "sglang 0.5.23",
         "interface": "linker",
@@ -62,6 +66,7 @@ def open_store(config: LinkerConfig, server_args: Any, ranks: Ranks, pools: Sequ
         "revision": str(server_args.revision),
         "weights": str(server_args.weight_version),
         "quantization": str(server_args.quantization),
+        "dtype": dtype,
         "layout": ",".join(f"{pool.name}={pool.page_tokens}x{pool.layout.digest().hex()}" for pool in pools),
         "parallel": str(ranks),
     }

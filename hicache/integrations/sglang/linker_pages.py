@@ -111,12 +111,10 @@ class PageIndex:
 
     def use(self, pages: Sequence[HeldPage]) -> None:
         """A request uses these pages, in the order of its prompt, and so those before them."""
-        for page in reversed(pages):
-            self._hit(page)
-        above = pages[0].parent if pages else None
-        while above is not None:
-            self._hit(above)
-            above = above.parent
+        for page in (*reversed(pages), *self._above(pages)):
+            page.touch()
+            page.hit_count += 1
+            self._order.hit(page)
 
     def lock(self, pages: Iterable[HeldPage]) -> None:
         for page in pages:
@@ -125,7 +123,7 @@ class PageIndex:
                 self._order.lock(page)
 
     def unlock(self, pages: Sequence[HeldPage]) -> None:
-        """In the order of a prompt."""
+        """In the order of a prompt. They are the most recent then, and so are those before them."""
         for page in reversed(pages):
             page.holding.locks -= 1
             if page.holding.locks == 0:
@@ -134,6 +132,8 @@ class PageIndex:
                     self.pool.free(host_pages([page]))
                 else:
                     self._order.unlock(page)
+        for above in self._above(pages):
+            self._order.hit(above)
 
     def clear(self) -> None:
         """Forget all pages. Those that are locked are free with their last unlock."""
@@ -162,10 +162,15 @@ class PageIndex:
             raise InvariantError("linker pages", found)
         self.pool.check()
 
-    def _hit(self, page: TreeNode) -> None:
-        page.touch()
-        page.hit_count += 1
-        self._order.hit(page)
+    @staticmethod
+    def _above(pages: Sequence[HeldPage]) -> list[TreeNode]:
+        """The pages known to come before the first of these, the nearest first."""
+        found: list[TreeNode] = []
+        above = pages[0].parent if pages else None
+        while above is not None:
+            found.append(above)
+            above = above.parent
+        return found
 
     def _detach(self, page: HeldPage) -> None:
         """The page leaves the index and its chain."""

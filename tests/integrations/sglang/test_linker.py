@@ -1,27 +1,39 @@
+# ruff: noqa: E402
 """The linker under SGLang's own tree, allocators and device pools, without a GPU."""
 
 from __future__ import annotations
 
+import dataclasses
+import random
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("sglang")
-
-import sglang
-
+sglang = pytest.importorskip("sglang")
 if sglang.__version__ != "0.5.23":
     pytest.skip("the linker interface begins with 0.5.23", allow_module_level=True)
 
-from sglang_linker_case import CONFIGS, LinkerCase
+from sglang_linker_case import CONFIGS, MAMBA, PAGE, LinkerCase
+
+# isort: split
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.test.kits.unified_radix_cache.config import CONFIGS as SGLANG_CONFIGS
+
+from hicache.errors import ConfigError
+from hicache.integrations.sglang.linker_config import linker_config
 
 Make = Callable[..., LinkerCase]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
+    """Builds servers on one path; at the end of a test no page may be lost."""
     cases: list[LinkerCase] = []
 
     def build(name: str, **settings: Any) -> LinkerCase:
@@ -32,6 +44,16 @@ def make(tmp_path: Path) -> Iterator[Make]:
     for case in cases:
         case.linker.check()
         case.close()
+        assert case.linker.stats["faults"] == 0
+
+
+def restore(case: LinkerCase, prompt: list[int]) -> int:
+    """Serve a prompt; the tokens that the linker restored, whose bytes are right in every layer."""
+    admitted = case.admit(prompt)
+    wrong, failed = case.forward([admitted])
+    assert (wrong, failed) == ([], [])
+    case.end(admitted)
+    return len(admitted.loaded)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -41,14 +63,381 @@ def test_what_was_offloaded_comes_back_layer_by_layer(make: Make, name: str) -> 
     prompt = case._make_seq(0, 8)
     case.insert(prompt)
     case.settle()
-    for tier in ("host", "disk"):
+    case.evict()
+    assert restore(case, prompt) == len(prompt)
+    assert case.linker.describe()["pages_read"] == 0
+    case.settle()
+    case.cache.reset()
+    assert restore(case, prompt) == len(prompt)
+    assert case.linker.describe()["pages_read"] > 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_restart_finds_the_disk(make: Make, name: str) -> None:
+    """What one server offloaded, another one on the same path restores after the first has closed."""
+    first = make(name)
+    prompts = [first._make_seq(1000 * i, 4 + i) for i in range(3)]
+    for prompt in prompts:
+        first.insert(prompt)
+    first.settle()
+    first.close()
+    second = make(name)
+    assert [restore(second, prompt) for prompt in prompts] == [len(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("cfg", SGLANG_CONFIGS, ids=[cfg.label for cfg in SGLANG_CONFIGS])
+def test_every_configuration_of_sglangs_own_kit(cfg: Any, tmp_path: Path) -> None:
+    """Each page size, window and mix of components that SGLang's wheel ships fixtures for survives the round trip."""
+    case = LinkerCase(cfg, tmp_path / "store", host_bytes="64MiB", budget="256MiB")
+    window = -(-(cfg.sliding_window_size or 0) // cfg.page_size)
+    prompt = case._make_seq(0, min(window + 2, cfg.kv_size // cfg.page_size // 2))
+    case.insert(prompt)
+    case.settle()
+    case.evict()
+    assert restore(case, prompt) == len(prompt)
+    case.settle()
+    case.cache.reset()
+    assert restore(case, prompt) == len(prompt)
+    case.linker.check()
+    case.close()
+    assert case.linker.stats["faults"] == 0
+
+
+def test_one_load_serves_a_batch(make: Make) -> None:
+    """Requests of one forward load together, each into slots of its own, behind what the device still has."""
+    case = make("full")
+    prompts = [[*case._make_seq(0, 2), *case._make_seq(1000 * i, 3)] for i in (1, 2, 3)]
+    for prompt in prompts:
+        case.insert(prompt)
+    case.settle()
+    case.evict()
+    assert restore(case, prompts[0]) == 5 * PAGE  # the shared beginning is on the device again
+    batch = [case.admit(prompt) for prompt in prompts[1:]]
+    assert [len(each.device_slots) for each in batch] == [2 * PAGE] * 2
+    assert case.forward(batch) == ([], [])
+    for each in batch:
+        case.end(each)
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings"),
+    [
+        ({}, {"salt": "another"}),
+        ({"dtype": torch.float32}, {}),
+        ({"head_dim": 32}, {}),
+        ({"page_size": 2 * PAGE}, {}),
+        ({"num_layers": 5}, {}),
+    ],
+    ids=["salt", "dtype", "heads", "page size", "layers"],
+)
+def test_another_identity_sees_nothing(make: Make, tmp_path: Path, changed: dict[str, Any], settings: Any) -> None:
+    """Servers whose bytes mean something else share a path, and never a page; the first still finds its own."""
+    first = make("full")
+    prompt = first._make_seq(0, 8)
+    first.insert(prompt)
+    first.settle()
+    first.close()
+    other = LinkerCase(dataclasses.replace(CONFIGS["full"], **changed), tmp_path / "store", **settings)
+    assert restore(other, prompt) == 0
+    other.insert(prompt)
+    other.settle()
+    other.close()
+    assert restore(make("full"), prompt) == len(prompt)
+
+
+def test_the_two_kinds_of_fp8_stay_apart(tmp_path: Path) -> None:
+    """Both lie in buffers of plain bytes, and mean different numbers."""
+    restored = []
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fn):
+        case = LinkerCase(dataclasses.replace(CONFIGS["full"], dtype=dtype), tmp_path / "store")
+        prompt = case._make_seq(0, 8)
+        restored.append(restore(case, prompt))
         case.evict()
-        if tier == "disk":
-            case.cache.reset()
-        admitted = case.admit(prompt)
-        assert len(admitted.loaded) == len(prompt), tier
-        wrong, failed = case.forward([admitted])
-        assert (wrong, failed) == ([], []), tier
-        case.end(admitted)
+        case.cache.reset()
+        case.insert(prompt)
         case.settle()
+        case.close()
+    assert restored == [0, 0, 8 * PAGE]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cancelled_load_writes_nothing(make: Make, name: str) -> None:
+    """A request that is aborted before its forward leaves its slots as they were, and its pages on the host."""
+    case = make(name)
+    prompt = case._make_seq(0, 8)
+    case.insert(prompt)
+    case.settle()
+    case.evict()
+    admitted = case.admit(prompt)
+    case.fill([-token for token in prompt], admitted.loaded, None)
+    case.cache.release_aborted_request(CacheRequestHandle(admitted.request.rid, 0))
+    assert case.cache.ready_to_load_host_cache() == -1
+    if MAMBA not in CONFIGS[name].components:
+        assert case.differences([-token for token in prompt], 0, admitted.loaded, None) == []
+    case.end(admitted, keep=False)
+    case.linker.check()
+    assert restore(case, prompt) == len(prompt)
+
+
+def test_a_failed_load_aborts_its_requests_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a copy to the device fails, SGLang drops the output of its batch; the next batch loads the same pages."""
+    case = make("full")
+    prompt = case._make_seq(0, 8)
+    case.insert(prompt)
+    case.settle()
+    case.evict()
+    admitted = case.admit(prompt)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the link is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(case.linker.tiers["kv"].transfer.mover, "scatter", broken)
+        _, failed = case.forward([admitted])
+    assert failed == [admitted]
+    case.end(admitted, keep=False)
+    assert restore(case, prompt) == len(prompt)
+
+
+def test_a_failed_offload_is_offered_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages whose copy to the host failed are no hit; SGLang offers them with the next use, and then they are."""
+    case = make("full")
+    prompt = case._make_seq(0, 8)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the link is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(case.linker.tiers["kv"].transfer.mover, "gather", broken)
+        case.insert(prompt)
+        case.settle()
+    assert case.linker.stats["failed_offloads"] == 1
+    case.linker.check()
+    case.insert(prompt)
+    case.settle()
+    case.evict()
+    assert restore(case, prompt) == len(prompt)
+
+
+def test_pages_that_left_the_disk_are_computed(make: Make) -> None:
+    """Between a look-up and its load the disk may lose pages: the request computes its prompt, and none is aborted."""
+    case = make("full")
+    prompt = case._make_seq(0, 8)
+    case.insert(prompt)
+    case.settle()
+    case.cache.reset()
+    found: list[int] = []
+    looked_up = case.linker.lookup
+
+    def lookup(rid: str, transfers: Any) -> list[int]:
+        found.extend(looked_up(rid, transfers))
+        names = [f"kv/{key}".encode() for key in transfers[0].keys[3:]]
+        case.linker.store.store.delete(case.linker.store.keys(names))
+        return found
+
+    case.linker.lookup = lookup
+    admitted = case.admit(prompt)
+    del case.linker.lookup
+    assert found[-1] == 8 and len(admitted.loaded) == 0
+    assert case.forward([admitted]) == ([], [])
+    case.end(admitted)
+    assert case.linker.stats["refused_loads"] == 1
+    assert restore(case, prompt) == 3 * PAGE
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
+def test_damaged_files_are_misses(make: Make, tmp_path: Path, share: float) -> None:
+    """Whatever bytes of the store's files are lost, a server starts, restores right bytes or none, and offloads on."""
+    first = make("full")
+    prompts = [first._make_seq(1000 * i, 8) for i in range(6)]
+    for prompt in prompts:
+        first.insert(prompt)
+        first.settle()
+    first.close()
+    chance = random.Random(share)
+    for path in (tmp_path / "store").rglob("data.mdb"):
+        data = bytearray(path.read_bytes())
+        for start in range(0, len(data), 256):
+            if chance.random() < share:
+                data[start : start + 256] = chance.randbytes(len(data[start : start + 256]))
+        path.write_bytes(data)
+    second = make("full")
+    for prompt in prompts:
+        assert restore(second, prompt) in range(0, len(prompt) + 1, PAGE)
+        second.insert(prompt)
+        second.settle()
+    second.evict()
+    assert restore(second, prompts[-1]) == len(prompts[-1])
+
+
+def test_a_store_in_use_is_left_alone(make: Make) -> None:
+    """While the store of its identity belongs to another server, a server serves from its host pages alone."""
+    first = make("full")
+    prompt, other = first._make_seq(0, 8), first._make_seq(5000, 8)
+    first.insert(prompt)
+    first.settle()
+    second = make("full")
+    assert not second.linker.store.can_write
+    second.insert(other)
+    second.settle()
+    second.evict()
+    assert restore(second, other) == len(other)
+    first.cache.reset()
+    assert (restore(first, other), restore(first, prompt)) == (0, len(prompt))
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+def test_a_full_host_keeps_beginnings(make: Make, policy: str) -> None:
+    """When the host is full, pages leave it from the ends of prompts, and come back from the disk."""
+    page_bytes = 2 * 4 * PAGE * 2 * 16 * 2  # k and v, layers, tokens, heads, elements, bytes
+    case = make("full", host_bytes=13 * page_bytes, policy=policy)
+    assert case.linker.tiers["kv"].host.num_pages == 12
+    prompts = [case._make_seq(1000 * i, 8) for i in range(4)]
+    for prompt in prompts:
+        case.insert(prompt)
+        case.settle()
+        for each in prompts:
+            keys = get_storage_hash_str(RadixKey(array("q", each)), page_size=PAGE)
+            held = [case.linker.tiers["kv"].index.get(key) is not None for key in keys]
+            assert held == sorted(held, reverse=True)
+    case.evict()
+    for prompt in prompts:
+        assert restore(case, prompt) == len(prompt)
+        case.settle()
+        case.evict()
+
+
+def test_a_prompt_larger_than_the_host_is_computed(make: Make) -> None:
+    """What the host cannot hold at once is neither offloaded nor loaded, and takes nothing of others."""
+    page_bytes = 2 * 4 * PAGE * 2 * 16 * 2
+    case = make("full", host_bytes=7 * page_bytes)
+    short, long = case._make_seq(0, 4), case._make_seq(1000, 10)
+    case.insert(short)
+    case.settle()
+    case.insert(long)
+    case.settle()
+    assert case.linker.stats["failed_offloads"] == 1
+    case.evict()
+    assert restore(case, long) == 0
+    assert restore(case, short) == len(short)
+
+
+class Model:
+    """What must be so of one server after any history: which prompts it has offloaded whole."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.prompts: list[list[int]] = [[]]
+        self.offloaded: list[list[int]] = []
+
+    def new_prompt(self) -> list[int]:
+        """The beginning of an earlier one and something new."""
+        before = self.random.choice(self.prompts)
+        kept = before[: self.random.randrange(0, len(before) + 1, PAGE)][: 12 * PAGE]
+        start = self.random.randrange(1 << 20)
+        prompt = [*kept, *range(start, start + self.random.randint(1, 4) * PAGE)]
+        self.prompts.append(prompt)
+        return prompt
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_histories_lose_no_page(make: Make, name: str, seed: int) -> None:
+    """After any mix of requests, aborts, evictions, resets and restarts, bytes are right, no page of the host is lost,
+    and while neither tier is full every offloaded prompt comes back whole.
+    """
+    model, size = Model(seed), {"host_bytes": "8MiB", "budget": "256MiB"}
+    case = make(name, **size)
+    for step in range(60):
+        action = model.random.choice(["insert"] * 3 + ["serve"] * 3 + ["abort", "evict", "reset", "restart", "settle"])
+        if action == "insert":
+            prompt = model.new_prompt()
+            case.insert(prompt)
+            model.offloaded.append(prompt)
+        elif action in ("serve", "abort") and model.offloaded:
+            prompt = model.random.choice(model.offloaded)
+            case.settle()
+            admitted = case.admit(prompt)
+            if action == "abort":
+                case.cache.release_aborted_request(CacheRequestHandle(admitted.request.rid, 0))
+                case.end(admitted, keep=False)
+                continue
+            assert case.forward([admitted]) == ([], [])
+            assert admitted.covered == prompt, step
+            case.end(admitted)
+        elif action == "evict":
+            case.settle()
+            case.evict()
+        elif action == "reset":
+            case.settle()
+            case.cache.reset()
+        elif action == "restart":
+            case.settle()
+            case.close()
+            case = make(name, **size)
+        else:
+            case.settle()
         case.linker.check()
+    case.settle()
+    assert case.linker.stats["failed_offloads"] == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru", "mru"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_random_histories_in_small_tiers(make: Make, name: str, policy: str) -> None:
+    """When host and disk are too small for what is served, and copies fail now and then, bytes are right or missing,
+    and no page of the host is lost.
+    """
+    model = Model(7)
+    case = make(name, host_bytes=70_000, budget="1MiB", policy=policy)
+    scatter = case.linker.tiers["kv"].transfer.mover.scatter
+
+    def sometimes_broken(*args: Any) -> None:
+        if model.random.random() < 0.05:
+            raise RuntimeError("the link is down")
+        scatter(*args)
+
+    case.linker.tiers["kv"].transfer.mover.scatter = sometimes_broken
+    for _ in range(120):
+        prompt = model.new_prompt() if model.random.random() < 0.5 else model.random.choice(model.prompts[1:] or [[]])
+        if prompt and model.random.random() < 0.5:
+            case.insert(prompt)
+        elif prompt:
+            admitted = case.admit(prompt)
+            wrong, failed = case.forward([admitted])
+            assert failed or not wrong
+            case.end(admitted, keep=not failed)
+        if model.random.random() < 0.2:
+            case.settle()
+            case.evict()
+        case.linker.check()
+    case.settle()
+    seen = case.linker.describe()
+    assert min(seen["failed_loads"], seen["loads"], seen["pages_read"], case.linker.tiers["kv"].index.num_evicted) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"path": ""}, "path"),
+        ({"host_bytes": None}, "host_bytes"),
+        ({"host_bytes": 1000}, "raise host_bytes to at least"),
+        ({"policy": "best"}, "policy='best'.*lru"),
+        ({"host_byte": 1}, "linker_extra_config: unknown setting host_byte; known are .*host_bytes"),
+        ({"budget": "lots"}, "budget"),
+        ({"key_file": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_bad_settings_are_one_error_at_the_start(make: Make, settings: dict[str, Any], message: str) -> None:
+    """The error names the setting and what would do; nothing is left open, so that a good start succeeds."""
+    with pytest.raises(ConfigError, match=message):
+        make("full", **settings)
+    make("full")
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    """Without the settings that have no default, the error lists them."""
+    with pytest.raises(ConfigError, match="linker_extra_config: missing setting path, host_bytes"):
+        linker_config({})
+    with pytest.raises(ConfigError, match="linker_extra_config"):
+        linker_config([tmp_path])  # type: ignore[arg-type]
