@@ -37,7 +37,7 @@ from hicache.storage import PageBuffer
 log = logging.getLogger(__name__)
 
 TESTED = ("0.5.6",)
-_PART_OBJECTS = 4  # of a load that one thread does in one go
+_PART_OBJECTS = 8  # of a load that one thread does in one go, in one transaction of the store
 _GROUP_BYTES = 256 << 20  # of stores put together: several commits, each compressed during the previous one
 _FULL_BYTES = 1 << 30  # of waiting stores: compress less from here on
 _DELETE_S = 30.0

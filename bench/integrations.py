@@ -1,0 +1,48 @@
+"""The plug-ins under other servers, through the servers' own classes, beside the page store or the servers' file tiers.
+
+    lmcache.*   the rounds of `lmcache bench l2`, beside LMCache's adapter for files
+
+Each server has an environment of its own (`make test-integrations` makes them), and what is not installed is left out
+with a line. So there is a result file for each: integrations-lmcache-<machine>.json. From the repository:
+
+    cd build/peers && PYTHONPATH=package:../.. lmcache/bin/python -m bench run integrations
+
+Everything is timed in turns in one process; what came back is compared with what was stored, outside the timing. Ours
+compresses and verifies; nobody drops caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+
+from bench.common import BenchUnavailable, Report
+from bench.integrations_lmcache import measure_lmcache
+
+NAME = "integrations"
+DESCRIPTION = "plug-ins under vLLM, SGLang and LMCache, against the page store and the servers' own tiers of files"
+
+_PARTS = {"lmcache": measure_lmcache}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dir", type=Path, help="folder on the disk to be measured (default: the working directory)")
+    parser.add_argument("--samples", type=int, default=9, help="timed rounds (default: %(default)s)")
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    installed = [server for server in _PARTS if importlib.util.find_spec(server)]
+    for server in _PARTS.keys() - installed:
+        print(f"{server}: left out, not installed here")
+    if not installed:
+        raise BenchUnavailable("none of the servers is installed here; use an environment of make test-integrations")
+    report.bench = "-".join([NAME, *installed])
+    folder = Path(tempfile.mkdtemp(prefix="bench-integrations-", dir=args.dir or Path.cwd()))
+    try:
+        for server in installed:
+            _PARTS[server](report, folder / server, args.samples)
+    finally:
+        shutil.rmtree(folder)

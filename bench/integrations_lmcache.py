@@ -1,0 +1,137 @@
+"""LMCache's L2: its own rounds of `lmcache bench l2`, ours and its adapter for files in turns.
+
+    lmcache.store, .load          as `lmcache bench l2` has it by default: objects of one byte that repeats
+    lmcache.kv.store, .kv.load    objects of synthetic KV, which compress to about three quarters; 4 tasks in flight
+
+A task is 32 objects of 256 KiB. LMCache's adapter leaves its bytes in the page cache, ours waits until they are on the
+disk. A helper of the integrations bench.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.common import BenchUnavailable, Case, Report, gb_per_s, percentile
+from bench.disk import CHANNELS, synthetic_kv
+
+TARGET = 2.0
+_NUM_KEYS, _OBJECT_BYTES = 32, 256 << 10
+_WARMUP = 2
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Objects to store, as many to load into, and how many tasks of `_NUM_KEYS` objects are in flight."""
+
+    stored: Sequence[Sequence[Any]]
+    loaded: Sequence[Sequence[Any]]
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.stored)
+
+    def require_equal(self) -> None:
+        for tasks in zip(self.stored, self.loaded, strict=True):
+            for stored, loaded in zip(*tasks, strict=True):
+                if not torch.equal(stored.raw_data, loaded.raw_data):
+                    raise AssertionError("LMCache got other bytes than it stored")
+
+
+def measure_lmcache(report: Report, folder: Path, samples: int) -> None:
+    from lmcache.cli.commands.bench.l2_adapter_bench.data import make_memory_objects
+    from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+    from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class
+
+    def opened(spec: dict[str, Any]) -> Any:
+        return create_l2_adapter(get_l2_adapter_config_class(spec["type"]).from_dict(spec))
+
+    def constant(fill: int) -> list[Any]:
+        return list(make_memory_objects(memory(1), _NUM_KEYS, _OBJECT_BYTES, 0, fill))
+
+    def memory(tasks: int) -> torch.Tensor:
+        return torch.empty(tasks * _NUM_KEYS * _OBJECT_BYTES, dtype=torch.uint8)
+
+    rng = np.random.default_rng(0)
+    pages = [torch.from_numpy(synthetic_kv(rng, _OBJECT_BYTES).copy()) for _ in range(_NUM_KEYS)]
+    blank = [torch.zeros(_OBJECT_BYTES, dtype=torch.uint8)] * _NUM_KEYS
+    rounds = {
+        "lmcache": _Round([constant(0)], [constant(1)]),
+        "lmcache.kv": _Round([_kv_objects(pages) for _ in range(4)], [_kv_objects(blank) for _ in range(4)]),
+    }
+    for name, round in rounds.items():
+        ours = {
+            "type": "plugin",
+            "module_path": "hicache.integrations.lmcache.adapter",
+            "class_name": "HiCacheL2Adapter",
+            "adapter_params": {"path": str(folder / name / "ours"), "budget": "4GB"},
+        }
+        adapters = {"ours": opened(ours), "fs": opened({"type": "fs", "base_path": str(folder / name / "fs")})}
+        try:
+            _measure(report, name, adapters, round, samples)
+        finally:
+            for adapter in adapters.values():
+                adapter.close()
+
+
+def _measure(report: Report, name: str, adapters: dict[str, Any], round: _Round, samples: int) -> None:
+    """One round of stores and one of loads of each adapter, in turns."""
+    seconds: dict[tuple[str, str], list[float]] = {(of, to): [] for of in adapters for to in ("store", "load")}
+    for turn in range(-_WARMUP, samples):
+        for of, adapter in adapters.items():
+            for to, elapsed_s in _one_round(adapter, round, turn + _WARMUP).items():
+                if turn >= 0:
+                    seconds[of, to].append(elapsed_s)
+    num_bytes = round.in_flight * _NUM_KEYS * _OBJECT_BYTES
+    tasks = f"{round.in_flight} x {_NUM_KEYS} objects of {_OBJECT_BYTES >> 10} KiB in flight"
+    note = f"{tasks}; ceiling: LMCache's fs adapter"
+    for to in ("store", "load"):
+        files = percentile(gb_per_s(num_bytes, seconds["fs", to]), 50)
+        values = gb_per_s(num_bytes, seconds["ours", to])
+        target = TARGET if name == "lmcache" else None
+        report.add(Case.of(f"{name}.{to}", values, "GB/s", ceiling=files, target=target, note=note))
+
+
+def _one_round(adapter: Any, round: _Round, turn: int) -> dict[str, float]:
+    """Seconds of a store and a load of all objects under keys of this turn, as LMCache's benchmark times them."""
+    from lmcache.cli.commands.bench.l2_adapter_bench.data import make_object_keys
+    from lmcache.cli.commands.bench.l2_adapter_bench.runner import bench_load, bench_store
+
+    first = turn * round.in_flight * _NUM_KEYS
+    keys = [make_object_keys(_NUM_KEYS, key_offset=first + task * _NUM_KEYS) for task in range(round.in_flight)]
+    seconds: dict[str, float] = {}
+    for to, run, objects in (("store", bench_store, round.stored), ("load", bench_load, round.loaded)):
+        lines: list[str] = []
+        result = run(
+            adapter,
+            in_flight=round.in_flight,
+            num_keys=_NUM_KEYS,
+            data_size=_OBJECT_BYTES,
+            rounds=1,
+            keys_for_round=lambda _: keys,
+            objs_for_round=lambda _, objects=objects: objects,
+            log=lines.append,
+        )
+        if result.success_counts != [round.in_flight * _NUM_KEYS]:
+            raise BenchUnavailable(f"LMCache could not {to} all objects: {' '.join(lines)}")
+        seconds[to] = result.round_durations[0]
+    round.require_equal()
+    return seconds
+
+
+def _kv_objects(pages: Sequence[torch.Tensor]) -> list[Any]:
+    """Objects as LMCache has them of a model in bfloat16."""
+    from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+
+    shape = torch.Size([_OBJECT_BYTES // 2 // CHANNELS, CHANNELS])
+
+    def metadata() -> Any:
+        size = {"phy_size": _OBJECT_BYTES, "ref_count": 1, "address": 0}
+        return MemoryObjMetadata(shape=shape, dtype=torch.bfloat16, fmt=MemoryFormat.KV_2LTD, **size)
+
+    return [TensorMemoryObj(raw_data=page.clone(), metadata=metadata(), parent_allocator=None) for page in pages]
