@@ -57,6 +57,7 @@ def serve(
     return [[cached for cached, _ in run] for run in printed["runs"]], outputs[0], printed["given"], log
 
 
+@pytest.mark.timeout(1200)
 def test_cached_tokens_after_a_reset_a_restart_and_with_every_tier_at_fault(model: str, tmp_path: Path) -> None:
     """What was computed once is not computed again, by vLLM's own count; no fault of a tier changes a token."""
     pages = {"path": str(tmp_path / "pages")}
