@@ -1,8 +1,8 @@
 """A vLLM in this process, its CPU tier and ours: python vllm_server.py, with JSON on its standard input.
 
-`{"model": folder, "tiers": [settings of each], "policy": name, "steps": [...]}`; steps are "run", "reset" and "faults".
-The last line that it prints is JSON: for each "run" the cached tokens and the output of every prompt, by vLLM's count;
-and how many chunks each tier has given.
+`{"model": folder, "tiers": [settings of each], "steps": [...]}`, and "policy", "dtype" and "block_size" where they are
+not the defaults. Steps are "run", "reset" and "faults". The last line that it prints is JSON: for each "run" the cached
+tokens and the output of every prompt, by vLLM's count; and how many chunks each tier has given.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def main(task: dict[str, Any]) -> None:
         extra |= {"eviction_policy": task["policy"], "cache_policy_module_path": "hicache.integrations.vllm"}
     llm = LLM(
         task["model"],
-        dtype="bfloat16",
+        dtype=task.get("dtype", "bfloat16"),
         enforce_eager=True,
         max_model_len=2048,
-        block_size=32,
+        block_size=task.get("block_size", 32),
         skip_tokenizer_init=True,
         kv_transfer_config={
             "kv_connector": "OffloadingConnector",

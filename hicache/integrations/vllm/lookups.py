@@ -35,6 +35,10 @@ class Lookups:
         self._in_flight: dict[int, list[bytes]] = {}
         self._num_jobs = 0
 
+    def __len__(self) -> int:
+        """Chunks that a request which has not finished asked for."""
+        return len(self._verdicts)
+
     def lookup(self, chunk: bytes, request: str) -> bool | None:
         """Whether the store holds it; None: ask again in the next step."""
         verdict = self._verdicts.get(chunk)

@@ -117,7 +117,7 @@ class HiCacheTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """RETRY until the store has answered, which is asked at the end of the step."""
-        if not self._is_identity([key]):
+        if not self._are_sha256([key]):
             return LookupResult.MISS
         held = self._lookups.lookup(key, req_context.req_id)
         if held is None:
@@ -134,7 +134,7 @@ class HiCacheTier(SecondaryTierManager):
         store = _Store(chunks, sum(page.nbytes for page in pages))
         fits = not self._stores or self._waiting_bytes + store.num_bytes <= self._max_waiting_bytes
         job = WriteJob(job_metadata.job_id, tuple(self._server.keys(chunks)), pages)
-        if fits and self._server.can_write and self._is_identity(chunks) and self._disk.writes.submit(job):
+        if fits and self._server.can_write and self._are_sha256(chunks) and self._disk.writes.submit(job):
             self._stores[job_metadata.job_id] = store
             self._waiting_bytes += store.num_bytes
             return
@@ -197,8 +197,8 @@ class HiCacheTier(SecondaryTierManager):
         assert self._rows is not None, "the tier is shut down"
         return tuple(self._rows[row] for row in job.chunk_ids)
 
-    def _is_identity(self, chunks: Sequence[OffloadKey]) -> bool:
-        """Whether the chunks' names can be trusted in another process; logs the remedy once."""
+    def _are_sha256(self, chunks: Sequence[OffloadKey]) -> bool:
+        """Whether the chunks' names mean the same in every process; logs the remedy once."""
         if all(len(chunk) == _HASH_BYTES + _GROUP_BYTES for chunk in chunks):
             return True
         if not self._refused_hash:

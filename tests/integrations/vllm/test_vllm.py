@@ -88,3 +88,7 @@ def test_cached_tokens_after_a_reset_a_restart_and_with_every_tier_at_fault(mode
     assert (cached, again) == ([[CACHED, CACHED]] * 2, outputs)
     assert given[0] == 0 and given[3] >= 2 * CACHED // 32
     assert f"hicache store verify --repair {data.parent}" in log and "pages are read and not stored" in log
+
+    # A third, of another dtype and block size, on the first one's path.
+    cached, _, _, _ = serve(model, [pages], ["run", "reset", "run"], dtype="float16", block_size=64)
+    assert cached == [[0, 0], [vllm_server.PROMPT_TOKENS // 64 * 64] * 2]
