@@ -159,6 +159,16 @@ class Engine:
         self.manager.on_request_finished(context)
         return found
 
+    def finish(self, num_jobs: int) -> list[int]:
+        """So many jobs of the worker, in the order in which they ended; all succeeded."""
+        deadline, done = time.monotonic() + _WAIT_S, []
+        while len(done) < num_jobs:
+            assert time.monotonic() < deadline, "a transfer does not end"
+            results = self.worker.get_finished()
+            assert all(result.success and result.transfer_size for result in results)
+            done += [result.job_id for result in results]
+        return done
+
     def reset(self) -> None:
         """Empty the CPU tier, as `reset_prefix_cache` with `reset_connector` does. Nothing may be under way."""
         self.settle()

@@ -121,6 +121,11 @@ class SingleBlocks:
                     dst.copy_(src, non_blocking=True)
         return op
 
+    def close(self) -> None:
+        """Finish what is submitted."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
 
 class _SingleOp:
     """A `TransferOp` of plain copies on one stream, or of copies that are done."""
@@ -220,6 +225,7 @@ class ChunkLink:
     def close(self) -> None:
         """Finish what is submitted."""
         self.backend.close()
+        self.single.close()
 
     def _whole(self, direction: Direction, wanted: ChunkBlocks) -> TransferOp:
         pages, slots = torch.from_numpy(wanted.rows), torch.from_numpy(wanted.blocks)

@@ -129,9 +129,13 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
         )
         try:
             rows = ChunkRows(region, self.cpu_page_size_per_worker, device)
+        except BaseException:
+            region.cleanup()
+            raise
+        try:
             return HiCacheOffloadingWorker(
                 kv_caches, rows, self.blocks_per_chunk, staging_bytes=self._settings.staging_bytes
             )
         except BaseException:
-            region.cleanup()
+            rows.close()
             raise

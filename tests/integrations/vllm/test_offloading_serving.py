@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm._C", reason="needs vLLM's compiled parts", exc_type=ImportError)
 
 import vllm_offload_program
 from vllm_offload_program import BLOCK_TOKENS, NUM_PROMPTS, OUTPUT_TOKENS, PROMPT_TOKENS, make_model

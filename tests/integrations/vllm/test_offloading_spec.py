@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
 
 from hicache.errors import ConfigError
 from hicache.integrations.vllm import HiCacheOffloadingSpec
@@ -52,6 +60,31 @@ def test_bytes_that_went_down_come_back_into_other_blocks(engines: Any, cache: C
         targets = [block + 30 for block in blocks]
         assert engine.load(keys, targets, group)
         assert all(engine.holds(block + 30, 100 * group + block, group) for block in blocks)
+
+
+def test_transfers_in_flight_together_end_in_their_order_with_their_own_bytes(engines: Any) -> None:
+    """Stores of several jobs, then loads of all, each only submitted; the worker is asked until all have ended."""
+    engine = engines(PLAIN, extra(PLAIN, 24))
+    submitted, contexts = [], {}
+    for job in range(8):
+        keys, blocks = [chunk_key(3 * job + i) for i in range(3)], [1 + 3 * job + i for i in range(3)]
+        for i, block in enumerate(blocks):
+            engine.write(block, 3 * job + i)
+        contexts[job] = engine.request()
+        output = engine.manager.prepare_store(keys, contexts[job])
+        assert engine.worker.submit_store(job, GPULoadStoreSpec(blocks, [3], [0]), output.store_spec)
+        submitted.append((job, keys))
+    assert engine.finish(8) == list(range(8))
+    for job, keys in submitted:
+        engine.manager.complete_store(keys, contexts[job])
+    for tensor in engine.tensors:
+        tensor.zero_()
+    for job, keys in submitted:
+        targets = [30 + 3 * job + i for i in range(3)]
+        loaded = engine.manager.prepare_load(keys, contexts[job])
+        assert engine.worker.submit_load(100 + job, loaded, GPULoadStoreSpec(targets, [3], [0]))
+    assert engine.finish(8) == [100 + job for job in range(8)]
+    assert all(engine.holds(30 + number, number) for number in range(24))
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "slru", "arc"])
@@ -103,6 +136,20 @@ def test_a_second_process_finds_on_disk_what_the_first_one_stored(engines: Any, 
         assert second.load([chunk_key(start + i) for i in range(3)], [10, 11, 12])
         assert all(second.holds(10 + i, start + i) for i in range(3))
     assert not second.load([chunk_key(99)], [10])
+
+
+def test_a_disk_that_is_too_small_keeps_what_came_last(engines: Any, tmp_path: Path) -> None:
+    """Within its budget; the CPU tier goes on."""
+    engine = engines(PLAIN, extra(PLAIN, 8, disk={"path": str(tmp_path), "budget": "2MB"}))
+    for number in range(400):
+        engine.write(1, number)
+        assert engine.store([chunk_key(number)], [1])
+        engine.settle()
+    assert sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*")) <= 2 << 20
+    engine.reset()
+    assert engine.load([chunk_key(398), chunk_key(399)], [2, 3])
+    assert engine.holds(2, 398) and engine.holds(3, 399)
+    assert not engine.load([chunk_key(0)], [4])
 
 
 @pytest.mark.parametrize("other", ["dtype", "layout", "salt"])
@@ -211,6 +258,16 @@ def test_shutdown_gives_the_shared_memory_back(tmp_path: Path, device: str, on_d
     engine.close()
     assert name not in Path("/proc/self/maps").read_text(encoding="utf-8")
     assert not list(Path("/dev/shm").glob(f"{name}*"))
+
+
+def test_a_worker_that_cannot_be_built_leaves_no_shared_memory(device: str) -> None:
+    """Here one whose cache has wider blocks than vLLM said."""
+    config = offloading_config(PLAIN, extra(PLAIN, 4))
+    tensor = torch.zeros(8, 2 * PLAIN.chunk_bytes, dtype=torch.int8, device=device)
+    wide = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, tensor.shape[1])], [[CanonicalKVCacheRef(0, 1)]])
+    with pytest.raises(ConfigError, match="vLLM made room for"):
+        HiCacheOffloadingSpec(config).get_worker(wide)
+    assert not list(Path("/dev/shm").glob(f"vllm_offload_{config.engine_id}*"))
 
 
 @pytest.mark.parametrize(
