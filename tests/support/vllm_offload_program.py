@@ -13,33 +13,11 @@ import json
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-import torch
 
 PROMPT_TOKENS, OUTPUT_TOKENS, NUM_PROMPTS = 600, 8, 3
 BLOCK_TOKENS = 32
 _SETTLE_S = 60.0
-
-
-def make_model(path: Path) -> None:
-    """A random Llama of four layers, without a tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
 
 
 def prompts() -> list[list[int]]:

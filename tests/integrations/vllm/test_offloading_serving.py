@@ -15,8 +15,9 @@ import torch
 pytest.importorskip("vllm._C", reason="needs vLLM's compiled parts", exc_type=ImportError)
 
 import vllm_offload_program
-from vllm_offload_program import BLOCK_TOKENS, NUM_PROMPTS, OUTPUT_TOKENS, PROMPT_TOKENS, make_model
+from vllm_offload_program import BLOCK_TOKENS, NUM_PROMPTS, OUTPUT_TOKENS, PROMPT_TOKENS
 
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "vllm"
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -52,7 +53,7 @@ def serve(model: Path, store: Path, rounds: int) -> Any:
 @pytest.mark.timeout(3 * START_S)
 def test_prompts_are_cached_after_a_reset_and_after_a_restart_and_tokens_stay(tmp_path: Path) -> None:
     """vLLM counts the cached tokens. After the reset they come from the CPU tier, after the restart from the disk."""
-    make_model(tmp_path / "model")
+    subprocess.run([sys.executable, str(EXAMPLES / "tiny_model.py"), str(tmp_path / "model")], check=True)
     computed, from_cpu = serve(tmp_path / "model", tmp_path / "store", rounds=2)
     (from_disk,) = serve(tmp_path / "model", tmp_path / "store", rounds=1)
     whole_blocks = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
