@@ -17,7 +17,11 @@ from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+from disk_case import TroubledStore
+from hicache.disk import Limits
+from hicache.integrations.server_store import ServerStore
 from hicache.integrations.sglang.releases import RELEASE
+from hicache.integrations.sglang.storage import HiCacheDisk
 
 WAIT_S = 60.0
 LAYERS, HEADS, HEAD_DIM, SLOTS = 3, 2, 16, 256
@@ -50,14 +54,15 @@ class Case:
     model: str | None = "model"
     tp_rank: int = 0
     tp_size: int = 1
+    class_name: str = "HiCacheDisk"
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def extra_config(self) -> dict[str, Any]:
         return {
             "backend_name": "hicache",
-            "module_path": "hicache.integrations.sglang.storage",
-            "class_name": "HiCacheDisk",
+            "module_path": "sglang_case",
+            "class_name": self.class_name,
             "interface_v1": int(self.v1),
             "path": str(self.path),
             "budget": "64MB",
@@ -102,6 +107,30 @@ def enough_memory() -> Iterator[None]:
             yield
 
 
+class ImpatientDisk(HiCacheDisk):
+    """Gives up a medium that does not answer after a moment, and asks again after another."""
+
+    def __init__(self, storage_config: Any, kwargs: Any) -> None:
+        limits = Limits(io_timeout_s=0.3, reopen_backoff_s=0.05, max_reopen_backoff_s=0.05, close_s=WAIT_S)
+        super().__init__(storage_config, kwargs, limits=limits)
+
+
+@contextmanager
+def troubled() -> Iterator[list[TroubledStore]]:
+    """The stores that are opened meanwhile fail and wait on demand."""
+    stores: list[TroubledStore] = []
+    opened = ServerStore.open
+
+    def wrapped(*args: Any, **kwargs: Any) -> ServerStore:
+        server = opened(*args, **kwargs)
+        server.store = TroubledStore(server.store)
+        stores.append(server.store)
+        return server
+
+    with mock.patch.object(ServerStore, "open", wrapped):
+        yield stores
+
+
 class Server:
     """SGLang's controller with its storage threads. Closes with `close`, or as a context."""
 
@@ -110,7 +139,10 @@ class Server:
         self._patches = ExitStack()
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=case.page_size))
+        kind = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}.get(case.dtype, "auto")
+        set_global_server_args_for_scheduler(
+            ServerArgs(model_path="dummy", page_size=case.page_size, kv_cache_dtype=kind)
+        )
         device = device_pool(case)
         self.host = host_pool(case, device)
         allocator = TokenToKVPoolAllocator(SLOTS, case.dtype, "cpu", device, need_sort=False)
@@ -143,14 +175,9 @@ class Server:
             ):
                 self._patches.enter_context(mock.patch.object(cache_controller, name, return_value=value))
         else:
-            ranks = {
-                "tp_rank": rank,
-                "tp_size": size,
-                "pp_rank": 0,
-                "pp_size": 1,
-                "attn_dcp_size": 1,
-                "attn_dcp_rank": 0,
-            }
+            ranks = dict.fromkeys(("tp_rank", "attn_tp_rank", "moe_tp_rank"), rank)
+            ranks |= dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), size)
+            ranks |= {"pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
             self._patches.enter_context(get_parallel().override(**ranks))
 
     @property
@@ -166,8 +193,13 @@ class Server:
         self.close()
 
     def close(self) -> None:
+        assert self.threads_live(), "a storage thread of SGLang ended"
         self.controller.detach_storage_backend()
         self._patches.close()
+
+    def threads_live(self) -> bool:
+        names = ["prefetch_thread", "prefetch_io_aux_thread", "backup_thread"]
+        return all(vars(self.controller)[name].is_alive() for name in names)
 
     def pages(self, slots: torch.Tensor) -> list[bytes]:
         """The bytes of host pages."""

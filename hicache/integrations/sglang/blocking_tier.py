@@ -22,7 +22,7 @@ from hicache.storage import LmdbPageStore, PageBuffer, evict
 
 _FIND_KEYS = 4096  # of one question to the store
 _READ_BYTES = 1 << 20  # of one read, at least a page
-_WRITE_BYTES = 16 << 20  # of one write, at least a page
+_WRITE_BYTES = 64 << 20  # of one write, at least a page
 _WRITES_AHEAD = 2  # one is filled while the other is written
 _QUEUE_JOBS = 1024
 _LOOK_S = 0.25  # between two looks for stalled threads

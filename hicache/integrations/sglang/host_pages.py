@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from hicache.errors import ConfigError
+from hicache.integrations.sglang.releases import INCOMPLETE, RELEASE
 from hicache.storage import PageBuffer, PageFilter, PageFormat
 
 MARKER_BYTES = 64
@@ -121,6 +122,11 @@ class MarkerPages:
 def host_pages(name: str, pool: Any, *, pieces: bool) -> HostPages:
     """The pages of `pool`. `pieces` False: in the order of its flat pages, for callers that pass those. `ConfigError`
     for a pool that does not give its pages so."""
+    if isinstance(pool, INCOMPLETE):
+        raise ConfigError(
+            f"SGLang {RELEASE} gives pages of {type(pool).__name__} to storage backends without their index keys, so "
+            "they would be served wrong; install SGLang 0.5.23, or leave out --hicache-storage-backend"
+        )
     try:
         flat_bytes = pool.get_dummy_flat_data_page().nbytes
     except NotImplementedError:

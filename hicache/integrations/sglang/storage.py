@@ -167,15 +167,19 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             if tier.server.can_write and not tier.clear(_CLEAR_S):
                 log.warning("the pages in %s are not removed yet", tier.server.path)
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """False: a medium does not answer, and its store stays open; a later call tries again."""
         self._pools = {}
-        while self._tiers:
-            tier = self._tiers.pop()
-            try:
-                tier.close()
-            except Exception:
-                self.failures["close"] += 1
-                log.exception("the store %s could not be closed", tier.server.path)
+        self._tiers = [tier for tier in self._tiers if not self._closed(tier)]
+        return not self._tiers
+
+    def _closed(self, tier: BlockingTier) -> bool:
+        try:
+            return tier.close()
+        except Exception:
+            self.failures["close"] += 1
+            log.exception("the store %s could not be closed", tier.server.path)
+            return True
 
     def get_stats(self) -> StorageMetrics:
         """Pages and GB/s of each read and write since the last call."""

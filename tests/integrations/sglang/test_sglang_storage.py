@@ -1,14 +1,28 @@
-"""SGLang's own controller and storage threads over our backend: bytes come back, faults are misses."""
+"""SGLang's own controller and storage threads over our backend: bytes come back, and faults are misses."""
 
 from __future__ import annotations
 
+import errno
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from sglang_case import Case, Server, tokens
+from disk_case import Gate, failing
+from hicache.errors import ConfigError
+from hicache.storage import StoreError, describe
+from sglang_case import RELEASE, Case, Server, tokens, troubled
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+NUM_PAGES = 20
 
 
 @pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
@@ -17,7 +31,7 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 def test_pages_come_back_after_a_restart(tmp_path: Path, layout: str, v1: bool, mla: bool) -> None:
     """Byte by byte, up to the first page that was not stored; more pages than one batch of SGLang's has."""
     case = Case(tmp_path, layout, v1, mla, page_size=1 if layout == "layer_first" else 8)
-    num_pages = 140 if case.page_size == 1 else 20
+    num_pages = 140 if case.page_size == 1 else NUM_PAGES
     with Server(case) as first:
         stored, num_tokens = first.backup(tokens(num_pages, case))
         assert num_tokens == num_pages * case.page_size
@@ -26,3 +40,268 @@ def test_pages_come_back_after_a_restart(tmp_path: Path, layout: str, v1: bool, 
         assert second.prefetch(tokens(num_pages + 2, case)) == stored
         assert second.prefetch(tokens(num_pages, case, first=9000)) == []
         assert not second.backend.failures
+    [folder] = tmp_path.iterdir()
+    found = describe(folder)
+    assert (found.entries, found.identity["server"]) == (num_pages, f"sglang {RELEASE}")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dtype": torch.float16},
+        {"layout": "page_first_direct"},
+        {"layout": "layer_first"},
+        {"v1": False, "layout": "layer_first"},
+        {"page_size": 4},
+        {"model": "other"},
+        {"mla": True},
+        {"tp_size": 2},
+        {"tp_size": 2, "tp_rank": 1},
+        {"extra": {"salt": "tenant"}},
+    ],
+    ids="-".join,
+)
+def test_servers_that_mean_other_bytes_share_a_path_and_no_page(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """SGLang's keys name tokens alone, and theirs are equal."""
+    first = Case(tmp_path)
+    second = replace(first, **changed)
+    with Server(first) as server:
+        stored, _ = server.backup(tokens(NUM_PAGES, first))
+    with Server(second) as server:
+        assert server.prefetch(tokens(NUM_PAGES, second)) == []
+        other, num_tokens = server.backup(tokens(NUM_PAGES, second))
+        assert num_tokens == len(tokens(NUM_PAGES, second))
+    for case, pages in ((first, stored), (second, other)):
+        with Server(case) as server:
+            assert server.prefetch(tokens(NUM_PAGES, case)) == pages
+
+
+def test_kinds_of_eight_bit_numbers_are_told_apart(tmp_path: Path) -> None:
+    """Host pools keep both as plain bytes."""
+    first = Case(tmp_path, dtype=torch.float8_e4m3fn)
+    with Server(first) as server:
+        stored, _ = server.backup(tokens(NUM_PAGES, first))
+    with Server(replace(first, dtype=torch.float8_e5m2)) as server:
+        assert server.host.dtype == torch.uint8 and server.prefetch(tokens(NUM_PAGES, first)) == []
+    with Server(first) as server:
+        assert server.prefetch(tokens(NUM_PAGES, first)) == stored
+
+
+def test_pages_of_another_key_are_not_seen(tmp_path: Path) -> None:
+    """A wrong key is another identity: the server starts, and the right key finds everything again."""
+    (tmp_path / "key").write_bytes(bytes(range(32)))
+    (tmp_path / "wrong").write_bytes(bytes(32))
+    case = Case(tmp_path / "pages", extra={"key_file": str(tmp_path / "key")})
+    with Server(case) as server:
+        stored, _ = server.backup(tokens(NUM_PAGES, case))
+    with Server(replace(case, extra={"key_file": str(tmp_path / "wrong")})) as server:
+        assert server.prefetch(tokens(NUM_PAGES, case)) == []
+    with Server(case) as server:
+        assert server.prefetch(tokens(NUM_PAGES, case)) == stored
+
+
+_OTHER_PROCESS = f"""
+import sys; sys.path[:0] = {sys.path!r}
+import sglang_on_cpu; sglang_on_cpu.prepare()
+from pathlib import Path
+from sglang_case import Case, Server, tokens
+case = Case(Path(sys.argv[1]), mla=True, tp_size=2, tp_rank=int(sys.argv[2]))
+with Server(case) as server:
+    found = server.prefetch(tokens(8, case))
+    print("found", len(found), sum(map(sum, found)))
+    stored, num_tokens = server.backup(tokens(8, case, first=5000))
+    print("stored", num_tokens, sum(map(sum, stored)), len(server.prefetch(tokens(8, case, first=5000))))
+"""
+
+
+def _other_process(path: Path, tp_rank: int) -> list[list[int]]:
+    command = [sys.executable, "-W", "ignore", "-c", _OTHER_PROCESS, str(path), str(tp_rank)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [line.split() for line in result.stdout.splitlines() if line.startswith(("found", "stored"))]
+    return [[int(number) for number in line[1:]] for line in lines]
+
+
+@pytest.mark.timeout(600)
+def test_ranks_share_what_they_hold_alike(tmp_path: Path) -> None:
+    """Latent attention: rank 0 stores, rank 1 reads it, whichever starts first. A second server's rank 0 reads too."""
+    case = Case(tmp_path, mla=True, tp_size=2)
+    with Server(replace(case, tp_rank=1)) as reader:
+        assert reader.prefetch(tokens(8, case)) == []
+        (found, _), (num_tokens, total, _) = _other_process(tmp_path, 0)
+        assert (found, num_tokens) == (0, 8 * case.page_size)
+        pages = _until(lambda: reader.prefetch(tokens(8, case, first=5000)))
+        assert len(pages) == 8 and sum(map(sum, pages)) == total
+        assert reader.backup(tokens(8, case))[1] == 0
+    with Server(case) as writer:
+        stored, _ = writer.backup(tokens(8, case))
+        (found, total), (num_tokens, _, _) = _other_process(tmp_path, 0)
+        assert (found, total, num_tokens) == (8, sum(map(sum, stored)), 0)
+    [folder] = tmp_path.iterdir()
+    assert "tp=any" in str(describe(folder).identity["parallel"])
+
+
+def _until(attempt: Callable[[], list[bytes]]) -> list[bytes]:
+    while not (found := attempt()):
+        pass
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_files_serve_nothing_wrong(tmp_path: Path, seed: int) -> None:
+    """What comes back from damaged files is what was stored, or nothing; the server goes on and stops cleanly."""
+    case = Case(tmp_path)
+    with Server(case) as server:
+        stored, _ = server.backup(tokens(NUM_PAGES, case))
+    rng = np.random.default_rng(seed)
+    for file in (file for file in tmp_path.glob("sglang-*/*") if file.is_file() and file.stat().st_size):
+        data = bytearray(file.read_bytes())
+        for place in rng.integers(len(data), size=1 + len(data) // (1 << (12 + 2 * seed))):
+            data[place] ^= 1 << int(rng.integers(8))
+        file.write_bytes(data)
+    with Server(case) as server:
+        found = server.prefetch(tokens(NUM_PAGES, case))
+        assert found == stored[: len(found)]
+        server.backup(tokens(NUM_PAGES, case, first=5000))
+        assert not server.backend.failures
+
+
+def test_a_full_disk_keeps_what_was_stored(tmp_path: Path) -> None:
+    """Pages that do not fit are not counted as stored; SGLang serves on, and stores again when there is room."""
+    case = Case(tmp_path, class_name="ImpatientDisk", extra={"level": 0, "budget": "16MB"})
+    with Server(case) as server:
+        stored, _ = server.backup(tokens(8, case))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        size = max(file.stat().st_size for file in tmp_path.glob("sglang-*/*") if file.is_file())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            counts = [server.backup(tokens(32, case, first=2000 * n))[1] for n in range(2, 20)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, ignored)
+        assert counts[-1] == 0
+        assert server.prefetch(tokens(8, case)) == stored
+        while not server.backup(tokens(8, case, first=90_000))[1]:
+            pass
+        assert len(server.prefetch(tokens(8, case, first=90_000))) == 8
+        assert not server.backend.failures
+
+
+@pytest.mark.parametrize("verb", ["contains", "get_into", "put"])
+def test_a_frozen_disk_freezes_nothing(tmp_path: Path, verb: str) -> None:
+    """What the medium does not answer is a miss, and SGLang goes on. When it answers at last, no byte reaches memory
+    that SGLang has taken back, and none is stored from it."""
+    case = Case(tmp_path, class_name="ImpatientDisk", extra={"readers": 2})
+    with troubled() as stores:
+        server = Server(case)
+    with server:
+        stored, _ = server.backup(tokens(NUM_PAGES, case))
+        stores[0].trouble = gate = Gate(verb)
+        if verb == "put":
+            late, num_tokens = server.backup(tokens(NUM_PAGES, case, first=5000))
+            assert num_tokens == 0
+        else:
+            late = []
+            assert server.prefetch(tokens(NUM_PAGES, case)) == []
+        assert gate.held
+        memory = server.host.kv_buffer.view(torch.uint8)
+        memory.random_()
+        before = memory.clone()
+        gate.open()
+        while not server.backend.close():  # until its threads have ended
+            pass
+        assert torch.equal(memory, before)
+    with Server(case) as server:
+        assert server.prefetch(tokens(NUM_PAGES, case)) == stored
+        assert server.prefetch(tokens(NUM_PAGES, case, first=5000)) == late
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "input/output error"), StoreError("no"), RuntimeError("a bug")])
+def test_a_store_that_raises_makes_misses(tmp_path: Path, error: Exception) -> None:
+    """In every call, from every thread, and all is served again afterwards."""
+    case = Case(tmp_path, class_name="ImpatientDisk")
+    with troubled() as stores:
+        server = Server(case)
+    with server:
+        stored, _ = server.backup(tokens(NUM_PAGES, case))
+        for verb in ("contains", "get_into", "put"):
+            stores[0].trouble = failing(error, verb)
+            assert verb == "put" or server.prefetch(tokens(NUM_PAGES, case)) == []
+            assert verb != "put" or server.backup(tokens(NUM_PAGES, case, first=5000))[1] == 0
+            stores[0].trouble = lambda verb: None
+            assert _until(lambda: server.prefetch(tokens(NUM_PAGES, case))) == stored
+
+
+def test_nothing_raises_whatever_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Wrong slots, wrong sizes, calls before registration and after the end: misses, counted, and logged once."""
+    case = Case(tmp_path)
+    with Server(case) as server:
+        backend, slots = server.backend, torch.arange(case.page_size)
+        for _ in range(2):
+            assert backend.batch_get_v1(["a", "b"], slots) == [False, False]
+            assert backend.batch_set_v1(["a"], None) == [False]
+            assert backend.set("a", torch.zeros(3)) is False and backend.get("a", torch.zeros(3)) is None
+            assert backend.batch_set(["a"], None) is False and backend.batch_exists([7]) == 0
+        assert backend.failures == dict.fromkeys(
+            ("batch_get_v1", "batch_set_v1", "set", "get", "batch_set", "batch_exists"), 2
+        )
+        assert caplog.text.count("batch_get_v1 failed and counts as a miss") == 1
+    assert backend.batch_get_v1(["a"], slots) == [False] and backend.exists("a") is False
+    backend.close()
+
+
+def test_generic_calls_clear_and_statistics(tmp_path: Path) -> None:
+    """Targets are filled and returned, holes are None, batches are all or nothing, and `clear` empties the store."""
+    with Server(Case(tmp_path, v1=False)) as server:
+        backend, host = server.backend, server.host
+        pages = [torch.randn(host.get_dummy_flat_data_page().shape).to(host.dtype) for _ in range(3)]
+        assert backend.set("a", pages[0]) and backend.batch_set(["b", "d"], pages[1:])
+        assert backend.exists("a") and not backend.exists("c")
+        assert backend.batch_exists(["a", "b", "c", "d"]) == 2
+        target = host.get_dummy_flat_data_page()
+        assert backend.get("a", target) is target and torch.equal(target, pages[0])
+        found = backend.batch_get(["a", "b", "c", "d"])
+        assert [page is None for page in found] == [False, False, True, True] and torch.equal(found[1], pages[1])
+        stats = backend.get_stats()
+        assert (stats.backup_pgs, stats.prefetch_pgs) == ([1, 2], [1, 2]) and min(stats.prefetch_bandwidth) > 0
+        assert backend.get_stats().backup_pgs == []
+        backend.clear()
+        assert not backend.exists("a") and backend.set("a", pages[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"extra": {"bugdet": 1}}, "extra-config: unknown setting bugdet; known are path, budget"),
+        ({"extra": {"budget": "1MB"}}, "budget=1000000 is below 1048576"),
+        ({"extra": {"key_file": "/nowhere"}}, "cannot read disk key_file=/nowhere"),
+        ({"extra": {"path": "/dev/null"}}, "path=/dev/null cannot be used.*set path to"),
+        ({"model": None}, "set --served-model-name"),
+    ],
+)
+def test_a_wrong_setting_stops_the_server_at_its_start(tmp_path: Path, changed: dict[str, Any], match: str) -> None:
+    """With a message that names it and the remedy."""
+    case = replace(Case(tmp_path, page_size=64, dtype=torch.float32), **changed)
+    with pytest.raises((ConfigError, StoreError, ValueError), match=match):
+        Server(case)
+
+
+@pytest.mark.skipif(RELEASE == "0.5.9", reason="0.5.9 has no injector")
+def test_random_failures_and_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under SGLang's own injector, what comes back is always a prefix of what was stored."""
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.01")
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
+    case = Case(tmp_path)
+    with Server(case) as server:
+        assert server.backend is not server.controller.storage_backend
+        stored: dict[int, list[bytes]] = {}
+        found: list[int] = []
+        for step in range(40):
+            first = 1 + 1000 * (step % 5)
+            pages, num_tokens = server.backup(tokens(NUM_PAGES, case, first))
+            if num_tokens:
+                stored.setdefault(first, pages)
+            got = server.prefetch(tokens(NUM_PAGES, case, first))
+            assert got == stored.get(first, [])[: len(got)]
+            found.append(len(got))
+        assert 0 in found and NUM_PAGES in found
