@@ -127,26 +127,25 @@ def host_pages(name: str, pool: Any, *, pieces: bool) -> HostPages:
             f"SGLang {RELEASE} gives pages of {type(pool).__name__} to storage backends without their index keys, so "
             "they would be served wrong; install SGLang 0.5.23, or leave out --hicache-storage-backend"
         )
-    try:
-        flat_bytes = pool.get_dummy_flat_data_page().nbytes
-    except NotImplementedError:
-        flat_bytes = None
-    if flat_bytes == 0:
-        return MarkerPages(pool)
-    remedy = "set --hicache-mem-layout page_first"
+    refusals = []
     if pieces:
         try:
-            _, sizes = pool.get_page_buffer_meta(torch.arange(pool.page_size, dtype=torch.int64))
-            return PiecedPages(pool, sizes)
+            # None: a pool without bytes, which gives empty flat pages.
+            if (found := pool.get_page_buffer_meta(torch.arange(pool.page_size, dtype=torch.int64))) is not None:
+                return PiecedPages(pool, found[1])
         except (NotImplementedError, ValueError) as error:  # how pools say that they have no pieces
-            remedy = f"{error}; {remedy}"
-    if flat_bytes is None:
-        interface = "" if pieces else "interface_v1 to 1 and "
-        raise ConfigError(
-            f"SGLang's host pool {name} ({type(pool).__name__}, layout {pool.layout}) gives its pages to no storage "
-            f"backend: {remedy.replace('set ', 'set ' + interface)}"
-        )
-    return FlatPages(pool)
+            refusals.append(str(error))
+    try:
+        flat = FlatPages(pool)
+    except NotImplementedError as error:
+        refusals.append(str(error))
+    else:
+        return flat if flat.page_bytes else MarkerPages(pool)
+    interface = "" if pieces else "interface_v1 to 1 and "
+    raise ConfigError(
+        f"SGLang's host pool {name} ({type(pool).__name__}, layout {pool.layout}) gives its pages to no storage "
+        f"backend: {'; '.join(refusals)}; set {interface}--hicache-mem-layout page_first"
+    )
 
 
 def page_format(pages: HostPages, dtype: torch.dtype) -> PageFormat:

@@ -18,8 +18,9 @@ import torch
 
 from disk_case import Gate, failing
 from hicache.errors import ConfigError
+from hicache.integrations.sglang.host_pages import host_pages
 from hicache.storage import StoreError, describe
-from sglang_case import RELEASE, Case, Server, tokens, troubled
+from sglang_case import RELEASE, Case, Server, device_pool, host_pool, tokens, troubled
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 NUM_PAGES = 20
@@ -43,6 +44,26 @@ def test_pages_come_back_after_a_restart(tmp_path: Path, layout: str, v1: bool, 
     [folder] = tmp_path.iterdir()
     found = describe(folder)
     assert (found.entries, found.identity["server"]) == (num_pages, f"sglang {RELEASE}")
+
+
+@pytest.mark.parametrize("pieces", [False, True], ids=["flat", "pieces"])
+@pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_page_is_one_run_of_bytes(tmp_path: Path, layout: str, mla: bool, pieces: bool) -> None:
+    """All of SGLang's bytes of a page and no others, in either order."""
+    case = Case(tmp_path, layout, mla=mla)
+    pool = host_pool(case, device_pool(case))
+    pages = host_pages("kv", pool, pieces=pieces)
+    source, target = pages.places(torch.arange(3 * case.page_size))[::2]
+    before = pool.kv_buffer.clone()
+    buffer = np.empty(pages.page_bytes, dtype=np.uint8)
+    pages.gather(source, buffer)
+    assert sorted(buffer) == sorted(pool.get_data_page(0).view(torch.uint8).numpy())
+    pages.scatter(target, buffer)
+    first, last = (pool.get_data_page(slot).view(torch.uint8) for slot in (0, 2 * case.page_size))
+    assert torch.equal(first, last)
+    changed = (pool.kv_buffer.view(torch.uint8) != before.view(torch.uint8)).sum()
+    assert 0 < changed <= pages.page_bytes
 
 
 @pytest.mark.parametrize(
