@@ -15,9 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import sglang_stubs  # noqa: F401 - before SGLang
-
-# isort: split
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
@@ -84,10 +81,13 @@ class LinkerCase(UnifiedRadixCacheFixtures):
     """One server: a tree with its linker, whose store is at `path`."""
 
     def __init__(self, cfg: CacheConfig, store: Path, device: str = "cpu", **settings: Any) -> None:
+        """On CUDA forwards run on a stream of their own, as in SGLang's overlapped schedule."""
         self.cfg, self.device = cfg, device
+        self.forward_stream = torch.cuda.Stream() if device == "cuda" else None
         fixtures.get_device = lambda: device
         self._contexts = contextlib.ExitStack()
         self._contexts.enter_context(get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1))
+        self._no_slots = torch.empty(0, dtype=torch.int64, device=device)
         self.cache, self.allocator, self.rows = fixtures.build_fixture(cfg)
         params = self.cache.cache_init_params
         # A busy machine may take its time: no verdict depends on it.
@@ -99,6 +99,7 @@ class LinkerCase(UnifiedRadixCacheFixtures):
             backend="dynamic",
             config={**DYNAMIC, "linker_extra_config": extra},
             components=set(self.cache.components),
+            forward_stream=self.forward_stream,
         )
         self.cache.init_cache_linker(self.linker)
         self.pool = self.allocator.get_kvcache()
@@ -134,19 +135,31 @@ class LinkerCase(UnifiedRadixCacheFixtures):
     def fill(self, tokens: Sequence[int], full: torch.Tensor, state: torch.Tensor | None) -> None:
         """Write what the tokens' keys and values would be, and the state at their end."""
         self.linker.layer_done_counter.set_consumer(-1)
-        for _, _, buffer, rows, seed in self._rows(tokens, 0, full, state, all_swa=True):
-            buffer[rows] = bits_of(seed, buffer[rows]).to(self.device)
+        with self._on_forward_stream():
+            for _, _, buffer, rows, seed in self._rows(tokens, 0, full, state, all_swa=True):
+                buffer[rows] = bits_of(seed, buffer[rows]).to(self.device)
 
     def differences(
         self, tokens: Sequence[int], first_page: int, full: torch.Tensor, state: torch.Tensor | None
     ) -> list[str]:
         """Where the slots of the tokens from `first_page` on hold other bytes, layer after layer."""
         found = []
-        for layer, component, buffer, rows, seed in self._rows(tokens, first_page, full, state):
-            read = buffer[rows].cpu()
-            if not torch.equal(read.view(torch.uint8), bits_of(seed, read).view(torch.uint8)):
-                found.append(f"layer {layer} {component} rows {rows.tolist()}")
+        with self._on_forward_stream():
+            for layer, component, buffer, rows, seed in self._rows(tokens, first_page, full, state):
+                read = buffer[rows].cpu()
+                if not torch.equal(read.view(torch.uint8), bits_of(seed, read).view(torch.uint8)):
+                    found.append(f"layer {layer} {component} rows {rows.tolist()}")
         return found
+
+    @contextlib.contextmanager
+    def _on_forward_stream(self) -> Iterator[None]:
+        if self.forward_stream is None:
+            yield
+            return
+        self.forward_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.forward_stream):
+            torch.cuda._sleep(10_000_000)  # who does not wait for the forward comes first
+            yield
 
     def _rows(
         self,
@@ -217,7 +230,7 @@ class LinkerCase(UnifiedRadixCacheFixtures):
         if match.host_hit_length:
             load = InitLoadBackParams(request.best_match_node, match.host_hit_length, req=request)
             self.cache.init_load_back(load)
-        loaded = self.cache.linker.private_load_indices.get(request.rid, torch.empty(0, dtype=torch.int64))
+        loaded = self.cache.linker.private_load_indices.get(request.rid, self._no_slots)
         return Admitted(request, list(tokens), lock, on_device, loaded, match.host_hit_length)
 
     def forward(self, batch: Sequence[Admitted]) -> tuple[list[str], list[Admitted]]:

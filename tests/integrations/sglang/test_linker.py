@@ -16,9 +16,6 @@ sglang = pytest.importorskip("sglang")
 if sglang.__version__ != "0.5.23":
     pytest.skip("the linker interface begins with 0.5.23", allow_module_level=True)
 
-from sglang_linker_case import CONFIGS, MAMBA, PAGE, LinkerCase
-
-# isort: split
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -27,6 +24,7 @@ from sglang.test.kits.unified_radix_cache.config import CONFIGS as SGLANG_CONFIG
 
 from hicache.errors import ConfigError
 from hicache.integrations.sglang.linker_config import linker_config
+from sglang_linker_case import CONFIGS, MAMBA, PAGE, LinkerCase
 
 Make = Callable[..., LinkerCase]
 
