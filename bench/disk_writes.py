@@ -34,6 +34,25 @@ _BLOCK_BYTES = 4096
 _READERS = 4
 
 
+class SyncedFiles:
+    """The files that another system leaves in the page cache of `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._synced: set[Path] = set()
+
+    def timed(self, seconds: dict[str, float]) -> dict[str, float]:
+        """`seconds`, and as "synced" those of its "store" and until the files that it wrote are on the disk."""
+        new = {file for file in self._folder.rglob("*") if file.is_file()} - self._synced
+        self._synced |= new
+        start = time.perf_counter()
+        for file in new:
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fdatasync(descriptor)
+            os.close(descriptor)
+        return {**seconds, "synced": seconds["store"] + time.perf_counter() - start}
+
+
 def measure_writes(
     report: Report, folder: Path, page_bytes: int, num_pages: int, durability: Durability, samples: int
 ) -> None:

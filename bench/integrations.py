@@ -1,5 +1,6 @@
 """The plug-ins under other servers, through the servers' own classes, beside the page store or the servers' file tiers.
 
+    vllm.*      secondary tiers of vLLM, chunks of 1 MiB, beside the page store and vLLM's tier of files
     lmcache.*   the rounds of `lmcache bench l2`, beside LMCache's adapter for files
 
 Each server has an environment of its own (`make test-integrations` makes them), and what is not installed is left out
@@ -21,11 +22,12 @@ from pathlib import Path
 
 from bench.common import BenchUnavailable, Report
 from bench.integrations_lmcache import measure_lmcache
+from bench.integrations_vllm import measure_vllm
 
 NAME = "integrations"
 DESCRIPTION = "plug-ins under vLLM, SGLang and LMCache, against the page store and the servers' own tiers of files"
 
-_PARTS = {"lmcache": measure_lmcache}
+_PARTS = {"vllm": measure_vllm, "lmcache": measure_lmcache}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
