@@ -1,6 +1,7 @@
 """The plug-ins under other servers, through the servers' own classes, beside the page store or the servers' file tiers.
 
     vllm.*      secondary tiers of vLLM, chunks of 1 MiB, beside the page store and vLLM's tier of files
+    sglang.*    SGLang's zero-copy storage calls, pages of 1 MiB, beside the page store
     lmcache.*   the rounds of `lmcache bench l2`, beside LMCache's adapter for files
 
 Each server has an environment of its own (`make test-integrations` makes them), and what is not installed is left out
@@ -22,12 +23,13 @@ from pathlib import Path
 
 from bench.common import BenchUnavailable, Report
 from bench.integrations_lmcache import measure_lmcache
+from bench.integrations_sglang import measure_sglang
 from bench.integrations_vllm import measure_vllm
 
 NAME = "integrations"
 DESCRIPTION = "plug-ins under vLLM, SGLang and LMCache, against the page store and the servers' own tiers of files"
 
-_PARTS = {"vllm": measure_vllm, "lmcache": measure_lmcache}
+_PARTS = {"vllm": measure_vllm, "sglang": measure_sglang, "lmcache": measure_lmcache}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, report: Report) -> None:
     installed = [server for server in _PARTS if importlib.util.find_spec(server)]
-    for server in _PARTS.keys() - installed:
+    for server in sorted(_PARTS.keys() - installed):
         print(f"{server}: left out, not installed here")
     if not installed:
         raise BenchUnavailable("none of the servers is installed here; use an environment of make test-integrations")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lmcache", reason="needs LMCache; make test-integrations installs it")
+pytest.importorskip("lmcache.v1", reason="needs LMCache; make test-integrations installs it")
 
 from lmcache.v1.distributed.internal_api import L2AdapterListener
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lmcache", reason="needs LMCache; make test-integrations installs it")
+pytest.importorskip("lmcache.v1", reason="needs LMCache; make test-integrations installs it")
 
 from lmcache.v1.distributed.api import GroupedObjectKeys, PrefetchTaskSpec
 from lmcache.v1.distributed.config import (
