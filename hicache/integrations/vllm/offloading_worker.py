@@ -9,7 +9,9 @@ and the server ends only if that fails too.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,7 +42,7 @@ class ChunkRows:
     GPU. Owns the region. `OutOfMemory` when the rows cannot be pinned."""
 
     def __init__(self, region: SharedOffloadRegion, cpu_page_bytes: int, device: torch.device) -> None:
-        self._region = region
+        self._region, self._is_named = region, True
         rows = region.base_tensor.view(torch.uint8).view(region.num_chunks, -1)
         self.rows_per_chunk, self._pins = len(rows), None
         if device.type == "cuda":
@@ -48,6 +50,14 @@ class ChunkRows:
             self.rows_per_chunk = self._pins.rows_per_chunk
         start = (region.rank or 0) * cpu_page_bytes
         self.host = rows[:, start : start + cpu_page_bytes]
+
+    def forget_name(self) -> None:
+        """Remove the file's name once everybody has mapped it: the memory then goes with the last process, however it
+        ends. vLLM's tiering keeps the name until an orderly shutdown, which its processes are often killed before."""
+        if self._is_named:
+            self._is_named = self._region._creator = False
+            with contextlib.suppress(FileNotFoundError):  # another worker was faster
+                os.unlink(self._region.mmap_path)
 
     def close(self) -> None:
         """Unpin and unmap. No copy may be under way."""
@@ -165,6 +175,7 @@ class HiCacheOffloadingWorker(OffloadingWorker):
 
     def _submit(self, direction: Direction, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec) -> bool:
         assert isinstance(host, BlockIDsLoadStoreSpec)
+        self._rows.forget_name()  # the scheduler sends transfers when it and all workers are ready
         wanted = chunk_blocks(
             host.block_ids, device.block_ids, device.group_sizes, device.block_indices, self._blocks_per_chunk
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,12 +48,15 @@ def serve(model: Path, store: Path, rounds: int) -> Any:
         check=False,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    shared = re.findall(r"/dev/shm/vllm_offload_\S+?\.mmap", run.stdout + run.stderr)
+    assert shared and not any(Path(file).exists() for file in shared)
     return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.timeout(3 * START_S)
 def test_prompts_are_cached_after_a_reset_and_after_a_restart_and_tokens_stay(tmp_path: Path) -> None:
-    """vLLM counts the cached tokens. After the reset they come from the CPU tier, after the restart from the disk."""
+    """vLLM counts the cached tokens. After the reset they come from the CPU tier, after the restart from the disk. Its
+    processes, which are killed where they take long to end, leave no shared memory."""
     subprocess.run([sys.executable, str(EXAMPLES / "tiny_model.py"), str(tmp_path / "model")], check=True)
     computed, from_cpu = serve(tmp_path / "model", tmp_path / "store", rounds=2)
     (from_disk,) = serve(tmp_path / "model", tmp_path / "store", rounds=1)

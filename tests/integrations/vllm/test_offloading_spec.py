@@ -260,6 +260,18 @@ def test_shutdown_gives_the_shared_memory_back(tmp_path: Path, device: str, on_d
     assert not list(Path("/dev/shm").glob(f"{name}*"))
 
 
+def test_after_the_first_transfer_the_memory_has_no_name(engines: Any) -> None:
+    """So that it goes with the processes, also when they are killed; what it holds stays."""
+    engine = engines(PLAIN, extra(PLAIN, 4))
+    files = f"vllm_offload_{engine.spec.config.engine_id}*"
+    assert list(Path("/dev/shm").glob(files))
+    engine.write(1, 1)
+    engine.store([chunk_key(1)], [1])
+    assert not list(Path("/dev/shm").glob(files))
+    assert engine.load([chunk_key(1)], [2])
+    assert engine.holds(2, 1)
+
+
 def test_a_worker_that_cannot_be_built_leaves_no_shared_memory(device: str) -> None:
     """Here one whose cache has wider blocks than vLLM said."""
     config = offloading_config(PLAIN, extra(PLAIN, 4))
