@@ -17,12 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-import sglang
 import torch
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from hicache.disk import DiskTier, Limits
 from hicache.integrations.sglang.linker_config import linker_config
@@ -30,14 +25,20 @@ from hicache.integrations.sglang.linker_disk import LinkerDisk
 from hicache.integrations.sglang.linker_host import host_tiers
 from hicache.integrations.sglang.linker_identity import Ranks, open_store
 from hicache.integrations.sglang.linker_loads import Loads, Pinned, unpin
+from hicache.integrations.sglang.linker_names import (
+    CacheInitParams,
+    ComponentType,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    UnifiedCacheLinker,
+)
 from hicache.integrations.sglang.linker_offloads import Offloads
 from hicache.integrations.sglang.linker_parts import parts_of
 from hicache.integrations.sglang.linker_pools import linked_pools
-from hicache.integrations.versions import require_version
 
 log = logging.getLogger(__name__)
 
-TESTED = ("0.5.23",)
 _REPORT_S = 60.0
 _QUEUE_JOBS = 1024
 
@@ -89,7 +90,6 @@ class HicacheLinker(UnifiedCacheLinker):
         forward_stream: torch.cuda.Stream | None = None,
     ) -> None:
         """`ConfigError`, `OutOfMemory` or `StoreError` for what cannot work, with the setting that would."""
-        require_version("SGLang", sglang.__version__, TESTED)
         config = linker_config(extra_config)
         pools = linked_pools(params, components)
         self._ranks = Ranks.of(params)
@@ -265,4 +265,5 @@ class HicacheLinker(UnifiedCacheLinker):
     def check(self) -> None:
         """Raise `InvariantError` unless every host page is free or has one owner."""
         for tier in self.tiers.values():
-            tier.index.check()
+            reserved = self._offloads.num_reserved(tier.index) + self._disk.num_reserved(tier.index)
+            tier.index.check(reserved, self._loads.num_locks(tier.index) + self._disk.num_locks(tier.index))

@@ -101,6 +101,14 @@ class LinkerDisk:
     def is_idle(self) -> bool:
         return not (self._reads or self._writes or self._unwritten)
 
+    def num_reserved(self, index: PageIndex) -> int:
+        """Pages of an index that readers fill."""
+        return sum(len(read.pages) for read, _ in self._reads.values() if read.index is index)
+
+    def num_locks(self, index: PageIndex) -> int:
+        """Pages of an index that the writer reads."""
+        return sum(len(pages) for owner, pages in self._writes.values() if owner is index)
+
     def poll(self) -> None:
         """Take answers, submit what waits."""
         self._poll_reads()

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 from hicache.disk import page_filter
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.sglang.linker_config import LinkerConfig
+from hicache.integrations.sglang.linker_names import RELEASE, CacheInitParams
 from hicache.integrations.sglang.linker_pools import LinkedPool
 from hicache.storage import PageFormat
 
@@ -59,7 +59,7 @@ def open_store(
     # Both kinds of fp8 lie in buffers of plain bytes, which the layout cannot tell apart.
     dtype = str(params.token_to_kv_pool_allocator.get_kvcache().dtype).removeprefix("torch.")
     identity: dict[str, str | int] = {
-        "server": "sglang 0.5.23",
+        "server": f"sglang {RELEASE}",
         "interface": "linker",
         "format": PAGE_FORMAT_VERSION,
         "model": str(server_args.model_path),

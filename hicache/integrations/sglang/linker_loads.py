@@ -16,7 +16,7 @@ import torch
 from hicache.errors import TransferError
 from hicache.integrations.sglang.linker_disk import LinkerDisk
 from hicache.integrations.sglang.linker_host import HostTier
-from hicache.integrations.sglang.linker_pages import HeldPage, host_pages
+from hicache.integrations.sglang.linker_pages import HeldPage, PageIndex, host_pages
 from hicache.integrations.sglang.linker_parts import Part
 from hicache.transfer import LayerTransferCounter, TransferOp
 
@@ -130,6 +130,7 @@ class Loads:
         finally:
             unpin(present)
         for part in parts:
+            part.tier.index.link(part.keys)
             part.tier.index.use(part.held)
             self._disk.used(part.tier.name, part.keys)
         return pinned
@@ -167,6 +168,12 @@ class Loads:
             copy.tier.index.unlock(copy.pages)
         self.counter.end(index)
         return not batch.failed and all(copy.op.error is None for copy in batch.copies)
+
+    def num_locks(self, index: PageIndex) -> int:
+        """Locks that loads have on the pages of an index."""
+        queued = [each for pinned in self._queued.values() for each in pinned]
+        running = [copy for batch in self._batches.values() for copy in batch.copies]
+        return sum(len(each.pages) for each in [*queued, *running] if each.tier.index is index)
 
     def end_all(self) -> None:
         """Cancel what is queued, wait for the rest."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hicache.integrations.sglang.linker_disk import LinkerDisk
+from hicache.integrations.sglang.linker_pages import PageIndex
 from hicache.integrations.sglang.linker_parts import Part
 from hicache.transfer import TransferOp
 
@@ -18,9 +19,10 @@ Fence = Callable[[], contextlib.AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class _Copy:
-    """Reserved pages of one component that a copy fills."""
+    """Reserved pages of one component that a copy fills. `chain`: the keys of its whole transfer."""
 
     part: Part
+    chain: list[str]
     pages: torch.Tensor
     op: TransferOp
 
@@ -38,7 +40,7 @@ class Offloads:
 
     def begin(self, parts: Sequence[Part]) -> list[_Copy] | None:
         """None where the host has no room, or a copy is refused. Pages that it has already are not copied again."""
-        reserved: list[tuple[Part, torch.Tensor]] = []
+        reserved: list[tuple[Part, list[str], torch.Tensor]] = []
         copies: list[_Copy] = []
         try:
             for part in parts:
@@ -47,11 +49,11 @@ class Offloads:
                 pages = part.tier.index.reserve(len(new.keys))
                 if pages is None:
                     return self._undo(reserved, copies)
-                reserved.append((new, pages))
+                reserved.append((new, part.keys, pages))
             with self._behind_forward():
-                for new, pages in reserved:
+                for new, chain, pages in reserved:
                     if new.keys:
-                        copies.append(_Copy(new, pages, new.tier.transfer.store(new.slots, pages)))
+                        copies.append(_Copy(new, chain, pages, new.tier.transfer.store(new.slots, pages)))
         except BaseException:
             self._undo(reserved, copies)
             raise
@@ -64,6 +66,11 @@ class Offloads:
     @property
     def is_idle(self) -> bool:
         return not self._running
+
+    def num_reserved(self, index: PageIndex) -> int:
+        """Pages of an index that copies fill."""
+        copies = [copy for copies in self._running for copy in copies or ()]
+        return sum(len(copy.pages) for copy in copies if copy.part.tier.index is index)
 
     def poll(self) -> None:
         """Take what ended."""
@@ -84,14 +91,17 @@ class Offloads:
         for copy in copies:
             index = copy.part.tier.index
             if ok:
-                self._disk.write(copy.part.tier.name, index.publish(copy.part.keys, copy.pages))
+                new = index.publish(copy.part.keys, copy.pages)
+                index.link(copy.chain)
+                index.lift(new)
+                self._disk.write(copy.part.tier.name, new)
             else:
                 index.free(copy.pages)
         return ok
 
     @staticmethod
-    def _undo(reserved: Sequence[tuple[Part, torch.Tensor]], copies: Sequence[_Copy]) -> None:
+    def _undo(reserved: Sequence[tuple[Part, list[str], torch.Tensor]], copies: Sequence[_Copy]) -> None:
         for copy in copies:
             copy.op.wait()
-        for part, pages in reserved:
+        for part, _, pages in reserved:
             part.tier.index.free(pages)

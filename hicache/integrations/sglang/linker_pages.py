@@ -132,6 +132,10 @@ class PageIndex:
                     self.pool.free(host_pages([page]))
                 else:
                     self._order.unlock(page)
+        self.lift(pages)
+
+    def lift(self, pages: Sequence[HeldPage]) -> None:
+        """These pages became the most recent: make those before them more recent still."""
         for above in self._above(pages):
             self._order.hit(above)
 
@@ -146,8 +150,9 @@ class PageIndex:
         self._num_dropped += sum(page.dropped for page in pages)
         self.pool.free(host_pages(page for page in pages if not page.dropped))
 
-    def check(self) -> None:
-        """Raise `InvariantError` unless every page of the pool is free or has one owner."""
+    def check(self, num_reserved: int, num_locks: int) -> None:
+        """Raise `InvariantError` unless every page of the pool is free or has one owner, and every reservation and lock
+        is somebody's."""
         found = []
         ids = [page.host_page for page in self._pages.values()]
         if len({*ids}) < len(ids):
@@ -155,6 +160,11 @@ class PageIndex:
         owned = len(ids) + self._num_reserved + self._num_dropped
         if owned + self.pool.available() != self.pool.num_pages:
             found.append(f"{owned} pages owned, {self.pool.available()} free of {self.pool.num_pages}")
+        if self._num_reserved != num_reserved:
+            found.append(f"{self._num_reserved} pages reserved, {num_reserved} by copies and reads in flight")
+        locks = sum(page.holding.locks for page in self._pages.values())
+        if not self._num_dropped and locks != num_locks:
+            found.append(f"{locks} locks, {num_locks} of loads and writes in flight")
         unlocked = sum(not page.holding.locks for page in self._pages.values())
         if unlocked != len(self._order):
             found.append(f"{unlocked} pages are not locked, {len(self._order)} may leave")

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from hicache.integrations.sglang.linker_host import HostTier
+from hicache.integrations.sglang.linker_names import PoolName, PoolTransfer
 from hicache.integrations.sglang.linker_pages import HeldPage
 
 

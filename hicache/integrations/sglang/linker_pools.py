@@ -11,20 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _stage_local_layer_mapping, _swa_layer_mappings
-from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
-    DevicePoolEntry,
-    _mamba_device_pool_entry,
-    _mha_device_pool_entry,
-    resolve_hybrid_device_pool_group,
-)
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from hicache.errors import ConfigError
+from hicache.integrations.sglang.linker_names import (
+    CacheInitParams,
+    ComponentType,
+    DevicePoolEntry,
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    PoolName,
+    SWAKVPool,
+    mamba_entry,
+    mha_entry,
+    resolve_hybrid_device_pool_group,
+    stage_layers,
+    swa_layers,
+)
 from hicache.layout import BufferSpec, Per, PoolLayout
 
 
@@ -40,6 +43,11 @@ class LinkedPool:
     layout: PoolLayout
     buffers: Mapping[int, tuple[torch.Tensor, ...]]
     page_tokens: int
+
+    def __post_init__(self) -> None:
+        for layer, found in self.buffers.items():
+            described = [spec.row_bytes for spec in self.layout.specs_of(layer)]
+            assert described == [rows.shape[1] * rows.element_size() for rows in found], (self.name, layer)
 
     @property
     def device(self) -> torch.device:
@@ -72,13 +80,13 @@ def _entries(kvcache: Any, params: CacheInitParams, components: set[ComponentTyp
     """The rows of each pool. SGLang's own linkers know the rarer families; the plain ones are described here."""
     page = params.page_size
     if type(kvcache) is SWAKVPool:
-        full, swa = _swa_layer_mappings(kvcache)
+        full, swa = swa_layers(kvcache)
         found = [
             _attention(PoolName.KV, kvcache.full_kv_pool, full, page),
             _attention(PoolName.SWA, kvcache.swa_kv_pool, swa, page),
         ]
     elif type(kvcache) is HybridLinearKVPool:
-        layers = _stage_local_layer_mapping(kvcache.full_attention_layer_id_mapping, kvcache.start_layer)
+        layers = stage_layers(kvcache.full_attention_layer_id_mapping, kvcache.start_layer)
         found = [_attention(PoolName.KV, kvcache.full_kv_pool, layers, page)]
     elif type(kvcache) in (MHATokenToKVPool, MLATokenToKVPool):
         found = [_attention(PoolName.KV, kvcache, {layer: layer for layer in range(kvcache.layer_num)}, page)]
@@ -88,13 +96,13 @@ def _entries(kvcache: Any, params: CacheInitParams, components: set[ComponentTyp
     if params.sidecar_draft_device_pools or params.mtp_draft_device_pools:
         raise ValueError("the keys and values of a draft model are not covered")
     if ComponentType.MAMBA in components:
-        found.append(_mamba_device_pool_entry(params.req_to_token_pool, kvcache.start_layer))
+        found.append(mamba_entry(params.req_to_token_pool, kvcache.start_layer))
     return found
 
 
 def _attention(name: PoolName, pool: Any, layers: dict[int, int], page_size: int) -> DevicePoolEntry:
     if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd":
-        return _mha_device_pool_entry(name, pool, layers, page_size)
+        return mha_entry(name, pool, layers, page_size)
     if type(pool) is MLATokenToKVPool:
         return DevicePoolEntry(
             name=name,
@@ -111,8 +119,8 @@ def _attention(name: PoolName, pool: Any, layers: dict[int, int], page_size: int
 def _linked(source: str, entries: Sequence[DevicePoolEntry], page_size: int) -> LinkedPool:
     """All that one set of slots addresses, as one pool."""
     rows: dict[int, list[torch.Tensor]] = defaultdict(list)
-    kinds: dict[tuple[str, torch.dtype, tuple[int, ...], Per], list[int]] = defaultdict(list)
-    for entry in entries:
+    kinds: dict[tuple[int, int, str, torch.dtype, int, Per], list[int]] = defaultdict(list)
+    for order, entry in enumerate(entries):
         if entry._index_mapper is not None:
             raise ValueError(f"the slots of {entry.name} are mapped")
         per: Per = "page" if entry._row_span < entry.page_size else "token"
@@ -121,10 +129,12 @@ def _linked(source: str, entries: Sequence[DevicePoolEntry], page_size: int) -> 
             tensors = [component[index] for component in entry.components for index in indices]
             for position, tensor in enumerate(tensors):
                 row = tensor.view(tensor.shape[0], -1)
-                name = f"{PoolName(entry.name).value}.{position}"
-                kinds[name, row.dtype, (row.shape[1],), per].append(layer)
+                kinds[order, position, PoolName(entry.name).value, row.dtype, row.shape[1], per].append(layer)
                 rows[layer].append(row)
-    specs = [BufferSpec(*kind, layers=tuple(layers)) for kind, layers in kinds.items()]
+    specs = [  # a layer's buffers in the order of `rows`, whatever other layers have
+        BufferSpec(f"{name}.{position}", dtype, (width,), per, tuple(layers))
+        for (_, position, name, dtype, width, per), layers in sorted(kinds.items(), key=lambda item: item[0][:2])
+    ]
     page_tokens = 1 if source == PoolName.MAMBA else page_size
     layout = PoolLayout(tuple(specs), page_tokens)
     return LinkedPool(source, layout, {layer: tuple(found) for layer, found in rows.items()}, page_tokens)

@@ -101,6 +101,19 @@ def test_every_configuration_of_sglangs_own_kit(cfg: Any, tmp_path: Path) -> Non
     assert case.linker.stats["faults"] == 0
 
 
+@pytest.mark.parametrize(("name", "num_pages"), [("full", 5), ("swa", 5), ("mamba", 0), ("swa_mamba", 0)])
+def test_only_lengths_that_every_component_has_are_offered(make: Make, name: str, num_pages: int) -> None:
+    """A prompt that leaves another midway gets the pages before, unless a recurrent state would have to be there."""
+    case = make(name)
+    prompt = case._make_seq(0, 8)
+    case.insert(prompt)
+    case.settle()
+    case.evict()
+    assert restore(case, [*prompt[: 5 * PAGE], *case._make_seq(1000, 3)]) == num_pages * PAGE
+    assert case.linker.stats["refused_loads"] == 0
+    assert restore(case, prompt) == len(prompt) - num_pages * PAGE
+
+
 def test_one_load_serves_a_batch(make: Make) -> None:
     """Requests of one forward load together, each into slots of its own, behind what the device still has."""
     case = make("full")
@@ -291,10 +304,13 @@ def test_a_full_host_keeps_beginnings(make: Make, policy: str) -> None:
     case = make("full", host_bytes=13 * page_bytes, policy=policy)
     assert case.linker.tiers["kv"].host.num_pages == 12
     prompts = [case._make_seq(1000 * i, 8) for i in range(4)]
-    for prompt in prompts:
+    longer = [*prompts[-1], *case._make_seq(9000, 2)]
+    for prompt in [*prompts, longer, prompts[0]]:
+        if prompt is longer:
+            case.evict()  # its beginning is offered with it, and is on the host already
         case.insert(prompt)
         case.settle()
-        for each in prompts:
+        for each in [*prompts, longer]:
             keys = get_storage_hash_str(RadixKey(array("q", each)), page_size=PAGE)
             held = [case.linker.tiers["kv"].index.get(key) is not None for key in keys]
             assert held == sorted(held, reverse=True)
