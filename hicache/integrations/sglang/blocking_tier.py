@@ -28,30 +28,44 @@ _QUEUE_JOBS = 1024
 _LOOK_S = 0.25  # between two looks for stalled threads
 
 
+class Group(NamedTuple):
+    """Pages that are read or written together, and the memory that they are part of."""
+
+    memory: PageBuffer
+    pages: list[PageBuffer]
+
+
 class _Read(NamedTuple):
     first: int
-    pages: list[PageBuffer]
+    group: Group
     outcomes: Outcomes[FindJob | ReadJob, FindDone | ReadDone]
 
 
 class _Write(NamedTuple):
-    pages: list[PageBuffer]
+    group: Group
     outcomes: Outcomes[WriteJob, WriteDone]
 
 
 class Buffers:
-    """Groups of pages for reuse. One thread at a time."""
+    """Memory of groups for reuse, each of `group_bytes` or one larger page; what is never used of it takes no memory.
+    One thread at a time."""
 
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, int], list[list[PageBuffer]]] = {}
+    def __init__(self, group_bytes: int) -> None:
+        self._group_bytes = group_bytes
+        self._free: dict[int, list[PageBuffer]] = {}
 
-    def take(self, num_pages: int, page_bytes: int) -> list[PageBuffer]:
-        free = self._free.get((num_pages, page_bytes))
-        return free.pop() if free else list(np.empty((num_pages, page_bytes), dtype=np.uint8))
+    def group_pages(self, page_bytes: int) -> int:
+        return max(1, self._group_bytes // page_bytes)
 
-    def give_back(self, pages: list[PageBuffer]) -> None:
-        """Only pages that no thread of the tier uses any more."""
-        self._free.setdefault((len(pages), pages[0].nbytes), []).append(pages)
+    def take(self, num_pages: int, page_bytes: int) -> Group:
+        num_bytes = max(self._group_bytes, page_bytes)
+        free = self._free.get(num_bytes)
+        memory = free.pop() if free else np.empty(num_bytes, dtype=np.uint8)
+        return Group(memory, list(memory[: num_pages * page_bytes].reshape(num_pages, page_bytes)))
+
+    def give_back(self, group: Group) -> None:
+        """Only what no thread of the tier uses any more."""
+        self._free.setdefault(group.memory.nbytes, []).append(group.memory)
 
 
 class BlockingTier:
@@ -67,7 +81,7 @@ class BlockingTier:
         self._tier = DiskTier(server.store, readers=readers, queue_jobs=_QUEUE_JOBS, limits=limits)
         self._tier.start()
         self._finding, self._reading, self._writing = threading.Lock(), threading.Lock(), threading.Lock()
-        self._read_buffers, self._write_buffers = Buffers(), Buffers()
+        self._read_buffers, self._write_buffers = Buffers(_READ_BYTES), Buffers(_WRITE_BYTES)
 
     def find(self, names: Sequence[bytes], *, until_gap: bool) -> list[bool]:
         """Which pages are stored. `until_gap`: after the first that is not, the others may be wrongly False."""
@@ -120,7 +134,7 @@ class BlockingTier:
 
     def _read(self, keys: list[bytes], page_bytes: int, landed: Callable[[int, PageBuffer], None]) -> int:
         """How many pages were read, from the first on."""
-        group_pages = max(1, _READ_BYTES // page_bytes)
+        group_pages = self._read_buffers.group_pages(page_bytes)
         starts = deque(range(0, len(keys), group_pages))
         gap = threading.Event()
         under_way = deque[_Read]()
@@ -129,46 +143,46 @@ class BlockingTier:
             while starts and len(under_way) < 2 * self._readers:
                 start = starts.popleft()
                 under_way.append(self._submit_read(start, keys[start : start + group_pages], page_bytes, gap))
-            group = under_way.popleft()
-            answer = _await(self._tier.reads, group.outcomes)
-            for ok, page in zip(answer.ok if isinstance(answer, ReadDone) else (), group.pages, strict=False):
+            read = under_way.popleft()
+            answer = _await(self._tier.reads, read.outcomes)
+            for ok, page in zip(answer.ok if isinstance(answer, ReadDone) else (), read.group.pages, strict=False):
                 if not ok or gap.is_set():
                     break
                 landed(num_read, page)
                 num_read += 1
             if answer is not None:
-                self._read_buffers.give_back(group.pages)
-            if num_read < group.first + len(group.pages):
+                self._read_buffers.give_back(read.group)
+            if num_read < read.first + len(read.group.pages):
                 gap.set()
                 starts.clear()
         return num_read
 
     def _submit_read(self, start: int, keys: list[bytes], page_bytes: int, gap: threading.Event) -> _Read:
-        pages = self._read_buffers.take(len(keys), page_bytes)
-        job = ReadJob(start, 0, tuple(keys), tuple(pages), gap)
-        return _Read(start, pages, _submit(self._tier.reads, job))
+        group = self._read_buffers.take(len(keys), page_bytes)
+        job = ReadJob(start, 0, tuple(keys), tuple(group.pages), gap)
+        return _Read(start, group, _submit(self._tier.reads, job))
 
     def _write(self, keys: list[bytes], page_bytes: int, fill: Callable[[int, PageBuffer], None]) -> list[bool]:
-        group_pages = max(1, _WRITE_BYTES // page_bytes)
+        group_pages = self._write_buffers.group_pages(page_bytes)
         under_way = deque[_Write]()
         stored: list[bool] = []
 
         def settle() -> None:
-            group = under_way.popleft()
-            answer = _await(self._tier.writes, group.outcomes)
-            stored.extend(answer.ok if isinstance(answer, WriteDone) else [False] * len(group.pages))
+            write = under_way.popleft()
+            answer = _await(self._tier.writes, write.outcomes)
+            stored.extend(answer.ok if isinstance(answer, WriteDone) else [False] * len(write.group.pages))
             if answer is not None:
-                self._write_buffers.give_back(group.pages)
+                self._write_buffers.give_back(write.group)
 
         for start in range(0, len(keys), group_pages):
             if not all(stored) or self._tier.writes.refuses():
                 break
             part = keys[start : start + group_pages]
-            pages = self._write_buffers.take(len(part), page_bytes)
-            for i, page in enumerate(pages, start):
+            group = self._write_buffers.take(len(part), page_bytes)
+            for i, page in enumerate(group.pages, start):
                 fill(i, page)
-            job = WriteJob(start, tuple(part), tuple(pages))
-            under_way.append(_Write(pages, _submit(self._tier.writes, job)))
+            job = WriteJob(start, tuple(part), tuple(group.pages))
+            under_way.append(_Write(group, _submit(self._tier.writes, job)))
             if len(under_way) == _WRITES_AHEAD:
                 settle()
         while under_way:
