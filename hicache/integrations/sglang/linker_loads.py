@@ -171,9 +171,9 @@ class Loads:
 
     def num_locks(self, index: PageIndex) -> int:
         """Locks that loads have on the pages of an index."""
-        queued = [each for pinned in self._queued.values() for each in pinned]
-        running = [copy for batch in self._batches.values() for copy in batch.copies]
-        return sum(len(each.pages) for each in [*queued, *running] if each.tier.index is index)
+        queued = [(each.tier, each.pages) for pinned in self._queued.values() for each in pinned]
+        running = [(copy.tier, copy.pages) for batch in self._batches.values() for copy in batch.copies]
+        return sum(len(pages) for tier, pages in (*queued, *running) if tier.index is index)
 
     def end_all(self) -> None:
         """Cancel what is queued, wait for the rest."""
