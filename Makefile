@@ -1,5 +1,6 @@
 # Every target sets up what it needs. PYTHON=... chooses the interpreter (3.10 or newer); if it has torch >= 2.6, that
-# torch is used. ARGS=... is handed on to the command: make demo ARGS="--disk /tmp/pages".
+# torch is used. ARGS=... is handed on to the command: make demo ARGS="--disk /tmp/pages". WORKERS=... is the number of
+# processes that run tests.
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -7,6 +8,7 @@ PY := $(VENV)/bin/python
 MADE_FROM := $(shell cat $(VENV)/.made-from 2>/dev/null)
 PYTHON ?= $(or $(MADE_FROM),python3)
 BENCH ?= all
+WORKERS ?= 2
 TYPECHECK := build/typecheck
 
 .PHONY: demo serve test test-long test-integrations check bench clean
@@ -18,7 +20,7 @@ serve: $(STAMP)
 	$(VENV)/bin/hicache serve $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest -m "not long" $(ARGS)
+	$(PY) -m pytest -m "not long" -n $(WORKERS) $(ARGS)
 
 test-long: $(STAMP)
 	$(PY) -m pytest -m long $(ARGS)
