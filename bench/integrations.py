@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    installed = [server for server in _PARTS if importlib.util.find_spec(server)]
+    # A folder of that name, like an environment's own, has no origin.
+    specs = {server: importlib.util.find_spec(server) for server in _PARTS}
+    installed = [server for server, spec in specs.items() if spec is not None and spec.origin is not None]
     for server in sorted(_PARTS.keys() - installed):
         print(f"{server}: left out, not installed here")
     if not installed:
