@@ -50,7 +50,7 @@ CONFIGS = {
     "mamba": dataclasses.replace(SMALL, components=(FULL, MAMBA)),
     "swa_mamba": dataclasses.replace(SMALL, components=(FULL, SWA, MAMBA), sliding_window_size=2 * PAGE),
 }
-DYNAMIC = {"linker": "HicacheLinker", "linker_module_path": "hicache.integrations.sglang"}
+DYNAMIC = {"linker": "HiCacheLinker", "linker_module_path": "hicache.integrations.sglang"}
 
 
 def bits_of(seed: str, like: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-from hicache.integrations.sglang.linker import HicacheLinker as HicacheLinker
+from hicache.integrations.sglang.linker import HiCacheLinker as HiCacheLinker

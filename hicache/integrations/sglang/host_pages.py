@@ -32,13 +32,13 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-Place: TypeAlias = Any  # where one page lies, as the pool's `HostPages` names it
+Location: TypeAlias = Any  # where one page lies, as the pool's `HostPages` names it
 
 
 class HostPages(Protocol):
     """The pages of one host pool. `form` names the order of their bytes, `page_slots` the slots of a page.
 
-    `places` finds pages by their slots, `[pages * page_slots]`; `gather` copies one into `page`, `scatter` copies it
+    `locations` finds pages by their slots, `[pages * page_slots]`; `gather` copies one into `page`, `scatter` copies it
     back. Their memory is the pool's, which must be alive.
     """
 
@@ -46,11 +46,11 @@ class HostPages(Protocol):
     page_bytes: int
     page_slots: int
 
-    def places(self, slots: torch.Tensor) -> Sequence[Place]: ...
+    def locations(self, slots: torch.Tensor) -> Sequence[Location]: ...
 
-    def gather(self, place: Place, page: PageBuffer) -> None: ...
+    def gather(self, location: Location, page: PageBuffer) -> None: ...
 
-    def scatter(self, place: Place, page: PageBuffer) -> None: ...
+    def scatter(self, location: Location, page: PageBuffer) -> None: ...
 
 
 class PiecedPages:
@@ -62,26 +62,26 @@ class PiecedPages:
         self._pool, self._num_pieces = pool, len(sizes)
         self.page_bytes, self.page_slots = sum(sizes), pool.page_size
 
-    def places(self, slots: torch.Tensor) -> list[list[Piece]]:
+    def locations(self, slots: torch.Tensor) -> list[list[Piece]]:
         addresses, sizes = self._pool.get_page_buffer_meta(slots)
         pieces = [Piece(*piece) for piece in zip(addresses, sizes, strict=True)]
         return [pieces[i : i + self._num_pieces] for i in range(0, len(pieces), self._num_pieces)]
 
-    def gather(self, place: list[Piece], page: PageBuffer) -> None:
+    def gather(self, location: list[Piece], page: PageBuffer) -> None:
         target = page.ctypes.data
-        for address, num_bytes in place:
+        for address, num_bytes in location:
             ctypes.memmove(target, address, num_bytes)
             target += num_bytes
 
-    def scatter(self, place: list[Piece], page: PageBuffer) -> None:
+    def scatter(self, location: list[Piece], page: PageBuffer) -> None:
         source = page.ctypes.data
-        for address, num_bytes in place:
+        for address, num_bytes in location:
             ctypes.memmove(address, source, num_bytes)
             source += num_bytes
 
 
 class FlatPages:
-    """Pages that the pool flattens itself. A place is the first slot."""
+    """Pages that the pool flattens itself. A location is the first slot."""
 
     form = "flat"
 
@@ -90,14 +90,14 @@ class FlatPages:
         page = pool.get_dummy_flat_data_page()
         self._dtype, self.page_bytes, self.page_slots = page.dtype, page.nbytes, pool.page_size
 
-    def places(self, slots: torch.Tensor) -> list[int]:
+    def locations(self, slots: torch.Tensor) -> list[int]:
         return slots[:: self.page_slots].tolist()
 
-    def gather(self, place: int, page: PageBuffer) -> None:
-        page[:] = as_bytes(self._pool.get_data_page(place, flat=True))
+    def gather(self, location: int, page: PageBuffer) -> None:
+        page[:] = as_bytes(self._pool.get_data_page(location, flat=True))
 
-    def scatter(self, place: int, page: PageBuffer) -> None:
-        self._pool.set_from_flat_data_page(place, torch.from_numpy(page).view(self._dtype))
+    def scatter(self, location: int, page: PageBuffer) -> None:
+        self._pool.set_from_flat_data_page(location, torch.from_numpy(page).view(self._dtype))
 
 
 class MarkerPages:
@@ -109,13 +109,13 @@ class MarkerPages:
     def __init__(self, pool: Any) -> None:
         self.page_slots = pool.page_size
 
-    def places(self, slots: torch.Tensor) -> list[None]:
+    def locations(self, slots: torch.Tensor) -> list[None]:
         return [None] * (len(slots) // self.page_slots)
 
-    def gather(self, place: None, page: PageBuffer) -> None:
+    def gather(self, location: None, page: PageBuffer) -> None:
         page[:] = 0
 
-    def scatter(self, place: None, page: PageBuffer) -> None:
+    def scatter(self, location: None, page: PageBuffer) -> None:
         """There is nothing to copy."""
 
 

@@ -49,18 +49,18 @@ Miss_co = TypeVar("Miss_co", covariant=True)
 
 class _Guard(Protocol[Miss_co]):
     def __call__(
-        self, method: Callable[Concatenate[HicacheLinker, P], T], /
-    ) -> Callable[Concatenate[HicacheLinker, P], T | Miss_co]: ...
+        self, method: Callable[Concatenate[HiCacheLinker, P], T], /
+    ) -> Callable[Concatenate[HiCacheLinker, P], T | Miss_co]: ...
 
 
 def _never_raises(otherwise: Callable[[], Miss_co]) -> _Guard[Miss_co]:
     """A fault of ours is a miss of the cache, not the end of SGLang's scheduler."""
 
     def guard(
-        method: Callable[Concatenate[HicacheLinker, P], T], /
-    ) -> Callable[Concatenate[HicacheLinker, P], T | Miss_co]:
+        method: Callable[Concatenate[HiCacheLinker, P], T], /
+    ) -> Callable[Concatenate[HiCacheLinker, P], T | Miss_co]:
         @functools.wraps(method)
-        def guarded(self: HicacheLinker, /, *args: P.args, **kwargs: P.kwargs) -> T | Miss_co:
+        def guarded(self: HiCacheLinker, /, *args: P.args, **kwargs: P.kwargs) -> T | Miss_co:
             try:
                 return method(self, *args, **kwargs)
             except Exception:
@@ -73,7 +73,7 @@ def _never_raises(otherwise: Callable[[], Miss_co]) -> _Guard[Miss_co]:
     return guard
 
 
-class HicacheLinker(UnifiedCacheLinker):
+class HiCacheLinker(UnifiedCacheLinker):
     """One a rank, for `--unified-cache-external-linker-backend dynamic`; docs/integrations/sglang_linker.md.
 
     `pools`: the components that it serves. `tiers`: their host tiers, and `store` the disk, for tests and inspection.

@@ -183,14 +183,14 @@ class LinkerDisk:
         name = self._unwritten[0][0]
         index = self._indexes[name]
         max_pages = max(1, _JOB_BYTES // index.pool.page_bytes)
-        room = min(max_pages, max(1, index.pool.num_pages // 2) - self._locked[name])
+        capacity = min(max_pages, max(1, index.pool.num_pages // 2) - self._locked[name])
         batch: list[HeldPage] = []
-        while len(batch) < room and self._unwritten and self._unwritten[0][0] == name:
+        while len(batch) < capacity and self._unwritten and self._unwritten[0][0] == name:
             page = self._unwritten.popleft()[1]
             if index.get(page.key_text) is page and not page.holding.stored:
                 batch.append(page)
         if not batch:
-            return room > 0
+            return capacity > 0
         self._ticket += 1
         keys = tuple(self._names(name, [page.key_text for page in batch]))
         job = WriteJob(self._ticket, keys, tuple(index.pool.views(host_pages(batch))))

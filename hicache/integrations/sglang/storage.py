@@ -265,8 +265,8 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
     def _load(self, name: str, keys: list[str], slots: torch.Tensor | None) -> list[bool]:
         pool = self._pools[name]
-        places = _places(pool, keys, slots)
-        return self._read(pool, keys, lambda i, page: pool.pages.scatter(places[i], page))
+        locations = _locations(pool, keys, slots)
+        return self._read(pool, keys, lambda i, page: pool.pages.scatter(locations[i], page))
 
     def _read(self, pool: Pool, keys: list[str], landed: Callable[[int, PageBuffer], None]) -> list[bool]:
         begin_s = time.monotonic()
@@ -306,8 +306,8 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
     def _store(self, name: str, keys: list[str], slots: torch.Tensor | None) -> list[bool]:
         pool = self._pools[name]
-        places = _places(pool, keys, slots)
-        return self._write(pool, keys, lambda i, page: pool.pages.gather(places[i], page))
+        locations = _locations(pool, keys, slots)
+        return self._write(pool, keys, lambda i, page: pool.pages.gather(locations[i], page))
 
     def _write(self, pool: Pool, keys: list[str], fill: Callable[[int, PageBuffer], None]) -> list[bool]:
         begin_s = time.monotonic()
@@ -321,11 +321,11 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             self._samples[kind].append((num_pages, num_pages * pool.pages.page_bytes / seconds / 1e9))
 
 
-def _places(pool: Pool, keys: list[str], slots: torch.Tensor | None) -> Sequence[Any]:
+def _locations(pool: Pool, keys: list[str], slots: torch.Tensor | None) -> Sequence[Any]:
     """Where the pages of `keys` lie, which take the slots `[keys * page_slots]`."""
     if slots is None or slots.numel() != len(keys) * pool.pages.page_slots:
         raise ValueError(f"{len(keys)} pages of {pool.pages.page_slots} slots, but the slots are {slots}")
-    return pool.pages.places(slots)
+    return pool.pages.locations(slots)
 
 
 def _restorable(pool: Pool, keys: list[str], window: int) -> set[int]:

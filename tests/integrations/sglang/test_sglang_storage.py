@@ -54,7 +54,7 @@ def test_a_page_is_one_run_of_bytes(tmp_path: Path, layout: str, mla: bool, piec
     case = Case(tmp_path, layout, mla=mla)
     pool = host_pool(case, device_pool(case))
     pages = host_pages("kv", pool, pieces=pieces)
-    source, target = pages.places(torch.arange(3 * case.page_size))[::2]
+    source, target = pages.locations(torch.arange(3 * case.page_size))[::2]
     before = pool.kv_buffer.clone()
     buffer = np.empty(pages.page_bytes, dtype=np.uint8)
     pages.gather(source, buffer)
@@ -176,8 +176,8 @@ def test_damaged_files_serve_nothing_wrong(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     for file in (file for file in tmp_path.glob("sglang-*/*") if file.is_file() and file.stat().st_size):
         data = bytearray(file.read_bytes())
-        for place in rng.integers(len(data), size=1 + len(data) // (1 << (12 + 2 * seed))):
-            data[place] ^= 1 << int(rng.integers(8))
+        for location in rng.integers(len(data), size=1 + len(data) // (1 << (12 + 2 * seed))):
+            data[location] ^= 1 << int(rng.integers(8))
         file.write_bytes(data)
     with Server(case) as server:
         found = server.prefetch(tokens(NUM_PAGES, case))
