@@ -28,6 +28,8 @@ from hicache.flow.host_eviction import HostEviction
 from hicache.tree.node import DEVICE, FULL, HOST, Component, TreeNode
 
 BATCH_PAGES = 8  # of one read job
+# Of every reader's first job while the disk's rate is unknown: enough to tell it, and soon read from a slow disk.
+_GAUGE_BYTES = 8 << 20
 
 
 @dataclass
@@ -219,8 +221,8 @@ class PrefixReads:
         component.host.begin_read(pages)
         views, keys = component.host.views(pages), read.prefix.keys_of(component.name, indices)
         queue_class = ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ
-        for start in range(0, len(indices), BATCH_PAGES):
-            part, number = slice(start, start + BATCH_PAGES), len(read.batches)
+        for part in self._parts(len(indices), component.host.page_bytes):
+            number = len(read.batches)
             read.batches.append(_Batch(component, indices[part], pages[part]))
             job = ReadJob(
                 read.number,
@@ -234,11 +236,21 @@ class PrefixReads:
             if not self._disk.reads.submit(job):
                 self._refused.value += 1
                 read.is_short = True
-                read.batches[number:] = [_Batch(component, indices[start:], pages[start:], ())]
+                read.batches[number:] = [_Batch(component, indices[part.start :], pages[part.start :], ())]
                 return
             read.outstanding += 1
             if component.name != FULL:
                 read.other_bytes += len(indices[part]) * component.host.page_bytes
+
+    def _parts(self, num_pages: int, page_bytes: int) -> Iterator[slice]:
+        """The pages of each job."""
+        num_gauges = self._context.config.advanced.disk_reader_threads if self._cost.read_s(1, 1) is None else 0
+        gauge_pages = min(BATCH_PAGES, max(1, _GAUGE_BYTES // page_bytes))
+        start = 0
+        while start < num_pages:
+            end = start + (gauge_pages if num_gauges > 0 else BATCH_PAGES)
+            yield slice(start, end)
+            start, num_gauges = end, num_gauges - 1
 
     def _insert_batches(self, read: PrefixRead) -> None:
         """Insert the full pages that have arrived without a gap."""

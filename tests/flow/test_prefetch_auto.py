@@ -21,6 +21,7 @@ from hicache import AdvancedConfig, CacheEngine, CacheRequest, EngineConfig, Pre
 from hicache.config import PrefetchMode
 from hicache.disk import DiskTier
 from hicache.errors import PrefetchPending
+from hicache.layout import ModelGeometry
 from hicache.serving.request import Request
 from hicache.serving.scheduler import Scheduler
 from memory_store import MemoryPageStore
@@ -233,6 +234,27 @@ def test_a_disk_that_becomes_slow_is_given_up_and_what_landed_is_used(store: Pac
         assert lease.hit.disk == 128
         engine.release(lease)
         admitted(engine, "b", tokens)
+
+
+def test_little_of_an_unknown_disk_shows_that_it_is_slow(store: PacedStore, caplog: pytest.LogCaptureFixture) -> None:
+    """Where no read has shown the rate, the first job of a reader brings 8 MiB, not eight pages of whatever size."""
+    tokens, host_bytes = tokens_of(1), 32 * (2 << 20)
+    geometry = ModelGeometry(layer_num=1, head_num=16, head_dim=2048)  # 2 MiB a page
+    with build_engine(settings(host_bytes=host_bytes, device_tokens=256), geometry, store=store) as engine:
+        with engine.acquire(CacheRequest("fill", tokens)) as lease:
+            engine.commit(lease, tokens)
+        engine.flush()
+    with build_engine(settings(host_bytes=host_bytes, device_tokens=256), geometry, store=store) as engine:
+        engine.observe_prefill(100, 100.0)
+        store.read_s = 60.0  # of two pages, whose 16 tokens are computed in 16 s
+        store.hold()
+        handle = engine.prefetch("a", tokens)
+        until_found(engine, store, handle)
+        store.allow(2)
+        until(engine, handle)
+        assert (handle.ended, handle.landed_tokens) == (False, 4 * PAGE)
+        assert not caplog.records  # no read had to fail for that
+        store.allow()
 
 
 @pytest.mark.parametrize("silent", ["contains", "get_into"])
