@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -55,7 +56,8 @@ class FindDone:
 class ReadJob:
     """Read `keys` into `pages`. `batch` numbers the jobs of a ticket.
 
-    Reading ends when `cancelled` is set or the tier's clock has reached `deadline_s`.
+    Reading ends when `cancelled` is set or the tier's clock has reached `deadline_s`. `landed(i)` is called on the
+    reading thread when page i holds verified bytes, while these are in the processor's cache.
     """
 
     ticket: int
@@ -65,6 +67,7 @@ class ReadJob:
     cancelled: threading.Event = field(compare=False)
     deadline_s: float = math.inf
     queue_class: ReadClass = ReadClass.URGENT_READ
+    landed: Callable[[int], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

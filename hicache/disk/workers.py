@@ -208,11 +208,18 @@ class DiskTier:
         begin_s = self.clock()
         while len(ok) < len(job.keys) and all(ok) and not (ok and self._is_void(job)):
             part = slice(len(ok), len(ok) + _PART_PAGES)
-            call = partial(self.store.get_into, job.keys[part], job.pages[part])
-            got = _ask(self.reads.breaker, token, call, self._judge_read())
+            got = _ask(self.reads.breaker, token, partial(self._get, job, part), self._judge_read())
             ok += got or [False] * len(job.keys[part])
         missing = [False] * (len(job.keys) - len(ok))
         return ReadDone(job.ticket, job.batch, tuple(ok + missing), asked=len(ok), seconds=self.clock() - begin_s)
+
+    def _get(self, job: ReadJob, part: slice) -> list[bool]:
+        ok = self.store.get_into(job.keys[part], job.pages[part])
+        if job.landed is not None:
+            for i, verified in enumerate(ok, part.start):
+                if verified:
+                    job.landed(i)
+        return ok
 
     def _write(self, jobs: list[WriteJob], token: BreakerToken) -> list[WriteDone]:
         """All jobs in one `put`; each answer tells of the job's own pages."""

@@ -17,7 +17,7 @@ from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from disk_case import TroubledStore
+from disk_case import TroubledStore, wait_until
 from hicache.disk import Limits
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.sglang.releases import RELEASE
@@ -193,13 +193,14 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        assert self.threads_live(), "a storage thread of SGLang ended"
+        wait_until(self.threads_live)  # one may not have started yet; one that ended stays so
         self.controller.detach_storage_backend()
         self._patches.close()
 
     def threads_live(self) -> bool:
         names = ["prefetch_thread", "prefetch_io_aux_thread", "backup_thread"]
-        return all(vars(self.controller)[name].is_alive() for name in names)
+        threads = [vars(self.controller).get(name) for name in names]
+        return all(thread is not None and thread.is_alive() for thread in threads)
 
     def pages(self, slots: torch.Tensor) -> list[bytes]:
         """The bytes of host pages."""

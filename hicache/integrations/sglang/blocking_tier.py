@@ -1,7 +1,8 @@
 """The disk tier for callers that wait: SGLang's storage threads ask, and get an answer in bounded time.
 
-The tier's threads work on memory of this module alone, and the calling thread copies between it and SGLang's. So
-whatever the medium does, nothing reads or writes SGLang's memory after a call has returned.
+The medium reads and writes memory of this module alone. To and from SGLang's it is copied: what is written by the
+calling thread, what was read by the thread that read it, as long as the call waits for that thread. So whatever the
+medium does, nothing reads or writes SGLang's memory after a call has returned.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -35,9 +37,35 @@ class Group(NamedTuple):
     pages: list[PageBuffer]
 
 
+class _Landing:
+    """Where the pages of one read go while its call waits. `error`: what kept one from landing."""
+
+    def __init__(self, first: int, pages: list[PageBuffer], landed: Callable[[int, PageBuffer], None]) -> None:
+        self._first, self._pages, self._landed = first, pages, landed
+        self._lock = threading.Lock()
+        self._is_wanted = True
+        self.error: Exception | None = None
+
+    def land(self, i: int) -> None:
+        """Does not raise: what fails here is no fault of the medium."""
+        with self._lock:
+            if not self._is_wanted or self.error is not None:
+                return
+            try:
+                self._landed(self._first + i, self._pages[i])
+            except Exception as error:  # noqa: BLE001 - the calling thread raises it
+                self.error = error
+
+    def give_up(self) -> None:
+        """Nothing lands when this has returned."""
+        with self._lock:
+            self._is_wanted = False
+
+
 class _Read(NamedTuple):
     first: int
     group: Group
+    landing: _Landing
     outcomes: Outcomes[FindJob | ReadJob, FindDone | ReadDone]
 
 
@@ -99,8 +127,9 @@ class BlockingTier:
         return held + [False] * (len(names) - len(held))
 
     def read(self, names: Sequence[bytes], page_bytes: int, landed: Callable[[int, PageBuffer], None]) -> list[bool]:
-        """Read pages of `page_bytes`, up to the first that is missing. `landed(i, page)` is called for page i, in
-        order, on the calling thread; `page` is used again when it returns."""
+        """Read pages of `page_bytes`, up to the first that is missing. `landed(i, page)` is called for page i on the
+        thread that read it, for several pages at a time, and also for some behind the first that is missing; what it
+        raises is raised here when no thread reads any more. `page` is used again when it returns."""
         keys = self.server.keys(names)
         with self._reading:
             num_read = self._read(keys, page_bytes, landed)
@@ -138,29 +167,39 @@ class BlockingTier:
         starts = deque(range(0, len(keys), group_pages))
         gap = threading.Event()
         under_way = deque[_Read]()
-        num_read = 0
+        num_read, error = 0, None
         while starts or under_way:
             while starts and len(under_way) < 2 * self._readers:
                 start = starts.popleft()
-                under_way.append(self._submit_read(start, keys[start : start + group_pages], page_bytes, gap))
+                under_way.append(self._submit_read(start, keys[start : start + group_pages], page_bytes, gap, landed))
             read = under_way.popleft()
             answer = _await(self._tier.reads, read.outcomes)
-            for ok, page in zip(answer.ok if isinstance(answer, ReadDone) else (), read.group.pages, strict=False):
-                if not ok or gap.is_set():
-                    break
-                landed(num_read, page)
-                num_read += 1
-            if answer is not None:
+            if isinstance(answer, ReadDone) and not gap.is_set():
+                num_read += sum(1 for _ in takewhile(bool, answer.ok))
+            if answer is None:
+                read.landing.give_up()
+            else:
                 self._read_buffers.give_back(read.group)
-            if num_read < read.first + len(read.group.pages):
+            error = error or read.landing.error
+            if num_read < read.first + len(read.group.pages) or error is not None:
                 gap.set()
                 starts.clear()
+        if error is not None:
+            raise error
         return num_read
 
-    def _submit_read(self, start: int, keys: list[bytes], page_bytes: int, gap: threading.Event) -> _Read:
+    def _submit_read(
+        self,
+        start: int,
+        keys: list[bytes],
+        page_bytes: int,
+        gap: threading.Event,
+        landed: Callable[[int, PageBuffer], None],
+    ) -> _Read:
         group = self._read_buffers.take(len(keys), page_bytes)
-        job = ReadJob(start, 0, tuple(keys), tuple(group.pages), gap)
-        return _Read(start, group, _submit(self._tier.reads, job))
+        landing = _Landing(start, group.pages, landed)
+        job = ReadJob(start, 0, tuple(keys), tuple(group.pages), gap, landed=landing.land)
+        return _Read(start, group, landing, _submit(self._tier.reads, job))
 
     def _write(self, keys: list[bytes], page_bytes: int, fill: Callable[[int, PageBuffer], None]) -> list[bool]:
         group_pages = self._write_buffers.group_pages(page_bytes)
