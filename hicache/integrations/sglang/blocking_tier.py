@@ -23,7 +23,7 @@ from hicache.integrations.server_store import ServerStore
 from hicache.storage import LmdbPageStore, PageBuffer, evict
 
 _FIND_KEYS = 4096  # of one question to the store
-_READ_BYTES = 1 << 20  # of one read, at least a page
+_READ_BYTES = 8 << 20  # of one read at most, or a larger page; few pages are shared out among the readers
 _WRITE_BYTES = 64 << 20  # of one write, at least a page
 _WRITES_AHEAD = 2  # one is filled while the other is written
 _QUEUE_JOBS = 1024
@@ -163,7 +163,8 @@ class BlockingTier:
 
     def _read(self, keys: list[bytes], page_bytes: int, landed: Callable[[int, PageBuffer], None]) -> int:
         """How many pages were read, from the first on."""
-        group_pages = self._read_buffers.group_pages(page_bytes)
+        share = -(-len(keys) // (2 * self._readers))
+        group_pages = max(1, min(share, self._read_buffers.group_pages(page_bytes)))
         starts = deque(range(0, len(keys), group_pages))
         gap = threading.Event()
         under_way = deque[_Read]()
