@@ -250,7 +250,8 @@ def test_a_store_that_raises_makes_misses(tmp_path: Path, error: Exception) -> N
             assert verb == "put" or server.prefetch(tokens(NUM_PAGES, case)) == []
             assert verb != "put" or server.backup(tokens(NUM_PAGES, case, first=5000))[1] == 0
             stores[0].trouble = lambda verb: None
-            assert _until(lambda: server.prefetch(tokens(NUM_PAGES, case))) == stored
+            while (found := server.prefetch(tokens(NUM_PAGES, case))) != stored:  # the first read alone is a probe
+                assert found == stored[: len(found)]
 
 
 def test_nothing_raises_whatever_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
