@@ -222,7 +222,7 @@ class EngineConfig:
             computed_from="passes that are timed while serving",
         ),
     ] = "auto"
-    eviction_policy: Annotated[str, Text("eviction order: lru, lfu, fifo, mru, filo, priority, slru")] = "lru"
+    eviction_policy: Annotated[str, Text("eviction order: auto, lru, lfu, fifo, mru, filo, priority, slru")] = "auto"
     window_tokens: Annotated[
         int,
         Tokens(

@@ -13,9 +13,10 @@ import torch
 
 from hicache.tree.base import Released
 from hicache.tree.components.base import TreeComponent
+from hicache.tree.frequency import FadingFrequency
 from hicache.tree.node import DEVICE, FULL, HOST, Component, Tier, TreeNode, last_nodes
 from hicache.tree.orders import ExpectedLast
-from hicache.tree.policy import make_order
+from hicache.tree.policy import make_orders
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class Account:
     def __init__(self, component: TreeComponent, tier: Tier, policy: str) -> None:
         self.component, self.name, self.tier = component, component.name, tier
         is_evictable = partial(component.is_evictable, tier=tier)
-        self.order = ExpectedLast(component.name, tier, lambda: make_order(policy, component.name, tier, is_evictable))
+        others, expected = make_orders(policy, component.name, tier, is_evictable)
+        self.order = ExpectedLast(component.name, tier, others, expected)
+        self.log = others.log if isinstance(others, FadingFrequency) else None
         self.evictable = self.protected = 0
 
     @property
@@ -222,6 +225,7 @@ class Accounts:
             above, below = upper.holdings[account.name][tier], lower.holdings[account.name][tier]
             above.locks = 0 if component.at_node_end else below.locks
             above.expected = 0 if component.at_node_end else below.expected
+            above.uses, above.used_at, above.hits = below.uses, below.used_at, below.hits
             if below.value is not None and not (component.shares_full_slots and tier is DEVICE):
                 above.value, below.value = component.split(below.value, at_tokens, tier, page_size)
             if below.pending is not None:

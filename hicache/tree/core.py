@@ -151,12 +151,14 @@ class RadixTree(Accounts):
         gained: list[TreeNode] = []
         duplicates: list[Duplicate] = []
         raw, stride = bytes_of(tokens), 1 if tier is DEVICE else self.page_size
-        node, pos = parent, 0
+        node, pos, log = parent, 0, self.account(FULL, tier).log
         namespace = namespace if parent.parent is None else parent.namespace
         while pos < len(tokens):
             if tier is HOST and not (node.is_root or node.holds(FULL, HOST)):
                 break
             limit = len(tokens) if window_from is None or pos >= window_from else window_from
+            if log is not None:
+                limit = pos + log.like_tokens(namespace, node.depth_tokens, tokens[pos:limit], self.page_size)
             child = self._child(node, tokens, raw, pos, limit, namespace)
             end = pos + child.num_tokens
             windows = window_from is not None and pos >= window_from

@@ -84,18 +84,20 @@ class Holding:
     pool, one a tree page, or a state `[1]`. The window component holds the full slots whose window slots are mapped.
     `locks`: how many users need it to stay. `pending`, on the host: the pages that a copy in flight writes to.
     `stored`, on the host: all of it is known to be on disk. `expected`: how many queued requests will need it.
+    `uses`, `used_at`, `hits`: of the policy auto.
     `older`, `newer`: neighbours in the recency list.
     `node`: its node while it is in that list. Outside of it there is no way back to the node: as part of a cycle, a
     dropped node would keep its tokens in memory until the garbage collector runs.
     """
 
-    __slots__ = ("expected", "locks", "newer", "node", "older", "pending", "stored", "value")
+    __slots__ = ("expected", "hits", "locks", "newer", "node", "older", "pending", "stored", "used_at", "uses", "value")
 
     def __init__(self) -> None:
         self.value: torch.Tensor | None = None
         self.pending: torch.Tensor | None = None
         self.stored = False
-        self.locks = self.expected = 0
+        self.locks = self.expected = self.used_at = self.hits = 0
+        self.uses = 0.0
         self.node: TreeNode | None = None
         self.older: Holding | None = None
         self.newer: Holding | None = None

@@ -138,9 +138,9 @@ class ExpectedLast:
     then the second.
     """
 
-    def __init__(self, component: Component, tier: Tier, make_order: Callable[[], EvictionOrder]) -> None:
+    def __init__(self, component: Component, tier: Tier, others: EvictionOrder, expected: EvictionOrder) -> None:
         self._component, self._tier = component, tier
-        self._others, self._expected = make_order(), make_order()
+        self._others, self._expected = others, expected
 
     @property
     def is_by_recency(self) -> bool:
@@ -264,6 +264,12 @@ class PriorityHeap(Generic[U]):
             heapq.heappop(self._heap)
         return None
 
+    def rank_again(self) -> None:
+        """All priorities have changed."""
+        ranked = [(node, sequence) for node, sequence in self._current.items() if sequence != _NO_ENTRY]
+        self._heap = [(*self._front(node), sequence, node) for node, sequence in ranked]
+        heapq.heapify(self._heap)
+
     def __contains__(self, node: U) -> bool:
         return node in self._current
 
@@ -278,12 +284,14 @@ class PriorityHeap(Generic[U]):
         if self._is_evictable(node):
             self._current[node] = sequence = next(self._sequence)
             self._num_current += 1
-            priority = self._strategy.get_priority(node)
-            front = priority if isinstance(priority, tuple) else (priority,)
-            heapq.heappush(self._heap, (*front, sequence, node))
+            heapq.heappush(self._heap, (*self._front(node), sequence, node))
         else:
             self._current[node] = _NO_ENTRY
         self._compact()
+
+    def _front(self, node: U) -> tuple[float, ...]:
+        priority = self._strategy.get_priority(node)
+        return priority if isinstance(priority, tuple) else (priority,)
 
     def _compact(self) -> None:
         """Rebuild the heap when more than half of it is stale, so that each stale entry pays for one other."""

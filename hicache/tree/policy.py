@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hicache.errors import ConfigError
+from hicache.tree.frequency import FadingFrequency, UsageLog
 from hicache.tree.node import Component, Tier
 from hicache.tree.orders import (
     EvictionOrder,
@@ -37,6 +38,7 @@ __all__ = [
     "Usage",
     "get_eviction_strategy",
     "make_order",
+    "make_orders",
     "ranked",
 ]
 
@@ -108,8 +110,25 @@ def _recency(component: Component, tier: Tier, is_evictable: IsEvictable) -> Evi
     return RecencyList(component, tier)
 
 
+def _auto(component: Component, tier: Tier, is_evictable: IsEvictable) -> EvictionOrder:
+    return FadingFrequency(UsageLog(component, tier), is_evictable)
+
+
 # What a tree's `policy` may name. A list keeps lru in order at O(1) an event, where a heap takes O(log n).
-ORDERS: dict[str, OrderFactory] = {name: ranked(strategy) for name, strategy in _STRATEGIES.items()} | {"lru": _recency}
+ORDERS: dict[str, OrderFactory] = {
+    "auto": _auto,
+    **{name: ranked(strategy) for name, strategy in _STRATEGIES.items()},
+    "lru": _recency,
+}
+
+
+def make_orders(
+    name: str, component: Component, tier: Tier, is_evictable: IsEvictable
+) -> tuple[EvictionOrder, EvictionOrder]:
+    """Two empty orders of the policy `name` for one account, which may share what they know. As `make_order`."""
+    first = make_order(name, component, tier, is_evictable)
+    second = first.sibling() if isinstance(first, FadingFrequency) else make_order(name, component, tier, is_evictable)
+    return first, second
 
 
 def make_order(name: str, component: Component, tier: Tier, is_evictable: IsEvictable) -> EvictionOrder:

@@ -7,6 +7,7 @@ medium does, nothing reads or writes SGLang's memory after a call has returned.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import deque
@@ -21,6 +22,8 @@ from hicache.disk.health import LIMITS
 from hicache.disk.io_queue import D, IoQueue, J, Outcomes
 from hicache.integrations.server_store import ServerStore
 from hicache.storage import LmdbPageStore, PageBuffer, evict
+
+log = logging.getLogger(__name__)
 
 _FIND_KEYS = 4096  # of one question to the store
 _READ_BYTES = 8 << 20  # of one read at most, or a larger page; few pages are shared out among the readers
@@ -53,7 +56,8 @@ class _Landing:
                 return
             try:
                 self._landed(self._first + i, self._pages[i])
-            except Exception as error:  # noqa: BLE001 - the calling thread raises it
+            except Exception as error:  # the calling thread raises it
+                log.debug("a page that was read could not be handed on", exc_info=True)
                 self.error = error
 
     def give_up(self) -> None:

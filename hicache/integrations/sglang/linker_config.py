@@ -13,12 +13,16 @@ from hicache.tree.policy import ORDERS
 WHERE = "linker_extra_config"
 
 
+# Its pages have keys and no tokens, by which auto would know what comes back.
+_POLICIES = tuple(name for name in ORDERS if name != "auto")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinkerConfig(ServerStoreConfig):
     """The host tier in front of the store. `host_bytes` are shared among the components as the device tier is."""
 
     host_bytes: Annotated[int, Size("pinned CPU memory of each rank, like 64GiB", 1)]
-    policy: Annotated[str, Choice("which pages leave the host first", tuple(ORDERS))] = "lru"
+    policy: Annotated[str, Choice("which pages leave the host first", _POLICIES)] = "lru"
     load_wait_s: Annotated[
         float, Number("how long a request may wait for pages on disk before it computes them", 0, 3600, unit="seconds")
     ] = 5.0

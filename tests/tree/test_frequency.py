@@ -1,0 +1,171 @@
+"""The policy `auto`: its ranks against a naive sum over all uses, its hit rates beside those of `lru`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.policy import replay
+from hicache.tree import DEVICE, FULL, PageHasher, RadixTree
+from hicache.tree.key import Tokens
+
+TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
+HALF_LIFE = 200.0
+
+
+def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted() -> None:
+    """Against a model that keeps every use of every prompt for ever. No prompt is a part of another."""
+    dice, tree = random.Random(1), RadixTree(1, PageHasher(b"identity", 1), policy="auto")
+    log = tree.account(FULL, DEVICE).log
+    assert log is not None
+    log.half_life, log._adapt = HALF_LIFE, lambda: None  # type: ignore[method-assign]
+    prompts = [np.arange(100 * n, 100 * n + dice.randrange(4, 12)) for n in range(40)]
+    uses: dict[int, list[int]] = {}
+    seen, evictions = 0, 0
+    for _ in range(1500):
+        number = min(int(dice.expovariate(0.1)), len(prompts) - 1)
+        tokens = prompts[number]
+        match = tree.match(tokens)
+        node = tree.node_at(match, match.device_len)
+        for at in node.path():
+            at.hit_count += 1
+        tree.lock(node, DEVICE)
+        rest = tokens[match.device_len :]
+        new = tree.insert(node, rest, torch.zeros(len(rest), dtype=torch.int64), DEVICE).node
+        tree.unlock(node, DEVICE)
+        seen += len(tokens)
+        if not uses.get(number) or seen - uses[number][-1] > min(HALF_LIFE, log._capacity_tokens) / 64:
+            uses.setdefault(number, []).append(seen)
+        assert new.num_tokens == len(tokens)
+        while tree.evictable(FULL, DEVICE) > 60:
+            ranks = {at.child_key: sum(2 ** ((t - seen) / HALF_LIFE) for t in uses[_number(at)]) for at in tree.nodes()}
+            victim = tree.victim(FULL, DEVICE)
+            assert victim is not None and ranks[victim.child_key] == pytest.approx(min(ranks.values()))
+            tree.drop(victim, FULL, DEVICE)
+            evictions += 1
+    tree.check()
+    assert evictions > 300
+
+
+def _number(node) -> int:  # type: ignore[no-untyped-def]
+    return int(node.run.tokens[0]) // 100
+
+
+def multi_turn(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
+    """Chats over a few system prompts, of which some are alive at a time."""
+    systems, chats, requests = [fresh(8) for _ in range(5)], [], []
+    for _ in range(1500):
+        if len(chats) < 60 or dice.random() < 1 / 8:
+            if len(chats) == 60:
+                chats.pop(int(dice.integers(60)))
+            chats.append(np.concatenate([systems[int(dice.integers(5))], fresh(int(dice.integers(1, 24)))]))
+            at = len(chats) - 1
+        else:
+            at = int(dice.integers(len(chats)))
+            chats[at] = np.concatenate([chats[at], fresh(int(dice.integers(1, 6)))])
+        requests.append(chats[at])
+    return requests
+
+
+def one_shot(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
+    """Half of the requests ask about documents of unequal popularity, half come once."""
+    documents = [fresh(int(dice.integers(30, 120))) for _ in range(100)]
+    shares = 1 / np.arange(1, 101) ** 1.2
+    return [
+        np.concatenate([documents[int(dice.choice(100, p=shares / shares.sum()))], fresh(3)])
+        if dice.random() < 0.5
+        else fresh(int(dice.integers(20, 100)))
+        for _ in range(1200)
+    ]
+
+
+def scans(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
+    """A loop over more than fits, beside prompts that come often."""
+    loop, often = [fresh(30) for _ in range(120)], [fresh(30) for _ in range(20)]
+    return [loop[n % 120] if dice.random() < 0.6 else often[int(dice.integers(20))] for n in range(1200)]
+
+
+def shifting(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
+    """What is popular changes every 300 requests."""
+    documents = [fresh(25) for _ in range(400)]
+    return [np.concatenate([documents[(int(dice.zipf(1.3)) + n // 300 * 37) % 400], fresh(2)]) for n in range(2000)]
+
+
+def drifting(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
+    """What is new is asked for, and then never again: the least recently used is the best to evict."""
+    documents: list[Tokens] = []
+    requests = []
+    for _ in range(2000):
+        if dice.random() < 0.3 or not documents:
+            documents.append(fresh(25))
+        requests.append(documents[-1 - min(len(documents) - 1, int(dice.exponential(20)))])
+    return requests
+
+
+def generated(shape: Callable[..., list[Tokens]], seed: int) -> list[Tokens]:
+    next_id = 0
+
+    def fresh(num_blocks: int) -> Tokens:
+        nonlocal next_id
+        next_id += num_blocks
+        return np.arange(next_id - num_blocks, next_id)
+
+    return shape(np.random.default_rng(seed), fresh)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("shape", [multi_turn, one_shot, scans, shifting, drifting])
+def test_it_hits_no_less_than_lru(shape: Callable[..., list[Tokens]], seed: int) -> None:
+    """At most 2 % less at any capacity; the replay ends with a check of the tree."""
+    requests = generated(shape, seed)
+    for capacity in (300, 1000, 3000):
+        assert replay(requests, "auto", capacity) >= 0.98 * replay(requests, "lru", capacity), capacity
+
+
+def test_it_hits_more_than_lru_where_much_comes_once() -> None:
+    for shape in (one_shot, scans):
+        requests = generated(shape, 0)
+        assert replay(requests, "auto", 300) > 1.5 * replay(requests, "lru", 300)
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    """A prompt that never comes back is forgotten, however many come."""
+    tree = RadixTree(1, PageHasher(b"identity", 1), policy="auto")
+    log = tree.account(FULL, DEVICE).log
+    assert log is not None
+    log.half_life = 50.0
+    for number in range(3000):
+        tree.insert(tree.root, np.array([number]), torch.zeros(1, dtype=torch.int64), DEVICE)
+        while tree.evictable(FULL, DEVICE) > 20:
+            victim = tree.victim(FULL, DEVICE)
+            assert victim is not None
+            tree.drop(victim, FULL, DEVICE)
+    assert len(log._evicted) <= 8 * 50 + 20
+
+
+def read(name: str) -> list[Tokens]:
+    path = TRACES / name
+    if not path.exists():
+        pytest.skip(f"{name} is not part of the repository")
+    raw = path.read_bytes()
+    lines = (gzip.decompress(raw) if path.suffix == ".gz" else raw).splitlines()
+    return [np.array(json.loads(line)["hash_ids"]) for line in lines if line.strip()]
+
+
+def test_on_conversations_it_hits_twice_as_much_as_lru() -> None:
+    requests = read("mooncake_conversation.jsonl")
+    for capacity, least in ((1000, 1.8), (3000, 2.0), (10000, 1.05)):
+        assert replay(requests, "auto", capacity) >= least * replay(requests, "lru", capacity), capacity
+
+
+def test_on_agents_it_hits_as_much_as_lru() -> None:
+    requests = read("agent_sessions.jsonl.gz")
+    for capacity in (4000, 8000, 16000, 32000):
+        assert replay(requests, "auto", capacity) >= 0.99 * replay(requests, "lru", capacity), capacity
