@@ -320,7 +320,7 @@ def _conversations(report: Report, served: ServedModel, sizes: Sizes) -> None:
             start = time.perf_counter()
             num_tokens = _converse(engine, sizes, sizes.conversations, sizes.turns, seed=7)
             rates[kind] = num_tokens / (time.perf_counter() - start)
-            declined[kind] = int(engine.engine.stats()["restore.declined"])
+            declined[kind] = int(engine.engine.stats()["restore.declined_loads"])
     name = f"serving.conversations.{sizes.conversations}x{sizes.turns}"
     note = f"turns of {sizes.turn} tokens and answers of {sizes.answer}; the ceiling has no host tier; "
     note += f"{declined['host']} loads were declined"

@@ -7,7 +7,6 @@ method belongs to one thread, the scheduler's.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 import weakref
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from hicache.config import PrefetchMode
 from hicache.device.base import KVCache
 from hicache.device.req_to_token import ReqToTokenPool
 from hicache.disk import DiskTier
-from hicache.errors import DuplicateRequest, ForeignLease, InvalidArgument, LeaseEnded, NotRunning
+from hicache.errors import DuplicateRequest, ForeignLease, InvalidArgument, LeaseEnded, NotRunning, ResourceExhausted
 from hicache.flow.admit import Admit
 from hicache.flow.backup import Backup
 from hicache.flow.check import check_engine
@@ -37,9 +36,11 @@ from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
 from hicache.flow.persist import Persist
 from hicache.flow.prefetch import Prefetch, Prefetcher
 from hicache.flow.restore import Restore
+from hicache.flow.usage import register_usage
+from hicache.metrics import MetricInfo, MetricValue, flattened
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
-from hicache.tree.node import DEVICE, FULL, HOST, MAMBA, SWA
+from hicache.tree.node import MAMBA, SWA
 from hicache.validation import valid_count, valid_mode, valid_namespace, valid_request, valid_request_id, valid_tokens
 
 __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "Prefetch"]
@@ -85,7 +86,7 @@ class CacheEngine:
         self._completion = Completion([movement for movement in movements if movement is not None], agree)
         self._running = self._closed = False
         self._finalizer: weakref.finalize[..., CacheEngine] | None = None
-        self._add_gauges()
+        register_usage(context, lambda: len(self._leases))
 
     # What a model runner needs
 
@@ -131,7 +132,7 @@ class CacheEngine:
             raise NotRunning(closed=True)
         if not self._running:
             self._running = True
-            transfers = [transfer for _, transfer in self._transfers()]
+            transfers = self._transfers()
             self._finalizer = weakref.finalize(self, _abandon, transfers, self._context.disk)
             for transfer in transfers:
                 transfer.start()
@@ -154,7 +155,7 @@ class CacheEngine:
         with contextlib.ExitStack() as ending:  # each part is closed, whatever becomes of those before it
             if finalizer is not None:
                 ending.callback(finalizer.detach)
-            for part in (*reversed(hosts), context.disk, *(transfer for _, transfer in reversed(self._transfers()))):
+            for part in (*reversed(hosts), context.disk, *reversed(self._transfers())):
                 if part is not None:
                     ending.callback(part.close)
             for lease in list(self._leases.values()):
@@ -238,9 +239,13 @@ class CacheEngine:
         request = valid_request(request)
         if request.request_id in self._leases:
             raise DuplicateRequest(request.request_id)
-        if self._prefetcher:
-            self._prefetcher.settle(request.request_id)
-        lease = self._admit.acquire(request)
+        try:
+            if self._prefetcher:
+                self._prefetcher.settle(request.request_id)
+            lease = self._admit.acquire(request)
+        except ResourceExhausted as error:
+            self._admit.refused(error)
+            raise
         self._admit.forget(request.request_id)
         lease.on_exit = self.release
         self._leases[request.request_id] = lease
@@ -343,26 +348,24 @@ class CacheEngine:
             time.sleep(0.0005)
 
     def stats(self) -> dict[str, float]:
-        """Counters and sizes by dotted name; those of the store under `disk.`."""
-        values = self._context.metrics.snapshot()
-        for name, transfer in self._transfers():
-            values.update({f"{name}.{stat}": value for stat, value in transfer.stats().items()})
-        if self._context.disk:
-            store = dataclasses.asdict(self._context.disk.store.stats())
-            values.update({f"disk.{name}": float(value) for name, value in store.items()})
-        return values
+        """Each metric as one number: `metrics()` with the sums of histograms. For tests, logs and quick looks."""
+        return flattened(self.metrics())
+
+    def metrics(self) -> dict[str, MetricValue]:
+        """Everything the engine measures, by name, sorted; docs/metrics.md explains each. Any thread, any time."""
+        return self._context.metrics.snapshot()
+
+    def describe(self) -> dict[str, MetricInfo]:
+        """Type, unit and help text of each of `metrics()`."""
+        return self._context.metrics.describe()
 
     @property
     def inspect(self) -> Inspection:
         """What the engine is made of, for tests and tools."""
         return Inspection(self._context, self._backup, self._restore, self._persist, self._prefetcher)
 
-    def _transfers(self) -> list[tuple[str, TransferBackend]]:
-        return [
-            ("transfer" if component.name == FULL else f"transfer_{component.name}", component.transfer)
-            for component in self._context.components
-            if component.has_host
-        ]
+    def _transfers(self) -> list[TransferBackend]:
+        return [component.transfer for component in self._context.components if component.has_host]
 
     def check(self) -> None:
         """Raise `InvariantError` with everything that is not as `docs/invariants.md` says. For idle moments and
@@ -372,18 +375,6 @@ class CacheEngine:
             for name in self._context.by_name
         }
         check_engine(self._context, list(self._leases.values()), self._restore.in_flight(), in_flight)
-
-    def _add_gauges(self) -> None:
-        context, tree = self._context, self._context.tree
-        gauge, evictable = context.metrics.gauge, tree.evictable
-        gauge("device.free_tokens", "slots nobody holds", context.full.allocator.available_size)
-        gauge("device.evictable_tokens", "cached, needed by no request", lambda: evictable(FULL, DEVICE))
-        gauge("device.protected_tokens", "cached, needed by a request or a copy", lambda: tree.protected(FULL, DEVICE))
-        gauge("tree.nodes", "nodes of the prefix tree", lambda: tree.num_nodes)
-        gauge("engine.leases", "requests admitted and not released", lambda: len(self._leases))
-        if context.has_host:
-            gauge("host.free_pages", "pages nobody holds", context.full.host.available)
-            gauge("host.evictable_tokens", "on the host, needed by nobody", lambda: evictable(FULL, HOST))
 
     # What every verb asks first
 

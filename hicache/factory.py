@@ -324,5 +324,5 @@ def _disk(
         full_bytes=sum(host.page_bytes * host.num_pages for host in hosts.values()) // 2,
         limits=limits,
     )
-    tier.add_gauges(metrics)
+    tier.register(metrics)
     return tier

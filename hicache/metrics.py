@@ -1,19 +1,36 @@
 """Metrics of an engine, cheap enough to stay on in every step.
 
-A `Counter` is an integer that one thread adds to, without a lock or a name look-up. Threads that count the same event
-ask the registry for a counter each; `snapshot` adds them up. A gauge is a function that `snapshot` calls.
+A `Counter` and a `Histogram` belong to one thread, which writes them without a lock or a name look-up. Threads that
+count the same event ask the registry for one each; `snapshot` adds them up, and asks for what is kept elsewhere.
+docs/metrics.md lists every metric; `serving/server/metric_names.py` says how Prometheus sees them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Literal, TypeAlias, TypedDict
 
 Pressure = Literal["low", "medium", "high", "critical"]
+MetricType = Literal["counter", "gauge", "histogram"]
 
-_NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
+BYTES_BOUNDS = tuple(float(4**k) for k in range(6, 19))
+"""4 KiB to 64 GiB, by factors of 4."""
+SECONDS_BOUNDS = tuple(1e-5 * 2**k for k in range(23))
+"""10 us to 42 s, by factors of 2."""
+
+# What a name ends with.
+UNITS = (
+    *("bytes_per_second", "tokens_per_second", "bytes", "seconds", "ratio"),
+    *("tokens", "pages", "states", "nodes", "windows"),
+    *("requests", "attempts", "leases", "loads", "copies", "reads", "jobs", "evictions"),
+    *("failures", "errors", "opens", "retries", "touches", "state", "flag"),
+)
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*")
+_UNIT = re.compile(rf"[._]({'|'.join(UNITS)})$")
 
 
 class PoolStats(TypedDict):
@@ -47,74 +64,160 @@ def memory_pressure(utilization: float) -> Pressure:
     return "medium" if utilization > 0.7 else "low"
 
 
+@dataclass(frozen=True)
+class MetricInfo:
+    """What a metric is. `unit`: one of `UNITS`, the end of its name. A state is one of the numbers in `help`, a flag 0
+    or 1, a ratio in [0, 1]."""
+
+    type: MetricType
+    unit: str
+    help: str
+
+
+@dataclass(frozen=True)
+class HistogramValue:
+    """`counts[i]`: observations in (bounds[i - 1], bounds[i]]; the last count is of those above all bounds."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+MetricValue: TypeAlias = float | HistogramValue
+
+
 @dataclass(slots=True)
 class Counter:
-    """A number of events, tokens, pages, bytes or nanoseconds that only grows.
+    """A number of events, tokens, pages, bytes or seconds that only grows.
 
     One thread, its owner, writes it: `counter.value += n`. Any thread may read `value`.
     """
 
-    value: int = 0
+    value: float = 0
+
+
+class Histogram:
+    """Observations of one thread, its owner, by fixed bounds.
+
+    Any thread may read `value`, whose sum may then lack the last observation.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    @property
+    def value(self) -> HistogramValue:
+        return HistogramValue(self._bounds, tuple(self._counts), self._sum)
 
 
 @dataclass(slots=True)
 class _Series:
-    help: str
+    info: MetricInfo
     counters: list[Counter] = field(default_factory=list)
-    read: Callable[[], float] | None = None
+    histograms: list[Histogram] = field(default_factory=list)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its value is kept elsewhere."""
+        return not (self.counters or self.histograms)
+
+    @property
+    def value(self) -> MetricValue:
+        if not self.histograms:
+            return sum(counter.value for counter in self.counters)
+        values = [histogram.value for histogram in self.histograms]
+        counts = tuple(map(sum, zip(*(value.counts for value in values), strict=True)))
+        return HistogramValue(values[0].bounds, counts, sum(value.sum for value in values))
 
 
 class Metrics:
-    """The registry of one engine: every name with its help text.
+    """The registry of one engine: every name with its type, unit and help text.
 
-    `counter` and `gauge` are called while the engine is built; `snapshot` from any thread, at any time. Names are
-    dotted and end in their unit: `disk.read_bytes`, `flow.restore_tokens`, `transfer.wait_ns`.
+    Metrics are registered while the engine is built; `snapshot` is for any thread, at any time. Names are
+    `part.what_unit`: `prefetch.bytes`, `restore.declined_loads`, `disk.read_only_flag`. Raises ValueError where a name
+    is malformed, ends in no unit, has no help text, or was registered as something else.
     """
 
     def __init__(self) -> None:
         self._series: dict[str, _Series] = {}
+        self._reads: list[Callable[[], Mapping[str, float]]] = []
 
     def counter(self, name: str, help: str) -> Counter:
-        """A new counter for `name`, one for each thread that counts.
-
-        Raises ValueError where the name is malformed, is a gauge, or was registered with another help text.
-        """
-        series = self._series.get(name)
-        if series is None:
-            series = self._register(name, help)
-        if series.read is not None:
-            raise ValueError(f"metric {name} is a gauge")
-        if series.help != help:
-            raise ValueError(f"metric {name} is registered as {series.help!r}, not {help!r}")
-        counter = Counter()
+        """A new counter for `name`, one for each thread that counts."""
+        series, counter = self._owned(name, "counter", help), Counter()
         # A new list, since a snapshot in another thread may iterate over the present one.
         series.counters = [*series.counters, counter]
         return counter
 
+    def histogram(self, name: str, help: str) -> Histogram:
+        """A new histogram for `name`, of bytes or seconds, one for each thread that observes."""
+        bounds = {"bytes": BYTES_BOUNDS, "seconds": SECONDS_BOUNDS}.get(_unit_of(name))
+        if bounds is None:
+            raise ValueError(f"metric {name}: histograms are of bytes or seconds")
+        series, histogram = self._owned(name, "histogram", help), Histogram(bounds)
+        series.histograms = [*series.histograms, histogram]
+        return histogram
+
     def gauge(self, name: str, help: str, read: Callable[[], float]) -> None:
-        """Register a gauge whose value `read` returns; it is called in the thread of each snapshot.
+        """A value that `read` returns, called in the thread of each snapshot."""
+        self.read_from({name: ("gauge", help)}, lambda: {name: read()})
 
-        Raises ValueError where the name is malformed or registered already.
-        """
-        if name in self._series:
-            raise ValueError(f"metric {name} is registered already")
-        self._register(name, help).read = read
+    def read_from(self, metrics: Mapping[str, tuple[MetricType, str]], read: Callable[[], Mapping[str, float]]) -> None:
+        """Counters and gauges, by name their type and help text, that are kept elsewhere: `read` returns them all."""
+        for name, (type_, help) in metrics.items():
+            if name in self._series:
+                raise ValueError(f"metric {name} is registered already")
+            self._series[name] = _Series(_info(name, type_, help))
+        self._reads = [*self._reads, read]
 
-    def snapshot(self) -> dict[str, float]:
-        """All values by name, sorted. Those of counters are sums over their threads."""
-        values: dict[str, float] = {}
-        for name, series in sorted(self._series.copy().items()):
-            values[name] = sum(c.value for c in series.counters) if series.read is None else series.read()
-        return values
+    def snapshot(self) -> dict[str, MetricValue]:
+        """All values by name, sorted; of counters and histograms the sums over their threads."""
+        values: dict[str, MetricValue] = {
+            name: series.value for name, series in self._series.copy().items() if not series.is_read
+        }
+        for read in self._reads:
+            values.update(read())
+        return dict(sorted(values.items()))
 
-    def describe(self) -> dict[str, str]:
-        """The help text of each metric by name, sorted."""
-        return {name: series.help for name, series in sorted(self._series.copy().items())}
+    def describe(self) -> dict[str, MetricInfo]:
+        """What each metric is by name, sorted."""
+        return {name: series.info for name, series in sorted(self._series.copy().items())}
 
-    def _register(self, name: str, help: str) -> _Series:
-        if _NAME.fullmatch(name) is None:
-            raise ValueError(f"metric {name!r}: names are dotted and in lower case, like disk.read_bytes")
-        if not help:
-            raise ValueError(f"metric {name}: the help text must say what it counts")
-        series = self._series[name] = _Series(help)
+    def _owned(self, name: str, type_: MetricType, help: str) -> _Series:
+        """The series of a metric whose values threads own."""
+        info, series = _info(name, type_, help), self._series.get(name)
+        if series is None:
+            series = self._series[name] = _Series(info)
+        elif series.info != info or series.is_read:
+            raise ValueError(f"metric {name} is registered as {series.info}")
         return series
+
+
+def flattened(values: Mapping[str, MetricValue]) -> dict[str, float]:
+    """Each metric as one number: of a histogram the sum of its observations."""
+    return {name: value.sum if isinstance(value, HistogramValue) else value for name, value in values.items()}
+
+
+def _unit_of(name: str) -> str:
+    found = _UNIT.search(name)
+    if found is None:
+        raise ValueError(f"metric {name}: it must end in its unit, one of {', '.join(UNITS)}")
+    return found[1]
+
+
+def _info(name: str, type_: MetricType, help: str) -> MetricInfo:
+    if _NAME.fullmatch(name) is None:
+        raise ValueError(f"metric {name!r}: names are dotted and in lower case, like disk.file_bytes")
+    if not help:
+        raise ValueError(f"metric {name}: the help text must say what it is")
+    return MetricInfo(type_, _unit_of(name), help)

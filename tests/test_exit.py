@@ -58,7 +58,7 @@ def serve(number):
 
 serve(0)
 engine.flush()
-Path(folder, f"{run}.txt").write_text(str(int(engine.stats().get("disk.entries", 0))))
+Path(folder, f"{run}.txt").write_text(str(int(engine.stats().get("disk.stored_pages", 0))))
 if hang:
     hicache.engine._EXIT_S = 0.2
     entered, never = threading.Event(), threading.Event()

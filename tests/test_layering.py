@@ -41,7 +41,7 @@ FLOW_LEVELS = (
     ("backup",),
     ("persist", "prefetch", "restore"),
     ("prefix_read",),
-    ("host_eviction", "disk_prefix", "check", "cost"),
+    ("host_eviction", "disk_prefix", "check", "cost", "usage"),
     ("context",),
     ("components",),
     ("lease", "completion"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 import threading
 
 import pytest
 
-from hicache.metrics import Counter, Metrics
+from hicache.metrics import BYTES_BOUNDS, Counter, HistogramValue, MetricInfo, Metrics, flattened
 
 
 def test_counts_of_several_threads_add_up_exactly() -> None:
@@ -51,11 +54,12 @@ def test_names_come_sorted_and_described() -> None:
     metrics = Metrics()
     metrics.counter("tree.evicted_tokens", "tokens evicted").value += 5
     metrics.gauge("alloc.free_tokens", "free slots", lambda: 2.5)
+    metrics.read_from({"disk.hit_pages": ("counter", "pages read")}, lambda: {"disk.hit_pages": 7})
     metrics.counter("disk.read_bytes", "bytes read")
-    expected = {"alloc.free_tokens": 2.5, "disk.read_bytes": 0, "tree.evicted_tokens": 5}
+    expected = {"alloc.free_tokens": 2.5, "disk.hit_pages": 7, "disk.read_bytes": 0, "tree.evicted_tokens": 5}
     assert list(metrics.snapshot().items()) == list(expected.items())
     assert list(metrics.describe()) == list(expected)
-    assert metrics.describe()["tree.evicted_tokens"] == "tokens evicted"
+    assert metrics.describe()["tree.evicted_tokens"] == MetricInfo("counter", "tokens", "tokens evicted")
 
 
 def test_a_name_means_one_thing() -> None:
@@ -63,21 +67,48 @@ def test_a_name_means_one_thing() -> None:
     metrics = Metrics()
     metrics.counter("disk.read_bytes", "bytes read").value += 1
     metrics.gauge("host.free_pages", "free pages", lambda: 4)
-    with pytest.raises(ValueError, match="is registered as 'bytes read'"):
+    with pytest.raises(ValueError, match=r"is registered as .*'bytes read'"):
         metrics.counter("disk.read_bytes", "bytes written")
+    with pytest.raises(ValueError, match="is registered as"):
+        metrics.histogram("disk.read_bytes", "bytes read")
     with pytest.raises(ValueError, match="registered already"):
         metrics.gauge("disk.read_bytes", "bytes read", lambda: 9)
-    with pytest.raises(ValueError, match="is a gauge"):
+    with pytest.raises(ValueError, match="is registered as"):
         metrics.counter("host.free_pages", "free pages")
+    with pytest.raises(ValueError, match="of bytes or seconds"):
+        metrics.histogram("disk.read_pages", "pages read")
     assert metrics.snapshot() == {"disk.read_bytes": 1, "host.free_pages": 4}
 
 
 @pytest.mark.parametrize("name", ["", "bytes", "Disk.bytes", "disk.", "disk..bytes", "disk bytes", "disk.read-bytes"])
 def test_malformed_names_are_refused(name: str) -> None:
-    """A name that is not dotted lower case is refused, and so is one without a meaning."""
+    """A name that is not dotted lower case is refused, and so is one without a unit or a meaning."""
     metrics = Metrics()
     with pytest.raises(ValueError, match="dotted"):
         metrics.counter(name, "something")
-    with pytest.raises(ValueError, match="what it counts"):
+    with pytest.raises(ValueError, match="unit"):
+        metrics.counter("disk.something", "something")
+    with pytest.raises(ValueError, match="what it is"):
         metrics.counter("disk.read_bytes", "")
     assert metrics.snapshot() == {}
+
+
+def test_a_histogram_puts_each_value_in_its_bucket() -> None:
+    """A bucket holds values up to its bound, the last one all others; threads add up, and a flat view has the sum."""
+    metrics, rng = Metrics(), random.Random(0)
+    histograms = [metrics.histogram("disk.read_bytes", "bytes of a read") for _ in range(2)]
+    values = [
+        *BYTES_BOUNDS,
+        *(bound + 1 for bound in BYTES_BOUNDS),
+        0,
+        *(rng.lognormvariate(20, 6) for _ in range(500)),
+    ]
+    for index, value in enumerate(values):
+        histograms[index % 2].observe(value)
+    found = metrics.snapshot()["disk.read_bytes"]
+    assert isinstance(found, HistogramValue) and found.bounds == BYTES_BOUNDS
+    edges = [-1, *BYTES_BOUNDS, math.inf]
+    expected = [sum(low < value <= high for value in values) for low, high in itertools.pairwise(edges)]
+    assert found.counts == tuple(expected) and found.count == len(values)
+    assert found.sum == pytest.approx(math.fsum(values))
+    assert flattened(metrics.snapshot()) == {"disk.read_bytes": found.sum}

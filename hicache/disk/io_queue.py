@@ -16,13 +16,23 @@ from typing import Generic, TypeAlias, TypeVar
 
 from hicache.disk.health import Breaker, Limits, Watchdog
 from hicache.disk.jobs import Job, Stalled
-from hicache.metrics import Metrics
+from hicache.metrics import Metrics, MetricType
 
 J = TypeVar("J", bound=Job)
 D = TypeVar("D")
 
 Outcomes: TypeAlias = "queue.SimpleQueue[tuple[Queued[J, D], D | Stalled]]"
 _UNORDERED = -1  # the queue class of jobs whose outcomes have a queue of their own; it goes first
+
+_METRICS: dict[str, tuple[MetricType, str]] = {
+    "state": ("gauge", "the breaker of reads or writes: 0 closed, 1 half open, 2 open"),
+    "opens": ("counter", "times that the breaker opened"),
+    "failures": ("counter", "calls that the store failed"),
+    "refused_jobs": ("counter", "jobs for which the store was not asked, because the breaker was open"),
+    "stalled_jobs": ("counter", "jobs under way for longer than disk_io_timeout_s"),
+    "queued_jobs": ("gauge", "jobs that wait for a thread"),
+    "queued_bytes": ("gauge", "bytes of their pages"),
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -47,7 +57,7 @@ class JobQueue(Generic[J, D]):
         self._capacity = capacity
         self._changed = threading.Condition()
         self._heap: list[Queued[J, D]] = []
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
         self._closed = False
 
     def __len__(self) -> int:
@@ -59,7 +69,7 @@ class JobQueue(Generic[J, D]):
             if len(self._heap) >= self._capacity:
                 return False
             heapq.heappush(self._heap, item)
-            self._waiting_bytes += item.num_bytes
+            self.waiting_bytes += item.num_bytes
             self._changed.notify()
             return True
 
@@ -86,7 +96,7 @@ class JobQueue(Generic[J, D]):
     def fullness(self, full_bytes: int) -> float:
         """In [0, 1]: the larger of jobs / capacity and waiting bytes / `full_bytes`."""
         with self._changed:
-            return min(1.0, max(len(self._heap) / self._capacity, self._waiting_bytes / full_bytes))
+            return min(1.0, max(len(self._heap) / self._capacity, self.waiting_bytes / full_bytes))
 
     def close(self) -> None:
         """`take` returns the remaining jobs, then None."""
@@ -96,7 +106,7 @@ class JobQueue(Generic[J, D]):
 
     def _pop(self) -> Queued[J, D]:
         item = heapq.heappop(self._heap)
-        self._waiting_bytes -= item.num_bytes
+        self.waiting_bytes -= item.num_bytes
         return item
 
 
@@ -250,20 +260,18 @@ class IoQueue(Generic[J, D]):
                 thread.join(0 if watchdog.is_stalled else max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread, _ in self._threads)
 
-    def add_gauges(self, metrics: Metrics) -> None:
-        name, breaker = self.name, self.breaker
-        for series, help, read in (
-            ("state", "breaker: 0 closed, 1 half open, 2 open", lambda: breaker.state),
-            ("opens", "times that the breaker opened", lambda: breaker.opens),
-            ("failures", "calls that the store failed", lambda: breaker.failures),
-            (
-                "refused_jobs",
-                "jobs for which the store was not asked, because the breaker was open",
-                lambda: self._refused,
-            ),
-            ("stalled_jobs", "jobs under way for longer than io_timeout_s", lambda: self._stalled),
-        ):
-            metrics.gauge(f"disk.{name}_{series}", f"{name} of the disk tier: {help}", read)
+    def register(self, metrics: Metrics) -> None:
+        """Enter what is counted here, as `disk.reads_*` or `disk.writes_*`."""
+        named = {f"disk.{self.name}_{name}": described for name, described in _METRICS.items()}
+        metrics.read_from(named, lambda: dict(zip(named, self._numbers(), strict=True)))
+
+    def _numbers(self) -> tuple[float, ...]:
+        """Of `_METRICS`."""
+        breaker, jobs = self.breaker, self.jobs
+        return (
+            *(breaker.state, breaker.opens, breaker.failures, self._refused, self._stalled),
+            *(len(jobs), jobs.waiting_bytes),
+        )
 
     def _announce(self, item: Queued[J, D]) -> None:
         self._stalled += 1

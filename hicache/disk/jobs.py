@@ -93,11 +93,13 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class WriteDone:
-    """`ok[i]`: page i is in the store, as durable as its durability setting says."""
+    """`ok[i]`: page i is in the store, as durable as its durability setting says. `seconds`: the job's share, by pages,
+    of the time that its batch took to write, on the tier's clock."""
 
     ticket: int
     ok: tuple[bool, ...]
     batch: int = 0
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)

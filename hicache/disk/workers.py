@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from hicache.disk.health import LIMITS, Breaker, BreakerToken, Limits, Watchdog
 from hicache.disk.io_queue import IoQueue, Outcomes, Queued
 from hicache.disk.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, WriteDone, WriteJob
-from hicache.metrics import Metrics
+from hicache.metrics import Metrics, MetricType
 from hicache.storage.base import PageStore, StoreError
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,26 @@ class _Fault(NamedTuple):
     why: str
     lasting: bool
 
+
+_TIER_METRICS: dict[str, tuple[MetricType, str]] = {
+    "disk.failed_touches": ("counter", "uses that the store was not told of"),
+    "disk.stored_pages": ("gauge", "pages in the store: of tokens, windows and states"),
+    "disk.live_bytes": ("gauge", "their bytes as stored"),
+    "disk.raw_bytes": ("gauge", "their bytes before compression"),
+    "disk.file_bytes": ("gauge", "disk space of the store's files"),
+    "disk.budget_bytes": ("gauge", "what the files may take"),
+    "disk.used_ratio": ("gauge", "file_bytes over budget_bytes"),
+    "disk.hit_pages": ("counter", "pages that the store was asked for and gave back verified"),
+    "disk.missed_pages": ("counter", "pages that the store was asked for and did not hold"),
+    "disk.put_pages": ("counter", "pages written to the store"),
+    "disk.put_raw_bytes": ("counter", "their bytes before compression"),
+    "disk.put_stored_bytes": ("counter", "their bytes as stored"),
+    "disk.evicted_pages": ("counter", "pages evicted from the store to keep its budget"),
+    "disk.corrupt_pages": ("counter", "pages that did not verify and were deleted"),
+    "disk.read_errors": ("counter", "reads that the medium failed"),
+    "disk.write_errors": ("counter", "writes that the medium failed"),
+    "disk.read_only_flag": ("gauge", "1 while the store takes no pages, after a write failed"),
+}
 
 _Judge: TypeAlias = Callable[[list[bool]], "_Fault | None"]
 _Read: TypeAlias = Queued[FindJob | ReadJob, FindDone | ReadDone]
@@ -99,10 +119,34 @@ class DiskTier:
         self.reads.add_threads(readers, self._read_loop)
         self.writes.add_threads(1, self._write_loop)
 
-    def add_gauges(self, metrics: Metrics) -> None:
-        self.reads.add_gauges(metrics)
-        self.writes.add_gauges(metrics)
-        metrics.gauge("disk.failed_touches", "uses that the store was not told of", lambda: self._failed_touches)
+    def register(self, metrics: Metrics) -> None:
+        """Enter what the tier and its store count."""
+        self.reads.register(metrics)
+        self.writes.register(metrics)
+        metrics.read_from(_TIER_METRICS, self._numbers)
+
+    def _numbers(self) -> dict[str, float]:
+        """Of `_TIER_METRICS`."""
+        stats = self.store.stats()
+        return {
+            "disk.failed_touches": self._failed_touches,
+            "disk.stored_pages": stats.entries,
+            "disk.live_bytes": stats.live_bytes,
+            "disk.raw_bytes": stats.raw_bytes,
+            "disk.file_bytes": stats.file_bytes,
+            "disk.budget_bytes": stats.budget_bytes,
+            "disk.used_ratio": stats.file_bytes / max(1, stats.budget_bytes),
+            "disk.hit_pages": stats.hits,
+            "disk.missed_pages": stats.misses,
+            "disk.put_pages": stats.puts,
+            "disk.put_raw_bytes": stats.put_bytes_raw,
+            "disk.put_stored_bytes": stats.put_bytes_stored,
+            "disk.evicted_pages": stats.evicted,
+            "disk.corrupt_pages": stats.corrupt,
+            "disk.read_errors": stats.read_errors,
+            "disk.write_errors": stats.write_errors,
+            "disk.read_only_flag": stats.read_only,
+        }
 
     def start(self) -> None:
         self.reads.start()
@@ -231,11 +275,13 @@ class DiskTier:
                 raise StoreError("the store still takes no writes")
             return self.store.put(items, lag=lag)
 
+        begin_s = self.clock()
         stored = _ask(self.writes.breaker, token, put, self._judge_write) or [False] * len(items)
+        page_s = (self.clock() - begin_s) / max(1, len(items))
         answers, start = [], 0
         for job in jobs:
             end = start + len(job.keys)
-            answers.append(WriteDone(job.ticket, tuple(stored[start:end]), job.batch))
+            answers.append(WriteDone(job.ticket, tuple(stored[start:end]), job.batch, page_s * len(job.keys)))
             start = end
         return answers
 

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from hicache.errors import OutOfRows, PromptTooLong, TransferBusy
+from hicache.errors import (
+    OutOfRows,
+    OutOfSlots,
+    OutOfStates,
+    PrefetchPending,
+    PromptTooLong,
+    ResourceExhausted,
+    TransferBusy,
+)
 from hicache.flow.backup import Backup
 from hicache.flow.components import Admission
 from hicache.flow.context import EngineContext
@@ -22,6 +30,14 @@ from hicache.tree.base import Match
 from hicache.tree.key import Tokens
 from hicache.tree.node import DEVICE, FULL, HOST, joined
 
+_REFUSALS: dict[type[ResourceExhausted], tuple[str, str]] = {
+    OutOfSlots: ("out_of_slots", "too few slots are free or evictable"),
+    OutOfRows: ("out_of_rows", "no row of the request table is free"),
+    OutOfStates: ("out_of_states", "too few recurrent states are free or evictable"),
+    TransferBusy: ("transfer_busy", "as many loads are in flight as may be"),
+    PrefetchPending: ("prefetch_pending", "its prefetch had not ended"),
+}
+
 
 class Admit:
     """Makes and grows leases. Owned by the scheduler thread. `backup`: None without a host tier."""
@@ -31,17 +47,27 @@ class Admit:
     ) -> None:
         self._context, self._restore, self._eviction, self._backup = context, restore, eviction, backup
         count = context.metrics.counter
-        self._prompt = count("admit.prompt_tokens", "tokens of admitted prompts")
+        self._requests = count("admit.requests", "requests admitted, each time anew after it was released")
+        self._prompt = count("admit.prompt_tokens", "tokens of admitted prompts: those hit and those to be computed")
         self._hits = [
-            count("admit.device_hit_tokens", "of them on the device at admission"),
-            count("admit.host_hit_tokens", "of them on the host at admission"),
-            count("admit.disk_hit_tokens", "of them on the host after a prefetch from disk"),
+            count("admit.device_hit_tokens", "tokens of admitted prompts that were on the device"),
+            count("admit.host_hit_tokens", "tokens of admitted prompts that were loaded from the host"),
+            count("admit.disk_hit_tokens", "tokens of admitted prompts that a prefetch had brought from the disk"),
         ]
+        self._computed = count("admit.computed_tokens", "tokens of admitted prompts that no tier provided")
+        self._refused = {
+            error: count(f"admit.{reason}_attempts", f"admissions refused for now: {why}")
+            for error, (reason, why) in _REFUSALS.items()
+        }
         self._expectations: dict[str, Expectation] = {}
         context.metrics.gauge(
-            "admit.expected_requests", "queued requests whose prefixes go last", lambda: len(self._expectations)
+            "admit.expected_requests",
+            "queued requests whose prefixes are evicted last",
+            lambda: len(self._expectations),
         )
-        context.metrics.gauge("admit.hit_rate", "share of prompt tokens that needed no computing", self._hit_rate)
+        context.metrics.gauge(
+            "admit.hit_ratio", "share of prompt tokens that were hit, since the start", self._hit_ratio
+        )
 
     def acquire(self, request: CacheRequest) -> Lease:
         """See `CacheEngine.acquire`."""
@@ -82,6 +108,11 @@ class Admit:
             self._backup.maybe_backup(node)
         return lease
 
+    def refused(self, error: ResourceExhausted) -> None:
+        """An admission was refused with `error`."""
+        for kind, counter in self._refused.items():
+            counter.value += isinstance(error, kind)
+
     def expect(self, request_id: str, tokens: Tokens, namespace: str) -> None:
         """See `CacheEngine.expect`."""
         tree = self._context.tree
@@ -117,7 +148,7 @@ class Admit:
         start, lease.length = lease.length, lease.length + num_tokens
         return lease.slots_of(start, lease.length)
 
-    def _hit_rate(self) -> float:
+    def _hit_ratio(self) -> float:
         return sum(hits.value for hits in self._hits) / max(1, self._prompt.value)
 
     def _count(self, request: CacheRequest) -> tuple[Admission, bool]:
@@ -186,6 +217,8 @@ class Admit:
         if path:
             lease.read(self._restore.loads_of(path))
             tree.raise_priority(node, lease.priority)
+        self._requests.value += 1
         self._prompt.value += lease.prompt_len
+        self._computed.value += lease.prompt_len - admission.length
         for counter, tokens in zip(self._hits, (device_len, load_len - disk_len, disk_len), strict=True):
             counter.value += tokens

@@ -46,14 +46,15 @@ class Backup(CopyMovement[_Copy]):
         super().__init__()
         self._context, self._host_eviction, self._persist = context, host_eviction, persist
         count = context.metrics.counter
-        self._bytes = count("backup.bytes", "bytes copied from device to host")
-        self._copy_ns = count("backup.copy_ns", "time those copies took")
+        self._bytes = context.metrics.histogram("backup.bytes", "bytes of a copy from device to host")
+        self._seconds = context.metrics.histogram("backup.seconds", "time that copy took")
+        context.metrics.gauge("backup.queued_copies", "copies to the host in flight", self.num_in_flight)
         self._failures = count("backup.failures", "copies to the host that failed; their nodes stayed on the device")
-        self._skipped = count("backup.skipped_tokens", "tokens not backed up because the host was full")
+        self._skipped = count("backup.skipped_tokens", "tokens not backed up because the host had no page to give")
         self._skipped_components = count(
-            "backup.skipped_components", "windows and states not backed up because the host was full"
+            "backup.skipped_nodes", "nodes whose window or state was not backed up for that reason"
         )
-        self._waits = count("backup.waits", "evictions that had to wait for a backup")
+        self._waits = count("backup.awaited_evictions", "evictions that had to wait for a backup")
 
     def maybe_backup(self, node: TreeNode) -> None:
         """Copy what the write policy wants of the path to `node`, together, as far as the host has capacity."""
@@ -160,8 +161,8 @@ class Backup(CopyMovement[_Copy]):
                     arrived[node] = None
             run.detach()
         if confirmed:
-            self._bytes.value += copy.op.num_bytes
-            self._copy_ns.value += int(copy.op.seconds() * 1e9)
+            self._bytes.observe(copy.op.num_bytes)
+            self._seconds.observe(copy.op.seconds())
         else:
             self._failures.value += 1
         self._unlock(copy)

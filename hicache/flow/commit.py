@@ -38,7 +38,7 @@ class Commit:
         self._backup, self._persist = backup, persist
         self._windows = context.by_name.get(SWA)
         self._skipped_states = context.metrics.counter(
-            "commit.skipped_states", "states not kept because every other was in use"
+            "commit.skipped_states", "recurrent states not kept because every other was in use"
         )
 
     def next_stop(self, lease: Lease, start: int, end: int) -> int:

@@ -42,6 +42,10 @@ class CopyMovement(ABC, Generic[T]):
             self._completed += 1
             self._end(self._in_flight.popleft())
 
+    def num_in_flight(self) -> int:
+        """Copies that were submitted and not completed. Any thread."""
+        return len(self._in_flight)
+
     def wait(self) -> None:
         """Block until everything submitted has ended (it still has to be completed)."""
         for operation in self._in_flight:

@@ -119,11 +119,13 @@ class CostModel:
         self._tokens_per_s, self._num_readers = tokens_per_s, num_readers
         self._reads, self._loads, self._prefill = TransferRate(clock), TransferRate(clock), PrefillCost()
         gauge = metrics.gauge
-        gauge("cost.read_bytes_per_s", "measured rate of one reader of the disk", lambda: self._reads.bytes_per_s)
-        gauge("cost.load_bytes_per_s", "measured rate of loads to the device", lambda: self._loads.bytes_per_s)
-        help = f"estimated speed of prefill over the first {_GAUGED_TOKENS} tokens; 0: unknown, or never worthwhile"
+        gauge("cost.read_bytes_per_second", "measured rate of one reader of the disk", lambda: self._reads.bytes_per_s)
+        gauge("cost.load_bytes_per_second", "measured rate of loads to the device", lambda: self._loads.bytes_per_s)
+        help = f"estimated speed of prefill over the first {_GAUGED_TOKENS} tokens; 0: unknown, or unwanted"
         gauge(
-            "cost.prefill_tokens_per_s", help, lambda: _GAUGED_TOKENS / (self.prefill_s(0, _GAUGED_TOKENS) or math.inf)
+            "cost.prefill_tokens_per_second",
+            help,
+            lambda: _GAUGED_TOKENS / (self.prefill_s(0, _GAUGED_TOKENS) or math.inf),
         )
 
     def observe_read(self, num_bytes: int, seconds: float) -> None:

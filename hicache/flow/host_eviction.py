@@ -6,7 +6,7 @@ import torch
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
-from hicache.tree.node import FULL, HOST
+from hicache.tree.node import DEVICE, FULL, HOST
 
 
 class HostEviction:
@@ -15,8 +15,10 @@ class HostEviction:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         count = context.metrics.counter
-        self._evicted = count("evict.host_tokens", "tokens evicted from the host")
-        self._never_stored = count("evict.unstored_tokens", "tokens evicted from the host before the disk had them")
+        self._demoted = count(
+            "evict.host_demoted_tokens", "tokens evicted from the host that device or disk still hold"
+        )
+        self._lost = count("evict.host_lost_tokens", "tokens evicted from the host that no other tier holds")
 
     def capacity(self, component: CacheComponent) -> int:
         """Host pages of a component that are free or evictable."""
@@ -32,11 +34,9 @@ class HostEviction:
             node = component.host_victim(short)
             if node is None:
                 return None
-            stored = node.is_stored(FULL)
+            is_held = node.is_stored(FULL) or node.holds(FULL, DEVICE)
             released = tree.drop(node, component.name, HOST)
             self._context.free(released)
             tokens = sum(item.size for item in released if item.component == FULL and item.tier is HOST)
-            self._evicted.value += tokens
-            if self._context.disk is not None and not stored:
-                self._never_stored.value += tokens
+            (self._demoted if is_held else self._lost).value += tokens
         return host.alloc(num_pages)

@@ -49,9 +49,12 @@ class Persist:
         # By component, of stores that are not settled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
         self._waiting: deque[TreeNode] = deque()
-        count = context.metrics.counter
-        self._bytes = count("persist.bytes", "bytes of pages, before compression, that the store acknowledged")
+        count, histogram, gauge = context.metrics.counter, context.metrics.histogram, context.metrics.gauge
+        self._bytes = histogram("persist.bytes", "bytes, before compression, of pages of a job that the store took")
+        self._seconds = histogram("persist.seconds", "time that job took the writer, its share of a batch")
         self._failures = count("persist.failed_pages", "pages that the store did not take")
+        gauge("persist.queued_nodes", "nodes that wait, unlocked, for their turn to be written", self._waiting.__len__)
+        gauge("persist.queued_jobs", "jobs that wait for room in the writer's queue", self._backlog.__len__)
 
     def store(self, nodes: Sequence[TreeNode]) -> None:
         """Send what is on the host and not yet on disk, or let it wait for its turn."""
@@ -113,7 +116,9 @@ class Persist:
         store.stalled.discard(done.batch)
         store.ok &= all(done.ok)
         written = sum(done.ok)
-        self._bytes.value += written * store.cache_component.host.page_bytes
+        if written:
+            self._bytes.observe(written * store.cache_component.host.page_bytes)
+            self._seconds.observe(done.seconds)
         self._failures.value += len(done.ok) - written
 
     def _send(self, node: TreeNode) -> None:

@@ -86,15 +86,26 @@ class _Counters:
     """Decisions and outcomes."""
 
     def __init__(self, context: EngineContext) -> None:
-        count = context.metrics.counter
-        self.waits = count("prefetch.waits", "requests for which waiting was estimated to be faster than computing")
-        self.skipped = count("prefetch.skipped", "requests that did not wait because computing was estimated faster")
-        self.gave_up = count("prefetch.gave_up", "requests that stopped waiting because computing the rest was faster")
-        self.shared = count("prefetch.shared", "prefetches that joined a read in flight")
-        self.postponed = count("prefetch.postponed", "prefetches refused or cut short by host pages or the read queue")
+        count, histogram = context.metrics.counter, context.metrics.histogram
+        self.requests = count("prefetch.requests", "prefetches asked for")
+        self.waited = count(
+            "prefetch.waited_requests", "requests for which waiting was estimated to be faster than computing"
+        )
+        self.skipped = count(
+            "prefetch.skipped_requests", "requests that did not wait because computing was estimated faster"
+        )
+        self.gave_up = count(
+            "prefetch.gave_up_requests", "requests that stopped waiting because computing the rest was faster"
+        )
+        self.shared = count("prefetch.shared_requests", "prefetches that joined a read in flight")
+        self.postponed = count(
+            "prefetch.postponed_requests", "prefetches refused or cut short by host pages or the read queue"
+        )
         self.retries = count("prefetch.retries", "attempts to start what was postponed")
-        self.estimated_ns = count("prefetch.estimated_ns", "estimates of the waits that came to their end")
-        self.waited_ns = count("prefetch.waited_ns", "and how long these took")
+        self.estimated_s = count(
+            "prefetch.estimated_seconds", "what the waits that came to their end were estimated to take"
+        )
+        self.waited_s = histogram("prefetch.waited_seconds", "time that a wait took which came to its end")
 
 
 class Prefetcher:
@@ -111,8 +122,11 @@ class Prefetcher:
         self._retry_at_s, self._retry_s = -math.inf, _RETRY_S
         self._counters = _Counters(context)
         self._num_claimed = 0  # what a snapshot in another thread may read
+        gauge = context.metrics.gauge
         help = "host pages that were read, or are, for requests that were not admitted"
-        context.metrics.gauge("prefetch.claimed_pages", help, lambda: self._num_claimed)
+        gauge("prefetch.claimed_pages", help, lambda: self._num_claimed)
+        gauge("prefetch.limit_pages", "what prefetch_host_share allows of them", lambda: self._max_pages)
+        gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._waiters))
 
     def start(self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode) -> Prefetch:
         """Extend the prefix of `tokens` that memory can serve (the caller leaves out what must be computed anyway)."""
@@ -121,6 +135,7 @@ class Prefetcher:
         if request_id in self._waiters:
             handle.ended = True
             return handle
+        self._counters.requests.value += 1
         waiter = self._waiters[request_id] = _Waiter(handle, tokens, namespace, now_s)
         self._begin(waiter)
         return handle
@@ -285,8 +300,8 @@ class Prefetcher:
     def _end(self, waiter: _Waiter) -> None:
         handle = waiter.handle
         if handle.waits and waiter.decided_s is not None and waiter.estimate_s is not None:
-            self._counters.estimated_ns.value += int(waiter.estimate_s * 1e9)
-            self._counters.waited_ns.value += int((self._clock() - waiter.decided_s) * 1e9)
+            self._counters.estimated_s.value += waiter.estimate_s
+            self._counters.waited_s.observe(self._clock() - waiter.decided_s)
         handle.ended = True
         del self._waiters[handle.request_id]
 
@@ -336,7 +351,7 @@ class Prefetcher:
             counted.value += 1
         elif is_known and waiter.decided_s is None:
             waiter.decided_s, waiter.estimate_s = now_s, wait_s
-            self._counters.waits.value += 1
+            self._counters.waited.value += 1
 
     def _wait_s(self, ahead_bytes: int, num_bytes: int) -> float | None:
         """Until `num_bytes` are on the device, behind `ahead_bytes`; None where the disk's rate is unknown."""

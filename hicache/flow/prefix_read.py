@@ -104,10 +104,13 @@ class PrefixReads:
         self._reads: dict[int, PrefixRead] = {}
         # Of reads that ended, by number and batch: what a stalled thread has. A find has no pages.
         self._left: dict[tuple[int, int], _Batch | None] = {}
-        count = context.metrics.counter
-        self._bytes = count("prefetch.bytes", "bytes of pages that came from the store to the host")
+        count, histogram = context.metrics.counter, context.metrics.histogram
+        self._bytes = histogram("prefetch.bytes", "bytes of verified pages that a job read from the store to the host")
+        self._seconds = histogram("prefetch.seconds", "time that job took a reader")
         self._lost = count("prefetch.lost_pages", "pages the store announced and could not give back verified")
-        self._refused = count("prefetch.refused", "jobs not started because the readers' queue was full")
+        self._landed = count("prefetch.landed_tokens", "tokens that prefetches added to the host tier")
+        self._refused = count("prefetch.refused_jobs", "jobs not started because the readers' queue was full")
+        context.metrics.gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._reads))
 
     def __len__(self) -> int:
         return len(self._reads)
@@ -172,8 +175,13 @@ class PrefixReads:
         batch.ok = done.ok
         if batch.component.name != FULL:
             read.other_bytes -= len(batch.indices) * batch.component.host.page_bytes
-        self._lost.value += done.asked - sum(done.ok)
-        self._cost.observe_read(sum(done.ok) * batch.component.host.page_bytes, done.seconds)
+        num_ok = sum(done.ok)
+        num_bytes = num_ok * batch.component.host.page_bytes
+        self._lost.value += done.asked - num_ok
+        if num_ok:
+            self._bytes.observe(num_bytes)
+            self._seconds.observe(done.seconds)
+        self._cost.observe_read(num_bytes, done.seconds)
         self._insert_batches(read)
 
     def fetch(self, read: PrefixRead, max_pages: int) -> None:
@@ -289,7 +297,7 @@ class PrefixReads:
         tree.move_lock(read.anchor, result.node, HOST)
         read.anchor = result.node
         batch.pages = batch.pages[num_placed:]
-        self._bytes.value += num_placed * host.page_bytes
+        self._landed.value += num_placed * step
         return num_placed
 
     def _attach(self, read: PrefixRead) -> None:
@@ -314,7 +322,6 @@ class PrefixReads:
                 taken = torch.tensor([page in used for page in batch.pages.tolist()], dtype=torch.bool)
                 component.host.end_read(batch.pages[taken])
                 batch.pages = batch.pages[~taken]
-            self._bytes.value += len(used) * component.host.page_bytes
 
     def _attach_component(self, last: TreeNode, component: CacheComponent, pages: dict[int, int]) -> set[int]:
         """Attach pages, by their index in the prompt, to the nodes up to `last` that lack them; returns those used."""

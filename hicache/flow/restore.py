@@ -25,22 +25,33 @@ class Restore(CopyMovement[Load]):
         self._context, self._cost = context, cost
         self._estimates_s = (0.0, 0.0)
         count, gauge = context.metrics.counter, context.metrics.gauge
-        self._bytes = count("restore.bytes", "bytes copied from host to device")
-        self._copy_ns = count("restore.copy_ns", "time those copies took")
-        self._estimated_ns = count("restore.estimated_ns", "what they were estimated to take, where that was known")
+        self._bytes = context.metrics.histogram("restore.bytes", "bytes of a load from host to device")
+        self._seconds = context.metrics.histogram("restore.seconds", "time that load took")
+        self._estimated_s = count(
+            "restore.estimated_seconds", "what loads were estimated to take, where that was known"
+        )
+        self._timed_s = count("restore.timed_seconds", "time of the loads whose exposed time was measured")
+        self._exposed_s = count("restore.exposed_seconds", "of that, what a forward pass stood still for")
         self._failures = count("restore.failures", "loads that failed; their nodes stayed on the host")
-        self._declined = count("restore.declined", "loads skipped because recomputation was estimated to be faster")
-        gauge("restore.last_load_s", "the last estimate of a load", lambda: self._estimates_s[0])
-        gauge("restore.last_compute_s", "and of recomputing the same tokens", lambda: self._estimates_s[1])
+        self._accepted = count("restore.accepted_loads", "decisions to load, estimated to be faster than recomputation")
+        self._declined = count("restore.declined_loads", "decisions to recompute, estimated to be faster than loading")
+        self._unmeasured = count(
+            "restore.unmeasured_loads", "decisions to load, while one of the two speeds was unknown"
+        )
+        gauge("restore.last_load_seconds", "the last estimate of a load", lambda: self._estimates_s[0])
+        gauge("restore.last_compute_seconds", "and of recomputing the same tokens", lambda: self._estimates_s[1])
+        gauge("restore.hidden_ratio", "share of timed_seconds that ran under compute", self._hidden_ratio)
+        gauge("restore.queued_loads", "loads in flight", self.num_in_flight)
 
     def is_worthwhile(self, num_bytes: int, start: int, end: int) -> bool:
         """Whether loading `num_bytes` is faster than computing positions [start, end). Yes, until both speeds are
         known."""
         load_s, compute_s = self._cost.load_s(num_bytes), self._cost.prefill_s(start, end)
         if load_s is None or compute_s is None:
+            self._unmeasured.value += 1
             return True
         self._estimates_s = (load_s, compute_s)
-        self._declined.value += load_s > compute_s
+        (self._accepted if load_s <= compute_s else self._declined).value += 1
         return load_s <= compute_s
 
     def can_start(self) -> bool:
@@ -124,11 +135,14 @@ class Restore(CopyMovement[Load]):
             self.stop_reading(below)
         self._free_unread(load)
 
+    def _hidden_ratio(self) -> float:
+        return 1 - self._exposed_s.value / self._timed_s.value if self._timed_s.value else 0.0
+
     def _count(self, load: Load) -> None:
         seconds = load.op.seconds()
-        self._bytes.value += load.op.num_bytes
-        self._copy_ns.value += int(seconds * 1e9)
-        self._estimated_ns.value += int((self._cost.load_s(load.op.num_bytes) or 0.0) * 1e9)
+        self._bytes.observe(load.op.num_bytes)
+        self._seconds.observe(seconds)
+        self._estimated_s.value += self._cost.load_s(load.op.num_bytes) or 0.0
         if load.op.is_undelayed:
             self._cost.observe_load(load.op.num_bytes, seconds)
 

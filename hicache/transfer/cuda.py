@@ -170,7 +170,7 @@ class CudaTransfer:
         self._loads = LoadQueue()
         self._stores: deque[Iterator[None]] = deque()  # each queues one step at a time
         self._first_layer = torch.cuda.Event()  # of the latest load; never recorded counts as arrived
-        self._counts = {"unstaged": 0, "strided": 0, "batched": 0, "zero_copy": 0, "delayed_stores": 0}
+        self._counts = {"unstaged": 0, "strided": 0, "batched": 0, "zero_copy": 0, "delayed": 0}
 
     def start(self) -> None:
         """Streams need no start."""
@@ -195,7 +195,7 @@ class CudaTransfer:
 
     def stats(self) -> dict[str, float]:
         """The rates that plans are based on, and the number of copies by method."""
-        return {**self._rates.stats(), **{f"copies.{name}": float(count) for name, count in self._counts.items()}}
+        return {**self._rates.stats(), **{f"{name}_copies": float(count) for name, count in self._counts.items()}}
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> CudaOp:
         behind = torch.cuda.Event()
@@ -213,7 +213,7 @@ class CudaTransfer:
         ready.record(torch.cuda.current_stream(self._device))
         self._stores.append(self._store_steps(op, slots, pages.numpy(), ready))
         if not self._first_layer.query():
-            self._counts["delayed_stores"] += 1
+            self._counts["delayed"] += 1
         elif len(self._stores) == 1:
             self._issue(False, _STEPS_AT_ONCE)
         return op

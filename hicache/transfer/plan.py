@@ -67,13 +67,13 @@ class Rates:
     down: LinkDirection
 
     def stats(self) -> dict[str, float]:
-        """GB/s (1e9) and microseconds a piece, by dotted name."""
+        """By direction, method and unit: `up_strided_bytes_per_second`."""
         found: dict[str, float] = {}
         for name, direction in (("up", self.up), ("down", self.down)):
             for method, cost in vars(direction).items():
-                found[f"{name}.{method}_gb_per_s"] = cost.bytes_per_s / 1e9
-                found[f"{name}.{method}_piece_us"] = cost.piece_s * 1e6
-                found[f"{name}.{method}_issue_us"] = cost.issue_s * 1e6
+                found[f"{name}_{method}_bytes_per_second"] = cost.bytes_per_s
+                found[f"{name}_{method}_piece_seconds"] = cost.piece_s
+                found[f"{name}_{method}_issue_seconds"] = cost.issue_s
         return found
 
 

@@ -112,8 +112,8 @@ def test_a_token_of_an_earlier_epoch_changes_nothing() -> None:
 
 def gauges(disk: DiskTier) -> dict[str, float]:
     metrics = Metrics()
-    disk.reads.add_gauges(metrics)
-    disk.writes.add_gauges(metrics)
+    disk.reads.register(metrics)
+    disk.writes.register(metrics)
     return metrics.snapshot()
 
 

@@ -67,7 +67,7 @@ def test_pages_that_left_memory_come_back_from_it(device: str) -> None:
         again = [ask(engine, f"b{n}", tokens) for n, tokens in enumerate(prompts)]
         assert all(hit == Hit() for hit in first)
         assert all(hit == Hit(disk=CACHED_LEN) for hit in again[:3])  # the least recently used
-        assert engine.stats()["disk.entries"] == 8 * NUM_PAGES
+        assert engine.stats()["disk.stored_pages"] == 8 * NUM_PAGES
     store.check()
 
 

@@ -408,7 +408,7 @@ def test_the_scheduler_never_waits_for_the_disk(tmp_path: Path, troubled: Troubl
     assert (held.disk, held.disk_known) == (0, False)
     serve(engine, "b", tokens_of(2))
     wait_until(lambda: (engine.poll(), gate.held == 2)[1])
-    assert engine.stats()["disk.entries"] == entries > 0
+    assert engine.stats()["disk.stored_pages"] == entries > 0
     clock.now_s += 1
     engine.close()
     assert "hicache-disk-writes-0" in disk_threads()

@@ -48,7 +48,7 @@ def test_prefix_comes_back_from_device_and_host(device: str, policy: str, page_s
         assert serve(engine, "a", first).cached_len == 0
         again = serve(engine, "b", first)
         assert (again.hit.device, again.cached_len) == (96, 96)
-        assert engine.stats()["admit.hit_rate"] == 96 / 200
+        assert engine.stats()["admit.hit_ratio"] == 96 / 200
         engine.flush()
         for n, other in enumerate(others):
             serve(engine, f"c{n}", other)
@@ -161,7 +161,8 @@ def test_refused_requests_leave_no_trace() -> None:
             engine.acquire(CacheRequest("c", prompt(3, 100)))
         with pytest.raises(OutOfRows, match="max_requests"):
             engine.acquire(CacheRequest("d", prompt(4, 10)))
-        assert engine.stats() == before
+        refused = {"admit.out_of_slots_attempts": 1, "admit.out_of_rows_attempts": 1}
+        assert engine.stats() == {**before, **refused}
         with pytest.raises(PromptTooLong, match="device_tokens"):
             engine.acquire(CacheRequest("e", prompt(5, 200)))
         with pytest.raises(PromptTooLong, match="max_context_len"):
@@ -233,13 +234,13 @@ def test_cost_gate_declines_a_slow_load() -> None:
         for n, tokens in enumerate([first, prompt(2, 60), prompt(3, 60), first]):
             serve(engine, f"r{n}", tokens)
             engine.flush()
-        assert engine.stats()["restore.declined"] == 0  # no speed is known before the first load
+        assert engine.stats()["restore.declined_loads"] == 0  # no speed is known before the first load
         for n, tokens in enumerate([prompt(2, 60), prompt(3, 60), first]):
             lease = serve(engine, f"s{n}", tokens)
             engine.flush()
         stats = engine.stats()
-        assert stats["restore.declined"] > 0 and lease.hit.host == 0
-        assert stats["restore.last_load_s"] > stats["restore.last_compute_s"] > 0
+        assert stats["restore.declined_loads"] > 0 and lease.hit.host == 0
+        assert stats["restore.last_load_seconds"] > stats["restore.last_compute_seconds"] > 0
         empty(engine)
 
 
@@ -297,7 +298,7 @@ def test_closing_keeps_what_was_committed(tmp_path: Path) -> None:
     engine.commit(lease, tokens[:64])
     engine.close()
     engine.close()
-    assert engine.stats()["disk.entries"] == 8  # what is known goes on being told
+    assert engine.stats()["disk.stored_pages"] == 8  # what is known goes on being told
     with build_engine(config(disk=disk), GEOMETRY) as reopened:
         assert reopened.lookup(tokens, disk_wait_s=PATIENCE_S).disk == 64
 

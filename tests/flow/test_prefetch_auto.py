@@ -182,7 +182,7 @@ def test_a_server_that_restarts_answers_from_disk(store: PacedStore) -> None:
             [output] = scheduler.run([Request("a", tokens, 4)])
             assert output.hit.disk == disk_tokens and output.tokens == plain_greedy(model, tokens, 4)
             # A pass that waits for a load does not count.
-            assert (engine.stats()["cost.prefill_tokens_per_s"] > 0) == (disk_tokens == 0)
+            assert (engine.stats()["cost.prefill_tokens_per_second"] > 0) == (disk_tokens == 0)
             engine.flush()
             engine.check()
 
@@ -192,12 +192,16 @@ def test_a_fast_disk_is_waited_for(store: PacedStore) -> None:
     that keeps its pace, is what the wait took."""
     with asked(store, FAST) as (engine, handle, tokens):
         until_found(engine, store, handle)
-        assert not handle.ready and engine.stats()["prefetch.waits"] == 1
+        assert not handle.ready and engine.stats()["prefetch.waited_requests"] == 1
         store.allow()
         until(engine, handle)
         stats = engine.stats()
-        assert stats["prefetch.skipped"] == stats["prefetch.gave_up"] == 0
-        assert stats["prefetch.estimated_ns"] == pytest.approx(stats["prefetch.waited_ns"]) == pytest.approx(12 * 1e6)
+        assert stats["prefetch.skipped_requests"] == stats["prefetch.gave_up_requests"] == 0
+        assert (
+            stats["prefetch.estimated_seconds"]
+            == pytest.approx(stats["prefetch.waited_seconds"])
+            == pytest.approx(12e-3)
+        )
         assert admitted(engine, "a", tokens) == 192
 
 
@@ -207,7 +211,7 @@ def test_a_slow_disk_is_not_waited_for(store: PacedStore) -> None:
     with asked(store, SLOW) as (engine, handle, tokens):
         until(engine, handle)
         assert not handle.ended and (handle.found_tokens, handle.landed_tokens) == (192, 0)
-        assert engine.stats()["prefetch.skipped"] == 1 and engine.stats()["prefetch.waits"] == 0
+        assert engine.stats()["prefetch.skipped_requests"] == 1 and engine.stats()["prefetch.waited_requests"] == 0
         lease = engine.acquire(CacheRequest("a", tokens))
         assert lease.cached_len == 0 and handle.ended
         store.allow()
@@ -228,7 +232,7 @@ def test_a_disk_that_becomes_slow_is_given_up_and_what_landed_is_used(store: Pac
         store.allow(4)
         until(engine, handle)
         assert (handle.ended, handle.landed_tokens) == (False, 128)
-        assert engine.stats()["prefetch.waits"] == engine.stats()["prefetch.gave_up"] == 1
+        assert engine.stats()["prefetch.waited_requests"] == engine.stats()["prefetch.gave_up_requests"] == 1
         lease = engine.acquire(CacheRequest("a", tokens))
         store.allow()
         assert lease.hit.disk == 128
@@ -275,7 +279,7 @@ def test_without_rates_a_wait_is_bounded(silent: str, speed: float | None, store
             wait_until(lambda: engine.poll() or silent == "contains" or handle.found_tokens == 192)
             engine.poll()
             assert handle.ready == ready
-        assert engine.stats()["prefetch.gave_up"] == 1
+        assert engine.stats()["prefetch.gave_up_requests"] == 1
         assert engine.acquire(CacheRequest("a", tokens)).cached_len == 0
         opened.set()
 
@@ -331,7 +335,7 @@ def test_requests_for_the_same_pages_share_one_read(
         store.hold()
         handles = [engine.prefetch(str(n), tokens, mode=mode) for n, tokens in enumerate(prompts)]
         until_found(engine, store, *handles)
-        assert engine.stats()["prefetch.shared"] == 3
+        assert engine.stats()["prefetch.shared_requests"] == 3
         store.allow(2)
         if cancelled is not None:
             engine.cancel(str(cancelled))
@@ -401,7 +405,7 @@ def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, c
             wait_until(lambda: landed()[0] == 192)
         until(engine, handles[2])
         stats = engine.stats()
-        assert stats["prefetch.postponed"] >= 2 and stats["prefetch.retries"] >= 2
+        assert stats["prefetch.postponed_requests"] >= 2 and stats["prefetch.retries"] >= 2
         assert admitted(engine, "2", prompts[2]) == 192
 
 
@@ -437,7 +441,7 @@ def test_a_full_read_queue_delays_and_loses_nothing(store: PacedStore, clock: Cl
             return all(handle.landed_tokens == 192 for handle in handles)
 
         wait_until(all_landed)
-        assert engine.stats()["prefetch.refused"] > 0
+        assert engine.stats()["prefetch.refused_jobs"] > 0
         assert set(store.landed.values()) == {1}
         for n, tokens in enumerate(prompts):
             assert admitted(engine, str(n), tokens) == 192
@@ -469,12 +473,12 @@ def test_measured_rates_gate_loads_too() -> None:
             for n, tokens in enumerate([*prompts, prompts[0]]):
                 serve(engine, f"r{n}", tokens)
                 engine.flush()
-            assert engine.stats()["restore.bytes"] > 0 and engine.stats()["restore.declined"] == 0
+            assert engine.stats()["restore.bytes"] > 0 and engine.stats()["restore.declined_loads"] == 0
             engine.observe_prefill(1000, seconds)
             assert (serve(engine, "s", prompts[2]).hit.host > 0) == loads
             engine.flush()
-            assert (engine.stats()["restore.declined"] > 0) != loads
-            assert engine.stats()["cost.load_bytes_per_s"] > 0
+            assert (engine.stats()["restore.declined_loads"] > 0) != loads
+            assert engine.stats()["cost.load_bytes_per_second"] > 0
             engine.check()
 
 
@@ -493,6 +497,6 @@ def test_a_load_that_was_held_up_shows_no_speed_of_the_link() -> None:
                     for op in load.ops:
                         op.is_undelayed = is_undelayed
                 engine.flush()
-            assert (engine.stats()["cost.load_bytes_per_s"] > 0) == is_undelayed
+            assert (engine.stats()["cost.load_bytes_per_second"] > 0) == is_undelayed
             assert engine.stats()["restore.bytes"] > 0
         engine.check()

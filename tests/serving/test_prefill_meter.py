@@ -18,7 +18,7 @@ TOKENS = np.arange(96, dtype=np.int64)
 
 
 def speed(engine: CacheEngine) -> float:
-    return engine.stats()["cost.prefill_tokens_per_s"]
+    return engine.stats()["cost.prefill_tokens_per_second"]
 
 
 def chunk(lease: Lease, start: int, end: int) -> Chunk:

@@ -260,6 +260,6 @@ def test_a_warm_up_measures_prefill_and_leaves_nothing(build: Callable[[], Any],
     model = shared(build)
     with tiny_engine(model, prefill_tokens_per_s="auto", **settings) as engine:
         warm_up(engine, tiny_runner(model, engine), chunk_tokens=64, max_running=5)
-        assert engine.stats()["cost.prefill_tokens_per_s"] > 0
+        assert engine.stats()["cost.prefill_tokens_per_second"] > 0
         engine.check()
         assert engine.lookup(np.zeros(64, dtype=np.int64), "warm up").device == 0

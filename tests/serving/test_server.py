@@ -322,7 +322,7 @@ def test_metrics(server: Server, client: openai.OpenAI) -> None:
     before = [server.metric(name) for name in names]
     client.completions.create(model=MODEL, prompt=[f"{SECRET} 1", f"{SECRET} 2"], max_tokens=5)
     assert [server.metric(name) - count for name, count in zip(names, before, strict=True)] == [10, 2, 8]
-    assert server.metric("hicache_engine_device_free_tokens") > 0
+    assert server.metric("hicache_device_free_tokens") > 0
 
 
 def test_many_clients_at_once(client: openai.OpenAI) -> None:

@@ -55,7 +55,7 @@ def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
         # Acknowledged by the store: all whole pages of the prompt.
         num_pages = chat(server)[1] // 16
         assert num_pages > 20
-        server.wait_for_at_least("hicache_engine_disk_entries", num_pages)
+        server.wait_for_at_least("hicache_disk_stored_pages", num_pages)
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
     (tmp_path / "second").mkdir()
     with serving(tmp_path / "second", *flags, "--grace-s", "600") as server:

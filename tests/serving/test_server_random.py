@@ -74,13 +74,13 @@ def test_random_requests(tmp_path: Path) -> None:
         return ends
 
     with serving(tmp_path, *TINY, *sizes, *limits, *disk) as server:
-        free_tokens = server.metric("hicache_engine_device_free_tokens")
+        free_tokens = server.metric("hicache_device_free_tokens")
         ends = asyncio.run(clients(server.url))
         assert sum(ends.values()) == NUM_REQUESTS
         server.wait_idle()
-        server.wait_for("hicache_engine_engine_leases", 0)
-        server.wait_for("hicache_engine_device_protected_tokens", 0)
-        held = sum(server.metric(f"hicache_engine_device_{kind}_tokens") for kind in ("free", "evictable"))
+        server.wait_for("hicache_engine_leases", 0)
+        server.wait_for("hicache_device_protected_tokens", 0)
+        held = sum(server.metric(f"hicache_device_{kind}_tokens") for kind in ("free", "evictable"))
         assert held == free_tokens
         assert not {"internal_error", "engine_failed"} & ends.keys(), ends
         assert ends["context_length_exceeded"] and server.metric("hicache_generation_tokens_total")

@@ -35,8 +35,8 @@ class FullAttention(CacheComponent):
             allocator.full_attn_allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else allocator
         )
         count = base.metrics.counter
-        self._demoted = count("evict.device_demoted_tokens", "tokens evicted from the device that stayed on the host")
-        self._lost = count("evict.device_lost_tokens", "tokens evicted from the device without a copy on the host")
+        self._demoted = count("evict.device_demoted_tokens", "tokens evicted from the device that the host holds")
+        self._lost = count("evict.device_lost_tokens", "tokens evicted from the device that the host does not hold")
 
     def alloc(self, num_slots: int) -> torch.Tensor:
         """`num_slots` free slots, in whole device pages, without window slots."""

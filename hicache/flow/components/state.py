@@ -44,9 +44,15 @@ class RecurrentState(CacheComponent):
         self._evicted = base.metrics.counter(
             "evict.states", "recurrent states evicted from the device before their pages"
         )
+        gauge, total = base.metrics.gauge, self._pool.size
+        gauge("device.total_states", "recurrent states of the device tier", lambda: total)
+        gauge("device.used_states", "recurrent states that the cache or a request holds", self._used)
 
     def available(self) -> int:
         return self._pool.available_size()
+
+    def _used(self) -> int:
+        return self._pool.size - self.available()
 
     def free(self, value: torch.Tensor) -> None:
         self._pool.free(value)

@@ -42,6 +42,9 @@ class SlidingWindow(CacheComponent):
         self._evicted = base.metrics.counter(
             "evict.window_tokens", "tokens whose window slots were evicted from the device before their full slots"
         )
+        gauge, total = base.metrics.gauge, self._capacity
+        gauge("device.total_window_tokens", "window slots of the device tier", lambda: total)
+        gauge("device.used_window_tokens", "window slots that the cache or a request holds", self._used)
 
     @property
     def max_tokens(self) -> int:
@@ -52,6 +55,9 @@ class SlidingWindow(CacheComponent):
     def _capacity(self) -> int:
         page = self._allocator.page_size
         return self._allocator.size_swa // page * page
+
+    def _used(self) -> int:
+        return self._capacity - self.available()
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
         """The window slots of full slots."""

@@ -146,7 +146,7 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
     scheduler = Scheduler(engine, runner, chunk_tokens=flags.chunk_tokens, max_running=flags.max_running)
     thread = EngineThread(engine, scheduler, lambda: _warm_up(engine, runner, flags))
     limits = Limits(flags.max_running + flags.max_queued, flags.request_timeout_s)
-    frontend = Frontend(model, limits, thread, engine.inspect.context.metrics.describe())
+    frontend = Frontend(model, limits, thread, engine.describe())
     encoder = PromptEncoder(model)
     app = create_app(frontend, encoder, AppSettings(model.name, parts.api_key, flags.max_body_bytes))
     server = _Server(

@@ -12,11 +12,12 @@ from typing import TypeAlias
 
 from hicache.engine import CacheEngine, Hit
 from hicache.errors import HiCacheError
+from hicache.metrics import MetricValue
 from hicache.serving.request import Request, RequestOutput
 from hicache.serving.scheduler import Scheduler
 
 _IDLE_S = 0.05  # between two polls, where no request is open but copies may be under way
-_STATS_S = 0.5
+_METRICS_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +78,8 @@ class EngineThread:
         self._deliver: Callable[[Sequence[Event]], None] = _nowhere
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._events: list[Event] = []
-        self._stats: Mapping[str, float] = {}
-        self._next_stats_s = 0.0
+        self._metrics: Mapping[str, MetricValue] = {}
+        self._next_metrics_s = 0.0
         self._counts = (0, 0)
         self._stopping = self._failed = False
         self._thread = threading.Thread(target=self._run, name="hicache-engine", daemon=True)
@@ -101,9 +102,9 @@ class EngineThread:
         return self._counts[1]
 
     @property
-    def stats(self) -> Mapping[str, float]:
-        """`engine.stats()`, at most a second old while steps are short."""
-        return self._stats
+    def metrics(self) -> Mapping[str, MetricValue]:
+        """`engine.metrics()`, at most a second old while steps are short."""
+        return self._metrics
 
     def start(self, deliver: Callable[[Sequence[Event]], None]) -> None:
         """`deliver` is called on the thread: with the events of a step, in order, and with none when it has ended."""
@@ -189,8 +190,8 @@ class EngineThread:
         running = self._scheduler.num_running
         self._counts = (running, self._scheduler.num_unfinished - running)
         now_s = time.monotonic()
-        if now_s >= self._next_stats_s:
-            self._stats, self._next_stats_s = self._engine.stats(), now_s + _STATS_S
+        if now_s >= self._next_metrics_s:
+            self._metrics, self._next_metrics_s = self._engine.metrics(), now_s + _METRICS_S
 
 
 def _nowhere(events: Sequence[Event]) -> None:

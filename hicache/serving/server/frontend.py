@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hicache.metrics import MetricInfo
 from hicache.serving.request import Request, RequestOutput
 from hicache.serving.sampling import SamplingParams
 from hicache.serving.server.engine_thread import EngineThread, Event, TokenChosen
@@ -38,10 +39,10 @@ class _OpenRequest:
 
 
 class Frontend:
-    """Called on the event loop only. `engine_help`: what the engine's stats are, by name."""
+    """Called on the event loop only. `engine_described`: `CacheEngine.describe()`."""
 
     def __init__(
-        self, model: ServedModel, limits: Limits, thread: EngineThread, engine_help: Mapping[str, str]
+        self, model: ServedModel, limits: Limits, thread: EngineThread, engine_described: Mapping[str, MetricInfo]
     ) -> None:
         self._model, self._limits, self._thread = model, limits, thread
         self._open: dict[str, _OpenRequest] = {}
@@ -51,8 +52,8 @@ class Frontend:
         self.metrics = ServerMetrics(
             num_running=lambda: thread.num_running,
             num_queued=lambda: max(0, len(self._open) - thread.num_running),
-            engine_stats=lambda: thread.stats,
-            engine_help=engine_help,
+            engine_metrics=lambda: thread.metrics,
+            engine_described=engine_described,
         )
 
     def require_serving(self) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import Metric, UntypedMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from hicache.metrics import HistogramValue, MetricInfo, MetricValue
+from hicache.serving.server.metric_names import Series, series_of
 
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
@@ -21,8 +26,8 @@ class ServerMetrics:
         self,
         num_running: Callable[[], int],
         num_queued: Callable[[], int],
-        engine_stats: Callable[[], Mapping[str, float]],
-        engine_help: Mapping[str, str],
+        engine_metrics: Callable[[], Mapping[str, MetricValue]],
+        engine_described: Mapping[str, MetricInfo],
     ) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
@@ -48,19 +53,50 @@ class ServerMetrics:
         running.set_function(num_running)
         queued = Gauge("hicache_requests_queued", "Prompts that wait for slots", registry=registry)
         queued.set_function(num_queued)
-        registry.register(_EngineCollector(engine_stats, engine_help))
+        registry.register(EngineCollector(engine_metrics, engine_described))
         ProcessCollector(registry=registry)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
-class _EngineCollector(Collector):
-    """`engine.stats()` as `hicache_engine_*`, dots as underscores."""
+class EngineCollector(Collector):
+    """The engine's metrics at the time of a scrape, under the names of `metric_names`.
 
-    def __init__(self, stats: Callable[[], Mapping[str, float]], help: Mapping[str, str]) -> None:
-        self._stats, self._help = stats, help
+    `metrics`: `CacheEngine.metrics`, or what it returned lately; `described`: `CacheEngine.describe()`.
+    """
+
+    def __init__(self, metrics: Callable[[], Mapping[str, MetricValue]], described: Mapping[str, MetricInfo]) -> None:
+        self._metrics, self._described = metrics, described
+        self._series = {name: series_of(name) for name in described}
 
     def collect(self) -> Iterator[Metric]:
-        for name, value in self._stats().items():
-            yield UntypedMetricFamily(f"hicache_engine_{name.replace('.', '_')}", self._help.get(name, name), value)
+        families: dict[str, Metric] = {}
+        for name, value in self._metrics().items():
+            series = self._series[name]
+            family = families.get(series.family)
+            if family is None:
+                family = families[series.family] = _family(series, self._described[name])
+            _add(family, list(series.labels.values()), value)
+        yield from families.values()
+
+    def describe(self) -> list[Metric]:
+        """No family twice, and nothing is collected for it at registration."""
+        first = {series.family: (series, self._described[name]) for name, series in self._series.items()}
+        return [_family(series, info) for series, info in first.values()]
+
+
+def _family(series: Series, info: MetricInfo) -> Metric:
+    kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+    kind: Callable[..., Metric] = kinds[info.type]
+    return kind(series.family, series.help or info.help, labels=list(series.labels))
+
+
+def _add(family: Metric, labels: list[str], value: MetricValue) -> None:
+    if isinstance(family, HistogramMetricFamily):
+        assert isinstance(value, HistogramValue)
+        bounds = [*map(floatToGoString, (*value.bounds, float("inf")))]
+        family.add_metric(labels, list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
+    elif isinstance(family, CounterMetricFamily | GaugeMetricFamily):
+        assert not isinstance(value, HistogramValue)
+        family.add_metric(labels, value)
