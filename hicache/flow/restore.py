@@ -6,6 +6,7 @@ for its layers by the load id. Windows and states are loaded with it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,9 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.lease import Lease
 from hicache.flow.load import Load, LoadPlan
-from hicache.tree.node import DEVICE, HOST, TreeNode, joined
+from hicache.tree.node import DEVICE, FULL, HOST, TreeNode, joined
+
+log = logging.getLogger(__name__)
 
 
 class Restore(CopyMovement[Load]):
@@ -143,6 +146,11 @@ class Restore(CopyMovement[Load]):
         self._bytes.observe(load.op.num_bytes)
         self._seconds.observe(seconds)
         self._estimated_s.value += self._cost.load_s(load.op.num_bytes) or 0.0
+        load_id = load.load_ids.get(FULL)
+        exposed_s = None if load_id is None else self._context.full.counter.exposed_s(load_id)
+        if exposed_s is not None:
+            self._timed_s.value += seconds
+            self._exposed_s.value += min(seconds, exposed_s)
         if load.op.is_undelayed:
             self._cost.observe_load(load.op.num_bytes, seconds)
 

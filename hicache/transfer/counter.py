@@ -9,6 +9,7 @@ So where a load is queued in steps, `wait_until` first has the layer queued (`qu
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeAlias
@@ -18,19 +19,27 @@ import torch
 from hicache.errors import TransferError
 
 NUM_PRODUCERS = 3
+_TIMED_LOADS = 4  # one load in so many is timed: an event more for each layer of the pass that waits for it
 
 
 class CudaLayerEvents:
-    """The events of one producer: one CUDA event per layer, reused by later loads."""
+    """The events of one producer: one CUDA event per layer, reused by later loads.
+
+    `reached`: of a timed load, by layer, when the consuming stream came to wait for it.
+    """
 
     def __init__(self, num_layers: int) -> None:
-        self._events = [torch.cuda.Event() for _ in range(num_layers)]
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(num_layers)]
+        self._reached: dict[int, torch.cuda.Event] = {}
+        self._num_loads = 0
         self._submitted = True
         self._error: Exception | None = None
 
     def begin(self) -> None:
         """A new load takes this producer, which is not finished until the load's last layer."""
         self._submitted, self._error = False, None
+        self._reached = {}
+        self._num_loads += 1
 
     def record(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         """Layer (dense index) has arrived, in the order of `stream` (None: the current stream), or of this thread."""
@@ -45,7 +54,26 @@ class CudaLayerEvents:
         """Order the current stream behind the layer, or block the current thread. Raises the error of `fail`."""
         if self._error is not None:
             raise _failed_load(self._error) from self._error
-        torch.cuda.current_stream().wait_event(self._events[layer])
+        stream, event = torch.cuda.current_stream(), self._events[layer]
+        if self._is_timed and layer not in self._reached and not event.query():
+            reached = torch.cuda.Event(enable_timing=True)
+            reached.record(stream)
+            self._reached[layer] = reached
+        stream.wait_event(event)
+
+    @property
+    def exposed_s(self) -> float | None:
+        """How long the consuming stream stood still for the load, once it has finished; None where it was not timed."""
+        if not self._is_timed:
+            return None
+        # What the stream has not reached by now never waited.
+        reached = {layer: event for layer, event in self._reached.copy().items() if event.query()}
+        waits_ms = [float(event.elapsed_time(self._events[layer])) for layer, event in reached.items()]
+        return sum(max(0.0, wait_ms) for wait_ms in waits_ms) / 1e3
+
+    @property
+    def _is_timed(self) -> bool:
+        return self._num_loads % _TIMED_LOADS == 1
 
     def finished(self) -> bool:
         return self._submitted and self._events[-1].query()
@@ -58,10 +86,11 @@ class CpuLayerEvents:
         self._condition = threading.Condition()
         self._num_layers = self._recorded = num_layers
         self._error: Exception | None = None
+        self.exposed_s = 0.0
 
     def begin(self) -> None:
         with self._condition:
-            self._recorded, self._error = 0, None
+            self._recorded, self._error, self.exposed_s = 0, None, 0.0
 
     def record(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         with self._condition:
@@ -75,7 +104,10 @@ class CpuLayerEvents:
 
     def wait(self, layer: int) -> None:
         with self._condition:
-            self._condition.wait_for(lambda: self._recorded > layer or self._error is not None)
+            if self._recorded <= layer and self._error is None:
+                begin_s = time.perf_counter()
+                self._condition.wait_for(lambda: self._recorded > layer or self._error is not None)
+                self.exposed_s += time.perf_counter() - begin_s
             if self._error is not None:
                 raise _failed_load(self._error) from self._error
 
@@ -149,6 +181,12 @@ class LayerTransferCounter:
         self._failures[load_id] = error
         self._queues.pop(load_id, None)
         self._events(load_id).fail(error)
+
+    def exposed_s(self, load_id: int) -> float | None:
+        """How long consumers stood still for a load that has finished; None where it was not timed, or its producer has
+        begun another load."""
+        slot = load_id % len(self._ring)
+        return self._ring[slot].exposed_s if self._owner[slot] == load_id else None
 
     def forget(self, load_id: int) -> None:
         """No batch will consume this load again."""

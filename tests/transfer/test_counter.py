@@ -190,3 +190,32 @@ def test_each_layer_is_routed_to_its_own_counter() -> None:
     for position in (0, 1, 3, 2):
         routes.wait_until(position)
     assert asked == [("full", 0), ("window", 0), ("full", 1), ("window", 1)]
+
+
+def test_time_that_a_consumer_stands_still_is_exposed(device: str) -> None:
+    """A consumer that comes before its layers is exposed, at most for the load's time, and one that comes after them is
+    not. Once its producer has begun another load, nothing is known of a load."""
+    counter, data = LayerTransferCounter(4, events(device), producers=1), torch.zeros(4, 1000, device=device)
+    waited = arrived = False
+    for attempt in range(1000):
+        load_id, comes_first, begin_s = counter.begin(), attempt % 8 < 4, time.perf_counter()
+        producer = slow_producer(device, counter, load_id, data)
+        next(producer)
+        if not comes_first:
+            next(producer, None)
+        counter.set_consumer(load_id)
+        counter.wait_all()
+        if device == "cuda":
+            torch.cuda.current_stream().synchronize()
+        next(producer, None)
+        exposed_s = counter.exposed_s(load_id)
+        if exposed_s is not None:  # one load in a few is timed
+            assert 0 <= exposed_s <= time.perf_counter() - begin_s
+            waited |= comes_first and exposed_s > 0
+            arrived |= not comes_first
+            assert comes_first or exposed_s == 0
+        if waited and arrived:
+            break
+    assert waited and arrived
+    counter.begin()
+    assert counter.exposed_s(load_id) is None
