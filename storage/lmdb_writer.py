@@ -113,7 +113,7 @@ class GroupWriter:
     def __init__(self, env: StoreEnv, access_log: AccessLog, counters: Counters, budget: Budget, name: str) -> None:
         self._env, self._access_log, self._counters = env, access_log, counters
         self._budget, self._name = budget, name
-        self.read_only = False
+        self.read_only = self._has_evicted = False
 
     def put(self, group: Iterable[tuple[bytes, Value]], max_bytes: int, used: Sequence[bytes] | None = None) -> bool:
         """Store key-value pairs in one commit, evicting as the budget demands. The last is the most recently used.
@@ -134,7 +134,15 @@ class GroupWriter:
             if target_bytes + max_bytes > limit_bytes:
                 # A whole group at a time: in runs the oldest pages free contiguous pages of the file.
                 target_bytes = limit_bytes - max(max_bytes, self._budget.commit_bytes)
-            transaction.evict_to(target_bytes, self._budget.index_limit_bytes)
+            evicted = transaction.evict_to(target_bytes, self._budget.index_limit_bytes)
+            if evicted and not self._has_evicted:
+                self._has_evicted = True
+                log.info(
+                    "the store %s has reached its budget of %d bytes: the least recently used pages are evicted from "
+                    "now on",
+                    self._name,
+                    self._budget.budget_bytes,
+                )
             for key, value in group:
                 transaction.put(key, value)
             return True

@@ -7,6 +7,7 @@ slots and states are copied with the pages of their nodes; those that were added
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -20,6 +21,8 @@ from hicache.flow.load import JointOp
 from hicache.flow.persist import Persist
 from hicache.transfer.base import TransferOp
 from hicache.tree.node import DEVICE, FULL, HOST, Component, NodeRun, PageState, TreeNode, joined
+
+log = logging.getLogger(__name__)
 
 
 class _Copy:
@@ -123,9 +126,18 @@ class Backup(CopyMovement[_Copy]):
             if not to_copy or self._start(copy, component, to_copy):
                 continue
             if component.name == FULL:
-                self._skipped.value += sum(node.num_tokens for node in to_copy)
+                self._skip(sum(node.num_tokens for node in to_copy))
                 return
             self._skipped_components.value += len(to_copy)
+
+    def _skip(self, num_tokens: int) -> None:
+        if not self._skipped.value:
+            log.warning(
+                "%d tokens are not backed up: of %d host pages none can be evicted for them; raise host_bytes",
+                num_tokens,
+                self._context.full.host.num_pages,
+            )
+        self._skipped.value += num_tokens
 
     def _start(self, copy: _Copy, component: CacheComponent, nodes: list[TreeNode]) -> bool:
         """Submit what a component holds of `nodes` on the device, where the host has capacity."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.tree.node import DEVICE, FULL, HOST
+
+log = logging.getLogger(__name__)
 
 
 class HostEviction:
@@ -38,5 +42,7 @@ class HostEviction:
             released = tree.drop(node, component.name, HOST)
             self._context.free(released)
             tokens = sum(item.size for item in released if item.component == FULL and item.tier is HOST)
+            if not is_held and self._context.disk is not None and not self._lost.value:
+                log.warning("tokens leave the host before the disk has them; raise host_bytes, or use a faster disk")
             (self._demoted if is_held else self._lost).value += tokens
         return host.alloc(num_pages)

@@ -12,6 +12,7 @@ admitted. What does not fit, or not now, is tried again while the request waits 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,8 @@ from hicache.flow.host_eviction import HostEviction
 from hicache.flow.prefix_read import BATCH_PAGES, PrefixRead, PrefixReads
 from hicache.tree.key import Tokens
 from hicache.tree.node import FULL, Component
+
+log = logging.getLogger(__name__)
 
 # Between two attempts to start what was postponed: doubled while they bring nothing.
 _RETRY_S, _MAX_RETRY_S = 0.05, 1.0
@@ -121,6 +124,7 @@ class Prefetcher:
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
         self._retry_at_s, self._retry_s = -math.inf, _RETRY_S
         self._counters = _Counters(context)
+        self._has_been_full = False
         self._num_claimed = 0  # what a snapshot in another thread may read
         gauge = context.metrics.gauge
         help = "host pages that were read, or are, for requests that were not admitted"
@@ -280,9 +284,18 @@ class Prefetcher:
     def _postpone(self, waiter: _Waiter) -> None:
         """Wait for free pages. They come from others alone, when they are admitted or gone: a wait has an end only
         where there are such, and where its mode bounds it."""
+        handle = waiter.handle
+        if not self._has_been_full and self._room(handle) <= 0:
+            self._has_been_full = True
+            log.warning(
+                "prefetches wait for host pages: %d are claimed by requests that were not admitted, "
+                "prefetch_host_share=%g allows %d; raise it, or host_bytes",
+                self._claimed(),
+                self._context.config.prefetch_host_share,
+                self._max_pages,
+            )
         self._counters.postponed.value += 1
         waiter.read, waiter.owns = None, False
-        handle = waiter.handle
         others = len(self._reads) or any(other is not handle for other in self._claims)
         if handle.mode == "wait_complete" or not others:
             handle.waits = False
@@ -347,6 +360,10 @@ class Prefetcher:
             wait_s = self._wait_s(ahead_bytes, read.bytes_left(waiter.wanted_end))
         if now_s - waiter.progress_s > compute_s or (wait_s is not None and wait_s > compute_s):
             waiter.handle.waits = False
+            if not (self._counters.skipped.value or self._counters.gave_up.value):
+                log.info(
+                    "a prefix on the disk is computed again: computing it takes %.3g s, the disk longer", compute_s
+                )
             counted = self._counters.skipped if is_known and waiter.decided_s is None else self._counters.gave_up
             counted.value += 1
         elif is_known and waiter.decided_s is None:

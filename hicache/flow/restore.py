@@ -54,8 +54,17 @@ class Restore(CopyMovement[Load]):
             self._unmeasured.value += 1
             return True
         self._estimates_s = (load_s, compute_s)
-        (self._accepted if load_s <= compute_s else self._declined).value += 1
-        return load_s <= compute_s
+        if load_s <= compute_s:
+            self._accepted.value += 1
+            return True
+        if not self._declined.value:
+            log.info(
+                "a prefix on the host is computed again: loading it would take %.3g s, computing %.3g s; "
+                "prefill_tokens_per_s=0 loads it anyway",
+                *self._estimates_s,
+            )
+        self._declined.value += 1
+        return False
 
     def can_start(self) -> bool:
         """Whether a load may start now, whatever it brings."""

@@ -1,0 +1,85 @@
+"""What an operator must know is logged, once, with the setting that would change it."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from disk_case import TroubledStore, wait_until
+from hicache import build_engine
+from hicache.storage import LmdbPageStore, PageFormat
+from memory_store import MemoryPageStore
+from toy_model import GEOMETRY, config, serve
+
+PAGE_BYTES = 8 * 192
+
+
+def prompt(seed: int, length: int = 65) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 50, length)
+
+
+def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if part in record.getMessage()]
+
+
+@pytest.fixture(autouse=True)
+def _all_levels(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hicache")
+
+
+def test_a_host_pool_that_is_too_small(caplog: pytest.LogCaptureFixture) -> None:
+    """Tokens that find no host page are reported once, however many follow."""
+    with build_engine(config(device_tokens=256, host_bytes=4 * PAGE_BYTES), GEOMETRY) as engine:
+        for seed in range(3):
+            serve(engine, f"r{seed}", prompt(seed))
+            engine.flush()
+        assert engine.stats()["backup.skipped_tokens"] == 3 * 64
+    (line,) = lines(caplog, "not backed up")
+    assert line.startswith("64 tokens") and "3 host pages" in line and "host_bytes" in line
+
+
+def test_a_load_that_does_not_pay(caplog: pytest.LogCaptureFixture) -> None:
+    """The first load that recomputation replaces is reported with both estimates."""
+    settings = {"device_tokens": 80, "host_bytes": 40 * PAGE_BYTES, "prefill_tokens_per_s": 1e12}
+    with build_engine(config(**settings), GEOMETRY) as engine:
+        for n in range(12):
+            serve(engine, f"r{n}", prompt(n % 2))
+            engine.flush()
+        assert engine.stats()["restore.declined_loads"] > 1
+    (line,) = lines(caplog, "computed again")
+    assert "prefill_tokens_per_s" in line
+
+
+def test_a_share_that_is_exhausted(caplog: pytest.LogCaptureFixture) -> None:
+    """The first prefetch that finds the share taken is reported with the share and what it allows."""
+    store = TroubledStore(MemoryPageStore(1 << 30))
+    settings = {"device_tokens": 256, "host_bytes": 31 * PAGE_BYTES, "prefetch_mode": "best_effort"}
+    with build_engine(config(**settings), GEOMETRY, store=store) as engine:
+        for seed in range(5):
+            serve(engine, f"r{seed}", prompt(seed))
+            engine.flush()
+    with build_engine(config(**settings, prefetch_host_share=0.25), GEOMETRY, store=store) as engine:
+        handles = []  # a claim goes with its handle
+        for seed in range(4):
+            handles.append(engine.prefetch(f"p{seed}", prompt(seed)))
+            wait_until(lambda: engine.poll() or not engine.stats()["prefetch.queued_reads"])
+        assert engine.stats()["prefetch.postponed_requests"] > 1
+    (line,) = lines(caplog, "prefetches wait")
+    assert "prefetch_host_share=0.25 allows 7" in line
+
+
+def test_a_budget_that_is_reached(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """The store tells of its first eviction, and of no other."""
+    rng = np.random.default_rng(0)
+    page_bytes = 1 << 16
+    formats = [PageFormat(page_bytes)]
+    with closing(LmdbPageStore(tmp_path, identity={"m": 1}, formats=formats, budget_bytes=8 << 20)) as store:
+        for n in range(300):
+            store.put([(n.to_bytes(8, "big"), rng.integers(0, 255, page_bytes, dtype=np.uint8))])
+        assert store.stats().evicted > 100
+    (line,) = lines(caplog, "budget")
+    assert str(8 << 20) in line
