@@ -1,0 +1,132 @@
+"""What an engine counts over random requests: counters only grow, and tokens and bytes add up across the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hicache import CacheEngine, CacheRequest, build_engine
+from hicache.config import DiskConfig
+from hicache.metrics import HistogramValue, MetricValue, flattened
+from hicache.serving.server.metric_names import series_of
+from hicache.serving.server.prometheus import EngineCollector
+from toy_model import GEOMETRY, compute, config
+
+PAGE, TOKEN_BYTES = 8, 192
+MOVEMENTS = ("restore", "backup", "prefetch", "persist")
+
+
+def prompts(seed: int, count: int) -> Iterator[np.ndarray]:
+    """Prompts that share prefixes of several lengths, more than device and host hold."""
+    rng = np.random.default_rng(seed)
+    bases = [rng.integers(0, 50, 96) for _ in range(12)]
+    for _ in range(count):
+        base = bases[int(rng.integers(len(bases)))]
+        yield np.concatenate([base[: int(rng.integers(8, 97))], rng.integers(0, 50, int(rng.integers(1, 24)))])
+
+
+def grown(before: dict[str, MetricValue], after: dict[str, MetricValue], engine: CacheEngine) -> bool:
+    """Whether no counter and no bucket is below what it was."""
+    for name, info in engine.describe().items():
+        old, new = before[name], after[name]
+        if isinstance(old, HistogramValue):
+            assert isinstance(new, HistogramValue) and old.bounds == new.bounds
+            if any(b < a for a, b in zip((*old.counts, old.sum), (*new.counts, new.sum), strict=True)):
+                return False
+        elif info.type == "counter" and new < old:  # type: ignore[operator]
+            return False
+    return True
+
+
+@pytest.fixture(params=["write_through", "write_back"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[CacheEngine, dict[str, int]]]:
+    """An engine after a random run, and what the leases said."""
+    disk = DiskConfig(path=tmp_path / "store", budget_bytes=1 << 26)
+    settings = {"host_bytes": 26 * PAGE * TOKEN_BYTES, "write_policy": request.param, "disk": disk}
+    asked = {"requests": 0, "prompt": 0, "device": 0, "host": 0, "disk": 0}
+    with build_engine(config(**settings), GEOMETRY) as engine:
+        before = engine.metrics()
+        for n, tokens in enumerate(prompts(1, 80)):
+            engine.prefetch(f"r{n}", tokens, mode="wait_complete")
+            engine.flush()
+            with engine.acquire(CacheRequest(f"r{n}", tokens)) as lease:
+                compute(engine, lease, tokens, lease.cached_len, len(tokens))
+                engine.commit(lease, tokens)
+            asked["requests"] += 1
+            asked["prompt"] += len(tokens)
+            for tier in ("device", "host", "disk"):
+                asked[tier] += getattr(lease.hit, tier)
+            engine.flush()
+            engine.check()
+            after = engine.metrics()
+            assert grown(before, after, engine)
+            before = after
+        yield engine, asked
+
+
+def test_tokens_and_bytes_are_conserved(served: tuple[CacheEngine, dict[str, int]]) -> None:
+    """Tokens hit and computed are the tokens asked for; a movement's bytes are those of its tokens; what came to the
+    host is there or was evicted."""
+    engine, asked = served
+    stats, values = engine.stats(), engine.metrics()
+    hits = {tier: stats[f"admit.{tier}_hit_tokens"] for tier in ("device", "host", "disk")}
+    assert hits == {tier: asked[tier] for tier in hits} and all(hits.values())
+    assert stats["admit.requests"] == asked["requests"]
+    assert sum(hits.values()) + stats["admit.computed_tokens"] == stats["admit.prompt_tokens"] == asked["prompt"]
+    assert stats["admit.hit_ratio"] == sum(hits.values()) / asked["prompt"]
+
+    page_bytes = PAGE * TOKEN_BYTES
+    moved = {movement: stats[f"{movement}.bytes"] / TOKEN_BYTES for movement in MOVEMENTS}
+    assert moved["restore"] == hits["host"] + hits["disk"]
+    assert moved["prefetch"] == stats["prefetch.landed_tokens"] == stats["disk.hit_pages"] * PAGE
+    assert stats["persist.bytes"] == stats["disk.put_raw_bytes"] == stats["disk.put_pages"] * page_bytes
+    evicted = stats["evict.host_demoted_tokens"] + stats["evict.host_lost_tokens"]
+    assert moved["backup"] + moved["prefetch"] == stats["host.used_tokens"] + evicted
+    assert stats["device.used_tokens"] + stats["device.free_tokens"] == stats["device.total_tokens"] == 128
+    for movement in MOVEMENTS:
+        num_bytes, seconds = values[f"{movement}.bytes"], values[f"{movement}.seconds"]
+        assert isinstance(num_bytes, HistogramValue) and isinstance(seconds, HistogramValue)
+        assert num_bytes.count == seconds.count > 0
+    assert 0 <= stats["restore.exposed_seconds"] <= stats["restore.timed_seconds"] == stats["restore.seconds"]
+    gated = sum(stats[f"restore.{decision}_loads"] for decision in ("accepted", "declined", "unmeasured"))
+    assert gated >= values["restore.bytes"].count  # type: ignore[union-attr]
+
+
+def test_prometheus_reads_the_same(served: tuple[CacheEngine, dict[str, int]]) -> None:
+    """The exposition parses, and has each metric once, under its name and labels, with its type and value."""
+    engine, _ = served
+    registry, values = CollectorRegistry(), engine.metrics()
+    registry.register(EngineCollector(lambda: values, engine.describe()))
+    families = {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
+    samples = {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert len(samples) == sum(len(family.samples) for family in families.values())
+    for name, info in engine.describe().items():
+        series, value = series_of(name), values[name]
+        family, labels = families[series.family], frozenset(series.labels.items())
+        assert family.type == info.type and family.documentation
+        if not isinstance(value, HistogramValue):
+            assert samples.pop((series.family + "_total" * (info.type == "counter"), labels)) == value, name
+            continue
+        assert samples.pop((f"{series.family}_sum", labels)) == value.sum
+        assert samples.pop((f"{series.family}_count", labels)) == value.count
+        below = 0
+        for bound, count in zip((*value.bounds, np.inf), value.counts, strict=True):
+            below += count
+            (bucket,) = [
+                key
+                for key in samples
+                if key[0] == f"{series.family}_bucket" and labels < key[1] and float(dict(key[1])["le"]) == bound
+            ]
+            assert samples.pop(bucket) == below
+    assert not samples
+    assert flattened(values) == engine.stats()
