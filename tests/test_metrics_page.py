@@ -12,6 +12,7 @@ from hicache import build_engine
 from hicache.config import DiskConfig
 from hicache.metrics import UNITS, MetricInfo
 from hicache.serving.server.metric_names import series_of
+from hicache.transfer.plan import ASSUMED
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "metrics.md").read_text()
 
@@ -46,6 +47,18 @@ def test_the_page_lists_what_an_engine_has(described: dict[str, MetricInfo]) -> 
     rows = re.findall(r"^\| `(\w+\.\w+)` \| (\w+) \| (.+) \|$", PAGE, re.MULTILINE)
     expected = [(name, info.type, info.help) for name, info in described.items()]
     assert rows == expected, "\n".join(f"| `{name}` | {kind} | {help} |" for name, kind, help in expected)
+
+
+def test_the_page_names_what_links_count(device: str) -> None:
+    """Rates and copies of transfer backends are families with labels that the page names."""
+    with build_engine(config(device=device), WINDOWS) as engine:
+        assert engine.metrics().keys() == engine.describe().keys()
+        counted = {name: info for name, info in engine.describe().items() if name.startswith("transfer")}
+    assert bool(counted) == (device == "cuda")
+    for name in [*counted, *(f"transfer.{name}" for name in ASSUMED.stats())]:
+        series = series_of(name)
+        total = "_total" if name.endswith("_copies") else ""
+        assert f"| `{series.family}{total}{{{','.join(series.labels)}}}` |" in PAGE or name.endswith("delayed_copies")
 
 
 def test_the_page_names_each_family_with_labels(described: dict[str, MetricInfo]) -> None:
