@@ -80,7 +80,7 @@ def test_random_requests(tmp_path: Path) -> None:
         server.wait_idle()
         server.wait_for("hicache_engine_leases", 0)
         server.wait_for("hicache_device_protected_tokens", 0)
-        held = sum(server.metric(f"hicache_device_{kind}_tokens") for kind in ("free", "evictable"))
-        assert held == free_tokens
+        evictable_tokens = server.metric('hicache_tier_evictable_tokens{tier="device"}')
+        assert server.metric("hicache_device_free_tokens") + evictable_tokens == free_tokens
         assert not {"internal_error", "engine_failed"} & ends.keys(), ends
         assert ends["context_length_exceeded"] and server.metric("hicache_generation_tokens_total")
