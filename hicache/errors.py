@@ -121,6 +121,14 @@ class PrefetchPending(ResourceExhausted):
     """The request's prefetch mode waits for its prefetch, which is still in flight. Retry after a poll."""
 
 
+class TraceError(HiCacheError, ValueError):
+    """A trace of requests cannot be read. The message names the file, the line and what would do."""
+
+    def __init__(self, path: object, line: int | None, reason: str) -> None:
+        self.line = line
+        super().__init__(f"{path}, line {line}: {reason}" if line else f"{path}: {reason}")
+
+
 class IdentityError(HiCacheError, ValueError):
     """Stored pages belong to another model, layout or tenant; or an identity is incomplete."""
 

@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 50
 LEVELS = (
     ("cli", "__main__", "serving", "store_command", "config_command", "integrations", "plot"),
     ("engine", "factory", "prefix_cache", "sizing", "tensor_cache", "validation"),
-    ("flow",),
+    ("flow", "replay"),
     ("tree", "alloc", "device", "transfer", "host", "disk"),
     ("layout",),
     ("config", "settings", "metrics", "terminal"),

@@ -1,0 +1,226 @@
+"""One cache without bytes: the real prefix tree and its eviction orders over device, host and disk.
+
+A block of a trace is a page of one token, its id. Requests come one after the other, and every copy is done at once.
+The steps are those of `hicache.flow`; `docs/replay.md` states them as rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple
+
+import torch
+
+from hicache.errors import ConfigError
+from hicache.replay.disk import DiskOrder
+from hicache.settings import short_repr
+from hicache.tree import DEVICE, FULL, HOST, PageHasher, RadixTree, Tier, TreeNode
+from hicache.tree.key import Tokens
+from hicache.tree.policy import ORDERS
+
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """Capacities in blocks: None for unlimited, 0 for no such tier, which the device cannot be. `policy`: the eviction
+    order of device and host; the disk's is always lru. ConfigError for what no cache can have."""
+
+    device_blocks: int | None
+    host_blocks: int | None = 0
+    disk_blocks: int | None = 0
+    policy: str = "lru"
+    write_policy: str = "write_through"
+    selective_hits: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least in (("device_blocks", 1), ("host_blocks", 0), ("disk_blocks", 0), ("selective_hits", 1)):
+            value = vars(self)[name]
+            is_unlimited = value is None and name != "selective_hits"
+            if not is_unlimited and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ConfigError(f"{name}={short_repr(value)} is no whole number of at least {least}")
+        if self.disk_blocks != 0 and self.host_blocks == 0:
+            raise ConfigError("the disk tier needs a host tier; give host_blocks")
+        for name, words in (("policy", tuple(ORDERS)), ("write_policy", WRITE_POLICIES)):
+            if vars(self)[name] not in words:
+                raise ConfigError(f"{name}={short_repr(vars(self)[name])} is unknown; use one of {', '.join(words)}")
+
+    @property
+    def total_blocks(self) -> int | None:
+        """Of all tiers; None where one is unlimited."""
+        sizes = (self.device_blocks, self.host_blocks, self.disk_blocks)
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+class BlockHits(NamedTuple):
+    """Blocks of one prompt that need not be computed, by the tier that held them when the request came."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+
+class CacheSimulation:
+    """One node's cache. `disk`: a disk that others use too; None for one of its own, of `settings.disk_blocks`."""
+
+    def __init__(self, settings: ReplaySettings, disk: DiskOrder | None = None) -> None:
+        self.settings = settings
+        self.tree = RadixTree(1, PageHasher(b"replay", 1), policy=settings.policy)
+        if disk is None and settings.disk_blocks != 0:
+            disk = DiskOrder(settings.disk_blocks)
+        self.disk = disk
+        self._has_host = settings.host_blocks != 0
+        self._capacity = {DEVICE: settings.device_blocks, HOST: settings.host_blocks}
+        self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
+
+    def lookup(self, blocks: Tokens) -> int:
+        """How many blocks of a prompt a request would hit in memory now. Changes nothing."""
+        return self._usable(self.tree.match(blocks).full_len)
+
+    def serve(self, blocks: Tokens) -> BlockHits:
+        """One request, from its arrival to its end."""
+        if len(blocks) > len(self._slots):
+            self._slots = torch.zeros(2 * len(blocks), dtype=torch.int64)
+        tree = self.tree
+        host_len = self._prefetch(blocks)
+        match = tree.match(blocks)
+        length = self._usable(match.full_len)
+        device_len = min(match.device_len, length)
+        node = tree.node_at(match, length)
+        for at in node.path():
+            at.hit_count += 1
+        tree.lock(node, DEVICE)
+        self._admit(node, len(blocks) - device_len)
+        node = self._commit(node, blocks[length:])
+        tree.unlock(node, DEVICE)
+        if self._has_host:
+            tree.touch(node, HOST)
+            self._touch_disk(node)
+        host_hits = max(0, min(length, host_len) - device_len)
+        return BlockHits(device_len, host_hits, length - device_len - host_hits)
+
+    def check(self) -> None:
+        """Raise `InvariantError` where the tree does not hold what it should, or a tier holds more than it may."""
+        self.tree.check()
+        for tier, capacity in self._capacity.items():
+            assert capacity is None or self._held(tier) <= capacity, f"{tier.name} holds {self._held(tier)}"
+
+    # The steps of a request
+
+    def _prefetch(self, blocks: Tokens) -> int:
+        """Disk to host: what the disk adds to the host's prefix. Returns the length of that prefix before."""
+        if not self._has_host:
+            return 0
+        tree = self.tree
+        match = tree.match(blocks)
+        host_nodes = list(takewhile(lambda node: node.holds(FULL, HOST), match.nodes))
+        host_len = min(match.full_len, host_nodes[-1].depth_tokens) if host_nodes else 0
+        if self.disk is None or host_len == len(blocks):
+            return host_len
+        keys = tree.names.of_prompt(match, blocks)
+        num_found = self.disk.num_present(keys[host_len:])
+        if not num_found:
+            return host_len
+        anchor = tree.node_at(match, host_len)
+        tree.lock(anchor, HOST)
+        num_read = min(num_found, self._free(HOST) + tree.evictable(FULL, HOST))
+        end = host_len + num_read
+        self._make_room(HOST, num_read)
+        inserted = tree.insert(anchor, blocks[host_len:end], self._slots[:num_read], HOST)
+        for node in inserted.gained:
+            node.page_keys = keys[node.depth_tokens - node.num_tokens : node.depth_tokens]
+            node.holdings[FULL][HOST].stored = True
+        tree.unlock(anchor, HOST)
+        self.disk.touch(keys[host_len:end])
+        return host_len
+
+    def _admit(self, node: TreeNode, num_needed: int) -> None:
+        """Make room on the device for what the prefix up to `node` lacks there and what follows it, and load it."""
+        tree = self.tree
+        tree.lock(node, HOST)
+        self._make_room(DEVICE, num_needed)
+        for at in reversed(node.path()):
+            if not at.holds(FULL, DEVICE):
+                tree.begin_load(at, self._slots[: at.num_tokens])
+        tree.unlock(node, HOST)
+        self._maybe_backup(node)
+
+    def _commit(self, node: TreeNode, computed: Tokens) -> TreeNode:
+        """Give the tree the blocks behind `node`, as many as the device has room for. Returns the node at their end, to
+        which the lock on `node` moves."""
+        computed = computed[: self._free(DEVICE)]
+        inserted = self.tree.insert(node, computed, self._slots[: len(computed)], DEVICE)
+        self.tree.move_lock(node, inserted.node, DEVICE)
+        self._maybe_backup(inserted.node)
+        return inserted.node
+
+    def _touch_disk(self, node: TreeNode) -> None:
+        """What the disk has of the path counts as used, whichever tier served it."""
+        if self.disk is None:
+            return
+        for at in node.path():
+            if at.is_stored(FULL):
+                self.disk.touch(self.tree.names.of(at))
+
+    # Between the tiers
+
+    def _maybe_backup(self, node: TreeNode) -> None:
+        """Device to host: what the write policy wants of the end of the path that the host lacks."""
+        if not self._has_host or self.settings.write_policy == "write_back":
+            return
+        hits = self.settings.selective_hits if self.settings.write_policy == "write_through_selective" else 0
+        self._backup(list(takewhile(lambda at: at.hit_count >= hits, self._only_on_device(node))))
+
+    def _only_on_device(self, node: TreeNode) -> list[TreeNode]:
+        """The end of the path to `node` that the host lacks, root side first."""
+        return list(takewhile(lambda at: not at.holds(FULL, HOST), node.path()))[::-1]
+
+    def _backup(self, nodes: Sequence[TreeNode]) -> None:
+        """Device to host, all of `nodes`, a piece of one path, or none of them."""
+        if not nodes:
+            return
+        tree, last = self.tree, nodes[-1]
+        tree.lock(last, DEVICE)
+        tree.lock(last, HOST)
+        is_done = self._make_room(HOST, sum(node.num_tokens for node in nodes))
+        for node in nodes if is_done else ():
+            tree.begin_backup(node, FULL, self._slots[: node.num_tokens])
+            tree.end_backup(node, FULL, confirmed=True)
+        tree.unlock(last, HOST)
+        tree.unlock(last, DEVICE)
+        if is_done and self.disk is not None:
+            self._persist(nodes)
+
+    def _persist(self, nodes: Sequence[TreeNode]) -> None:
+        """Host to disk: what is not known to be there of `nodes`, a piece of one path."""
+        assert self.disk is not None
+        unstored = [node for node in nodes if not node.is_stored(FULL)]
+        self.disk.put([key for node in unstored for key in self.tree.names.of(node)])
+        for node in unstored:
+            node.holdings[FULL][HOST].stored = True
+
+    # Capacity
+
+    def _usable(self, length: int) -> int:
+        """A request uses no more blocks than the device holds."""
+        return length if self.settings.device_blocks is None else min(length, self.settings.device_blocks)
+
+    def _held(self, tier: Tier) -> int:
+        return self.tree.account(FULL, tier).held
+
+    def _free(self, tier: Tier) -> int:
+        capacity = self._capacity[tier]
+        return (1 << 62) if capacity is None else capacity - self._held(tier)
+
+    def _make_room(self, tier: Tier, num_blocks: int) -> bool:
+        """Evict until `num_blocks` are free. Where that cannot be: on the host evict nothing, on the device all."""
+        tree, short = self.tree, num_blocks - self._free(tier)
+        if tier is HOST and short > tree.evictable(FULL, HOST):
+            return False
+        while short > 0 and (node := tree.victim(FULL, tier, short)) is not None:
+            if tier is DEVICE and self.settings.write_policy == "write_back" and self._has_host:
+                self._backup(self._only_on_device(node))
+            short -= sum(released.size for released in tree.drop(node, FULL, tier) if released.tier is tier)
+        return short <= 0

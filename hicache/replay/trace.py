@@ -1,0 +1,228 @@
+"""Traces: which requests came when, each as the blocks of its prompt.
+
+Four formats, told apart by the first line; each may be gzipped. Times are made relative to the first request.
+
+    blocks    `timestamp` (ms), `input_length`, `output_length`, `hash_ids`, one a block (Mooncake, 512 tokens);
+              with `session` they are agent sessions, 64 tokens
+    text      `timestamp` (us), `input`, `output`, `session_id`: prompts as text, sorted by time here
+    recorded  a first line {"format": "hicache-trace", "version": 1, "block_tokens": N}, then `time_s`, `input_tokens`,
+              `output_tokens`, `blocks` and, if known, `session`
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.errors import ConfigError, TraceError
+
+FORMAT, VERSION = "hicache-trace", 1
+_MOONCAKE_BLOCK_TOKENS, _SESSION_BLOCK_TOKENS = 512, 64
+_TEXT_CHARACTERS = 4  # a token of text without its tokenizer
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request. `time_s`: since the first. `blocks`: int64 `[blocks]`, one id a block of the prompt, the last one
+    may be partial; equal ids behind equal prefixes are equal blocks."""
+
+    time_s: float
+    blocks: npt.NDArray[np.int64]
+    input_tokens: int
+    output_tokens: int
+    session: str = ""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in order of time. `block_tokens`: tokens of a whole block."""
+
+    name: str
+    block_tokens: int
+    requests: tuple[TraceRequest, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all prompts, as often as they are asked for."""
+        return sum(len(request.blocks) for request in self.requests)
+
+
+def read_trace(path: str | Path, block_tokens: int | None = None) -> Trace:
+    """Read a trace of any format. `block_tokens`: None for that of the format; a recorded trace has its own.
+
+    TraceError, with file and line, for whatever cannot be replayed. OSError where the file cannot be opened.
+    """
+    if block_tokens is not None and block_tokens < 1:
+        raise ConfigError(f"block_tokens={block_tokens}: give at least 1")
+    path = Path(path)
+    lines = _lines(path)
+    number, first = next(lines, (0, {}))
+    if not number:
+        raise TraceError(path, None, "the trace is empty; give one with at least one request")
+    if "format" in first:
+        block_tokens = _header(_Line(path, number, first), block_tokens)
+        parse, to_s = _recorded, 1.0
+    elif "hash_ids" in first:
+        default = _SESSION_BLOCK_TOKENS if "session" in first else _MOONCAKE_BLOCK_TOKENS
+        block_tokens = block_tokens or default
+        parse, to_s = partial(_of_blocks, block_tokens), 1e-3
+    elif isinstance(first.get("input"), str):
+        block_tokens = block_tokens or _SESSION_BLOCK_TOKENS
+        parse, to_s = partial(_of_text, block_tokens, {}), 1e-6
+    else:
+        raise TraceError(path, number, "a request has hash_ids or input; docs/replay.md describes the formats")
+    parsed = [] if "format" in first else [_parsed(path, number, first, parse, to_s)]
+    parsed += [_parsed(path, number, fields, parse, to_s) for number, fields in lines]
+    return Trace(path.name, block_tokens, _in_order(path, parsed, is_text="input" in first))
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The fields of one line, and where it stands."""
+
+    path: Path
+    number: int
+    fields: Mapping[str, Any]
+
+    def error(self, reason: str) -> TraceError:
+        return TraceError(self.path, self.number, reason)
+
+    def tokens(self, name: str) -> int:
+        value = self._field(name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(f"{name} is not a whole number; give the tokens")
+        if value < 0:
+            raise self.error(f"{name} is negative; give at least 0")
+        return value
+
+    def number_of(self, name: str) -> float:
+        value = self._field(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) < math.inf or abs(value) > 1e300:
+            raise self.error(f"{name} is not a finite number; give the time of the request")
+        return float(value)
+
+    def text(self, name: str) -> str:
+        value = self._field(name)
+        if not isinstance(value, str):
+            raise self.error(f"{name} is not text; give the text of the request")
+        return value
+
+    def ids(self, name: str) -> npt.NDArray[np.int64]:
+        value = self._field(name)
+        try:
+            ids = np.array(value) if isinstance(value, list) else np.array(0)
+        except (ValueError, OverflowError):
+            ids = np.array(0)
+        if ids.shape == (0,):
+            return np.empty(0, np.int64)
+        if ids.ndim != 1 or ids.dtype.kind != "i" or ids.min() < 0:
+            raise self.error(f"{name} is not a list of block ids; give whole numbers from 0 to 2^63 - 1")
+        return ids.astype(np.int64)
+
+    def _field(self, name: str) -> Any:
+        if name not in self.fields:
+            raise self.error(f"{name} is missing; every request of this format has it")
+        return self.fields[name]
+
+
+_Parser = Callable[[_Line], TraceRequest]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of all lines that are not blank, with their numbers."""
+    with path.open("rb") as raw:
+        is_gzip = raw.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+    number = 0
+    try:
+        with gzip.open(path) if is_gzip else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _object(path, number, line)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        reason = f"the compressed file is damaged ({error}); fetch or record it again"
+        raise TraceError(path, number + 1, reason) from error
+
+
+def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = "this is not JSON; give one object a line, and remove a line that was cut short"
+        raise TraceError(path, number, reason) from error
+    if not isinstance(fields, dict):
+        raise TraceError(path, number, "this is not a JSON object; give one object a line")
+    return fields
+
+
+def _header(line: _Line, block_tokens: int | None) -> int:
+    """The block size of a recorded trace."""
+    if line.fields["format"] != FORMAT or line.fields.get("version") != VERSION:
+        raise line.error(f'this version reads format "{FORMAT}", version {VERSION}; record the trace again')
+    recorded = line.tokens("block_tokens")
+    if recorded < 1 or block_tokens not in (None, recorded):
+        raise line.error(f"the trace was recorded in blocks of {recorded} tokens; leave block_tokens out")
+    return recorded
+
+
+def _parsed(path: Path, number: int, fields: dict[str, Any], parse: _Parser, to_s: float) -> tuple[int, TraceRequest]:
+    """A request with the number of its line; its time in seconds."""
+    request = parse(_Line(path, number, fields))
+    return number, replace(request, time_s=request.time_s * to_s)
+
+
+def _recorded(line: _Line) -> TraceRequest:
+    session = line.text("session") if "session" in line.fields else ""
+    return TraceRequest(
+        line.number_of("time_s"), line.ids("blocks"), line.tokens("input_tokens"), line.tokens("output_tokens"), session
+    )
+
+
+def _of_blocks(block_tokens: int, line: _Line) -> TraceRequest:
+    blocks, input_tokens = line.ids("hash_ids"), line.tokens("input_length")
+    # A partial last block has an id in some traces and none in others.
+    if not (len(blocks) - 1) * block_tokens < input_tokens < (len(blocks) + 1) * block_tokens:
+        raise line.error(
+            f"{len(blocks)} hash_ids are not the blocks of {input_tokens} tokens at {block_tokens} a block; "
+            f"give the block size of the trace with --block-tokens"
+        )
+    session = line.fields.get("session", "")
+    time_ms, output_tokens = line.number_of("timestamp"), line.tokens("output_length")
+    return TraceRequest(time_ms, blocks, input_tokens, output_tokens, str(session))
+
+
+def _of_text(block_tokens: int, known: dict[tuple[int, str], int], line: _Line) -> TraceRequest:
+    """Whole blocks of text. A token is taken for 4 characters; `known` numbers blocks by prefix and text."""
+    prompt, step, above = line.text("input"), block_tokens * _TEXT_CHARACTERS, -1
+    blocks: list[int] = []
+    for start in range(0, len(prompt) - step + 1, step):
+        above = known.setdefault((above, prompt[start : start + step]), len(known))
+        blocks.append(above)
+    input_tokens, output_tokens = (-(-len(text) // _TEXT_CHARACTERS) for text in (prompt, line.text("output")))
+    session = str(line.fields.get("session_id", ""))
+    return TraceRequest(line.number_of("timestamp"), np.array(blocks, np.int64), input_tokens, output_tokens, session)
+
+
+def _in_order(path: Path, parsed: list[tuple[int, TraceRequest]], *, is_text: bool) -> tuple[TraceRequest, ...]:
+    """The requests with times since the first. Text sessions are written as requests end, so they are sorted."""
+    if is_text:
+        parsed = sorted(parsed, key=lambda numbered: numbered[1].time_s)
+    if not any(len(request.blocks) for _, request in parsed):
+        raise TraceError(path, None, "no request has a block; give a trace with prompts, or smaller blocks")
+    for (_, before), (number, request) in pairwise(parsed):
+        if request.time_s < before.time_s:
+            raise TraceError(path, number, "the request came before that of the line above; sort the lines by time")
+    start_s = parsed[0][1].time_s
+    return tuple(replace(request, time_s=request.time_s - start_s) for _, request in parsed)
