@@ -1,4 +1,4 @@
-"""The replay of traces: hits of every policy against a cache of single blocks, and the optimum against all choices."""
+"""The bench of the policies: hits of each against a cache of single blocks, and what a run keeps."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import importlib
 import json
 import random
 from collections.abc import Callable
-from functools import cache
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ import pytest
 
 from bench import policy as bench
 from bench.common import BenchUnavailable, read_report
+from hicache.replay.optimal import optimal_hits
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
 
@@ -68,23 +67,6 @@ def naive_hits(requests: list[Tokens], name: str, capacity: int) -> int:
     return hits
 
 
-def max_hits(requests: list[Tokens], capacity: int) -> int:
-    """The hits of the best of all choices: after every request, any blocks of those held and brought may stay."""
-    prompts = [[tuple(r[:end].tolist()) for end in range(1, len(r) + 1)] for r in requests]
-
-    @cache
-    def best(now: int, held: frozenset[Prefix]) -> int:
-        if now == len(prompts):
-            return 0
-        prompt = prompts[now]
-        hits = next((at for at, prefix in enumerate(prompt) if prefix not in held), len(prompt))
-        there = sorted(held | set(prompt))
-        stay = combinations(there, min(capacity, len(there)))
-        return hits + max(best(now + 1, frozenset(kept)) for kept in stay)
-
-    return best(0, frozenset())
-
-
 def random_trace(dice: random.Random, num_requests: int, most_blocks: int) -> list[Tokens]:
     """Prompts over two ids: they share, repeat, extend and shorten each other's prefixes."""
     return [
@@ -105,33 +87,10 @@ def test_the_tree_hits_what_single_blocks_would(name: str) -> None:
         assert bench.replay(chats, name, capacity) == naive_hits(chats, name, capacity) > 0
 
 
-def test_the_optimum_is_the_best_of_all_choices() -> None:
-    """On small traces no choice of what stays gives more hits, and one gives as many."""
-    for seed in range(150):
-        dice = random.Random(seed)
-        trace = random_trace(dice, 6, 4)
-        capacity = dice.randrange(1, 5)
-        assert bench.optimal_hits(trace, capacity) == max_hits(trace, capacity)
-
-
-@pytest.mark.parametrize("capacity", [50, 300, 1000, bench.UNLIMITED])
-def test_no_policy_hits_more_than_the_optimum(capacity: int) -> None:
-    """The optimum bounds every policy, and without a limit all hit whatever came before."""
-    trace = bench.synthetic_trace(num_requests=200)
-    optimum = bench.optimal_hits(trace, capacity)
-    hits = {name: bench.replay(trace, name, capacity) for name in ORDERS}
-    assert max(hits.values()) <= optimum
-    if capacity == bench.UNLIMITED:
-        distinct = {tuple(r[:end].tolist()) for r in trace for end in range(1, len(r) + 1)}
-        assert set(hits.values()) == {optimum} == {sum(map(len, trace)) - len(distinct)}
-    else:
-        assert max(hits.values()) < optimum and len(set(hits.values())) > 3
-
-
 def test_equal_ids_behind_different_prefixes_are_different_blocks() -> None:
     """A block is hit only behind the prefix that it was computed behind."""
     trace = [np.array(ids) for ids in ([1, 2], [3, 2], [2], [1, 2])]
-    assert bench.optimal_hits(trace, 10) == bench.replay(trace, "lru", 10) == 2
+    assert optimal_hits(trace, 10).sum() == bench.replay(trace, "lru", 10) == 2
 
 
 def test_the_synthetic_trace_is_always_the_same() -> None:
@@ -143,36 +102,28 @@ def test_the_synthetic_trace_is_always_the_same() -> None:
     assert all(request.dtype == np.int64 and len(request) and request.min() >= 0 for request in first)
 
 
+def written(path: Path, requests: list[Tokens]) -> Path:
+    """A block trace of whole blocks."""
+    lines = [
+        {"timestamp": at, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids.tolist()}
+        for at, ids in enumerate(requests)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     """Requests come in the order of the file with all their ids; those without blocks are left out."""
-    path = tmp_path / "trace.jsonl"
-    lines = [{"timestamp": at, "hash_ids": ids} for at, ids in enumerate([[5, 6], [], [2**32 - 1]])]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = written(tmp_path / "trace.jsonl", [np.array([5, 6]), np.array([], int), np.array([2**32 - 1])])
     assert [ids.tolist() for ids in bench.read_trace(path)] == [[5, 6], [2**32 - 1]]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        '{"hash_ids": []}',
-        "{",
-        "[]",
-        '{"ids": [1]}',
-        '{"hash_ids": [-1]}',
-        '{"hash_ids": [4294967296]}',
-        '{"hash_ids": [[1]]}',
-        '{"hash_ids": ["a"]}',
-        '{"hash_ids": [1.5]}',
-        '{"hash_ids": 7}',
-        None,
-    ],
-)
+@pytest.mark.parametrize("text", ["", "{", '{"hash_ids": [1]}', None])
 def test_what_is_no_trace_is_refused(text: str | None, tmp_path: Path) -> None:
-    """A missing file, one without requests and one with anything but ids raises BenchUnavailable with its name."""
+    """A missing file, one without requests and one with anything else raises BenchUnavailable with its name."""
     path = tmp_path / "trace.jsonl"
     if text is not None:
-        path.write_text('{"hash_ids": []}\n' + text)
+        path.write_text(text)
     with pytest.raises(BenchUnavailable, match=r"trace\.jsonl"):
         bench.read_trace(path)
 
@@ -180,8 +131,7 @@ def test_what_is_no_trace_is_refused(text: str | None, tmp_path: Path) -> None:
 def test_a_run_keeps_a_rate_for_every_policy_and_capacity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file holds what the table shows, each rate beside the optimum, and no folder of the machine."""
     trace = bench.synthetic_trace(num_requests=100)
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps({"hash_ids": ids.tolist()}) + "\n" for ids in trace))
+    path = written(tmp_path / "chats.jsonl", trace)
     arguments = ["--trace", str(path), "--capacities", "60", "500", "0", "--policies", "lru", "filo"]
     assert cli.main(["run", "policy", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments]) == 0
     shown = capsys.readouterr().out
@@ -195,7 +145,7 @@ def test_a_run_keeps_a_rate_for_every_policy_and_capacity(tmp_path: Path, capsys
     assert report.cases[0].value == blocks
     for case in report.cases[1:]:
         policy, capacity = case.name.split(".")
-        optimum = bench.optimal_hits(trace, capacities[capacity]) / blocks
+        optimum = int(optimal_hits(trace, capacities[capacity] or None).sum()) / blocks
         ours = optimum if policy == "optimal" else bench.replay(trace, policy, capacities[capacity]) / blocks
         assert (case.value, case.ceiling) == (ours, optimum)
         assert f"{case.value:.4f}" in next(line for line in shown.splitlines() if line.split()[:1] == [policy])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,22 +11,10 @@ from hicache.errors import ConfigError
 from hicache.replay.cache import BlockHits, CacheSimulation, ReplaySettings
 from hicache.replay.simulation import ReplayResult, optimal, replay
 from hicache.replay.trace import Trace, TraceRequest, read_trace
-from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
-
-SHARED = Path(__file__).resolve().parents[2] / ".." / "shared" / "traces"
-CONVERSATION = SHARED / "mooncake_conversation.jsonl"
-SESSIONS = SHARED / "agent_sessions.jsonl.gz"
+from replay_case import CONVERSATION, SESSIONS, trace_of
 
 Prefix = tuple[int, ...]
-
-
-def trace_of(*prompts: list[int] | Tokens, block_tokens: int = 4) -> Trace:
-    """A request a second, all blocks whole."""
-    requests = [
-        TraceRequest(float(at), np.array(ids, np.int64), len(ids) * block_tokens, 1) for at, ids in enumerate(prompts)
-    ]
-    return Trace("generated", block_tokens, tuple(requests))
 
 
 def hits_of(result: ReplayResult) -> list[BlockHits]:
