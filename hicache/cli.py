@@ -1,4 +1,4 @@
-"""The command line: `hicache demo`, `serve`, `store`, `config`. An error is one line on stderr and a status.
+"""The command line: `hicache demo`, `serve`, `store`, `replay`, `config`. An error is one line on stderr and a status.
 
 A command is a module with `add_flags(parser)` and `run(flags)`. It is imported by name when it is called, since the
 imports of `demo` and `serve` take seconds and need packages that the others do not. This module imports the standard
@@ -53,6 +53,12 @@ _COMMANDS = {
         "hicache.store_command",
         "look after a store: stat, ls, verify, compact, evict, export, import",
         "Describe a store of pages, verify and repair it, shrink it, move its pages elsewhere.",
+    ),
+    "replay": _Command(
+        "hicache.replay.command",
+        "hit rates of a trace of requests over sizes and policies",
+        "Send the requests of a trace through the prefix tree, its eviction policies and the tiers, without moving "
+        "bytes, and compare sizes and policies with the most that is possible.",
     ),
     "config": _Command(
         "hicache.config_command",

@@ -132,11 +132,13 @@ def replay(
     return result_of(trace, settings, by_tier, settings.policy, costs)
 
 
-def optimal(trace: Trace, settings: ReplaySettings, costs: TierCosts | None = None) -> ReplayResult:
+def optimal(
+    trace: Trace, settings: ReplaySettings, costs: TierCosts | None = None, name: str = "optimal"
+) -> ReplayResult:
     """The most that a cache of all blocks of `settings` together could hit, whatever its order; all on the device."""
     device = optimal_hits([request.blocks for request in trace.requests], settings.total_blocks)
     none = np.zeros_like(device)
-    return result_of(trace, settings, {"device": device, "host": none, "disk": none}, "optimal", costs)
+    return result_of(trace, settings, {"device": device, "host": none, "disk": none}, name, costs)
 
 
 def result_of(

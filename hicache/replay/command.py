@@ -1,0 +1,202 @@
+"""`hicache replay TRACE`: hit rates over sizes and policies, tokens saved and time to first token."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hicache.errors import ConfigError
+from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
+from hicache.replay.calibration import costs_of
+from hicache.replay.simulation import ReplayResult
+from hicache.replay.sweep import Case, cases_of, sweep
+from hicache.replay.trace import Trace, read_trace
+from hicache.settings import Number, Size, Whole, as_flag
+from hicache.terminal import printable
+from hicache.tree.policy import ORDERS
+
+UNLIMITED = "unlimited"
+_TIERS = ("device", "host", "disk")
+_DEVICE_BLOCKS = (1_000, 3_000, 10_000, 30_000)
+_POLICIES = "lru,lfu,slru"
+_SCHEMA = 1
+_COUNT = Whole("a count; leave a tier out instead of giving it nothing", 1)
+_RATE = as_flag(Number("a rate above 0", 1e-12))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hicache replay`."""
+    parser.add_argument("trace", metavar="TRACE", type=Path, help="a trace of requests, may be gzipped: docs/replay.md")
+    parser.add_argument(
+        "--block-tokens", type=as_flag(_COUNT), metavar="N", help="tokens of a block (default: the trace's)"
+    )
+    sizes = parser.add_argument_group(
+        "sizes (a row for every combination; 'unlimited' is a size; default: a device of "
+        f"{', '.join(map(str, _DEVICE_BLOCKS))} blocks, no host, no disk)"
+    )
+    for tier in _TIERS:
+        either = sizes.add_mutually_exclusive_group()
+        for unit in ("blocks", "tokens"):
+            either.add_argument(
+                f"--{tier}-{unit}", type=_capacity, nargs="+", metavar="N", help=f"{unit} of the {tier} tier"
+            )
+    rules = parser.add_argument_group("rules")
+    rules.add_argument(
+        "--policies", type=_policies, default=_POLICIES, metavar="NAMES",
+        help=f"eviction policies, with commas between (default {_POLICIES}): {', '.join(sorted(ORDERS))}",
+    )  # fmt: skip
+    rules.add_argument(
+        "--write-policy", choices=WRITE_POLICIES, default=WRITE_POLICIES[0], help="default write_through"
+    )
+    rules.add_argument(
+        "--selective-hits", type=as_flag(_COUNT), default=2, metavar="N", help="of write_through_selective (default 2)"
+    )
+    _add_cost_flags(parser)
+    parser.add_argument(
+        "--processes", type=as_flag(_COUNT), default=len(os.sched_getaffinity(0)), metavar="N",
+        help="replays beside each other (default: one a processor)",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
+
+
+def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
+    costs = parser.add_argument_group("time to first token (needs the speed of prefill)")
+    costs.add_argument(
+        "--calibration", type=Path, nargs="+", default=[], metavar="FILE",
+        help="JSON with rates: engine.stats(), a bench result, or the names of these flags with _; flags count more",
+    )  # fmt: skip
+    size = as_flag(Size("bytes of a token", 1))
+    costs.add_argument("--bytes-per-token", type=size, metavar="SIZE", help="what a token stores")
+    costs.add_argument("--prefill-tokens-per-s", type=_RATE, metavar="RATE", help="speed at the start of a prompt")
+    pair = as_flag(Number("seconds of a pair of tokens"))
+    costs.add_argument("--prefill-pair-s", type=pair, metavar="SECONDS", help="of a token for each token before it")
+    rate = as_flag(Size("bytes a second", 1))
+    costs.add_argument("--load-bytes-per-s", type=rate, metavar="SIZE", help="from host to device, like 50GB")
+    costs.add_argument("--disk-bytes-per-s", type=rate, metavar="SIZE", help="from disk to host")
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Replay and print the table; returns 0. Raises TraceError and ConfigError."""
+    names = ("bytes_per_token", "prefill_tokens_per_s", "prefill_pair_s", "load_bytes_per_s", "disk_bytes_per_s")
+    costs = costs_of(flags.calibration, {name: vars(flags)[name] for name in names})
+    if flags.json is not None:
+        _require_folder(flags.json)
+    trace = read_trace(flags.trace, flags.block_tokens)
+    cases = cases_of(_settings(flags, trace.block_tokens), flags.policies)
+    with _progress(len(cases) * len(trace.requests)) as on_progress:
+        results = sweep(trace, cases, costs, flags.processes, on_progress)
+    if flags.json is not None:
+        _write_json(flags.json, trace, results)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(_table(trace, cases, results))
+    return 0
+
+
+def _capacity(text: str) -> int | None:
+    return None if text == UNLIMITED else int(as_flag(_COUNT)(text))
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in ORDERS:
+            raise argparse.ArgumentTypeError(f"{name!r} is unknown; use some of {', '.join(sorted(ORDERS))}")
+    return names
+
+
+def _settings(flags: argparse.Namespace, block_tokens: int) -> list[ReplaySettings]:
+    """One for every combination of sizes."""
+    device, host, disk = (_sizes(flags, tier, block_tokens) for tier in _TIERS)
+    return [
+        ReplaySettings(*blocks, write_policy=flags.write_policy, selective_hits=flags.selective_hits)
+        for blocks in product(device or _DEVICE_BLOCKS, host or (0,), disk or (0,))
+    ]
+
+
+def _sizes(flags: argparse.Namespace, tier: str, block_tokens: int) -> tuple[int | None, ...]:
+    """Of a tier in whole blocks, each once; none for no such tier."""
+    given = vars(flags)
+    sizes: list[int | None] = list(given[f"{tier}_blocks"] or ())
+    for tokens in given[f"{tier}_tokens"] or ():
+        if tokens is not None and tokens < block_tokens:
+            raise ConfigError(f"--{tier}-tokens {tokens} is less than a block; give at least {block_tokens}")
+        sizes.append(None if tokens is None else tokens // block_tokens)
+    return tuple(dict.fromkeys(sizes))
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    parts = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("replay", total=total)
+        yield lambda count: progress.update(task, completed=count)
+
+
+def _table(trace: Trace, cases: Sequence[Case], results: Sequence[ReplayResult]) -> Table:
+    """A row a case; columns of tiers that no case has are left out."""
+    num_blocks, num_requests = trace.num_blocks, len(trace.requests)
+    title = f"{trace.name}: {num_requests:,} requests, {num_blocks:,} blocks of {trace.block_tokens} tokens"
+    table = Table(title=printable(title), title_justify="left")
+    tiers = [tier for tier in _TIERS if tier == "device" or any(vars(c.settings)[f"{tier}_blocks"] != 0 for c in cases)]
+    has_costs = any(result.costs is not None for result in results)
+    for tier in tiers:
+        table.add_column(f"{tier} blocks", justify="right")
+    table.add_column("policy")
+    rates = ["hit rate", *(f"of {tier}" for tier in tiers if len(tiers) > 1), "of optimal", "tokens saved"]
+    for name in [*rates, *(("TTFT mean, s", "p50", "p99") if has_costs else ())]:
+        table.add_column(name, justify="right")
+    rows = list(zip(cases, results, strict=True))
+    best = {case.settings.total_blocks: result.hit_rate for case, result in rows if case.row != "policy"}
+    for case, result in rows:
+        optimum = best[result.settings.total_blocks]
+        row = [_size(vars(case.settings)[f"{tier}_blocks"]) for tier in tiers]
+        row += [result.name, f"{result.hit_rate:.4f}"]
+        row += [f"{result.tier_hit_rates[tier]:.4f}" for tier in tiers if len(tiers) > 1]
+        row += [f"{result.hit_rate / optimum:.3f}" if optimum else "", f"{result.tokens_saved:,}"]
+        times = result.to_json().get("ttft_s", {})
+        row += [f"{times[name]:.3f}" for name in ("mean", "p50", "p99") if name in times]
+        table.add_row(*row, end_section=case.row == "optimal")
+    return table
+
+
+def _size(blocks: int | None) -> str:
+    return UNLIMITED if blocks is None else f"{blocks:,}" if blocks else ""
+
+
+def _require_folder(path: Path) -> None:
+    """Tell before the replays what would fail after them."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--json {path} cannot be written; give a file in a folder that can be written to")
+
+
+def _write_json(path: Path, trace: Trace, results: Sequence[ReplayResult]) -> None:
+    """Whole or not at all: written beside, then renamed."""
+    content: dict[str, Any] = {
+        "schema": _SCHEMA,
+        "trace": trace.name,
+        "block_tokens": trace.block_tokens,
+        "requests": len(trace.requests),
+        "blocks": trace.num_blocks,
+        "rows": [result.to_json() for result in results],
+    }
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

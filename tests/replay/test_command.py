@@ -1,0 +1,190 @@
+"""`hicache replay` as a user meets it: its rows, wrong input in one line, and an interrupt in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.policy import synthetic_trace
+from hicache.cli import main
+from hicache.errors import ConfigError
+from hicache.replay.calibration import costs_of
+from hicache.replay.cost import TierCosts
+from hicache.replay.simulation import ReplaySettings, optimal, replay
+from hicache.replay.sweep import cases_of, sweep
+from hicache.replay.trace import read_trace
+from replay_case import trace_of
+
+ROOT = Path(__file__).resolve().parents[2]
+RATES = {"prefill_tokens_per_s": 1000.0, "bytes_per_token": 100.0, "load_bytes_per_s": 50_000.0}
+
+
+def trace_file(tmp_path: Path, num_requests: int = 200) -> Path:
+    path = tmp_path / "chats.jsonl"
+    lines = [
+        {"timestamp": at, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids.tolist()}
+        for at, ids in enumerate(synthetic_trace(num_requests))
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def rows_of(tmp_path: Path, *flags: str) -> list[dict[str, Any]]:
+    out = tmp_path / "out.json"
+    assert main(["replay", *flags, "--json", str(out)]) == 0
+    content = json.loads(out.read_text())
+    assert content["schema"] == 1 and not list(tmp_path.glob(".out*"))
+    rows: list[dict[str, Any]] = content["rows"]
+    return rows
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_every_size_and_policy_has_a_row(tmp_path: Path, processes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows are those of single replays, in one process and in several, and the table shows them."""
+    path = trace_file(tmp_path)
+    flags = ["--device-blocks", "60", "500", "--host-tokens", "102400", "--policies", "lru,filo"]
+    rows = rows_of(tmp_path, str(path), *flags, "--processes", processes)
+    assert [row["name"] for row in rows] == [*["lru", "filo", "optimal"] * 2, "unlimited"]
+    trace, shown = read_trace(path), capsys.readouterr().out
+    for row in rows[:-1]:
+        settings = ReplaySettings(**row["settings"])
+        assert settings.host_blocks == 200
+        result = optimal(trace, settings) if row["name"] == "optimal" else replay(trace, settings)
+        assert row == result.to_json()
+        assert f"{row['hit_rate']:.4f}" in shown
+    assert rows[-1]["hit_rate"] == optimal(trace, ReplaySettings(None)).hit_rate
+
+
+def test_rates_give_times_to_the_first_token(tmp_path: Path) -> None:
+    """With rates from a file and flags, rows have times; a higher speed of prefill makes them shorter."""
+    path, rates = trace_file(tmp_path), tmp_path / "rates.json"
+    rates.write_text(json.dumps(RATES))
+    flags = [str(path), "--device-blocks", "100", "--policies", "lru", "--processes", "1", "--calibration", str(rates)]
+    slow, fast = rows_of(tmp_path, *flags)[0], rows_of(tmp_path, *flags, "--prefill-tokens-per-s", "2000")[0]
+    assert slow["ttft_s"]["mean"] == pytest.approx(2 * fast["ttft_s"]["mean"])
+
+
+def test_times_are_sums_of_copies_and_computing() -> None:
+    """By hand: 8 tokens from host and disk, 4 computed; at least the last token is."""
+    costs = TierCosts(10.0, 100.0, 1000.0, 500.0, prefill_pair_s=0.01)
+    tokens = [np.array(tokens) for tokens in ([12, 12], [0, 12], [4, 0], [4, 0])]
+    first, second = costs.ttft_s(*tokens)
+    assert first == pytest.approx(8 * 100 / 1000 + 4 * 100 / 500 + 4 * (0.1 + 0.01 * 10))
+    assert second == pytest.approx(0.1 + 0.01 * 11.5)
+    result = replay(trace_of([1, 2], [1, 2]), ReplaySettings(8), costs=costs)
+    assert result.ttft_s.tolist() == pytest.approx([8 * (0.1 + 0.01 * 4), 0.1 + 0.01 * 7.5])
+
+
+def test_rates_are_found_in_files(tmp_path: Path) -> None:
+    """Stats of an engine, results of benches and plain rates; later files and flags count more."""
+    files = [tmp_path / name for name in ("stats.json", "bench.json", "plain.json")]
+    stats = {"cost.load_bytes_per_s": 7.0, "cost.read_bytes_per_s": 5.0, "cost.prefill_tokens_per_s": 0.0, "x": 1}
+    cases = [
+        {"name": "read.raw", "value": 9.0, "unit": "GB/s"},
+        {"name": "read.cold", "value": 2.0, "unit": "GB/s"},
+        {"name": "serving.prefill.32768", "value": 500.0, "unit": "tokens/s"},
+    ]
+    for file, content in zip(files, (stats, {"schema": 1, "cases": cases}, {"bytes_per_token": 3}), strict=True):
+        file.write_text(json.dumps(content))
+    assert costs_of(files, {}) == TierCosts(500.0, 3, 7.0, 2e9)
+    assert costs_of(files[::-1], {"prefill_tokens_per_s": 8.0}) == TierCosts(8.0, 3, 7.0, 5.0)
+    assert costs_of([], {"bytes_per_token": None}) is None
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"cases": [1, {"name": "read.cold"}]}', '{"bytes_per_token": "x"}']
+)
+def test_a_file_without_rates_is_refused(tmp_path: Path, content: str) -> None:
+    """The message names the file."""
+    path = tmp_path / "rates.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"rates\.json"):
+        costs_of([path], {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--device-blocks", "0"], "below 1"),
+        (["--device-blocks", "-4"], "--device-blocks"),
+        (["--device-blocks", "many"], "whole number"),
+        (["--host-blocks", "0"], "below 1"),
+        (["--device-tokens", "511"], "at least 512"),
+        (["--device-tokens", "5120", "--device-blocks", "10"], "not allowed with"),
+        (["--disk-blocks", "10"], "needs a host tier"),
+        (["--policies", "lru,newest"], "'newest' is unknown"),
+        (["--policies", ""], "unknown"),
+        (["--write-policy", "never"], "--write-policy"),
+        (["--json", "no/such/folder/out.json"], "--json"),
+        (["--load-bytes-per-s", "5GB"], "--prefill-tokens-per-s"),
+        (["--load-bytes-per-s", "5GB", "--prefill-tokens-per-s", "9"], "--bytes-per-token"),
+        (["--calibration", "no-such-file.json"], "no-such-file.json"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    tmp_path: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 2, one line on stderr that says what would do, nothing on stdout, and no file."""
+    try:
+        status: object = main(["replay", str(trace_file(tmp_path, 5)), *flags])
+    except SystemExit as left:
+        status = left.code
+    done = capsys.readouterr()
+    assert status == 2 and not done.out
+    assert len(done.err.splitlines()) == 1 and words in done.err, done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["chats.jsonl"]
+
+
+def test_a_broken_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line number is named, and a file of an earlier run stays as it is."""
+    path, out = trace_file(tmp_path, 5), tmp_path / "out.json"
+    path.write_text(path.read_text() + '{"timestamp": ')
+    out.write_text("before")
+    assert main(["replay", str(path), "--json", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and "line 6" in error and out.read_text() == "before"
+    assert main(["replay", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
+    """Ctrl-C, sent to all of them as a terminal does: one line, status 130, no process and no file left."""
+    path, out = trace_file(tmp_path, 2_000), tmp_path / "out.json"
+    command = [sys.executable, "-m", "hicache.cli", "replay", str(path), "--processes", "2", "--json", str(out)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        workers: list[int] = []
+        while process.poll() is None and len(workers) < 2:
+            workers = [pid for pid in map(int, children.read_text().split()) if _is_worker(pid)]
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stderr is not None
+        error = process.stderr.read()
+        assert process.wait() == 130, error
+    assert len(error.splitlines()) == 1 and "interrupted" in error, error
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers) and not out.exists()
+
+
+def _is_worker(pid: int) -> bool:
+    try:
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_progress_counts_all_requests() -> None:
+    """Reports of a sweep rise to the requests of all cases, in one process and in several."""
+    trace = trace_of(*([at % 7] for at in range(150)))
+    cases = cases_of([ReplaySettings(5)], ("lru", "lfu"))
+    for num_processes in (1, 2):
+        counts: list[int] = []
+        results = sweep(trace, cases, None, num_processes, counts.append)
+        assert counts == sorted(counts) and counts[-1] == 150 * len(cases) == 600
+        assert [result.name for result in results] == ["lru", "lfu", "optimal", "unlimited"]
