@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -23,6 +24,7 @@ from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
 from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
+from hicache.replay.recorder import TraceRecorder
 from hicache.serving.attention import Attention
 from hicache.serving.flashinfer_attention import require_flashinfer
 from hicache.serving.models import LoadedModel, device_named, load_local, random_model
@@ -73,6 +75,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="on SIGTERM, how long running requests may take to finish (default 30)",
     )  # fmt: skip
     server.add_argument("--max-body-bytes", type=_BYTES, default=16 << 20, metavar="SIZE", help="default 16MiB")
+    server.add_argument("--record", type=Path, metavar="FILE", help="write a trace of the requests for hicache replay")
     running = parser.add_argument_group("scheduler")
     running.add_argument("--max-running", type=_COUNT, default=32, help="requests that run at a time (default 32)")
     running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="tokens of a step (default 8192)")
@@ -88,18 +91,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """What is served: the model, the engine that is built for it, and the key that clients must send."""
+    """What is served: the model, the engine that is built for it, the key that clients must send, and what records."""
 
     loaded: LoadedModel
     geometry: ModelGeometry
     engine: CacheEngine
     max_len: int
     api_key: str
+    recorder: TraceRecorder | None
 
 
 def run(flags: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0, or 1 if the engine failed or its last check found a fault."""
     key = _checked_key(flags.api_key)
+    if flags.record is not None and (flags.record.exists() or not flags.record.parent.is_dir()):
+        raise ConfigError(f"--record {flags.record} cannot be made; give a new file in a folder that exists")
     basis = first_config(flags)
     transformers.utils.logging.disable_progress_bar()
     with logs.json_lines(), contextlib.closing(_bound_socket(flags.host, flags.port)) as listener:
@@ -107,7 +113,19 @@ def run(flags: argparse.Namespace) -> int:
         geometry = check_supported(loaded.model, flags.attention)
         config = engine_config(flags, loaded, geometry, basis)
         engine = build_engine(config, geometry)
-        return asyncio.run(_serve(flags, _Parts(loaded, geometry, engine, max_len(config, loaded), key), listener))
+        with _recording(flags.record, engine) as recorder:
+            parts = _Parts(loaded, geometry, engine, max_len(config, loaded), key, recorder)
+            return asyncio.run(_serve(flags, parts, listener))
+
+
+@contextlib.contextmanager
+def _recording(path: Path | None, engine: CacheEngine) -> Iterator[TraceRecorder | None]:
+    if path is None:
+        yield None
+        return
+    with TraceRecorder(path, engine.inspect.context.tree.page_size) as recorder:
+        yield recorder
+    log.info("recorded", extra={"fields": {"requests": recorder.num_written}})
 
 
 def _checked_key(given: str | None) -> str:
@@ -146,7 +164,7 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
     scheduler = Scheduler(engine, runner, chunk_tokens=flags.chunk_tokens, max_running=flags.max_running)
     thread = EngineThread(engine, scheduler, lambda: _warm_up(engine, runner, flags))
     limits = Limits(flags.max_running + flags.max_queued, flags.request_timeout_s)
-    frontend = Frontend(model, limits, thread, engine.describe())
+    frontend = Frontend(model, limits, thread, engine.describe(), parts.recorder)
     encoder = PromptEncoder(model)
     app = create_app(frontend, encoder, AppSettings(model.name, parts.api_key, flags.max_body_bytes))
     server = _Server(

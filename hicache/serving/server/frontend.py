@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hicache.metrics import MetricInfo
+from hicache.replay.recorder import TraceRecorder
 from hicache.serving.request import Request, RequestOutput
 from hicache.serving.sampling import SamplingParams
 from hicache.serving.server.engine_thread import EngineThread, Event, TokenChosen
@@ -39,12 +40,18 @@ class _OpenRequest:
 
 
 class Frontend:
-    """Called on the event loop only. `engine_described`: `CacheEngine.describe()`."""
+    """Called on the event loop only. `engine_described`: `CacheEngine.describe()`. `recorder`: is told of every
+    request."""
 
     def __init__(
-        self, model: ServedModel, limits: Limits, thread: EngineThread, engine_described: Mapping[str, MetricInfo]
+        self,
+        model: ServedModel,
+        limits: Limits,
+        thread: EngineThread,
+        engine_described: Mapping[str, MetricInfo],
+        recorder: TraceRecorder | None = None,
     ) -> None:
-        self._model, self._limits, self._thread = model, limits, thread
+        self._model, self._limits, self._thread, self._recorder = model, limits, thread, recorder
         self._open: dict[str, _OpenRequest] = {}
         self._stopping = False
         self._idle = asyncio.Event()
@@ -86,6 +93,8 @@ class Frontend:
         for request in requests:
             self._open[request.request_id] = _OpenRequest(generation, arrival_s)
             self._thread.submit(request)
+            if self._recorder is not None:
+                self._recorder.arrived(request.request_id, request.tokens, request.namespace)
         self._idle.clear()
         return generation
 
@@ -148,6 +157,8 @@ class Frontend:
 
     def _on_end(self, open_request: _OpenRequest, output: RequestOutput) -> None:
         del self._open[output.request_id]
+        if self._recorder is not None:
+            self._recorder.ended(output.request_id, len(output.tokens))
         outcome = open_request.generation.end(output)
         metrics = self.metrics
         metrics.requests.labels(outcome).inc()

@@ -1,0 +1,137 @@
+"""Write the requests of a server as a trace. Imports no engine: whoever admits requests tells of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+from hicache.errors import ConfigError
+from hicache.replay.trace import FORMAT, VERSION
+from hicache.tree.key import PageHasher, Tokens
+
+_ID_BYTES, _ID_BITS = 8, 63
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    request_id: str
+    time_s: float
+    tokens: Tokens
+    namespace: str
+    session: str
+
+
+@dataclass(frozen=True)
+class _End:
+    request_id: str
+    output_tokens: int
+
+
+@dataclass
+class _Open:
+    """A request whose line is not written. `output_tokens`: None until it has ended."""
+
+    arrival: _Arrival
+    output_tokens: int | None = None
+
+
+_Message: TypeAlias = _Arrival | _End
+
+
+class TraceRecorder:
+    """Records to a new file in the format of `hicache.replay.trace`; a thread of its own names blocks and writes lines.
+
+    `arrived` and `ended` are cheap and for any thread. Lines are in order of arrival, so each is written when its
+    request and all before it have ended; `close` writes the others. A block is `block_tokens` whole tokens, and its id
+    is drawn from the recording and the prefix: equal within one file, and no way back to the text.
+    """
+
+    def __init__(self, path: Path, block_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError where the file exists, OSError where it cannot be made."""
+        try:
+            self._file = path.open("x")
+        except FileExistsError:
+            raise ConfigError(f"{path} exists; record to another file, or remove it") from None
+        self._path, self._clock = path, clock
+        self._hasher = PageHasher(secrets.token_bytes(32), block_tokens)
+        self._messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        self._open: dict[str, _Open] = {}
+        self._start_s = clock()
+        self._failed = False
+        self.num_written = 0
+        self._write({"format": FORMAT, "version": VERSION, "block_tokens": block_tokens})
+        self._thread = threading.Thread(target=self._run, name="hicache-recorder", daemon=True)
+        self._thread.start()
+
+    def arrived(self, request_id: str, tokens: Tokens, namespace: str = "", session: str = "") -> None:
+        """A request came. `tokens`: int64 `[prompt]`, not changed any more; ids are not used twice at a time."""
+        self._messages.put(_Arrival(request_id, self._clock() - self._start_s, tokens, namespace, session))
+
+    def ended(self, request_id: str, output_tokens: int) -> None:
+        """It ended with so many tokens generated; nothing happens for one that did not come."""
+        self._messages.put(_End(request_id, output_tokens))
+
+    def close(self) -> None:
+        """Write what is left. Idempotent."""
+        self._messages.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> TraceRecorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while (message := self._messages.get()) is not None:
+            if isinstance(message, _Arrival):
+                self._open[message.request_id] = _Open(message)
+            elif message.request_id in self._open:
+                self._open[message.request_id].output_tokens = message.output_tokens
+                self._write_front()
+        for request in self._open.values():
+            request.output_tokens = request.output_tokens or 0
+        self._write_front()
+        self._file.close()
+
+    def _write_front(self) -> None:
+        """Write the requests that came before all that run."""
+        while self._open:
+            request_id, request = next(iter(self._open.items()))
+            if request.output_tokens is None:
+                return
+            del self._open[request_id]
+            arrival = request.arrival
+            keys = self._hasher.chain(self._hasher.seed(arrival.namespace), arrival.tokens)
+            line = {
+                "time_s": round(arrival.time_s, 6),
+                "input_tokens": len(arrival.tokens),
+                "output_tokens": request.output_tokens,
+                "blocks": [int.from_bytes(key[:_ID_BYTES], "little") >> (8 * _ID_BYTES - _ID_BITS) for key in keys],
+            }
+            self._write({**line, "session": arrival.session} if arrival.session else line)
+            self.num_written += 1
+
+    def _write(self, line: object) -> None:
+        """Write a line whole. A disk that fails ends the recording, not the server."""
+        if self._failed:
+            return
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._failed = True
+            log.warning("recording to %s has stopped: %s", self._path, error.strerror)

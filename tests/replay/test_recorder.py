@@ -1,0 +1,67 @@
+"""Recorded traces: what is written is what came, and it replays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hicache.errors import ConfigError
+from hicache.replay.cache import ReplaySettings
+from hicache.replay.recorder import TraceRecorder
+from hicache.replay.simulation import replay
+from hicache.replay.trace import read_trace
+from server_case import serving
+
+
+def test_what_is_recorded_replays(tmp_path: Path) -> None:
+    """Lines are in order of arrival, in whatever order requests ended; blocks are equal where prefix and tenant are."""
+    path, now_s = tmp_path / "trace.jsonl", iter(range(100))
+    with TraceRecorder(path, 4, clock=lambda: float(next(now_s))) as recorder:
+        recorder.arrived("a", np.arange(10), session="x")
+        recorder.arrived("b", np.arange(14))
+        recorder.arrived("c", np.arange(10), namespace="other")
+        recorder.arrived("d", np.arange(3))
+        recorder.ended("c", 7)
+        recorder.ended("b", 5)
+        recorder.ended("unknown", 5)
+    trace = read_trace(path)
+    a, b, c, d = trace.requests
+    assert trace.block_tokens == 4 and recorder.num_written == 4
+    assert [request.time_s for request in trace.requests] == [0.0, 1.0, 2.0, 3.0]
+    assert [(request.input_tokens, request.output_tokens) for request in trace.requests] == [
+        (10, 0),
+        (14, 5),
+        (10, 7),
+        (3, 0),
+    ]
+    assert (len(a.blocks), len(b.blocks), len(d.blocks)) == (2, 3, 0) and a.session == "x" and not b.session
+    assert b.blocks[:2].tolist() == a.blocks.tolist() and not set(c.blocks.tolist()) & set(b.blocks.tolist())
+    result = replay(trace, ReplaySettings(None))
+    assert result.device_tokens.tolist() == [0, 8, 0, 0]
+    recorder.close()
+
+
+def test_a_recording_writes_over_nothing(tmp_path: Path) -> None:
+    """A file that exists is refused and stays."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text("before")
+    with pytest.raises(ConfigError, match="exists"):
+        TraceRecorder(path, 4)
+    assert path.read_text() == "before"
+
+
+def test_a_server_records_its_requests(tmp_path: Path) -> None:
+    """With --record every request is in the trace with its lengths, and a repeated prompt hits in the replay."""
+    path = tmp_path / "trace.jsonl"
+    sizes = ("--device-tokens", "16384", "--host-bytes", "16MiB", "--chunk-tokens", "256")
+    with serving(tmp_path, *sizes, "--record", str(path)) as server:
+        client = server.client()
+        for prompt in ("one " * 60, "one " * 60, "two " * 60):
+            client.completions.create(model="random", prompt=prompt, max_tokens=3, temperature=0)
+        assert server.end() == 0
+    trace = read_trace(path)
+    assert len(trace.requests) == 3 and {request.output_tokens for request in trace.requests} == {3}
+    hits = replay(trace, ReplaySettings(None)).device_tokens.tolist()
+    assert hits == [0, len(trace.requests[0].blocks) * trace.block_tokens, 0] and hits[1] > 0
