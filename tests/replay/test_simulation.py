@@ -134,6 +134,24 @@ def test_blocks_come_from_the_tier_that_held_them() -> None:
     assert np.isnan(result.ttft_s).all()
 
 
+def test_a_scan_has_known_answers() -> None:
+    """Fifty documents read in turn, twenty times: LRU hits nothing in a tier with room for all but one, and every
+    repetition in a tier with room for all; the optimum keeps as many as there is room for."""
+    rounds, documents = 20, 50
+    trace = trace_of(*([document] for _ in range(rounds) for document in range(documents)))
+    repeated = (rounds - 1) / rounds
+
+    def rates(*blocks: int | None) -> tuple[float, ...]:
+        return tuple(replay(trace, ReplaySettings(*blocks)).tier_hit_rates.values())
+
+    assert rates(49) == (0, 0, 0) and rates(50) == rates(None) == (repeated, 0, 0)
+    assert rates(10, 49) == rates(10, 20, 49) == (0, 0, 0)
+    assert rates(10, 50) == rates(49, 50, 49) == (0, repeated, 0)
+    assert rates(10, 20, 50) == rates(1, 1, None) == (0, 0, repeated)
+    for blocks in (10, 49, 50):
+        assert optimal(trace, ReplaySettings(blocks)).hit_rate == pytest.approx(repeated * blocks / documents)
+
+
 def test_the_tail_goes_first() -> None:
     """LRU on one tier keeps the front of a prompt when room is needed: known by hand."""
     result = replay(trace_of([1, 2, 3, 4], [5, 6], [1, 2, 3, 4], [5, 6]), ReplaySettings(4))
