@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from bench.policy import synthetic_trace
 from hicache.errors import ConfigError
 from hicache.replay.cache import BlockHits, CacheSimulation, ReplaySettings
 from hicache.replay.simulation import ReplayResult, optimal, replay
@@ -246,3 +247,28 @@ def test_the_published_figures_of_coding_agents() -> None:
     assert (len(trace.requests), trace.block_tokens) == (1_532, 64)
     expected = {4_000: 0.4388, 8_000: 0.7376, 16_000: 0.9285, 32_000: 0.9570, None: 0.9623}
     assert {size: round(replay(trace, ReplaySettings(size)).hit_rate, 4) for size in expected} == expected
+
+
+def test_another_simulator_hits_as_much() -> None:
+    """LRU on one tier hits what libcachesim's does, asked for each block in the order in which the tree uses them."""
+    libcachesim = pytest.importorskip("libcachesim")
+    prompts, known = synthetic_trace(num_requests=600), dict[Prefix, int]()
+    paths = [
+        [known.setdefault(tuple(prompt[: end + 1].tolist()), len(known) + 1) for end in range(len(prompt))]
+        for prompt in prompts
+    ]
+    longest = max(map(len, prompts))
+    for capacity in (longest, 2 * longest, 2000):
+        cache, request, hits = libcachesim.LRU(capacity), libcachesim.Request(), []
+        request.obj_size = 1
+        for path in paths:
+            length = 0
+            for request.obj_id in path:
+                if cache.find(request, False) is None:
+                    break
+                length += 1
+            hits.append(length)
+            for request.obj_id in [*path[:length], *reversed(path)]:  # the prefix stays while the rest finds room
+                cache.get(request)
+        assert 0 < sum(hits) < sum(map(len, paths)) - len(known)
+        assert replay(trace_of(*prompts), ReplaySettings(capacity)).hit_blocks["device"].tolist() == hits
