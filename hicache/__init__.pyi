@@ -51,6 +51,7 @@ from hicache.errors import PromptTooLong as PromptTooLong
 from hicache.errors import ResourceExhausted as ResourceExhausted
 from hicache.errors import ShapeError as ShapeError
 from hicache.errors import TokensMismatch as TokensMismatch
+from hicache.errors import TraceError as TraceError
 from hicache.errors import TransferBusy as TransferBusy
 from hicache.errors import TransferError as TransferError
 from hicache.errors import UnsupportedModel as UnsupportedModel
