@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 import torch
@@ -60,31 +60,34 @@ class BlockHits(NamedTuple):
     device: int = 0
     host: int = 0
     disk: int = 0
+    remote: int = 0
 
 
 class CacheSimulation:
-    """One node's cache. `disk`: a disk that others use too; None for one of its own, of `settings.disk_blocks`."""
+    """One node's cache. `remote`: a store behind its disk, which other nodes use too and a host tier reads from."""
 
-    def __init__(self, settings: ReplaySettings, disk: DiskOrder | None = None) -> None:
-        self.settings = settings
+    def __init__(self, settings: ReplaySettings, remote: DiskOrder | None = None) -> None:
+        self.settings, self.remote = settings, remote
         self.tree = RadixTree(1, PageHasher(b"replay", 1), policy=settings.policy)
-        if disk is None and settings.disk_blocks != 0:
-            disk = DiskOrder(settings.disk_blocks)
-        self.disk = disk
+        self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None
         self._has_host = settings.host_blocks != 0
         self._capacity = {DEVICE: settings.device_blocks, HOST: settings.host_blocks}
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
 
     def lookup(self, blocks: Tokens) -> int:
-        """How many blocks of a prompt a request would hit in memory now. Changes nothing."""
-        return self._usable(self.tree.match(blocks).full_len)
+        """How many blocks of a prompt this node holds now, the remote tier left out. Changes nothing."""
+        match = self.tree.match(blocks)
+        length = match.full_len
+        if self.disk is not None and length < len(blocks):
+            length += self.disk.num_present(self.tree.names.of_prompt(match, blocks)[length:])
+        return self._usable(length)
 
     def serve(self, blocks: Tokens) -> BlockHits:
         """One request, from its arrival to its end."""
         if len(blocks) > len(self._slots):
             self._slots = torch.zeros(2 * len(blocks), dtype=torch.int64)
         tree = self.tree
-        host_len = self._prefetch(blocks)
+        host_len, disk_end = self._prefetch(blocks)
         match = tree.match(blocks)
         length = self._usable(match.full_len)
         device_len = min(match.device_len, length)
@@ -98,8 +101,9 @@ class CacheSimulation:
         if self._has_host:
             tree.touch(node, HOST)
             self._touch_disk(node)
-        host_hits = max(0, min(length, host_len) - device_len)
-        return BlockHits(device_len, host_hits, length - device_len - host_hits)
+            self._touch_remote(node)
+        ends = [device_len, *(min(length, max(device_len, end)) for end in (host_len, disk_end)), length]
+        return BlockHits(device_len, *(end - start for start, end in pairwise(ends)))
 
     def check(self) -> None:
         """Raise `InvariantError` where the tree does not hold what it should, or a tier holds more than it may."""
@@ -109,32 +113,40 @@ class CacheSimulation:
 
     # The steps of a request
 
-    def _prefetch(self, blocks: Tokens) -> int:
-        """Disk to host: what the disk adds to the host's prefix. Returns the length of that prefix before."""
+    def _prefetch(self, blocks: Tokens) -> tuple[int, int]:
+        """Disk and remote tier to host: what the disk adds to the host's prefix, and the remote tier to both. What came
+        from the remote tier goes to the disk too. Returns where the host's prefix ended before, and the disk's part."""
         if not self._has_host:
-            return 0
+            return 0, 0
         tree = self.tree
         match = tree.match(blocks)
         host_nodes = list(takewhile(lambda node: node.holds(FULL, HOST), match.nodes))
         host_len = min(match.full_len, host_nodes[-1].depth_tokens) if host_nodes else 0
-        if self.disk is None or host_len == len(blocks):
-            return host_len
+        if (self.disk is None and self.remote is None) or host_len == len(blocks):
+            return host_len, host_len
         keys = tree.names.of_prompt(match, blocks)
-        num_found = self.disk.num_present(keys[host_len:])
-        if not num_found:
-            return host_len
-        anchor = tree.node_at(match, host_len)
+        disk_end = host_len + (self.disk.num_present(keys[host_len:]) if self.disk is not None else 0)
+        num_found = disk_end - host_len
+        if self.remote is not None:
+            num_found += self.remote.num_present(keys[disk_end:])
+        if num_found:
+            self._read(tree.node_at(match, host_len), blocks, keys, num_found)
+        return host_len, disk_end
+
+    def _read(self, anchor: TreeNode, blocks: Tokens, keys: list[bytes], num_found: int) -> None:
+        """The `num_found` blocks behind `anchor` to the host, as many as it has room for."""
+        tree, start = self.tree, anchor.depth_tokens
         tree.lock(anchor, HOST)
         num_read = min(num_found, self._free(HOST) + tree.evictable(FULL, HOST))
-        end = host_len + num_read
+        end = start + num_read
         self._make_room(HOST, num_read)
-        inserted = tree.insert(anchor, blocks[host_len:end], self._slots[:num_read], HOST)
+        inserted = tree.insert(anchor, blocks[start:end], self._slots[:num_read], HOST)
         for node in inserted.gained:
             node.page_keys = keys[node.depth_tokens - node.num_tokens : node.depth_tokens]
-            node.holdings[FULL][HOST].stored = True
+            node.holdings[FULL][HOST].stored = self.disk is not None
         tree.unlock(anchor, HOST)
-        self.disk.touch(keys[host_len:end])
-        return host_len
+        if self.disk is not None:
+            self.disk.put(keys[start:end])
 
     def _admit(self, node: TreeNode, num_needed: int) -> None:
         """Make room on the device for what the prefix up to `node` lacks there and what follows it, and load it."""
@@ -163,6 +175,12 @@ class CacheSimulation:
         for at in node.path():
             if at.is_stored(FULL):
                 self.disk.touch(self.tree.names.of(at))
+
+    def _touch_remote(self, node: TreeNode) -> None:
+        """The remote tier gets what the host holds of the path; all of it counts as used there."""
+        if self.remote is not None:
+            on_host = takewhile(lambda at: at.holds(FULL, HOST), reversed(node.path()))
+            self.remote.put([key for at in on_host for key in self.tree.names.of(at)])
 
     # Between the tiers
 

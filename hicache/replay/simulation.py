@@ -129,6 +129,7 @@ def replay(
     if on_progress is not None:
         on_progress(len(trace.requests))
     by_tier = dict(zip(BlockHits._fields, hits, strict=True))
+    del by_tier["remote"]  # only nodes share one
     return result_of(trace, settings, by_tier, settings.policy, costs)
 
 
