@@ -27,6 +27,7 @@ _WRONG_INPUT_STATUS = 2
 _INTERRUPTED_STATUS = 130
 _BROKEN_PIPE_STATUS = 141  # as the shell gives for a program that a closed pipe ended
 _SERVE_PACKAGES = ("transformers", "rich", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "jinja2")
+_EXTRAS = {**dict.fromkeys(_SERVE_PACKAGES, "serve"), "matplotlib": "replay"}
 _INTERRUPTED = "hicache: interrupted; what was stored stays"
 
 
@@ -148,8 +149,8 @@ def _line_of(error: Exception) -> str | None:
     """The message for an error of input or environment; None for a defect of this program."""
     if isinstance(error, ImportError):
         missing = (error.name or "").split(".")[0]
-        known = missing in _SERVE_PACKAGES
-        return f"this command needs the package {missing}: pip install 'hicache[serve]'" if known else None
+        extra = _EXTRAS.get(missing)
+        return f"this command needs the package {missing}: pip install 'hicache[{extra}]'" if extra else None
     if isinstance(error, importlib.import_module("hicache.errors").HiCacheError):
         return str(error)
     if isinstance(error, OSError):
