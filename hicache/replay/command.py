@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from rich.table import Table
 from hicache.errors import ConfigError
 from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
 from hicache.replay.calibration import costs_of
+from hicache.replay.cost import TierCosts
+from hicache.replay.nodes import ROUTERS, NodeSettings, NodesResult
+from hicache.replay.report import require_report_packages, write_report
 from hicache.replay.simulation import ReplayResult
 from hicache.replay.sweep import Case, cases_of, sweep
 from hicache.replay.trace import Trace, read_trace
@@ -62,12 +66,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     rules.add_argument(
         "--selective-hits", type=as_flag(_COUNT), default=2, metavar="N", help="of write_through_selective (default 2)"
     )
+    _add_node_flags(parser)
     _add_cost_flags(parser)
     parser.add_argument(
         "--processes", type=as_flag(_COUNT), default=len(os.sched_getaffinity(0)), metavar="N",
         help="replays beside each other (default: one a processor)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write tables and plots as one HTML page")
+
+
+def _add_node_flags(parser: argparse.ArgumentParser) -> None:
+    nodes = parser.add_argument_group("nodes (each has tiers of these sizes)")
+    nodes.add_argument(
+        "--nodes", type=as_flag(_COUNT), default=1, metavar="N", help="nodes behind a router (default 1)"
+    )
+    nodes.add_argument(
+        "--router", choices=ROUTERS, default="round-robin",
+        help="in turn, or to the longest cached prefix unless the load is far above the mean (default round-robin)",
+    )  # fmt: skip
+    nodes.add_argument(
+        "--remote-blocks", type=_capacity, default=0, metavar="N", help="blocks of a tier that all nodes share"
+    )
 
 
 def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,20 +104,26 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     rate = as_flag(Size("bytes a second", 1))
     costs.add_argument("--load-bytes-per-s", type=rate, metavar="SIZE", help="from host to device, like 50GB")
     costs.add_argument("--disk-bytes-per-s", type=rate, metavar="SIZE", help="from disk to host")
+    costs.add_argument("--remote-bytes-per-s", type=rate, metavar="SIZE", help="from the remote tier to host")
 
 
 def run(flags: argparse.Namespace) -> int:
     """Replay and print the table; returns 0. Raises TraceError and ConfigError."""
-    names = ("bytes_per_token", "prefill_tokens_per_s", "prefill_pair_s", "load_bytes_per_s", "disk_bytes_per_s")
-    costs = costs_of(flags.calibration, {name: vars(flags)[name] for name in names})
+    costs = costs_of(flags.calibration, {field.name: vars(flags)[field.name] for field in fields(TierCosts)})
     if flags.json is not None:
-        _require_folder(flags.json)
+        _require_folder("--json", flags.json)
+    if flags.report is not None:
+        _require_folder("--report", flags.report)
+        require_report_packages()
     trace = read_trace(flags.trace, flags.block_tokens)
-    cases = cases_of(_settings(flags, trace.block_tokens), flags.policies)
+    nodes = NodeSettings(flags.nodes, flags.router, flags.remote_blocks)
+    cases = cases_of(_settings(flags, trace.block_tokens), flags.policies, None if nodes == NodeSettings() else nodes)
     with _progress(len(cases) * len(trace.requests)) as on_progress:
         results = sweep(trace, cases, costs, flags.processes, on_progress)
     if flags.json is not None:
         _write_json(flags.json, trace, results)
+    if flags.report is not None:
+        write_report(flags.report, trace, results)
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(_table(trace, cases, results))
     return 0
@@ -157,8 +183,14 @@ def _table(trace: Trace, cases: Sequence[Case], results: Sequence[ReplayResult])
     for tier in tiers:
         table.add_column(f"{tier} blocks", justify="right")
     table.add_column("policy")
-    rates = ["hit rate", *(f"of {tier}" for tier in tiers if len(tiers) > 1), "of optimal", "tokens saved"]
-    for name in [*rates, *(("TTFT mean, s", "p50", "p99") if has_costs else ())]:
+    hit_tiers = [*tiers, "remote"] if any(case.nodes and case.nodes.remote_blocks != 0 for case in cases) else tiers
+    rates = ["hit rate", *(f"of {tier}" for tier in hit_tiers if len(hit_tiers) > 1), "of optimal", "tokens saved"]
+    has_nodes = any(case.nodes is not None for case in cases)
+    for name in [
+        *rates,
+        *(["busiest node"] if has_nodes else ()),
+        *(("TTFT mean, s", "p50", "p99") if has_costs else ()),
+    ]:
         table.add_column(name, justify="right")
     rows = list(zip(cases, results, strict=True))
     best = {case.settings.total_blocks: result.hit_rate for case, result in rows if case.row != "policy"}
@@ -166,8 +198,10 @@ def _table(trace: Trace, cases: Sequence[Case], results: Sequence[ReplayResult])
         optimum = best[result.settings.total_blocks]
         row = [_size(vars(case.settings)[f"{tier}_blocks"]) for tier in tiers]
         row += [result.name, f"{result.hit_rate:.4f}"]
-        row += [f"{result.tier_hit_rates[tier]:.4f}" for tier in tiers if len(tiers) > 1]
+        row += [f"{result.tier_hit_rates.get(tier, 0.0):.4f}" for tier in hit_tiers if len(hit_tiers) > 1]
         row += [f"{result.hit_rate / optimum:.3f}" if optimum else "", f"{result.tokens_saved:,}"]
+        if has_nodes:
+            row.append(f"{result.imbalance:.2f}" if isinstance(result, NodesResult) else "")
         times = result.to_json().get("ttft_s", {})
         row += [f"{times[name]:.3f}" for name in ("mean", "p50", "p99") if name in times]
         table.add_row(*row, end_section=case.row == "optimal")
@@ -178,10 +212,10 @@ def _size(blocks: int | None) -> str:
     return UNLIMITED if blocks is None else f"{blocks:,}" if blocks else ""
 
 
-def _require_folder(path: Path) -> None:
+def _require_folder(flag: str, path: Path) -> None:
     """Tell before the replays what would fail after them."""
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--json {path} cannot be written; give a file in a folder that can be written to")
+        raise ConfigError(f"{flag} {path} cannot be written; give a file in a folder that can be written to")
 
 
 def _write_json(path: Path, trace: Trace, results: Sequence[ReplayResult]) -> None:

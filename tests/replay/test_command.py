@@ -18,6 +18,7 @@ from hicache.cli import main
 from hicache.errors import ConfigError
 from hicache.replay.calibration import costs_of
 from hicache.replay.cost import TierCosts
+from hicache.replay.nodes import NodeSettings, optimal_of_nodes, replay_nodes
 from hicache.replay.simulation import ReplaySettings, optimal, replay
 from hicache.replay.sweep import cases_of, sweep
 from hicache.replay.trace import read_trace
@@ -72,6 +73,33 @@ def test_rates_give_times_to_the_first_token(tmp_path: Path) -> None:
     assert slow["ttft_s"]["mean"] == pytest.approx(2 * fast["ttft_s"]["mean"])
 
 
+def test_nodes_have_rows_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows are those of replays through the nodes, in processes too; table and report show the same hit rates."""
+    path, page = trace_file(tmp_path), tmp_path / "report.html"
+    flags = ["--device-blocks", "60", "--host-blocks", "100", "--policies", "lru,lfu", "--processes", "2"]
+    flags += ["--nodes", "3", "--router", "prefix", "--remote-blocks", "300", "--report", str(page)]
+    rows = rows_of(tmp_path, str(path), *flags)
+    trace, nodes, shown = read_trace(path), NodeSettings(3, "prefix", 300), capsys.readouterr().out
+    for row in rows[:2]:
+        assert row == replay_nodes(trace, ReplaySettings(**row["settings"]), nodes).to_json()
+    assert rows[2]["hit_rate"] == optimal_of_nodes(trace, ReplaySettings(60, 100), nodes).hit_rate
+    text = page.read_text()
+    assert all(f"{row['hit_rate']:.4f}" in shown and f"{row['hit_rate']:.4f}" in text for row in rows)
+
+
+def test_a_missing_package_is_told_before_the_replays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line names the extra, and nothing is written; without --report the package is not missed."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    flags = ["replay", str(trace_file(tmp_path, 5)), "--json", str(tmp_path / "out.json")]
+    assert main([*flags, "--report", str(tmp_path / "out.html")]) == 2
+    done = capsys.readouterr()
+    assert done.err == "hicache: error: this command needs the package matplotlib: pip install 'hicache[replay]'\n"
+    assert not done.out and [path.name for path in tmp_path.iterdir()] == ["chats.jsonl"]
+    assert main([*flags, "--processes", "1"]) == 0
+
+
 def test_times_are_sums_of_copies_and_computing() -> None:
     """By hand: 8 tokens from host and disk, 4 computed; at least the last token is."""
     costs = TierCosts(10.0, 100.0, 1000.0, 500.0, prefill_pair_s=0.01)
@@ -124,6 +152,12 @@ def test_a_file_without_rates_is_refused(tmp_path: Path, content: str) -> None:
         (["--policies", ""], "unknown"),
         (["--write-policy", "never"], "--write-policy"),
         (["--json", "no/such/folder/out.json"], "--json"),
+        (["--report", "no/such/folder/out.html"], "--report"),
+        (["--nodes", "0"], "--nodes"),
+        (["--nodes", "5000"], "give 1 to 1024"),
+        (["--nodes", "2", "--router", "random"], "--router"),
+        (["--remote-blocks", "-1"], "--remote-blocks"),
+        (["--remote-blocks", "10"], "needs a host tier"),
         (["--load-bytes-per-s", "5GB"], "--prefill-tokens-per-s"),
         (["--load-bytes-per-s", "5GB", "--prefill-tokens-per-s", "9"], "--bytes-per-token"),
         (["--calibration", "no-such-file.json"], "no-such-file.json"),
