@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Literal
 
 import torch
@@ -12,12 +13,12 @@ from hicache.errors import OutOfMemory
 from hicache.host.memory import RESERVE_BYTES, available_bytes
 from hicache.layout import ModelGeometry
 from hicache.serving.models import LoadedModel
-from hicache.sizing import STATES_PER_REQUEST, row_bytes
+from hicache.sizing import MAX_TOKENS, largest_device_tokens, row_bytes
 
-_CUDA_SHARE = 0.8  # of the memory that the weights leave; activations take the rest
+CUDA_SHARE = 0.8  # of the memory that the weights leave; activations take the rest
 _CPU_SHARE = 0.25
 _CPU_BYTES = 512 << 20  # the device tier on a CPU, unless the longest context needs more
-_MAX_CONTEXT = 131072  # unless --max-context-len says more
+MAX_CONTEXT = 131072  # unless --max-context-len says more
 
 
 def first_config(flags: argparse.Namespace) -> EngineConfig:
@@ -38,21 +39,24 @@ def engine_config(
     flags: argparse.Namespace, loaded: LoadedModel, geometry: ModelGeometry, basis: EngineConfig
 ) -> EngineConfig:
     """The engine's configuration for the model. `basis`: `first_config(flags)`."""
-    dtype = geometry.dtype or torch.bfloat16 if basis.dtype == "auto" else basis.torch_dtype
     given = EngineConfig.sources_of(flags)
     context_len = basis.max_context_len
     if "max_context_len" not in given:
-        context_len = max(basis.cache_page_size, min(loaded.max_context_len, _MAX_CONTEXT))
+        context_len = max(basis.cache_page_size, min(loaded.max_context_len, MAX_CONTEXT))
     defaults: dict[str, object] = {
+        "device_tokens": MAX_TOKENS,
         "device": basis.device,
         "max_context_len": context_len,
         "max_requests": flags.max_running,
         "prefill_chunk_tokens": flags.chunk_tokens,
         "model_id": loaded.model_id,
     }
-    if "device_tokens" not in given:
-        defaults["device_tokens"] = _device_tokens(geometry, dtype, basis, flags.max_running, context_len)
-    return EngineConfig.from_flags(flags, **defaults)
+    config = EngineConfig.from_flags(flags, **defaults)
+    if "device_tokens" in given:
+        return config
+    dtype = str(geometry.dtype or torch.bfloat16).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+    sized = dataclasses.replace(config, dtype=dtype)
+    return dataclasses.replace(config, device_tokens=_device_tokens(geometry, sized, context_len))
 
 
 def max_len(config: EngineConfig, loaded: LoadedModel) -> int:
@@ -61,25 +65,22 @@ def max_len(config: EngineConfig, loaded: LoadedModel) -> int:
     return min(loaded.max_context_len, config.max_context_len, capacity)
 
 
-def _device_tokens(
-    geometry: ModelGeometry, dtype: torch.dtype, basis: EngineConfig, max_running: int, context_len: int
-) -> int:
-    """Tokens that the device has memory for. Raises OutOfMemory where that is not a page."""
-    rows = row_bytes(geometry, dtype)
-    # Cached states may take half as many bytes as the KV of full attention.
-    token_bytes = rows.full + rows.window + (rows.full // 2 if rows.state else 0)
-    if basis.device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info(torch.device(basis.device))
-        budget = int(free * _CUDA_SHARE)
+def _device_tokens(geometry: ModelGeometry, config: EngineConfig, context_len: int) -> int:
+    """Tokens that the device has memory for; `config` has placeholders for them. Raises OutOfMemory where that is not
+    a page."""
+    if config.device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(torch.device(config.device))
+        num_tokens = largest_device_tokens(config, geometry, int(free * CUDA_SHARE))
     else:
         free = max(0, available_bytes() - RESERVE_BYTES)
-        budget = min(int(free * _CPU_SHARE), max(_CPU_BYTES, context_len * token_bytes))
-    budget -= (STATES_PER_REQUEST * max_running + 1) * rows.state
-    page = basis.cache_page_size
-    num_tokens = budget // token_bytes // page * page
-    if num_tokens < page:
+        page = config.cache_page_size
+        enough = max(-(-context_len // page) * page, largest_device_tokens(config, geometry, _CPU_BYTES))
+        num_tokens = largest_device_tokens(config, geometry, int(free * _CPU_SHARE), enough)
+    if not num_tokens:
+        rows = row_bytes(geometry, config.torch_dtype)
         raise OutOfMemory(
-            f"{free} bytes are free on {basis.device}, too few for a page of {page * token_bytes} bytes and the states "
-            f"of {max_running} requests; lower --max-running or choose a smaller model"
+            f"{free} bytes are free on {config.device}, too few for a page of {config.cache_page_size} tokens of "
+            f"{rows.full + rows.window} bytes and {rows.state} bytes for each state of {config.max_requests} requests; "
+            "lower --max-running or choose a smaller model"
         )
     return num_tokens
