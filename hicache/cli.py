@@ -1,8 +1,8 @@
-"""The command line: `hicache demo`, `serve`, `store`, `replay`, `config`. An error is one line on stderr and a status.
+"""The command line: `hicache demo`, `serve`, `plan`, `store`, `replay`, `config`. An error is one line and a status.
 
 A command is a module with `add_flags(parser)` and `run(flags)`. It is imported by name when it is called, since the
-imports of `demo` and `serve` take seconds and need packages that the others do not. This module imports the standard
-library and `hicache.terminal` only, so that Ctrl-C works from the start.
+imports of `demo`, `serve` and `plan` take seconds and need packages that the others do not. This module imports the
+standard library and `hicache.terminal` only, so that Ctrl-C works from the start.
 
 Exit status: 0 done, 1 the demo's outcome is not identical, the server's engine failed or a store has faults, 2 wrong
 input or an unusable file, 130 interrupted, 141 the output's reader is gone.
@@ -49,6 +49,12 @@ _COMMANDS = {
         "a server with OpenAI's interface over one cache",
         "Serve completions and chats of a transformers model over HTTP, as clients of OpenAI expect, with a cache over "
         "device, host and disk. Without MODEL, a small random model is served.",
+    ),
+    "plan": _Command(
+        "hicache.planning.command",
+        "what the tiers hold for a model and a GPU, when loading pays, and the settings to start with",
+        "Plan the tiers of a model: bytes per token, tokens per tier, time to load beside time to compute, the hit "
+        "rate of a trace, and the flags of `hicache serve`. Reads the model's configuration and none of its weights.",
     ),
     "store": _Command(
         "hicache.store_command",

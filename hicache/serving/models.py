@@ -23,7 +23,7 @@ from hicache.serving.text import ByteDecoder, TextDecoder, TokenDecoder
 
 _SAMPLES = 1024  # values of each tensor in the identity
 _NOT_WEIGHTS = ("transformers_version", "_name_or_path", "_attn_implementation", "dtype", "torch_dtype")
-_UNLIMITED = 1 << 24  # positions of a model that names no limit
+UNLIMITED = 1 << 24  # positions of a model that names no limit
 RANDOM_CONTEXT = 131072
 
 
@@ -177,7 +177,7 @@ def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.de
         model=model,
         tokenizer=LocalTokenizer(tokenizer),
         model_id=model_identity(model),
-        max_context_len=position_limit(model.config.get_text_config()) or _UNLIMITED,
+        max_context_len=position_limit(model.config.get_text_config()) or UNLIMITED,
         bos=() if bos is None else (int(bos),),
         eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
     )

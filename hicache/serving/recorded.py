@@ -17,7 +17,7 @@ SUPPORTED = (
     "beside full attention, a recurrent state of one convolution and one temporal part, with keys and values of one "
     "shape for each kind, grouped heads included, or latent rows of one size"
 )
-_NUM_TOKENS = 6  # more than a convolution window
+NUM_TOKENS = 6  # more than a convolution window
 
 
 class _Recorder(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
@@ -48,7 +48,7 @@ def recorded_geometry(model: Any, kinds: tuple[LayerKind, ...], window: int, chu
         HybridLayer(None, recorder) if kind == "hybrid" else recorder or _without_attention(kind)
         for kind, recorder in zip(kinds, recorders, strict=True)
     ]
-    ids = torch.arange(_NUM_TOKENS, device=model.device)[None]
+    ids = torch.arange(NUM_TOKENS, device=model.device)[None]
     model(input_ids=ids, position_ids=ids, past_key_values=StateCache(layers=layers), use_cache=True)
     sources = _sources(name, recorders)
     attention = [recorder for recorder in recorders if recorder is not None and recorder.shapes]
@@ -107,7 +107,7 @@ def _latent(config: Any, layers: Sequence[_Recorder]) -> LatentGeometry | None:
     """The parts of a latent row, if that is what all layers store."""
     rank, rope = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
     if rank and rope:
-        row = (1, 1, _NUM_TOKENS, rank), (1, 1, _NUM_TOKENS, rope)
+        row = (1, 1, NUM_TOKENS, rank), (1, 1, NUM_TOKENS, rope)
         if all(layer.shapes == [row] for layer in layers):
             return LatentGeometry(rank, rope)
     return None
@@ -119,7 +119,7 @@ def _heads(name: str, layers: Sequence[_Recorder], *kinds: LayerKind) -> HeadSha
     if not stored:
         return None
     keys, values = stored[0]
-    is_regular = len(keys) == len(values) == 4 and keys[:3] == values[:3] and keys[::2] == (1, _NUM_TOKENS)
+    is_regular = len(keys) == len(values) == 4 and keys[:3] == values[:3] and keys[::2] == (1, NUM_TOKENS)
     if len(stored) > 1 or not is_regular:
         shapes = sorted({shape for pair in stored for shape in pair})
         raise UnsupportedModel(f"{name} stores keys and values of shapes {shapes} in {kinds[0]} layers; {SUPPORTED}")

@@ -56,14 +56,10 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
 
     The model must not be used elsewhere meanwhile: its configuration and weights are changed and restored.
     """
-    name, config = type(model).__name__, model.config.get_text_config()
-    reason = _config_reason(config) or _interface_reason(model)
-    if reason:
-        raise UnsupportedModel(f"{name} has {reason}; {SUPPORTED}")
+    name, config, kinds = type(model).__name__, model.config.get_text_config(), _examined(model)
     attention_kernel(model)
     if attention == "flashinfer":
         require_flashinfer(model.device)
-    kinds = tuple(_KINDS[layer_type] for layer_type in _layer_types(config))
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
@@ -91,6 +87,24 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
         raise UnsupportedModel(f"{name} {reason}; {SUPPORTED}")
     bounds, limit = _bounds(config, kinds), stretched_beyond(config)
     return replace(recorded, window=bounds["window"], chunk=bounds["chunk"], max_context_len=limit)
+
+
+def untried_geometry(model: Any) -> ModelGeometry:
+    """What the layers of `model` store, by its configuration and one recorded pass. Nothing is compared, so the weights
+    may be on the device "meta". Raises UnsupportedModel as `check_supported` does before its trial."""
+    config, kinds = model.config.get_text_config(), _examined(model)
+    with torch.inference_mode():
+        recorded = recorded_geometry(model, kinds, **_bounds(config, kinds))
+    return replace(recorded, max_context_len=stretched_beyond(config))
+
+
+def _examined(model: Any) -> tuple[LayerKind, ...]:
+    """The kinds of the layers. Raises UnsupportedModel where configuration or signature rule the model out."""
+    config = model.config.get_text_config()
+    reason = _config_reason(config) or _interface_reason(model)
+    if reason:
+        raise UnsupportedModel(f"{type(model).__name__} has {reason}; {SUPPORTED}")
+    return tuple(_KINDS[layer_type] for layer_type in _layer_types(config))
 
 
 def _difference_reason(trial: Trial, geometry: ModelGeometry, attention: Attention) -> str:

@@ -1,0 +1,198 @@
+"""`hicache plan`: its flags, the plan, and its JSON."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from rich.console import Console
+
+from hicache.config import EngineConfig
+from hicache.planning.gpus import GPUS, Gpu, gpu_of
+from hicache.planning.hits import HitRow, hit_rows
+from hicache.planning.memory import MemoryPlan, Wanted, plan_memory
+from hicache.planning.model import PlannedModel, read_model
+from hicache.planning.presets import PRESETS
+from hicache.planning.report import show
+from hicache.planning.times import COMPUTE_SHARE, LengthTimes, Machine, Times
+from hicache.replay.trace import read_trace
+from hicache.settings import Number, Size, Tokens, Whole, as_flag, settings_of
+
+_ENGINE = settings_of(EngineConfig)
+_SIZE, _POSITIVE = as_flag(Size("a size like 64GiB")), as_flag(Size("a size like 64GiB", 1))
+_RATE = as_flag(Size("bytes per second like 50GB", 1))
+_COUNT = as_flag(Whole("a count", 1, 1024))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is known of a model on a machine. `break_even_*`: tokens, None: never, or unknown."""
+
+    model: PlannedModel
+    machine: Machine
+    memory: MemoryPlan
+    times: tuple[LengthTimes, ...]
+    break_even_host: int | None
+    break_even_disk: int | None
+    hits: tuple[HitRow, ...]
+    serve: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; sizes in bytes, those of `memory` of one GPU."""
+        model, memory = self.model, self.memory
+        geometry = model.geometry
+        return {
+            "model": {
+                **{name: value for name, value in vars(model).items() if name not in ("geometry", "work")},
+                "layers": {kind: geometry.kinds.count(kind) for kind in dict.fromkeys(geometry.kinds)},
+                "window": geometry.window,
+                "flops": dataclasses.asdict(model.work),
+            },
+            "machine": dataclasses.asdict(self.machine),
+            "memory": {
+                "weight_bytes": memory.weight_bytes,
+                "pool_bytes": memory.pool_bytes,
+                "workspace_bytes": memory.workspace_bytes,
+                "token_bytes": memory.rows.full,
+                "window_token_bytes": memory.rows.window,
+                "state_bytes": memory.rows.state,
+                "max_context_len": min(memory.config.max_context_len, memory.config.device_tokens),
+            },
+            "tiers": [dataclasses.asdict(tier) for tier in memory.tiers],
+            "times": [dataclasses.asdict(times) for times in self.times],
+            "break_even_tokens": {"host": self.break_even_host, "disk": self.break_even_disk},
+            "hit_rates": [dataclasses.asdict(row) for row in self.hits],
+            "serve": self.serve,
+            "engine": start_values(memory),
+        }
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `hicache plan`."""
+    parser.add_argument(
+        "--model", required=True, help=f"a transformers config.json, a folder with one, or one of {', '.join(PRESETS)}"
+    )
+    parser.add_argument("--gpu", required=True, help=f"its memory, like 80GiB, or one of {', '.join(GPUS)}")
+    parser.add_argument("--gpus", type=_COUNT, default=1, help="GPUs that share the model's weights (default 1)")
+    parser.add_argument(
+        "--host-memory", type=_SIZE, metavar="SIZE", help="of the host tier; 0: none (default: as the engine chooses)"
+    )
+    parser.add_argument("--disk", type=_SIZE, default=0, metavar="SIZE", help="of the disk tier (default: none)")
+    parser.add_argument("--disk-path", default=Wanted.disk_path, metavar="PATH", help="directory of the disk tier")
+    parser.add_argument(
+        "--dtype", type=as_flag(_ENGINE["dtype"]), default="auto", help="of keys and values (default: the model's)"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="requests whose hit rate to expect, as `hicache replay` reads")
+    parser.add_argument("--policy", default=EngineConfig.eviction_policy, help="eviction order of that replay")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    serving = parser.add_argument_group("serving")
+    serving.add_argument("--max-running", type=_COUNT, default=Wanted.max_running, help="default 32")
+    serving.add_argument("--chunk-tokens", type=as_flag(Tokens("")), default=Wanted.chunk_tokens, help="default 8192")
+    serving.add_argument("--max-context-len", type=as_flag(_ENGINE["max_context_len"]), help="longest sequence")
+    rates = parser.add_argument_group("in place of what is known or assumed")
+    rates.add_argument("--weight-bytes", type=_POSITIVE, metavar="SIZE", help="of all weights")
+    rates.add_argument("--workspace", type=_SIZE, metavar="SIZE", help="of each GPU, for all but weights and pools")
+    rates.add_argument("--gpu-tflops", type=as_flag(Number("", 1e-3)), help="dense TFLOP/s of a GPU in bfloat16")
+    rates.add_argument("--gpu-bandwidth", type=_RATE, metavar="SIZE", help="bytes per second of a GPU's memory")
+    rates.add_argument("--link-rate", type=_RATE, metavar="SIZE", help="bytes per second from the host to a GPU")
+    rates.add_argument(
+        "--disk-rate", type=_RATE, default=3_000_000_000, metavar="SIZE", help="bytes per second (default 3GB)"
+    )
+    rates.add_argument(
+        "--compute-share", type=as_flag(Number("", 1e-6, 1)), default=COMPUTE_SHARE,
+        help=f"of a GPU's FLOP/s that prefill reaches (default {COMPUTE_SHARE})",
+    )  # fmt: skip
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Print the plan; returns 0."""
+    transformers.utils.logging.set_verbosity_error()
+    trace = None if flags.trace is None else read_trace(flags.trace)
+    gpu = _gpu(flags)
+    model = read_model(flags.model, flags.weight_bytes)
+    memory = plan_memory(model, gpu, _wanted(flags))
+    machine = Machine(gpu, flags.gpus, flags.disk_rate, flags.compute_share)
+    times = Times(model, memory, machine)
+    with Console(stderr=True).status("replaying the trace"):
+        hits = () if trace is None else tuple(hit_rows(trace, memory.tiers, flags.policy))
+    plan = Plan(
+        model=model,
+        machine=machine,
+        memory=memory,
+        times=times.table(),
+        break_even_host=times.break_even(lambda length: length.load_s),
+        break_even_disk=times.break_even(lambda length: length.disk_s) if flags.disk else None,
+        hits=hits,
+        serve=_serve(flags, memory),
+    )
+    if flags.json:
+        print(json.dumps(plan.to_json()))
+    else:
+        show(plan.to_json(), Console())
+    return 0
+
+
+def start_values(memory: MemoryPlan) -> dict[str, Any]:
+    """The engine's settings that differ from the defaults, as `EngineConfig.from_dict` takes them."""
+    plain = EngineConfig(device_tokens=memory.start.device_tokens)
+    values = {
+        name: value
+        for name, value in vars(memory.start).items()
+        if name == "device_tokens" or value != vars(plain)[name]
+    }
+    if memory.start.disk is not None:
+        values["disk"] = {name: value for name, value in vars(memory.start.disk).items() if value}
+    return values
+
+
+def _serve(flags: argparse.Namespace, memory: MemoryPlan) -> str:
+    """The command that starts a server; empty for several GPUs, which `hicache serve` does not use."""
+    if flags.gpus > 1:
+        return ""
+    start = memory.start
+    model = flags.model if Path(flags.model).exists() else "MODEL"
+    if Path(model).is_file():
+        model = str(Path(model).parent)
+    given: dict[str, object] = {
+        "--device-tokens": start.device_tokens,
+        "--host-bytes": start.host_bytes,
+        "--max-context-len": start.max_context_len,
+        "--max-running": flags.max_running,
+        "--chunk-tokens": flags.chunk_tokens,
+    }
+    if start.dtype != "auto":
+        given["--dtype"] = start.dtype
+    if start.disk is not None:
+        given |= {"--disk-path": start.disk.path, "--disk-budget-bytes": start.disk.budget_bytes}
+    return shlex.join(["hicache", "serve", model, *(str(part) for pair in given.items() for part in pair)])
+
+
+def _gpu(flags: argparse.Namespace) -> Gpu:
+    """The GPU with the rates that flags give."""
+    gpu = gpu_of(flags.gpu)
+    return dataclasses.replace(
+        gpu,
+        flops_per_s=gpu.flops_per_s if flags.gpu_tflops is None else flags.gpu_tflops * 1e12,
+        memory_bytes_per_s=float(flags.gpu_bandwidth or gpu.memory_bytes_per_s),
+        link_bytes_per_s=float(flags.link_rate or gpu.link_bytes_per_s),
+    )
+
+
+def _wanted(flags: argparse.Namespace) -> Wanted:
+    return Wanted(
+        num_gpus=flags.gpus,
+        host_bytes=flags.host_memory,
+        disk_bytes=flags.disk,
+        disk_path=flags.disk_path,
+        workspace_bytes=flags.workspace,
+        dtype=flags.dtype,
+        max_running=flags.max_running,
+        chunk_tokens=flags.chunk_tokens,
+        max_context_len=flags.max_context_len,
+    )

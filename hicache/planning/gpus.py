@@ -1,0 +1,68 @@
+"""Memory and rates of known GPUs, from the vendors' data sheets that `docs/plan.md` names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hicache.errors import ConfigError
+from hicache.settings import parse_bytes
+
+_GIB = 1 << 30
+_ECC = 15 / 16  # what error correction leaves of GDDR6; HBM has room of its own for it
+_PCIE_SHARE = 0.88  # of the raw rate, as pinned copies reach it: 55.5 of 63 GB/s on an H200
+_PCIE_BYTES_PER_S = {4: 31.5e9, 5: 63.0e9}  # 16 lanes, one direction, after the line code of 128 in 130 bits
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. `flops_per_s`: dense, in bfloat16; `link_bytes_per_s`: of pinned copies from the host. 0: unknown."""
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float = 0.0
+    flops_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0
+
+
+def _gpu(name: str, memory_gib: float, memory_tb_per_s: float, tera_flops: float, pcie: int) -> Gpu:
+    link = _PCIE_SHARE * _PCIE_BYTES_PER_S[pcie]
+    return Gpu(name, int(memory_gib * _GIB), memory_tb_per_s * 1e12, tera_flops * 1e12, link)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("b200", 180, 8.0, 2250, 5),
+        _gpu("h200", 141, 4.8, 989, 5),
+        _gpu("h200-nvl", 141, 4.8, 835, 5),
+        _gpu("h100", 80, 3.35, 989, 5),
+        _gpu("h100-nvl", 94, 3.9, 835, 5),
+        _gpu("h100-pcie", 80, 2.0, 756, 5),
+        _gpu("a100", 80, 2.039, 312, 4),
+        _gpu("a100-pcie", 80, 1.935, 312, 4),
+        _gpu("a100-40gb", 40, 1.555, 312, 4),
+        _gpu("l40s", 48 * _ECC, 0.864, 362, 4),
+        _gpu("l4", 24 * _ECC, 0.3, 121, 4),
+        _gpu("a10", 24 * _ECC, 0.6, 125, 4),
+        _gpu("rtx-5090", 32, 1.792, 209.5, 5),
+        _gpu("rtx-4090", 24, 1.008, 165, 4),
+        _gpu("mi300x", 192, 5.3, 1307, 5),
+        _gpu("mi325x", 256, 6.0, 1307, 5),
+    )
+}
+
+
+def gpu_of(text: str) -> Gpu:
+    """The GPU of a name of `GPUS`, in any case, or one of as many bytes (`80GiB`) whose rates are unknown."""
+    found = GPUS.get("-".join(text.lower().split()))
+    if found is not None:
+        return found
+    try:
+        memory_bytes = parse_bytes(text)
+    except ConfigError:
+        raise ConfigError(
+            f"--gpu {text}: no such GPU; known are {', '.join(GPUS)}; or give its memory, like 80GiB"
+        ) from None
+    if memory_bytes < 1:
+        raise ConfigError(f"--gpu {text}: a GPU has at least one byte; give its memory, like 80GiB")
+    return Gpu(f"GPU of {text}", memory_bytes)

@@ -1,0 +1,188 @@
+"""How many tokens the tiers hold, and the engine's settings that follow; all sizes are those of one GPU's process.
+
+    memory of the GPU = weights + pools + workspace
+
+The pools are those that `hicache.sizing` describes and the factory builds. With several GPUs every one has its share of
+the weights and heads; latent rows cannot be shared out and are on each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from hicache.config import DiskConfig, EngineConfig
+from hicache.errors import ConfigError, OutOfMemory
+from hicache.layout import ModelGeometry
+from hicache.planning.gpus import Gpu
+from hicache.planning.model import PlannedModel
+from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT
+from hicache.sizing import (
+    MAX_TOKENS,
+    RowBytes,
+    device_bytes,
+    host_shares,
+    host_states,
+    largest_device_tokens,
+    resolve,
+    row_bytes,
+)
+
+_PLENTY = 1 << 60  # the machine that is planned for may have more memory than this one
+_MOST_GPUS = 1024
+_SLOT_BYTES = 4  # of the request table, for each position of a request
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the plan is for. `host_bytes`, `disk_bytes`: of a tier over all GPUs; None: as the engine chooses; 0: none.
+    `workspace_bytes`: of each GPU; None: what `hicache serve` leaves."""
+
+    num_gpus: int = 1
+    host_bytes: int | None = None
+    disk_bytes: int = 0
+    disk_path: str = "hicache-store"
+    workspace_bytes: int | None = None
+    dtype: str = "auto"
+    max_running: int = 32
+    chunk_tokens: int = 8192
+    max_context_len: int | None = None
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Bytes of a tier over all GPUs, the tokens that it holds, and the recurrent states beside them."""
+
+    name: str
+    num_bytes: int
+    num_tokens: int
+    num_states: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """`rows`: what one GPU stores. `tiers`: device, and host and disk where there are any. `config`: with every size,
+    `start`: without those that the engine computes to the same values."""
+
+    weight_bytes: int
+    pool_bytes: int
+    workspace_bytes: int
+    rows: RowBytes
+    tiers: tuple[Tier, ...]
+    config: EngineConfig
+    start: EngineConfig
+
+
+def plan_memory(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan:
+    """Raises OutOfMemory where the weights and a page do not fit, with the number of GPUs that would do; ConfigError
+    where a tier of a given size holds no page."""
+    plan = _plan(model, gpu, wanted)
+    if plan is not None:
+        return plan
+    more = (wanted.num_gpus << step for step in range(1, _MOST_GPUS.bit_length()))
+    alone = dataclasses.replace(wanted, host_bytes=0, disk_bytes=0)
+    enough = next((n for n in more if _plan(model, gpu, dataclasses.replace(alone, num_gpus=n)) is not None), None)
+    remedy = "no number of such GPUs would do" if enough is None else f"{enough} would do: --gpus {enough}"
+    raise OutOfMemory(
+        f"{model.name}: {model.weight_bytes} bytes of weights, a workspace and a page do not fit in {wanted.num_gpus} "
+        f"x {gpu.memory_bytes} bytes ({gpu.name}); {remedy}"
+    )
+
+
+def share_of(geometry: ModelGeometry, num_gpus: int) -> ModelGeometry:
+    """What each of several GPUs stores: heads are shared out, and one is on several GPUs where there are too few."""
+    state = geometry.state
+    if state is not None:
+        conv = tuple((_share(shape[0], num_gpus), *shape[1:]) for shape in state.conv)
+        temporal = (_share(state.temporal[0], num_gpus), *state.temporal[1:])
+        state = dataclasses.replace(state, conv=conv, temporal=temporal)
+    swa = geometry.swa_head_num
+    return dataclasses.replace(
+        geometry,
+        head_num=_share(geometry.head_num, num_gpus),
+        swa_head_num=None if swa is None else _share(swa, num_gpus),
+        state=state,
+    )
+
+
+def _plan(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan | None:
+    """None where weights, workspace and a page do not fit."""
+    geometry, start = share_of(model.geometry, wanted.num_gpus), _start(model, wanted)
+    weight_bytes = _share(model.weight_bytes, wanted.num_gpus)
+    left, needed = gpu.memory_bytes - weight_bytes, _needed(start)
+    workspace = max(needed, left - int(left * CUDA_SHARE)) if wanted.workspace_bytes is None else wanted.workspace_bytes
+    if workspace < needed:
+        raise ConfigError(f"--workspace {workspace}: staging and the request table take {needed} bytes; give more")
+    sized = dataclasses.replace(start, dtype=_dtype(model.geometry, start))
+    num_tokens = largest_device_tokens(sized, geometry, left - workspace)
+    if not num_tokens:
+        return None
+    start = dataclasses.replace(start, device_tokens=num_tokens)
+    config = resolve(start, geometry, _PLENTY)
+    rows = row_bytes(geometry, config.torch_dtype)
+    pool_bytes = device_bytes(config, rows)
+    if config.host_bytes:
+        start = dataclasses.replace(start, host_bytes=config.host_bytes)
+    tiers = [Tier("device", pool_bytes * wanted.num_gpus, num_tokens, config.mamba_size)]
+    if isinstance(config.host_bytes, int) and config.host_bytes:
+        tiers.append(_tier("host", config, rows, config.host_bytes, wanted.num_gpus))
+    if wanted.disk_bytes:
+        tiers.append(_tier("disk", config, rows, wanted.disk_bytes // wanted.num_gpus, wanted.num_gpus))
+    return MemoryPlan(
+        weight_bytes, pool_bytes, gpu.memory_bytes - weight_bytes - pool_bytes, rows, tuple(tiers), config, start
+    )
+
+
+def _start(model: PlannedModel, wanted: Wanted) -> EngineConfig:
+    """The settings but for the number of tokens, which is a placeholder."""
+    disk = None
+    if wanted.disk_bytes:
+        disk = DiskConfig(path=wanted.disk_path, budget_bytes=wanted.disk_bytes // wanted.num_gpus)
+    return EngineConfig(
+        device_tokens=MAX_TOKENS,
+        host_bytes="auto" if wanted.host_bytes is None else wanted.host_bytes // wanted.num_gpus,
+        max_requests=wanted.max_running,
+        max_context_len=wanted.max_context_len or min(model.max_context_len, MAX_CONTEXT),
+        prefill_chunk_tokens=wanted.chunk_tokens,
+        device="cuda",
+        dtype=wanted.dtype,
+        model_id=model.name,
+        disk=disk,
+    )
+
+
+def _tier(name: str, config: EngineConfig, rows: RowBytes, num_bytes: int, num_gpus: int) -> Tier:
+    """What a tier of `num_bytes` for each GPU holds: pages, and states in the proportions of the host tier."""
+    page = config.host_page_size
+    page_bytes = {"full": rows.full * page}
+    if rows.window:
+        page_bytes["swa"] = rows.window * page
+    states = None
+    if rows.state:
+        page_bytes["mamba"] = rows.state
+        states = host_states(dataclasses.replace(config, host_states=0), num_bytes, rows.full * page, rows.state)
+    shares = host_shares(dataclasses.replace(config, host_bytes=num_bytes), page_bytes, states)
+    num_pages = shares["full"] // page_bytes["full"] - (name == "host")  # where a page is a sink for padding
+    if num_pages < 1:
+        raise ConfigError(
+            f"--{'host-memory' if name == 'host' else name} {num_bytes * num_gpus}: too little for a page of "
+            f"{sum(page_bytes.values())} bytes on each of {num_gpus} GPUs; give more, or 0 for no such tier"
+        )
+    return Tier(name, num_bytes * num_gpus, num_pages * page, states or 0)
+
+
+def _needed(config: EngineConfig) -> int:
+    """Bytes of the workspace that are known: the request table and staging buffers."""
+    return (config.max_requests + 1) * config.max_context_len * _SLOT_BYTES + config.advanced.staging_bytes
+
+
+def _dtype(geometry: ModelGeometry, config: EngineConfig) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return str(geometry.dtype or torch.bfloat16).removeprefix("torch.")
+
+
+def _share(total: int, num_gpus: int) -> int:
+    return -(-total // num_gpus)

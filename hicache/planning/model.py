@@ -1,0 +1,191 @@
+"""A model by its configuration alone: what its layers store, how many bytes its weights take, what a prefill computes.
+
+The model is built on the device "meta", which has shapes and no numbers, and one pass of it is recorded.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hicache.errors import ConfigError, HiCacheError
+from hicache.layout import ModelGeometry
+from hicache.planning.prefill import PrefillWork
+from hicache.planning.presets import PRESETS
+from hicache.serving.models import UNLIMITED
+from hicache.serving.positions import position_limit
+from hicache.serving.recorded import NUM_TOKENS
+from hicache.serving.support import untried_geometry
+
+_BITS = {"fp8": 8.0, "finegrained_fp8": 8.0, "mxfp4": 4.25}  # of a quantised weight, with its share of a scale
+_SCALE_BITS = 16  # and a zero point, for each group of GPTQ and AWQ
+_GROUP = 128
+_STATE_FLOPS = 6  # of an element of a state and a token: decayed, updated and read, a multiplication and addition each
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model without weights. `num_active`: weights that a token is multiplied with, the head left out;
+    `weight_bytes`: of all; `max_context_len`: positions that it has."""
+
+    name: str
+    geometry: ModelGeometry
+    num_weights: int
+    num_active: int
+    weight_bytes: int
+    max_context_len: int
+    work: PrefillWork
+
+
+def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
+    """The model of a transformers `config.json`, a folder with one, or a name of `PRESETS`. `weight_bytes`: None: as
+    the folder's safetensors say, or the configuration's quantisation and dtype.
+
+    Raises ConfigError where it is none, with a message of one line, UnsupportedModel where it cannot be served.
+    """
+    values, path = _values(given)
+    try:
+        model = _without_weights(values)
+    except Exception as error:  # transformers raises what its parts raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"--model {given}: not the configuration of a causal language model: {text[:200]}") from error
+    try:
+        with FlopCounterMode(display=False) as counter:
+            geometry = untried_geometry(model)
+    except HiCacheError:
+        raise
+    except Exception as error:  # a model that looks at numbers has none here
+        text = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"--model {given}: {type(model).__name__} cannot run without weights, so it cannot be planned: {text}"
+        ) from error
+    config, num_active = model.config.get_text_config(), _token_flops(model, counter) // 2
+    if weight_bytes is None:
+        weight_bytes = _indexed_bytes(path) or _counted_bytes(model, values.get("quantization_config"), given)
+    return PlannedModel(
+        name=given if path is None else str(path.parent.resolve().name if path.name == "config.json" else path.stem),
+        geometry=geometry,
+        num_weights=sum(weight.numel() for weight in model.parameters()),
+        num_active=num_active,
+        weight_bytes=weight_bytes,
+        max_context_len=position_limit(config) or UNLIMITED,
+        work=_work(config, geometry, num_active, model.get_output_embeddings()),
+    )
+
+
+def _values(given: str) -> tuple[dict[str, Any], Path | None]:
+    """The configuration's values, and its file; None for a preset."""
+    path = Path(given)
+    if not path.exists() and given in PRESETS:
+        return copy.deepcopy(PRESETS[given]), None
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            values, _ = PretrainedConfig.get_config_dict(str(path), local_files_only=True)  # which reads infinities
+    except OSError as error:
+        raise ConfigError(
+            f"--model {given}: {error.strerror}: {path}; give a transformers config.json, a folder with one, or one of "
+            f"{', '.join(PRESETS)}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"--model {given}: {path} is not JSON: {error}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ConfigError(f"--model {given}: {path} has no model_type; give the config.json of a transformers model")
+    return values, path
+
+
+def _without_weights(values: Mapping[str, Any]) -> Any:
+    """The model of a configuration, on the device "meta". Raises whatever transformers does."""
+    kind = values["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"transformers has no model_type {kind}")
+    plain = {name: value for name, value in values.items() if name not in ("model_type", "quantization_config")}
+    config = CONFIG_MAPPING[kind].from_dict(plain)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.get_text_config().dtype or torch.bfloat16)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # the only one that chooses experts without looking at numbers
+    return model.eval()
+
+
+def _token_flops(model: Any, counter: FlopCounterMode) -> int:
+    """Operations of a token with weights, of the recorded pass: of experts those that it chose, of a layer that runs
+    several times each. The head and whatever did not run are left out."""
+    counted = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
+    names = [f"{type(model).__name__}.{name}" for name, _ in _multiplied(model)]
+    return sum(counted.get(name, 0) for name in names) // NUM_TOKENS
+
+
+def _multiplied(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules with weights that tokens are multiplied with, but for the head."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        has_all = len(own) == len(list(module.parameters())) and not isinstance(module, nn.Embedding)
+        if has_all and module is not head and any(weight.ndim > 1 for weight in own):
+            yield name, module
+
+
+def _work(config: Any, geometry: ModelGeometry, num_active: int, head: Any) -> PrefillWork:
+    heads, kinds = int(config.num_attention_heads), geometry.kinds
+    full, window = geometry.full_heads, geometry.window_heads
+    pair = full.head_dim + full.v_head_dim
+    if geometry.latent is not None:  # a prompt attends over expanded keys and values
+        pair = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    state_flops = 0
+    if geometry.state is not None:
+        state_flops = _STATE_FLOPS * len(geometry.recurrent_layers) * torch.Size(geometry.state.temporal).numel()
+    return PrefillWork(
+        token_flops=2 * num_active + state_flops,
+        head_flops=2 * head.weight.numel(),
+        full_pair_flops=2 * heads * pair * (kinds.count("full") + kinds.count("hybrid")),
+        window_pair_flops=2 * heads * (window.head_dim + window.v_head_dim) * kinds.count("window"),
+        chunk_pair_flops=2 * heads * pair * kinds.count("chunked"),
+        window=geometry.window,
+        chunk=geometry.chunk,
+    )
+
+
+def _indexed_bytes(path: Path | None) -> int:
+    """Bytes of the tensors in the safetensors files beside a configuration; 0 where there are none."""
+    if path is None:
+        return 0
+    single, index = path.with_name("model.safetensors"), path.with_name("model.safetensors.index.json")
+    try:
+        if single.exists():
+            return single.stat().st_size
+        return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]) if index.exists() else 0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{index} does not say the bytes of the weights; give --weight-bytes") from error
+
+
+def _counted_bytes(model: Any, quantization: Any, given: str) -> int:
+    """Bytes of the weights in the model's dtype, those of layers in fewer bits where the configuration says so."""
+    total: int = sum(weight.nbytes for weight in model.parameters())
+    if quantization is None:
+        return total
+    settings = quantization if isinstance(quantization, dict) else {}
+    method, bits, group = (settings.get(name) for name in ("quant_method", "bits", "group_size"))
+    if method in ("gptq", "awq") and isinstance(bits, int):
+        bits_each = bits + (_SCALE_BITS + bits) / (group if isinstance(group, int) and group > 0 else _GROUP)
+    elif method in _BITS:
+        bits_each = _BITS[method]
+    else:
+        raise ConfigError(
+            f"--model {given}: weights quantised by {method} take bytes that are not known here; give --weight-bytes"
+        )
+    quantised = [w for _, module in _multiplied(model) for w in module.parameters() if w.ndim > 1]
+    for weight in quantised:
+        total += int(weight.numel() * bits_each / 8) - weight.nbytes
+    return total

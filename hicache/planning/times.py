@@ -1,0 +1,90 @@
+"""Whether a prefix is faster loaded than computed, by its length.
+
+    compute   max(flops / (GPUs * flops_per_s * share), chunks * weights of a GPU / memory_bytes_per_s)
+    load      bytes of a GPU's rows / link_bytes_per_s
+    disk      max(load, bytes of all GPUs' rows / disk_bytes_per_s)
+
+The bytes of n tokens are `full * n + window * min(n, window tokens) + state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hicache.planning.gpus import Gpu
+from hicache.planning.memory import MemoryPlan
+from hicache.planning.model import PlannedModel
+
+# What prefill of an 8B model reaches of an H200's rate (docs/performance.md: 23 800 tokens/s over 32k tokens).
+COMPUTE_SHARE = 0.55
+_MOST_TOKENS = 1 << 20
+_LEAST_TOKENS = 1 << 10
+
+
+@dataclass(frozen=True)
+class LengthTimes:
+    """Seconds for a prefix of `num_tokens` tokens; None where a rate is unknown. `num_bytes`: on all GPUs."""
+
+    num_tokens: int
+    num_bytes: int
+    compute_s: float | None
+    load_s: float | None
+    disk_s: float | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates of `num_gpus` equal GPUs; `compute_share` in (0, 1] of their peak. A rate of 0 is unknown."""
+
+    gpu: Gpu
+    num_gpus: int
+    disk_bytes_per_s: float
+    compute_share: float = COMPUTE_SHARE
+
+
+class Times:
+    """The times of one plan."""
+
+    def __init__(self, model: PlannedModel, plan: MemoryPlan, machine: Machine) -> None:
+        self._model, self._plan, self._machine = model, plan, machine
+        self._longest = max(_LEAST_TOKENS, min(model.max_context_len, _MOST_TOKENS))
+
+    def at(self, num_tokens: int) -> LengthTimes:
+        rows, gpus = self._plan.rows, self._machine.num_gpus
+        num_bytes = rows.full * num_tokens + rows.window * min(num_tokens, self._model.geometry.window) + rows.state
+        load_s = _over(num_bytes, self._machine.gpu.link_bytes_per_s)
+        read_s = _over(num_bytes * gpus, self._machine.disk_bytes_per_s)
+        disk_s = None if load_s is None or read_s is None else max(load_s, read_s)
+        return LengthTimes(num_tokens, num_bytes * gpus, self._compute_s(num_tokens), load_s, disk_s)
+
+    def table(self) -> tuple[LengthTimes, ...]:
+        """1024 tokens, twice as many, and so on, and the longest context, at most 1048576."""
+        lengths = [_LEAST_TOKENS << step for step in range(_MOST_TOKENS.bit_length())]
+        return tuple(self.at(n) for n in [*(n for n in lengths if n < self._longest), self._longest])
+
+    def break_even(self, seconds: Callable[[LengthTimes], float | None]) -> int | None:
+        """The shortest prefix, in whole host pages, from which on loading takes no longer than computing; None where
+        there is none up to the longest context, or a rate is unknown. `seconds`: of loading."""
+        page = self._plan.config.host_page_size
+        found = None
+        for num_tokens in range(self._longest // page * page, 0, -page):
+            times = self.at(num_tokens)
+            load_s, compute_s = seconds(times), times.compute_s
+            if load_s is None or compute_s is None or load_s > compute_s:
+                break
+            found = num_tokens
+        return found
+
+    def _compute_s(self, num_tokens: int) -> float | None:
+        gpu, plan = self._machine.gpu, self._plan
+        flops_s = _over(
+            self._model.work.flops(num_tokens), self._machine.num_gpus * gpu.flops_per_s * self._machine.compute_share
+        )
+        chunks = -(-num_tokens // plan.config.prefill_chunk_tokens)
+        weights_s = _over(chunks * plan.weight_bytes, gpu.memory_bytes_per_s)
+        return flops_s if flops_s is None or weights_s is None else max(flops_s, weights_s)
+
+
+def _over(amount: float, rate: float) -> float | None:
+    return amount / rate if rate else None

@@ -1,0 +1,313 @@
+"""`hicache plan`: bytes are those of the pools that get built, operations those that PyTorch counts; memory adds up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
+
+from family_case import tiny_config, tiny_family
+from hicache import EngineConfig, build_engine
+from hicache.errors import ConfigError, OutOfMemory, UnsupportedModel
+from hicache.planning.gpus import GPUS, Gpu, gpu_of
+from hicache.planning.memory import MemoryPlan, Wanted, plan_memory, share_of
+from hicache.planning.model import PlannedModel, read_model
+from hicache.planning.prefill import PrefillWork
+from hicache.planning.times import Machine, Times
+from hicache.sizing import device_bytes, largest_device_tokens, resolve, row_bytes
+
+MIB = 1 << 20
+KINDS = [
+    "llama",
+    "deepseek_v3",
+    "gemma3_text",
+    "mimo_v2_flash",
+    "gemma3n_text",
+    "qwen3_next",
+    "kimi_linear",
+    "falcon_h1",
+]
+GPU = Gpu("test", 260 * MIB, 1e12, 100e12, 50e9)  # 256 MiB of it are staging
+SMALL = Wanted(max_running=2, chunk_tokens=64, max_context_len=256, host_bytes=2 * MIB, disk_bytes=4 * MIB)
+
+
+def described(row: str, folder: Path, **changes: Any) -> PlannedModel:
+    """The plan's view of a tiny model, from its configuration in a file."""
+    tiny_config(row, dtype="float32", **changes).save_pretrained(folder)
+    return read_model(str(folder))
+
+
+def built(plan: MemoryPlan, model: PlannedModel, num_gpus: int = 1) -> tuple[int, dict[str, float]]:
+    """Bytes of the buffers of one GPU's pools as the factory makes them, and the engine's figures."""
+    config = dataclasses.replace(plan.config, device="cpu", disk=None)
+    with build_engine(config, share_of(model.geometry, num_gpus)) as engine:
+        spaces = engine.pool.slot_spaces
+        num_bytes = sum(b.nbytes for s in spaces for layer in s.layout.layers for b in s.layer_buffers(layer))
+        return num_bytes, engine.stats()
+
+
+@pytest.mark.parametrize("row", KINDS)
+def test_the_pools_take_what_the_plan_says(row: str, tmp_path: Path) -> None:
+    """From the configuration alone the plan knows the bytes of every pool, windows and states included; weights, pools
+    and workspace are the memory of the GPU; host tokens are those of the host pool; one page more would not fit."""
+    model = described(row, tmp_path)
+    weights = tiny_family(row, "cpu")
+    assert model.weight_bytes == sum(weight.nbytes for weight in weights.parameters())
+    plan = plan_memory(model, GPU, SMALL)
+    num_bytes, stats = built(plan, model)
+    assert plan.pool_bytes == num_bytes > 0
+    assert plan.weight_bytes + plan.pool_bytes + plan.workspace_bytes == GPU.memory_bytes
+    device, host, disk = plan.tiers
+    assert device.num_tokens == plan.config.device_tokens
+    assert host.num_tokens == stats["host.free_pages"] * plan.config.host_page_size
+    assert disk.num_tokens >= 2 * host.num_tokens
+    assert host.num_states == plan.config.host_states and bool(host.num_states) == bool(plan.rows.state)
+    larger = dataclasses.replace(plan.start, device_tokens=device.num_tokens + plan.config.cache_page_size)
+    left = GPU.memory_bytes - plan.weight_bytes - plan.workspace_bytes
+    assert device_bytes(resolve(larger, model.geometry, 1 << 50), plan.rows) > left
+    assert EngineConfig.from_dict({**vars(plan.start), "disk": None, "advanced": {}}).device_tokens == device.num_tokens
+
+
+def test_bytes_of_known_models() -> None:
+    """Bytes per token, window token and state of published models are those of their papers; a dtype of 8 bits halves
+    what is stored per token; latent rows are rank + rope, whatever the number of heads."""
+    known = ("llama-3.1-8b", "deepseek-v3", "gemma-3-27b", "gpt-oss-120b", "qwen3-next-80b-a3b")
+    models = {name: read_model(name) for name in known}
+    rows = {name: row_bytes(model.geometry, torch.bfloat16) for name, model in models.items()}
+    assert rows["llama-3.1-8b"].full == 32 * 8 * 2 * 128 * 2
+    assert rows["deepseek-v3"].full == 61 * (512 + 64) * 2
+    assert (rows["gemma-3-27b"].full, rows["gemma-3-27b"].window) == (10 * 16 * 256 * 2, 52 * 16 * 256 * 2)
+    assert (rows["qwen3-next-80b-a3b"].full, rows["qwen3-next-80b-a3b"].state > 0) == (12 * 2 * 512 * 2, True)
+    assert (rows["gpt-oss-120b"].full, rows["gpt-oss-120b"].window) == (18 * 8 * 128 * 2,) * 2
+    llama, deepseek = models["llama-3.1-8b"], models["deepseek-v3"]
+    assert row_bytes(llama.geometry, torch.float8_e4m3fn).full * 2 == rows["llama-3.1-8b"].full
+    assert llama.num_weights == 8_030_261_248 and llama.max_context_len == 131072
+    assert deepseek.num_weights == 671_026_404_352  # as published, without the layer that predicts a second token
+    assert deepseek.weight_bytes < 1.01 * deepseek.num_weights + 2 * 2 * 129280 * 7168
+    assert deepseek.num_active / 1e9 == pytest.approx(37 - 1.3, abs=0.1)  # 37 billion with embedding and head
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 3, 8])
+@pytest.mark.parametrize("row", ["llama", "deepseek_v3", "mimo_v2_flash", "qwen3_next"])
+def test_several_gpus_share_heads(row: str, num_gpus: int, tmp_path: Path) -> None:
+    """The pools of each GPU's share are built as planned, and memory adds up on each; heads are shared out until one is
+    left, latent rows are whole everywhere."""
+    model = described(row, tmp_path)
+    plan = plan_memory(
+        model, GPU, dataclasses.replace(SMALL, num_gpus=num_gpus, host_bytes=num_gpus * 2 * MIB, disk_bytes=0)
+    )
+    assert plan.pool_bytes == built(plan, model, num_gpus)[0]
+    assert plan.weight_bytes + plan.pool_bytes + plan.workspace_bytes == GPU.memory_bytes
+    alone = row_bytes(model.geometry, plan.config.torch_dtype)
+    if model.geometry.latent is not None:
+        assert plan.rows == alone
+    else:
+        assert plan.rows.full == alone.full * -(-model.geometry.head_num // num_gpus) // model.geometry.head_num
+    assert plan.tiers[0].num_bytes == num_gpus * plan.pool_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_the_dtype_is_of_keys_and_values(dtype: str, tmp_path: Path) -> None:
+    """--dtype changes what the pools store, and what is built, and not the weights."""
+    model = described("llama", tmp_path)
+    plan = plan_memory(model, GPU, dataclasses.replace(SMALL, dtype=dtype))
+    assert plan.pool_bytes == built(plan, model)[0]
+    layers, heads = model.geometry.layer_num, model.geometry.full_heads.row_dims
+    assert plan.rows.full == layers * heads * getattr(torch, dtype).itemsize
+    assert plan.weight_bytes == model.weight_bytes
+
+
+@pytest.mark.parametrize("row", ["llama", "gpt2", "mixtral", "deepseek_v3", "gemma3_text", "qwen3_moe", "hrm_text"])
+def test_operations_are_those_that_pytorch_counts(row: str, tmp_path: Path) -> None:
+    """A pass over 9 tokens has the formula's operations, where every query meets every key and the head every token."""
+    work, n = described(row, tmp_path).work, 9
+    model = tiny_family(row, "cpu")
+    model.set_attn_implementation("eager")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")
+    ids = torch.arange(n)[None]
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, position_ids=ids, use_cache=False)
+    pairs = work.full_pair_flops + work.window_pair_flops + work.chunk_pair_flops
+    assert counted(counter) == n * (work.token_flops + work.head_flops) + n * n * pairs
+
+
+@pytest.mark.parametrize("row", ["llama", "gemma3_text", "mistral"])
+def test_operations_of_a_causal_prefill(row: str, tmp_path: Path) -> None:
+    """Token by token over a cache that keeps windows, where a query meets the keys before it alone, the operations are
+    those of the prefill, and the head for each further token."""
+    work, n = described(row, tmp_path).work, 30  # longer than the windows
+    model = tiny_family(row, "cpu")
+    model.set_attn_implementation("eager")
+    cache, total = DynamicCache(config=model.config), 0
+    for position in range(n):
+        ids = torch.tensor([[position]])
+        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+            model(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
+        total += counted(counter)
+    assert total == work.flops(n) + (n - 1) * work.head_flops
+
+
+def counted(counter: FlopCounterMode) -> int:
+    """Operations without those of rotary frequencies, which the formula leaves out."""
+    counts = counter.get_flop_counts().items()
+    rotary = sum(sum(ops.values()) for name, ops in counts if name.split(".")[-1].startswith("rotary"))
+    return counter.get_total_flops() - rotary
+
+
+def test_the_work_of_windows_and_chunks_is_bounded() -> None:
+    """Queries and keys are counted one by one, in windows of 4 and chunks of 4."""
+    for n in range(12):
+        keys = {
+            "full": sum(i + 1 for i in range(n)),
+            "window": sum(min(i + 1, 4) for i in range(n)),
+            "chunk": sum(i % 4 + 1 for i in range(n)),
+        }
+        work = PrefillWork(7, 5, 1, 100, 10000, window=4, chunk=4)
+        assert work.flops(n) == 7 * n + 5 + keys["full"] + 100 * keys["window"] + 10000 * keys["chunk"]
+
+
+@pytest.mark.parametrize("row", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("link", [1e3, 1e6, 2e8, 1e12])
+def test_the_break_even_is_where_loading_starts_to_pay(row: str, link: float, tmp_path: Path) -> None:
+    """From the break-even on, at every multiple of a page, loading takes no longer than computing, and one page below
+    it takes longer; without one it takes longer at the longest context. Windows bound what is loaded."""
+    model = described(row, tmp_path)
+    gpu = dataclasses.replace(GPU, flops_per_s=1e9, memory_bytes_per_s=0.0, link_bytes_per_s=link)
+    plan = plan_memory(model, gpu, SMALL)
+    times, page = Times(model, plan, Machine(gpu, 1, 1e9, 1.0)), plan.config.host_page_size
+    longest = times.table()[-1].num_tokens // page * page
+    pays = {n: times.at(n).load_s <= times.at(n).compute_s for n in range(page, longest + 1, page)}  # type: ignore[operator]
+    found = times.break_even(lambda at: at.load_s)
+    if found is None:
+        assert not pays[longest]
+    else:
+        assert all(pays[n] for n in pays if n >= found) and not pays.get(found - page, False)
+    rows, window = plan.rows, model.geometry.window
+    assert times.at(512).num_bytes == 512 * rows.full + min(512, window) * rows.window + rows.state
+    assert times.at(512).compute_s == model.work.flops(512) / 1e9
+
+
+def test_unknown_rates_give_no_times(tmp_path: Path) -> None:
+    """A GPU of which only the memory is known has a plan without times and without a break-even."""
+    model, gpu = described("llama", tmp_path), gpu_of("300MiB")
+    times = Times(model, plan_memory(model, gpu, SMALL), Machine(gpu, 1, 1e9))
+    assert {(at.compute_s, at.load_s, at.disk_s) for at in times.table()} == {(None, None, None)}
+    assert times.break_even(lambda at: at.load_s) is None
+
+
+def test_gpus_by_name_and_by_size() -> None:
+    """A name in any case, or bytes; anything else lists the names."""
+    assert gpu_of("H200") is GPUS["h200"] and gpu_of("H100 PCIe") is GPUS["h100-pcie"]
+    assert gpu_of("80GiB").memory_bytes == 80 << 30
+    assert all(min(gpu.memory_bytes_per_s, gpu.flops_per_s, gpu.link_bytes_per_s) > 0 for gpu in GPUS.values())
+    for text in ("h900", "80 of them", ""):
+        with pytest.raises(ConfigError, match="known are b200, h200"):
+            gpu_of(text)
+    for text in ("0", "-80GiB"):
+        with pytest.raises(ConfigError, match="at least one byte"):
+            gpu_of(text)
+
+
+def test_the_documented_gpus() -> None:
+    """`docs/plan.md` has a row for each GPU with the memory and rates that are used, and names where they come from."""
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
+    found = {row[0].strip("`"): [float(cell) for cell in row[1:5]] for row in rows if row[5]}
+    raw_gb_per_s = {4: 31.5, 5: 63.0}
+    assert list(found) == list(GPUS)
+    for name, (memory_gib, memory_tb_per_s, tera_flops, pcie) in found.items():
+        gpu = GPUS[name]
+        assert gpu.memory_bytes == memory_gib * (1 << 30) and gpu.flops_per_s == tera_flops * 1e12
+        assert gpu.memory_bytes_per_s == memory_tb_per_s * 1e12
+        assert gpu.link_bytes_per_s == pytest.approx(0.88 * raw_gb_per_s[int(pcie)] * 1e9)
+
+
+def test_weights_that_do_not_fit_name_the_gpus_that_would() -> None:
+    """The message's number of GPUs holds the model and half as many do not; where none would, it says so."""
+    model = read_model("llama-3.1-70b")
+    with pytest.raises(OutOfMemory, match="4 would do: --gpus 4"):
+        plan_memory(model, GPUS["l40s"], Wanted())
+    assert plan_memory(model, GPUS["l40s"], Wanted(num_gpus=4)).tiers[0].num_tokens > 0
+    with pytest.raises(OutOfMemory, match="4 would do"):
+        plan_memory(model, GPUS["l40s"], Wanted(num_gpus=2))
+    with pytest.raises(OutOfMemory, match="no number of such GPUs would do"):
+        plan_memory(model, gpu_of("100MiB"), Wanted())
+
+
+def test_tiers_too_small_for_a_page_are_refused(tmp_path: Path) -> None:
+    """A workspace below what is known of it, and a host or disk tier without room for a page, name their flag."""
+    model = described("llama", tmp_path)
+    with pytest.raises(ConfigError, match="--workspace 5: staging and the request table take"):
+        plan_memory(model, GPU, dataclasses.replace(SMALL, workspace_bytes=5))
+    with pytest.raises(ConfigError, match="--host-memory 1000: too little"):
+        plan_memory(model, GPU, dataclasses.replace(SMALL, host_bytes=1000))
+    none = plan_memory(model, GPU, dataclasses.replace(SMALL, host_bytes=0, disk_bytes=0))
+    assert [tier.name for tier in none.tiers] == ["device"]
+    with pytest.raises(ConfigError, match="the disk tier needs host pages"):
+        plan_memory(model, GPU, dataclasses.replace(SMALL, host_bytes=0))
+
+
+def test_what_is_not_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    """A missing file, other JSON, an unknown type, wrong values, a model that cannot be served."""
+    path = tmp_path / "config.json"
+
+    def refused(text: str | None, error: type[Exception], match: str) -> None:
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(error, match=match) as caught:
+            read_model(str(tmp_path))
+        assert "\n" not in str(caught.value)
+
+    refused(None, ConfigError, "No such file or directory: .*or one of llama-3.1-8b")
+    refused("{", ConfigError, "is not JSON")
+    refused("[1]", ConfigError, "has no model_type")
+    refused("{}", ConfigError, "has no model_type")
+    refused('{"model_type": "novel"}', ConfigError, "transformers has no model_type novel")
+    refused('{"model_type": "vit"}', ConfigError, "not the configuration of a causal language model")
+    refused('{"model_type": "llama", "hidden_size": "wide"}', ConfigError, "not the configuration of a causal")
+    refused('{"model_type": "mamba"}', UnsupportedModel, "recurrent layers alone")
+    refused('{"model_type": "t5"}', ConfigError, "not the configuration of a causal language model")
+
+
+def test_weights_are_counted_by_files_bits_or_dtype(tmp_path: Path) -> None:
+    """The index of safetensors says the bytes of the weights, else the configuration's quantisation and dtype do; a
+    method whose bytes are unknown asks for them."""
+    config = tiny_config("llama", dtype="float32")
+    config.save_pretrained(tmp_path)
+    plain = read_model(str(tmp_path))
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 8}}))
+    inner = plain.num_active  # of a dense model: every weight of its layers
+    assert read_model(str(tmp_path)).weight_bytes == plain.weight_bytes - 4 * inner + inner * 13 // 16
+    file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "novel"}}))
+    with pytest.raises(ConfigError, match="quantised by novel take bytes that are not known here; give --weight-bytes"):
+        read_model(str(tmp_path))
+    assert read_model(str(tmp_path), weight_bytes=77).weight_bytes == 77
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 123456}}))
+    assert read_model(str(tmp_path)).weight_bytes == 123456
+    index.write_text("{}")
+    with pytest.raises(ConfigError, match="does not say the bytes of the weights"):
+        read_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("budget", [0, 1000, 100_000, 1_000_000])
+@pytest.mark.parametrize("row", ["llama", "gemma3_text", "qwen3_next"])
+def test_the_largest_device_tier(row: str, budget: int, tmp_path: Path) -> None:
+    """It is the last of all whole pages whose pools fit the budget, found by trying each."""
+    geometry = described(row, tmp_path).geometry
+    config = EngineConfig(device_tokens=64, max_requests=2, max_context_len=256, dtype="float32", page_size=16)
+    rows = row_bytes(geometry, torch.float32)
+    sizes = range(64, budget // rows.full + 64, 64)
+    needs = {
+        n: device_bytes(resolve(dataclasses.replace(config, device_tokens=n), geometry, 1 << 50), rows) for n in sizes
+    }
+    assert largest_device_tokens(config, geometry, budget) == max((n for n in sizes if needs[n] <= budget), default=0)

@@ -1,0 +1,171 @@
+"""`hicache plan` as a user meets it: JSON, tables, settings that other commands accept, one line for wrong input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from family_case import save_model, tiny_config
+from hicache import EngineConfig
+from hicache.cli import main
+from hicache.planning.presets import PRESETS
+from hicache.serving.server import command as serve
+from server_case import serving
+
+TINY = ("--gpu", "270MiB", "--host-memory", "2MiB", "--max-running", "2", "--max-context-len", "256")
+RATES = ("--gpu-tflops", "0.001", "--gpu-bandwidth", "1GB", "--link-rate", "50MB", "--disk-rate", "1MB")
+
+
+def planned(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> dict[str, Any]:
+    assert main(["plan", "--model", str(model), "--json", *flags]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 1
+    return dict(json.loads(out))
+
+
+def saved(folder: Path, row: str = "llama") -> Path:
+    tiny_config(row, dtype="float32").save_pretrained(folder)
+    return folder
+
+
+def write_trace(path: Path) -> Path:
+    """Two conversations in turns, whose prompts grow by a block of 512 tokens: of 12 blocks 6 were there before."""
+    prompts = [[10], [20], [10, 11], [20, 21], [10, 11, 12], [20, 21, 22]]
+    lines = [
+        {"timestamp": at, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
+        for at, ids in enumerate(prompts)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("row", ["llama", "gemma3_text", "deepseek_v3", "qwen3_next"])
+def test_settings_that_other_commands_accept(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The flags parse as those of `hicache serve` and mean the plan's settings; these build an EngineConfig, and
+    `hicache config` shows them as they are."""
+    disk = ("--disk", "8MiB", "--disk-path", str(tmp_path / "a store"), "--dtype", "bfloat16")
+    plan = planned(capsys, saved(tmp_path / "model", row), *TINY, *disk)
+    config = EngineConfig.from_dict(plan["engine"])
+    program, name, *arguments = shlex.split(plan["serve"])
+    assert (program, name, arguments[0]) == ("hicache", "serve", str(tmp_path / "model"))
+    parser = argparse.ArgumentParser()
+    serve.add_flags(parser)
+    flags = parser.parse_args(arguments)
+    served = EngineConfig.from_flags(
+        flags, device="cuda", max_requests=flags.max_running, prefill_chunk_tokens=flags.chunk_tokens, model_id="model"
+    )
+    assert served == config
+    nested = {f"disk_{name}": value for name, value in plan["engine"].pop("disk").items()}
+    settings = [f"--{name.replace('_', '-')}={value}" for name, value in (plan["engine"] | nested).items()]
+    assert main(["config", "--show", "--json", *settings]) == 0
+    shown = json.loads(capsys.readouterr().out)["settings"]
+    assert {setting: shown[setting]["value"] for setting in plan["engine"]} == plan["engine"]
+    assert shown["disk.budget_bytes"]["value"] == 8 << 20
+
+
+def test_the_flags_start_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`hicache serve` starts with the plan's command and answers."""
+    save_model(tmp_path / "model", tiny_config("llama", vocab_size=258, initializer_range=0.2))
+    _, _, *arguments = shlex.split(planned(capsys, tmp_path / "model", *TINY)["serve"])
+    with serving(tmp_path, *arguments) as server:
+        answer = server.client().completions.create(model="model", prompt="Good morning", max_tokens=2)
+        assert answer.usage is not None and answer.usage.completion_tokens >= 1
+
+
+def test_everything_is_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory adds up, times grow with length, the rates given are those used, and the hit rates of a trace grow with
+    the tiers up to what was there before."""
+    trace = ("--trace", str(write_trace(tmp_path / "trace.jsonl")))
+    plan = planned(capsys, saved(tmp_path / "model"), *TINY, *RATES, *trace, "--disk", "8MiB")
+    memory, gpu = plan["memory"], plan["machine"]["gpu"]
+    assert memory["weight_bytes"] + memory["pool_bytes"] + memory["workspace_bytes"] == gpu["memory_bytes"] == 270 << 20
+    assert (gpu["flops_per_s"], gpu["memory_bytes_per_s"], gpu["link_bytes_per_s"]) == (1e9, 1e9, 5e7)
+    assert [tier["name"] for tier in plan["tiers"]] == ["device", "host", "disk"]
+    times = [[at["compute_s"], at["load_s"], at["disk_s"]] for at in plan["times"]]
+    assert all(a < b for short, long in pairwise(times) for a, b in zip(short, long, strict=True))
+    rates = [row["hit_rate"] for row in plan["hit_rates"]]
+    assert [row["tiers"] for row in plan["hit_rates"]] == [
+        "device", "device + host", "device + host + disk", "device + twice the host", "without a limit",
+    ]  # fmt: skip
+    assert rates[-1] == 0.5 and rates[0] <= rates[1] <= rates[2] <= 0.5
+    assert plan["break_even_tokens"]["disk"] is None or plan["break_even_tokens"]["disk"] % 64 == 0
+
+
+def test_hit_rates_follow_the_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A device tier of less than a block hits nothing; one for all blocks hits what was there before."""
+    trace = ("--trace", str(write_trace(tmp_path / "trace.jsonl")))
+    model = saved(tmp_path / "model")
+    workspace = ("--workspace", "257MiB")
+    large = planned(capsys, model, *TINY, *trace)["hit_rates"]
+    memory = planned(capsys, model, *TINY)["memory"]
+    token_bytes, weight_bytes = memory["token_bytes"], memory["weight_bytes"]
+    gpu = (257 << 20) + weight_bytes + 300 * token_bytes  # 16 of which are the sink
+    small = planned(capsys, model, *TINY, *trace, *workspace, "--gpu", str(gpu), "--host-memory", "0")["hit_rates"]
+    longest = planned(capsys, model, *TINY, *workspace, "--gpu", str(gpu), "--max-context-len", "512")
+    assert longest["memory"]["max_context_len"] == longest["tiers"][0]["num_tokens"] < 512
+    assert large[0]["hit_rate"] == 0.5 and small[0]["num_tokens"] == [272] and small[0]["hit_rate"] == 0.0
+
+
+@pytest.mark.parametrize("width", ["60", "120"])
+def test_tables(
+    width: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables hold what the JSON holds; the command to start with is whole at any width."""
+    monkeypatch.setenv("COLUMNS", width)
+    model, trace = saved(tmp_path / "model", "gemma3_text"), write_trace(tmp_path / "trace.jsonl")
+    flags = (*TINY, *RATES, "--trace", str(trace), "--disk", "8MiB")
+    plan = planned(capsys, model, *flags)
+    assert main(["plan", "--model", str(model), *flags]) == 0
+    out = capsys.readouterr().out
+    for tier in plan["tiers"]:
+        assert f"{tier['num_tokens']:,}" in out
+    assert plan["serve"] in out and "loading from the disk" in out and "0.5000" in out
+
+
+def test_several_gpus_have_settings_and_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For several GPUs there are the engine's settings alone, since `hicache serve` uses one."""
+    model = saved(tmp_path / "model")
+    plan = planned(capsys, model, *TINY, "--gpus", "2")
+    assert (
+        plan["serve"] == "" and EngineConfig.from_dict(plan["engine"]).device_tokens == plan["tiers"][0]["num_tokens"]
+    )
+    assert main(["plan", "--model", str(model), *TINY, "--gpus", "2"]) == 0
+    assert f"device_tokens={plan['engine']['device_tokens']}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--gpu", "h900"), "--gpu h900: no such GPU; known are b200, h200"),
+        (("--gpu", "0"), "a GPU has at least one byte"),
+        (("--gpu", "700MiB", "--weight-bytes", "800MiB"), "2 would do: --gpus 2"),
+        (("--model", "nowhere"), f"or one of {', '.join(PRESETS)}"),
+        (("--host-memory=-5",), "argument --host-memory: -5 is below 0"),
+        (("--disk=-1GiB",), "argument --disk: -1073741824 is below 0"),
+        (("--weight-bytes", "0"), "argument --weight-bytes: 0 is below 1"),
+        (("--gpus", "0"), "argument --gpus: 0 is below 1"),
+        (("--compute-share", "1.5"), "argument --compute-share: 1.5 is above 1"),
+        (("--dtype", "int3"), "argument --dtype: 'int3': choose one of"),
+        (("--trace", "nowhere.jsonl"), "nowhere.jsonl: No such file or directory"),
+        (("--trace", "{trace}", "--policy", "novel"), "novel"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    flags: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names the flag and what would do; the status is 2."""
+    trace, model = write_trace(tmp_path / "trace.jsonl"), saved(tmp_path / "model")
+    given = [flag.format(trace=trace) for flag in flags]
+    try:
+        status = main(["plan", "--model", str(model), *TINY, *given])
+    except SystemExit as exit:
+        status = exit.code  # type: ignore[assignment]
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert status == 2 and captured.out == "" and len(lines) == 1 and says in lines[0], captured.err
