@@ -41,6 +41,8 @@ from hicache.errors import InvalidArgument as InvalidArgument
 from hicache.errors import InvalidTokens as InvalidTokens
 from hicache.errors import InvariantError as InvariantError
 from hicache.errors import LeaseEnded as LeaseEnded
+from hicache.errors import NoServer as NoServer
+from hicache.errors import NotOurServer as NotOurServer
 from hicache.errors import NotRunning as NotRunning
 from hicache.errors import OutOfMemory as OutOfMemory
 from hicache.errors import OutOfRows as OutOfRows

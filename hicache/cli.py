@@ -1,4 +1,4 @@
-"""The command line: `hicache demo`, `serve`, `plan`, `store`, `replay`, `config`. An error is one line and a status.
+"""The command line: `hicache demo`, `serve`, `top`, `plan`, `store`, `replay`, `config`. An error is one line.
 
 A command is a module with `add_flags(parser)` and `run(flags)`. It is imported by name when it is called, since the
 imports of `demo`, `serve` and `plan` take seconds and need packages that the others do not. This module imports the
@@ -55,6 +55,12 @@ _COMMANDS = {
         "what the tiers hold for a model and a GPU, when loading pays, and the settings to start with",
         "Plan the tiers of a model: bytes per token, tokens per tier, time to load beside time to compute, the hit "
         "rate of a trace, and the flags of `hicache serve`. Reads the model's configuration and none of its weights.",
+    ),
+    "top": _Command(
+        "hicache.monitoring.top",
+        "what a running server does, live in a terminal",
+        "Show the tiers of a running 'hicache serve' with their usage and hit rates, its tokens, transfers, requests "
+        "and faults, read again each second. Ctrl-C ends it.",
     ),
     "store": _Command(
         "hicache.store_command",

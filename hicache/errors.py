@@ -159,3 +159,19 @@ class CallbackFailed(HiCacheError, RuntimeError):
     def __init__(self, request_id: str, cause: Exception) -> None:
         super().__init__(f"request {request_id}: its on_token raised {type(cause).__name__}: {cause}; it was ended")
         self.__cause__ = cause
+
+
+class NoServer(HiCacheError, OSError):
+    """Nothing answers at the address of a server."""
+
+    def __init__(self, server: str, reason: str) -> None:
+        self.reason = f"no server at {server}: {reason}"
+        super().__init__(f"{self.reason}; give the address that 'hicache serve' prints")
+
+
+class NotOurServer(HiCacheError, ValueError):
+    """What answers at the address is no `hicache serve`."""
+
+    def __init__(self, server: str, reason: str) -> None:
+        self.reason = f"{server} is no hicache server: {reason}"
+        super().__init__(f"{self.reason}; give the address that 'hicache serve' prints")

@@ -20,7 +20,9 @@ MAX_FUNCTION_LINES = 50
 
 # From the top down. A unit may import itself and every unit of a lower level.
 LEVELS = (
-    ("cli", "__main__", "serving", "planning", "store_command", "config_command", "integrations", "plot"),
+    (
+        "cli", "__main__", "serving", "planning", "store_command", "config_command", "integrations", "plot", "monitoring",
+    ),  # fmt: skip
     ("engine", "factory", "prefix_cache", "sizing", "tensor_cache", "validation"),
     ("flow", "replay"),
     ("tree", "alloc", "device", "transfer", "host", "disk"),

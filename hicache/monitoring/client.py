@@ -1,0 +1,62 @@
+"""Reads the figures of a running server from its `/metrics`."""
+
+from __future__ import annotations
+
+import http.client
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from hicache.errors import NoServer, NotOurServer
+from hicache.monitoring.figures import figures
+from hicache.monitoring.readings import Reading
+
+_TIMEOUT_S = 5.0
+_MAX_BYTES = 16 << 20
+_ROUTES = ("/v1", "/metrics", "/metrics.json", "/dashboard", "/health")  # what users may have copied from elsewhere
+_OURS = "requests.running"  # every server has it
+
+
+class MetricsClient:
+    """`url`: an address of the server as users have it: with or without a scheme, or one of its routes."""
+
+    def __init__(self, url: str) -> None:
+        url = (url if "://" in url else f"http://{url}").rstrip("/")
+        route = next((route for route in _ROUTES if url.endswith(route)), "")
+        self.server = url.removesuffix(route).rstrip("/")
+
+    def read(self) -> Reading:
+        """Raises NoServer where nothing answers, NotOurServer where something else does."""
+        text = self._text()
+        try:
+            found = figures(text_string_to_metric_families(text))
+        except (ValueError, IndexError):
+            raise NotOurServer(self.server, "its /metrics are not in Prometheus' text format") from None
+        if _OURS not in found:
+            raise NotOurServer(self.server, "its /metrics are those of something else")
+        return Reading(time.monotonic(), found)
+
+    def _text(self) -> str:
+        try:
+            if urllib.parse.urlsplit(self.server).scheme not in ("http", "https"):
+                raise ValueError("the address begins with neither http:// nor https://")
+            with urllib.request.urlopen(f"{self.server}/metrics", timeout=_TIMEOUT_S) as response:
+                content: bytes = response.read(_MAX_BYTES)
+            return content.decode(errors="replace")
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise NotOurServer(self.server, f"it answers /metrics with status {error.code}") from None
+        except urllib.error.URLError as error:
+            raise NoServer(self.server, _reason(error.reason)) from None
+        except (OSError, ValueError, http.client.InvalidURL) as error:
+            raise NoServer(self.server, _reason(error)) from None
+        except http.client.HTTPException:
+            raise NotOurServer(self.server, "it does not speak HTTP") from None
+
+
+def _reason(error: str | BaseException) -> str:
+    """`Connection refused`, without the number that the system gives it."""
+    return str((isinstance(error, OSError) and error.strerror) or error)

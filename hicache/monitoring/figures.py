@@ -1,0 +1,93 @@
+"""What `hicache top` and the page at `/dashboard` show, and the metrics that it comes from.
+
+`FIGURES` is the only table of metric names for both. This module imports prometheus_client alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.core import Metric
+
+TIERS = ("device", "host", "disk")
+_MOVES = {
+    "loads": "host_to_device",
+    "backups": "device_to_host",
+    "disk reads": "disk_to_host",
+    "disk writes": "host_to_disk",
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """The samples of one name that have these labels. Where there are several, their sum is meant."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+# A figure is called GROUP.LABEL; groups are shown whole, with these labels. What a server does not export, such as the
+# figures of a tier that it lacks, is left out.
+FIGURES: Mapping[str, Series] = {
+    "server.start_time_s": Series("process_start_time_seconds"),
+    "requests.running": Series("hicache_requests_running"),
+    "requests.waiting": Series("hicache_requests_queued"),
+    "prompt.tokens": Series("hicache_admit_prompt_tokens_total"),
+    **{f"hit_tokens.{tier}": Series("hicache_admit_hit_tokens_total", {"tier": tier}) for tier in TIERS},
+    "tokens.reused": Series("hicache_admit_hit_tokens_total"),
+    "tokens.computed": Series("hicache_admit_computed_tokens_total"),
+    "tokens.generated": Series("hicache_generation_tokens_total"),
+    **{f"used.{tier}": Series("hicache_tier_used_tokens", {"tier": tier}) for tier in TIERS[:2]},
+    "used.disk": Series("hicache_disk_file_bytes"),
+    **{f"total.{tier}": Series("hicache_tier_total_tokens", {"tier": tier}) for tier in TIERS[:2]},
+    "total.disk": Series("hicache_disk_budget_bytes"),
+    **{
+        f"moved_bytes.{move}": Series("hicache_movement_bytes_sum", {"direction": direction})
+        for move, direction in _MOVES.items()
+    },
+    **{
+        f"moved_s.{move}": Series("hicache_movement_seconds_sum", {"direction": direction})
+        for move, direction in _MOVES.items()
+    },
+    "loads.timed_s": Series("hicache_restore_timed_seconds_total"),
+    "loads.exposed_s": Series("hicache_restore_exposed_seconds_total"),
+    **{
+        f"evicted_tokens.{tier}, {outcome}": Series("hicache_evict_tokens_total", {"tier": tier, "outcome": outcome})
+        for tier in TIERS[:2]
+        for outcome in ("demoted", "lost")
+    },
+    **{
+        f"prefetch.{outcome.replace('_', ' ')}": Series("hicache_prefetch_outcome_requests_total", {"outcome": outcome})
+        for outcome in ("waited", "skipped", "gave_up", "shared", "postponed")
+    },
+    "gate.loaded": Series("hicache_restore_gate_loads_total", {"decision": "accepted"}),
+    "gate.loaded unmeasured": Series("hicache_restore_gate_loads_total", {"decision": "unmeasured"}),
+    "gate.computed instead": Series("hicache_restore_gate_loads_total", {"decision": "declined"}),
+    "faults.failed requests": Series("hicache_requests_total", {"outcome": "error"}),
+    "faults.failed backups": Series("hicache_backup_failures_total"),
+    "faults.failed loads": Series("hicache_restore_failures_total"),
+    "faults.failed disk reads": Series("hicache_disk_failures_total", {"direction": "read"}),
+    "faults.failed disk writes": Series("hicache_disk_failures_total", {"direction": "write"}),
+    "faults.stalled disk jobs": Series("hicache_disk_stalled_jobs_total"),
+    "faults.breaker opens": Series("hicache_disk_opens_total"),
+    "faults.corrupt pages": Series("hicache_disk_corrupt_pages_total"),
+    "faults.lost pages": Series("hicache_prefetch_lost_pages_total"),
+    "faults.pages not stored": Series("hicache_persist_failed_pages_total"),
+    "faults.store is read-only": Series("hicache_disk_read_only_flag"),
+}
+
+
+def figures(families: Iterable[Metric]) -> dict[str, float]:
+    """The value of each figure by name, in the order of `FIGURES`. Values that are no finite number are left out."""
+    wanted: dict[str, list[tuple[str, Mapping[str, str]]]] = {}
+    for figure, series in FIGURES.items():
+        wanted.setdefault(series.name, []).append((figure, series.labels))
+    found: dict[str, float] = {}
+    for family in families:
+        for sample in family.samples:
+            for figure, labels in wanted.get(sample.name, ()):
+                if labels.items() <= sample.labels.items() and math.isfinite(sample.value):
+                    found[figure] = found.get(figure, 0.0) + sample.value
+    return {figure: found[figure] for figure in FIGURES if figure in found}

@@ -1,0 +1,228 @@
+"""`hicache top` without a server of ours: wrong addresses, one that goes away, and what it computes of two readings."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import io
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from hicache.cli import main
+from hicache.monitoring.figures import FIGURES
+from hicache.monitoring.frame import frame
+from hicache.monitoring.readings import History, Reading
+
+NAMES = {figure: series.name for figure, series in FIGURES.items()}
+OURS = f"{NAMES['requests.running']} 3\n{NAMES['requests.waiting']} 4\n"
+_WAIT_S = 60.0
+
+
+@contextlib.contextmanager
+def http_server(status: int, text: str, kind: str = "text/plain", port: int = 0) -> Iterator[tuple[str, int]]:
+    """Answers every path with this; yields host and port."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield "127.0.0.1", server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def error_of(url: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that `hicache top` ends with, status 2."""
+    assert main(["top", url]) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert captured.out == "" and line.startswith("hicache: error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://[::1",
+        "ftp://127.0.0.1/",
+        "file:///etc/passwd",
+        "http://",
+        "http://a b:1",
+        "http://127.0.0.1:port",
+        "\x1b[2J",
+    ],
+)
+def test_a_wrong_address_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is no address of a server ends with status 2 and one line that says what to give, without control codes."""
+    line = error_of(url, capsys)
+    assert "the address that 'hicache serve' prints" in line and line.isprintable()
+
+
+def test_a_port_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 2 and one line with the address and the system's reason."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        assert error_of(url, capsys).startswith(f"hicache: error: no server at {url}: Connection refused; ")
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "reason"),
+    [
+        (404, "not here", "it answers /metrics with status 404"),
+        (500, OURS, "it answers /metrics with status 500"),
+        (200, "<!DOCTYPE html><p>Welcome", "not in Prometheus' text format"),
+        (200, '{"a": 1}', "not in Prometheus' text format"),
+        (200, 'x{a="b", ="c"} 1', "not in Prometheus' text format"),
+        (200, "vllm:num_requests_running 1\n", "are those of something else"),
+        (200, "", "are those of something else"),
+        (200, f"{NAMES['requests.running']} NaN\n", "are those of something else"),
+    ],
+)
+def test_another_server_is_one_line(status: int, text: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What answers, and is no hicache server, ends with status 2 and one line that says why."""
+    with http_server(status, text) as (host, port):
+        line = error_of(f"{host}:{port}", capsys)
+    assert f"http://{host}:{port} is no hicache server: " in line and reason in line
+
+
+def test_a_server_that_speaks_no_http(capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 2 and one line."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        line = error_of(f"http://127.0.0.1:{listener.getsockname()[1]}", capsys)
+        thread.join()
+    assert "it does not speak HTTP" in line
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/metrics", "/dashboard"])
+def test_every_address_of_a_server_will_do(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With or without a scheme or a route, the address leads to /metrics; `--once` prints the requests, status 0."""
+    with http_server(200, OURS) as (host, port):
+        assert main(["top", "--once", f"{host}:{port}{path}"]) == 0
+    assert "running 3   waiting 4" in capsys.readouterr().out
+
+
+def test_a_server_that_goes_away_and_comes_back() -> None:
+    """While nothing answers, the last figures stay with a line that says so; then the new ones are shown. Ctrl-C ends
+    it with status 0."""
+    with contextlib.ExitStack() as first:
+        host, port = first.enter_context(http_server(200, OURS))
+        command = [sys.executable, "-m", "hicache.cli", "top", f"{host}:{port}", "--interval", "0.1"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            wait_for_line(process.stdout, "running 3   waiting 4")
+            first.close()
+            wait_for_line(process.stdout, f"no server at http://{host}:{port}: Connection refused; trying again")
+            with http_server(200, OURS.replace(" 4", " 5"), port=port):
+                wait_for_line(process.stdout, "running 3   waiting 5")
+                process.send_signal(signal.SIGINT)
+                assert process.wait(_WAIT_S) == 0
+
+
+def wait_for_line(stream: io.TextIOBase, expected: str) -> None:
+    assert any(expected in line for line in stream), expected
+
+
+def test_a_terminal_gets_its_screen_back() -> None:
+    """On a terminal the view has a screen of its own, in place; Ctrl-C leaves it and shows the cursor again."""
+    ours, theirs = pty.openpty()
+    with http_server(200, OURS) as (host, port):
+        command = [sys.executable, "-m", "hicache.cli", "top", f"{host}:{port}", "--interval", "0.1"]
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+            os.close(theirs)
+            seen = read_until(ours, b"", b"waiting 4")
+            process.send_signal(signal.SIGINT)
+            seen = read_until(ours, seen, b"\x1b[?25h")
+            assert process.wait(_WAIT_S) == 0
+    os.close(ours)
+    assert b"\x1b[?1049h" in seen and b"\x1b[?1049l" in seen
+
+
+def read_until(fd: int, seen: bytes, expected: bytes) -> bytes:
+    """What came until the terminal got this."""
+    end_s = time.monotonic() + _WAIT_S
+    while expected not in seen:
+        assert time.monotonic() < end_s, seen
+        seen += os.read(fd, 65536)
+    return seen
+
+
+def reading(time_s: float, start_time_s: float = 1.0, **figures: float) -> Reading:
+    named = {name.replace("__", "."): value for name, value in figures.items()}
+    return Reading(time_s, {"server.start_time_s": start_time_s, **named})
+
+
+def test_what_two_readings_say() -> None:
+    """Rates and hit rates are over the window, since the start over everything; a server that was started anew begins
+    anew, and what never happened has no rate."""
+    history = History(reading(0, prompt__tokens=1000, hit_tokens__host=100, tokens__computed=900), window_s=10)
+    assert history.change is None and history.last.hit_rate("host") == 0.1
+    for second in range(1, 31):
+        more = 10.0 * second
+        history.add(
+            reading(
+                second, prompt__tokens=1000 + more, hit_tokens__host=100 + more / 2, tokens__computed=900 + more / 2
+            )
+        )
+    change = history.change
+    assert change is not None and change.after.time_s - change.before.time_s == 10
+    assert change.per_s("tokens.computed") == 5 and change.of("prompt.tokens") == 100
+    assert change.hit_rate("host") == 0.5 and history.last.hit_rate("host") == 250 / 1300
+    history.add(reading(100, prompt__tokens=1300))
+    assert history.change is not None and history.change.before.time_s == 30, "the last two are kept in any case"
+    assert history.change.hit_rate("host") is None, "no prompt since"
+    history.add(reading(101, start_time_s=2.0))
+    assert history.change is None and history.last.hit_rate("host") is None
+
+
+def test_a_store_without_a_budget() -> None:
+    """A tier without a bound has no bar, only what it holds."""
+    out = io.StringIO()
+    Console(file=out, width=80).print(frame("", History(reading(0, used__disk=5, total__disk=0), 10)))
+    assert any(line.split() == ["disk", "5", "B", "-", "-", "-"] for line in out.getvalue().splitlines())
+
+
+def test_a_frame_fits_a_terminal() -> None:
+    """With every figure large and every fault there, a frame has at most 80 columns and 24 lines, and cuts nothing."""
+    figures = dict.fromkeys(FIGURES, 999.9e9) | {"server.start_time_s": 1.0}
+    figures |= {"requests.running": 999.0, "requests.waiting": 99999.0}
+    figures |= {name: 0.0 for name in FIGURES if name.startswith("faults.")} | {"faults.corrupt pages": 2.0}
+    later = {name: value * 2 if "tokens" in name else value for name, value in figures.items()}
+    history = History(Reading(0, figures), 10)
+    history.add(Reading(1, later))
+    out = io.StringIO()
+    Console(file=out, width=80).print(frame("http://127.0.0.1:8000", history, "no server at http://127.0.0.1:8000"))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert len(lines) <= 24 and "…" not in out.getvalue() and "corrupt pages 2" in lines[2]
+    assert len(set(FIGURES) - {"server.start_time_s"}) > 40
