@@ -93,7 +93,7 @@ def test_the_wheel_holds_every_module_under_one_name(wheel: Path) -> None:
     """Each source file is in the wheel below hicache/, and nothing else is at its top level."""
     names = zipfile.ZipFile(wheel).namelist()
     assert {name for name in names if name.endswith(".py")} == _expected_files()
-    assert {"hicache/py.typed", "hicache/__init__.pyi"} <= set(names)
+    assert {"hicache/py.typed", "hicache/__init__.pyi", "hicache/serving/server/dashboard.html"} <= set(names)
     tops = {name.split("/")[0] for name in names}
     assert tops == {"hicache", next(top for top in tops if top.endswith(".dist-info"))}
 

@@ -1,4 +1,4 @@
-"""The routes: completions, chats, models, health and metrics, as an ASGI application."""
+"""The routes: completions, chats, models, health, metrics and the dashboard, as an ASGI application."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hicache.serving.server.dashboard import add_dashboard
 from hicache.serving.server.frontend import Frontend
 from hicache.serving.server.generation import Generation
 from hicache.serving.server.middleware import Gate, RequestLog, record_of
@@ -111,6 +112,7 @@ def create_app(frontend: Frontend, encoder: PromptEncoder, settings: AppSettings
     _add_errors(app, settings)
     _add_generation(app, frontend, encoder, settings)
     _add_status(app, frontend, settings)
+    add_dashboard(app, frontend.metrics)
     return RequestLog(Gate(app, settings.api_key, settings.max_body_bytes), frontend.metrics)
 
 

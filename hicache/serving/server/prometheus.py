@@ -14,6 +14,7 @@ from prometheus_client.utils import floatToGoString
 from hicache.metrics import HistogramValue, MetricInfo, MetricValue
 from hicache.serving.server.metric_names import Series, series_of
 
+_OUTCOMES = ("stop", "length", "abort", "timeout", "error")
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
@@ -31,9 +32,10 @@ class ServerMetrics:
     ) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
-            "hicache_requests", "Prompts by how they ended: stop, length, abort, timeout, error", ["outcome"],
-            registry=registry,
-        )  # fmt: skip
+            "hicache_requests", f"Prompts by how they ended: {', '.join(_OUTCOMES)}", ["outcome"], registry=registry
+        )
+        for outcome in _OUTCOMES:
+            self.requests.labels(outcome)  # a rate begins at 0, so that the first error of a server is seen
         self.http = Counter("hicache_http_responses", "HTTP responses", ["route", "status"], registry=registry)
         self.prompt_tokens = Counter("hicache_prompt_tokens", "Tokens of admitted prompts", registry=registry)
         self.cached_tokens = Counter(

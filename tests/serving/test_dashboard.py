@@ -1,0 +1,79 @@
+"""The page at `/dashboard` in a real browser."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from browser_case import BROWSER, Page, browser_page
+from hicache.monitoring.client import MetricsClient
+from hicache.monitoring.figures import TIERS
+from server_case import SECRET, TINY, Server, serving
+
+KEY = "Rhododendron"
+PAGE = Path(__file__).resolve().parents[2] / "hicache" / "serving" / "server" / "dashboard.html"
+# The table of all figures: text by name.
+SHOWN = (
+    "Object.fromEntries([...document.querySelectorAll('#all td[data-figure]')]"
+    ".map(x => [x.dataset.figure, x.textContent]))"
+)
+
+
+def ask(server: Server, num_prompts: int) -> None:
+    for number in range(num_prompts):
+        prompt = f"{SECRET} {number % 2} " * 60
+        server.client(KEY).completions.create(model="random", prompt=prompt, max_tokens=4)
+    server.wait_idle()
+    server.wait_for_at_least("hicache_admit_hit_tokens_total", 1)
+
+
+def wait_until_equal(page: Page, server: Server) -> Mapping[str, float]:
+    """Until the page has every figure that the server exports, and no other; returns them."""
+    end_s = time.monotonic() + 60
+    while True:
+        exported = {name: round(value, 3) for name, value in MetricsClient(server.root).read().figures.items()}
+        shown = {name: float(text.replace(",", "")) for name, text in page.value(SHOWN).items()}
+        if shown == exported:
+            return exported
+        assert time.monotonic() < end_s, (shown, exported)
+        time.sleep(0.2)
+
+
+def test_the_page_names_no_other_address() -> None:
+    """Page and script name no host; the namespace of SVG is a name, not an address."""
+    text = re.sub(r"(?m)(^|\s)// .*", "", PAGE.read_text())
+    assert set(re.findall(r"//[\w.-]+", text)) == {"//www.w3.org"}
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+def test_the_page_shows_what_the_server_exports(tmp_path: Path) -> None:
+    """Without the key, as `/metrics`: after requests the page has every figure, bars, and charts that show
+    their values of one time together; in light and in dark. The console has no error, and nothing but the server is
+    asked. When the server is gone, the page says so."""
+    flags = ("--device-tokens", "4096", "--host-bytes", "8MiB", "--disk-path", str(tmp_path / "disk"))
+    with serving(tmp_path, *TINY, *flags, api_key=KEY) as server, browser_page(tmp_path / "profile") as page:
+        page.open(f"{server.root}/dashboard")
+        page.wait_for("document.querySelectorAll('#all td[data-figure]').length > 0")
+        ask(server, 4)
+        figures = wait_until_equal(page, server)
+        assert figures["prompt.tokens"] > figures["hit_tokens.device"] > 0
+        assert page.value("[...document.querySelectorAll('.tier b')].map(x => x.textContent)") == [*TIERS]
+        page.wait_for("[...document.querySelectorAll('svg')].every(x => x.querySelector('path'))")
+        page.value("document.querySelector('svg').dispatchEvent(new PointerEvent('pointermove', {clientX: 500}))")
+        assert page.value("document.querySelectorAll('svg .at').length") == page.value("charts.length"), (
+            "one time in all"
+        )
+        background = "getComputedStyle(document.body).backgroundColor"
+        light = page.value(background)
+        page.dark()
+        assert page.value(background) != light
+        assert page.errors == []
+        assert {url.split("/")[2] for url in page.urls if not url.startswith("data:")} == {
+            f"{server.host}:{server.port}"
+        }
+        assert server.end() == 0
+        page.wait_for("document.querySelector('#status').textContent.includes('no answer from the server')")

@@ -1,0 +1,120 @@
+"""A page in headless Chromium, spoken to over the pipes of its DevTools protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
+)
+_FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
+_WAIT_S = 120.0
+_ABOVE_FD = 10  # the protocol's descriptors are 3 and 4 in the browser, so ours must be others
+
+
+class Page:
+    """`errors`: what the console said of the kind, and exceptions; `urls`: every address that the page asked for."""
+
+    def __init__(self, to_browser: int, from_browser: int) -> None:
+        self.errors: list[str] = []
+        self.urls: list[str] = []
+        self._to, self._from = to_browser, from_browser
+        self._buffer = b""
+        self._last_id = 0
+        self._session: dict[str, str] = {}
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = {"sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        for domain in ("Runtime", "Log", "Network", "Page"):
+            self._call(f"{domain}.enable")
+
+    def open(self, url: str) -> None:
+        self._call("Page.navigate", url=url)
+
+    def dark(self) -> None:
+        """From now on the user prefers dark pages."""
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+
+    def value(self, expression: str) -> Any:
+        """What the JavaScript expression is, as JSON has it."""
+        found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def wait_for(self, expression: str) -> None:
+        """Until the expression is true."""
+        end_s = time.monotonic() + _WAIT_S
+        while not self.value(expression):
+            assert time.monotonic() < end_s, (expression, self.errors, self.value("document.body.innerText"))
+            time.sleep(0.1)
+
+    def _call(self, method: str, **params: Any) -> dict[str, Any]:
+        self._last_id += 1
+        message = {"id": self._last_id, "method": method, "params": params, **self._session}
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._last_id:
+                assert "error" not in answer, (method, answer["error"])
+                return dict(answer["result"])
+            self._note(answer.get("method"), answer.get("params", {}))
+
+    def _note(self, method: str | None, params: dict[str, Any]) -> None:
+        if method == "Network.requestWillBeSent":
+            self.urls.append(params["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.errors.append(str(params["exceptionDetails"]))
+        elif (method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert")) or (
+            method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning")
+        ):
+            self.errors.append(str(params))
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            assert select.select([self._from], [], [], _WAIT_S)[0], "the browser does not answer"
+            news = os.read(self._from, 1 << 20)
+            assert news, "the browser has ended"
+            self._buffer += news
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return dict(json.loads(message))
+
+
+@contextlib.contextmanager
+def browser_page(profile: Path) -> Iterator[Page]:
+    """An empty page of a browser that keeps its files under `profile`. Call it only where there is a `BROWSER`."""
+    assert BROWSER is not None
+    with contextlib.ExitStack() as stack:
+        theirs_in, ours_out, ours_in, theirs_out = (stack.enter_context(_fd(fd)) for fd in (*os.pipe(), *os.pipe()))
+        command = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", BROWSER, *_FLAGS]
+        process = subprocess.Popen(
+            [*command, "--remote-debugging-pipe", f"--user-data-dir={profile}", "--window-size=1300,1300"],
+            pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            os.close(theirs_out)
+            yield Page(ours_out, ours_in)
+        finally:
+            os.killpg(process.pid, 9)
+            process.wait()
+
+
+@contextlib.contextmanager
+def _fd(given: int) -> Iterator[int]:
+    """The same file under a number that the browser's own do not clash with."""
+    fd = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, _ABOVE_FD)
+    os.close(given)
+    try:
+        yield fd
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(fd)
