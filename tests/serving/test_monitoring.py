@@ -1,0 +1,134 @@
+"""What watches a server from outside asks for metrics that it exports: `hicache top`, `/metrics.json`, Grafana."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hicache.cli import main
+from hicache.monitoring.client import MetricsClient
+from hicache.monitoring.figures import FIGURES, TIERS
+from hicache.monitoring.readings import Reading
+from server_case import SECRET, TINY, Server, serving
+
+T = TypeVar("T")
+KEY = "Rhododendron"
+GRAFANA = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "hicache.json"
+ADDED_BY_PROMETHEUS = {"job", "instance"}
+# Of PromQL in an expression: a metric with its selector, and the labels that are kept.
+SELECTOR = re.compile(r"(hicache_\w+)\{([^}]*)\}")
+MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"([^"]*)"')
+GROUPING = re.compile(r"\bby \(([^)]*)\)")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With three tiers and a key, after requests that hit."""
+    folder = tmp_path_factory.mktemp("server")
+    flags = ("--device-tokens", "4096", "--host-bytes", "8MiB", "--disk-path", str(folder / "disk"))
+    with serving(folder, *TINY, *flags, api_key=KEY) as server:
+        for _ in range(2):
+            server.client(KEY).completions.create(model="random", prompt=f"{SECRET} " * 60, max_tokens=4)
+        server.wait_idle()
+        server.wait_for_at_least("hicache_admit_hit_tokens_total", 1)
+        yield server
+
+
+def samples(server: Server) -> dict[str, list[dict[str, str]]]:
+    """The labels of every sample by name."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for family in text_string_to_metric_families(server.get("/metrics")):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.labels)
+    return found
+
+
+def during(server: Server, act: Callable[[], T]) -> tuple[Reading, T]:
+    """What `act` returns, and a reading that did not change meanwhile: copies may still be under way."""
+    client, end_s = MetricsClient(server.url), time.monotonic() + 60
+    while time.monotonic() < end_s:
+        before, result = client.read(), act()
+        if client.read().figures == before.figures:
+            return before, result
+    raise AssertionError("the figures never settle")
+
+
+def test_a_server_exports_every_figure(server: Server) -> None:
+    """A server with three tiers has a sample for each series of `FIGURES`: no name or label is misspelt."""
+    assert set(MetricsClient(server.root).read().figures) == set(FIGURES)
+
+
+def test_top_prints_what_the_server_exports(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--once` ends with status 0 and prints the tiers with their hit rates, and the tokens that were reused."""
+
+    def top() -> list[str]:
+        assert main(["top", "--once", server.url]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    reading, lines = during(server, top)
+    assert reading.get("tokens.reused") > 0
+    for tier in TIERS:
+        rate = reading.hit_rate(tier)
+        assert rate is not None
+        assert any(re.match(rf"{tier} .* {rate:.1%}$", line.rstrip()) for line in lines), lines
+    assert any(re.match(rf"reused +- +{reading.get('tokens.reused'):.0f}\b", line) for line in lines), lines
+
+
+def test_the_page_gets_the_same_figures_without_a_key(server: Server) -> None:
+    """`/metrics.json` has the figures of `/metrics`; neither it nor the page asks for the key, which /v1 does."""
+    reading, found = during(server, lambda: json.loads(server.get("/metrics.json")))
+    assert found["figures"] == dict(reading.figures) and found["time_s"] > 0
+    assert server.get("/dashboard").startswith("<!doctype html>")
+    assert server.status("/v1/models") == 401
+
+
+def _panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def test_grafana_asks_for_metrics_that_exist(server: Server) -> None:
+    """Every metric, label and label value of every expression of the Grafana dashboard is exported."""
+    exported, dashboard = samples(server), json.loads(GRAFANA.read_text())
+    expressions = [target["expr"] for panel in _panels(dashboard) for target in panel["targets"]]
+    queries = [variable["definition"] for variable in dashboard["templating"]["list"] if "definition" in variable]
+    assert len(expressions) > 30 and len(queries) == 2
+    for text in (*expressions, *queries):
+        names = set(re.findall(r"hicache_\w+", text))
+        assert names and names <= set(exported), (names - set(exported), text)
+        labels = {label for name in names for labels in exported[name] for label in labels} | ADDED_BY_PROMETHEUS
+        for group in GROUPING.findall(text):
+            assert {label.strip() for label in group.split(",")} <= labels, text
+        for name, matchers in SELECTOR.findall(text):
+            for label, value in MATCHER.findall(matchers):
+                known = {labels.get(label) for labels in exported[name]}
+                assert label in ADDED_BY_PROMETHEUS or value in known, (label, value, text)
+
+
+def test_the_page_of_the_documentation_names_metrics_that_exist(server: Server) -> None:
+    """Every metric in docs/monitoring.md, those of its alerts among them, is exported."""
+    names = set(re.findall(r"hicache_\w+", (GRAFANA.parents[1] / "monitoring.md").read_text()))
+    assert names and names <= set(samples(server))
+
+
+def test_grafana_panels_are_whole() -> None:
+    """Each panel has a title, a description, a unit and the data source that the user chooses; none covers another."""
+    dashboard = json.loads(GRAFANA.read_text())
+    (source,) = [variable for variable in dashboard["templating"]["list"] if variable["type"] == "datasource"]
+    panels, cells = _panels(dashboard), set()
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    for panel in panels:
+        assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        for target in (panel, *panel["targets"]):
+            assert target["datasource"]["uid"] == f"${{{source['name']}}}"
+    for panel in dashboard["panels"]:
+        x, y, width, height = (panel["gridPos"][side] for side in ("x", "y", "w", "h"))
+        covered = {(column, row) for column in range(x, x + width) for row in range(y, y + height)}
+        assert x + width <= 24 and not covered & cells, panel["title"]
+        cells |= covered
