@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from hicache.errors import ConfigError
 from hicache.settings import (
+    Address,
     Choice,
     FilePath,
     Layer,
@@ -46,6 +47,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _MAX_SLOTS = 1 << 30
 _MAX_PAGE_TOKENS = 1 << 20
 _MAX_S = 1e9
+EVENTS = ("file:", "tcp://", "ipc://", "connect:tcp://", "connect:ipc://")  # how a kv_events address may begin
 # A store maps its tables into the 128 TiB of addresses that a process has.
 MAX_STORE_BYTES = 1 << 46
 
@@ -157,6 +159,9 @@ class AdvancedConfig:
         float, Number("delay before a failed disk is tried again; doubles each time", 1e-3, _MAX_S, unit="seconds")
     ] = 1.0
     disk_max_reopen_backoff_s: Annotated[float, Number("maximum of that delay", 1e-3, _MAX_S, unit="seconds")] = 300.0
+    kv_events_queue_blocks: Annotated[
+        int, Whole("KV events of more blocks than this wait for nobody: they are dropped and counted", 1, unit="blocks")
+    ] = 65536
 
     def __post_init__(self) -> None:
         settle(self, "advanced ")
@@ -261,6 +266,13 @@ class EngineConfig:
     ] = 0
     model_id: Annotated[str, Text("name or digest of the weights, part of every page's identity")] = ""
     salt: Annotated[str, Text("only engines with the same salt share pages")] = ""
+    kv_events: Annotated[
+        str, Address("where KV events go: file:PATH, tcp://*:5557, connect:tcp://router:5557; empty: nowhere", EVENTS)
+    ] = ""
+    kv_events_topic: Annotated[str, Text("ZeroMQ topic of KV events")] = ""
+    kv_events_replay: Annotated[
+        str, Address("where KV events that a subscriber missed are asked for, like tcp://*:5558", ("tcp://", "ipc://"))
+    ] = ""
     disk: DiskConfig | None = None
     advanced: AdvancedConfig = AdvancedConfig()
 
@@ -285,6 +297,10 @@ class EngineConfig:
         if not isinstance(self.advanced, AdvancedConfig):
             raise ConfigError(f"advanced={short_repr(self.advanced)} is not an AdvancedConfig")
         _at_least("advanced transfer_chunk_tokens", self.advanced.transfer_chunk_tokens, self.host_page_size)
+        if self.kv_events_replay and (not self.kv_events or self.kv_events.startswith("file:")):
+            raise ConfigError(
+                f"kv_events_replay={self.kv_events_replay} without ZeroMQ; set kv_events to an address like tcp://*:5557"
+            )
         if self.disk is not None:
             self.require_disk_tier()
 

@@ -16,10 +16,10 @@ from typing import TypeVar
 import numpy.typing as npt
 import torch
 
+from hicache.abandoned import abandon
 from hicache.config import PrefetchMode
 from hicache.device.base import KVCache
 from hicache.device.req_to_token import ReqToTokenPool
-from hicache.disk import DiskTier
 from hicache.errors import DuplicateRequest, ForeignLease, InvalidArgument, LeaseEnded, NotRunning, ResourceExhausted
 from hicache.flow.admit import Admit
 from hicache.flow.backup import Backup
@@ -37,6 +37,7 @@ from hicache.flow.persist import Persist
 from hicache.flow.prefetch import Prefetch, Prefetcher
 from hicache.flow.restore import Restore
 from hicache.flow.usage import register_usage
+from hicache.kv_events import EventPublisher
 from hicache.metrics import MetricInfo, MetricValue, flattened
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
@@ -48,19 +49,6 @@ __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "Prefe
 C = TypeVar("C", bound=CacheComponent)
 
 
-_EXIT_S = 5.0
-
-
-def _abandon(transfers: Sequence[TransferBackend], disk: DiskTier | None) -> None:
-    """Stop the threads of an engine that was not closed: at the interpreter's exit, which would otherwise end them
-    inside torch and abort the process, or when the engine is collected. Takes at most `_EXIT_S`."""
-    deadline_s = time.monotonic() + _EXIT_S
-    for transfer in transfers:
-        transfer.abandon(deadline_s)
-    if disk is not None:
-        disk.close(max(0.0, deadline_s - time.monotonic()))
-
-
 class CacheEngine:
     """One hierarchical cache. Build it with `hicache.factory.build_engine`; use it in a `with`, or `start` and
     `close` it.
@@ -70,8 +58,10 @@ class CacheEngine:
     `ForeignLease` for a lease that the engine does not hold, `NotRunning` before `start` and after `close`.
     """
 
-    def __init__(self, context: EngineContext, agree: Agreement = single_rank) -> None:
-        self._context = context
+    def __init__(
+        self, context: EngineContext, agree: Agreement = single_rank, events: EventPublisher | None = None
+    ) -> None:
+        self._context, self._events = context, events
         self._leases: dict[str, Lease] = {}
         disk, host_eviction = context.disk, HostEviction(context)
         self._cost = CostModel.of(context)
@@ -133,11 +123,10 @@ class CacheEngine:
         if not self._running:
             self._running = True
             transfers = self._transfers()
-            self._finalizer = weakref.finalize(self, _abandon, transfers, self._context.disk)
-            for transfer in transfers:
-                transfer.start()
-            if self._context.disk:
-                self._context.disk.start()
+            self._finalizer = weakref.finalize(self, abandon, transfers, self._context.disk, self._events)
+            for part in (*transfers, self._context.disk, self._events):
+                if part is not None:
+                    part.start()
 
     def close(self) -> None:
         """Release every lease, finish what is under way, stop the threads, close the store.
@@ -155,7 +144,7 @@ class CacheEngine:
         with contextlib.ExitStack() as ending:  # each part is closed, whatever becomes of those before it
             if finalizer is not None:
                 ending.callback(finalizer.detach)
-            for part in (*reversed(hosts), context.disk, *reversed(self._transfers())):
+            for part in (self._events, *reversed(hosts), context.disk, *reversed(self._transfers())):
                 if part is not None:
                     ending.callback(part.close)
             for lease in list(self._leases.values()):
@@ -216,6 +205,8 @@ class CacheEngine:
         self._completion.poll()
         if self._prefetcher is not None:
             self._prefetcher.step()
+        if self._events is not None:
+            self._events.publish()
 
     def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float | None = None) -> None:
         """A pass over `num_tokens` of prompts took `seconds`. What is faster to compute than to load is computed.
@@ -335,6 +326,8 @@ class CacheEngine:
         """Wait until everything under way has ended and landed: after it, what was committed is where it should be."""
         self._require_running()
         self._settle()
+        if self._events is not None:
+            self._events.publish()
 
     def _settle(self) -> None:
         while True:

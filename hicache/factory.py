@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,13 +34,14 @@ from hicache.flow.write_policy import make_write_policy
 from hicache.host import HostPagePool
 from hicache.host.memory import available_bytes
 from hicache.kernels.page_copy import PageMover
+from hicache.kv_events import EventPublisher, sink_of
 from hicache.layout import ModelGeometry, PoolLayout
 from hicache.metrics import Metrics
 from hicache.sizing import host_shares, resolve
 from hicache.storage import LmdbPageStore, PageFormat, PageStore
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes
-from hicache.tree import FULL, MAMBA, SWA, Component, PageHasher, RadixTree, TreeComponent
+from hicache.tree import FULL, MAMBA, SWA, Component, EventLog, PageHasher, RadixTree, TreeComponent
 
 
 def build_engine(
@@ -69,6 +70,7 @@ def build_engine(
     links = _links(config, list(present.values()), spaces, host_setting)
     layouts = {name: space.layout for name, space in spaces.items()}
     page, metrics = config.cache_page_size, Metrics()
+    events = EventLog() if config.kv_events else None
     others = [found for found in present.values() if found.name != FULL]
     hasher = PageHasher(namespace_digest(config, layouts), page)
     base = Base(
@@ -76,17 +78,23 @@ def build_engine(
         pool=pool,
         req_to_token=table,
         allocator=_allocator(config, pool, device),
-        tree=RadixTree(page, hasher, others, config.eviction_policy),
+        tree=RadixTree(page, hasher, others, config.eviction_policy, events),
         metrics=metrics,
     )
     built = tuple(kind(base, found, links[found.name]) for kind, found in present.items())
     _register_counters(pool, {component.name: component.counter for component in built})
     hosts = {component.name: component.host for component in built if component.has_host}
-    owns_store = config.disk is not None
+    owns_store, removed = config.disk is not None, list[bytes]()
     if config.disk is not None:
-        store = _store(config, config.disk, layouts, hosts)
-    disk = None if store is None else _disk(config, store, owns_store, hosts, metrics)
-    return CacheEngine(EngineContext(config, pool, table, base.tree, metrics, built, write_policy, disk))
+        store = _store(config, config.disk, layouts, hosts, None if events is None else removed.extend)
+    disk = None if store is None else _disk(config, store, owns_store, hosts, metrics, removed)
+    context = EngineContext(config, pool, table, base.tree, metrics, built, write_policy, disk)
+    return CacheEngine(context, events=None if events is None else _publisher(config, events, metrics))
+
+
+def _publisher(config: EngineConfig, events: EventLog, metrics: Metrics) -> EventPublisher:
+    sink = sink_of(config.kv_events, config.kv_events_topic, config.kv_events_replay)
+    return EventPublisher(events, sink, config.advanced.kv_events_queue_blocks, metrics)
 
 
 def _present(
@@ -287,7 +295,11 @@ def _require_one_store(config: EngineConfig, store: PageStore | None) -> None:
 
 
 def _store(
-    config: EngineConfig, disk: DiskConfig, layouts: dict[Component, PoolLayout], hosts: dict[Component, HostPagePool]
+    config: EngineConfig,
+    disk: DiskConfig,
+    layouts: dict[Component, PoolLayout],
+    hosts: dict[Component, HostPagePool],
+    on_removed: Callable[[Sequence[bytes]], None] | None,
 ) -> LmdbPageStore:
     formats: dict[int, PageFormat] = {}  # by size: where two components share one, the first decides
     for name, host in hosts.items():
@@ -302,11 +314,17 @@ def _store(
         durability=disk.durability,
         level=disk.level,
         cipher=cipher_of(disk),
+        on_removed=on_removed,
     )
 
 
 def _disk(
-    config: EngineConfig, store: PageStore, owns_store: bool, hosts: dict[Component, HostPagePool], metrics: Metrics
+    config: EngineConfig,
+    store: PageStore,
+    owns_store: bool,
+    hosts: dict[Component, HostPagePool],
+    metrics: Metrics,
+    removed: list[bytes],
 ) -> DiskTier:
     advanced = config.advanced
     limits = Limits(
@@ -323,6 +341,7 @@ def _disk(
         # What may be locked on its way to the store.
         full_bytes=sum(host.page_bytes * host.num_pages for host in hosts.values()) // 2,
         limits=limits,
+        removed=removed,
     )
     tier.register(metrics)
     return tier

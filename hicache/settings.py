@@ -195,6 +195,20 @@ class FilePath(Setting):
 
 
 @dataclass(frozen=True)
+class Address(Text):
+    """Nothing, or text that begins with one of `schemes` and goes on."""
+
+    metavar = "ADDRESS"
+    schemes: tuple[str, ...] = ()
+
+    def _value(self, given: object) -> str:
+        value = super()._value(given)
+        if value and not any(value.startswith(scheme) and len(value) > len(scheme) for scheme in self.schemes):
+            raise self._refused(given, f"does not begin with {' or '.join(self.schemes)}")
+        return value
+
+
+@dataclass(frozen=True)
 class Choice(Setting):
     """One of `words`."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,7 +60,8 @@ class LmdbPageStore:
     zstd's. With `cipher` pages are encrypted, and its key id is part of the identity. Opening with a smaller budget
     than before evicts and compacts at once. A new store whose largest pages have `slots_from_bytes` or more keeps all
     pages in slots, in a file for each size; another one keeps them in its tables. An existing store stays as it was
-    created.
+    created. `on_removed` is called by the thread that writes, after each commit that removed pages, with their keys:
+    evicted, deleted, or not to be verified.
 
     A failed write makes the store read-only until `reopen` succeeds. Other processes may read meanwhile
     (`LmdbPageReader`). Raises `StoreError` or a subclass when it cannot be opened or is called wrongly. Not to be used
@@ -79,13 +80,14 @@ class LmdbPageStore:
         cipher: PageCipher | None = None,
         max_readers: int = _MAX_READERS,
         slots_from_bytes: int = SLOTS_FROM_BYTES,
+        on_removed: Callable[[Sequence[bytes]], None] | None = None,
     ) -> None:
         if not identity:
             raise StoreError("a store needs an identity; name the model, the dtype and the layout of its pages")
         settings = Settings(budget_bytes, sorted_formats(formats), durability, level)
         page_sizes = tuple(format.page_bytes for format in settings.formats)
         record = IdentityRecord(identity_with_key(identity, cipher), page_sizes)
-        self._open(Path(path), record, settings, cipher, max_readers, slots_from_bytes)
+        self._open(Path(path), record, settings, cipher, max_readers, slots_from_bytes, on_removed)
 
     @classmethod
     def of_record(
@@ -105,6 +107,7 @@ class LmdbPageStore:
         cipher: PageCipher | None,
         max_readers: int,
         slots_from_bytes: int,
+        on_removed: Callable[[Sequence[bytes]], None] | None = None,
     ) -> None:
         require_packages()
         keep_freed_memory()
@@ -129,16 +132,16 @@ class LmdbPageStore:
         spec = FileSpec(path, file_bytes, budget.index_bytes, max_readers, record, settings, slots_from_bytes)
         self._env = StoreEnv(spec, self._verifier(), self._counters)
         try:
-            self._set_up(budget, path)
+            self._set_up(budget, path, on_removed)
         except BaseException:
             self._env.close()
             raise
 
-    def _set_up(self, budget: Budget, path: Path) -> None:
+    def _set_up(self, budget: Budget, path: Path, on_removed: Callable[[Sequence[bytes]], None] | None) -> None:
         """What works on the open files."""
         has_slots = self._env.tables.slots is not None
         self._budget = budget = replace(budget, has_slots=has_slots)
-        self._writer = GroupWriter(self._env, self._access_log, self._counters, budget, str(path))
+        self._writer = GroupWriter(self._env, self._access_log, self._counters, budget, str(path), on_removed)
         self._lookup = Lookup(self._env, self._codecs, self._access_log, self._counters, str(path))
         self._compressor = PageCompressor(self._codecs, budget.commit_bytes, split=has_slots)
         self._shrink_to(budget.max_file_bytes)

@@ -107,12 +107,20 @@ class GroupWriter:
     """Commits changes to a `StoreEnv`, and applies what readers noted in the access log; one thread.
 
     When a commit fails for another reason than space, `read_only` becomes true, and every call but `reopen` does
-    nothing.
+    nothing. `on_removed` is told of the pages that a commit removed, after it.
     """
 
-    def __init__(self, env: StoreEnv, access_log: AccessLog, counters: Counters, budget: Budget, name: str) -> None:
+    def __init__(
+        self,
+        env: StoreEnv,
+        access_log: AccessLog,
+        counters: Counters,
+        budget: Budget,
+        name: str,
+        on_removed: Callable[[Sequence[bytes]], None] | None = None,
+    ) -> None:
         self._env, self._access_log, self._counters = env, access_log, counters
-        self._budget, self._name = budget, name
+        self._budget, self._name, self._on_removed = budget, name, on_removed
         self.read_only = self._has_evicted = False
 
     def put(self, group: Iterable[tuple[bytes, Value]], max_bytes: int, used: Sequence[bytes] | None = None) -> bool:
@@ -263,6 +271,8 @@ class GroupWriter:
         self._env.note_commit(entries, transaction.live_bytes, transaction.raw_bytes)
         self._access_log.remove(transaction.applied_used, transaction.applied_quarantined)
         self._counters.add(Counts(evicted=transaction.num_evicted))
+        if self._on_removed is not None and transaction.removed:
+            self._on_removed(transaction.removed)
         return result
 
     def _evict_for(self, space_bytes: int) -> None:

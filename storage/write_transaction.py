@@ -85,6 +85,7 @@ class WriteTransaction:
             self.index_bytes = tables.data_bytes()
             self._slots = SlotChanges(txn, tables.slots, tables.meta, oldest_reader(tables.env))
         self.num_evicted = 0
+        self.removed: list[bytes] = []  # pages that the store lacks from the commit on
         self.applied_used: list[bytes] = []
         self.applied_quarantined: list[bytes] = []
 
@@ -111,7 +112,7 @@ class WriteTransaction:
 
     def put(self, key: bytes, value: Value) -> None:
         """Store a value as the most recently used."""
-        self.delete(key)
+        self._delete(key)
         if self._slots is not None:
             split = value if isinstance(value, HeaderAndPayload) else HeaderAndPayload.of(value)
             self.txn.put(key, self._slots.store(key, split), db=self._tables.pages)
@@ -130,7 +131,13 @@ class WriteTransaction:
             self._append_age(key, age.value_bytes, age.page_bytes)
 
     def delete(self, key: bytes) -> bool:
-        """Remove a page; whether there was one."""
+        """Remove a page for good; whether there was one."""
+        was_present = self._delete(key)
+        if was_present:
+            self.removed.append(bytes(key))
+        return was_present
+
+    def _delete(self, key: bytes) -> bool:
         age = self._age(key)
         if age is not None:
             self.txn.delete(TICK.pack(age.tick), db=self._tables.recency)

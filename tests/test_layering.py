@@ -23,7 +23,7 @@ LEVELS = (
     (
         "cli", "__main__", "serving", "planning", "store_command", "config_command", "integrations", "plot", "monitoring",
     ),  # fmt: skip
-    ("engine", "factory", "prefix_cache", "sizing", "tensor_cache", "validation"),
+    ("abandoned", "engine", "factory", "kv_events", "prefix_cache", "sizing", "tensor_cache", "validation"),
     ("flow", "replay"),
     ("tree", "alloc", "device", "transfer", "host", "disk"),
     ("layout",),

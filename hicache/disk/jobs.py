@@ -94,12 +94,16 @@ class WriteJob:
 @dataclass(frozen=True)
 class WriteDone:
     """`ok[i]`: page i is in the store, as durable as its durability setting says. `seconds`: the job's share, by pages,
-    of the time that its batch took to write, on the tier's clock."""
+    of the time that its batch took to write, on the tier's clock.
+
+    `removed`: keys that the store was known to lose until then, before `ok` held; those of a group of jobs come with
+    the first."""
 
     ticket: int
     ok: tuple[bool, ...]
     batch: int = 0
     seconds: float = field(default=0.0, compare=False)
+    removed: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,8 @@ class DiskTier:
 
     `reads` and `writes` take jobs and return their outcomes. `owns_store`: `close` closes the store too; else it syncs
     it, and the store stays open for its owner. `full_bytes`: waiting writes of so many bytes count as a full queue.
-    `clock`: seconds, those of the jobs' deadlines.
+    `clock`: seconds, those of the jobs' deadlines. `removed`: where the store, in the writer's calls, notes the keys of
+    pages that it loses; None: nobody asks.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class DiskTier:
         full_bytes: int = 1 << 40,
         limits: Limits = LIMITS,
         clock: Callable[[], float] = time.monotonic,
+        removed: list[bytes] | None = None,
     ) -> None:
+        self._removed = removed if removed is not None else []
         self.store, self._owns_store = store, owns_store
         self._full_bytes, self._limits, self.clock = full_bytes, limits, clock
         self._write_errors = 0  # of the writer thread alone
@@ -281,7 +284,16 @@ class DiskTier:
         answers, start = [], 0
         for job in jobs:
             end = start + len(job.keys)
-            answers.append(WriteDone(job.ticket, tuple(stored[start:end]), job.batch, page_s * len(job.keys)))
+            answers.append(
+                WriteDone(
+                    job.ticket,
+                    tuple(stored[start:end]),
+                    job.batch,
+                    seconds=page_s * len(job.keys),
+                    removed=tuple(self._removed),
+                )
+            )
+            self._removed.clear()
             start = end
         return answers
 

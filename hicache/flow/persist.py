@@ -18,6 +18,7 @@ from hicache.disk.jobs import Stalled, WriteDone, WriteJob
 from hicache.disk.workers import DiskTier
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
+from hicache.tree.events import EventLog
 from hicache.tree.node import FULL, HOST, NodeRun, TreeNode
 
 _BATCH_PAGES = 16
@@ -120,6 +121,21 @@ class Persist:
             self._bytes.observe(written * store.cache_component.host.page_bytes)
             self._seconds.observe(done.seconds)
         self._failures.value += len(done.ok) - written
+        events = self._context.tree.events
+        if events is not None:
+            self._tell(events, store, done)
+
+    def _tell(self, events: EventLog, store: _Store, done: WriteDone) -> None:
+        """Pages that the disk lost, and then full pages that it took."""
+        if done.removed:
+            events.removed(done.removed, "DISK")
+        if store.component != FULL:
+            return
+        names, first, end = self._context.tree.names, done.batch * _BATCH_PAGES, 0
+        for node in store.nodes:  # [start, end) of the store's pages, of which [first, first + len(ok)) are told
+            start, end = end, end + len(names.of(node))
+            which = [0 <= page - first < len(done.ok) and done.ok[page - first] for page in range(start, end)]
+            events.stored(node, names, "DISK", which)
 
     def _send(self, node: TreeNode) -> None:
         """Send what is to be stored of a node; states and windows first: the disk evicts them first."""

@@ -294,6 +294,8 @@ class PrefixReads:
                 node.page_keys = prefix.keys_of(FULL, list(range(end - node.num_tokens // step, end)))
                 node.holdings[FULL][HOST].stored = True
                 node.from_disk = not node.holds(FULL, DEVICE)
+                if tree.events is not None:
+                    tree.events.found_on_disk(node, tree.names)
         tree.move_lock(read.anchor, result.node, HOST)
         read.anchor = result.node
         batch.pages = batch.pages[num_placed:]

@@ -3,7 +3,7 @@
 from hicache.tree.base import Duplicate, Inserted, Match, Released
 from hicache.tree.components import FullComponent, MambaComponent, SwaComponent, TreeComponent
 from hicache.tree.core import RadixTree
-from hicache.tree.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
+from hicache.tree.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, KVCacheEvent, PageChange
 from hicache.tree.key import PageHasher, RadixKey
 from hicache.tree.node import DEVICE, FULL, HOST, MAMBA, SWA, Component, NodeRun, PageState, Tier, TreeNode
 from hicache.tree.policy import (
@@ -36,12 +36,14 @@ __all__ = [
     "FILOStrategy",
     "FullComponent",
     "Inserted",
+    "KVCacheEvent",
     "LFUStrategy",
     "LRUStrategy",
     "MRUStrategy",
     "MambaComponent",
     "Match",
     "NodeRun",
+    "PageChange",
     "PageHasher",
     "PageState",
     "PriorityStrategy",

@@ -53,7 +53,7 @@ class RadixTree(Accounts):
         self._ends_matches = any(component.ends_matches for component in self.components)
         self.root = TreeNode(run=TokenRun(np.empty(0, np.int64)), components=self._names)
         self.num_nodes = 0
-        self.names, self._events = PageNames(hasher), events
+        self.names, self.events = PageNames(hasher), events
 
     # Looking
 
@@ -330,14 +330,12 @@ class RadixTree(Accounts):
 
     def _gain(self, node: TreeNode, component: Component, tier: Tier, value: torch.Tensor) -> None:
         self._enter(node, component, tier, value)
-        if self._events is not None and component == FULL:
-            first = node.parent is None or node.parent.is_root
-            before = None if first else self.names.before(node)
-            self._events.stored(node, self.names.of(node), before, _MEDIUM[tier])
+        if self.events is not None and component == FULL:
+            self.events.stored(node, self.names, _MEDIUM[tier])
 
     def _lose(self, node: TreeNode, component: Component, tier: Tier) -> Released:
-        if self._events is not None and component == FULL:
-            self._events.removed(self.names.of(node), _MEDIUM[tier])
+        if self.events is not None and component == FULL:
+            self.events.removed(self.names.of(node), _MEDIUM[tier])
         return self._take_out(node, component, tier)
 
     def _lose_shared(self, node: TreeNode) -> None:

@@ -1,18 +1,23 @@
 """What a router needs to know about who has which block: events of blocks that came and went.
 
-A block is a page. Its hash is the first 64 bits of its page key, so it depends on every token before it.
+A block is a page. Its hash is the first 64 bits of its page key, so it depends on every token before it, on the
+namespace and on the identity of the engine (model, dtype, layout, salt): all media and restarts name it alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from hicache.tree.key import key_of
+from hicache.tree.key import Tokens, key_of
+from hicache.tree.names import PageNames
 from hicache.tree.node import TreeNode
 
 Medium = Literal["GPU", "CPU", "DISK"]
+
+# So many removals from the disk are remembered: more than a store makes during one read.
+_REMEMBERED = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -40,35 +45,109 @@ class AllBlocksCleared:
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+@dataclass(frozen=True)
+class PagesStored:
+    """Consecutive pages of one prompt, with `tokens` and `keys`, which follow `before`, are held by `medium`."""
+
+    keys: Sequence[bytes]
+    before: bytes | None
+    tokens: Tokens
+    namespace: str
+    medium: Medium
+
+    def blocks(self, max_blocks: int) -> Iterator[BlockStored]:
+        """The same as events of at most `max_blocks` blocks each."""
+        size, before = len(self.tokens) // len(self.keys), self.before
+        for start in range(0, len(self.keys), max_blocks):
+            keys = self.keys[start : start + max_blocks]
+            tokens = self.tokens[start * size : (start + len(keys)) * size]
+            ids = list(key_of(tokens, self.namespace).token_ids)
+            parent = None if before is None else block_hash(before)
+            yield BlockStored([block_hash(key) for key in keys], parent, ids, size, self.medium)
+            before = keys[-1]
+
+
+@dataclass(frozen=True)
+class PagesRemoved:
+    """`medium` holds these pages no more; it may not have held them."""
+
+    keys: Sequence[bytes]
+    medium: Medium
+
+    def blocks(self, max_blocks: int) -> Iterator[BlockRemoved]:
+        for start in range(0, len(self.keys), max_blocks):
+            yield BlockRemoved([block_hash(key) for key in self.keys[start : start + max_blocks]], self.medium)
+
+
+@dataclass(frozen=True)
+class AllRemoved:
+    """No medium holds anything."""
+
+    keys: Sequence[bytes] = ()
+
+    def blocks(self, max_blocks: int) -> Iterator[AllBlocksCleared]:
+        yield AllBlocksCleared()
+
+
+PageChange: TypeAlias = PagesStored | PagesRemoved | AllRemoved
+
+
 class EventLog:
-    """Events since they were last taken, oldest first. Scheduler thread only."""
+    """Changes since they were last taken, oldest first. Scheduler thread only."""
 
     def __init__(self) -> None:
-        self._events: list[KVCacheEvent] = []
+        self._changes: list[PageChange] = []
+        self._gone: dict[bytes, None] = {}  # what the disk removed lately, oldest first
 
-    def stored(self, node: TreeNode, keys: Sequence[bytes], before: bytes | None, medium: Medium) -> None:
-        """The pages of `node`, whose keys are `keys`, are held by `medium`; `before` is the key of the page before."""
+    def stored(self, node: TreeNode, names: PageNames, medium: Medium, which: Sequence[bool] | None = None) -> None:
+        """Pages of `node` are held by `medium`: all of them, or those for which `which` is true."""
         assert node.run is not None
-        size = node.num_tokens // len(keys)
-        tokens = key_of(node.run.tokens, node.namespace).token_ids
-        parent = None if before is None else block_hash(before)
-        for index, key in enumerate(keys):
-            block = list(tokens[index * size : (index + 1) * size])
-            self._events.append(BlockStored([block_hash(key)], parent, block, size, medium))
-            parent = block_hash(key)
+        keys, tokens, size = names.of(node), node.run.tokens, node.num_tokens // len(names.of(node))
+        first = node.parent is None or node.parent.is_root
+        for start, end in [(0, len(keys))] if which is None else _runs(which):
+            before = keys[start - 1] if start else None if first else names.before(node)
+            pages = keys[start:end]
+            self._changes.append(PagesStored(pages, before, tokens[start * size : end * size], node.namespace, medium))
+            if medium == "DISK" and self._gone:
+                for key in pages:
+                    self._gone.pop(key, None)
+
+    def found_on_disk(self, node: TreeNode, names: PageNames) -> None:
+        """A read found the pages of `node` on disk. Those that the disk removed lately may have gone since."""
+        self.stored(node, names, "DISK", [key not in self._gone for key in names.of(node)])
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
-        self._events.extend(BlockRemoved([block_hash(key)], medium) for key in keys)
+        self._changes.append(PagesRemoved(keys, medium))
+        if medium == "DISK":
+            self._gone.update(dict.fromkeys(keys))
+            while len(self._gone) > _REMEMBERED:
+                del self._gone[next(iter(self._gone))]
 
     def cleared(self) -> None:
-        self._events.append(AllBlocksCleared())
+        self._changes.append(AllRemoved())
 
     def take(self) -> list[KVCacheEvent]:
-        """All events so far; they are not told twice."""
-        events, self._events = self._events, []
-        return events
+        """All changes so far as events of one block each; they are not told twice."""
+        return [event for change in self.take_changes() for event in change.blocks(1)]
+
+    def take_changes(self) -> list[PageChange]:
+        """As `take`, without the work of making events."""
+        changes, self._changes = self._changes, []
+        return changes
 
 
 def block_hash(key: bytes) -> int:
     """The first 64 bits of a page key, as a signed number."""
     return int.from_bytes(key[:8], "big", signed=True)
+
+
+def _runs(which: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """[start, end) of every run of true values."""
+    start = 0
+    while start < len(which):
+        end = start
+        while end < len(which) and which[end]:
+            end += 1
+        if end > start:
+            yield start, end
+        start = end + 1

@@ -1,0 +1,6 @@
+"""KV events for routers: what an engine's tiers hold, told to those who choose engines by it (docs/events.md)."""
+
+from hicache.kv_events.publisher import EventBatch, EventPublisher, EventSink
+from hicache.kv_events.sinks import FileSink, ZmqSink, sink_of
+
+__all__ = ["EventBatch", "EventPublisher", "EventSink", "FileSink", "ZmqSink", "sink_of"]

@@ -1,0 +1,169 @@
+"""Publishes KV events on a thread of its own, so that no step of the scheduler waits for those who read them.
+
+Each step's changes are one batch with the next sequence number. A batch that the queue has no room for is dropped, and
+so is one that the sink could not write; the number stays used, so whoever reads the stream sees the gap. Imports the
+tree's changes, and no movement.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hicache.metrics import Metrics
+from hicache.tree import EventLog, PageChange
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class EventBatch:
+    """The changes of one step. `time_s`: since the epoch, when the step ended."""
+
+    sequence: int
+    time_s: float
+    changes: Sequence[PageChange]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it tells of, at least 1."""
+        return max(1, sum(len(change.keys) for change in self.changes))
+
+
+class EventSink(Protocol):
+    """Where batches go. Built on the thread that builds the engine; used by the publisher's thread alone."""
+
+    poll_s: float | None
+    """How often `serve` is to be called at least, in seconds; None: with each batch is enough."""
+
+    def send(self, batch: EventBatch) -> None:
+        """Write a batch. Whatever it raises loses the batch."""
+        ...
+
+    def serve(self) -> None:
+        """Answer who asked for something."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EventPublisher:
+    """Owns a queue, a thread and a sink; `log` is that of the engine's tree.
+
+    The scheduler thread calls `start`, `publish` once a step, and `close`. `publish` holds a lock while it appends, and
+    makes no event. Batches wait as long as they tell of at most `queue_blocks` blocks together, and one always may. The
+    stream begins and ends with `AllBlocksCleared`: what another engine told before is over.
+    """
+
+    def __init__(self, log: EventLog, sink: EventSink, queue_blocks: int, metrics: Metrics) -> None:
+        self._log, self._sink, self._queue_blocks = log, sink, queue_blocks
+        self._changed = threading.Condition()
+        self._waiting: deque[EventBatch] = deque()
+        self._num_blocks = 0
+        self._ends = False
+        self._next_sequence = 0
+        self._thread: threading.Thread | None = None
+        self._dropped = metrics.counter("kv_events.dropped_batches", "batches of KV events that found no room")
+        self._failed = metrics.counter(
+            "kv_events.failed_batches", "batches of KV events that were not written or replayed"
+        )
+        self._sent = metrics.counter("kv_events.sent_batches", "batches of KV events that were written")
+        metrics.gauge("kv_events.waiting_blocks", "blocks whose events were not written yet", lambda: self._num_blocks)
+
+    def start(self) -> None:
+        """Start the thread, and the stream. Idempotent."""
+        if self._thread is None:
+            self._log.cleared()
+            self.publish()
+            self._thread = threading.Thread(target=self._run, name="hicache-kv-events", daemon=True)
+            self._thread.start()
+
+    def publish(self) -> None:
+        """Hand what changed since the last call to the thread. Never waits."""
+        changes = self._log.take_changes()
+        if not changes:
+            return
+        batch = EventBatch(self._next_sequence, time.time(), changes)
+        self._next_sequence += 1
+        num_blocks = batch.num_blocks
+        with self._changed:
+            if self._waiting and self._num_blocks + num_blocks > self._queue_blocks:
+                self._drop(batch)
+                return
+            self._waiting.append(batch)
+            self._num_blocks += num_blocks
+            self._changed.notify()
+
+    def close(self, within_s: float = _CLOSE_S) -> bool:
+        """End the stream, write what waits and close the sink, in at most `within_s` seconds; whether that was enough.
+
+        Idempotent. The thread is a daemon: one that hangs in its sink does not keep the process alive.
+        """
+        if self._thread is None:
+            self._sink.close()
+            return True
+        if not self._ends:
+            self._log.cleared()
+            self.publish()
+        self._end()
+        self._thread.join(within_s)
+        if self._thread.is_alive():
+            log.warning("KV events: the last ones could not be written within %g s", within_s)
+        return not self._thread.is_alive()
+
+    def abandon(self, deadline_s: float) -> None:
+        """End the thread of an engine that was not closed, by `deadline_s` of `time.monotonic`."""
+        self._end()
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+
+    def _drop(self, batch: EventBatch) -> None:
+        if not self._dropped.value:
+            log.warning(
+                "KV events: batch %d was dropped, for whoever reads them is too slow; raise advanced "
+                "kv_events_queue_blocks=%d. Further ones are counted (kv_events.dropped_batches)",
+                batch.sequence,
+                self._queue_blocks,
+            )
+        self._dropped.value += 1
+
+    # On the thread
+
+    def _run(self) -> None:
+        try:
+            while (batch := self._next()) is not None or not self._ends:
+                self._work(batch)
+        finally:
+            self._sink.close()
+
+    def _next(self) -> EventBatch | None:
+        """The next batch; None where none came within `poll_s`, or none will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._waiting) or self._ends, self._sink.poll_s)
+            return self._waiting.popleft() if self._waiting else None
+
+    def _work(self, batch: EventBatch | None) -> None:
+        try:
+            if batch is not None:
+                self._sink.send(batch)
+                self._sent.value += 1
+            self._sink.serve()
+        except Exception:  # the reader sees the gap in the numbers
+            if not self._failed.value:
+                log.exception("KV events: a batch could not be written, or replayed; further ones are counted")
+            self._failed.value += 1
+        if batch is not None:
+            with self._changed:
+                self._num_blocks -= batch.num_blocks

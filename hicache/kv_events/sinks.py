@@ -1,0 +1,173 @@
+"""Where KV events go: a file of JSON lines, or ZeroMQ sockets that the routers of vLLM and SGLang subscribe to.
+
+Both write the same events: maps with `type` and the field names of vLLM's event classes. docs/events.md has the format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from hicache.errors import ConfigError
+from hicache.kv_events.publisher import EventBatch, EventSink
+from hicache.tree import BlockStored, KVCacheEvent
+
+_RANK = 0  # of data parallelism
+_EVENT_BLOCKS = 64  # of one event: no call into C holds the interpreter's lock for longer than these take
+_POLL_S = 0.05  # between two looks for requests to replay
+_LINGER_MS = 500  # at the end, for subscribers that read
+_MAX_UNREAD = 4096  # batches that wait for one slow subscriber; ZeroMQ drops what comes beyond that
+_REPLAY_BATCHES, _REPLAY_BYTES = 4096, 64 << 20
+_END = (-1).to_bytes(8, "big", signed=True)
+
+
+def sink_of(address: str, topic: str = "", replay: str = "") -> EventSink:
+    """The sink for the address of `kv_events`. Raises `ConfigError` where it cannot be used."""
+    if address.startswith("file:"):
+        return FileSink(address.removeprefix("file:"))
+    return ZmqSink(address, topic, replay)
+
+
+def events_of(batch: EventBatch) -> Iterator[dict[str, Any]]:
+    """The events of a batch, each as a map: `type` and its fields."""
+    for change in batch.changes:
+        for event in change.blocks(_EVENT_BLOCKS):
+            yield _as_map(event)
+
+
+def _as_map(event: KVCacheEvent) -> dict[str, Any]:
+    fields: dict[str, Any] = {"type": type(event).__name__, **vars(event)}
+    if isinstance(event, BlockStored):
+        fields |= {"lora_id": None, "lora_name": None}  # vLLM's class has no default for these
+    return fields
+
+
+class FileSink:
+    """Appends one line a batch: `{"sequence": 0, "time_s": 1.5, "events": [...]}`.
+
+    A FIFO must have its reader before the engine is built.
+    """
+
+    poll_s: float | None = None
+
+    def __init__(self, path: str) -> None:
+        """Raises `ConfigError` where the file cannot be opened."""
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"kv_events=file:{path}: {error.strerror}; give a file that can be written") from error
+        os.set_blocking(self._file, True)
+        self._is_torn = False
+
+    def send(self, batch: EventBatch) -> None:
+        events = ",".join(json.dumps(event, separators=(",", ":")) for event in events_of(batch))
+        line = f'{{"sequence":{batch.sequence},"time_s":{batch.time_s},"events":[{events}]}}\n'
+        # What a full disk left of a line stays a line of its own.
+        left = memoryview((("\n" if self._is_torn else "") + line).encode())
+        self._is_torn = True
+        while left:
+            left = left[os.write(self._file, left) :]
+        self._is_torn = False
+
+    def serve(self) -> None:
+        """Nobody asks."""
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class ZmqSink:
+    """A PUB socket, and with `replay` a ROUTER socket from which missed batches are had.
+
+    PUB     topic, sequence number (8 bytes, big endian), msgpack of [time, events, rank]
+    ROUTER  asked with an empty frame and a sequence number, it answers with every batch from there on that it still
+            has, each as an empty frame and the three of PUB, and at the end with an empty topic and number -1
+
+    `address` is bound; behind `connect:` it is connected to. No call waits for a subscriber.
+    """
+
+    def __init__(self, address: str, topic: str = "", replay: str = "") -> None:
+        """Raises `ConfigError` where an address cannot be used or a package is missing."""
+        zmq, self._pack = _packages()
+        self._zmq, self._topic = zmq, topic.encode()
+        self._context = zmq.Context()
+        self._buffer: deque[tuple[bytes, bytes]] = deque()
+        self._buffer_bytes = 0
+        self.poll_s = _POLL_S if replay else None
+        try:
+            self._publisher = self._socket(zmq.PUB, address, "kv_events", _MAX_UNREAD)
+            self._router = self._socket(zmq.ROUTER, replay, "kv_events_replay", 0) if replay else None
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """What the sockets are bound to, the second empty without `kv_events_replay`: port 0 is the system's choice."""
+        bound = self._zmq.LAST_ENDPOINT
+        router = "" if self._router is None else self._router.getsockopt_string(bound)
+        return self._publisher.getsockopt_string(bound), router
+
+    def send(self, batch: EventBatch) -> None:
+        number = batch.sequence.to_bytes(8, "big")
+        payload = self._pack([batch.time_s, list(events_of(batch)), _RANK])
+        self._publisher.send_multipart((self._topic, number, payload), copy=False)
+        if self._router is not None:
+            self._keep(number, payload)
+
+    def serve(self) -> None:
+        """Answer who asked for batches again."""
+        if self._router is None:
+            return
+        while self._router.poll(0):
+            client, *frames = self._router.recv_multipart()
+            number = frames[-1] if frames else b""
+            if len(number) == 8:
+                for at, payload in self._buffer:
+                    if at >= number:
+                        self._answer(client, self._topic, at, payload)
+            self._answer(client, b"", _END, b"")
+
+    def close(self) -> None:
+        self._context.destroy(linger=_LINGER_MS)
+
+    def _answer(self, client: bytes, *frames: bytes) -> None:
+        assert self._router is not None
+        with contextlib.suppress(self._zmq.Again):  # it asks again when it has read what is under way
+            self._router.send_multipart((client, b"", *frames), self._zmq.DONTWAIT)
+
+    def _keep(self, number: bytes, payload: bytes) -> None:
+        self._buffer.append((number, payload))
+        self._buffer_bytes += len(payload)
+        while len(self._buffer) > _REPLAY_BATCHES or self._buffer_bytes > _REPLAY_BYTES:
+            self._buffer_bytes -= len(self._buffer.popleft()[1])
+
+    def _socket(self, kind: int, address: str, setting: str, max_unread: int) -> Any:
+        socket = self._context.socket(kind)
+        socket.setsockopt(self._zmq.SNDHWM, max_unread or 2 * _REPLAY_BATCHES)
+        socket.setsockopt(self._zmq.IPV6, int("[" in address))
+        try:
+            if address.startswith("connect:"):
+                socket.connect(address.removeprefix("connect:"))
+            else:
+                socket.bind(address)
+        except self._zmq.ZMQError as error:
+            raise ConfigError(f"{setting}={address}: {error.strerror}; give an address that is free") from error
+        return socket
+
+
+def _packages() -> tuple[Any, Any]:
+    """The module of ZeroMQ, and msgpack's encoder."""
+    try:
+        return importlib.import_module("zmq"), importlib.import_module("msgspec").msgpack.encode
+    except ImportError as error:
+        raise ConfigError(
+            f"kv_events over ZeroMQ needs the package {error.name}: pip install 'hicache[events]'"
+        ) from error

@@ -1,0 +1,241 @@
+"""The publisher's queue and numbers, the file's lines, the wire's bytes, and settings that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from hicache import EngineConfig
+from hicache.cli import main
+from hicache.errors import ConfigError
+from hicache.kv_events import EventBatch, EventPublisher, FileSink, ZmqSink, sink_of
+from hicache.metrics import Metrics
+from hicache.tree.events import AllRemoved, EventLog, PageChange, PagesRemoved, PagesStored
+
+_WAIT_S = 60.0
+
+
+class HeldSink:
+    """Holds the publisher's thread until `open()`; then fails for the batches in `fails`."""
+
+    poll_s: float | None = None
+
+    def __init__(self, fails: Sequence[int] = ()) -> None:
+        self.batches: list[EventBatch] = []
+        self.entered, self._opened = threading.Event(), threading.Event()
+        self._fails, self.closed = fails, False
+
+    def send(self, batch: EventBatch) -> None:
+        self.entered.set()
+        assert self._opened.wait(_WAIT_S)
+        if batch.sequence in self._fails:
+            raise OSError("no space left on device")
+        self.batches.append(batch)
+
+    def serve(self) -> None:
+        """Nobody asks."""
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _keys(first: int, count: int) -> list[bytes]:
+    return [number.to_bytes(8, "big") * 4 for number in range(first, first + count)]
+
+
+def test_a_sink_that_hangs_delays_nobody_and_every_loss_is_a_gap_in_the_numbers() -> None:
+    """While the sink hangs every call returns; what the queue had no room for, and what failed, is missing and counted,
+    the rest comes in order, and the stream begins and ends cleared."""
+    log, metrics, sink = EventLog(), Metrics(), HeldSink(fails=[2])
+    publisher = EventPublisher(log, sink, 100, metrics)
+    publisher.start()
+    assert sink.entered.wait(_WAIT_S)
+    for number in range(1, 41):
+        log.removed(_keys(number, 10), "GPU")
+        publisher.publish()
+        publisher.publish()  # nothing changed: no batch
+    sink.open()
+    assert publisher.close(_WAIT_S) and sink.closed
+    numbers = [batch.sequence for batch in sink.batches]
+    counts = metrics.snapshot()
+    assert numbers[:2] == [0, 1] and 2 not in numbers and numbers == sorted(numbers)
+    assert sink.batches[0].changes == [AllRemoved()]
+    assert counts["kv_events.failed_batches"] == 1 and counts["kv_events.dropped_batches"] >= 30
+    assert counts["kv_events.sent_batches"] == len(numbers)
+    assert len(numbers) + 1 + counts["kv_events.dropped_batches"] == 42
+    assert publisher.close()
+
+
+def test_one_batch_larger_than_the_queue_is_sent() -> None:
+    """A step that changes more blocks than may wait is told all the same where nothing else waits."""
+    log, sink, metrics = EventLog(), HeldSink(), Metrics()
+    publisher = EventPublisher(log, sink, 1, metrics)
+    sink.open()
+    publisher.start()
+    end_s = time.monotonic() + _WAIT_S
+    while metrics.snapshot()["kv_events.waiting_blocks"]:
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
+    log.removed(_keys(0, 1000), "GPU")
+    publisher.publish()
+    assert publisher.close(_WAIT_S)
+    assert sum(len(change.keys) for batch in sink.batches for change in batch.changes) == 1000
+
+
+def _batch(sequence: int, changes: Sequence[PageChange]) -> EventBatch:
+    return EventBatch(sequence, 1.5 + sequence, changes)
+
+
+def _known_batch() -> EventBatch:
+    """Three pages of 2 tokens behind another, of which one goes."""
+    keys = _keys(1, 3)
+    stored = PagesStored(keys, _keys(7, 1)[0], np.arange(6, dtype=np.int64), "", "CPU")
+    return _batch(3, [stored, PagesRemoved(keys[1:2], "CPU"), AllRemoved()])
+
+
+_KNOWN_EVENTS = [
+    {
+        "type": "BlockStored",
+        "block_hashes": [1, 2, 3],
+        "parent_block_hash": 7,
+        "token_ids": [0, 1, 2, 3, 4, 5],
+        "block_size": 2,
+        "medium": "CPU",
+        "lora_id": None,
+        "lora_name": None,
+    },
+    {"type": "BlockRemoved", "block_hashes": [2], "medium": "CPU"},
+    {"type": "AllBlocksCleared"},
+]
+
+
+def test_a_batch_on_the_wire_is_as_documented(tmp_path: Path) -> None:
+    """The three frames of a batch, live and replayed, from the number that was asked for on; then the end mark."""
+    sink = sink_of("tcp://127.0.0.1:0", "kv", "tcp://127.0.0.1:0")
+    assert isinstance(sink, ZmqSink)
+    context = zmq.Context()
+    live, asking = context.socket(zmq.SUB), context.socket(zmq.REQ)
+    try:
+        address, replay = sink.addresses
+        live.subscribe("kv")
+        live.connect(address)
+        asking.connect(replay)
+        for sequence in range(3):
+            sink.send(_batch(sequence, [AllRemoved()]))
+        while not live.poll(10):
+            sink.send(_known_batch())
+        topic, number, payload = live.recv_multipart()
+        assert (topic, number) == (b"kv", (3).to_bytes(8, "big"))
+        assert msgspec.msgpack.decode(payload) == [4.5, _KNOWN_EVENTS, 0]
+        asking.send((1).to_bytes(8, "big"))
+        while not asking.poll(10):
+            sink.serve()
+        topic, number, payload = asking.recv_multipart()  # a REQ socket reads one answer
+        assert (topic, number) == (b"kv", (1).to_bytes(8, "big"))
+        assert msgspec.msgpack.decode(payload) == [2.5, [{"type": "AllBlocksCleared"}], 0]
+        asking_all = context.socket(zmq.DEALER)
+        asking_all.connect(replay)
+        for nonsense in ((b"",), (b"", b"all"), (b"", b"", b"", b"")):
+            asking_all.send_multipart(nonsense)
+            while not asking_all.poll(10):
+                sink.serve()
+            assert asking_all.recv_multipart() == [b"", b"", b"\xff" * 8, b""]
+        asking_all.close()
+    finally:
+        context.destroy(linger=0)
+        sink.close()
+
+
+def test_long_runs_become_events_of_few_blocks() -> None:
+    """A long prompt is told in parts whose parents are the blocks before them, and reads back as one chain."""
+    keys = _keys(0, 300)
+    stored = PagesStored(keys, None, np.arange(600, dtype=np.int64), "", "GPU")
+    parts = list(stored.blocks(64))
+    assert [len(part.block_hashes) for part in parts] == [64, 64, 64, 64, 44]
+    assert [part.parent_block_hash for part in parts] == [None, 63, 127, 191, 255]
+    assert [token for part in parts for token in part.token_ids] == list(range(600))
+
+
+def test_lines_are_as_documented_and_are_added_to_what_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    path.write_text("what was there\n")
+    sink = FileSink(str(path))
+    sink.send(_known_batch())
+    sink.close()
+    first, line = path.read_text().splitlines()
+    assert first == "what was there"
+    assert json.loads(line) == {"sequence": 3, "time_s": 4.5, "events": _KNOWN_EVENTS}
+
+
+def test_a_full_disk_leaves_a_gap_and_whole_lines_after_it() -> None:
+    """A line that could not be written fails, and the next begins a line of its own."""
+    sink = FileSink("/dev/full")
+    with pytest.raises(OSError, match="No space"):
+        sink.send(_batch(0, [AllRemoved()]))
+    reader, writer = os.pipe()
+    os.dup2(writer, sink._file)
+    os.close(writer)
+    sink.send(_batch(1, [AllRemoved()]))
+    sink.close()
+    with os.fdopen(reader) as lines:
+        assert next(lines) == "\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"kv_events": "nowhere"}, "kv_events='nowhere' does not begin with file: or tcp://"),
+        ({"kv_events": "file:"}, "does not begin"),
+        ({"kv_events": "tcp://"}, "does not begin"),
+        ({"kv_events": 5557}, "must be text"),
+        ({"kv_events_replay": "tcp://*:5558"}, "set kv_events to an address"),
+        ({"kv_events": "file:/tmp/x", "kv_events_replay": "tcp://*:5558"}, "without ZeroMQ"),
+        ({"advanced": {"kv_events_queue_blocks": 0}}, "is below 1"),
+    ],
+)
+def test_settings_that_are_wrong_say_so(settings: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        EngineConfig.from_dict({"device_tokens": 128, **settings})
+
+
+def test_addresses_that_cannot_be_used_say_so(tmp_path: Path) -> None:
+    """A port in use, an address of another machine, a folder, a pipe without a reader: one line with the setting."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"kv_events={address}: Address already in use"):
+            sink_of(address)
+        with pytest.raises(ConfigError, match=f"kv_events_replay={address}: Address already in use"):
+            sink_of("tcp://127.0.0.1:0", "", address)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "no" / "folder", tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match=f"kv_events=file:{path}: .*give a file"):
+            sink_of(f"file:{path}")
+    with pytest.raises(ConfigError, match="kv_events=tcp://nonsense: "):
+        sink_of("tcp://nonsense")
+
+
+@pytest.mark.parametrize("package", ["zmq", "msgspec"])
+def test_a_missing_package_is_named_with_its_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"needs the package {package}: pip install 'hicache\[events\]'"):
+        sink_of("tcp://127.0.0.1:0")
+
+
+def test_the_command_line_refuses_a_wrong_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--kv-events", "udp://x"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,0 +1,139 @@
+"""What a router makes of KV events: which blocks each medium holds. As a program it subscribes over ZeroMQ:
+
+    python tests/support/block_index.py ADDRESS REPLAY_ADDRESS [MODULE]
+
+decodes with the classes of MODULE (vLLM's or SGLang's; default: the twins below), asks again for what it missed, and
+prints `ready` once batches come live, then at the end of the stream what it held before that, as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class BlockStored(msgspec.Struct, tag=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemoved(msgspec.Struct, tag=True):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    pass
+
+
+class KVEventBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class BlockIndex:
+    """`held`: the hashes that each medium holds. `blocks`: parent and tokens of every block ever told of."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "DISK": set()}
+        self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+
+    def apply(self, events: Iterable[Any]) -> None:
+        for event in events:
+            kind = type(event).__name__
+            if kind == "BlockStored":
+                self._store(event)
+            elif kind == "BlockRemoved":
+                self.held[event.medium].difference_update(event.block_hashes)
+            else:
+                assert kind == "AllBlocksCleared"
+                self.held = {medium: set() for medium in self.held}
+
+    def _store(self, event: Any) -> None:
+        size, parent = event.block_size, event.parent_block_hash
+        assert len(event.token_ids) == size * len(event.block_hashes) > 0
+        for index, name in enumerate(event.block_hashes):
+            block = (parent, tuple(event.token_ids[index * size : (index + 1) * size]))
+            assert self.blocks.setdefault(name, block) == block, "one hash names two blocks"
+            parent = name
+        self.held[event.medium].update(event.block_hashes)
+
+
+def read_lines(path: Path) -> list[KVEventBatch]:
+    """The batches of a file, of one or several streams; each counts from 0 without a gap and ends as it began."""
+    batches, expected = [], 0
+    for line in path.read_text().splitlines():
+        said = json.loads(line)
+        expected = 0 if said["sequence"] == 0 else expected
+        assert said["sequence"] == expected
+        expected += 1
+        batches.append(msgspec.convert([said["time_s"], said["events"]], KVEventBatch))
+        if expected == 1:
+            assert batches[-1].events[0] == AllBlocksCleared()
+    return batches
+
+
+class Subscriber:
+    """A SUB socket, and a DEALER socket that asks for what SUB has missed."""
+
+    def __init__(self, address: str, replay: str, batch_class: type) -> None:
+        zmq = importlib.import_module("zmq")
+        context = zmq.Context()
+        self._live, self._asked = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        self._live.subscribe(b"kv")
+        self._live.connect(address)
+        self._asked.connect(replay)
+        self._decode = msgspec.msgpack.Decoder(batch_class).decode
+        self.next = 0
+
+    def batches(self) -> Iterable[Any]:
+        """Batches without a gap, until the stream ends."""
+        while True:
+            topic, number, payload = self._live.recv_multipart()
+            assert topic == b"kv"
+            if int.from_bytes(number, "big") > self.next:
+                yield from self._missed()
+            if int.from_bytes(number, "big") == self.next:
+                self.next += 1
+                yield self._decode(payload)
+
+    def _missed(self) -> Iterable[Any]:
+        self._asked.send_multipart((b"", self.next.to_bytes(8, "big")))
+        while True:
+            _, _, number, payload = self._asked.recv_multipart()
+            if not payload:
+                assert number == b"\xff" * 8
+                return
+            assert int.from_bytes(number, "big") == self.next
+            self.next += 1
+            yield self._decode(payload)
+
+
+def main() -> int:
+    address, replay, *module = sys.argv[1:]
+    classes = importlib.import_module(module[0]) if module else sys.modules[__name__]
+    index, subscriber = BlockIndex(), Subscriber(address, replay, classes.KVEventBatch)
+    for count, batch in enumerate(subscriber.batches()):
+        if count and any(type(event).__name__ == "AllBlocksCleared" for event in batch.events):
+            break
+        index.apply(batch.events)
+        if not count:
+            print("ready", flush=True)
+    print(json.dumps({medium: sorted(held) for medium, held in index.held.items()}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
