@@ -10,8 +10,9 @@ PYTHON ?= $(or $(MADE_FROM),python3)
 BENCH ?= all
 WORKERS ?= 2
 TYPECHECK := build/typecheck
+PACKAGE := build/package
 
-.PHONY: demo serve test test-long test-integrations check bench clean
+.PHONY: demo serve test test-long test-integrations check bench docs clean
 
 demo: $(STAMP)
 	$(VENV)/bin/hicache demo $(ARGS)
@@ -37,6 +38,13 @@ check: $(STAMP)
 	ln -s $(abspath hicache)/* $(abspath kernels) $(abspath storage) $(TYPECHECK)/hicache/
 	cd $(TYPECHECK) && $(abspath $(PY)) -m mypy --config-file $(abspath pyproject.toml) \
 		--cache-dir $(abspath .mypy_cache) -p hicache
+
+# The site, into build/site. Its packages are in no other extra.
+docs: $(STAMP)
+	$(PY) -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(PY) -m pip install --quiet -e '.[docs]'
+	rm -rf $(PACKAGE) && mkdir -p $(PACKAGE)/hicache
+	ln -s $(abspath hicache)/* $(abspath kernels) $(abspath storage) $(PACKAGE)/hicache/
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 # make bench BENCH=name runs one; the list is printed first.
 bench: $(STAMP)

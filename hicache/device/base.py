@@ -66,7 +66,7 @@ class SlotSpace:
 
 
 def rows_to_cpu(layers: Sequence[tuple[SlotRows, ...]], indices: torch.Tensor) -> CpuCopy:
-    """The rows `indices` of every buffer: [layer][chunk of 8192](buffers), pinned on CUDA. Waits for the device."""
+    """The rows `indices` of every buffer: `[layer][chunk of 8192](buffers)`, pinned on CUDA. Waits for the device."""
     device = layers[0][0].device
     pinned = device.type == "cuda"
     copy: CpuCopy = []
@@ -185,7 +185,7 @@ class KVCache(ABC):
         self.layer_transfer_counter = counter
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
-        """The rows at slots `indices`: [layer][chunk of 8192](buffers), pinned on CUDA. Waits for the device."""
+        """The rows at slots `indices`: `[layer][chunk of 8192](buffers)`, pinned on CUDA. Waits for the device."""
         self._wait_all()
         return rows_to_cpu([self._slot_rows(layer_id) for layer_id in self.layer_ids], indices)
 

@@ -220,7 +220,7 @@ class MambaPool:
         self._owned = set() if self._check_calls else None
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
-        """States `indices` as [layer][chunk](buffers) in the layout's order, pinned on CUDA. Waits for the device."""
+        """States `indices` as `[layer][chunk](buffers)` in the layout's order, pinned on CUDA. Waits for the device."""
         self._wait_all()
         return rows_to_cpu([self.layer_buffers(layer_id) for layer_id in self.layers], indices.reshape(-1))
 

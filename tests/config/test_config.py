@@ -20,6 +20,7 @@ from hicache.errors import ConfigError, IdentityError
 from hicache.flow.write_policy import POLICIES
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.settings import (
+    Address,
     Choice,
     FilePath,
     Number,
@@ -244,6 +245,7 @@ WRONG: dict[type[Setting], list[object]] = {
     Size: [*NO_NUMBER, 64.0, 64.9, "64.9", "64.9B", "1KX", "iB", -1, "-1GB", 1 << 63, "999999999TB", "9" * 5000],
     Number: [*NO_NUMBER, -1.0, 1e300, 10**400, "1e400"],
     Text: [None, 1, b"m", ["m"], "\ud800"],
+    Address: [None, 1, b"tcp://*:1", ["tcp://*:1"], "\ud800", "x", "udp://x:1", "tcp:", "tcp://", " tcp://*:1"],
     Choice: [None, 1, "", "sometimes", ["relaxed"], "\ud800"],
     FilePath: [None, 1, b"/x", ["/x"], "a\0b", "\ud800"],
 }
