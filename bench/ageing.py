@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.common import BenchUnavailable, Case, Report
-from bench.policy import hide_folder, read_trace, synthetic_trace
 from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
+from hicache.bench.common import BenchUnavailable, Case, Report
+from hicache.bench.policy import hide_folder, read_trace, synthetic_trace
 from hicache.transfer import CpuTransfer, TransferOp
 from hicache.transfer.plan import Ids
 from hicache.tree.key import Tokens

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import hicache
-from bench.common import Case, Report, percentile
+from hicache.bench.common import Case, Report, percentile
 
 TOKENS = 100_000
 LEAVES = 10_000

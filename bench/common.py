@@ -5,20 +5,15 @@ A benchmark is a module of this package with `NAME`, `DESCRIPTION`, `add_argumen
 ceiling and case see the same conditions, and hands `Case`s to the report. GB/s are 1e9 bytes a second of payload: bytes
 that had to move, each counted once. Where copies go both ways, both directions count.
 
-Owns the result files, `bench/results/<bench>-<machine>.json`. Imports torch and numpy, and rich where it prints.
+Owns the result files, `bench/results/<bench>-<machine>.json`. Imports torch and numpy.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import math
-import os
-import platform
-import re
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,16 +24,30 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from hicache.bench.machine import RESULTS, ROOT, commit_of, machine_name, software
+from hicache.errors import HiCacheError
+
 SCHEMA = 1
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
 
 Better = Literal["higher", "lower"]
 Timer = Callable[[Callable[[], object]], float]
 
 
-class BenchUnavailable(Exception):
-    """This benchmark cannot run here; the message says what it needs. Printed as one line."""
+class BenchUnavailable(HiCacheError):
+    """This benchmark cannot run here; the message says what it needs."""
+
+
+class ResultError(HiCacheError):
+    """A result file cannot be used for what was asked; the message names the file and the remedy."""
+
+
+def repository(what: str) -> Path:
+    """The folder of the checkout that the benches run from. BenchUnavailable names `what` is missing elsewhere."""
+    if ROOT is None:
+        raise BenchUnavailable(
+            f"{what} is in the repository alone, and these benches are installed; run them from there"
+        )
+    return ROOT
 
 
 class BenchModule(Protocol):
@@ -171,11 +180,15 @@ class Report:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Report:
         """The report a result file holds. Raises ValueError for another schema or for missing or unknown fields."""
-        fields = dict(values)
-        if fields.pop("schema", None) != SCHEMA:
-            raise ValueError(f"schema {values.get('schema')!r}; this harness reads schema {SCHEMA}")
+        fields = dict(values) if isinstance(values, Mapping) else {}
+        found = fields.pop("schema", None)
+        if found != SCHEMA:
+            raise ValueError(f"schema {found!r}; this harness reads schema {SCHEMA}")
         try:
-            return cls(**{**fields, "cases": [Case(**case) for case in fields["cases"]]})
+            report = cls(**{**fields, "cases": [Case(**case) for case in fields["cases"]]})
+            if not all(isinstance(text, str) for text in (report.bench, report.machine, report.commit)):
+                raise TypeError("bench, machine and commit are texts")
+            return report
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a result of schema {SCHEMA}: {error}") from error
 
@@ -189,36 +202,13 @@ class Report:
         part.replace(path)
         return path
 
-    def print(self) -> None:
-        """Show the cases as a table on the terminal."""
-        from rich.box import SIMPLE  # here, so that the list of benchmarks works without it
-        from rich.console import Console
-        from rich.table import Table
-
-        title = f"{self.bench} on {self.machine}, commit {self.commit[:12]}"
-        table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-        table.add_column("case", overflow="fold")
-        for heading in ("value", "p10", "p90", "ceiling", "ratio", "target"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for c in self.cases:
-            verdict = {None: "", True: " met", False: " MISSED"}[c.met]
-            table.add_row(
-                c.name,
-                f"{c.value:.4g} {c.unit}",
-                *(f"{n:.4g}" for n in (c.p10, c.p90)),
-                *("" if n is None else f"{n:.4g}" for n in (c.ceiling, c.ratio)),
-                "" if c.target is None else f"{c.target:.4g}{verdict}",
-            )
-        console = Console()
-        console.print(table)
-        for c in self.cases:
-            if c.note:
-                console.print(f"{c.name}: {c.note}", markup=False, highlight=False)
-
 
 def read_report(path: Path) -> Report:
-    """Read a result file back."""
-    return Report.from_json(json.loads(path.read_text(encoding="utf-8")))
+    """Read a result file back. ResultError where it is none."""
+    try:
+        return Report.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
+        raise ResultError(f"{path} is no result file: {error}") from error
 
 
 def wall_timer(sync: Callable[[], object] | None = None) -> Timer:
@@ -341,52 +331,3 @@ def measure_ceilings(device: torch.device, *, num_bytes: int = 256 << 20, sample
     copies = raw_copies(device, num_bytes)
     seconds = interleave({n: c.run for n, c in copies.items()}, samples=samples, timer=timer_for(device))
     return {name: percentile(gb_per_s(copy.num_bytes, seconds[name]), 50) for name, copy in copies.items()}
-
-
-def machine_name(device: torch.device) -> str:
-    """`nvidia-h200`, or `cpu-8core` with the cores this process may use."""
-    if device.type == "cuda":
-        return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
-    cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count()
-    return f"{device.type}-{cores}core"
-
-
-def software(device: torch.device) -> dict[str, str]:
-    """Versions that decide a result; what is not installed is left out."""
-    versions = {"python": platform.python_version()}
-    for name in ("torch", "triton", "numpy", "lmdb", "zstandard"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    versions["torch"] = torch.__version__
-    if device.type == "cuda":
-        versions["cuda"] = str(torch.version.cuda)
-        driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], ROOT)
-        if driver:
-            versions["driver"] = driver.splitlines()[0]
-    return versions
-
-
-def commit_of(folder: Path) -> str:
-    """The commit checked out in `folder`, with "+dirty" when files differ from it; "unknown" without a repository.
-
-    Files below bench/results do not count: the first benchmark of a series would make the commit of the rest dirty.
-    """
-    top, commit = (
-        _output(["git", "rev-parse", "--show-toplevel"], folder),
-        _output(["git", "rev-parse", "HEAD"], folder),
-    )
-    if not top or not commit or Path(top).resolve() != folder.resolve():
-        return "unknown"
-    changed = _output(["git", "status", "--porcelain", "--", ".", ":(exclude)bench/results"], folder)
-    return commit if changed == "" else f"{commit}+dirty"
-
-
-def _output(command: list[str], folder: Path) -> str | None:
-    """What a program prints, or None where it is missing or fails."""
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

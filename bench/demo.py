@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.common import BenchUnavailable, Case, Report, percentile
+from hicache.bench.common import BenchUnavailable, Case, Report, percentile
 from hicache.cli import main
 
 NAME = "demo"

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.common import Case, Report, gb_per_s, interleave, percentile
-from bench.queued import queued_timer
 from hicache import MHATokenToKVPool, PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from hicache.bench.common import Case, Report, gb_per_s, interleave, percentile
+from hicache.bench.queued import queued_timer
 from hicache.config import kernel_choice
 from hicache.kernels._triton import jit
 from hicache.kernels.alloc_decode import alloc_decode

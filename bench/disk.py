@@ -30,14 +30,14 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import BenchUnavailable, Case, Report, gb_per_s, interleave, percentile
-from bench.disk_pipeline import drop_caches, in_threads, measure_pipeline
-from bench.disk_writes import measure_writes
-from bench.trained_kv import CHANNELS as TRAINED_CHANNELS
-from bench.trained_kv import MODEL as TRAINED
-from bench.trained_kv import PAGE_BYTES as TRAINED_PAGE_BYTES
-from bench.trained_kv import TOKENS as TRAINED_TOKENS
-from bench.trained_kv import trained_pages
+from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, interleave, percentile
+from hicache.bench.disk_pipeline import drop_caches, in_threads, measure_pipeline
+from hicache.bench.disk_writes import measure_writes
+from hicache.bench.trained_kv import CHANNELS as TRAINED_CHANNELS
+from hicache.bench.trained_kv import MODEL as TRAINED
+from hicache.bench.trained_kv import PAGE_BYTES as TRAINED_PAGE_BYTES
+from hicache.bench.trained_kv import TOKENS as TRAINED_TOKENS
+from hicache.bench.trained_kv import trained_pages
 from hicache.storage import LmdbPageStore, PageBuffer, PageFormat
 from hicache.storage.codec import PageCodec
 from hicache.storage.directory import slots_file

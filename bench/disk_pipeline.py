@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.common import Case, Report, gb_per_s, percentile
 from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
+from hicache.bench.common import Case, Report, gb_per_s, percentile
 from hicache.config import AdvancedConfig, DiskConfig
 
 TARGET = 0.95

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import Case, Report, gb_per_s, percentile
-from bench.disk_pipeline import drop_caches, in_threads
+from hicache.bench.common import Case, Report, gb_per_s, percentile
+from hicache.bench.disk_pipeline import drop_caches, in_threads
 from hicache.storage import LmdbPageStore, PageBuffer, PageFormat
 from hicache.storage.base import Durability
 

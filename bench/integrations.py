@@ -7,7 +7,7 @@
 Each server has an environment of its own (`make test-integrations` makes them), and what is not installed is left out
 with a line. So there is a result file for each: integrations-lmcache-<machine>.json. From the repository:
 
-    cd build/peers && PYTHONPATH=package:../.. lmcache/bin/python -m bench run integrations
+    cd build/peers && PYTHONPATH=package lmcache/bin/python -m hicache.cli bench run integrations
 
 Everything is timed in turns in one process; what came back is compared with what was stored, outside the timing. Ours
 compresses and verifies; nobody drops caches.
@@ -21,10 +21,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from bench.common import BenchUnavailable, Report
-from bench.integrations_lmcache import measure_lmcache
-from bench.integrations_sglang import measure_sglang
-from bench.integrations_vllm import measure_vllm
+from hicache.bench.common import BenchUnavailable, Report
+from hicache.bench.integrations_lmcache import measure_lmcache
+from hicache.bench.integrations_sglang import measure_sglang
+from hicache.bench.integrations_vllm import measure_vllm
 
 NAME = "integrations"
 DESCRIPTION = "plug-ins under vLLM, SGLang and LMCache, against the page store and the servers' own tiers of files"

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import BenchUnavailable, Case, Report, gb_per_s, percentile
-from bench.disk import CHANNELS, synthetic_kv
-from bench.disk_writes import SyncedFiles
+from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, percentile
+from hicache.bench.disk import CHANNELS, synthetic_kv
+from hicache.bench.disk_writes import SyncedFiles
 
 TARGET = 2.0
 _NUM_KEYS, _OBJECT_BYTES = 32, 256 << 10

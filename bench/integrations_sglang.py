@@ -22,8 +22,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from bench.common import ROOT, BenchUnavailable, Case, Report, gb_per_s, percentile
-from bench.disk import synthetic_kv
+from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, percentile, repository
+from hicache.bench.disk import synthetic_kv
 from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, PageFormat
 
 TARGET = 0.9
@@ -35,7 +35,7 @@ _WARMUP = 2
 
 
 def measure_sglang(report: Report, folder: Path, samples: int) -> None:
-    sys.path.append(str(ROOT / "tests" / "support"))
+    sys.path.append(str(repository("tests/support, the stand-ins for SGLang's kernels,") / "tests" / "support"))
     import sglang_on_cpu
 
     sglang_on_cpu.prepare()

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import BenchUnavailable, Case, Report, gb_per_s, percentile
-from bench.disk import synthetic_kv
-from bench.disk_writes import SyncedFiles
+from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, percentile
+from hicache.bench.disk import synthetic_kv
+from hicache.bench.disk_writes import SyncedFiles
 from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, PageFormat
 
 STORE_TARGET, FILES_TARGET = 0.9, 1.0

@@ -24,10 +24,11 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from bench.common import BenchUnavailable, Case, Report, Timer, interleave, percentile, wall_timer
-from bench.forward8b import FULL, TINY
-from bench.stage import Stage, Step, step_timer
-from bench.transfer import Layout
+from hicache.bench.common import BenchUnavailable, Case, Report, Timer, interleave, percentile, wall_timer
+from hicache.bench.forward8b import FULL, TINY
+from hicache.bench.stage import Stage, Step, step_timer
+from hicache.bench.tables import print_report
+from hicache.bench.transfer import Layout
 from hicache.config import EngineConfig
 from hicache.factory import build_transfer
 from hicache.transfer import LayerTransferCounter, TransferBackend
@@ -173,7 +174,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
                 lengths = _some_of(suffixes) if order.layout.scattered else suffixes
                 _stage(report, Stage(shape, order.layout, prefix_tokens, device), samples, order, lengths)
         except AssertionError:
-            report.print()  # no file is written: show what was measured until then
+            print_report(report)  # no file is written: show what was measured until then
             raise
 
 

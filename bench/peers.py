@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from bench.common import BenchUnavailable
+from hicache.bench.common import BenchUnavailable
 
 _CACHES = "sglang.srt.mem_cache"
 # The modules that run as they are; every other one of `sglang` is a stub.

@@ -1,28 +1,18 @@
-"""GB/s against page size beside the ceiling, drawn from the result files of the transfer bench.
-
-    python -m bench.plot_transfer [RESULT ...] [--out DIR]
-
-writes `transfer-<machine>.svg` for each `bench/results/transfer-<machine>.json` (default: all of them) into
-`docs/figures`. The same result gives the same bytes. Needs matplotlib: `pip install hicache[plot]`.
-"""
+"""GB/s against page size beside the ceiling, of a result of the transfer bench. A helper of `hicache bench plot`."""
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.common import RESULTS, ROOT, BenchUnavailable, Case, Report, read_report
-from bench.transfer import LAYOUTS
+from hicache.bench.common import Case, Report, ResultError
+from hicache.bench.transfer import LAYOUTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FIGURES = ROOT / "docs" / "figures"
 DIRECTIONS = {"up": "up: host to device", "down": "down: device to host"}
 ORDERS = {"contiguous": "C0", "random": "C1"}
 
@@ -44,26 +34,24 @@ class Bar:
 
 
 def bars_of(report: Report) -> list[Bar]:
-    """The cases of one direction of a transfer result, in its order. BenchUnavailable when there are none."""
+    """The cases of one direction of a transfer result, in its order. ResultError when there are none."""
     bars = []
     for case in report.cases:
         found = _NAME.fullmatch(case.name)
         if found and found["layout"] in _PAGES and case.ceiling is not None:
             bars.append(Bar(found["geometry"], found["direction"], found["order"], *_PAGES[found["layout"]], case))
     if not bars:
-        raise BenchUnavailable(f"the result of {report.bench} on {report.machine} has no transfers to draw")
+        raise ResultError(f"the result of {report.bench} on {report.machine} has no transfers to draw")
     return bars
 
 
-def plot(report: Report) -> Figure:
+def transfer_figure(report: Report) -> Figure:
     """A row per geometry, a column per direction: medians by page size and order, p10 to p90 as whiskers, the ceilings.
 
-    The number on a bar is its share of the ceiling. BenchUnavailable when matplotlib is missing.
+    The number on a bar is its share of the ceiling.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BenchUnavailable("plots need matplotlib, which is not installed; pip install hicache[plot]") from None
+    from matplotlib.figure import Figure  # here, so that the other commands work without it
+
     bars = bars_of(report)
     geometries = list(dict.fromkeys(bar.geometry for bar in bars))
     pages = sorted({(bar.device_page, bar.host_page) for bar in bars})
@@ -99,34 +87,3 @@ def _draw(panel: Any, bars: Sequence[Bar], pages: Sequence[tuple[int, int]]) -> 
         panel.hlines(ceilings, left, right, colors="black", linestyles="dashed", label=label)
         for x, case in zip(centers, cases, strict=True):
             panel.annotate(f"{case.ratio:.2f}", (x, case.value / 2), ha="center", va="center", color="white")
-
-
-def write(result: Path, folder: Path = FIGURES) -> Path:
-    """Draw one result file into `folder`; returns the figure's path."""
-    report = read_report(result)
-    figure = plot(report)
-    import matplotlib as mpl  # here, as in `plot`: the benches load without it
-
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"transfer-{report.machine}.svg"
-    with mpl.rc_context({"svg.hashsalt": path.name}):
-        figure.savefig(path, metadata={"Date": None})
-    return path
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.plot_transfer", description=__doc__.partition("\n")[0])
-    parser.add_argument("results", nargs="*", type=Path, metavar="RESULT", help="default: all in bench/results")
-    parser.add_argument("--out", type=Path, default=FIGURES, metavar="DIR", help="folder of the figures")
-    args = parser.parse_args(argv)
-    try:
-        for result in args.results or sorted(RESULTS.glob("transfer-*.json")):
-            print(write(result, args.out))
-    except (BenchUnavailable, OSError, ValueError) as error:
-        print(f"plot_transfer: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

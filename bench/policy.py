@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import BenchUnavailable, Case, Report
+from hicache.bench.common import BenchUnavailable, Case, Report
 from hicache.errors import TraceError
 from hicache.replay import trace as traces
 from hicache.replay.cache import CacheSimulation, ReplaySettings

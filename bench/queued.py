@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from bench.common import Timer, interleave, wall_timer
+from hicache.bench.common import Timer, interleave, wall_timer
 
 _SLEEP_CYCLES = 400_000  # per run: at least 0.2 ms, longer than the host takes to queue it
 

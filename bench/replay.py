@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import hicache
-from bench.common import BenchUnavailable, Case, Report
+from hicache.bench.common import BenchUnavailable, Case, Report
 from hicache.tree.key import Tokens
 
 RUNNING = 8  # requests at a time

@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
-from bench.common import Case, Report, gb_per_s, percentile
-from bench.queued import seconds_each
+from hicache.bench.common import Case, Report, gb_per_s, percentile
+from hicache.bench.queued import seconds_each
 from hicache.config import kernel_choice
 from hicache.kernels.mla import get_latent, set_latent
 from hicache.kernels.nsa import gather_index_keys, index_row_bytes, quantise_index_keys

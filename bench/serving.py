@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import Case, Report, interleave, percentile, timer_for
-from bench.disk_pipeline import drop_caches
-from bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
-from bench.serving_disk import raw_read_s
+from hicache.bench.common import Case, Report, interleave, percentile, timer_for
+from hicache.bench.disk_pipeline import drop_caches
+from hicache.bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
+from hicache.bench.serving_disk import raw_read_s
 from hicache.engine import CacheRequest
 from hicache.serving import Chunk, Request
 from hicache.serving.warm_up import warm_up

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.common import Timer, wall_timer
-from bench.forward8b import Forward, ForwardShape, Suffix
-from bench.transfer import Layout, Rig
+from hicache.bench.common import Timer, wall_timer
+from hicache.bench.forward8b import Forward, ForwardShape, Suffix
+from hicache.bench.transfer import Layout, Rig
 from hicache.transfer import TransferOp
 
 _POISON = -7.0

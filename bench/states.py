@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from bench.common import Case, Report, gb_per_s, percentile
-from bench.queued import seconds_each
+from hicache.bench.common import Case, Report, gb_per_s, percentile
+from hicache.bench.queued import seconds_each
 from hicache.config import kernel_choice
 from hicache.device import Mamba2CacheParams, Mamba2StateShape, MambaPool
 from hicache.kernels.mamba import clear_states, copy_states

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench.common import Case, Report, gb_per_s, interleave, percentile, raw_copies
 from hicache import ModelGeometry
+from hicache.bench.common import Case, Report, gb_per_s, interleave, percentile, raw_copies
 from hicache.config import AdvancedConfig, EngineConfig
 from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool
 from hicache.factory import build_transfer

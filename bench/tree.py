@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.caches import add_calls
-from bench.common import BenchUnavailable, Case, Report, interleave, percentile
-from bench.peers import SGLang
-from bench.policy import read_trace, synthetic_trace
-from bench.replay import add_replays
 from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
+from hicache.bench.caches import add_calls
+from hicache.bench.common import BenchUnavailable, Case, Report, interleave, percentile
+from hicache.bench.peers import SGLang
+from hicache.bench.policy import read_trace, synthetic_trace
+from hicache.bench.replay import add_replays
 from hicache.tree import DEVICE, FULL, PageHasher, RadixTree
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS

@@ -1,11 +1,13 @@
-"""The command line: `hicache demo`, `serve`, `top`, `plan`, `store`, `replay`, `config`. An error is one line.
+"""The command line: `hicache demo`, `serve`, `top`, `plan`, `store`, `replay`, `bench`, `config`.
+
+An error is one line on stderr and a status.
 
 A command is a module with `add_flags(parser)` and `run(flags)`. It is imported by name when it is called, since the
 imports of `demo`, `serve` and `plan` take seconds and need packages that the others do not. This module imports the
 standard library and `hicache.terminal` only, so that Ctrl-C works from the start.
 
-Exit status: 0 done, 1 the demo's outcome is not identical, the server's engine failed or a store has faults, 2 wrong
-input or an unusable file, 130 interrupted, 141 the output's reader is gone.
+Exit status: 0 done, 1 the demo's outcome is not identical, the server's engine failed, a store has faults or a
+benchmark regressed, 2 wrong input or an unusable file, 130 interrupted, 141 the output's reader is gone.
 """
 
 from __future__ import annotations
@@ -73,6 +75,11 @@ _COMMANDS = {
         "Send the requests of a trace through the prefix tree, its eviction policies and the tiers, without moving "
         "bytes, and compare sizes and policies with the most that is possible.",
     ),
+    "bench": _Command(
+        "hicache.bench.command",
+        "benchmarks: list, run, compare, plot",
+        "Measure this machine beside its own ceilings, compare two results, draw them.",
+    ),
     "config": _Command(
         "hicache.config_command",
         "the settings in force and where each came from",
@@ -91,14 +98,13 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(called: str | None) -> argparse.ArgumentParser:
     """The parser of all commands, with the flags of the one that is called, whose module is imported here."""
-    from importlib.metadata import version
-
+    version = importlib.import_module("hicache").__version__
     parser = _Parser(
         prog="hicache",
         description="A hierarchical cache for the attention state (KV) of language models.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"hicache {version('hicache')}")
+    parser.add_argument("--version", action="version", version=f"hicache {version}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():
         flags = commands.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)

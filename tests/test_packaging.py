@@ -3,6 +3,7 @@ tests need."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "shared")
-SOURCES = {"hicache": "hicache", "kernels": "hicache/kernels", "storage": "hicache/storage"}
+SOURCES = {"hicache": "hicache", "kernels": "hicache/kernels", "storage": "hicache/storage", "bench": "hicache/bench"}
 
 
 def _python(code: str, cwd: Path, arguments: Sequence[str] = ()) -> str:
@@ -33,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for folder in SOURCES:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, source / name)
     out = tmp_path_factory.mktemp("wheel")
     _python("import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])", source, [str(out)])
@@ -58,7 +59,7 @@ def test_the_sdist_holds_what_its_tests_need(sdist: Path) -> None:
     """Every file of the repository that git keeps is in it, and tests that read the tree pass from it."""
     kept = {
         path.relative_to(ROOT).as_posix()
-        for folder in (*SOURCES, "tests", "bench", "docs", ".ci")
+        for folder in (*SOURCES, "tests", "docs", ".ci")
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
@@ -94,6 +95,7 @@ def test_the_wheel_holds_every_module_under_one_name(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name for name in names if name.endswith(".py")} == _expected_files()
     assert {"hicache/py.typed", "hicache/__init__.pyi", "hicache/serving/server/dashboard.html"} <= set(names)
+    assert not [name for name in names if name.startswith("hicache/bench/") and not name.endswith(".py")]
     tops = {name.split("/")[0] for name in names}
     assert tops == {"hicache", next(top for top in tops if top.endswith(".dist-info"))}
 
@@ -120,6 +122,33 @@ def test_kernels_and_storage_import_from_the_wheel(wheel: Path, tmp_path: Path) 
     found = _python(code, tmp_path, [str(tmp_path)]).splitlines()
     places = ("hicache", "hicache/kernels", "hicache/storage")
     assert [Path(file) for file in found] == [tmp_path / place / "__init__.py" for place in places]
+
+
+def test_an_installed_wheel_has_the_benches(wheel: Path, tmp_path: Path) -> None:
+    """`hicache bench` of a wheel, away from the repository, lists and runs benches and compares what they wrote; what
+    needs the repository says so in one line."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+
+    def hicache(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from hicache.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", code, str(tmp_path / "site"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+
+    listed = hicache("bench", "list")
+    assert listed.returncode == 0 and {"transfer", "disk"} <= {line.split()[0] for line in listed.stdout.splitlines()}
+    done = hicache("bench", "run", "policy", "--device", "cpu", "--capacities", "1000", "--policies", "lru")
+    assert done.returncode == 0, done.stderr
+    result = tmp_path / done.stdout.splitlines()[-1]
+    assert result.parent == tmp_path / "bench-results" and json.loads(result.read_text())["commit"] == "unknown"
+    same = hicache("bench", "compare", str(result), str(result.parent / result.name))
+    assert same.returncode == 0 and "regressed" not in same.stdout.splitlines()[-1]
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from hicache.bench.common import repository\n"
+        "try: repository('tests/support')\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    assert _python(code, tmp_path, [str(tmp_path / "site")]).startswith("BenchUnavailable tests/support is in the repo")
 
 
 def test_the_front_door_opens_without_optional_libraries(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bench.ageing import num_runs, replay
-from bench.policy import synthetic_trace
+from hicache.bench.ageing import num_runs, replay
+from hicache.bench.policy import synthetic_trace
 
 
 def test_runs_are_counted_where_ids_do_not_follow() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
+import io
 import json
 import re
 import shutil
@@ -16,10 +17,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import common
-from bench.common import Case, Report
+from hicache.bench import command, common, machine
+from hicache.bench.common import Case, Report
+from hicache.bench.tables import print_report
+from hicache.cli import main
 
-cli = importlib.import_module("bench.__main__")
 CPU = torch.device("cpu")
 
 
@@ -185,49 +187,53 @@ def _git(folder: Path, *arguments: str) -> str:
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_commit_is_dirty_when_files_differ_from_it(tmp_path: Path) -> None:
     """The id alone when clean or with new results, "+dirty" after other changes, "unknown" without its own commit."""
-    assert common.commit_of(tmp_path) == "unknown"
+    assert machine.commit_of(tmp_path) == "unknown"
     _git(tmp_path, "init", "-q")
-    assert common.commit_of(tmp_path) == "unknown"
+    assert machine.commit_of(tmp_path) == "unknown"
     source = tmp_path / "a.py"
     source.write_text("x = 1\n")
     _git(tmp_path, "add", "."), _git(tmp_path, "commit", "-q", "-m", "one")
     commit = _git(tmp_path, "rev-parse", "HEAD")
-    assert common.commit_of(tmp_path) == commit
+    assert machine.commit_of(tmp_path) == commit
     results = tmp_path / "bench" / "results"
     results.mkdir(parents=True)
     (results / "toy.json").write_text("{}")
-    assert common.commit_of(tmp_path) == commit
+    assert machine.commit_of(tmp_path) == commit
     (tmp_path / "b.py").write_text("")
-    assert common.commit_of(tmp_path) == f"{commit}+dirty"
+    assert machine.commit_of(tmp_path) == f"{commit}+dirty"
     (tmp_path / "b.py").unlink()
     source.write_text("x = 2\n")
-    assert common.commit_of(tmp_path) == f"{commit}+dirty"
-    assert common.commit_of(results) == "unknown"
+    assert machine.commit_of(tmp_path) == f"{commit}+dirty"
+    assert machine.commit_of(results) == "unknown"
 
 
 def test_the_command_of_a_result_repeats_the_measurement() -> None:
     """Arguments are quoted and kept in order; where the file went is left out."""
-    assert cli.command_line("toy", ["--out", "a b", "--n", "1 2"]) == "python -m bench run toy --n '1 2'"
-    assert cli.command_line("toy", ["--x", "--out=there", "y"]) == "python -m bench run toy --x y"
+    assert command.command_line("toy", ["--out", "a b", "--n", "1 2"]) == "hicache bench run toy --n '1 2'"
+    assert command.command_line("toy", ["--x", "--out=there", "y"]) == "hicache bench run toy --x y"
 
 
 def test_software_names_what_decides_a_result() -> None:
     """The versions are those that are imported, and a CPU result names no driver."""
-    versions = common.software(CPU)
+    versions = machine.software(CPU)
     assert versions["torch"] == torch.__version__ and versions["numpy"] == np.__version__
-    assert {"python", "torch", "numpy"} <= set(versions) <= {"python", "torch", "triton", "numpy", "lmdb", "zstandard"}
-    assert re.fullmatch(r"cpu-\d+core", common.machine_name(CPU))
+    assert (
+        {"python", "hicache", "torch", "numpy"}
+        <= set(versions)
+        <= {"hicache", "python", "torch", "triton", "numpy", "lmdb", "zstandard"}
+    )
+    assert re.fullmatch(r"cpu-\d+core", machine.machine_name(CPU))
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "find_benches", lambda: ({"toy": ToyBench()}, {"gone": "No module named 'x'"}))
+    monkeypatch.setattr(command, "find_benches", lambda: ({"toy": ToyBench()}, {"gone": "No module named 'x'"}))
 
 
 @pytest.mark.usefixtures("toy")
 def test_the_list_shows_every_bench(capsys: pytest.CaptureFixture[str]) -> None:
     """Name and description are listed, and what cannot be loaded with its reason."""
-    assert cli.main(["list"]) == 0
+    assert main(["bench", "list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "toy   the number it is told",
         "gone  cannot be loaded: No module named 'x'",
@@ -238,9 +244,10 @@ def test_the_list_shows_every_bench(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["run", "nix"], "unknown bench 'nix'; there are: toy"),
+        (["run", "nix"], "unknown bench 'nix'; there are: toy, small, all"),
         (["run", "gone"], "bench gone cannot be loaded: No module named 'x'"),
-        (["run", "toy", "--number", "-1"], "bench toy: needs a number of at least 0"),
+        (["run", "toy", "--nix"], "unrecognized arguments: --nix; 'hicache bench run toy --help' lists the arguments"),
+        (["run", "toy", "--number", "-1"], "needs a number of at least 0"),
     ],
 )
 def test_what_cannot_run_is_one_line_and_exit_2(
@@ -248,8 +255,8 @@ def test_what_cannot_run_is_one_line_and_exit_2(
 ) -> None:
     """An unknown, broken or unsuitable benchmark prints one line, exits with 2 and writes nothing."""
     extra = ["--out", str(tmp_path)] if "toy" in arguments else []
-    assert cli.main([*arguments, *extra]) == 2
-    assert capsys.readouterr().err.splitlines() == [line]
+    assert main(["bench", *arguments, *extra]) == 2
+    assert capsys.readouterr().err.splitlines() == [f"hicache: error: {line}"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -258,19 +265,58 @@ def test_what_cannot_run_is_one_line_and_exit_2(
 def test_a_run_writes_what_it_measured(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The file of a run holds its case, its command and its machine, and its path is the last line printed."""
     extra = [] if name == "all" else ["--number", "1.5"]
-    assert cli.main(["run", name, "--device", "cpu", "--commit", "abc", "--out", str(tmp_path), *extra]) == 0
+    assert main(["bench", "run", name, "--device", "cpu", "--commit", "abc", "--out", str(tmp_path), *extra]) == 0
     (path,) = tmp_path.iterdir()
     report = common.read_report(path)
     assert capsys.readouterr().out.splitlines()[-1] == str(path)
-    assert path.name == f"toy-{common.machine_name(CPU)}.json"
+    assert path.name == f"toy-{machine.machine_name(CPU)}.json"
     assert [c.value for c in report.cases] == ([1.0] if name == "all" else [1.5])
     assert report.commit == "abc"
-    assert report.command == " ".join(["python -m bench run toy --device cpu --commit abc", *extra])
+    assert report.command == " ".join(["hicache bench run toy --device cpu --commit abc", *extra])
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_set_runs_its_members_beside_the_results_of_defaults(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its sizes are given to its members, its results stand in a folder of its name, and what is broken is named."""
+    monkeypatch.setattr(command, "SETS", {"small": {"gone": [], "toy": ["--number", "1.5"]}})
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    assert main(["bench", "run", "small", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "gone: left out, it cannot be loaded: No module named 'x'"
+    report = common.read_report(Path(lines[-1]))
+    assert Path(lines[-1]).parent == tmp_path / "small" and [case.value for case in report.cases] == [1.5]
+    assert report.command == "hicache bench run toy --number 1.5 --device cpu"
+
+
+def test_the_small_set_names_benches_and_their_arguments() -> None:
+    """Every member exists, and its parser takes what the set gives it."""
+    benches, _ = command.find_benches()
+    for name, arguments in command.SETS["small"].items():
+        command.bench_parser(benches[name]).parse_args(arguments)
+
+
+@pytest.mark.parametrize("width", [None, 60])
+def test_a_table_in_a_file_has_a_line_for_each_case(width: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the output is no terminal, names and values stand whole on one line, whatever COLUMNS says."""
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", str(width))
+    report = _report()
+    name = "both.total." + "page64." * 20
+    report.add(Case.of(name, [1.5], "tokens/s", ceiling=2.0, target=0.9, note="word " * 100 + "end"))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        print_report(report)
+    lines = out.getvalue().splitlines()
+    (row,) = [line.split() for line in lines if line.split()[:1] == [name]]
+    assert row[1:] == ["1.5", "tokens/s", "1.5", "1.5", "2", "0.75", "0.9", "MISSED"]
+    assert lines[-1].startswith(f"{name}: target missed") and lines[-1].endswith("word end")
+    assert sum("page64.contiguous" in line for line in lines) == 1
 
 
 def test_every_module_of_the_folder_is_a_bench_or_a_helper() -> None:
     """The benchmarks found carry their own module's name, and none is broken by a half-written interface."""
-    benches, broken = cli.find_benches()
+    benches, broken = command.find_benches()
     assert not set(benches) & {"common", "__main__", "all"}
     assert all(module.DESCRIPTION and name == module.NAME for name, module in benches.items())
     assert not set(benches) & set(broken)

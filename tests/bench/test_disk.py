@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import bench.__main__ as cli
-from bench import disk
-from bench.common import read_report
+from hicache.bench import disk
+from hicache.bench.common import read_report
 
 
 def test_a_small_run_has_every_case(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from bench import overlap as bench
-from bench.common import BenchUnavailable, Report, read_report
-from bench.forward8b import FULL, TINY, Forward, Suffix
-from bench.overlap import AGED, CONTIGUOUS, ORDERS, RANDOM, Overlap, check_control, host_prefix_case
-from bench.stage import Stage, Step, step_timer
-from bench.transfer import Layout, shuffled_runs
+from hicache.bench import overlap as bench
+from hicache.bench.common import BenchUnavailable, Report, read_report
+from hicache.bench.forward8b import FULL, TINY, Forward, Suffix
+from hicache.bench.overlap import AGED, CONTIGUOUS, ORDERS, RANDOM, Overlap, check_control, host_prefix_case
+from hicache.bench.stage import Stage, Step, step_timer
+from hicache.bench.transfer import Layout, shuffled_runs
 from hicache.device import MHATokenToKVPool
 
 cli = importlib.import_module("bench.__main__")

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import policy as bench
-from bench.common import BenchUnavailable, read_report
+from hicache.bench import policy as bench
+from hicache.bench.common import BenchUnavailable, read_report
 from hicache.replay.optimal import optimal_hits
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS

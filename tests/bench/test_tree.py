@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import caches, replay
-from bench.common import BenchUnavailable, Report
-from bench.peers import SGLang
-from bench.policy import synthetic_trace
-from bench.replay import Setup, add_replays, prompts_of
+from hicache.bench import caches, replay
+from hicache.bench.common import BenchUnavailable, Report
+from hicache.bench.peers import SGLang
+from hicache.bench.policy import synthetic_trace
+from hicache.bench.replay import Setup, add_replays, prompts_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

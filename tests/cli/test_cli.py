@@ -16,9 +16,9 @@ import pytest
 import torch
 import transformers as hf
 
-from bench import common
-from bench import demo as bench_demo
 from family_case import save_model
+from hicache.bench import common
+from hicache.bench import demo as bench_demo
 from hicache.cli import main
 
 SMALL = ["--documents", "4", "--turns", "2", "--document-tokens", "600", "--chunk", "256", "--max-new-tokens", "4"]

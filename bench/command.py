@@ -1,0 +1,175 @@
+"""`hicache bench list`, `run`, `compare` and `plot`; in a checkout also `python -m bench`.
+
+Finds the benchmarks (modules of this package with `NAME`, `DESCRIPTION`, `add_arguments` and `run`), parses, runs,
+writes the result file and prints a table. `run all` runs each that this machine can run, with its defaults; `run small`
+some of them, on little data, in a few minutes.
+
+May import every module of the package; loads the benchmarks by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn, cast
+
+import torch
+
+from hicache import bench
+from hicache.bench.common import BenchModule, BenchUnavailable, Report
+from hicache.bench.compare import add_compare_flags, compare_command
+from hicache.bench.machine import RESULTS
+from hicache.bench.plot import plot_results
+from hicache.bench.tables import print_report, require_rich
+
+_PARTS = {"NAME", "DESCRIPTION", "add_arguments", "run"}
+SETS: dict[str, dict[str, list[str]]] = {
+    "small": {
+        "transfer": ["--geometry", "gqa8b", "--tokens", "1024", "--samples", "5"],
+    },
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong arguments of a benchmark are one line, as all errors of the command line are."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BenchUnavailable(f"{message}; '{self.prog} --help' lists the arguments")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The commands of `hicache bench` and their flags."""
+    commands = parser.add_subparsers(dest="bench_command", metavar="COMMAND", required=True)
+    commands.add_parser("list", help="name and description of every benchmark", allow_abbrev=False)
+    named = "a name from the list; small: a few minutes on any machine; all: each that this machine can run"
+    run_parser = commands.add_parser("run", help="run one benchmark, a small set, or all", allow_abbrev=False)
+    run_parser.add_argument("name", help=named)
+    run_parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments; `run NAME --help` shows them")
+    text = "compare two result files, or two folders of them"
+    add_compare_flags(commands.add_parser("compare", help=text, description=text, allow_abbrev=False))
+    text = "draw result files: the share of its ceiling that each case reaches"
+    plot = commands.add_parser("plot", help=text, description=text, allow_abbrev=False)
+    plot.add_argument("results", nargs="+", type=Path, metavar="FILE")
+    plot.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="of the figures (default: this one)")
+
+
+def run(flags: argparse.Namespace) -> int:
+    """0: done, 1: `compare` found a regression. Raises a HiCacheError or an OSError for wrong input."""
+    if flags.bench_command == "compare":
+        return compare_command(flags)
+    if flags.bench_command == "plot":
+        for path in plot_results(flags.results, flags.out):
+            print(path)
+        return 0
+    benches, broken = find_benches()
+    if flags.bench_command == "list":
+        _list(benches, broken)
+    else:
+        _run(flags.name, flags.arguments, benches, broken)
+    return 0
+
+
+def find_benches() -> tuple[dict[str, BenchModule], dict[str, str]]:
+    """The benchmarks by name, and the modules that cannot be imported here with what they lack.
+
+    A module with some of the four parts but not all is a mistake and raises TypeError; one with none is a helper.
+    """
+    benches: dict[str, BenchModule] = {}
+    broken: dict[str, str] = {}
+    for info in pkgutil.iter_modules(bench.__path__):
+        if info.name in ("__main__", "command"):
+            continue
+        try:
+            module = importlib.import_module(f"{bench.__name__}.{info.name}")
+        except ImportError as error:
+            broken[info.name] = str(error)
+            continue
+        present = _PARTS & vars(module).keys()
+        if present and present != _PARTS:
+            raise TypeError(f"bench/{info.name}.py lacks {', '.join(sorted(_PARTS - present))}")
+        if present:
+            found = cast(BenchModule, module)
+            benches[found.NAME] = found
+    return benches, broken
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device; write cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"{text!r}: torch sees no CUDA device here; use --device cpu")
+    return device
+
+
+def bench_parser(module: BenchModule, results: Path = RESULTS) -> argparse.ArgumentParser:
+    """The arguments of one benchmark: its own, and the three that all have."""
+    parser = _Parser(prog=f"hicache bench run {module.NAME}", description=module.DESCRIPTION)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=_device, default=torch.device(default), help=f"default: {default}")
+    out = f"folder of the result file (default: {results})"
+    parser.add_argument("--out", type=Path, default=results, metavar="DIR", help=out)
+    parser.add_argument("--commit", default="", metavar="ID", help="commit of a tree that was copied without its .git")
+    module.add_arguments(parser)
+    return parser
+
+
+def command_line(name: str, arguments: Sequence[str]) -> str:
+    """The command that repeats a run: `--out` is left out, since it does not change what is measured."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if not skip and argument != "--out" and not argument.startswith("--out="):
+            kept.append(argument)
+        skip = not skip and argument == "--out"
+    return shlex.join(["hicache", "bench", "run", name, *kept])
+
+
+def run_one(module: BenchModule, arguments: Sequence[str], results: Path = RESULTS) -> Path:
+    """Run one benchmark, write its file, print its table and return the file's path."""
+    args = bench_parser(module, results).parse_args(arguments)
+    require_rich()
+    report = Report.start(module.NAME, args.device, command_line(module.NAME, arguments), args.commit)
+    module.run(args, report)
+    path = report.write(args.out)
+    print_report(report)
+    return path
+
+
+def _list(benches: dict[str, BenchModule], broken: dict[str, str]) -> None:
+    width = max(map(len, [*benches, *broken]), default=0)
+    for name, module in sorted(benches.items()):
+        print(f"{name:{width}}  {module.DESCRIPTION}")
+    for name, reason in sorted(broken.items()):
+        print(f"{name:{width}}  cannot be loaded: {reason}")
+
+
+def _run(name: str, arguments: Sequence[str], benches: dict[str, BenchModule], broken: dict[str, str]) -> None:
+    if name in SETS or name == "all":
+        _run_set(name, arguments, benches, broken)
+    elif name in benches:
+        print(run_one(benches[name], arguments))
+    elif name in broken:
+        raise BenchUnavailable(f"bench {name} cannot be loaded: {broken[name]}")
+    else:
+        raise BenchUnavailable(f"unknown bench {name!r}; there are: {', '.join([*sorted(benches), *SETS, 'all'])}")
+
+
+def _run_set(name: str, arguments: Sequence[str], benches: dict[str, BenchModule], broken: dict[str, str]) -> None:
+    """Each benchmark of a set, or each of all. A set's own sizes go to a folder of their own."""
+    require_rich()
+    members = SETS.get(name, {member: [] for member in sorted({**benches, **broken})})
+    results = RESULTS / name if name in SETS else RESULTS
+    for member in members:
+        if member in broken:
+            print(f"{member}: left out, it cannot be loaded: {broken[member]}")
+            continue
+        try:
+            print(run_one(benches[member], [*members[member], *arguments], results))
+        except BenchUnavailable as reason:
+            print(f"{member}: left out: {reason}")

@@ -1,0 +1,70 @@
+"""What a result was measured on: the machine, the software, the commit. Imports torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+import hicache
+
+_ABOVE = Path(__file__).resolve().parent.parent
+# The repository these benches run from; None where they are installed without it.
+ROOT = _ABOVE if (_ABOVE / "pyproject.toml").is_file() else None
+RESULTS = Path("bench-results") if ROOT is None else ROOT / "bench" / "results"
+
+
+def machine_name(device: torch.device) -> str:
+    """`nvidia-h200`, or `cpu-8core` with the cores this process may use."""
+    if device.type == "cuda":
+        return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+    cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count()
+    return f"{device.type}-{cores}core"
+
+
+def software(device: torch.device) -> dict[str, str]:
+    """Versions that decide a result; what is not installed is left out."""
+    versions = {"python": platform.python_version(), "hicache": hicache.__version__}
+    for name in ("torch", "triton", "numpy", "lmdb", "zstandard"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    versions["torch"] = torch.__version__
+    if device.type == "cuda":
+        versions["cuda"] = str(torch.version.cuda)
+        driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], Path("/"))
+        if driver:
+            versions["driver"] = driver.splitlines()[0]
+    return versions
+
+
+def commit_of(folder: Path | None) -> str:
+    """The commit checked out in `folder`, with "+dirty" when files differ from it; "unknown" without a repository.
+
+    Files below bench/results do not count: the first benchmark of a series would make the commit of the rest dirty.
+    """
+    if folder is None:
+        return "unknown"
+    top, commit = (
+        _output(["git", "rev-parse", "--show-toplevel"], folder),
+        _output(["git", "rev-parse", "HEAD"], folder),
+    )
+    if not top or not commit or Path(top).resolve() != folder.resolve():
+        return "unknown"
+    changed = _output(["git", "status", "--porcelain", "--", ".", ":(exclude)bench/results"], folder)
+    return commit if changed == "" else f"{commit}+dirty"
+
+
+def _output(command: list[str], folder: Path) -> str | None:
+    """What a program prints, or None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

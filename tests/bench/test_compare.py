@@ -1,0 +1,163 @@
+"""Two results compared: what counts as a regression, and what cannot be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from hicache.bench import compare
+from hicache.bench.common import Better, Case, Report
+from hicache.bench.compare import Change, changes
+from hicache.cli import main
+
+
+def _report(cases: dict[str, list[float]], *, machine: str = "toy-1core", bench: str = "toy") -> Report:
+    report = Report(bench, machine, {}, "abc", "2026-01-01T00:00:00+00:00", "hicache bench run toy")
+    for name, values in cases.items():
+        report.add(Case.of(name, values, "GB/s"))
+    return report
+
+
+def _change(before: list[float], after: list[float], better: Better = "higher", threshold: float = 0.05) -> Change:
+    old, new = (Case.of("a", values, "GB/s", better=better) for values in (before, after))
+    return Change("a", old, new, threshold)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "better", "verdict"),
+    [
+        ([100, 101, 102], [90, 91, 92], "higher", "regressed"),
+        ([100, 101, 102], [90, 91, 92], "lower", "improved"),
+        ([90, 91, 92], [100, 101, 102], "higher", "improved"),
+        ([90, 91, 92], [100, 101, 102], "lower", "regressed"),
+        ([80, 100, 102], [79, 91, 92], "higher", "noise"),
+        ([100, 101, 102], [97, 98, 99], "higher", "same"),
+        ([100], [94], "higher", "regressed"),  # measured once: the threshold alone decides
+        ([100], [96], "higher", "same"),
+        ([80, 100, 102], [91], "higher", "regressed"),
+        ([0.0], [0.0], "lower", "same"),
+        ([0.0, 0.0], [1.0, 1.0], "lower", "regressed"),
+        ([0.0, 0.0], [-1.0, -1.0], "lower", "improved"),
+        ([-10.0], [-20.0], "higher", "regressed"),
+    ],
+)
+def test_a_regression_is_worse_beyond_threshold_and_noise(
+    before: list[float], after: list[float], better: Better, verdict: str
+) -> None:
+    """The verdict follows from medians, direction, threshold and whether the intervals p10 to p90 overlap."""
+    assert _change(before, after, better).verdict == verdict
+
+
+def test_the_threshold_is_a_share_of_the_earlier_value() -> None:
+    """A change of exactly the threshold is none; a little more is one, on either side."""
+    assert _change([100.0], [90.0], threshold=0.1).verdict == "same"
+    assert _change([100.0], [89.9], threshold=0.1).verdict == "regressed"
+    assert _change([100.0], [110.1], threshold=0.1).verdict == "improved"
+    assert _change([100.0], [99.9], threshold=0.0).relative == pytest.approx(-0.001)
+
+
+def test_cases_of_one_side_and_of_another_unit_are_no_regression() -> None:
+    """Each case of either side has a row, in the order of the first; only what is on both in one unit has a verdict."""
+    before, after = _report({"a": [1.0], "b": [2.0]}), _report({"c": [3.0], "b": [2.0]})
+    after.cases[1] = dataclasses.replace(after.cases[1], unit="ms")
+    found = changes(before, after, 0.05)
+    assert [(c.name, c.verdict) for c in found] == [("a", "only before"), ("b", "other unit"), ("c", "only after")]
+    assert [c.relative for c in found] == [None] * 3
+
+
+def test_the_exit_status_tells_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 where nothing is worse, 1 where a case is; the table has both values, the change and the verdict."""
+    before = _report({"up": [100, 101, 102], "down": [50, 51, 52]}).write(tmp_path / "a")
+    after = _report({"up": [90, 91, 92], "new": [1.0]}).write(tmp_path / "b")
+    assert main(["bench", "compare", str(before), str(before)]) == 0
+    assert main(["bench", "compare", str(after), str(before)]) == 0
+    capsys.readouterr()
+    assert main(["bench", "compare", str(before), str(after)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line.split() for line in lines if line.split()[:1] == ["up"]]
+    assert row == ["up", "101", "GB/s", "91", "GB/s", "-9.9", "%", "apart", "higher", "regressed"]
+    assert lines[-1] == "3 cases, threshold 5 %: 1 regressed, 1 only before, 1 only after"
+    assert main(["bench", "compare", str(before), str(after), "--threshold", "10"]) == 0
+
+
+def test_folders_are_paired_by_bench_and_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Results of one bench on two machines each meet their own; one that only a side has is left out."""
+    for folder, factor in (("a", 1.0), ("b", 0.5)):
+        _report({"up": [100 * factor]}, machine="slow").write(tmp_path / folder)
+        _report({"up": [1000.0]}, machine="fast").write(tmp_path / folder)
+    _report({"x": [1.0]}, bench="other").write(tmp_path / "a")
+    found = compare.pairs(tmp_path / "a", tmp_path / "b", across_machines=False)
+    assert [(old.machine, new.machine, old.bench) for old, new in found] == [
+        ("fast",) * 2 + ("toy",),
+        ("slow",) * 2 + ("toy",),
+    ]
+    assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "2 cases" in capsys.readouterr().out
+
+
+def test_other_machines_are_compared_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Results of two machines are refused in one line that names both and the flag; with the flag they are compared."""
+    slow = _report({"up": [1.0]}, machine="slow").write(tmp_path)
+    fast = _report({"up": [9.0]}, machine="fast").write(tmp_path)
+    assert main(["bench", "compare", str(slow), str(fast)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "slow" in line and "fast" in line and "--across-machines" in line
+    assert main(["bench", "compare", str(slow), str(fast), "--across-machines"]) == 0
+    assert main(["bench", "compare", str(fast), str(slow), "--across-machines"]) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", '"a"', "{}", '{"schema": 2}', '{"schema": 1}', "[" * 20_000, "\xff"])
+def test_what_is_no_result_is_one_line_and_exit_2(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of another schema, or no result at all, is named in one line."""
+    good, bad = _report({"up": [1.0]}).write(tmp_path), tmp_path / "bad.json"
+    bad.write_bytes(text.encode("latin-1"))
+    assert main(["bench", "compare", str(good), str(bad)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"hicache: error: {bad} is no result file: ")
+
+
+@pytest.mark.parametrize(
+    "damage", [{"bench": 3}, {"cases": None}, {"cases": [3]}, {"cases": {"a": 1}}, {"machine": []}]
+)
+def test_a_damaged_result_is_one_line(
+    damage: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fields of another type are found when the file is read."""
+    good = _report({"up": [1.0]}).write(tmp_path)
+    bad = tmp_path / "bad.json"
+    bad.write_text(json.dumps(json.loads(good.read_text()) | damage))
+    assert main(["bench", "compare", str(bad), str(good)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_what_cannot_be_paired_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file and a folder, an empty folder, two results of one bench and machine in a folder, no bench in common, a
+    file that is not there, and a threshold that is none."""
+    file = _report({"up": [1.0]}).write(tmp_path / "a")
+    twice = file.parent / "twice.json"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    other = _report({"up": [1.0]}, bench="other").write(tmp_path / "b")
+    expected = {
+        (file, tmp_path / "a"): "give two result files or two folders",
+        (empty, tmp_path / "b"): "no result files",
+        (file, other): "no benchmark is in both",
+        (file, tmp_path / "gone.json"): "gone.json",
+    }
+    for (before, after), words in expected.items():
+        assert main(["bench", "compare", str(before), str(after)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+    twice.write_bytes(file.read_bytes())
+    assert main(["bench", "compare", str(file.parent), str(file.parent)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "twice.json" in line and "name the file" in line
+    for threshold in ("-1", "x", "nan", "inf"):
+        with pytest.raises(SystemExit):
+            main(["bench", "compare", str(file), str(file), "--threshold", threshold])
+        assert len(capsys.readouterr().err.splitlines()) == 1
