@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PY := $(VENV)/bin/python
 MADE_FROM := $(shell cat $(VENV)/.made-from 2>/dev/null)
 PYTHON ?= $(or $(MADE_FROM),python3)
-BENCH ?= all
+BENCH ?= small
 WORKERS ?= 2
 TYPECHECK := build/typecheck
 PACKAGE := build/package
@@ -30,12 +30,12 @@ test-long: $(STAMP)
 test-integrations:
 	.ci/integrations $(PYTHON) $(SERVERS)
 
-# The package as it installs: kernels/ and storage/ stand inside hicache/, so mypy sees a tree of links.
+# The package as it installs: kernels/, storage/ and bench/ stand inside hicache/, so mypy sees a tree of links.
 check: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	rm -rf $(TYPECHECK) && mkdir -p $(TYPECHECK)/hicache
-	ln -s $(abspath hicache)/* $(abspath kernels) $(abspath storage) $(TYPECHECK)/hicache/
+	ln -s $(abspath hicache)/* $(abspath kernels) $(abspath storage) $(abspath bench) $(TYPECHECK)/hicache/
 	cd $(TYPECHECK) && $(abspath $(PY)) -m mypy --config-file $(abspath pyproject.toml) \
 		--cache-dir $(abspath .mypy_cache) -p hicache
 
@@ -43,10 +43,11 @@ check: $(STAMP)
 docs: $(STAMP)
 	$(PY) -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(PY) -m pip install --quiet -e '.[docs]'
 	rm -rf $(PACKAGE) && mkdir -p $(PACKAGE)/hicache
-	ln -s $(abspath hicache)/* $(abspath kernels) $(abspath storage) $(PACKAGE)/hicache/
+	ln -s $(abspath hicache)/* $(abspath kernels) $(abspath storage) $(abspath bench) $(PACKAGE)/hicache/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-# make bench BENCH=name runs one; the list is printed first.
+# A small set, in a few minutes on any machine. BENCH=all runs each that this machine can run, BENCH=name one; the list is
+# printed first.
 bench: $(STAMP)
 	$(PY) -m bench list
 	$(PY) -m bench run $(BENCH) $(ARGS)

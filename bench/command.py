@@ -29,7 +29,12 @@ from hicache.bench.tables import print_report, require_rich
 _PARTS = {"NAME", "DESCRIPTION", "add_arguments", "run"}
 SETS: dict[str, dict[str, list[str]]] = {
     "small": {
-        "transfer": ["--geometry", "gqa8b", "--tokens", "1024", "--samples", "5"],
+        "transfer": ["--geometry", "gqa8b", "--samples", "5"],
+        "migrate": ["--samples", "5"],
+        "disk": ["--gib", "0.25", "--small-pages", "50000", "--samples", "3", "--document-tokens", "128"],
+        "rows": [],
+        "states": [],
+        "policy": ["--capacities", "1000", "3000"],
     },
 }
 

@@ -43,7 +43,7 @@ Run = Callable[[], object]
 
 
 @jit
-def _empty_kernel(x):
+def _empty_kernel(x):  # type: ignore[no-untyped-def]
     pass
 
 
@@ -146,10 +146,10 @@ def _store_variants(num_bytes: int, device: torch.device) -> dict[str, Variant]:
             _expect(buffer[slots], (rows.float() / scale).to(torch.float8_e4m3fn), "store_fp8")
 
     return {
-        "store": Variant(lambda: store_kv(k, v, *plain, slots, kernels), num_bytes, verify_plain),
+        "store": Variant(lambda: store_kv(k, v, plain[0], plain[1], slots, kernels), num_bytes, verify_plain),
         # Half of the bytes that a copy would write: the mean of what is read and written.
         "store_fp8": Variant(
-            lambda: store_kv(k, v, *fp8, slots, kernels, scale, scale), num_bytes * 3 // 4, verify_fp8
+            lambda: store_kv(k, v, fp8[0], fp8[1], slots, kernels, scale, scale), num_bytes * 3 // 4, verify_fp8
         ),
     }
 
@@ -266,7 +266,7 @@ def _measure_launches(report: Report, samples: int, device: torch.device) -> Non
     rows = torch.arange(1, 257, device=device)
     prefixes = [torch.arange(4096, device=device) for _ in range(64)]
     lens_cpu = ([4096] * 64, [8192] * 64)
-    halves = [torch.full((64,), n, device=device) for n in (4096, 8192, 4096)]
+    first, whole, second = (torch.full((64,), n, device=device) for n in (4096, 8192, 4096))
     alloc_extend(no_prefix, seq, none, free, slots, PAGE, 4096, kernels)
     cases: dict[str, tuple[Run, torch.Tensor, float | None]] = {
         "alloc_extend.64x4096": (
@@ -275,7 +275,7 @@ def _measure_launches(report: Report, samples: int, device: torch.device) -> Non
         "alloc_decode.256": (lambda: alloc_decode(after, last, free, one_each, PAGE, kernels), one_each, 1.5),
         "write_req_to_token.64x8192": (
             lambda: write_req_to_token_pool(
-                table, rows[:64], range(1, 65), prefixes, *halves, lens_cpu, slots, kernels
+                table, rows[:64], range(1, 65), prefixes, first, whole, second, lens_cpu, slots, kernels
             ),
             table[1:65],
             None,

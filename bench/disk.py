@@ -149,14 +149,14 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
             reader, path = (_raw_reader, raw) if is_raw else (_store_reader, folder / name)
             drop_caches(path)
             with reader(path, page_bytes, num_pages) as fetch, beside():
-                before, start = _bytes_read(), time.perf_counter()
-                in_threads([_fetch_all(fetch, order[t::THREADS], buffers[t]) for t in range(THREADS)])
-                elapsed = time.perf_counter() - start
+                before, began = _bytes_read(), time.perf_counter()
+                in_threads([_fetch_all(fetch, order[t::THREADS].tolist(), buffers[t]) for t in range(THREADS)])
+                elapsed = time.perf_counter() - began
             if turn >= 0:
                 rounds[name].append(elapsed)
                 read[name].append((_bytes_read() - before) / (num_pages * page_bytes))
             if not is_raw:
-                _compare(buffers, kept[name], order)
+                _compare(buffers, kept[name], order.tolist())
     _report_reads(report, rounds, read, num_pages * page_bytes, page_bytes)
 
 
@@ -214,7 +214,7 @@ def _raw_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[Callabl
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def fetch(i: int, into: PageBuffer) -> None:
-        if os.preadv(descriptor, [into], i * page_bytes) != page_bytes:
+        if os.preadv(descriptor, [into.data], i * page_bytes) != page_bytes:
             raise AssertionError(f"block {i} is cut short")
 
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
+from hicache import CacheEngine, CacheRequest, EngineConfig, Lease, ModelGeometry, build_engine
 from hicache.bench.common import Case, Report, gb_per_s, percentile
 from hicache.config import AdvancedConfig, DiskConfig
 
@@ -159,7 +159,7 @@ def _touch(engine: CacheEngine) -> None:
             buffer.zero_()
 
 
-def _compare(engine: CacheEngine, leases: list, truth: list[torch.Tensor]) -> None:
+def _compare(engine: CacheEngine, leases: list[tuple[int, Lease]], truth: list[torch.Tensor]) -> None:
     """AssertionError unless every document came whole from the disk and its last layer is as stored."""
     for d, lease in leases:
         if lease.hit.disk != len(truth[d]):

@@ -17,6 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def measure_writes(
     per_group = max(1, _GROUP_BYTES // page_bytes)
     pages = _aligned_pages(per_group, page_bytes)
     syncs = 1 if durability == "relaxed" else 2  # of a commit: its data, and with `commit` the page that names it
-    variants = {
+    variants: dict[str, Callable[[], AbstractContextManager[tuple[object, Callable[..., None]]]]] = {
         "raw": lambda: _raw(folder / "write-raw", pages, num_pages, syncs, 0),
         "direct": lambda: _raw(folder / "write-direct", pages, num_pages, syncs, os.O_DIRECT),
         "store": lambda: _store(folder / "write-store", pages, num_pages, durability),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -211,7 +211,7 @@ class _Steps:
             slots = allocator.alloc(num_tokens)
         if slots is None:
             raise BenchUnavailable(f"{num_tokens} tokens do not fit beside {RUNNING} requests; raise pool_blocks")
-        return slots
+        return cast(torch.Tensor, slots)
 
     def _new_allocator(self, num_tokens: int) -> Any:
         names, common = self._names, {"dtype": torch.bfloat16, "device": "cpu", "need_sort": False}

@@ -49,13 +49,13 @@ def _measure(report: Report, cases: dict[str, tuple[Run, int]], mib: int, sample
     variants: dict[str, Run] = {name: run for name, (run, _) in cases.items()}
     for name, (_, traffic) in cases.items():
         source, target = (torch.ones(traffic // 2, dtype=torch.uint8, device=device) for _ in range(2))
-        variants[f"raw.{name}"] = lambda s=source, t=target: t.copy_(s)
+        variants[f"raw.{name}"] = partial(target.copy_, source)
     seconds = seconds_each(variants, samples=samples, device=device)
     for name, (_, traffic) in cases.items():
         ceiling = percentile(gb_per_s(traffic, seconds[f"raw.{name}"]), 50)
-        target = TARGETS[mib] if device.type == "cuda" else None
+        goal = TARGETS[mib] if device.type == "cuda" else None
         values = gb_per_s(traffic, seconds[name])
-        report.add(Case.of(f"{name}.{mib}mib", values, "GB/s", ceiling=ceiling, target=target))
+        report.add(Case.of(f"{name}.{mib}mib", values, "GB/s", ceiling=ceiling, target=goal))
 
 
 def _slots(count: int, total: int, device: torch.device) -> torch.Tensor:

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import bench.__main__ as cli
 from hicache.bench import disk
 from hicache.bench.common import read_report
+from hicache.cli import main
 
 
 def test_a_small_run_has_every_case(tmp_path: Path) -> None:
     """Reads, writes, look-ups and the pipeline leave a figure each, and the targets stand in the file."""
     arguments = ["--gib", "0.0157", "--page-mib", "1", "--samples", "1", "--small-pages", "2000"]
     arguments += ["--document-tokens", "64", "--dir", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "out")]
-    assert cli.main(["run", "disk", *arguments]) == 0
+    assert main(["bench", "run", "disk", *arguments]) == 0
     (path,) = (tmp_path / "out").iterdir()
     cases = {case.name: case for case in read_report(path).cases}
     writes = {f"write.{mode}{beside}" for mode in ("relaxed", "commit") for beside in ("", ".direct")}

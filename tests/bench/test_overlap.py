@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +17,9 @@ from hicache.bench.forward8b import FULL, TINY, Forward, Suffix
 from hicache.bench.overlap import AGED, CONTIGUOUS, ORDERS, RANDOM, Overlap, check_control, host_prefix_case
 from hicache.bench.stage import Stage, Step, step_timer
 from hicache.bench.transfer import Layout, shuffled_runs
+from hicache.cli import main
 from hicache.device import MHATokenToKVPool
 
-cli = importlib.import_module("bench.__main__")
 PREFIX = 256
 
 
@@ -231,7 +230,7 @@ def test_the_control_must_show_the_difference_where_the_halves_are_alike() -> No
 def test_a_small_run_has_every_case(tmp_path: Path) -> None:
     """On the CPU the names are those of the full run, by its own sizes, and no figure has a target."""
     arguments = ["--device", "cpu", "--samples", "2", "--prefix-tokens", "256", "--suffixes", "16", "8"]
-    assert cli.main(["run", "overlap", "--out", str(tmp_path), *arguments]) == 0
+    assert main(["bench", "run", "overlap", "--out", str(tmp_path), *arguments]) == 0
     (path,) = tmp_path.iterdir()
     report = read_report(path)
     lengths = ["suffix8", "suffix16", "suffix8.random"]

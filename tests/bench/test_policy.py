@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 from collections.abc import Callable
@@ -13,11 +12,10 @@ import pytest
 
 from hicache.bench import policy as bench
 from hicache.bench.common import BenchUnavailable, read_report
+from hicache.cli import main
 from hicache.replay.optimal import optimal_hits
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
-
-cli = importlib.import_module("bench.__main__")
 
 Prefix = tuple[int, ...]
 
@@ -133,7 +131,7 @@ def test_a_run_keeps_a_rate_for_every_policy_and_capacity(tmp_path: Path, capsys
     trace = bench.synthetic_trace(num_requests=100)
     path = written(tmp_path / "chats.jsonl", trace)
     arguments = ["--trace", str(path), "--capacities", "60", "500", "0", "--policies", "lru", "filo"]
-    assert cli.main(["run", "policy", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments]) == 0
+    assert main(["bench", "run", "policy", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments]) == 0
     shown = capsys.readouterr().out
     (file,) = (tmp_path / "out").iterdir()
     report = read_report(file)
@@ -154,5 +152,5 @@ def test_a_run_keeps_a_rate_for_every_policy_and_capacity(tmp_path: Path, capsys
 def test_a_negative_capacity_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line says so, and nothing is written."""
     out = tmp_path / "out"
-    assert cli.main(["run", "policy", "--device", "cpu", "--out", str(out), "--capacities", "10", "-5"]) == 2
+    assert main(["bench", "run", "policy", "--device", "cpu", "--out", str(out), "--capacities", "10", "-5"]) == 2
     assert "--capacities -5" in capsys.readouterr().err and not out.exists()
