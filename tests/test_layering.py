@@ -21,9 +21,7 @@ MAX_FUNCTION_LINES = 50
 # From the top down. A unit may import itself and every unit of a lower level.
 LEVELS = (
     ("bench",),
-    (
-        "cli", "__main__", "serving", "planning", "store_command", "config_command", "integrations", "plot", "monitoring",
-    ),  # fmt: skip
+    ("cli", "__main__", "serving", "planning", "store_command", "config_command", "integrations", "plot", "monitoring"),
     ("abandoned", "engine", "factory", "kv_events", "prefix_cache", "sizing", "tensor_cache", "validation"),
     ("flow", "replay"),
     ("tree", "alloc", "device", "transfer", "host", "disk"),

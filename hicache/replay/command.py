@@ -33,7 +33,7 @@ from hicache.tree.policy import ORDERS
 UNLIMITED = "unlimited"
 _TIERS = ("device", "host", "disk")
 _DEVICE_BLOCKS = (1_000, 3_000, 10_000, 30_000)
-_POLICIES = "lru,lfu,slru"
+_POLICIES = "auto,lru,lfu"
 _SCHEMA = 1
 _COUNT = Whole("a count; leave a tier out instead of giving it nothing", 1)
 _RATE = as_flag(Number("a rate above 0", 1e-12))

@@ -43,9 +43,9 @@ _MIN_TRUST = 1 / 64
 
 
 class _Uses(NamedTuple):
-    """`count` uses, faded to the time `at` in tokens seen, of `num_tokens` tokens."""
+    """`uses`, faded to the time `at` in tokens seen, of `num_tokens` tokens."""
 
-    count: float
+    uses: float
     at: int
     num_tokens: int
 
@@ -103,7 +103,7 @@ class UsageLog:
         if remembered is None:
             holding.uses, holding.used_at = 1.0, self._seen_tokens
         else:
-            holding.uses, holding.used_at = remembered.count, remembered.at
+            holding.uses, holding.used_at = remembered.uses, remembered.at
             self._count(holding, node.num_tokens)
         holding.hits = node.hit_count
 
@@ -145,7 +145,7 @@ class UsageLog:
         return min(end, len(tokens)) or len(tokens)
 
     def _rank(self, uses: _Uses) -> float:
-        return math.log2(uses.count) + uses.at / self.half_life
+        return math.log2(uses.uses) + uses.at / self.half_life
 
     def _see(self, node: TreeNode) -> None:
         self._seen_tokens += node.num_tokens
@@ -183,7 +183,7 @@ class UsageLog:
         for bucket, tokens in enumerate(self._ages):
             below += tokens
             if below >= half:
-                return 2.0 ** ((bucket + 0.5) / _BUCKETS_PER_OCTAVE)
+                return math.pow(2.0, (bucket + 0.5) / _BUCKETS_PER_OCTAVE)
         return 1.0
 
     def _late_share(self) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.policy import synthetic_trace
+from hicache.bench.policy import synthetic_trace
 from hicache.cli import main
 from hicache.errors import ConfigError
 from hicache.replay.calibration import costs_of

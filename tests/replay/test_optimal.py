@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from bench.policy import synthetic_trace
+from hicache.bench.policy import synthetic_trace
 from hicache.replay.cache import ReplaySettings
 from hicache.replay.optimal import optimal_hits
 from hicache.replay.simulation import replay

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from bench.policy import synthetic_trace
+from hicache.bench.policy import synthetic_trace
 from hicache.errors import ConfigError
 from hicache.replay.cache import BlockHits, CacheSimulation, ReplaySettings
 from hicache.replay.simulation import ReplayResult, optimal, replay

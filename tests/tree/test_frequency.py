@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from bench.policy import replay
+from hicache.replay.cache import CacheSimulation, ReplaySettings
+from hicache.replay.trace import read_trace
 from hicache.tree import DEVICE, FULL, PageHasher, RadixTree
 from hicache.tree.key import Tokens
+from replay_case import CONVERSATION, SESSIONS
 
-TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 HALF_LIFE = 200.0
+
+
+def hits(requests: Sequence[Tokens], policy: str, capacity: int) -> int:
+    """Blocks of the requests that were held when they came."""
+    cache = CacheSimulation(ReplaySettings(capacity, policy=policy))
+    num_hits = sum(cache.serve(request).device for request in requests)
+    cache.check()
+    return num_hits
+
+
+def blocks_of(path: Path) -> list[Tokens]:
+    if not path.exists():
+        pytest.skip(f"{path.name} is not part of the repository")
+    return [request.blocks for request in read_trace(path).requests]
 
 
 def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted() -> None:
@@ -126,13 +139,13 @@ def test_it_hits_no_less_than_lru(shape: Callable[..., list[Tokens]], seed: int)
     """At most 2 % less at any capacity; the replay ends with a check of the tree."""
     requests = generated(shape, seed)
     for capacity in (300, 1000, 3000):
-        assert replay(requests, "auto", capacity) >= 0.98 * replay(requests, "lru", capacity), capacity
+        assert hits(requests, "auto", capacity) >= 0.98 * hits(requests, "lru", capacity), capacity
 
 
 def test_it_hits_more_than_lru_where_much_comes_once() -> None:
     for shape in (one_shot, scans):
         requests = generated(shape, 0)
-        assert replay(requests, "auto", 300) > 1.5 * replay(requests, "lru", 300)
+        assert hits(requests, "auto", 300) > 1.5 * hits(requests, "lru", 300)
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -150,22 +163,13 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(log._evicted) <= 8 * 50 + 20
 
 
-def read(name: str) -> list[Tokens]:
-    path = TRACES / name
-    if not path.exists():
-        pytest.skip(f"{name} is not part of the repository")
-    raw = path.read_bytes()
-    lines = (gzip.decompress(raw) if path.suffix == ".gz" else raw).splitlines()
-    return [np.array(json.loads(line)["hash_ids"]) for line in lines if line.strip()]
-
-
 def test_on_conversations_it_hits_twice_as_much_as_lru() -> None:
-    requests = read("mooncake_conversation.jsonl")
+    requests = blocks_of(CONVERSATION)
     for capacity, least in ((1000, 1.8), (3000, 2.0), (10000, 1.05)):
-        assert replay(requests, "auto", capacity) >= least * replay(requests, "lru", capacity), capacity
+        assert hits(requests, "auto", capacity) >= least * hits(requests, "lru", capacity), capacity
 
 
 def test_on_agents_it_hits_as_much_as_lru() -> None:
-    requests = read("agent_sessions.jsonl.gz")
+    requests = blocks_of(SESSIONS)
     for capacity in (4000, 8000, 16000, 32000):
-        assert replay(requests, "auto", capacity) >= 0.99 * replay(requests, "lru", capacity), capacity
+        assert hits(requests, "auto", capacity) >= 0.99 * hits(requests, "lru", capacity), capacity
