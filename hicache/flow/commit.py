@@ -79,6 +79,8 @@ class Commit:
         context = self._context
         context.tree.unlock(lease.node, DEVICE)
         context.tree.touch(lease.node, HOST)
+        if lease.expected_uses is not None:
+            context.tree.expect_uses(lease.node, lease.expected_uses, max(lease.branch_points, default=0))
         if self._persist is not None:
             self._persist.touch(lease.node)
         for component in context.components:

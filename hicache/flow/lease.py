@@ -44,6 +44,10 @@ class CacheRequest:
     `priority`, from 0: under `eviction_policy="priority"`, what the request uses or adds has at least this one from
     then on. `branch_points`: token positions, like the end of a system prompt, after which other prompts may go on
     differently; a hybrid model keeps a recurrent state at the last page boundary of each.
+
+    What a scheduler knows of later requests counts under `eviction_policy="auto"`, the default. `priority`: each level
+    as twice as many uses. `expected_uses`, when the lease ends: how often the prompt will be asked for again with its
+    answer; 0, the session ends: what no other prompt has in common with it, behind the last branch point, goes first.
     """
 
     request_id: str
@@ -52,6 +56,7 @@ class CacheRequest:
     reserve_tokens: int | None = None
     priority: int = 0
     branch_points: tuple[int, ...] = ()
+    expected_uses: int | None = None
 
 
 class Lease:
@@ -80,7 +85,7 @@ class Lease:
     def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor, home: torch.device) -> None:
         self.request_id, self.namespace = request.request_id, request.namespace
         self.prompt_len, self.priority = len(request.tokens), request.priority
-        self.branch_points = request.branch_points
+        self.branch_points, self.expected_uses = request.branch_points, request.expected_uses
         self.tokens = TokenRun(request.tokens)
         self.node = node
         self.req_pool_idx: int | None = None

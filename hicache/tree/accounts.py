@@ -203,6 +203,21 @@ class Accounts:
                 for at in nodes:
                     account.expect(at, -1)
 
+    def expect_uses(self, node: TreeNode, num_uses: int, start: int) -> None:
+        """The prefix that ends with `node` will be asked for `num_uses` times. 0: what it has in common with no other,
+        behind `start` tokens, has no uses left. Counts under the policy auto alone."""
+        if not num_uses and node.children:
+            return
+        while node.parent is not None and (num_uses or node.depth_tokens > start):
+            for account in (*self._on_tier[DEVICE], *self._on_tier[HOST]):
+                if account.log is not None and node.holds(account.name, account.tier):
+                    account.log.expect(node, num_uses)
+                    if node in account.order:
+                        account.order.on_leaf(node)
+            node = node.parent
+            if not num_uses and len(node.children) > 1:
+                return
+
     def touch(self, node: TreeNode, tier: Tier) -> None:
         """A request used the prefix that ends with `node`: tell the eviction orders of its tier."""
         for account in self._on_tier[tier]:

@@ -40,6 +40,7 @@ _ALIKE = 0.25  # ranks that differ by less are one: the parts of a prompt are ev
 _REMEMBERED = 8.0  # half-lives or capacities, whichever is more
 _MAX_REMEMBERED = 1 << 17  # 16 MiB
 _MIN_TRUST = 1 / 64
+_NO_USES = 2.0**-64
 
 
 class _Uses(NamedTuple):
@@ -115,6 +116,12 @@ class UsageLog:
             self._see(node)
             self._hit_tokens += node.num_tokens
             self._count(holding, node.num_tokens)
+
+    def expect(self, node: TreeNode, num_uses: int) -> None:
+        """`node` will be used `num_uses` times; 0: its uses so far say nothing."""
+        holding = self.holding(node)
+        holding.uses = max(holding.uses, float(num_uses)) if num_uses else _NO_USES
+        holding.used_at = self._seen_tokens if num_uses else holding.used_at
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         self._shadow.split(_name_of(upper), _name_of(lower), upper.num_tokens)
