@@ -71,6 +71,7 @@ class _ShadowLru:
         """The first `upper_tokens` of what had the name of the upper part keep it."""
         num_tokens = self._names.get(upper, 0)
         if num_tokens > upper_tokens:
+            self._tokens -= self._names.pop(lower, 0)
             self._names[upper], self._names[lower] = upper_tokens, num_tokens - upper_tokens
 
 

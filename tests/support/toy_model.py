@@ -27,6 +27,7 @@ def config(**changes: object) -> EngineConfig:
         "max_context_len": 256,
         "dtype": "float32",
         "model_id": "toy",
+        "eviction_policy": "lru",  # what is evicted follows from the order of uses alone
         "advanced": AdvancedConfig(transfer_chunk_tokens=16),
     }
     return EngineConfig(**{**values, **changes})  # type: ignore[arg-type]
