@@ -98,7 +98,7 @@ def test_what_the_store_evicts_and_what_it_kept_from_before_is_told(tmp_path: Pa
         for number in range(60):
             serve(engine, f"r{number}", range(number * 100, number * 100 + 96))
         evicted = engine.stats()["disk.evicted_pages"]
-        stored = engine.stats()["disk.entries"]
+        stored = engine.stats()["disk.stored_pages"]
         index = _index_of(engine, tmp_path / "events")
         assert evicted > 0
         assert len(index.held["DISK"]) == stored
