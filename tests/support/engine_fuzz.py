@@ -242,7 +242,7 @@ class EngineFuzz:
             host_states=int(rng.choice([2, 6])),
             mamba_size=int(rng.choice([8, 14])),
             window_tokens=int(rng.choice([56, 96])),
-            eviction_policy=str(rng.choice(["lru", "lfu", "fifo", "slru", "priority"])),
+            eviction_policy=str(rng.choice(["auto", "lru", "lfu", "fifo", "slru", "priority"])),
         )
 
     def _request(self) -> CacheRequest:
