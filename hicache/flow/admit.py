@@ -204,6 +204,8 @@ class Admit:
         if resident:
             lease.write(0, joined(resident))
         lease.write(device_len, slots)
+        for at in path:
+            at.hit_count += 1  # before what is loaded enters its order: entry and end are one use
         if any(plan.missing.values()):
             lease.read([self._restore.start(plan, lease, slots)])
         for component in context.components:
@@ -212,8 +214,6 @@ class Admit:
         lease.hit = Hit(device_len, load_len - disk_len, disk_len)
         lease.cached_len = lease.tree_len = admission.length
         lease.held_len = device_len + len(slots)
-        for at in path:
-            at.hit_count += 1
         if path:
             lease.read(self._restore.loads_of(path))
             tree.raise_priority(node, lease.priority)

@@ -92,9 +92,6 @@ class CacheSimulation:
         length = self._usable(match.full_len)
         device_len = min(match.device_len, length)
         node = tree.node_at(match, length)
-        for at in node.path():
-            at.hit_count += 1
-        tree.lock(node, DEVICE)
         self._admit(node, len(blocks) - device_len)
         node = self._commit(node, blocks[length:])
         tree.unlock(node, DEVICE)
@@ -150,13 +147,19 @@ class CacheSimulation:
 
     def _admit(self, node: TreeNode, num_needed: int) -> None:
         """Make room on the device for what the prefix up to `node` lacks there and what follows it, and load it."""
-        tree = self.tree
+        tree, path = self.tree, node.path()[::-1]
+        on_device = [at for at in path if at.holds(FULL, DEVICE)]
+        pinned = on_device[-1] if on_device else tree.root
+        tree.lock(pinned, DEVICE)
         tree.lock(node, HOST)
         self._make_room(DEVICE, num_needed)
-        for at in reversed(node.path()):
-            if not at.holds(FULL, DEVICE):
-                tree.begin_load(at, self._slots[: at.num_tokens])
+        for at in path:
+            at.hit_count += 1
+        for at in path[len(on_device) :]:
+            tree.begin_load(at, self._slots[: at.num_tokens])
+        tree.lock(node, DEVICE)
         tree.unlock(node, HOST)
+        tree.unlock(pinned, DEVICE)
         self._maybe_backup(node)
 
     def _commit(self, node: TreeNode, computed: Tokens) -> TreeNode:

@@ -39,7 +39,7 @@ def serve(engine: CacheEngine, request_id: str, blocks: list[int]) -> BlockHits:
     # In one eviction write_back copies several times; what is on its way to disk by then is locked on the host.
     [case for case in product(WRITE_POLICIES, (False, True)) if case != ("write_back", True)],
 )
-@pytest.mark.parametrize("policy", sorted(ORDERS.keys() - {"auto"}))  # auto: tests/tree/test_frequency.py
+@pytest.mark.parametrize("policy", sorted(ORDERS))
 def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool, tmp_path: Path) -> None:
     """Pages of one token, requests one after the other, each copy ended before the next step."""
     device, host = 12, 20
