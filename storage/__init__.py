@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from hicache.storage.base import (
     Durability,
+    EmbeddedStore,
     PageBuffer,
     PageStore,
     StoreCorrupt,
@@ -49,6 +50,7 @@ from hicache.storage.rescue import rescue
 
 __all__ = [
     "Durability",
+    "EmbeddedStore",
     "Fault",
     "LmdbPageReader",
     "LmdbPageStore",

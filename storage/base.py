@@ -5,6 +5,7 @@ A page store knows keys and bytes, never tensors. Owns the protocol, its errors 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,25 +86,42 @@ class StoreStats:
 
 
 class PageStore(Protocol):
-    """Pages of one or several declared sizes, under keys of 1 to 511 bytes.
+    """What every store can do, on a disk or on other machines: pages of one or several declared sizes, under keys of 1
+    to 511 bytes.
 
-    A buffer whose length is none of the sizes raises `StoreError`.
-    Threads: `contains`, `get_into`, `touch` and `stats` may be called from any threads at the same time; the other
-    methods from one writer thread.
+    A buffer whose length is none of `page_sizes` raises `StoreError`. What a call meets in the store does not raise:
+    what cannot be read is a miss, what cannot be written is not stored, key by key, and `stats` counts it.
+    Threads: `put`, `delete` and `reopen` from one writer thread, `close` when no other call is under way, the other
+    methods from any threads at the same time.
     Order: within one call the earlier key counts as the more recently used. Callers pass the pages of a prompt from
     first to last: a suffix is worth nothing without its prefix, so the suffix is evicted first.
+    Deadlines are times of `time.monotonic`. After its deadline a call begins nothing and gives up what it can; what it
+    did not do is False. It never returns while anything may still write to a buffer or read one, so it may return late:
+    callers that must not wait use threads, as `hicache.disk` does.
     """
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """The sizes that pages may have, in bytes, ascending."""
+        ...
+
+    def register_memory(self, memory: PageBuffer) -> None:
+        """Buffers of later calls will lie in `memory`, contiguous uint8 that stays where it is until `close`. A hint:
+        a store that copies from and to registered memory alone uses memory of its own for other buffers."""
+        ...
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         """Which keys `get_into` would read now. Changes nothing; a later `get_into` may still miss."""
         ...
 
-    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
+    ) -> list[bool]:
         """Fill `buffers[i]`, writable contiguous uint8 `[page_bytes]`, with the page of `keys[i]`.
 
         True: the buffer holds verified bytes. False: a miss; the content of the buffer is undefined. Bytes that cannot
-        be verified are a miss, are counted, and are deleted by the next call of the writer. A page of another size than
-        the buffer is a miss, is not counted as corrupt, and is kept. Never raises because of what is stored.
+        be verified are a miss, are counted, and are deleted later, at the latest by the next call of the writer. A page
+        of another size than the buffer is a miss, is not counted as corrupt, and is kept.
         """
         ...
 
@@ -111,11 +129,13 @@ class PageStore(Protocol):
         """Count pages as used, wherever they were served from. Returns at once; absent keys are ignored."""
         ...
 
-    def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
-        """Store pages, contiguous uint8 `[page_bytes]`, and evict others as the budget demands.
+    def put(
+        self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
+    ) -> list[bool]:
+        """Store pages, contiguous uint8 `[page_bytes]`; others are evicted as the budget demands.
 
         True: visible, and durable as the store was configured. A key that is present, whatever the size of its page, is
-        not written again and counts as used. False: not stored (the disk is full or failed); what was stored before is
+        not written again and counts as used. False: not stored (the store is full or failed); what was stored before is
         kept. `lag` in [0, 1]: 0, the caller's writer keeps up; 1, its queue is full. A store may compress less then.
         """
         ...
@@ -136,8 +156,22 @@ class PageStore(Protocol):
         ...
 
     def thread_read_errors(self) -> int:
-        """Failed reads of the calling thread so far; each was a miss. Does no I/O."""
+        """Failed reads of the calling thread so far, lost connections and missed deadlines among them; each was a miss.
+        Does no I/O."""
         ...
+
+    def sync(self) -> None:
+        """Return when everything put so far is as durable as the store can make it."""
+        ...
+
+    def close(self) -> None:
+        """Wait for readers, sync, and release what the store holds. A second call does nothing; any other call but
+        `stats` raises `StoreError`."""
+        ...
+
+
+class EmbeddedStore(PageStore, Protocol):
+    """What a store in files of this machine can do besides."""
 
     def check(self) -> None:
         """Verify every value, index and counter, while nobody writes. Raises `StoreCorrupt` once, with all
@@ -146,13 +180,4 @@ class PageStore(Protocol):
 
     def compact(self) -> int:
         """Return free space to the file system; returns by how many bytes the files shrank."""
-        ...
-
-    def sync(self) -> None:
-        """Return when everything put so far survives a power failure."""
-        ...
-
-    def close(self) -> None:
-        """Wait for readers, sync, and release the path. A second call does nothing; any other call but `stats` raises
-        `StoreError`."""
         ...

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -214,11 +215,13 @@ class LmdbPageReader:
     def stored_values(self) -> StoredValues:
         return StoredValues(self._env, Verifier(self._codecs.verify_stored, self._codecs.max_value_bytes))
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         return self._lookup.contains(keys)
 
-    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
-        return self._lookup.get_into(keys, buffers)
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
+    ) -> list[bool]:
+        return self._lookup.get_into(keys, buffers, deadline_s)
 
     def stats(self) -> StoreStats:
         return self._lookup.stats(self._env.settings.budget_bytes, read_only=True)

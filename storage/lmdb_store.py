@@ -6,9 +6,11 @@ compressor.py).
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,18 +163,25 @@ class LmdbPageStore:
         self._require_open()
         return StoredValues(self._env, Verifier(self._codecs.verify_stored, self._max_value_bytes))
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    def register_memory(self, memory: PageBuffer) -> None:
+        """Reads and writes files from and to any memory."""
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         return self._lookup.contains(keys)
 
-    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
+    ) -> list[bool]:
         self._require_cipher()
-        return self._lookup.get_into(keys, buffers)
+        return self._lookup.get_into(keys, buffers, deadline_s)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         check_keys(keys)
         self._access_log.add_used(reversed(keys))  # oldest first: the first key is to become the most recently used
 
-    def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
+    def put(
+        self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
+    ) -> list[bool]:
         check_keys([key for key, _ in items])
         for _, page in items:
             check_page(page, self._codecs, writeable=False)
@@ -186,7 +195,7 @@ class LmdbPageStore:
             present = self._present(list(pages))
             absent = [key for key in pages if key not in present]
             if absent:
-                stored = self._put_absent(absent, pages, [key for key in pages if key in present], lag)
+                stored = self._put_absent(absent, pages, [key for key in pages if key in present], lag, deadline_s)
             else:
                 stored = []
                 self._access_log.add_used(pages)
@@ -237,13 +246,20 @@ class LmdbPageStore:
                 self._env.close()
 
     def _put_absent(
-        self, keys: Sequence[bytes], pages: Mapping[bytes, PageBuffer], used: Sequence[bytes], lag: float
+        self,
+        keys: Sequence[bytes],
+        pages: Mapping[bytes, PageBuffer],
+        used: Sequence[bytes],
+        lag: float,
+        deadline_s: float,
     ) -> list[bytes]:
         """Encode and commit in groups, in the order given; returns the keys whose commit succeeded."""
         stored: list[bytes] = []
         values = self._compressor.values(keys, pages, lag)
         try:
             for part, max_bytes in self._groups(keys, pages):
+                if time.monotonic() >= deadline_s:
+                    break
                 # Encoded while it is written, and kept in case the commit is repeated.
                 group = Replay(zip(part, values, strict=False))
                 if not self._writer.put(group, max_bytes, None if stored else used):

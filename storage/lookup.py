@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -70,7 +71,7 @@ class Lookup:
 
         return self._env.read(look, [False] * len(keys))
 
-    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
         check_keys(keys)
         if len(keys) != len(buffers):
             raise StoreError(f"{len(keys)} keys but {len(buffers)} buffers")
@@ -78,6 +79,9 @@ class Lookup:
             check_page(buffer, self._codecs, writeable=True)
         found: list[bool] = []
         for start in range(0, len(keys), _KEYS_PER_READ):
+            if time.monotonic() >= deadline_s:
+                found += [False] * (len(keys) - start)
+                break
             part = slice(start, start + _KEYS_PER_READ)
             found += self._get_part(keys[part], buffers[part])
         # Oldest first: the first key of the call is to become the most recently used.

@@ -261,7 +261,8 @@ class DiskTier:
         return ReadDone(job.ticket, job.batch, tuple(ok + missing), asked=len(ok), seconds=self.clock() - begin_s)
 
     def _get(self, job: ReadJob, part: slice) -> list[bool]:
-        ok = self.store.get_into(job.keys[part], job.pages[part])
+        left_s = job.deadline_s - self.clock()
+        ok = self.store.get_into(job.keys[part], job.pages[part], deadline_s=time.monotonic() + left_s)
         if job.landed is not None:
             for i, verified in enumerate(ok, part.start):
                 if verified:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -145,16 +146,29 @@ class ReadOnlyStore:
     def __init__(self, reader: LmdbPageReader | None) -> None:
         self._reader = reader
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return [False] * len(keys) if self._reader is None else self._reader.contains(keys)
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        return () if self._reader is None else self._reader.page_sizes
 
-    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
-        return [False] * len(keys) if self._reader is None else self._reader.get_into(keys, buffers)
+    def register_memory(self, memory: PageBuffer) -> None:
+        """Files are read to any memory."""
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
+        return [False] * len(keys) if self._reader is None else self._reader.contains(keys, deadline_s=deadline_s)
+
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
+    ) -> list[bool]:
+        return (
+            [False] * len(keys) if self._reader is None else self._reader.get_into(keys, buffers, deadline_s=deadline_s)
+        )
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The writer's order of eviction is not this process's to change."""
 
-    def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
+    def put(
+        self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
+    ) -> list[bool]:
         return [False] * len(items)
 
     def reopen(self) -> bool:
@@ -168,12 +182,6 @@ class ReadOnlyStore:
 
     def thread_read_errors(self) -> int:
         return 0 if self._reader is None else self._reader.thread_read_errors()
-
-    def check(self) -> None:
-        """Nothing is written here."""
-
-    def compact(self) -> int:
-        return 0
 
     def sync(self) -> None:
         """Nothing is written here."""
@@ -196,13 +204,15 @@ class AwaitedStore(ReadOnlyStore):
         self._retry_at_s = 0.0
         self._closed = False
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         self._try_open()
-        return super().contains(keys)
+        return super().contains(keys, deadline_s=deadline_s)
 
-    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
+    ) -> list[bool]:
         self._try_open()
-        return super().get_into(keys, buffers)
+        return super().get_into(keys, buffers, deadline_s=deadline_s)
 
     def close(self) -> None:
         with self._opening:

@@ -316,7 +316,7 @@ def test_only_the_thread_that_could_not_read_is_at_fault(tmp_path: Path) -> None
     refused, judged = threading.Event(), threading.Event()
     errors = threading.local()
 
-    def get_into(keys: Sequence[bytes], buffers: Sequence[np.ndarray]) -> list[bool]:
+    def get_into(keys: Sequence[bytes], buffers: Sequence[np.ndarray], *, deadline_s: float) -> list[bool]:
         if keys[0] == lost:
             errors.count = 1
             refused.set()

@@ -144,7 +144,7 @@ def test_writes_that_wait_are_put_together(tmp_path: Path) -> None:
         disk.writes.submit(job)
     put, left_out = store.inner.put, (jobs[2].keys[0], jobs[4].keys[3])
 
-    def picky(items: Sequence[tuple[bytes, np.ndarray]], lag: float) -> list[bool]:
+    def picky(items: Sequence[tuple[bytes, np.ndarray]], *, lag: float, deadline_s: float) -> list[bool]:
         return [ok and key not in left_out for ok, (key, _) in zip(put(items, lag=lag), items, strict=True)]
 
     store.inner.put = picky  # type: ignore[method-assign, assignment]
@@ -158,7 +158,7 @@ def test_writes_that_wait_are_put_together(tmp_path: Path) -> None:
 def test_a_group_is_bounded_and_told_the_lag(tmp_path: Path) -> None:
     """A put takes at most a maximum of bytes; `lag` is the fullness of the queue behind it."""
     disk, store = troubled_tier(tmp_path / "s", queue_jobs=20, full_bytes=96 << 20)
-    store.inner.put = lambda items, lag: [True] * len(items)  # type: ignore[method-assign, assignment]
+    store.inner.put = lambda items, lag, deadline_s=0: [True] * len(items)  # type: ignore[method-assign, assignment]
     gate = store.trouble = Gate("put")
     disk.start()
     keys, data = pages(1, 1)
@@ -180,8 +180,10 @@ def test_pages_are_read_into_the_memory_that_was_given(tmp_path: Path) -> None:
     disk.start()
     seen: list[int] = []
     get_into, put = store.inner.get_into, store.inner.put
-    store.inner.get_into = lambda keys, buffers: seen.extend(map(id, buffers)) or get_into(keys, buffers)  # type: ignore
-    store.inner.put = lambda items, lag: seen.extend(id(page) for _, page in items) or put(items, lag=lag)  # type: ignore
+    store.inner.get_into = lambda keys, buffers, **limits: (
+        seen.extend(map(id, buffers)) or get_into(keys, buffers, **limits)
+    )  # type: ignore
+    store.inner.put = lambda items, **limits: seen.extend(id(page) for _, page in items) or put(items, **limits)  # type: ignore
     keys, data = pages(1, 5)
     disk.writes.submit(WriteJob(0, keys, data))
     wait_for_writes(disk, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -45,11 +46,15 @@ class Forgetful(MemoryPageStore):
 
     takes = gives = True
 
-    def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
-        return super().put(items, lag=lag) if self.takes else [False] * len(items)
+    def put(
+        self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
+    ) -> list[bool]:
+        return super().put(items, lag=lag, deadline_s=deadline_s) if self.takes else [False] * len(items)
 
-    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
-        return super().get_into(keys, buffers) if self.gives else [False] * len(keys)
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
+    ) -> list[bool]:
+        return super().get_into(keys, buffers, deadline_s=deadline_s) if self.gives else [False] * len(keys)
 
 
 def test_a_store_of_ones_own_is_one_file() -> None:

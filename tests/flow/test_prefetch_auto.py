@@ -7,6 +7,7 @@ machine. Rates are measured as in service: by completed reads, completed loads a
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -51,12 +52,12 @@ class PacedStore(TroubledStore):
     def allow(self, num_reads: int = 1 << 20) -> None:
         self._allowed.release(num_reads)
 
-    def get_into(self, keys, buffers):  # type: ignore[no-untyped-def]
+    def get_into(self, keys, buffers, *, deadline_s=math.inf):  # type: ignore[no-untyped-def]
         self.held += 1
         assert self._allowed.acquire(timeout=10)
         self.held -= 1
         self.clock.now_s += self.read_s
-        ok = super().get_into(keys, buffers)
+        ok = super().get_into(keys, buffers, deadline_s=deadline_s)
         self.landed.update(key for key, verified in zip(keys, ok, strict=True) if verified)
         return ok
 

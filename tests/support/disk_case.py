@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,18 +38,29 @@ class TroubledStore:
         self.calls: list[tuple[str, tuple[bytes, ...]]] = []
         self.lags: list[float] = []
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        return self.inner.page_sizes
+
+    def register_memory(self, memory: PageBuffer) -> None:
+        self.inner.register_memory(memory)
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         self._begin("contains", keys)
-        return self.inner.contains(keys)
+        return self.inner.contains(keys, deadline_s=deadline_s)
 
-    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
+    ) -> list[bool]:
         self._begin("get_into", keys)
-        return self.inner.get_into(keys, buffers)
+        return self.inner.get_into(keys, buffers, deadline_s=deadline_s)
 
-    def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
+    def put(
+        self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
+    ) -> list[bool]:
         self._begin("put", [key for key, _ in items])
         self.lags.append(lag)
-        return self.inner.put(items, lag=lag)
+        return self.inner.put(items, lag=lag, deadline_s=deadline_s)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self.inner.touch(keys)

@@ -6,6 +6,7 @@ share it, one after the other or at a time: page keys tell models, layouts and t
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,12 +26,22 @@ class MemoryPageStore:
         self._num_bytes = self._hits = self._misses = self._puts = self._evicted = 0
         self._closed = False
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """Of any size."""
+        return ()
+
+    def register_memory(self, memory: PageBuffer) -> None:
+        """Copies from and to any memory."""
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         with self._lock:
             self._require_open()
             return [key in self._pages for key in keys]
 
-    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
+    ) -> list[bool]:
         with self._lock:
             self._require_open()
             pages = [self._pages.get(key, b"") for key in keys]
@@ -48,7 +59,9 @@ class MemoryPageStore:
             self._require_open()
             self._use(keys)
 
-    def put(self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0) -> list[bool]:
+    def put(
+        self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
+    ) -> list[bool]:
         with self._lock:
             self._require_open()
             for key, page in items:
