@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import select
@@ -93,7 +94,8 @@ def browser_page(profile: Path) -> Iterator[Page]:
     """An empty page of a browser that keeps its files under `profile`. Call it only where there is a `BROWSER`."""
     assert BROWSER is not None
     with contextlib.ExitStack() as stack:
-        theirs_in, ours_out, ours_in, theirs_out = (stack.enter_context(_fd(fd)) for fd in (*os.pipe(), *os.pipe()))
+        files = [stack.enter_context(_above(fd)) for fd in (*os.pipe(), *os.pipe())]
+        theirs_in, ours_out, ours_in, theirs_out = (file.fileno() for file in files)
         command = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", BROWSER, *_FLAGS]
         process = subprocess.Popen(
             [*command, "--remote-debugging-pipe", f"--user-data-dir={profile}", "--window-size=1300,1300"],
@@ -101,20 +103,15 @@ def browser_page(profile: Path) -> Iterator[Page]:
             start_new_session=True,
         )  # fmt: skip
         try:
-            os.close(theirs_out)
+            files[3].close()
             yield Page(ours_out, ours_in)
         finally:
             os.killpg(process.pid, 9)
             process.wait()
 
 
-@contextlib.contextmanager
-def _fd(given: int) -> Iterator[int]:
+def _above(given: int) -> io.FileIO:
     """The same file under a number that the browser's own do not clash with."""
     fd = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, _ABOVE_FD)
     os.close(given)
-    try:
-        yield fd
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+    return io.FileIO(fd, "w" if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_WRONLY else "r")
