@@ -97,6 +97,7 @@ from hicache.storage.base import StoreError as StoreError
 from hicache.storage.base import StoreIndexDamaged as StoreIndexDamaged
 from hicache.storage.base import StoreLocked as StoreLocked
 from hicache.storage.base import StoreMismatch as StoreMismatch
+from hicache.storage.urls import open_store as open_store
 from hicache.tensor_cache import HiCache as HiCache
 from hicache.tensor_cache import TensorCacheStats as TensorCacheStats
 from hicache.transfer import LayerTransferCounter as LayerTransferCounter

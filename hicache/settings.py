@@ -12,21 +12,19 @@ import dataclasses
 import math
 import numbers
 import os
-import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 
 from hicache.errors import ConfigError
+from hicache.sizes import parse_bytes
 from hicache.terminal import sized
 
 INT64_MAX = (1 << 63) - 1
-_SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNORECASE | re.ASCII)
 
 _short = reprlib.Repr()
 _short.maxlevel = 2
@@ -340,24 +338,3 @@ def as_flag(setting: Setting) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return take
-
-
-def parse_bytes(text: str) -> int:
-    """'512MiB', '2GB', '100000' -> bytes; decimal and binary units. A fraction of a unit is rounded down to bytes."""
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise _not_a_size(text)
-    digits, letter, binary, byte = match.groups()
-    # K alone and KiB are 1024; KB is 1000.
-    base = 1000 if byte and not binary else 1024
-    try:
-        exact = Fraction(digits) * Fraction(base) ** " KMGT".index(letter.upper() or " ")
-    except ValueError:  # of more than 4300 digits
-        raise _not_a_size(text) from None
-    if (binary and not letter) or (not letter and exact.denominator != 1):
-        raise _not_a_size(text)
-    return math.floor(exact)
-
-
-def _not_a_size(text: str) -> ConfigError:
-    return ConfigError(f"{short_repr(text)} is not a size in bytes; write it like 512MiB, 2GB or 1000000")

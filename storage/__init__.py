@@ -7,6 +7,7 @@
     tables             the tables and their records; write_transaction: their changes; slots, slot_file: long values
     records            what a store says of itself; directory: file names and the writer lock; reader_table: readers
     codec              a page and its value: header, filters, cipher
+    urls               opening any store by its URL
     check              the consistency check; index_check: validating LMDB's B-tree pages; lmdb_pages: their format
     maintenance        what operators do; rescue: rebuilding a damaged index
 
@@ -47,6 +48,7 @@ from hicache.storage.maintenance import (
     verify,
 )
 from hicache.storage.rescue import rescue
+from hicache.storage.urls import StoreOpener, StoreUrl, UrlOption, open_store
 
 __all__ = [
     "Durability",
@@ -66,13 +68,17 @@ __all__ = [
     "StoreIndexDamaged",
     "StoreLocked",
     "StoreMismatch",
+    "StoreOpener",
     "StoreStats",
+    "StoreUrl",
+    "UrlOption",
     "VerifyReport",
     "choose_filter",
     "describe",
     "evict",
     "list_pages",
     "open_existing",
+    "open_store",
     "pages",
     "put_values",
     "rescue",

@@ -28,6 +28,7 @@ LEVELS = (
     ("layout",),
     ("config", "settings", "metrics", "terminal"),
     ("kernels", "storage"),
+    ("sizes",),
     ("errors", "public_names"),
 )
 RANKS = {unit: len(LEVELS) - level for level, units in enumerate(LEVELS) for unit in units}

@@ -29,9 +29,9 @@ from hicache.settings import (
     Text,
     Tokens,
     Whole,
-    parse_bytes,
     settings_of,
 )
+from hicache.sizes import parse_bytes
 from hicache.tree.policy import ORDERS
 
 LAYOUT = PoolLayout((BufferSpec("k", torch.uint8, (2, 8), "token", (0, 1)),), 4)

@@ -1,0 +1,133 @@
+"""A URL opens the store it names; one that cannot be used is refused in one line, which shows no password."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hicache.storage import LmdbPageStore, PageCipher, PageFormat, StoreError, StoreUrl, UrlOption, open_store
+from storage_pages import IDENTITY, PAGE_BYTES, found_numbers, put_numbers
+from storage_pages import open_store as open_lmdb
+
+FORMATS = [PageFormat(PAGE_BYTES)]
+SECRET = "s3cr3t"
+
+
+def opened(url: str) -> object:
+    return open_store(url, identity=IDENTITY, formats=FORMATS)
+
+
+def test_lmdb_is_the_store_in_that_directory(tmp_path: Path) -> None:
+    """Path, with percent-escapes, and options are those of the constructor; what a URL stored, the class reads back."""
+    path = tmp_path / "a store"
+    url = f"lmdb://{tmp_path}/a%20store?budget=32MiB&durability=commit&level=0"
+    with_url = open_store(url, identity=IDENTITY, formats=FORMATS)
+    assert isinstance(with_url, LmdbPageStore) and with_url.stats().budget_bytes == 32 << 20
+    assert with_url.put([(b"k", np.zeros(PAGE_BYTES, np.uint8))]) == [True]
+    assert with_url.stats().put_bytes_stored > PAGE_BYTES  # level 0: zeros are not compressed
+    put_numbers(with_url, range(4))
+    with_url.close()
+    by_class = open_lmdb(path, budget_bytes=32 << 20)
+    assert found_numbers(by_class, range(4)) == {0, 1, 2, 3}
+    by_class.close()
+
+
+def test_a_cipher_encrypts_whatever_store_the_url_names(tmp_path: Path) -> None:
+    """Pages that were put with a cipher come back with it, and a URL without it is refused."""
+    pytest.importorskip("cryptography")
+    url, cipher = f"lmdb://{tmp_path}/s?budget=32MiB", PageCipher(os.urandom(32))
+    store = open_store(url, identity=IDENTITY, formats=FORMATS, cipher=cipher)
+    page, back = np.full(PAGE_BYTES, 7, np.uint8), np.empty(PAGE_BYTES, np.uint8)
+    assert store.put([(b"k", page)]) == [True] and store.get_into([b"k"], [back]) == [True]
+    np.testing.assert_array_equal(back, page)
+    store.close()
+    with pytest.raises(StoreError):
+        opened(url)
+
+
+REFUSED = [
+    ("/var/lib/hicache", "begins with its scheme"),
+    ("nosuch://host/x", "no store has the scheme 'nosuch'; the known ones are .*lmdb"),
+    ("lmdb:///", "absolute path"),
+    ("lmdb://relative/path", "absolute path"),
+    ("lmdb:///x?budget=much", "budget='much' in a URL of lmdb: give a size like 100GB"),
+    ("lmdb:///x?level=-1", "level='-1' in a URL of lmdb: give a zstd level"),
+    ("lmdb:///x?bugdet=1GB", "no option 'bugdet'; its options are budget, durability, level"),
+    ("lmdb:///x?level=1&level=2", "each option once"),
+    ("lmdb:///x?level", "cannot read a URL of lmdb"),
+    ("lmdb:///x#level=1", "cannot read a URL of lmdb"),
+    # A password whose special characters were not escaped ends in another part of the URL.
+    (f"lmdb://u:{SECRET}@host:port/x", "cannot read a URL of lmdb"),
+    (f"lmdb://u:1?{SECRET}=2@host", "cannot read a URL of lmdb"),
+    (f"lmdb://u:1?{SECRET}@host", "cannot read a URL of lmdb"),
+    (f"lmdb://u:{SECRET}#1@host", "cannot read a URL of lmdb"),
+    (f"lmdb://u:{SECRET}@host/x", "absolute path"),
+    (f"lmdb://u:1/{SECRET}@host", "absolute path"),
+]
+
+
+@pytest.mark.parametrize(("url", "message"), REFUSED, ids=[url for url, _ in REFUSED])
+def test_what_cannot_be_used_is_refused_in_a_line(url: str, message: str) -> None:
+    """One `StoreError` names what is wrong and what would do, without user name and password."""
+    with pytest.raises(StoreError, match=message) as caught:
+        opened(url)
+    assert "\n" not in str(caught.value) and SECRET not in str(caught.value)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_a_url_in_parts() -> None:
+    """User, password, host, port, path and options, without escapes; its `repr` shows neither user nor password."""
+    parts = StoreUrl.parse(f"x+y://us%40er:{SECRET}%2F@Bucket_1:70/a%20b/c?n=1%26&m=")
+    assert (parts.scheme, parts.user, parts.password) == ("x+y", "us@er", f"{SECRET}/")
+    assert (parts.host, parts.port, parts.path) == ("Bucket_1", 70, "/a b/c")
+    assert parts.arguments(n=UrlOption("name", str, ""), m=UrlOption("m", str, "")) == {"name": "1&", "m": ""}
+    assert SECRET not in repr(parts) and "us@er" not in repr(parts)
+    assert StoreUrl.parse("x://[::1]:70/a").host == "::1"
+
+
+PLUGIN = """
+from memory_store import MemoryPageStore
+from hicache.storage import StoreUrl, UrlOption
+
+def opener(url, *, identity, formats, cipher):
+    budget = UrlOption("budget_bytes", int, "a number of bytes")
+    return MemoryPageStore(**StoreUrl.parse(url).arguments(budget=budget))
+
+broken = 1 / 0 if "{broken}" else None
+"""
+
+
+def install(folder: Path, *, broken: str) -> None:
+    """What `pip install` leaves of a package with one module and one entry point."""
+    info = folder / "store_of_ones_own-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: store-of-ones-own\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[hicache.stores]\nown-store = store_of_ones_own:opener\n")
+    (folder / "store_of_ones_own.py").write_text(PLUGIN.replace("{broken}", broken))
+
+
+def test_an_installed_package_adds_a_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its entry point opens URLs of its scheme, is named among the known ones, and one that fails says so."""
+    install(tmp_path / "good", broken="")
+    monkeypatch.syspath_prepend(str(tmp_path / "good"))
+    monkeypatch.delitem(sys.modules, "store_of_ones_own", raising=False)
+    importlib.invalidate_caches()
+    store = open_store("own-store://?budget=1000000", identity=IDENTITY, formats=FORMATS)
+    assert store.stats().budget_bytes == 1_000_000
+    assert put_numbers(store, [3]) == [True] and found_numbers(store, [3, 4]) == {3}
+    with pytest.raises(StoreError, match=re.escape("known ones are lmdb, own-store")):
+        opened("nosuch://")
+    with pytest.raises(StoreError, match="no option 'x'"):
+        opened("own-store://?x=1")
+
+    install(tmp_path / "bad", broken="yes")
+    monkeypatch.syspath_prepend(str(tmp_path / "bad"))
+    monkeypatch.delitem(sys.modules, "store_of_ones_own", raising=False)
+    with pytest.raises(StoreError, match="registered for 'own-store', fails: division by zero"):
+        opened("own-store://")
