@@ -7,6 +7,7 @@ from hicache.alloc import TokenToKVPoolAllocator as TokenToKVPoolAllocator
 from hicache.config import AdvancedConfig as AdvancedConfig
 from hicache.config import DiskConfig as DiskConfig
 from hicache.config import EngineConfig as EngineConfig
+from hicache.config import RemoteConfig as RemoteConfig
 from hicache.device import AscendMLAPagedTokenToKVPool as AscendMLAPagedTokenToKVPool
 from hicache.device import AscendTokenToKVPool as AscendTokenToKVPool
 from hicache.device import DoubleSparseTokenToKVPool as DoubleSparseTokenToKVPool

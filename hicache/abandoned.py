@@ -12,13 +12,13 @@ from hicache.transfer.base import TransferBackend
 _EXIT_S = 5.0
 
 
-def abandon(transfers: Sequence[TransferBackend], disk: DiskTier | None, events: EventPublisher | None) -> None:
+def abandon(transfers: Sequence[TransferBackend], stores: Sequence[DiskTier], events: EventPublisher | None) -> None:
     """Stop the threads of an engine that was not closed: at the interpreter's exit, which would otherwise end them
     inside torch and abort the process, or when the engine is collected. Takes at most `_EXIT_S`."""
     deadline_s = time.monotonic() + _EXIT_S
     for transfer in transfers:
         transfer.abandon(deadline_s)
-    if disk is not None:
-        disk.close(max(0.0, deadline_s - time.monotonic()))
+    for store in stores:
+        store.close(max(0.0, deadline_s - time.monotonic()))
     if events is not None:
         events.abandon(deadline_s)

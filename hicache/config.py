@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from hicache.errors import ConfigError
 from hicache.settings import (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 PrefetchMode = Literal["auto", "best_effort", "wait_complete", "timeout"]
 Kernels = Literal["triton", "torch"]
 Durability = Literal["relaxed", "commit"]
+Backup = Literal["all", "none"]
 Filter = Literal["auto", "none", "byte_shuffle", "channel_byte_shuffle"]
 Auto = Literal["auto"]
 
@@ -142,6 +143,33 @@ class DiskConfig:
 
     def __post_init__(self) -> None:
         settle(self, "disk ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteConfig:
+    """The remote tier: a store that engines on several machines share (docs/remote.md). Pages are backed up to it
+    beside the disk, and a prefetch asks it for what the disk lacks."""
+
+    url: Annotated[str, Text("the store, like redis://host:6379 or mooncake://host:50051")]
+    backup: Annotated[
+        Backup, Choice("all: pages are backed up; none: only read, for ranks that hold the same KV", get_args(Backup))
+    ] = "all"
+    backup_share: Annotated[
+        float, Number("maximum share of the host tier that is on its way to the store", 0.01, 1, unit="of 1")
+    ] = 0.25
+    reader_threads: Annotated[int, Whole("threads that read from the store", 1, 256, unit="threads")] = 4
+    io_timeout_s: Annotated[
+        float, Number("an operation that takes longer marks the store as stalled", 1e-3, _MAX_S, unit="seconds")
+    ] = 2.0
+    key_file: Annotated[str, FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64")] = ""
+
+    def __post_init__(self) -> None:
+        settle(self, "remote ")
+        if not self.url:
+            raise ConfigError("remote url is empty; give the store, like redis://host:6379")
+
+    def __repr__(self) -> str:
+        return f"RemoteConfig(url={short_repr(self.url.split('://')[0])}, backup={self.backup!r})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +302,7 @@ class EngineConfig:
         str, Address("where KV events that a subscriber missed are asked for, like tcp://*:5558", ("tcp://", "ipc://"))
     ] = ""
     disk: DiskConfig | None = None
+    remote: RemoteConfig | None = None
     advanced: AdvancedConfig = AdvancedConfig()
 
     def __post_init__(self) -> None:
@@ -294,6 +323,8 @@ class EngineConfig:
             )
         if not isinstance(self.disk, DiskConfig | None):
             raise ConfigError(f"disk={short_repr(self.disk)} is not a DiskConfig")
+        if not isinstance(self.remote, RemoteConfig | None):
+            raise ConfigError(f"remote={short_repr(self.remote)} is not a RemoteConfig")
         if not isinstance(self.advanced, AdvancedConfig):
             raise ConfigError(f"advanced={short_repr(self.advanced)} is not an AdvancedConfig")
         _at_least("advanced transfer_chunk_tokens", self.advanced.transfer_chunk_tokens, self.host_page_size)
@@ -301,8 +332,9 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_events_replay={self.kv_events_replay} without ZeroMQ; set kv_events to an address like tcp://*:5557"
             )
-        if self.disk is not None:
-            self.require_disk_tier()
+        for store, name in ((self.disk, "disk"), (self.remote, "remote")):
+            if store is not None:
+                self.require_store_tier(name)
 
     @property
     def cache_page_size(self) -> int:
@@ -314,12 +346,12 @@ class EngineConfig:
         """Whether there is a host tier; with "auto", whether there is one if memory allows."""
         return self.host_bytes != 0
 
-    def require_disk_tier(self) -> None:
-        """`ConfigError` where an engine of this configuration cannot have a disk tier."""
+    def require_store_tier(self, name: str = "disk") -> None:
+        """`ConfigError` where an engine of this configuration cannot have a tier below the host."""
         if not self.has_host:
-            raise ConfigError("the disk tier needs host pages; set host_bytes to auto or a size, or set host_ratio")
+            raise ConfigError(f"the {name} tier needs host pages; set host_bytes to auto or a size, or set host_ratio")
         if not self.model_id:
-            raise ConfigError("the disk tier needs model_id (a name or digest of the weights) to tell models apart")
+            raise ConfigError(f"the {name} tier needs model_id (a name or digest of the weights) to tell models apart")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -369,9 +401,10 @@ class EngineConfig:
         return config
 
 
-_NESTED: Mapping[str, type[DiskConfig | AdvancedConfig]] = {"disk": DiskConfig, "advanced": AdvancedConfig}
+_Nested: TypeAlias = type[DiskConfig | RemoteConfig | AdvancedConfig]
+_NESTED: Mapping[str, _Nested] = {"disk": DiskConfig, "remote": RemoteConfig, "advanced": AdvancedConfig}
 # Every class of settings by the prefix of its names.
-SECTIONS: Mapping[str, type[EngineConfig | DiskConfig | AdvancedConfig]] = {"": EngineConfig, **_NESTED}
+SECTIONS: Mapping[str, type[EngineConfig] | _Nested] = {"": EngineConfig, **_NESTED}
 # Two ways to give one size: the later source wins, whichever of them it uses.
 _ALTERNATIVES = frozenset({"host_bytes", "host_ratio"})
 

@@ -41,12 +41,14 @@ from hicache.kv_events import EventPublisher
 from hicache.metrics import MetricInfo, MetricValue, flattened
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
-from hicache.tree.node import MAMBA, SWA
+from hicache.tree.node import DISK, MAMBA, REMOTE, SWA, Store
 from hicache.validation import valid_count, valid_mode, valid_namespace, valid_request, valid_request_id, valid_tokens
 
 __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "Prefetch"]
 
 C = TypeVar("C", bound=CacheComponent)
+
+_DISK_SHARE, _REMOTE_SHARE = 0.5, 0.25  # of a host pool, locked until the store has it
 
 
 class CacheEngine:
@@ -63,16 +65,16 @@ class CacheEngine:
     ) -> None:
         self._context, self._events = context, events
         self._leases: dict[str, Lease] = {}
-        disk, host_eviction = context.disk, HostEviction(context)
+        host_eviction = HostEviction(context)
         self._cost = CostModel.of(context)
-        self._persist = Persist(context, disk) if disk is not None else None
-        self._prefetcher = Prefetcher(context, disk, host_eviction, self._cost) if disk is not None else None
-        self._backup = Backup(context, host_eviction, self._persist) if context.has_host else None
+        self._persists = tuple(Persist(context, store, share) for store, share in _writable(context).items())
+        self._prefetcher = Prefetcher(context, host_eviction, self._cost) if context.stores else None
+        self._backup = Backup(context, host_eviction, self._persists) if context.has_host else None
         self._restore = Restore(context, self._cost)
         eviction = DeviceEviction(context, self._backup)
         self._admit = Admit(context, self._restore, eviction, self._backup)
-        self._commit = Commit(context, self._restore, eviction, self._backup, self._persist)
-        movements = (self._backup, self._restore, self._persist, self._prefetcher)
+        self._commit = Commit(context, self._restore, eviction, self._backup, self._persists)
+        movements = (self._backup, self._restore, *self._persists, self._prefetcher)
         self._completion = Completion([movement for movement in movements if movement is not None], agree)
         self._running = self._closed = False
         self._finalizer: weakref.finalize[..., CacheEngine] | None = None
@@ -122,29 +124,29 @@ class CacheEngine:
             raise NotRunning(closed=True)
         if not self._running:
             self._running = True
-            transfers = self._transfers()
-            self._finalizer = weakref.finalize(self, abandon, transfers, self._context.disk, self._events)
-            for part in (*transfers, self._context.disk, self._events):
+            transfers, stores = self._transfers(), list(self._context.stores.values())
+            self._finalizer = weakref.finalize(self, abandon, transfers, stores, self._events)
+            for part in (*transfers, *stores, self._events):
                 if part is not None:
                     part.start()
 
     def close(self) -> None:
         """Release every lease, finish what is under way, stop the threads, close the store.
 
-        Waits for a disk that hangs no longer than twice `disk_io_timeout_s`: what is left then, a later call finishes.
+        Waits for each store that hangs no longer than twice its I/O timeout: what is left then, a later call finishes.
         """
         context, finalizer = self._context, self._finalizer
         was_closed = self._closed or (finalizer is not None and not finalizer.alive)
         self._closed = True
         if was_closed:
-            if context.disk is not None:
-                context.disk.close()
+            for tier in context.stores.values():
+                tier.close()
             return
         hosts = [component.host for component in context.components if component.has_host]
         with contextlib.ExitStack() as ending:  # each part is closed, whatever becomes of those before it
             if finalizer is not None:
                 ending.callback(finalizer.detach)
-            for part in (self._events, *reversed(hosts), context.disk, *reversed(self._transfers())):
+            for part in (self._events, *reversed(hosts), *context.stores.values(), *reversed(self._transfers())):
                 if part is not None:
                     ending.callback(part.close)
             for lease in list(self._leases.values()):
@@ -164,21 +166,22 @@ class CacheEngine:
     def lookup(self, tokens: npt.ArrayLike, namespace: str = "", disk_wait_s: float = 0.05) -> LookupResult:
         """Tokens each tier holds of the prompt, of those that need not be computed. No side effect.
 
-        Waits at most `disk_wait_s` for the store, which `LookupResult.disk_known` tells of.
+        Waits at most `disk_wait_s` for disk and remote tier, which `LookupResult.disk_known` tells of.
         """
         self._require_running()
         packed, namespace, tree = valid_tokens(tokens), valid_namespace(namespace), self._context.tree
         match = tree.match(packed[:-1], namespace)
         usable = tree.usable_len(match, match.full_len, on_host=True)
-        device, disk = min(usable, match.device_len), 0 if self._prefetcher is None else None
+        device, added, known = min(usable, match.device_len), dict.fromkeys(Store, 0), True
         if self._prefetcher is not None:
-            disk = self._prefetcher.lookup(packed[:-1], namespace, disk_wait_s)
-        return LookupResult(device, usable - device, disk or 0, disk_known=disk is not None)
+            added, known = self._prefetcher.lookup(packed[:-1], namespace, disk_wait_s)
+        return LookupResult(device, usable - device, added[DISK], known, added[REMOTE])
 
     def prefetch(
         self, request_id: str, tokens: npt.ArrayLike, namespace: str = "", mode: PrefetchMode | None = None
     ) -> Prefetch:
-        """Start bringing pages of the prompt from disk to the host; `.ready` says when admission need not wait.
+        """Start bringing pages of the prompt from disk and remote tier to the host; `.ready` says when admission need
+        not wait.
 
         `mode` (default: the configuration's): auto waits as long as that is estimated to be faster than computing,
         best_effort never makes the request wait, wait_complete until the end, timeout for `prefetch_timeout_s`.
@@ -336,7 +339,8 @@ class CacheEngine:
             self._restore.wait()
             if self._completion.poll():
                 continue
-            if not ((self._persist and self._persist.is_busy()) or (self._prefetcher and self._prefetcher.is_busy())):
+            is_writing = any(persist.is_busy() for persist in self._persists)
+            if not (is_writing or (self._prefetcher and self._prefetcher.is_busy())):
                 return
             time.sleep(0.0005)
 
@@ -355,7 +359,7 @@ class CacheEngine:
     @property
     def inspect(self) -> Inspection:
         """What the engine is made of, for tests and tools."""
-        return Inspection(self._context, self._backup, self._restore, self._persist, self._prefetcher)
+        return Inspection(self._context, self._backup, self._restore, self._persists, self._prefetcher)
 
     def _transfers(self) -> list[TransferBackend]:
         return [component.transfer for component in self._context.components if component.has_host]
@@ -382,3 +386,13 @@ class CacheEngine:
                 raise LeaseEnded(lease.request_id)
             if self._leases.get(lease.request_id) is not lease:
                 raise ForeignLease(lease.request_id)
+
+
+def _writable(context: EngineContext) -> dict[Store, float]:
+    """The stores that this engine writes to, each with the share of the host pool that may be locked on its way
+    there."""
+    remote = context.config.remote
+    shares = {DISK: _DISK_SHARE, REMOTE: _REMOTE_SHARE if remote is None else remote.backup_share}
+    return {
+        store: shares[store] for store in context.stores if store is DISK or remote is None or remote.backup == "all"
+    }

@@ -13,17 +13,19 @@ from hicache.config import DiskConfig
 from hicache.metrics import UNITS, MetricInfo
 from hicache.serving.server.metric_names import series_of
 from hicache.transfer.plan import ASSUMED
+from memory_store import MemoryPageStore
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "metrics.md").read_text()
 
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MetricInfo]:
-    """Of engines with windows, states and all three tiers."""
+    """Of engines with windows, states and all tiers."""
     found: dict[str, MetricInfo] = {}
     for model in (WINDOWS, STATES):
         path = tmp_path_factory.mktemp("store")
-        with build_engine(config(disk=DiskConfig(path=path, budget_bytes=1 << 26)), model) as engine:
+        disk = DiskConfig(path=path, budget_bytes=1 << 26)
+        with build_engine(config(disk=disk), model, remote=MemoryPageStore(1 << 20)) as engine:
             assert engine.metrics().keys() == engine.describe().keys() == engine.stats().keys()
             found |= engine.describe()
     return dict(sorted(found.items()))

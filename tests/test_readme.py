@@ -23,8 +23,8 @@ def test_the_ten_lines_run_and_hit(tmp_path: Path) -> None:
         told.append(run.stdout.splitlines())
     whole = "960 of 1000 tokens need no computing"
     assert told[0] == [
-        "first: 0 of 1000 tokens need no computing, Hit(device=0, host=0, disk=0)",
-        f"second: {whole}, Hit(device=960, host=0, disk=0)",
+        "first: 0 of 1000 tokens need no computing, Hit(device=0, host=0, disk=0, remote=0)",
+        f"second: {whole}, Hit(device=960, host=0, disk=0, remote=0)",
     ]
-    assert told[1] == [f"first: {whole}, Hit(device=0, host=0, disk=960)", told[0][1]]
+    assert told[1] == [f"first: {whole}, Hit(device=0, host=0, disk=960, remote=0)", told[0][1]]
     assert "finds 960 of them, 15 whole pages" in text

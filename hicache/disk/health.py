@@ -61,8 +61,8 @@ class BreakerToken:
 class Breaker:
     """Of reads or of writes. Any thread. `opens` and `failures` count since the start."""
 
-    def __init__(self, name: str, limits: Limits, clock: Callable[[], float]) -> None:
-        self._name, self._limits, self._clock = name, limits, clock
+    def __init__(self, name: str, limits: Limits, clock: Callable[[], float], tier: str = "disk") -> None:
+        self._name, self._tier, self._limits, self._clock = name, tier, limits, clock
         self._lock = threading.Lock()
         self._state, self._epoch, self._in_a_row = State.CLOSED, 0, 0
         self._backoff_s = self._probe_at_s = 0.0
@@ -86,7 +86,7 @@ class Breaker:
                 return None
             if self._state is State.OPEN and can_probe:
                 self._become(State.HALF_OPEN)
-                log.info("the disk tier tries %s again", self._name)
+                log.info("the %s tier tries %s again", self._tier, self._name)
                 return BreakerToken(self._epoch, is_probe=True)
             return BreakerToken(self._epoch)
 
@@ -97,7 +97,7 @@ class Breaker:
             self._in_a_row = 0
             if self._state is State.HALF_OPEN:
                 self._become(State.CLOSED)
-                log.info("the disk tier resumes %s", self._name)
+                log.info("the %s tier resumes %s", self._tier, self._name)
 
     def failed(self, token: BreakerToken, why: str, *, at_once: bool = False) -> None:
         """`at_once`: open without waiting for more failures, which would tell nothing new."""
@@ -107,7 +107,7 @@ class Breaker:
                 return
             self._in_a_row += 1
             if self._state is State.CLOSED and not at_once and self._in_a_row < self._limits.max_failures:
-                log.debug("%s of the disk tier failed: %s", self._name, why)
+                log.debug("%s of the %s tier failed: %s", self._name, self._tier, why)
                 return
             if self._state is State.CLOSED:
                 self._backoff_s = self._limits.reopen_backoff_s
@@ -116,7 +116,9 @@ class Breaker:
             self._probe_at_s = self._clock() + self._backoff_s
             self.opens += 1
             self._become(State.OPEN)
-            log.warning("the disk tier stops %s: %s; it tries again in %g s", self._name, why, self._backoff_s)
+            log.warning(
+                "the %s tier stops %s: %s; it tries again in %g s", self._tier, self._name, why, self._backoff_s
+            )
 
     def _become(self, state: State) -> None:
         self._state, self._in_a_row = state, 0

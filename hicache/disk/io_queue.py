@@ -1,4 +1,4 @@
-"""The reads or the writes of the disk tier: waiting jobs by class, outcomes in submission order, threads and breaker.
+"""The reads or the writes of a store's tier: waiting jobs by class, outcomes in submission order, threads and breaker.
 
 A job is named by its queue class and its number within the class, counted from 1 in the order of submission.
 """
@@ -29,7 +29,7 @@ _METRICS: dict[str, tuple[MetricType, str]] = {
     "opens": ("counter", "times that the breaker opened"),
     "failures": ("counter", "calls that the store failed"),
     "refused_jobs": ("counter", "jobs for which the store was not asked, because the breaker was open"),
-    "stalled_jobs": ("counter", "jobs under way for longer than disk_io_timeout_s"),
+    "stalled_jobs": ("counter", "jobs under way for longer than the tier's I/O timeout"),
     "queued_jobs": ("gauge", "jobs that wait for a thread"),
     "queued_bytes": ("gauge", "bytes of their pages"),
 }
@@ -166,9 +166,10 @@ class IoQueue(Generic[J, D]):
         unserved: Callable[[J], D],
         limits: Limits,
         clock: Callable[[], float],
+        tier: str = "disk",
     ) -> None:
-        self.name = name
-        self.breaker = Breaker(name, limits, clock)
+        self.name, self._tier = name, tier
+        self.breaker = Breaker(name, limits, clock, tier)
         self.jobs: JobQueue[J, D] = JobQueue(capacity)
         self._outcomes: Outcomes[J, D] = queue.SimpleQueue()
         self._orders: list[OutcomeOrder[D]] = [OutcomeOrder() for _ in range(num_classes)]
@@ -183,7 +184,7 @@ class IoQueue(Generic[J, D]):
     def add_threads(self, count: int, loop: Callable[[Watchdog[Queued[J, D]]], None]) -> None:
         for n in range(count):
             watchdog: Watchdog[Queued[J, D]] = Watchdog(self._clock, self._limits.io_timeout_s)
-            name = f"hicache-disk-{self.name}-{n}"
+            name = f"hicache-{self._tier}-{self.name}-{n}"
             self._threads.append((threading.Thread(target=loop, args=(watchdog,), name=name, daemon=True), watchdog))
 
     def start(self) -> None:
@@ -262,7 +263,7 @@ class IoQueue(Generic[J, D]):
 
     def register(self, metrics: Metrics) -> None:
         """Enter what is counted here, as `disk.reads_*` or `disk.writes_*`."""
-        named = {f"disk.{self.name}_{name}": described for name, described in _METRICS.items()}
+        named = {f"{self._tier}.{self.name}_{name}": described for name, described in _METRICS.items()}
         metrics.read_from(named, lambda: dict(zip(named, self._numbers(), strict=True)))
 
     def _numbers(self) -> tuple[float, ...]:

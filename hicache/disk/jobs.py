@@ -1,6 +1,6 @@
-"""What crosses between the scheduler thread and the disk threads: frozen jobs one way, frozen outcomes the other.
+"""What crosses between the scheduler thread and a store's threads: frozen jobs one way, frozen outcomes the other.
 
-The disk tier owns the bytes of a job's pages from its submission until its answer (`FindDone`, `ReadDone`, `WriteDone`)
+The tier owns the bytes of a job's pages from its submission until its answer (`FindDone`, `ReadDone`, `WriteDone`)
 is taken. Every job is answered once. `Stalled` may come before the answer; the bytes still belong to the tier then.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 PageBytes: TypeAlias = npt.NDArray[np.uint8]
-FIND = -1  # the `batch` of a find
+FIND = -1  # the `batch` of a ticket's first find, those of others lie below
 
 
 class ReadClass(enum.IntEnum):
@@ -37,7 +37,7 @@ class FindJob:
     keys: tuple[bytes, ...]
     queue_class: ReadClass = ReadClass.URGENT_FIND
     others: tuple[bytes, ...] = ()
-    batch = FIND
+    batch: int = FIND
     pages = ()
 
 
@@ -49,7 +49,7 @@ class FindDone:
     num_pages: int
     answered: bool = field(default=True, compare=False)
     others: tuple[bool, ...] = ()
-    batch = FIND
+    batch: int = FIND
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import base64
 import binascii
 from pathlib import Path
 
-from hicache.config import DiskConfig, disk_key
+from hicache.config import DiskConfig, RemoteConfig, disk_key
 from hicache.errors import ConfigError
 from hicache.storage.cipher import PageCipher
 
@@ -14,11 +14,12 @@ KEY_BYTES = 32
 _HEX_DIGITS = 2 * KEY_BYTES
 
 
-def cipher_of(config: DiskConfig) -> PageCipher | None:
+def cipher_of(config: DiskConfig | RemoteConfig) -> PageCipher | None:
     """The configured cipher; None for plain pages. ConfigError for a key that cannot be read, or two keys."""
+    tier = "disk" if isinstance(config, DiskConfig) else "remote"
     key = disk_key()
     if key and config.key_file:
-        raise ConfigError("disk key_file and HICACHE_DISK_KEY are both set; give the key in one of them")
+        raise ConfigError(f"{tier} key_file and HICACHE_DISK_KEY are both set; give the key in one of them")
     if key:
         return PageCipher(_parse(key, "HICACHE_DISK_KEY"))
     if not config.key_file:
@@ -26,8 +27,8 @@ def cipher_of(config: DiskConfig) -> PageCipher | None:
     try:
         data = Path(config.key_file).read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read disk key_file={config.key_file}: {error.strerror}") from None
-    return PageCipher(data if len(data) == KEY_BYTES else _parse(data, f"disk key_file={config.key_file}"))
+        raise ConfigError(f"cannot read {tier} key_file={config.key_file}: {error.strerror}") from None
+    return PageCipher(data if len(data) == KEY_BYTES else _parse(data, f"{tier} key_file={config.key_file}"))
 
 
 def _parse(data: bytes, where: str) -> bytes:

@@ -25,7 +25,8 @@ from hicache.storage.base import PageStore, StoreError
 
 log = logging.getLogger(__name__)
 
-_PART_PAGES = 2  # pages between two looks of a reader at whether it should go on
+_PART_PAGES = 2
+_GIVES_WAY_S, _LOOK_S = 0.1, 0.002  # how long a write waits for reads, and between two looks at them
 _GROUP_BYTES = 256 << 20  # of writes put together: several commits, each compressed during the previous one
 _LOOKUP = -1  # the ticket of a find that the scheduler thread waits for
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # another attempt would fail as well
@@ -37,23 +38,23 @@ class _Fault(NamedTuple):
 
 
 _TIER_METRICS: dict[str, tuple[MetricType, str]] = {
-    "disk.failed_touches": ("counter", "uses that the store was not told of"),
-    "disk.stored_pages": ("gauge", "pages in the store: of tokens, windows and states"),
-    "disk.live_bytes": ("gauge", "their bytes as stored"),
-    "disk.raw_bytes": ("gauge", "their bytes before compression"),
-    "disk.file_bytes": ("gauge", "disk space of the store's files"),
-    "disk.budget_bytes": ("gauge", "what the files may take"),
-    "disk.used_ratio": ("gauge", "file_bytes over budget_bytes"),
-    "disk.hit_pages": ("counter", "pages that the store was asked for and gave back verified"),
-    "disk.missed_pages": ("counter", "pages that the store was asked for and did not hold"),
-    "disk.put_pages": ("counter", "pages written to the store"),
-    "disk.put_raw_bytes": ("counter", "their bytes before compression"),
-    "disk.put_stored_bytes": ("counter", "their bytes as stored"),
-    "disk.evicted_pages": ("counter", "pages evicted from the store to keep its budget"),
-    "disk.corrupt_pages": ("counter", "pages that did not verify and were deleted"),
-    "disk.read_errors": ("counter", "reads that the medium failed"),
-    "disk.write_errors": ("counter", "writes that the medium failed"),
-    "disk.read_only_flag": ("gauge", "1 while the store takes no pages, after a write failed"),
+    "failed_touches": ("counter", "uses that the store was not told of"),
+    "stored_pages": ("gauge", "pages in the store: of tokens, windows and states"),
+    "live_bytes": ("gauge", "their bytes as stored"),
+    "raw_bytes": ("gauge", "their bytes before compression"),
+    "file_bytes": ("gauge", "disk space of the store's files"),
+    "budget_bytes": ("gauge", "what the files may take"),
+    "used_ratio": ("gauge", "file_bytes over budget_bytes"),
+    "hit_pages": ("counter", "pages that the store was asked for and gave back verified"),
+    "missed_pages": ("counter", "pages that the store was asked for and did not hold"),
+    "put_pages": ("counter", "pages written to the store"),
+    "put_raw_bytes": ("counter", "their bytes before compression"),
+    "put_stored_bytes": ("counter", "their bytes as stored"),
+    "evicted_pages": ("counter", "pages evicted from the store to keep its budget"),
+    "corrupt_pages": ("counter", "pages that did not verify and were deleted"),
+    "read_errors": ("counter", "reads that the medium failed"),
+    "write_errors": ("counter", "writes that the medium failed"),
+    "read_only_flag": ("gauge", "1 while the store takes no pages, after a write failed"),
 }
 
 _Judge: TypeAlias = Callable[[list[bool]], "_Fault | None"]
@@ -93,7 +94,9 @@ class DiskTier:
     `reads` and `writes` take jobs and return their outcomes. `owns_store`: `close` closes the store too; else it syncs
     it, and the store stays open for its owner. `full_bytes`: waiting writes of so many bytes count as a full queue.
     `clock`: seconds, those of the jobs' deadlines. `removed`: where the store, in the writer's calls, notes the keys of
-    pages that it loses; None: nobody asks.
+    pages that it loses; None: nobody asks. `name`: of the tier, in metrics, logs and threads. `part_pages`: pages of
+    one call to the store, between two looks of a reader at whether it should go on. `gives_way`: writes wait while
+    reads do.
     """
 
     def __init__(
@@ -107,7 +110,12 @@ class DiskTier:
         limits: Limits = LIMITS,
         clock: Callable[[], float] = time.monotonic,
         removed: list[bytes] | None = None,
+        name: str = "disk",
+        part_pages: int = _PART_PAGES,
+        gives_way: bool = False,
     ) -> None:
+        self.name, self._part_pages, self._gives_way = name, part_pages, gives_way
+        self.num_readers = readers
         self._removed = removed if removed is not None else []
         self.store, self._owns_store = store, owns_store
         self._full_bytes, self._limits, self.clock = full_bytes, limits, clock
@@ -116,9 +124,9 @@ class DiskTier:
         self._late_lookup: Outcomes[FindJob | ReadJob, FindDone | ReadDone] | None = None
         self._closing: _Closing | None = None
         self.reads: IoQueue[FindJob | ReadJob, FindDone | ReadDone]
-        self.reads = IoQueue("reads", queue_jobs, len(ReadClass), _unserved_read, limits, clock)
+        self.reads = IoQueue("reads", queue_jobs, len(ReadClass), _unserved_read, limits, clock, name)
         self.writes: IoQueue[WriteJob, WriteDone]
-        self.writes = IoQueue("writes", queue_jobs, 1, _unserved_write, limits, clock)
+        self.writes = IoQueue("writes", queue_jobs, 1, _unserved_write, limits, clock, name)
         self.reads.add_threads(readers, self._read_loop)
         self.writes.add_threads(1, self._write_loop)
 
@@ -126,30 +134,32 @@ class DiskTier:
         """Enter what the tier and its store count."""
         self.reads.register(metrics)
         self.writes.register(metrics)
-        metrics.read_from(_TIER_METRICS, self._numbers)
+        described = {f"{self.name}.{metric}": about for metric, about in _TIER_METRICS.items()}
+        metrics.read_from(described, self._numbers)
 
     def _numbers(self) -> dict[str, float]:
         """Of `_TIER_METRICS`."""
         stats = self.store.stats()
-        return {
-            "disk.failed_touches": self._failed_touches,
-            "disk.stored_pages": stats.entries,
-            "disk.live_bytes": stats.live_bytes,
-            "disk.raw_bytes": stats.raw_bytes,
-            "disk.file_bytes": stats.file_bytes,
-            "disk.budget_bytes": stats.budget_bytes,
-            "disk.used_ratio": stats.file_bytes / max(1, stats.budget_bytes),
-            "disk.hit_pages": stats.hits,
-            "disk.missed_pages": stats.misses,
-            "disk.put_pages": stats.puts,
-            "disk.put_raw_bytes": stats.put_bytes_raw,
-            "disk.put_stored_bytes": stats.put_bytes_stored,
-            "disk.evicted_pages": stats.evicted,
-            "disk.corrupt_pages": stats.corrupt,
-            "disk.read_errors": stats.read_errors,
-            "disk.write_errors": stats.write_errors,
-            "disk.read_only_flag": stats.read_only,
+        found = {
+            "failed_touches": self._failed_touches,
+            "stored_pages": stats.entries,
+            "live_bytes": stats.live_bytes,
+            "raw_bytes": stats.raw_bytes,
+            "file_bytes": stats.file_bytes,
+            "budget_bytes": stats.budget_bytes,
+            "used_ratio": stats.file_bytes / max(1, stats.budget_bytes),
+            "hit_pages": stats.hits,
+            "missed_pages": stats.misses,
+            "put_pages": stats.puts,
+            "put_raw_bytes": stats.put_bytes_raw,
+            "put_stored_bytes": stats.put_bytes_stored,
+            "evicted_pages": stats.evicted,
+            "corrupt_pages": stats.corrupt,
+            "read_errors": stats.read_errors,
+            "write_errors": stats.write_errors,
+            "read_only_flag": stats.read_only,
         }
+        return {f"{self.name}.{metric}": value for metric, value in found.items()}
 
     def start(self) -> None:
         self.reads.start()
@@ -178,7 +188,9 @@ class DiskTier:
             self.store.touch(keys)
         except Exception:  # the order of eviction suffers, and nothing else
             if not self._failed_touches:
-                log.exception("the store of the disk tier was not told what is used; further failures are counted")
+                log.exception(
+                    "the store of the %s tier was not told what is used; further failures are counted", self.name
+                )
             self._failed_touches += 1
 
     def close(self, within_s: float | None = None) -> bool:
@@ -191,7 +203,9 @@ class DiskTier:
         deadline_s = time.monotonic() + (self._limits.close_s if within_s is None else within_s)
         ended = [io_queue.stop(deadline_s) for io_queue in (self.writes, self.reads)]
         if not all(ended):
-            log.warning("the disk tier closes without its store: a thread is stalled in it; close it again later")
+            log.warning(
+                "the %s tier closes without its store: a thread is stalled in it; close it again later", self.name
+            )
             return False
         if self._closing is None:
             self._closing = _Closing(self.store.close if self._owns_store else self.store.sync)
@@ -201,7 +215,7 @@ class DiskTier:
         except BaseException:
             self._closing = None
             raise
-        log.warning("the disk tier closes without its store, whose close() is stalled; close it again later")
+        log.warning("the %s tier closes without its store, whose close() is stalled; close it again later", self.name)
         return False
 
     # On the threads
@@ -225,6 +239,8 @@ class DiskTier:
     def _write_loop(self, watchdog: Watchdog[_Write]) -> None:
         writes = self.writes
         while (first := writes.jobs.take()) is not None:
+            if self._gives_way:
+                self._give_way()
             items = [first, *writes.jobs.take_more(_GROUP_BYTES - first.num_bytes)]
             token = writes.breaker.admit()
             if token is None:
@@ -237,6 +253,12 @@ class DiskTier:
             for item, answer in zip(items, answers, strict=True):
                 writes.answer(item, answer)
 
+    def _give_way(self) -> None:
+        """Wait while reads wait, for which requests do; not for long, so that writes come to an end too."""
+        until_s = time.monotonic() + _GIVES_WAY_S
+        while len(self.reads.jobs) and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+
     def _is_void(self, job: ReadJob) -> bool:
         """Whether the pages are no longer wanted."""
         return job.cancelled.is_set() or self.clock() >= job.deadline_s
@@ -247,14 +269,14 @@ class DiskTier:
         held = _ask(self.reads.breaker, token, partial(self.store.contains, keys), judge, proves=False)
         pages, others = held[: len(job.keys)], held[len(job.keys) :]
         num_pages = next((i for i, present in enumerate(pages) if not present), len(pages))
-        return FindDone(job.ticket, num_pages, bool(held) and judge(held) is None, tuple(others))
+        return FindDone(job.ticket, num_pages, bool(held) and judge(held) is None, tuple(others), job.batch)
 
     def _read(self, job: ReadJob, token: BreakerToken) -> ReadDone:
         """A part at a time, as long as the rest is wanted; pages behind a gap would be useless."""
         ok: list[bool] = []
         begin_s = self.clock()
         while len(ok) < len(job.keys) and all(ok) and not (ok and self._is_void(job)):
-            part = slice(len(ok), len(ok) + _PART_PAGES)
+            part = slice(len(ok), len(ok) + self._part_pages)
             got = _ask(self.reads.breaker, token, partial(self._get, job, part), self._judge_read())
             ok += got or [False] * len(job.keys[part])
         missing = [False] * (len(job.keys) - len(ok))
@@ -336,7 +358,7 @@ def _ask(
         lasting = isinstance(error, StoreError) or error.errno in _LASTING
         ok, fault = [], _Fault(str(error), lasting)
     except Exception as error:  # whatever it is, the job must be answered
-        log.exception("the store of the disk tier raised an unexpected error")
+        log.exception("a store raised an unexpected error")
         ok, fault = [], _Fault(repr(error), lasting=False)
     if fault is not None:
         breaker.failed(token, fault.why, at_once=fault.lasting)
@@ -347,7 +369,7 @@ def _ask(
 
 def _unserved_read(job: FindJob | ReadJob) -> FindDone | ReadDone:
     if isinstance(job, FindJob):
-        return FindDone(job.ticket, 0, answered=False)
+        return FindDone(job.ticket, 0, answered=False, batch=job.batch)
     return ReadDone(job.ticket, job.batch, (False,) * len(job.keys))
 
 

@@ -28,7 +28,7 @@ from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.accounts import Expectation
 from hicache.tree.base import Match
 from hicache.tree.key import Tokens
-from hicache.tree.node import DEVICE, FULL, HOST, joined
+from hicache.tree.node import DEVICE, FULL, HOST, Store, joined
 
 _REFUSALS: dict[type[ResourceExhausted], tuple[str, str]] = {
     OutOfSlots: ("out_of_slots", "too few slots are free or evictable"),
@@ -53,6 +53,9 @@ class Admit:
             count("admit.device_hit_tokens", "tokens of admitted prompts that were on the device"),
             count("admit.host_hit_tokens", "tokens of admitted prompts that were loaded from the host"),
             count("admit.disk_hit_tokens", "tokens of admitted prompts that a prefetch had brought from the disk"),
+            count(
+                "admit.remote_hit_tokens", "tokens of admitted prompts that a prefetch had brought from the remote tier"
+            ),
         ]
         self._computed = count("admit.computed_tokens", "tokens of admitted prompts that no tier provided")
         self._refused = {
@@ -200,7 +203,9 @@ class Admit:
         path = node.path()[::-1]
         resident = [at.held(FULL, DEVICE) for at in path if at.holds(FULL, DEVICE)]
         device_len, load_len = admission.device_len, admission.length - admission.device_len
-        disk_len = sum(at.num_tokens for at in plan.missing[FULL] if at.from_disk)
+        disk_len, remote_len = (
+            sum(at.num_tokens for at in plan.missing[FULL] if at.source is store) for store in Store
+        )
         if resident:
             lease.write(0, joined(resident))
         lease.write(device_len, slots)
@@ -211,7 +216,7 @@ class Admit:
         for component in context.components:
             component.start(lease, plan)
         tree.lock(node, DEVICE)
-        lease.hit = Hit(device_len, load_len - disk_len, disk_len)
+        lease.hit = Hit(device_len, load_len - disk_len - remote_len, disk_len, remote_len)
         lease.cached_len = lease.tree_len = admission.length
         lease.held_len = device_len + len(slots)
         if path:
@@ -220,5 +225,6 @@ class Admit:
         self._requests.value += 1
         self._prompt.value += lease.prompt_len
         self._computed.value += lease.prompt_len - admission.length
-        for counter, tokens in zip(self._hits, (device_len, load_len - disk_len, disk_len), strict=True):
+        hit = lease.hit
+        for counter, tokens in zip(self._hits, (hit.device, hit.host, hit.disk, hit.remote), strict=True):
             counter.value += tokens

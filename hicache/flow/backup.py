@@ -43,11 +43,11 @@ class _Copy:
 
 
 class Backup(CopyMovement[_Copy]):
-    """What arrives on the host is handed to `persist`, where there is a disk."""
+    """What arrives on the host is handed to each of `persists`."""
 
-    def __init__(self, context: EngineContext, host_eviction: HostEviction, persist: Persist | None) -> None:
+    def __init__(self, context: EngineContext, host_eviction: HostEviction, persists: Sequence[Persist]) -> None:
         super().__init__()
-        self._context, self._host_eviction, self._persist = context, host_eviction, persist
+        self._context, self._host_eviction, self._persists = context, host_eviction, tuple(persists)
         count = context.metrics.counter
         self._bytes = context.metrics.histogram("backup.bytes", "bytes of a copy from device to host")
         self._seconds = context.metrics.histogram("backup.seconds", "time that copy took")
@@ -178,8 +178,8 @@ class Backup(CopyMovement[_Copy]):
         else:
             self._failures.value += 1
         self._unlock(copy)
-        if self._persist is not None:
-            self._persist.store(list(arrived))
+        for persist in self._persists:
+            persist.store(list(arrived))
 
     def _unlock(self, copy: _Copy) -> None:
         for node in copy.locked:

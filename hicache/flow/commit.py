@@ -24,7 +24,7 @@ from hicache.tree.share import share
 
 
 class Commit:
-    """Commits and ends leases. Owned by the scheduler thread. `backup`, `persist`: None without that tier."""
+    """Commits and ends leases. Owned by the scheduler thread. `backup`: None without a host tier."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class Commit:
         restore: Restore,
         eviction: DeviceEviction,
         backup: Backup | None,
-        persist: Persist | None,
+        persists: Sequence[Persist],
     ) -> None:
         self._context, self._restore, self._eviction = context, restore, eviction
-        self._backup, self._persist = backup, persist
+        self._backup, self._persists = backup, tuple(persists)
         self._windows = context.by_name.get(SWA)
         self._skipped_states = context.metrics.counter(
             "commit.skipped_states", "recurrent states not kept because every other was in use"
@@ -81,8 +81,8 @@ class Commit:
         context.tree.touch(lease.node, HOST)
         if lease.expected_uses is not None:
             context.tree.expect_uses(lease.node, lease.expected_uses, max(lease.branch_points, default=0))
-        if self._persist is not None:
-            self._persist.touch(lease.node)
+        for persist in self._persists:
+            persist.touch(lease.node)
         for component in context.components:
             component.release(lease)
         context.req_to_token.free(lease)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -17,12 +17,13 @@ from hicache.flow.write_policy import WritePolicy
 from hicache.metrics import Metrics
 from hicache.tree.base import Released
 from hicache.tree.core import RadixTree
-from hicache.tree.node import DEVICE, Component, Tier, joined
+from hicache.tree.node import DEVICE, DISK, Component, Store, Tier, joined
 
 
 @dataclass(frozen=True)
 class EngineContext:
-    """`components`: those of the model, FULL first. `disk`: None where there is no such tier."""
+    """`components`: those of the model, FULL first. `stores`: the tiers below memory, in the order in which reads ask
+    them."""
 
     config: EngineConfig
     pool: KVCache
@@ -31,7 +32,7 @@ class EngineContext:
     metrics: Metrics
     components: tuple[CacheComponent, ...]
     write_policy: WritePolicy
-    disk: DiskTier | None = None
+    stores: Mapping[Store, DiskTier] = field(default_factory=dict)
 
     @cached_property
     def full(self) -> FullAttention:
@@ -47,6 +48,10 @@ class EngineContext:
     def ending(self) -> CacheComponent:
         """The component that decides at which tokens nodes may end."""
         return next((component for component in self.components if component.rules.ends_matches), self.full)
+
+    @property
+    def disk(self) -> DiskTier | None:
+        return self.stores.get(DISK)
 
     @property
     def has_host(self) -> bool:

@@ -1,6 +1,6 @@
 """What it costs to bring pages and to compute tokens, by rates that are measured while serving.
 
-    read_s      disk -> host      completed reads, and how many readers work side by side
+    read_s      disk -> host      completed reads, and how many readers work side by side; remote tier -> host too
     load_s      host -> device    completed loads
     prefill_s   computing         passes that the scheduler reports
 
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from hicache.flow.context import EngineContext
 from hicache.metrics import Metrics
+from hicache.tree.node import DISK, REMOTE, Store
 
 _KEEP = 0.9  # what the operations so far weigh when another one ends
 _STALE_S = 60.0
@@ -25,6 +26,10 @@ _MIN_SPREAD = 0.01
 # Below what serves long contexts on a GPU, so that an unknown speed makes requests wait rather than compute.
 _ASSUMED_TOKENS_PER_S = 1000.0
 _GAUGED_TOKENS = 8192
+_READ_RATES = {
+    DISK: ("cost.read_bytes_per_second", "disk"),
+    REMOTE: ("cost.remote_read_bytes_per_second", "remote tier"),
+}
 
 
 class TransferRate:
@@ -51,7 +56,6 @@ class TransferRate:
             return None
         return num_bytes * self._seconds / self._num_bytes
 
-    @property
     def bytes_per_s(self) -> float:
         """The last known rate, 0 before the first operation."""
         return self._num_bytes / max(self._seconds, 1e-9)
@@ -103,24 +107,31 @@ class CostModel:
     """The rates of one engine and the estimates that follow from them. Owned by the scheduler thread.
 
     `tokens_per_s`: "auto" measures prefill; 0: computing is never worthwhile; else the speed, whatever is measured.
-    `num_readers`: reads that go on side by side.
+    `num_readers`: reads that go on side by side, by store.
     """
 
     @classmethod
     def of(cls, context: EngineContext) -> CostModel:
-        """The model of one engine, with the clock of its disk tier."""
-        config, disk = context.config, context.disk
-        clock = time.monotonic if disk is None else disk.clock
-        return cls(config.prefill_tokens_per_s, config.advanced.disk_reader_threads, context.metrics, clock)
+        """The model of one engine, with the clock of its stores."""
+        clock = next((tier.clock for tier in context.stores.values()), time.monotonic)
+        num_readers = {store: tier.num_readers for store, tier in context.stores.items()}
+        return cls(context.config.prefill_tokens_per_s, num_readers, context.metrics, clock)
 
     def __init__(
-        self, tokens_per_s: float | Literal["auto"], num_readers: int, metrics: Metrics, clock: Callable[[], float]
+        self,
+        tokens_per_s: float | Literal["auto"],
+        num_readers: Mapping[Store, int],
+        metrics: Metrics,
+        clock: Callable[[], float],
     ) -> None:
         self._tokens_per_s, self._num_readers = tokens_per_s, num_readers
-        self._reads, self._loads, self._prefill = TransferRate(clock), TransferRate(clock), PrefillCost()
+        self._loads, self._prefill = TransferRate(clock), PrefillCost()
+        self._reads = {store: TransferRate(clock) for store in num_readers}
         gauge = metrics.gauge
-        gauge("cost.read_bytes_per_second", "measured rate of one reader of the disk", lambda: self._reads.bytes_per_s)
-        gauge("cost.load_bytes_per_second", "measured rate of loads to the device", lambda: self._loads.bytes_per_s)
+        for store, rate in self._reads.items():
+            name, of = _READ_RATES[store]
+            gauge(name, f"measured rate of one reader of the {of}", rate.bytes_per_s)
+        gauge("cost.load_bytes_per_second", "measured rate of loads to the device", self._loads.bytes_per_s)
         help = f"estimated speed of prefill over the first {_GAUGED_TOKENS} tokens; 0: unknown, or unwanted"
         gauge(
             "cost.prefill_tokens_per_second",
@@ -128,9 +139,9 @@ class CostModel:
             lambda: _GAUGED_TOKENS / (self.prefill_s(0, _GAUGED_TOKENS) or math.inf),
         )
 
-    def observe_read(self, num_bytes: int, seconds: float) -> None:
-        """One reader brought `num_bytes` from disk to the host in `seconds`, beside others or not."""
-        self._reads.observe(num_bytes, seconds)
+    def observe_read(self, num_bytes: int, seconds: float, store: Store = DISK) -> None:
+        """One reader brought `num_bytes` from a store to the host in `seconds`, beside others or not."""
+        self._reads[store].observe(num_bytes, seconds)
 
     def observe_load(self, num_bytes: int, seconds: float) -> None:
         self._loads.observe(num_bytes, seconds)
@@ -138,13 +149,13 @@ class CostModel:
     def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float) -> None:
         self._prefill.observe(num_tokens, seconds, mean_position)
 
-    def read_s(self, num_bytes: int, num_jobs: int) -> float | None:
-        """Reading `num_bytes` in `num_jobs` jobs; None where the rate is unknown.
+    def read_s(self, num_bytes: int, num_jobs: int, store: Store = DISK) -> float | None:
+        """Reading `num_bytes` from a store in `num_jobs` jobs; None where the rate is unknown.
 
         A reader's rate was measured beside as many others as there were. Of a read that occupies more it is too high:
         its own jobs correct that as they end. An estimate that is too low would never be corrected: nobody would wait.
         """
-        return self._reads.seconds(num_bytes / max(1, min(num_jobs, self._num_readers)))
+        return self._reads[store].seconds(num_bytes / max(1, min(num_jobs, self._num_readers[store])))
 
     def load_s(self, num_bytes: int) -> float | None:
         """Loading `num_bytes` from the host to the device; None where the rate is unknown."""

@@ -1,4 +1,4 @@
-"""Which part of a prompt the disk can add to what memory serves, for all components together."""
+"""Which part of a prompt the stores can add to what memory serves, for all components together."""
 
 from __future__ import annotations
 
@@ -7,12 +7,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hicache.disk.jobs import FindDone
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.tree.base import Match
 from hicache.tree.key import Tokens
-from hicache.tree.node import FULL, HOST, Component, Tier
+from hicache.tree.node import FULL, HOST, Component, Store, Tier
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the stores hold of a `DiskPrefix`. `pages`: the store of each of its `page_keys`, from the first on without
+    a gap; `others`: that of each of its `component_keys`, None for those that no store holds."""
+
+    pages: tuple[Store, ...] = ()
+    others: tuple[Store | None, ...] = ()
+
+    def missing(self, prefix: DiskPrefix) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """The page keys and component keys to ask the next store for."""
+        others = [key for key, store in zip(prefix.component_keys, self.others, strict=True) if store is None]
+        return prefix.page_keys[len(self.pages) :], tuple(others)
+
+    def with_answer(self, store: Store, num_pages: int, others: Sequence[bool]) -> Found:
+        """With what `store` answered when it was asked for what is missing."""
+        answers = iter(others)
+        merged = [(store if next(answers, False) else None) if known is None else known for known in self.others]
+        return Found((*self.pages, *[store] * num_pages), tuple(merged))
 
 
 @dataclass(frozen=True)
@@ -21,7 +40,7 @@ class DiskPrefix:
 
     [0, num_usable)               memory can serve them, for all components
     [0, num_host_pages)           their full pages are on the host, or being copied there
-    [num_host_pages, num_pages)   full pages that the disk may add; `page_keys`
+    [num_host_pages, num_pages)   full pages that stores may add; `page_keys`
     [num_usable, num_pages)       pages of the other components that it may add; `component_keys`
     """
 
@@ -78,20 +97,34 @@ class DiskPrefix:
     def keys_of(self, component: Component, indices: Sequence[int]) -> list[bytes]:
         return self.context.tree.names.of_component(component, [self._keys[index] for index in indices])
 
-    def usable_end(self, found: FindDone, num_pages: int) -> int:
+    @property
+    def nothing(self) -> Found:
+        """Before a store was asked."""
+        return Found(others=(None,) * len(self.component_keys))
+
+    def usable_end(self, found: Found, num_pages: int) -> int:
         """The pages of the longest prefix that all components can use, with the first `num_pages` full pages of those
-        found; at most `num_usable` where the disk adds nothing."""
+        found; at most `num_usable` where the stores add nothing."""
         limit = self.num_host_pages + num_pages
         for end in range(limit, self.num_usable, -1):
             if all(pages is not None for pages in self._to_read(end, found).values()):
                 return end
         return min(limit, self.num_usable)
 
-    def to_read(self, end: int, found: FindDone) -> dict[Component, list[int]]:
+    def to_read(self, end: int, found: Found) -> dict[Component, list[int]]:
         """The pages to be read for a prefix of `end` pages, as `usable_end` gave it, by component."""
         full = list(range(self.num_host_pages, end))
         others = self._to_read(end, found) if end > self.num_usable else {}
         return {FULL: full, **{name: pages for name, pages in others.items() if pages is not None}}
+
+    def store_of(self, found: Found, component: Component, index: int) -> Store:
+        """Where page `index` of the prompt is read from, one of `to_read`."""
+        if component == FULL:
+            return found.pages[index - self.num_host_pages]
+        position = [other.name for other in self._others].index(component)
+        store = found.others[position * (self.num_pages - self.num_usable) + index - self.num_usable]
+        assert store is not None
+        return store
 
     @property
     def _others(self) -> tuple[CacheComponent, ...]:
@@ -102,13 +135,13 @@ class DiskPrefix:
         """Of all full pages."""
         return self.context.tree.names.of_prompt(self.match, self.tokens)
 
-    def _to_read(self, end: int, found: FindDone) -> dict[Component, list[int] | None]:
-        """By component: what a prefix of `end` pages needs from the disk; None where that lacks it."""
+    def _to_read(self, end: int, found: Found) -> dict[Component, list[int] | None]:
+        """By component: what a prefix of `end` pages needs from the stores; None where these lack it."""
         needed: dict[Component, list[int] | None] = {}
         num_asked = self.num_pages - self.num_usable
         for index, component in enumerate(self._others):
-            asked = found.others[index * num_asked : (index + 1) * num_asked] or [False] * num_asked
-            on_disk = [*[False] * self.num_usable, *asked]
+            asked = found.others[index * num_asked : (index + 1) * num_asked]
+            on_disk = [*[False] * self.num_usable, *(store is not None for store in asked)]
             needed[component.name] = component.pages_to_prefetch(end, self.in_memory[component.name], on_disk)
         return needed
 

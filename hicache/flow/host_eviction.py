@@ -42,7 +42,7 @@ class HostEviction:
             released = tree.drop(node, component.name, HOST)
             self._context.free(released)
             tokens = sum(item.size for item in released if item.component == FULL and item.tier is HOST)
-            if not is_held and self._context.disk is not None and not self._lost.value:
-                log.warning("tokens leave the host before the disk has them; raise host_bytes, or use a faster disk")
+            if not is_held and self._context.stores and not self._lost.value:
+                log.warning("tokens leave the host before a store has them; raise host_bytes, or use a faster disk")
             (self._demoted if is_held else self._lost).value += tokens
         return host.alloc(num_pages)

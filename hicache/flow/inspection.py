@@ -17,5 +17,5 @@ class Inspection(NamedTuple):
     context: EngineContext
     backup: Backup | None
     restore: Restore
-    persist: Persist | None
+    persists: tuple[Persist, ...]
     prefetcher: Prefetcher | None

@@ -21,19 +21,26 @@ class Hit:
     device: int = 0
     host: int = 0
     disk: int = 0
+    remote: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of all tiers."""
+        return self.device + self.host + self.disk + self.remote
 
 
 @dataclass(frozen=True)
 class LookupResult:
-    """Tokens of a prompt that each tier would serve now: device first, then host, then disk, without a gap.
+    """Tokens of a prompt that each tier would serve now: device first, then host, disk and remote, without a gap.
 
-    `disk_known`: whether the store answered in time; else `disk` is 0, and it may hold more.
+    `disk_known`: whether disk and remote tier answered in time; else they may hold more.
     """
 
     device: int
     host: int
     disk: int
     disk_known: bool = True
+    remote: int = 0
 
 
 @dataclass(frozen=True)

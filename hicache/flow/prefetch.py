@@ -1,4 +1,4 @@
-"""Disk to host, the requests: who waits for which read, and for how long.
+"""Stores to host, the requests: who waits for which read, and for how long.
 
 A request's prefetch extends the prefix that memory can serve, by a read of its own or by one in flight that brings the
 same pages; it continues where that ends. A share of the host pool bounds what is read for requests that were not
@@ -15,13 +15,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from hicache.config import PrefetchMode
-from hicache.disk.jobs import FindDone, Stalled
-from hicache.disk.workers import DiskTier
+from hicache.disk.jobs import Stalled
 from hicache.errors import PrefetchPending
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
@@ -29,7 +28,7 @@ from hicache.flow.disk_prefix import DiskPrefix
 from hicache.flow.host_eviction import HostEviction
 from hicache.flow.prefix_read import BATCH_PAGES, PrefixRead, PrefixReads
 from hicache.tree.key import Tokens
-from hicache.tree.node import FULL, Component
+from hicache.tree.node import DISK, FULL, Component, Store
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +113,10 @@ class _Counters:
 class Prefetcher:
     """Owned by the scheduler thread. `waiters`, by request, are in order of arrival."""
 
-    def __init__(self, context: EngineContext, disk: DiskTier, host_eviction: HostEviction, cost: CostModel) -> None:
-        self._context, self._disk, self._cost, self._clock = context, disk, cost, disk.clock
-        self._reads = PrefixReads(context, disk, host_eviction, cost)
+    def __init__(self, context: EngineContext, host_eviction: HostEviction, cost: CostModel) -> None:
+        self._context, self._cost = context, cost
+        self._clock = next(tier.clock for tier in context.stores.values())
+        self._reads = PrefixReads(context, host_eviction, cost)
         self._waiters: dict[str, _Waiter] = {}
         # Pages that landed for requests that were not admitted. A claim goes with its handle, so that a caller who
         # forgets a request takes nothing from others for good.
@@ -144,16 +144,22 @@ class Prefetcher:
         self._begin(waiter)
         return handle
 
-    def lookup(self, tokens: Tokens, namespace: str, wait_s: float) -> int | None:
-        """Tokens that the disk adds to what memory can serve; None where the store did not answer in time."""
+    def lookup(self, tokens: Tokens, namespace: str, wait_s: float) -> tuple[dict[Store, int], bool]:
+        """Tokens that each store adds to what memory can serve, and whether all of them answered in time."""
         prefix = DiskPrefix.of(self._context, tokens, namespace)
-        if prefix.is_complete:
-            return 0
-        found = self._disk.find(prefix.page_keys, wait_s, prefix.component_keys)
-        if found is None:
-            return None
-        num_added = prefix.usable_end(found, found.num_pages) - prefix.num_usable
-        return max(0, num_added) * self._context.tree.page_size
+        found, until_s, all_known = prefix.nothing, time.monotonic() + wait_s, True
+        for store, tier in self._context.stores.items():
+            keys, others = found.missing(prefix)
+            done = tier.find(keys, max(0.0, until_s - time.monotonic()), others)
+            if done is None:
+                all_known = False
+            else:
+                found = found.with_answer(store, done.num_pages, done.others)
+        end = prefix.usable_end(found, len(found.pages))
+        # Where memory has the full pages, the disk adds windows or states to them.
+        added = [found.pages[at - prefix.num_host_pages] if at >= prefix.num_host_pages else DISK
+                 for at in range(prefix.num_usable, end)]  # fmt: skip
+        return {store: added.count(store) * self._context.tree.page_size for store in Store}, all_known
 
     def settle(self, request_id: str) -> None:
         """The request is about to be admitted: raise if it must wait, else read no further for it."""
@@ -180,13 +186,13 @@ class Prefetcher:
 
     def complete(self, through: Sequence[int]) -> None:
         for read, done in self._reads.take(through):
-            landed = read.landed_end
+            landed, was_known = read.landed_end, read.found is not None
             self._reads.apply(read, done)
             self._claim(read, read.landed_end - landed)
-            if isinstance(done, FindDone):
+            if read.found is not None and not was_known:
                 self._found(read)
             for waiter in self._waiters_of(read):
-                if isinstance(done, Stalled):
+                if isinstance(done, Stalled) and not read.is_live:
                     self._end(waiter)
                 else:
                     self._advance(waiter)
@@ -334,16 +340,18 @@ class Prefetcher:
         waiting = [waiter for waiter in waiters if waiter.handle.mode == "auto" and waiter.handle.waits]
         if not waiting:
             return
-        ahead: dict[PrefixRead, int] = {}
-        num_bytes = 0
+        ahead: dict[PrefixRead, dict[Store, int]] = {}
+        num_bytes = dict.fromkeys(self._context.stores, 0)
         for read in self._reads.in_flight():
-            ahead[read] = num_bytes
-            num_bytes += read.bytes_left(read.end) if read.is_live and read.is_urgent else 0
+            ahead[read] = dict(num_bytes)
+            if read.is_live and read.is_urgent:
+                for store in num_bytes:
+                    num_bytes[store] += read.bytes_left(read.end, store)
         for waiter in waiting:
-            self._weigh(waiter, 0 if waiter.read is None else ahead.get(waiter.read, 0))
+            self._weigh(waiter, {} if waiter.read is None else ahead.get(waiter.read, {}))
 
-    def _weigh(self, waiter: _Waiter, ahead_bytes: int) -> None:
-        """Compare for one waiter. `ahead_bytes`: of other reads, which come before its own.
+    def _weigh(self, waiter: _Waiter, ahead_bytes: Mapping[Store, int]) -> None:
+        """Compare for one waiter. `ahead_bytes`: of other reads of a store, which come before its own.
 
         Whatever the estimate, nobody waits for longer without progress than computing would take: with unknown rates,
         or a disk that has just become slow, a wait costs at most as much again.
@@ -357,7 +365,7 @@ class Prefetcher:
         compute_s, wait_s = self._cost.longest_wait_s(start, end), None
         is_known = read is not None and read.found is not None
         if read is not None and is_known:
-            wait_s = self._wait_s(ahead_bytes, read.bytes_left(waiter.wanted_end))
+            wait_s = self._wait_s(ahead_bytes, read, waiter.wanted_end)
         if now_s - waiter.progress_s > compute_s or (wait_s is not None and wait_s > compute_s):
             waiter.handle.waits = False
             if not (self._counters.skipped.value or self._counters.gave_up.value):
@@ -370,12 +378,20 @@ class Prefetcher:
             waiter.decided_s, waiter.estimate_s = now_s, wait_s
             self._counters.waited.value += 1
 
-    def _wait_s(self, ahead_bytes: int, num_bytes: int) -> float | None:
-        """Until `num_bytes` are on the device, behind `ahead_bytes`; None where the disk's rate is unknown."""
-        total_bytes = ahead_bytes + num_bytes
-        num_jobs = math.ceil(total_bytes / (BATCH_PAGES * self._context.full.host.page_bytes))
-        read_s = self._cost.read_s(total_bytes, num_jobs)
-        return None if read_s is None else read_s + (self._cost.load_s(num_bytes) or 0.0)
+    def _wait_s(self, ahead_bytes: Mapping[Store, int], read: PrefixRead, end: int) -> float | None:
+        """Until the first `end` pages of `read` are on the device; None where a store's rate is unknown. Stores are
+        read side by side."""
+        read_s, num_bytes = 0.0, 0
+        for store in self._context.stores:
+            own_bytes = read.bytes_left(end, store)
+            if own_bytes:
+                total_bytes = ahead_bytes.get(store, 0) + own_bytes
+                num_jobs = math.ceil(total_bytes / (BATCH_PAGES * self._context.full.host.page_bytes))
+                store_s = self._cost.read_s(total_bytes, num_jobs, store)
+                if store_s is None:
+                    return None
+                read_s, num_bytes = max(read_s, store_s), num_bytes + own_bytes
+        return read_s + (self._cost.load_s(num_bytes) or 0.0)
 
     # The share of the host pool
 

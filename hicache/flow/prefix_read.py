@@ -1,11 +1,11 @@
-"""Disk to host, the bytes: one read brings what a prompt's prefix lacks on the host.
+"""Stores to host, the bytes: one read brings what a prompt's prefix lacks on the host.
 
-A read asks the store what it holds, chooses the longest prefix that all components can use, takes host pages, reads
-batches and inserts full pages in order, each batch when those before it are there; windows and states are attached at
-the end. What was inserted stays, however the read ends. Pages that were given to a reader are freed only when the
-reader is done: a stalled one returns them later.
+A read asks the stores what they hold, the disk and then the remote tier for the rest, chooses the longest prefix that
+all components can use, takes host pages, reads batches and inserts full pages in order, each batch when those before it
+are there; windows and states are attached at the end. What was inserted stays, however the read ends. Pages that were
+given to a reader are freed only when the reader is done: a stalled one returns them later.
 
-    start -> (find) -> fetch: host pages -> (read, batch by batch) -> apply: tree -> end
+    start -> (find, in each store) -> fetch: host pages -> (read, batch by batch) -> apply: tree -> end
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
-from hicache.disk.jobs import FIND, FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
-from hicache.disk.workers import DiskTier
+from hicache.disk.jobs import FIND, FindDone, FindJob, PageBytes, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
-from hicache.flow.disk_prefix import DiskPrefix
+from hicache.flow.disk_prefix import DiskPrefix, Found
 from hicache.flow.host_eviction import HostEviction
-from hicache.tree.node import DEVICE, FULL, HOST, Component, TreeNode
+from hicache.tree.node import DEVICE, DISK, FULL, HOST, REMOTE, Component, Store, TreeNode
 
 BATCH_PAGES = 8  # of one read job
-# Of every reader's first job while the disk's rate is unknown: enough to tell it, and soon read from a slow disk.
+# Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
 _GAUGE_BYTES = 8 << 20
+_METRICS = {DISK: "prefetch", REMOTE: "remote_prefetch"}
 
 
 @dataclass
 class _Batch:
-    """Pages of a component that one job reads: `indices` in the prompt, `pages` of the host pool."""
+    """Pages of a component that one job reads from a store: `indices` in the prompt, `pages` of the host pool."""
 
+    store: Store
     component: CacheComponent
     indices: list[int]
     pages: torch.Tensor
@@ -48,12 +50,13 @@ class PrefixRead:
 
     [prefix.num_host_pages, landed_end)   full pages of the prompt that have landed
     [landed_end, end)                     full pages that are read
-    [end, found_end)                      pages of use that the store holds, and for which no host page was free
+    [end, found_end)                      pages of use that the stores hold, and for which no host page was free
 
-    `found`: the store's answer, from which `end` and `found_end` follow; before, they are all pages of the prompt.
-    `batches`: jobs that read, full pages first; `next_batch`: the first that was not inserted. `outstanding`: jobs that
-    were not answered; `stalled`: the batches of those whose thread is stalled. `failed`: nothing more can be inserted.
-    `other_bytes`: of windows and states that are being read. `is_short`: another read could bring more.
+    `found`: the stores' answers, from which `end` and `found_end` follow; before, they are all pages of the prompt.
+    `partial`: the answers so far; `asked`: how many stores were asked. `batches`: jobs that read, full pages first;
+    `next_batch`: the first that was not inserted. `outstanding`: jobs that were not answered; `stalled`: the batches of
+    those whose thread is stalled. `failed`: nothing more can be inserted.
+    `other_bytes`: of windows and states that are being read, by store. `is_short`: another read could bring more.
     """
 
     number: int
@@ -64,13 +67,15 @@ class PrefixRead:
     landed_end: int
     end: int
     found_end: int
+    partial: Found
+    asked: int = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
     batches: list[_Batch] = field(default_factory=list)
     stalled: set[int] = field(default_factory=set)
-    found: FindDone | None = None
+    found: Found | None = None
     next_batch: int = 0
-    outstanding: int = 1
-    other_bytes: int = 0
+    outstanding: int = 0
+    other_bytes: dict[Store, int] = field(default_factory=dict)
     failed: bool = False
     is_short: bool = False
 
@@ -89,25 +94,32 @@ class PrefixRead:
         """Whether it has brought anything."""
         return self.landed_end > self.prefix.num_host_pages
 
-    def bytes_left(self, end: int) -> int:
-        """Bytes that have not landed of the first `end` pages."""
-        full_bytes = max(0, min(end, self.end) - self.landed_end) * self.prefix.context.full.host.page_bytes
-        return full_bytes + (self.other_bytes if end >= self.end else 0)
+    def bytes_left(self, end: int, store: Store) -> int:
+        """Bytes that have not landed of the first `end` pages, and come from `store`."""
+        if self.found is None:
+            return 0
+        start = self.prefix.num_host_pages
+        num_pages = self.found.pages[self.landed_end - start : max(0, min(end, self.end) - start)].count(store)
+        others = self.other_bytes.get(store, 0) if end >= self.end else 0
+        return num_pages * self.prefix.context.full.host.page_bytes + others
 
 
 class PrefixReads:
     """The reads in flight. Owned by the scheduler thread."""
 
-    def __init__(self, context: EngineContext, disk: DiskTier, host_eviction: HostEviction, cost: CostModel) -> None:
-        self._context, self._disk, self._host_eviction, self._cost = context, disk, host_eviction, cost
+    def __init__(self, context: EngineContext, host_eviction: HostEviction, cost: CostModel) -> None:
+        self._context, self._host_eviction, self._cost = context, host_eviction, cost
+        self._tiers = tuple(context.stores.items())
         self._ids = itertools.count()
         self._reads: dict[int, PrefixRead] = {}
         # Of reads that ended, by number and batch: what a stalled thread has. A find has no pages.
         self._left: dict[tuple[int, int], _Batch | None] = {}
         count, histogram = context.metrics.counter, context.metrics.histogram
-        self._bytes = histogram("prefetch.bytes", "bytes of verified pages that a job read from the store to the host")
-        self._seconds = histogram("prefetch.seconds", "time that job took a reader")
-        self._lost = count("prefetch.lost_pages", "pages the store announced and could not give back verified")
+        moved = "bytes of verified pages that a job read from the store to the host"
+        self._bytes = {store: histogram(f"{_METRICS[store]}.bytes", moved) for store in context.stores}
+        took = "time that job took a reader"
+        self._seconds = {store: histogram(f"{_METRICS[store]}.seconds", took) for store in context.stores}
+        self._lost = count("prefetch.lost_pages", "pages a store announced and could not give back verified")
         self._landed = count("prefetch.landed_tokens", "tokens that prefetches added to the host tier")
         self._refused = count("prefetch.refused_jobs", "jobs not started because the readers' queue was full")
         context.metrics.gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._reads))
@@ -126,20 +138,19 @@ class PrefixReads:
         return sum(len(batch.pages) for batch in batches if batch.component.name == component)
 
     def start(self, prefix: DiskPrefix, *, is_urgent: bool, until_s: float = math.inf) -> PrefixRead | None:
-        """Ask the store what it holds of `prefix`; None where the readers' queue is full.
+        """Ask the first store what it holds of `prefix`; None where its readers' queue is full.
 
         `is_urgent`: a request waits for it. Nothing is read after `until_s` of the tier's clock.
         """
-        number = next(self._ids)
-        queue_class = ReadClass.URGENT_FIND if is_urgent else ReadClass.BACKGROUND_FIND
-        if not self._disk.reads.submit(FindJob(number, prefix.page_keys, queue_class, prefix.component_keys)):
-            self._refused.value += 1
-            return None
         tree = self._context.tree
         anchor = tree.node_at(prefix.match, prefix.num_host_pages * tree.page_size)
-        tree.lock(anchor, HOST)
         ends = (prefix.num_host_pages, prefix.num_pages, prefix.num_pages)
-        read = self._reads[number] = PrefixRead(number, prefix, anchor, is_urgent, until_s, *ends)
+        read = PrefixRead(next(self._ids), prefix, anchor, is_urgent, until_s, *ends, prefix.nothing)
+        if not self._ask_next(read):
+            self._refused.value += 1
+            return None
+        tree.lock(anchor, HOST)
+        self._reads[read.number] = read
         return read
 
     def stop(self, read: PrefixRead) -> None:
@@ -147,41 +158,43 @@ class PrefixReads:
         read.cancelled.set()
 
     def finished(self) -> Sequence[int]:
-        return self._disk.reads.finished()
+        return [number for _, tier in self._tiers for number in tier.reads.finished()]
 
     def take(self, through: Sequence[int]) -> Iterator[tuple[PrefixRead, FindDone | ReadDone | Stalled]]:
         """The answers up to these numbers, each to be applied before the next is taken. Late ones of stalled threads
         are dealt with here."""
-        for done in self._disk.reads.take(through):
-            late = (done.ticket, done.batch)
-            if late in self._left:
-                self._free(self._left.pop(late))
-            else:
-                yield self._reads[done.ticket], done
+        step = len(through) // len(self._tiers)
+        for index, (_, tier) in enumerate(self._tiers):
+            for done in tier.reads.take(through[index * step : (index + 1) * step]):
+                late = (done.ticket, done.batch)
+                if late in self._left:
+                    self._free(self._left.pop(late))
+                else:
+                    yield self._reads[done.ticket], done
 
     def apply(self, read: PrefixRead, done: FindDone | ReadDone | Stalled) -> None:
-        """Enter an answer. After that of the find, `fetch` is to be called; where the read is done, `end`."""
+        """Enter an answer. After that of the last find, `fetch` is to be called; where the read is done, `end`."""
         if isinstance(done, Stalled):
             read.stalled.add(done.batch)
-            self.stop(read)
+            if done.batch > FIND or not self._note_answer(read, done):
+                self.stop(read)
             return
         read.outstanding -= 1
         read.stalled.discard(done.batch)
         if isinstance(done, FindDone):
-            read.found = done
-            read.end = read.found_end = read.prefix.usable_end(done, done.num_pages)
+            self._note_answer(read, done)
             return
         batch = read.batches[done.batch]
         batch.ok = done.ok
         if batch.component.name != FULL:
-            read.other_bytes -= len(batch.indices) * batch.component.host.page_bytes
+            read.other_bytes[batch.store] -= len(batch.indices) * batch.component.host.page_bytes
         num_ok = sum(done.ok)
         num_bytes = num_ok * batch.component.host.page_bytes
         self._lost.value += done.asked - num_ok
         if num_ok:
-            self._bytes.observe(num_bytes)
-            self._seconds.observe(done.seconds)
-        self._cost.observe_read(num_bytes, done.seconds)
+            self._bytes[batch.store].observe(num_bytes)
+            self._seconds[batch.store].observe(done.seconds)
+        self._cost.observe_read(num_bytes, done.seconds, batch.store)
         self._insert_batches(read)
 
     def fetch(self, read: PrefixRead, max_pages: int) -> None:
@@ -191,8 +204,8 @@ class PrefixReads:
         if read.cancelled.is_set():
             return
         prefix, components, found = read.prefix, self._context.by_name, read.found
-        num_pages = min(found.num_pages, max_pages, self._host_eviction.capacity(self._context.full))
-        if num_pages < found.num_pages:
+        num_pages = min(len(found.pages), max_pages, self._host_eviction.capacity(self._context.full))
+        if num_pages < len(found.pages):
             read.end = prefix.usable_end(found, num_pages)
             read.is_short = read.end < read.found_end
         taken: list[tuple[CacheComponent, list[int], torch.Tensor]] = []
@@ -205,8 +218,7 @@ class PrefixReads:
                 return
             taken.append((components[name], indices, pages))
         for component, indices, pages in taken:
-            if indices:
-                self._queue(read, component, indices, pages)
+            self._queue(read, found, component, indices, pages)
 
     def end(self, read: PrefixRead) -> None:
         """All readers are done, but stalled ones: free what is not in the tree and what they do not have."""
@@ -221,44 +233,83 @@ class PrefixReads:
                 self._left[read.number, index] = batch
             else:
                 self._free(batch)
-        if FIND in read.stalled:
-            self._left[read.number, FIND] = None
+        self._left.update({(read.number, batch): None for batch in read.stalled if batch <= FIND})
         self._context.tree.unlock(read.anchor, HOST)
 
-    def _queue(self, read: PrefixRead, component: CacheComponent, indices: list[int], pages: torch.Tensor) -> None:
+    def _ask_next(self, read: PrefixRead) -> bool:
+        """Ask the next store for what those before it lack; False where its readers' queue is full."""
+        keys, others = read.partial.missing(read.prefix)
+        queue_class = ReadClass.URGENT_FIND if read.is_urgent else ReadClass.BACKGROUND_FIND
+        _, tier = self._tiers[read.asked]
+        if not tier.reads.submit(FindJob(read.number, keys, queue_class, others, FIND - read.asked)):
+            return False
+        read.asked += 1
+        read.outstanding += 1
+        return True
+
+    def _note_answer(self, read: PrefixRead, done: FindDone | Stalled) -> bool:
+        """A store has told what it holds, or is stalled, and the next is asked. False: it is stalled, and nothing is
+        there to go on with."""
+        if done.batch != FIND - read.asked + 1 or read.found is not None:
+            return True  # a late answer, which others have replaced
+        if isinstance(done, FindDone):
+            store, _ = self._tiers[read.asked - 1]
+            read.partial = read.partial.with_answer(store, done.num_pages, done.others)
+        if read.asked < len(self._tiers) and read.is_live and any(read.partial.missing(read.prefix)):
+            if self._ask_next(read):
+                return True
+            self._refused.value += 1
+        elif isinstance(done, Stalled) and not read.partial.pages:
+            return False
+        read.found = read.partial
+        read.end = read.found_end = read.prefix.usable_end(read.found, len(read.found.pages))
+        return True
+
+    def _queue(
+        self, read: PrefixRead, found: Found, component: CacheComponent, indices: list[int], pages: torch.Tensor
+    ) -> None:
+        """Queue reads of `pages`, those of one store after those of the other."""
+        if not indices:
+            return
         component.host.begin_read(pages)
         views, keys = component.host.views(pages), read.prefix.keys_of(component.name, indices)
-        queue_class = ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ
-        for part in self._parts(len(indices), component.host.page_bytes):
-            number = len(read.batches)
-            read.batches.append(_Batch(component, indices[part], pages[part]))
-            job = ReadJob(
-                read.number,
-                number,
-                tuple(keys[part]),
-                tuple(views[part]),
-                read.cancelled,
-                read.until_s,
-                queue_class,
-            )
-            if not self._disk.reads.submit(job):
-                self._refused.value += 1
-                read.is_short = True
-                read.batches[number:] = [_Batch(component, indices[part.start :], pages[part.start :], ())]
-                return
-            read.outstanding += 1
-            if component.name != FULL:
-                read.other_bytes += len(indices[part]) * component.host.page_bytes
+        start, goes_on = 0, True
+        for store, run in groupby(indices, lambda index: read.prefix.store_of(found, component.name, index)):
+            end = start + len(list(run))
+            for part in self._parts(store, start, end, component.host.page_bytes):
+                number = len(read.batches)
+                read.batches.append(_Batch(store, component, indices[part], pages[part], None if goes_on else ()))
+                if goes_on:
+                    goes_on = self._submit(read, store, number, keys[part], views[part])
+            start = end
 
-    def _parts(self, num_pages: int, page_bytes: int) -> Iterator[slice]:
-        """The pages of each job."""
-        num_gauges = self._context.config.advanced.disk_reader_threads if self._cost.read_s(1, 1) is None else 0
+    def _submit(
+        self, read: PrefixRead, store: Store, number: int, keys: Sequence[bytes], views: Sequence[PageBytes]
+    ) -> bool:
+        """Queue one job, of batch `number`; False where the readers' queue is full."""
+        queue_class, batch = (
+            ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ,
+            read.batches[number],
+        )
+        job = ReadJob(read.number, number, tuple(keys), tuple(views), read.cancelled, read.until_s, queue_class)
+        if not self._context.stores[store].reads.submit(job):
+            self._refused.value += 1
+            read.is_short, batch.ok = True, ()
+            return False
+        read.outstanding += 1
+        if batch.component.name != FULL:
+            num_bytes = len(batch.indices) * batch.component.host.page_bytes
+            read.other_bytes[store] = read.other_bytes.get(store, 0) + num_bytes
+        return True
+
+    def _parts(self, store: Store, start: int, end: int, page_bytes: int) -> Iterator[slice]:
+        """The pages of each job, of [start, end)."""
+        num_gauges = self._context.stores[store].num_readers if self._cost.read_s(1, 1, store) is None else 0
         gauge_pages = min(BATCH_PAGES, max(1, _GAUGE_BYTES // page_bytes))
-        start = 0
-        while start < num_pages:
-            end = start + (gauge_pages if num_gauges > 0 else BATCH_PAGES)
-            yield slice(start, end)
-            start, num_gauges = end, num_gauges - 1
+        while start < end:
+            part_end = min(end, start + (gauge_pages if num_gauges > 0 else BATCH_PAGES))
+            yield slice(start, part_end)
+            start, num_gauges = part_end, num_gauges - 1
 
     def _insert_batches(self, read: PrefixRead) -> None:
         """Insert the full pages that have arrived without a gap."""
@@ -292,9 +343,9 @@ class PrefixReads:
             if node in gained:
                 end = node.depth_tokens // step
                 node.page_keys = prefix.keys_of(FULL, list(range(end - node.num_tokens // step, end)))
-                node.holdings[FULL][HOST].stored = True
-                node.from_disk = not node.holds(FULL, DEVICE)
-                if tree.events is not None:
+                node.holdings[FULL][HOST].stored |= batch.store
+                node.source = None if node.holds(FULL, DEVICE) else batch.store
+                if tree.events is not None and batch.store is DISK:
                     tree.events.found_on_disk(node, tree.names)
         tree.move_lock(read.anchor, result.node, HOST)
         read.anchor = result.node
@@ -314,7 +365,7 @@ class PrefixReads:
         for component in self._context.components[1:]:
             own = [batch for batch in read.batches if batch.component is component and batch.ok]
             pages = {
-                index: page
+                index: (page, batch.store)
                 for batch in own
                 for index, page, ok in zip(batch.indices, batch.pages.tolist(), batch.ok or (), strict=True)
                 if ok
@@ -325,7 +376,9 @@ class PrefixReads:
                 component.host.end_read(batch.pages[taken])
                 batch.pages = batch.pages[~taken]
 
-    def _attach_component(self, last: TreeNode, component: CacheComponent, pages: dict[int, int]) -> set[int]:
+    def _attach_component(
+        self, last: TreeNode, component: CacheComponent, pages: Mapping[int, tuple[int, Store]]
+    ) -> set[int]:
         """Attach pages, by their index in the prompt, to the nodes up to `last` that lack them; returns those used."""
         tree, step, name = self._context.tree, self._context.tree.page_size, component.name
         first, used = min(pages), set[int]()
@@ -337,9 +390,10 @@ class PrefixReads:
             indices = [end - 1] if component.rules.at_node_end else list(range(start, end))
             lacks = not node.holds(name, HOST) and node.pending(name) is None and node.holds(FULL, HOST)
             if lacks and all(index in pages for index in indices):
-                tree.attach(node, name, HOST, torch.tensor([pages[index] for index in indices]))
-                node.holdings[name][HOST].stored = True
-                used.update(pages[index] for index in indices)
+                tree.attach(node, name, HOST, torch.tensor([pages[index][0] for index in indices]))
+                stores = {pages[index][1] for index in indices}
+                node.holdings[name][HOST].stored |= stores.pop() if len(stores) == 1 else 0
+                used.update(pages[index][0] for index in indices)
             if start <= first:
                 break
         return used

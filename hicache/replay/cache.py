@@ -16,7 +16,7 @@ import torch
 from hicache.errors import ConfigError
 from hicache.replay.disk import DiskOrder
 from hicache.settings import short_repr
-from hicache.tree import DEVICE, FULL, HOST, PageHasher, RadixTree, Tier, TreeNode
+from hicache.tree import DEVICE, DISK, FULL, HOST, PageHasher, RadixTree, Tier, TreeNode
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
 
@@ -140,7 +140,7 @@ class CacheSimulation:
         inserted = tree.insert(anchor, blocks[start:end], self._slots[:num_read], HOST)
         for node in inserted.gained:
             node.page_keys = keys[node.depth_tokens - node.num_tokens : node.depth_tokens]
-            node.holdings[FULL][HOST].stored = self.disk is not None
+            node.holdings[FULL][HOST].stored = 0 if self.disk is None else DISK
         tree.unlock(anchor, HOST)
         if self.disk is not None:
             self.disk.put(keys[start:end])
@@ -220,7 +220,7 @@ class CacheSimulation:
         unstored = [node for node in nodes if not node.is_stored(FULL)]
         self.disk.put([key for node in unstored for key in self.tree.names.of(node)])
         for node in unstored:
-            node.holdings[FULL][HOST].stored = True
+            node.holdings[FULL][HOST].stored = DISK
 
     # Capacity
 

@@ -82,6 +82,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     run = parser.add_argument_group("run")
     run.add_argument("--disk", dest="disk_path", metavar="DIR", help="store directory; a later run hits its pages")
+    run.add_argument(
+        "--remote",
+        dest="remote_url",
+        metavar="URL",
+        help="store that others share: their pages are hits, like redis://host",
+    )
     run.add_argument("--json", metavar="FILE", help="write the results as JSON")
     run.add_argument("--concurrency", type=_COUNT, default=1, help="maximum concurrent requests (default 1)")
     run.add_argument("--chunk", type=_TOKENS, default=8192, help="maximum prompt tokens per step (default 8192)")

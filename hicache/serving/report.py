@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +18,16 @@ from rich.table import Table
 from hicache.serving.audit import AuditCounts
 from hicache.serving.request import RequestOutput
 
-_COLUMNS = ("request", "prompt", "device", "host", "disk", "computed", "ttft ms", "recompute ms")
-_WIDTHS = (28, 7, 7, 7, 7, 9, 9, 13)
+_COLUMNS = ("request", "prompt", "device", "host", "disk", "remote", "computed", "ttft ms", "recompute ms")
+_WIDTHS = (28, 7, 7, 7, 7, 7, 9, 9, 13)
 # The engine's counters of bytes that moved between two tiers.
 _BYTES_MOVED = {
     "device_to_host": "backup.bytes",
     "host_to_device": "restore.bytes",
     "host_to_disk": "persist.bytes",
     "disk_to_host": "prefetch.bytes",
+    "host_to_remote": "remote_persist.bytes",
+    "remote_to_host": "remote_prefetch.bytes",
 }
 
 
@@ -37,12 +40,13 @@ class Row:
     device: int
     host: int
     disk: int
+    remote: int
     computed: int
     ttft_ms: float
     recompute_ms: float | None = None
 
     def cells(self) -> tuple[str, ...]:
-        numbers = (self.prompt, self.device, self.host, self.disk, self.computed)
+        numbers = (self.prompt, self.device, self.host, self.disk, self.remote, self.computed)
         recompute = "" if self.recompute_ms is None else f"{self.recompute_ms:.0f}"
         name = self.name if len(self.name) < _WIDTHS[0] else f"{self.name[: _WIDTHS[0] - 2]}…"
         return (name, *(str(number) for number in numbers), f"{self.ttft_ms:.0f}", recompute)
@@ -78,6 +82,7 @@ class Turn:
             device=hit.device,
             host=hit.host,
             disk=hit.disk,
+            remote=hit.remote,
             computed=output.computed_tokens,
             ttft_ms=output.ttft_s * 1e3,
             recompute_ms=None if self.recomputed is None else self.recomputed.ttft_s * 1e3,
@@ -89,7 +94,7 @@ class Turn:
             "request": row.name,
             "turn": self.number + 1,
             "prompt_tokens": row.prompt,
-            "hit_tokens": {"device": row.device, "host": row.host, "disk": row.disk},
+            "hit_tokens": dataclasses.asdict(self.cached.hit),
             "computed_tokens": row.computed,
             "ttft_ms": {"cached": row.ttft_ms, "recompute": row.recompute_ms},
             "tokens": list(self.cached.tokens),
@@ -249,8 +254,4 @@ def _ttft_ms(turns: Sequence[Turn]) -> dict[str, float | None]:
 
 def _hit_tokens(turns: Sequence[Turn]) -> dict[str, int]:
     hits = [turn.cached.hit for turn in turns]
-    return {
-        "device": sum(hit.device for hit in hits),
-        "host": sum(hit.host for hit in hits),
-        "disk": sum(hit.disk for hit in hits),
-    }
+    return {tier: sum(getattr(hit, tier) for hit in hits) for tier in ("device", "host", "disk", "remote")}

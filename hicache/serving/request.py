@@ -69,4 +69,4 @@ class RequestOutput:
 
     @property
     def cached_len(self) -> int:
-        return self.hit.device + self.hit.host + self.hit.disk
+        return self.hit.tokens

@@ -5,7 +5,21 @@ from hicache.tree.components import FullComponent, MambaComponent, SwaComponent,
 from hicache.tree.core import RadixTree
 from hicache.tree.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, KVCacheEvent, PageChange
 from hicache.tree.key import PageHasher, RadixKey
-from hicache.tree.node import DEVICE, FULL, HOST, MAMBA, SWA, Component, NodeRun, PageState, Tier, TreeNode
+from hicache.tree.node import (
+    DEVICE,
+    DISK,
+    FULL,
+    HOST,
+    MAMBA,
+    REMOTE,
+    SWA,
+    Component,
+    NodeRun,
+    PageState,
+    Store,
+    Tier,
+    TreeNode,
+)
 from hicache.tree.policy import (
     EvictionStrategy,
     FIFOStrategy,
@@ -21,9 +35,11 @@ from hicache.tree.share import Shared, share
 
 __all__ = [
     "DEVICE",
+    "DISK",
     "FULL",
     "HOST",
     "MAMBA",
+    "REMOTE",
     "SWA",
     "AllBlocksCleared",
     "BlockRemoved",
@@ -52,6 +68,7 @@ __all__ = [
     "Released",
     "SLRUStrategy",
     "Shared",
+    "Store",
     "SwaComponent",
     "Tier",
     "TreeComponent",

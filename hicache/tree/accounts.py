@@ -245,7 +245,7 @@ class Accounts:
                 above.value, below.value = component.split(below.value, at_tokens, tier, page_size)
             if below.pending is not None:
                 above.pending, below.pending = component.split(below.pending, at_tokens, HOST, page_size)
-            above.stored = below.stored and not component.at_node_end
+            above.stored = 0 if component.at_node_end else below.stored
         for name in self._shares_full_slots:
             if lower.holds(name, DEVICE):
                 upper.holdings[name][DEVICE].value = upper.full[DEVICE].value

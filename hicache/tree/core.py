@@ -317,7 +317,7 @@ class RadixTree(Accounts):
         tokens, parent = lower.run.tokens, lower.parent
         upper = TreeNode(run=TokenRun(tokens[:at]), parent=parent, namespace=lower.namespace, components=self._names)
         self._link(parent, upper, lower.child_key)
-        upper.from_disk, upper.hit_count, upper.priority = lower.from_disk, lower.hit_count, lower.priority
+        upper.source, upper.hit_count, upper.priority = lower.source, lower.hit_count, lower.priority
         upper.creation_time, upper.last_access_time = lower.creation_time, lower.last_access_time
         cut_pages = at // self.page_size
         if lower.page_keys is not None:

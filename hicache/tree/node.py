@@ -40,6 +40,16 @@ class Tier(enum.IntEnum):
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
 
+class Store(enum.IntEnum):
+    """The tiers below memory, as bits: a page may be in both. Reads ask them in this order."""
+
+    DISK = 1
+    REMOTE = 2
+
+
+DISK, REMOTE = Store.DISK, Store.REMOTE
+
+
 class PageState(enum.Enum):
     """Where the full pages of a node are, and the copy in flight if there is one. Derived, never stored."""
 
@@ -83,9 +93,9 @@ class Holding:
     `value`: None for nothing. On the device slots, one a token, or a state `[1]`; on the host pages of the component's
     pool, one a tree page, or a state `[1]`. The window component holds the full slots whose window slots are mapped.
     `locks`: how many users need it to stay. `pending`, on the host: the pages that a copy in flight writes to.
-    `stored`, on the host: all of it is known to be on disk. `expected`: how many queued requests will need it.
-    `uses`, `used_at`, `hits`: of the policy auto.
-    `older`, `newer`: neighbours in the recency list.
+    `stored`, on the host: the `Store` bits of those that are known to have all of it. `expected`: how many queued
+    requests will need it. `uses`, `used_at`, `hits`: of the policy auto. `older`, `newer`: neighbours in the recency
+    list.
     `node`: its node while it is in that list. Outside of it there is no way back to the node: as part of a cycle, a
     dropped node would keep its tokens in memory until the garbage collector runs.
     """
@@ -95,7 +105,7 @@ class Holding:
     def __init__(self) -> None:
         self.value: torch.Tensor | None = None
         self.pending: torch.Tensor | None = None
-        self.stored = False
+        self.stored = 0
         self.locks = self.expected = self.used_at = self.hits = 0
         self.uses = 0.0
         self.node: TreeNode | None = None
@@ -106,7 +116,7 @@ class Holding:
 class NodeRun:
     """Consecutive nodes of one path, root side first, of whose `component` a copy is in flight. Splits keep it whole.
 
-    `to`: the tier of memory that it goes to; None: to the disk.
+    `to`: the tier of memory that it goes to; None: to a store.
     """
 
     def __init__(self, nodes: list[TreeNode], component: Component = FULL, to: Tier | None = None) -> None:
@@ -123,9 +133,9 @@ class NodeRun:
 class TreeNode:
     """A run of pages: `run` holds their tokens, `num_tokens` of them; `child_key` is the node's key in its parent.
 
-    `holdings[component][tier]`: what is held of it. `children_on[tier]`: children that hold FULL there. `from_disk`:
-    the host copy was prefetched and not used yet. `hit_count`: requests that used it, its maker included. Times are
-    ticks of a logical clock. The properties at the end have SGLang's names.
+    `holdings[component][tier]`: what is held of it. `children_on[tier]`: children that hold FULL there. `source`: the
+    store that the host copy was prefetched from, None where it was not or was used since. `hit_count`: requests that
+    used it, its maker included. Times are ticks of a logical clock. The properties at the end have SGLang's names.
     """
 
     __slots__ = (
@@ -134,7 +144,6 @@ class TreeNode:
         "children_on",
         "creation_time",
         "depth_tokens",
-        "from_disk",
         "full",
         "hit_count",
         "holdings",
@@ -148,6 +157,7 @@ class TreeNode:
         "priority",
         "run",
         "runs",
+        "source",
     )
 
     def __init__(
@@ -170,7 +180,7 @@ class TreeNode:
         self.full = self.holdings[FULL]
         self.page_keys: list[bytes] | None = None
         self.hit_count = self.priority = self.host_ref_counter = 0
-        self.from_disk = False
+        self.source: Store | None = None
         self.last_access_time = self.creation_time = next(_clock)
         self.runs: list[NodeRun] = []
 
@@ -201,9 +211,10 @@ class TreeNode:
         """The host pages that a copy in flight writes to."""
         return self.holdings[component][HOST].pending
 
-    def is_stored(self, component: Component) -> bool:
-        """Whether all that the component has of it is known to be on disk."""
-        return self.holdings[component][HOST].stored
+    def is_stored(self, component: Component, store: Store | None = None) -> bool:
+        """Whether `store`, or any (None), is known to have what the host holds of a component."""
+        stored = self.holdings[component][HOST].stored
+        return bool(stored if store is None else stored & store)
 
     @property
     def is_locked(self) -> bool:

@@ -9,12 +9,13 @@ import pytest
 from disk_case import Clock
 from hicache.flow.cost import CostModel, PrefillCost
 from hicache.metrics import Metrics
+from hicache.tree import DISK
 
 CHUNK = 8192
 
 
 def model(tokens_per_s: float | str = "auto", num_readers: int = 4, clock: Clock | None = None) -> CostModel:
-    return CostModel(tokens_per_s, num_readers, Metrics(), clock or Clock())  # type: ignore[arg-type]
+    return CostModel(tokens_per_s, {DISK: num_readers}, Metrics(), clock or Clock())  # type: ignore[arg-type]
 
 
 def true_s(start: int, end: int, token_s: float = 1e-4, pair_s: float = 2e-9) -> float:

@@ -247,8 +247,8 @@ def test_an_engine_closes_beside_a_stalled_thread(troubled: Troubled, tmp_path: 
     store = stores[-1]
     get_into, written = store.inner.get_into, []
 
-    def read(keys: tuple[bytes, ...], buffers: tuple[PageBuffer, ...]) -> list[bool]:
-        ok = get_into(keys, buffers)
+    def read(keys: tuple[bytes, ...], buffers: tuple[PageBuffer, ...], **limits: float) -> list[bool]:
+        ok = get_into(keys, buffers, **limits)
         written.extend(hashlib.sha256(page).digest() for page in buffers)
         return ok
 
@@ -282,8 +282,8 @@ def test_pages_go_between_the_arena_and_the_store(troubled: Troubled, tmp_path: 
             def note(page: PageBuffer, places: list[tuple[int, int]] = places, start: int = arena.data_ptr()) -> None:
                 places.append(divmod(page.ctypes.data - start, page.nbytes))
 
-            inner.get_into = lambda k, b, n=note, f=get_into: [n(p) for p in b] and f(k, b)  # type: ignore
-            inner.put = lambda i, lag, n=note, f=put: [n(p) for _, p in i] and f(i, lag=lag)  # type: ignore
+            inner.get_into = lambda k, b, n=note, f=get_into, **t: [n(p) for p in b] and f(k, b, **t)  # type: ignore
+            inner.put = lambda i, n=note, f=put, **t: [n(p) for _, p in i] and f(i, **t)  # type: ignore
             until_ready(engine, engine.prefetch("a", tokens))
             serve(engine, "a", tokens)
             engine.flush()
@@ -378,7 +378,7 @@ def test_a_page_waits_for_its_turn_once(troubled: Troubled, tmp_path: Path) -> N
 
         for seed in range(1, 4):
             use(f"a{seed}", seed)
-        persist = engine.inspect.persist
+        persist = engine.inspect.persists[0]
         assert persist is not None
         before = persist.num_waiting
         for n in range(5):

@@ -21,9 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from component_case import STATES, WINDOWS, compute, config, verify
+from disk_case import TroubledStore
 from faults import Faults
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Lease, ModelGeometry, Prefetch, build_engine
 from hicache.errors import HiCacheError, LeaseEnded, OutOfSlots, ResourceExhausted, TransferError
+from memory_store import MemoryPageStore
 
 FULL = ModelGeometry(3, 2, 4)
 MODELS = {"full": FULL, "window": WINDOWS, "hybrid": STATES}
@@ -42,7 +44,7 @@ class _Live:
 
 
 class EngineFuzz:
-    """One engine under one history. `folder`: for the store of an engine with a disk."""
+    """One engine under one history. `folder`: for the store of an engine with a disk, and with a remote tier."""
 
     def __init__(self, kind: str, seed: int, folder: Path | None = None, device: str = "cpu") -> None:
         self.kind, self.model, self.rng = kind, MODELS[kind], np.random.default_rng([seed, len(kind)])
@@ -54,8 +56,10 @@ class EngineFuzz:
         self.waiting: dict[str, tuple[Prefetch, CacheRequest]] = {}
         self.device = device
         self.names = (f"r{n}" for n in itertools.count())
+        remote = TroubledStore(MemoryPageStore(1 << 20)) if folder else None
+        self.faults.stores += [remote] if remote else []
         with self.faults.patched():
-            self.engine = build_engine(self._settings(folder), self.model)
+            self.engine = build_engine(self._settings(folder), self.model, remote=remote)
         self.faults.attach(self.engine, device)
         self.engine.start()
 

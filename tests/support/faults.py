@@ -1,5 +1,5 @@
-"""Faults in every tier of one engine, by a draw: copies that take as long as it says or fail, and a disk that fails and
-stalls, on a clock of its own."""
+"""Faults in every tier of one engine, by a draw: copies that take as long as it says or fail, and stores that fail
+and stall, on a clock of their own."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Faults:
     def trouble_disk(self) -> None:
         if not self.stores:
             return
-        store, draw = self.stores[-1], self.rng.integers(4)
+        store, draw = self.stores[self.rng.integers(len(self.stores))], self.rng.integers(4)
         if draw == 0:
             gate = Gate(*self.rng.choice(["get_into", "put", "contains"], 2, replace=False))
             self.gates.append(gate)

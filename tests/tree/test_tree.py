@@ -17,6 +17,7 @@ from hicache.tree import (
     FULL,
     HOST,
     MAMBA,
+    REMOTE,
     MambaComponent,
     NodeRun,
     PageHasher,
@@ -258,11 +259,11 @@ def test_a_split_keeps_what_policies_rank_by() -> None:
     """Both halves of a node have its hits, priority and times, and its mark of coming from the disk."""
     tree = make_tree(2)
     node = tree.insert(tree.root, np.arange(8), torch.arange(8) + 1, DEVICE).node
-    node.hit_count, node.priority, node.from_disk = 5, 3, True
+    node.hit_count, node.priority, node.source = 5, 3, REMOTE
     tree.insert(tree.root, np.arange(10, 14), torch.arange(4) + 11, DEVICE)
     before = node.creation_time, node.last_access_time
     for at in (tree.split_prefix(node, 4), node):
-        assert (at.hit_count, at.priority, at.from_disk) == (5, 3, True)
+        assert (at.hit_count, at.priority, at.source) == (5, 3, REMOTE)
         assert (at.creation_time, at.last_access_time) == before
     tree.check()
 

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from hicache.errors import InvariantError
 from hicache.tree import (
     DEVICE,
+    DISK,
     FULL,
     HOST,
     MAMBA,
@@ -474,7 +475,7 @@ def test_a_split_keeps_what_is_known_to_be_on_disk() -> None:
     node = tree.insert(tree.root, np.arange(8), torch.arange(1, 9), HOST).node
     tree.attach(node, MAMBA, HOST, torch.tensor([1]))
     for component in (FULL, MAMBA):
-        node.holdings[component][HOST].stored = True
+        node.holdings[component][HOST].stored = DISK
     upper = tree.split_prefix(node, 3)
     assert [(at.is_stored(FULL), at.is_stored(SWA), at.is_stored(MAMBA)) for at in (upper, node)] == [
         (True, False, False),

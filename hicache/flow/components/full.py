@@ -88,7 +88,7 @@ class FullAttention(CacheComponent):
         start = 0
         for node in nodes:
             self.tree.begin_load(node, slots[start : start + node.num_tokens])
-            node.from_disk = False
+            node.source = None
             start += node.num_tokens
         return slots[:start]
 

@@ -164,7 +164,7 @@ class Frontend:
         metrics.requests.labels(outcome).inc()
         metrics.request_s.observe(time.perf_counter() - open_request.arrival_s)
         metrics.prompt_tokens.inc(output.prompt_tokens)
-        for tier in ("device", "host", "disk"):
+        for tier in ("device", "host", "disk", "remote"):
             metrics.cached_tokens.labels(tier).inc(getattr(output.hit, tier))
 
 

@@ -34,9 +34,12 @@ _MOVEMENTS = {
     "backup": ("backup", "device_to_host"),
     "prefetch": ("read", "disk_to_host"),
     "persist": ("write", "host_to_disk"),
+    "remote_prefetch": ("read", "remote_to_host"),
+    "remote_persist": ("write", "host_to_remote"),
 }
 _MEMORY = ("device", "host")
-_TIERS = (*_MEMORY, "disk")
+_STORES = ("disk", "remote")
+_TIERS = (*_MEMORY, *_STORES)
 _QUEUES = {"reads": "read", "writes": "write"}
 _METHODS = ("strided", "batched", "zero_copy")
 _TRANSFERS = {"transfer": "full", "transfer_swa": "swa", "transfer_mamba": "mamba"}
@@ -47,9 +50,17 @@ def _moved(what: str, help: str) -> _Family:
     return _Family(f"movement_{what}", help, ("movement", "direction"), members)
 
 
-def _queue(metric: str, help: str, name: str = "") -> _Family:
-    members = {f"disk.{queue}_{metric}": (direction,) for queue, direction in _QUEUES.items()}
-    return _Family(f"disk_{name or metric}", help, ("direction",), members)
+def _queues(metric: str, help: str, name: str = "") -> list[_Family]:
+    """One for each store."""
+    return [
+        _Family(
+            f"{store}_{name or metric}",
+            help,
+            ("direction",),
+            {f"{store}.{queue}_{metric}": (direction,) for queue, direction in _QUEUES.items()},
+        )
+        for store in _STORES
+    ]
 
 
 def _link(what: str, help: str) -> _Family:
@@ -69,7 +80,11 @@ _FAMILIES = (
         "movement_bytes_per_second",
         "measured rate: of loads together, of reads that of one reader",
         ("movement", "direction"),
-        {"cost.load_bytes_per_second": _MOVEMENTS["restore"], "cost.read_bytes_per_second": _MOVEMENTS["prefetch"]},
+        {
+            "cost.load_bytes_per_second": _MOVEMENTS["restore"],
+            "cost.read_bytes_per_second": _MOVEMENTS["prefetch"],
+            "cost.remote_read_bytes_per_second": _MOVEMENTS["remote_prefetch"],
+        },
     ),
     _Family(
         "admit_hit_tokens",
@@ -98,7 +113,7 @@ _FAMILIES = (
             ("total_tokens", "tokens that a tier can hold", _MEMORY),
             ("used_tokens", "tokens that the cache or a request holds in a tier", _MEMORY),
             ("evictable_tokens", "tokens of a tier that nobody needs now", _MEMORY),
-            ("used_ratio", "used share of a tier: of its tokens, on disk of its budget", _TIERS),
+            ("used_ratio", "used share of a tier: of its tokens, of a store's budget", _TIERS),
         )
     ),
     _Family(
@@ -116,13 +131,13 @@ _FAMILIES = (
             for outcome in ("waited", "skipped", "gave_up", "shared", "postponed")
         },
     ),
-    _queue("state", "breaker: 0 closed, 1 half open, 2 open", name="breaker_state"),
-    _queue("opens", "times that the breaker opened"),
-    _queue("failures", "calls that the store failed"),
-    _queue("refused_jobs", "jobs for which the store was not asked, because the breaker was open"),
-    _queue("stalled_jobs", "jobs under way for longer than disk_io_timeout_s"),
-    _queue("queued_jobs", "jobs that wait for a thread"),
-    _queue("queued_bytes", "bytes of their pages"),
+    *_queues("state", "breaker: 0 closed, 1 half open, 2 open", name="breaker_state"),
+    *_queues("opens", "times that the breaker opened"),
+    *_queues("failures", "calls that the store failed"),
+    *_queues("refused_jobs", "jobs for which the store was not asked, because the breaker was open"),
+    *_queues("stalled_jobs", "jobs under way for longer than the tier's I/O timeout"),
+    *_queues("queued_jobs", "jobs that wait for a thread"),
+    *_queues("queued_bytes", "bytes of their pages"),
     _Family(
         "transfer_copies",
         "copies between device and host, by component and method",
