@@ -7,7 +7,7 @@
     tables             the tables and their records; write_transaction: their changes; slots, slot_file: long values
     records            what a store says of itself; directory: file names and the writer lock; reader_table: readers
     codec              a page and its value: header, filters, cipher
-    urls               opening any store by its URL
+    urls               opening any store by its URL; conformance: the tests that every store passes
     check              the consistency check; index_check: validating LMDB's B-tree pages; lmdb_pages: their format
     maintenance        what operators do; rescue: rebuilding a damaged index
 

@@ -176,6 +176,7 @@ class LmdbPageStore:
         return self._lookup.get_into(keys, buffers, deadline_s)
 
     def touch(self, keys: Sequence[bytes]) -> None:
+        self._require_open()
         check_keys(keys)
         self._access_log.add_used(reversed(keys))  # oldest first: the first key is to become the most recently used
 

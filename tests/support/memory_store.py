@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -36,14 +37,16 @@ class MemoryPageStore:
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         with self._lock:
-            self._require_open()
-            return [key in self._pages for key in keys]
+            self._require(keys)
+            return [key in self._pages and time.monotonic() < deadline_s for key in keys]
 
     def get_into(
         self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
     ) -> list[bool]:
         with self._lock:
-            self._require_open()
+            self._require(keys, buffers)
+            if time.monotonic() >= deadline_s:
+                return [False] * len(keys)
             pages = [self._pages.get(key, b"") for key in keys]
             self._use(keys)
             ok = [len(page) == len(buffer) for page, buffer in zip(pages, buffers, strict=True)]
@@ -56,32 +59,37 @@ class MemoryPageStore:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:
-            self._require_open()
+            self._require(keys)
             self._use(keys)
 
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
     ) -> list[bool]:
+        keys = [key for key, _ in items]
         with self._lock:
-            self._require_open()
+            self._require(keys, [page for _, page in items], writable=False)
+            if time.monotonic() >= deadline_s:
+                return [False] * len(items)
             for key, page in items:
                 if key not in self._pages:
                     self._pages[key] = page.tobytes()
                     self._num_bytes += len(page)
                     self._puts += 1
-            self._use([key for key, _ in items])
+            self._use(keys)
             while self._num_bytes > self._budget_bytes:
                 _, page_bytes = self._pages.popitem(last=False)
                 self._num_bytes -= len(page_bytes)
                 self._evicted += 1
-            return [key in self._pages for key, _ in items]
+            return [key in self._pages for key in keys]
 
     def reopen(self) -> bool:
-        return True
+        with self._lock:
+            self._require()
+            return True
 
     def delete(self, keys: Sequence[bytes]) -> int:
         with self._lock:
-            self._require_open()
+            self._require(keys)
             removed = [page for page in (self._pages.pop(key, None) for key in keys) if page is not None]
             self._num_bytes -= sum(map(len, removed))
             return len(removed)
@@ -123,6 +131,18 @@ class MemoryPageStore:
             if key in self._pages:
                 self._pages.move_to_end(key)
 
-    def _require_open(self) -> None:
+    def _require(
+        self, keys: Sequence[bytes] = (), pages: Sequence[PageBuffer] | None = None, *, writable: bool = True
+    ) -> None:
+        """`StoreError` unless the store is open, every key has 1 to 511 bytes, and there is a page for each."""
         if self._closed:
             raise StoreError("the store is closed; make another")
+        if not all(1 <= len(key) <= 511 for key in keys):
+            raise StoreError("a key has 1 to 511 bytes")
+        if pages is not None and len(pages) != len(keys):
+            raise StoreError(f"{len(keys)} keys but {len(pages)} pages")
+        for page in pages or ():
+            if page.dtype != np.uint8 or page.ndim != 1 or not page.flags.c_contiguous:
+                raise StoreError(f"a page is contiguous uint8 of one dimension, got {page.dtype} {list(page.shape)}")
+            if writable and not page.flags.writeable:
+                raise StoreError("a page is read into memory that can be written")

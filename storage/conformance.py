@@ -1,0 +1,344 @@
+"""What every page store must do, as tests: ours pass them, and a store of one's own can.
+
+    class TestMyStore(StoreConformance):
+        @pytest.fixture
+        def make_store(self, tmp_path):
+            return lambda identity, formats: MyStore(tmp_path, identity=identity, formats=formats)
+
+Needs pytest only to be run. What a failing store, a full one or a slow one must do is for tests that can make it so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hicache.storage.base import PageBuffer, PageStore, StoreError, StoreMismatch
+from hicache.storage.filters import PageFormat
+
+MakeStore: TypeAlias = Callable[[Mapping[str, str | int], Sequence[PageFormat]], PageStore]
+
+IDENTITY: dict[str, str | int] = {"model": "conformance", "page_size": 64}
+SMALL_BYTES, LARGE_BYTES = 1000, 40960
+FORMATS = (PageFormat(SMALL_BYTES), PageFormat(LARGE_BYTES))
+_NUM_HISTORIES, _NUM_STEPS, _NUM_KEYS = 4, 40, 12
+
+
+class StoreConformance:
+    """Tests of the contract `PageStore`, for a class of pytest that brings the fixture `make_store`.
+
+    `make_store(identity, formats)` opens the store under test; within one test always on the same medium, empty at
+    first, one store open at a time.
+    """
+
+    outlives_close = True
+    """Whether what was stored is there again when the store is closed and opened anew."""
+    knows_identity = True
+    """Whether the store keeps pages of different identities apart. One that does not relies on the keys, which name
+    the model too."""
+    may_evict = False
+    """Whether pages may be gone although the test's few MiB fit any budget."""
+
+    def test_pages_come_back(self, make_store: MakeStore) -> None:
+        """Pages of every size and kind come back byte for byte, in a batch and alone, also from a store opened anew."""
+        pages = {b"%d" % n: page(n) for n in range(12)}
+        with _open(make_store) as store:
+            assert store.page_sizes in ((), (SMALL_BYTES, LARGE_BYTES)), "not the sizes of the formats"
+            self._agree(store.put(list(pages.items())), [True] * len(pages))
+            self._compare(store, pages)
+            for key, content in pages.items():
+                self._compare(store, {key: content})
+            store.sync()
+        if self.outlives_close:
+            with _open(make_store) as store:
+                self._compare(store, pages)
+
+    def test_a_batch_is_answered_key_by_key(self, make_store: MakeStore) -> None:
+        """Absent keys are misses and hide no present one; a key may be asked for twice; a batch may be empty."""
+        with _open(make_store) as store:
+            assert store.put([]) == [] and store.contains([]) == [] and store.get_into([], []) == []
+            assert store.delete([]) == 0
+            store.touch([])
+            assert store.put([(b"a", page(0)), (b"b", page(2))]) == [True, True]
+            self._agree(store.contains([b"x", b"a", b"y", b"b", b"a"]), [False, True, False, True, True])
+            self._compare(store, {b"x": page(0), b"a": page(0), b"y": page(2), b"b": page(2)}, {b"a", b"b"})
+            buffers = [np.empty(SMALL_BYTES, np.uint8) for _ in range(2)]
+            self._agree(store.get_into([b"a", b"a"], buffers), [True, True])
+            assert self.may_evict or all(np.array_equal(buffer, page(0)) for buffer in buffers)
+
+    def test_a_present_key_keeps_its_page(self, make_store: MakeStore) -> None:
+        """A put of a present key says True and changes nothing, whatever the bytes and the size of the page; a page of
+        another size than the buffer is a miss and is kept."""
+        with _open(make_store) as store:
+            store.put([(b"a", page(0))])
+            assert store.put([(b"a", page(2)), (b"b", page(4)), (b"a", page(1))]) == [True, True, True]
+            self._agree(store.get_into([b"a"], [np.empty(LARGE_BYTES, np.uint8)]), [False])
+            self._compare(store, {b"a": page(0), b"b": page(4)})
+            assert store.put([(b"c", page(6)), (b"c", page(8))]) == [True, True]
+            got = np.empty(SMALL_BYTES, np.uint8)
+            assert store.get_into([b"c"], [got]) == [True] or self.may_evict
+            assert np.array_equal(got, page(6)) or np.array_equal(got, page(8)) or self.may_evict
+            assert store.stats().corrupt == 0
+
+    def test_keys_are_any_1_to_511_bytes(self, make_store: MakeStore) -> None:
+        """Keys of every length and byte name pages of their own; other lengths raise `StoreError`."""
+        keys = [
+            b"\0",
+            b"\0\0",
+            b"a",
+            b"A",
+            b"a\0",
+            b"a/b",
+            b"..",
+            b".",
+            b"/",
+            b"%2F",
+            b"a\r\nb",
+            b"*",
+            b"{a}",
+            b"\xff" * 16,
+        ]
+        keys += [bytes(range(256)), b"k" * 510, b"k" * 511, b"\xff" * 511]
+        with _open(make_store) as store:
+            pages = {key: page(2 * n) for n, key in enumerate(keys)}
+            assert store.put(list(pages.items())) == [True] * len(keys)
+            self._compare(store, pages)
+            for key in (b"", b"k" * 512):
+                for call in _calls(store, key, page(0)):
+                    assert _raises(call), f"a key of {len(key)} bytes was accepted"
+            assert store.delete(keys[::2]) == len(keys[::2]) or self.may_evict
+            self._agree(store.contains(keys), [n % 2 == 1 for n in range(len(keys))])
+
+    def test_wrong_buffers_raise(self, make_store: MakeStore) -> None:
+        """A buffer that is not contiguous uint8 of a declared size, or is not writable, raises; nothing is stored."""
+        read_only = page(0)
+        read_only.flags.writeable = False
+        wrong: dict[str, Any] = {
+            "two-dimensional": np.zeros((10, 100), np.uint8),
+            "of another type": np.zeros(SMALL_BYTES, np.int8),
+            "not contiguous": np.zeros(2 * SMALL_BYTES, np.uint8)[::2],
+        }
+        with _open(make_store) as store:
+            if store.page_sizes:
+                wrong["of another size"] = np.zeros(SMALL_BYTES + 1, np.uint8)
+            for what, buffer in wrong.items():
+                assert _raises(partial(store.put, [(b"a", page(0)), (b"b", buffer)])), what
+                assert _raises(partial(store.get_into, [b"a"], [buffer])), what
+            assert _raises(partial(store.get_into, [b"a"], [read_only])), "read-only"
+            assert _raises(partial(store.get_into, [b"a"], [])), "fewer buffers than keys"
+            assert store.contains([b"a", b"b"]) == [False, False]
+            assert store.put([(b"a", read_only)]) == [True]
+            self._compare(store, {b"a": page(0)})
+
+    def test_after_its_deadline_a_call_does_nothing(self, make_store: MakeStore) -> None:
+        """Past its deadline no page is read or stored, no absent key is named, and nothing raises."""
+        with _open(make_store) as store:
+            store.put([(b"a", page(0))])
+            past_s = time.monotonic() - 1
+            assert store.put([(b"b", page(0))], deadline_s=past_s) == [False]
+            assert store.get_into([b"a", b"b"], [page(2), page(2)], deadline_s=past_s) == [False, False]
+            assert not store.contains([b"a", b"b"], deadline_s=past_s)[1]
+            self._agree(store.contains([b"a", b"b"], deadline_s=time.monotonic() + 60), [True, False])
+            self._compare(store, {b"a": page(0)})
+
+    def test_what_is_deleted_is_gone(self, make_store: MakeStore) -> None:
+        """`delete` says how many keys were present; a deleted key is a miss also when it is touched, and can be stored
+        again."""
+        with _open(make_store) as store:
+            store.put([(b"%d" % n, page(n)) for n in range(6)])
+            assert store.delete([b"0", b"x", b"2"]) == 2 or self.may_evict
+            assert store.delete([b"0", b"2"]) == 0
+            store.touch([b"x", b"0", b"1"])
+            self._agree(store.contains([b"%d" % n for n in range(4)]), [False, True, False, True])
+            assert store.get_into([b"0"], [page(0)]) == [False]
+            assert store.put([(b"0", page(8))]) == [True]
+            self._compare(store, {b"0": page(8), b"1": page(1)})
+
+    def test_pages_may_lie_anywhere(self, make_store: MakeStore) -> None:
+        """Pages in registered memory and elsewhere, at any offset, are stored and filled, and nothing beside them."""
+        contents = [page(number) for number in range(4)]
+        with _open(make_store) as store:
+            for offset, is_registered in enumerate((True, True, False)):
+                memory, start = np.zeros(3 * LARGE_BYTES, np.uint8), 7 + offset
+                if is_registered:
+                    store.register_memory(memory)
+                keys = [b"%d.%d" % (offset, number) for number in range(len(contents))]
+                views = []
+                for content in contents:
+                    views.append(memory[start : start + len(content)])
+                    views[-1][:] = content
+                    start += len(content) + 5
+                filled = memory.copy()
+                assert store.put(list(zip(keys, views, strict=True))) == [True] * len(keys)
+                assert np.array_equal(memory, filled), "put changed its pages"
+                for view in views:
+                    view[:] = 0
+                found = store.get_into(keys, views)
+                self._agree(found, [True] * len(keys))
+                assert not all(found) or np.array_equal(memory, filled), "get_into filled other bytes"
+
+    def test_threads_read_beside_a_writer(self, make_store: MakeStore) -> None:
+        """What threads find while another thread puts and deletes is what was put, and no call raises."""
+        pages = {b"%d" % n: page(n) for n in range(24)}
+        failures: list[str] = []
+        written = threading.Event()
+
+        def read(seed: int) -> None:
+            keys = list(pages)
+            random.Random(seed).shuffle(keys)
+            try:
+                is_last = False
+                while not is_last:
+                    is_last = written.is_set()
+                    buffers = [np.empty(len(pages[key]), np.uint8) for key in keys]
+                    for key, buffer, hit in zip(keys, buffers, store.get_into(keys, buffers), strict=True):
+                        if hit and not np.array_equal(buffer, pages[key]):
+                            failures.append(f"wrong bytes under {key!r}")
+                    store.contains(keys)
+                    store.touch(keys[:3])
+            except BaseException as error:
+                failures.append(repr(error))
+                raise
+
+        with _open(make_store) as store:
+            readers = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
+            for reader in readers:
+                reader.start()
+            try:
+                for key, content in pages.items():
+                    store.put([(key, content)])
+                store.delete([b"0", b"1"])
+                store.put([(key, pages[key]) for key in (b"0", b"1")])
+            finally:
+                written.set()
+                for reader in readers:
+                    reader.join()
+            assert not failures, failures
+            self._compare(store, pages)
+
+    def test_it_counts(self, make_store: MakeStore) -> None:
+        """Hits, misses and pages that were written count; present keys are not written again, and nothing failed."""
+        with _open(make_store) as store:
+            store.put([(b"a", page(0)), (b"b", page(2))])
+            store.put([(b"a", page(0))])
+            store.get_into([b"a", b"x", b"b"], [page(4), page(4), page(4)])
+            store.get_into([b"x"], [page(4)])
+            stats = store.stats()
+            assert stats.puts == 2, f"2 pages were written, puts={stats.puts}"
+            assert stats.hits + stats.misses == 4 and (stats.hits == 2 or self.may_evict), stats
+            assert (stats.corrupt, stats.read_errors, stats.write_errors, stats.read_only) == (0, 0, 0, False), stats
+            assert store.thread_read_errors() == 0 and store.reopen() is True
+
+    def test_another_identity_finds_nothing(self, make_store: MakeStore) -> None:
+        """A store of another identity on the same medium is refused, or finds nothing and disturbs nothing."""
+        if not self.knows_identity:
+            return
+        with _open(make_store) as store:
+            store.put([(b"a", page(0))])
+        with contextlib.suppress(StoreMismatch), _open(make_store, {**IDENTITY, "model": "another"}) as other:
+            assert other.contains([b"a"]) == [False] and other.get_into([b"a"], [page(2)]) == [False]
+            assert other.put([(b"a", page(4))]) == [True]
+            self._compare(other, {b"a": page(4)})
+        if self.outlives_close:
+            with _open(make_store) as store:
+                self._compare(store, {b"a": page(0)})
+
+    def test_a_closed_store_is_closed(self, make_store: MakeStore) -> None:
+        """A second `close` does nothing, `stats` still answers, and calls that need the store raise `StoreError`."""
+        store = make_store(IDENTITY, FORMATS)
+        store.put([(b"a", page(0))])
+        store.close()
+        store.close()
+        assert store.stats().puts == 1
+        for call in (*_calls(store, b"a", page(2)), store.reopen):
+            assert _raises(call), f"{call} does not raise after close"
+
+    def test_histories_are_those_of_a_dict(self, make_store: MakeStore) -> None:
+        """After each of many random calls the store holds what a dictionary would; closed and opened, too."""
+        model: dict[bytes, PageBuffer] = {}
+        for seed in range(_NUM_HISTORIES):
+            draw = random.Random(seed)
+            with _open(make_store) as store:
+                for step in range(_NUM_STEPS):
+                    self._step(store, model, draw, f"history {seed}, step {step}")
+                self._compare(store, model)
+            if not self.outlives_close:
+                model = {}
+
+    def _step(self, store: PageStore, model: dict[bytes, PageBuffer], draw: random.Random, where: str) -> None:
+        keys = [b"key %d" % draw.randrange(_NUM_KEYS) for _ in range(draw.randrange(1, 6))]
+        verb = draw.choice(("put", "put", "get", "contains", "delete", "touch"))
+        if verb == "put":
+            items = {key: page(draw.randrange(1000)) for key in keys}
+            assert store.put(list(items.items()), lag=draw.choice((0.0, 0.6, 1.0))) == [True] * len(items), where
+            for key, content in items.items():
+                model.setdefault(key, content)
+        elif verb == "get":
+            self._compare(store, {key: model.get(key, page(0)) for key in keys}, set(model), where)
+        elif verb == "contains":
+            self._agree(store.contains(keys), [key in model for key in keys], where)
+        elif verb == "delete":
+            num_present = sum(model.pop(key, None) is not None for key in set(keys))
+            assert store.delete(list(set(keys))) == num_present or self.may_evict, where
+        else:
+            store.touch(keys)
+
+    def _compare(
+        self, store: PageStore, pages: Mapping[bytes, PageBuffer], present: set[bytes] | None = None, where: str = ""
+    ) -> None:
+        """Read `pages`, of which those in `present` (default: all) are there, and compare every byte."""
+        keys = list(pages)
+        buffers = [np.empty(len(pages[key]), np.uint8) for key in keys]
+        found = store.get_into(keys, buffers)
+        self._agree(found, [present is None or key in present for key in keys], where)
+        for key, buffer, hit in zip(keys, buffers, found, strict=True):
+            assert not hit or np.array_equal(buffer, pages[key]), f"wrong bytes under {key!r} {where}"
+
+    def _agree(self, found: Sequence[bool], expected: Sequence[bool], where: str = "") -> None:
+        """Nothing is found that is not there; and everything that is, unless the store may evict."""
+        assert len(found) == len(expected), f"{len(found)} answers to {len(expected)} keys {where}"
+        for n, (hit, is_there) in enumerate(zip(found, expected, strict=True)):
+            assert hit == is_there or (self.may_evict and not hit), (
+                f"key {n} of the call: {hit}, not {is_there} {where}"
+            )
+
+
+def page(number: int) -> PageBuffer:
+    """The page of that number: even ones have `SMALL_BYTES`, odd ones `LARGE_BYTES`, and some of either compress."""
+    generator = np.random.default_rng(number)
+    num_bytes = LARGE_BYTES if number % 2 else SMALL_BYTES
+    highest = (256, 4, 1)[number // 2 % 3]
+    return generator.integers(number % 97, number % 97 + highest, num_bytes).astype(np.uint8)
+
+
+@contextlib.contextmanager
+def _open(make_store: MakeStore, identity: Mapping[str, str | int] = IDENTITY) -> Iterator[PageStore]:
+    with contextlib.closing(make_store(identity, FORMATS)) as store:
+        yield store
+
+
+def _calls(store: PageStore, key: bytes, buffer: PageBuffer) -> list[Callable[[], object]]:
+    """Every call that names a key."""
+    return [
+        partial(store.contains, [key]),
+        partial(store.get_into, [key], [buffer]),
+        partial(store.put, [(key, buffer)]),
+        partial(store.delete, [key]),
+        partial(store.touch, [key]),
+    ]
+
+
+def _raises(call: Callable[[], object]) -> bool:
+    """Whether the call is refused as one that is wrong."""
+    try:
+        call()
+    except StoreError:
+        return True
+    return False

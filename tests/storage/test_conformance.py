@@ -1,0 +1,104 @@
+"""The embedded store, and one in memory, keep the contract of page stores; the suite notices stores that do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.storage import LmdbPageStore, PageFormat
+from hicache.storage.conformance import MakeStore, StoreConformance
+from memory_store import MemoryPageStore
+
+BUDGET_BYTES = 16 << 20
+
+
+class TestLmdb(StoreConformance):
+    @pytest.fixture
+    def make_store(self, tmp_path: Path) -> MakeStore:
+        def make(identity: Mapping[str, str | int], formats: Sequence[PageFormat]) -> LmdbPageStore:
+            return LmdbPageStore(tmp_path, identity=identity, formats=formats, budget_bytes=BUDGET_BYTES)
+
+        return make
+
+
+class TestMemory(StoreConformance):
+    outlives_close = knows_identity = False
+
+    @pytest.fixture
+    def make_store(self) -> MakeStore:
+        return lambda identity, formats: MemoryPageStore(BUDGET_BYTES)
+
+
+class Overwriting(MemoryPageStore):
+    def put(self, items: Any, **of_call: Any) -> list[bool]:
+        self.delete([key for key, _ in items])
+        return super().put(items, **of_call)
+
+
+class Optimistic(MemoryPageStore):
+    def get_into(self, keys: Any, buffers: Any, **of_call: Any) -> list[bool]:
+        super().get_into(keys, buffers, **of_call)
+        return [True] * len(keys)
+
+
+class Flipping(MemoryPageStore):
+    def get_into(self, keys: Any, buffers: Any, **of_call: Any) -> list[bool]:
+        found = super().get_into(keys, buffers, **of_call)
+        for buffer in buffers:
+            buffer[-1] ^= 1
+        return found
+
+
+class Shortening(MemoryPageStore):
+    def put(self, items: Any, **of_call: Any) -> list[bool]:
+        return super().put([(key if len(key) > 511 else key[:510], page) for key, page in items], **of_call)
+
+
+class Patient(MemoryPageStore):
+    def put(self, items: Any, *, lag: float = 0.0, deadline_s: float = math.inf) -> list[bool]:
+        return super().put(items, lag=lag)
+
+
+class Confident(MemoryPageStore):
+    def delete(self, keys: Any) -> int:
+        super().delete(keys)
+        return len(keys)
+
+
+class Idle(MemoryPageStore):
+    def get_into(self, keys: Any, buffers: Any, **of_call: Any) -> list[bool]:
+        return [False] * len(keys)
+
+
+BROKEN: list[tuple[type[MemoryPageStore], str]] = [
+    (Overwriting, "test_a_present_key_keeps_its_page"),
+    (Optimistic, "test_a_batch_is_answered_key_by_key"),
+    (Flipping, "test_pages_come_back"),
+    (Shortening, "test_keys_are_any_1_to_511_bytes"),
+    (Patient, "test_after_its_deadline_a_call_does_nothing"),
+    (Confident, "test_what_is_deleted_is_gone"),
+    (Idle, "test_it_counts"),
+]
+
+
+@pytest.mark.parametrize(("broken", "test"), BROKEN, ids=[broken.__name__ for broken, _ in BROKEN])
+def test_it_notices_what_breaks_the_contract(broken: type[MemoryPageStore], test: str) -> None:
+    """A store with one fault fails the test of what it breaks, and the random histories unless they cannot show it."""
+    suite = TestMemory()
+    with pytest.raises(AssertionError):
+        getattr(suite, test)(lambda identity, formats: broken(BUDGET_BYTES))
+    if broken not in (Shortening, Patient):
+        with pytest.raises(AssertionError):
+            suite.test_histories_are_those_of_a_dict(lambda identity, formats: broken(BUDGET_BYTES))
+
+
+def test_it_notices_identities_that_mix() -> None:
+    """One medium for all identities fails a suite that says that the store knows them."""
+    store = MemoryPageStore(BUDGET_BYTES)
+    store.close = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        StoreConformance().test_another_identity_finds_nothing(lambda identity, formats: store)
