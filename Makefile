@@ -21,7 +21,7 @@ serve: $(STAMP)
 	$(VENV)/bin/hicache serve $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest -m "not long" -n $(WORKERS) $(ARGS)
+	$(PY) -m pytest -m "not long and not remote" -n $(WORKERS) $(ARGS)
 
 test-long: $(STAMP)
 	$(PY) -m pytest -m long $(ARGS)

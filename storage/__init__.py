@@ -8,6 +8,7 @@
     records            what a store says of itself; directory: file names and the writer lock; reader_table: readers
     codec              a page and its value: header, filters, cipher
     urls               opening any store by its URL; conformance: the tests that every store passes
+    remote             what stores on other machines do alike; redis_store, with resp, its protocol
     check              the consistency check; index_check: validating LMDB's B-tree pages; lmdb_pages: their format
     maintenance        what operators do; rescue: rebuilding a damaged index
 
@@ -47,7 +48,9 @@ from hicache.storage.maintenance import (
     store_folders,
     verify,
 )
+from hicache.storage.redis_store import RedisPageStore
 from hicache.storage.rescue import rescue
+from hicache.storage.resp import RedisAddress
 from hicache.storage.urls import StoreOpener, StoreUrl, UrlOption, open_store
 
 __all__ = [
@@ -62,6 +65,8 @@ __all__ = [
     "PageFilter",
     "PageFormat",
     "PageStore",
+    "RedisAddress",
+    "RedisPageStore",
     "StoreCorrupt",
     "StoreDescription",
     "StoreError",

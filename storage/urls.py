@@ -1,6 +1,7 @@
 """Page stores by URL: `open_store` looks the scheme up and hands the URL on.
 
     lmdb:///path?budget=8GiB&durability=commit&level=1
+    redis://user:password@host:6379/0?ttl=86400, rediss:// with TLS, redis+unix:///path/of/socket?db=0
 
 The schemes of other packages come from entry points of the group `hicache.stores`: the name is the scheme, the value a
 `StoreOpener`. No message and no `repr` shows a user name or a password of a URL.
@@ -21,6 +22,8 @@ from hicache.storage.base import PageStore, StoreError
 from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFormat
 from hicache.storage.lmdb_store import LmdbPageStore
+from hicache.storage.redis_store import RedisPageStore
+from hicache.storage.resp import RedisAddress
 
 ENTRY_POINTS = "hicache.stores"
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE | re.ASCII)
@@ -126,6 +129,7 @@ def seconds(text: str) -> float:
     return duration_s
 
 
+TIMEOUT = UrlOption("timeout_s", seconds, "a number of seconds above 0")
 LEVEL = UrlOption("level", whole, "a zstd level, 1 to 22, or 0 to store pages uncompressed")
 BUDGET = UrlOption("budget_bytes", parse_bytes, "a size like 100GB or 8GiB")
 DURABILITY = UrlOption("durability", str, "relaxed or commit")
@@ -139,7 +143,36 @@ def _open_lmdb(url: str, /, **about: Any) -> PageStore:
     return LmdbPageStore(parts.path, **{"budget_bytes": _DEFAULT_BUDGET_BYTES, **given}, **about)
 
 
-_OPENERS: Mapping[str, StoreOpener] = {"lmdb": _open_lmdb}
+def _open_redis(url: str, /, **about: Any) -> PageStore:
+    parts = StoreUrl.parse(url)
+    is_unix, db = parts.scheme == "redis+unix", parts.path.strip("/")
+    if is_unix == bool(parts.host) or (not is_unix and db and not db.isdecimal()):
+        raise StoreError("a URL of Redis is redis://host:6379/0, with the number of a database, or redis+unix:///path")
+    given = parts.arguments(
+        db=UrlOption("db", whole, "the number of a database"),
+        ca=UrlOption("ca_file", str, "a file of certificates"),
+        timeout=TIMEOUT,
+        ttl=UrlOption("ttl_s", whole, "a number of seconds, 0 for no limit"),
+        max_value=UrlOption("max_value_bytes", parse_bytes, "a size like 512MiB"),
+        level=LEVEL,
+    )
+    address = RedisAddress(
+        host=parts.host,
+        port=parts.port or 6379,
+        path=parts.path if is_unix else "",
+        user=parts.user,
+        password=parts.password,
+        db=given.pop("db", 0 if is_unix or not db else int(db)),
+        tls=parts.scheme == "rediss",
+        ca_file=given.pop("ca_file", ""),
+    )
+    return RedisPageStore(address, **given, **about)
+
+
+_OPENERS: Mapping[str, StoreOpener] = {
+    "lmdb": _open_lmdb,
+    **dict.fromkeys(("redis", "rediss", "redis+unix"), _open_redis),
+}
 
 
 def _registered(scheme: str) -> StoreOpener:

@@ -1,0 +1,212 @@
+"""What every store on other machines does alike: names of keys, checks, values, verification, counting.
+
+Under its name a key has the value that the codec makes of its page: header and payload. So identity, verification,
+compression and encryption are those of the disk, and processes with the same identity share pages.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import logging
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from hicache.storage.base import PageBuffer, StoreError, StoreStats
+from hicache.storage.cipher import PageCipher
+from hicache.storage.codec import PageCodecs
+from hicache.storage.counters import Counters, Counts
+from hicache.storage.filters import PageFormat
+from hicache.storage.header import NAMESPACE_BYTES, HeaderAndPayload
+from hicache.storage.lookup import check_keys, check_page
+from hicache.storage.memory import Scratch
+from hicache.storage.optional_packages import require_packages
+from hicache.storage.records import identity_with_key, namespace_digest, sorted_formats
+
+log = logging.getLogger("hicache.storage")
+
+_NAME_DIGEST_BYTES = 8
+
+
+class RemotePageStore(ABC):
+    """A `PageStore` but for what a subclass adds: how a batch of values is fetched, sent, looked for and removed.
+
+    A call that fails is tried once: the next call connects anew, and the caller decides how often that is worth it.
+    `description` names the store in messages. Threads are those of `PageStore`, but any number may write.
+    """
+
+    def __init__(
+        self,
+        description: str,
+        *,
+        identity: Mapping[str, str | int],
+        formats: Sequence[PageFormat],
+        level: int,
+        cipher: PageCipher | None,
+    ) -> None:
+        require_packages()
+        if not identity:
+            raise StoreError("a store needs an identity; name the model, the dtype and the layout of its pages")
+        digest = namespace_digest(identity_with_key(identity, cipher))
+        self._codecs = PageCodecs(sorted_formats(formats), digest[:NAMESPACE_BYTES], level, cipher)
+        self._namespace = digest[:_NAME_DIGEST_BYTES].hex()
+        self._description, self._counters, self._closed = description, Counters(), False
+        self._values, self._pages = Scratch(), Scratch()
+        self._lock = threading.Lock()
+        self._corrupt: set[bytes] = set()  # to be deleted by the next call that writes
+
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """The sizes that pages may have, in bytes, ascending."""
+        return tuple(self._codecs)
+
+    def register_memory(self, memory: PageBuffer) -> None:
+        """Sockets send from any memory and receive into any."""
+        self._require()
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
+        self._require(keys)
+        if not keys or time.monotonic() >= deadline_s:
+            return [False] * len(keys)
+        found = self._exist(keys, deadline_s)
+        return [is_there and key not in self._corrupt for key, is_there in zip(keys, found, strict=True)]
+
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
+    ) -> list[bool]:
+        self._require(keys)
+        if len(keys) != len(buffers):
+            raise StoreError(f"{len(keys)} keys but {len(buffers)} buffers")
+        for buffer in buffers:
+            check_page(buffer, self._codecs, writeable=True)
+        if time.monotonic() >= deadline_s:
+            found, failed = [False] * len(keys), len(keys)
+        else:
+            found, failed = self._fetch(keys, buffers, deadline_s) if keys else [], 0
+        self._counters.add(Counts(hits=sum(found), misses=len(found) - sum(found), read_errors=failed))
+        return found
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The server has no order of use that it could be told of."""
+        self._require(keys)
+
+    def put(
+        self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
+    ) -> list[bool]:
+        self._require([key for key, _ in items])
+        for _, page in items:
+            check_page(page, self._codecs, writeable=False)
+        if not items or time.monotonic() >= deadline_s:
+            return [False] * len(items)
+        self._drop_corrupt()
+        pages: dict[bytes, PageBuffer] = {}
+        for key, page in items:
+            pages.setdefault(key, page)
+        stored = dict(zip(pages, self._send(pages, lag, deadline_s), strict=True))
+        return [stored[key] for key, _ in items]
+
+    def reopen(self) -> bool:
+        """True: each call connects where there is no connection."""
+        self._require()
+        return True
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        self._require(keys)
+        self._drop_corrupt()
+        return self._remove(keys) if keys else 0
+
+    def stats(self) -> StoreStats:
+        """Of what this store object did; the server has totals of its own."""
+        return StoreStats(**dataclasses.asdict(self._counters.now))
+
+    def thread_read_errors(self) -> int:
+        return self._counters.thread_read_errors
+
+    def sync(self) -> None:
+        """What is put is on the server when `put` returns; how durable it is there is the server's setting."""
+        return
+
+    def close(self) -> None:
+        if not self._closed:
+            self._drop_corrupt()
+            self.sync()
+            self._closed = True
+            self._disconnect()
+
+    @abstractmethod
+    def _exist(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        """Which keys have a value."""
+
+    @abstractmethod
+    def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
+        """Fill the buffers by `_decode`. What fails is passed to `_failed`, and is False."""
+
+    @abstractmethod
+    def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
+        """Store the values that `_encode` makes, unless their keys have one; what was stored is passed to `_written`,
+        what fails to `_failed`."""
+
+    @abstractmethod
+    def _remove(self, keys: Sequence[bytes]) -> int:
+        """Delete values; how many there were."""
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Release connections and threads."""
+
+    def _name(self, key: bytes, separator: str) -> str:
+        """The key as the server has it: `hicache`, the first 8 bytes of the namespace digest in hex, and the key in
+        base64url without padding; at most 707 characters."""
+        return separator.join(("hicache", self._namespace, base64.urlsafe_b64encode(key).rstrip(b"=").decode()))
+
+    def _encode(self, key: bytes, page: PageBuffer, lag: float) -> HeaderAndPayload:
+        """The value of a page; valid until the thread encodes the next one."""
+        codec = self._codecs[len(page)]
+        return codec.encode_split(key, page, self._values.take(codec.max_value_bytes), lag=lag)
+
+    def _decode(self, key: bytes, header: bytes, payload: memoryview, page: PageBuffer) -> bool:
+        """Whether `page` holds the verified page now. `payload` may lie in `page`. What does not verify is counted and
+        deleted later, unless it is a page of another size."""
+        reason = self._codecs[len(page)].decode_split(key, header, payload, page)
+        if not reason or self._is_of_another_size(key, header, payload, len(page)):
+            return not reason
+        self._refuse(key, reason)
+        return False
+
+    def _is_of_another_size(self, key: bytes, header: bytes, payload: memoryview, page_bytes: int) -> bool:
+        scratch = self._pages.take_page(max(self._codecs))
+        return any(
+            not codec.decode_split(key, header, payload, scratch[:num_bytes])
+            for num_bytes, codec in self._codecs.items()
+            if num_bytes != page_bytes
+        )
+
+    def _refuse(self, key: bytes, reason: str) -> None:
+        """Count a value that is no page of this key, and have it deleted."""
+        log.warning("deleting a page of the store %s that does not verify: %s", self._description, reason)
+        self._counters.add(Counts(corrupt=1))
+        with self._lock:
+            self._corrupt.add(key)
+
+    def _failed(self, error: object, *, reads: int = 0, writes: int = 0) -> None:
+        """Count what the server did not do."""
+        log.warning("the store %s: %s", self._description, error)
+        self._counters.add(Counts(read_errors=reads, write_errors=writes))
+
+    def _written(self, page_bytes: int, value_bytes: int) -> None:
+        self._counters.add(Counts(puts=1, put_bytes_raw=page_bytes, put_bytes_stored=value_bytes))
+
+    def _drop_corrupt(self) -> None:
+        with self._lock:
+            corrupt, self._corrupt = self._corrupt, set()
+        if corrupt:
+            self._remove(list(corrupt))
+
+    def _require(self, keys: Sequence[bytes] = ()) -> None:
+        """`StoreError` unless the store is open and the keys are keys."""
+        if self._closed:
+            raise StoreError("the store is closed; open it again")
+        check_keys(keys)
