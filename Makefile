@@ -12,7 +12,7 @@ WORKERS ?= 2
 TYPECHECK := build/typecheck
 PACKAGE := build/package
 
-.PHONY: demo serve test test-long test-integrations check bench docs clean
+.PHONY: demo serve test test-long test-remote test-integrations check bench docs clean
 
 demo: $(STAMP)
 	$(VENV)/bin/hicache demo $(ARGS)
@@ -24,7 +24,11 @@ test: $(STAMP)
 	$(PY) -m pytest -m "not long and not remote" -n $(WORKERS) $(ARGS)
 
 test-long: $(STAMP)
-	$(PY) -m pytest -m long $(ARGS)
+	$(PY) -m pytest -m "long and not remote" $(ARGS)
+
+# Stores on other machines, against their servers on this one.
+test-remote: $(STAMP)
+	ARGS="$(ARGS)" .ci/remote $(PY)
 
 # Against the code of the servers, each in an environment of its own. SERVERS="vllm lmcache" chooses some.
 test-integrations:

@@ -8,7 +8,7 @@
     records            what a store says of itself; directory: file names and the writer lock; reader_table: readers
     codec              a page and its value: header, filters, cipher
     urls               opening any store by its URL; conformance: the tests that every store passes
-    remote             what stores on other machines do alike; redis_store, with resp, its protocol
+    remote             what stores on other machines do alike; redis_store, with resp, its protocol; s3_store
     check              the consistency check; index_check: validating LMDB's B-tree pages; lmdb_pages: their format
     maintenance        what operators do; rescue: rebuilding a damaged index
 
@@ -51,6 +51,7 @@ from hicache.storage.maintenance import (
 from hicache.storage.redis_store import RedisPageStore
 from hicache.storage.rescue import rescue
 from hicache.storage.resp import RedisAddress
+from hicache.storage.s3_store import S3PageStore
 from hicache.storage.urls import StoreOpener, StoreUrl, UrlOption, open_store
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "PageStore",
     "RedisAddress",
     "RedisPageStore",
+    "S3PageStore",
     "StoreCorrupt",
     "StoreDescription",
     "StoreError",

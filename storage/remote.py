@@ -193,7 +193,8 @@ class RemotePageStore(ABC):
 
     def _failed(self, error: object, *, reads: int = 0, writes: int = 0) -> None:
         """Count what the server did not do."""
-        log.warning("the store %s: %s", self._description, error)
+        first_line = str(error).partition("\n")[0]
+        log.warning("the store %s fails: %s", self._description, first_line)
         self._counters.add(Counts(read_errors=reads, write_errors=writes))
 
     def _written(self, page_bytes: int, value_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
     lmdb:///path?budget=8GiB&durability=commit&level=1
     redis://user:password@host:6379/0?ttl=86400, rediss:// with TLS, redis+unix:///path/of/socket?db=0
+    s3://bucket/prefix?endpoint=http://host:9000
 
 The schemes of other packages come from entry points of the group `hicache.stores`: the name is the scheme, the value a
 `StoreOpener`. No message and no `repr` shows a user name or a password of a URL.
@@ -24,6 +25,7 @@ from hicache.storage.filters import PageFormat
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.redis_store import RedisPageStore
 from hicache.storage.resp import RedisAddress
+from hicache.storage.s3_store import S3PageStore
 
 ENTRY_POINTS = "hicache.stores"
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE | re.ASCII)
@@ -169,8 +171,23 @@ def _open_redis(url: str, /, **about: Any) -> PageStore:
     return RedisPageStore(address, **given, **about)
 
 
+def _open_s3(url: str, /, **about: Any) -> PageStore:
+    parts = StoreUrl.parse(url)
+    if not parts.host or parts.port or parts.user or parts.password:
+        raise StoreError("a URL of S3 is s3://bucket/prefix?endpoint=..., with credentials in the environment")
+    given = parts.arguments(
+        endpoint=UrlOption("endpoint", str, "the URL of a server"),
+        region=UrlOption("region", str, "the name of a region"),
+        timeout=TIMEOUT,
+        concurrency=UrlOption("concurrency", whole, "a number of requests"),
+        level=LEVEL,
+    )
+    return S3PageStore(parts.host, parts.path.strip("/"), **given, **about)
+
+
 _OPENERS: Mapping[str, StoreOpener] = {
     "lmdb": _open_lmdb,
+    "s3": _open_s3,
     **dict.fromkeys(("redis", "rediss", "redis+unix"), _open_redis),
 }
 
