@@ -21,6 +21,8 @@ from hicache.storage.resp import RedisAddress, RedisConnection, Reply, ReplyErro
 
 MAX_VALUE_BYTES = 512 << 20  # what a server takes unless its proto-max-bulk-len says otherwise
 _MAX_USED_KEYS = 1 << 16
+# Replies that wait in the server count against its maxmemory: a whole batch of them would have it evict pages.
+_BYTES_AHEAD = 8 << 20
 
 
 class RedisPageStore(RemotePageStore):
@@ -60,19 +62,20 @@ class RedisPageStore(RemotePageStore):
         self._tell_used()
 
     def _exist(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        commands = b"".join(command(b"EXISTS", self._key(key)) for key in keys)
-        return self._batch(commands, len(keys), lambda _, n, reply: reply == 1, deadline_s)
+        commands = [command(b"EXISTS", self._key(key)) for key in keys]
+        return self._batch(commands, len(commands), lambda _, n, reply: reply == 1, deadline_s)
 
     def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
         verb = b"GETEX" if self._expiry else b"GET"
-        commands = b"".join(command(verb, self._key(key), *self._expiry) for key in keys)
+        commands = [command(verb, self._key(key), *self._expiry) for key in keys]
+        num_ahead = max(2, _BYTES_AHEAD // max(map(len, buffers)))
 
         def receive(connection: RedisConnection, n: int, reply: Reply) -> bool:
             if isinstance(reply, ReplyError) and reply.is_wrong_type:
                 self._refuse(keys[n], reply.text)
             return isinstance(reply, int) and self._receive(connection, keys[n], reply, buffers[n], deadline_s)
 
-        return self._batch(commands, len(keys), receive, deadline_s)
+        return self._batch(commands, num_ahead, receive, deadline_s)
 
     def _receive(
         self, connection: RedisConnection, key: bytes, value_bytes: int, page: PageBuffer, deadline_s: float
@@ -145,8 +148,8 @@ class RedisPageStore(RemotePageStore):
         used, self._used = self._used, deque(maxlen=_MAX_USED_KEYS)
         if used:
             verb, options = (b"EXPIRE", self._expiry[1:]) if self._expiry else (b"TOUCH", ())
-            commands = b"".join(command(verb, self._key(key), *options) for key in dict.fromkeys(used))
-            self._batch(commands, len(set(used)), lambda _, n, reply: True, math.inf)
+            commands = [command(verb, self._key(key), *options) for key in dict.fromkeys(used)]
+            self._batch(commands, len(commands), lambda _, n, reply: True, math.inf)
 
     def _disconnect(self) -> None:
         while self._idle:
@@ -157,28 +160,30 @@ class RedisPageStore(RemotePageStore):
 
     def _batch(
         self,
-        commands: bytes,
-        num_replies: int,
+        commands: Sequence[bytes],
+        num_ahead: int,
         receive: Callable[[RedisConnection, int, Reply], bool],
         deadline_s: float,
     ) -> list[bool]:
-        """What `receive` says to each reply; False from where the connection fails."""
+        """What `receive` says to each reply; False from where the connection fails. At most `num_ahead` commands are
+        sent whose replies are not read yet."""
         received: list[bool] = []
         errors: list[object] = []
         try:
             with self._connected(deadline_s) as connection:
-                connection.send(commands, deadline_s=deadline_s)
-                for n in range(num_replies):
+                connection.send(b"".join(commands[:num_ahead]), deadline_s=deadline_s)
+                for n in range(len(commands)):
                     reply = connection.reply(deadline_s)
                     if isinstance(reply, ReplyError) and not reply.is_wrong_type:
                         errors.append(reply)
                     received.append(receive(connection, n, reply))
+                    connection.send(*commands[n + num_ahead : n + num_ahead + 1], deadline_s=deadline_s)
         except OSError as error:
-            errors += [error] * (num_replies - len(received))
+            errors += [error] * (len(commands) - len(received))
             self._disconnect()  # idle connections have most likely failed too
         if errors:
             self._failed(errors[0], reads=len(errors))
-        return received + [False] * (num_replies - len(received))
+        return received + [False] * (len(commands) - len(received))
 
     @contextlib.contextmanager
     def _connected(self, deadline_s: float) -> Iterator[RedisConnection]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -196,6 +197,18 @@ def test_a_server_that_evicts_leaves_holes(server: RedisServer) -> None:
     server.ask("config", "set", "maxmemory", "0")  # each command may evict
     held = found_in(store, pages)
     assert 0 < len(held) < len(pages) and len(held) == len(server.keys()) and store.stats().read_errors == 0
+    store.close()
+
+
+def test_reading_a_large_batch_evicts_nothing(server: RedisServer) -> None:
+    """A server whose memory has room for its pages, and for few replies beside them, keeps all pages of a batch."""
+    pages = {b"%d" % n: np.full(1 << 20, n, np.uint8) for n in range(40)}
+    store = opener(f"{server.url}?{PATIENCE}&level=0")(IDENTITY, [PageFormat(1 << 20)])
+    store.put(list(pages.items()))
+    [used] = re.findall(r"used_memory:(\d+)", server.ask("info", "memory"))
+    server.ask("config", "set", "maxmemory-policy", "allkeys-lru")
+    server.ask("config", "set", "maxmemory", str(int(used) + (24 << 20)))
+    assert found_in(store, pages) == list(pages) and len(server.keys()) == len(pages)
     store.close()
 
 
