@@ -33,8 +33,9 @@ class RedisAddress:
     ca_file: str = ""
 
     def __str__(self) -> str:
-        where = self.path or f"{self.host}:{self.port}"
-        return f"redis{'s' if self.tls else ''}://{where}/{self.db}"
+        if self.path:
+            return f"redis+unix://{self.path}?db={self.db}"
+        return f"redis{'s' if self.tls else ''}://{self.host}:{self.port}/{self.db}"
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,11 @@ class RedisConnection:
             return ReplyError(text.decode(errors="replace"))
         if kind == b"+":
             return 1
-        if kind not in (b":", b"$") or not text.lstrip(b"-").isdigit():
+        if line == b"$-1\r\n":
+            return None
+        if kind not in (b":", b"$") or not text.isdigit():
             raise ConnectionError("the server answers in another protocol")
-        return None if text == b"-1" and kind == b"$" else int(text)
+        return int(text)
 
     def read_into(self, target: memoryview, deadline_s: float = math.inf) -> None:
         """Fill `target` with the next bytes of a value."""

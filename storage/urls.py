@@ -74,6 +74,7 @@ class StoreUrl:
         try:
             parts = urlsplit(url)
             port = parts.port
+            (parts.hostname or "").encode("idna")
             given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
         except ValueError:  # which would show what it could not read
             raise _unreadable(scheme) from None

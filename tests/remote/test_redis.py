@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ import pytest
 import redis_server
 from hicache.storage import PageCipher, PageFormat, PageStore, StoreError, open_store
 from hicache.storage.conformance import FORMATS, IDENTITY, SMALL_BYTES, MakeStore, StoreConformance, page
-from redis_server import CuttingProxy, RedisServer, free_port, running
+from redis_server import Babbler, CuttingProxy, RedisServer, free_port, running
 
 pytestmark = [pytest.mark.remote, pytest.mark.skipif(redis_server.MISSING != "", reason=redis_server.MISSING)]
 
@@ -170,6 +173,39 @@ def test_a_connection_that_breaks_anywhere_loses_only_what_it_had_not_answered(s
         store.close()
     proxy.close()
     direct.close()
+
+
+def test_no_answer_is_more_than_a_miss() -> None:
+    """Whatever a server says, of Redis or of another protocol, whole or cut, no call raises and no page is read."""
+    lines = [
+        "+OK",
+        "$-1",
+        "$-7",
+        "$60",
+        "$99999999999",
+        ":0",
+        ":-1",
+        "--1",
+        "-",
+        "*2",
+        "$",
+        "$x",
+        "_",
+        "",
+        "HTTP/1.1 400",
+    ]
+    words = [f"{line}\r\n".encode() for line in lines] + [b"\n", bytes(60), b"$" + b"9" * 5000]
+    draw = random.Random(1)
+    answers = [b"".join(draw.choices(words, k=draw.randrange(9))) for _ in range(301)]
+    with tempfile.TemporaryDirectory(prefix="hicache-redis-") as folder:
+        server = Babbler(Path(folder) / "socket", answers)
+        for _ in range(len(answers)):
+            store = opener(f"redis+unix://{server.path}?{PATIENCE}")(IDENTITY, FORMATS)
+            assert found_in(store) == []
+            store.put(list(PAGES.items()))
+            store.contains(list(PAGES))
+            store.close()
+        server.close()
 
 
 def test_a_full_server_keeps_what_it_has(server: RedisServer) -> None:

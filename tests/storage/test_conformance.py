@@ -33,6 +33,26 @@ class TestMemory(StoreConformance):
         return lambda identity, formats: MemoryPageStore(BUDGET_BYTES)
 
 
+class Forgetful(MemoryPageStore):
+    """Loses its least recently used page at every third read."""
+
+    num_reads = 0
+
+    def get_into(self, keys: Any, buffers: Any, **of_call: Any) -> list[bool]:
+        self.num_reads += 1
+        if self._pages and self.num_reads % 3 == 0:
+            self.delete([next(iter(self._pages))])
+        return super().get_into(keys, buffers, **of_call)
+
+
+class TestForgetful(TestMemory):
+    may_evict = True
+
+    @pytest.fixture
+    def make_store(self) -> MakeStore:
+        return lambda identity, formats: Forgetful(BUDGET_BYTES)
+
+
 class Overwriting(MemoryPageStore):
     def put(self, items: Any, **of_call: Any) -> list[bool]:
         self.delete([key for key, _ in items])

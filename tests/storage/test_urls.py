@@ -62,6 +62,7 @@ REFUSED = [
     ("lmdb:///x?level=1&level=2", "each option once"),
     ("lmdb:///x?level", "cannot read a URL of lmdb"),
     ("lmdb:///x#level=1", "cannot read a URL of lmdb"),
+    (f"lmdb://{'x' * 70}/x", "cannot read a URL of lmdb"),
     # A password whose special characters were not escaped ends in another part of the URL.
     (f"lmdb://u:{SECRET}@host:port/x", "cannot read a URL of lmdb"),
     (f"lmdb://u:1?{SECRET}=2@host", "cannot read a URL of lmdb"),

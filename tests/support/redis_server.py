@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import signal
 import socket
@@ -10,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 MISSING = "" if shutil.which("redis-server") else "redis-server is not installed: apt-get install redis-server"
@@ -108,6 +109,30 @@ class CuttingProxy:
                     (server, client, self.answer_bytes),
                 ):
                     threading.Thread(target=_copy, args=(source, target, num_bytes), daemon=True).start()
+
+
+class Babbler:
+    """Listens at `path`, and answers each connection with the next of `answers`, in turns, before it closes it."""
+
+    def __init__(self, path: Path, answers: Sequence[bytes]) -> None:
+        self.path = path
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        threading.Thread(target=self._answer, args=(itertools.cycle(answers),), daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _answer(self, answers: Iterator[bytes]) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                with contextlib.suppress(OSError):
+                    client.recv(1 << 16)
+                    client.sendall(next(answers))
+                client.close()
 
 
 def _copy(source: socket.socket, target: socket.socket, num_bytes: int) -> None:
