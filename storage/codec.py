@@ -64,7 +64,7 @@ def _zstd_compressor(page_bytes: int, level: int, filter: PageFilter) -> Any:
     # larger or smaller. The higher levels exist to find repetitions and are left unchanged.
     numbers = {"min_match": 7, "hash_log": 7, "chain_log": 7} if filter.kind != "none" and level <= 3 else {}
     settings = zstandard.ZstdCompressionParameters.from_level(
-        level, source_size=page_bytes, write_checksum=True, write_content_size=True, **numbers
+        level, source_size=page_bytes, write_content_size=True, **numbers
     )
     return zstandard.ZstdCompressor(compression_params=settings)
 
@@ -173,7 +173,7 @@ class PageCodec:
             return "unencrypted page in an encrypted store"
         if fields.codec == RAW:
             return ""
-        return self._decompress(fields, view[HEADER_BYTES:], self._shuffled.take_page(self._page_bytes))
+        return self._decompress(view[HEADER_BYTES:], self._shuffled.take_page(self._page_bytes))
 
     def _encode(self, key: bytes, page: PageBuffer, lag: float) -> tuple[bytes, tuple[bytes | memoryview, ...]]:
         """A header without its checksum, and the payload in parts."""
@@ -224,21 +224,19 @@ class PageCodec:
                 np.copyto(page, source)
             return ""
         if header.filter.kind == "none":
-            return self._decompress(header, payload, page)
+            return self._decompress(payload, page)
         shuffled = self._shuffled.take_page(self._page_bytes)
-        reason = self._decompress(header, payload, shuffled)
+        reason = self._decompress(payload, shuffled)
         if not reason:
             self._contexts.shuffler.unshuffle(header.filter, shuffled, page)
         return reason
 
-    def _decompress(self, header: ValueHeader, payload: memoryview, target: PageBuffer) -> str:
+    def _decompress(self, payload: memoryview, target: PageBuffer) -> str:
         """Decompress one frame of exactly `page_bytes` into `target`, whatever length the frame states."""
         try:
             frame = zstandard.get_frame_parameters(payload)
             if frame.content_size != self._page_bytes:
                 return "frame of another length"
-            if header.is_verified_by_frame and not frame.has_checksum:
-                return "frame without a checksum"
             with self._contexts.decompressor.stream_reader(payload) as reader:
                 return _read_exactly(reader, target.data)
         except zstandard.ZstdError as error:
@@ -296,5 +294,4 @@ def _read_exactly(reader: Any, target: memoryview) -> str:
         if not got_bytes:
             return f"frame ends after {filled_bytes} bytes"
         filled_bytes += got_bytes
-    # Reading on makes the decoder reach the frame's end, where it compares the content checksum.
     return "frame is longer than the page" if reader.read(1) else ""

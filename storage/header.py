@@ -3,20 +3,18 @@
 docs/disk_format.md describes every byte. Each field is checked before it is used, and no memory is allocated by a
 length in it.
 
-The checksum covers the key, so a value does not verify under another key. Of an unencrypted zstd frame it covers only
-the first bytes and the last ones, which are zstd's own checksum of the decompressed page: computing both checksums over
-the whole would take a third of the decompression time. CRC-32 (zlib's) is chosen for speed: at 3.8 GB/s it was the
-fastest of what every Python has (adler32 3.1, sha1 1.7, sha256 1.6, blake2b 0.8), it releases the interpreter lock, and
-it detects every burst of up to 32 bits. It is computed over the stored bytes, before anything parses them.
+The checksum is XXH3_64 (https://github.com/Cyan4973/xxHash) over every stored byte, before anything parses them. Its
+seed is the same hash of the key and the fields, so a value does not verify under another key. It runs at 19 GB/s from
+memory and 60 GB/s from a cache, where CRC-32 runs at 3.8, and releases the interpreter lock.
 """
 
 from __future__ import annotations
 
 import struct
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
 from hicache.storage.cipher import ENCRYPTION_BYTES
 from hicache.storage.filters import FILTER_KINDS, PageFilter
@@ -31,14 +29,12 @@ MAX_PAGE_BYTES = 1 << 30
 _ENCRYPTED = 1
 _START = struct.Struct("<4sH")
 _FIELDS = struct.Struct("<4sHBBIIBBHII16s")
-_CHECKSUM = struct.Struct("<I")
+_CHECKSUM = struct.Struct("<Q")
 _KEY_LENGTH = struct.Struct("<H")
 FIELD_BYTES = _FIELDS.size
 HEADER_BYTES = FIELD_BYTES + _CHECKSUM.size
 _PAGE_BYTES, _PAGE_BYTES_OFFSET = struct.Struct("<I"), 8
 _CODEC_OFFSET = 6
-# The checksum covers these bytes of an unencrypted zstd frame: its header, of up to 18 bytes, and its own checksum.
-_FRAME_START_BYTES, _FRAME_CHECKSUM_BYTES = 32, 4
 
 
 @dataclass(frozen=True)
@@ -69,11 +65,6 @@ class ValueHeader:
     stored_bytes: int
     filter: PageFilter
     namespace: bytes
-
-    @property
-    def is_verified_by_frame(self) -> bool:
-        """Whether the payload is verified by the checksum in its zstd frame, over the decompressed page."""
-        return self.codec == ZSTD and not self.encrypted
 
     def pack(self) -> bytes:
         """The header without its checksum."""
@@ -106,10 +97,10 @@ def associated_data(key: bytes, fields: bytes | memoryview) -> bytes:
 
 def finalise_header(key: bytes, fields: bytes, *payload: bytes | memoryview) -> bytes:
     """`fields` with their checksum: the header of the value that stores `payload`, given in parts, under `key`."""
-    checksum = zlib.crc32(associated_data(key, fields))
-    for part in _covered(fields, *payload):
-        checksum = zlib.crc32(part, checksum)
-    return fields + _CHECKSUM.pack(checksum)
+    checksum = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(associated_data(key, fields)))
+    for part in payload:
+        checksum.update(part)
+    return fields + _CHECKSUM.pack(checksum.intdigest())
 
 
 def finalise_into(buffer: memoryview, key: bytes, fields: bytes, *payload: bytes | memoryview) -> int:
@@ -167,12 +158,3 @@ def _parse(header: bytes | memoryview) -> ValueHeader | str:
         return f"unknown filter {kind}"
     filter = PageFilter(FILTER_KINDS[kind], element_bytes, tokens, channels)
     return ValueHeader(codec, flags == _ENCRYPTED, raw_bytes, stored_bytes, filter, namespace)
-
-
-def _covered(fields: bytes, *payload: bytes | memoryview) -> tuple[bytes | memoryview, ...]:
-    """The parts of a payload that the checksum covers. An unencrypted frame is given as one part."""
-    codec, flags = _FIELDS.unpack(fields)[2:4]
-    if codec != ZSTD or flags:
-        return payload
-    (frame,) = payload
-    return frame[:_FRAME_START_BYTES], frame[-_FRAME_CHECKSUM_BYTES:]

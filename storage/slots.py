@@ -6,7 +6,7 @@ is never written: a slot that transaction T freed is reused when T is two commit
 bring its page back, and when no reader of a snapshot older than T is left. Until then it counts as freed and keeps its
 disk space; after that it is free, and a hole.
 
-    pages       key -> u64 slot, u32 length of the payload, header of 48 bytes, u32 CRC-32 over key and the 60 before it
+    pages       key -> u64 slot, u32 length of the payload, header of 52 bytes, u32 CRC-32 over key and the 64 before it
     freed-SIZE  u64 T, u64 slot (both big-endian, so the oldest is first) -> u64 disk space of the slot
     free-SIZE   u64 slot (big-endian, the lowest is first) -> nothing
     meta        b"slots-SIZE" -> u64 number of slots, u64 disk space of those in use, u64 disk space of those freed

@@ -102,7 +102,7 @@ def test_frames_that_are_not_the_page() -> None:
     for at in range(len(frame)):
         for bits in (0x01, 0x80):
             assert said(frame[:at] + bytes([frame[at] ^ bits]) + frame[at + 1 :]), at
-    for length in range(len(frame) - 4):  # a frame that lacks its checksum alone is not told from a whole one
+    for length in range(len(frame) - 4):  # zstd does not tell a frame that lacks its checksum alone from a whole one
         assert said(frame[:length]), length
 
 

@@ -19,7 +19,7 @@ from storage_pages import open_store, slots_path
 SLOT_BYTES, BLOCK_BYTES = 16384, 4096  # of the tests' page; what a payload takes is whole blocks
 EXTENT_BYTES = 2 * BLOCK_BYTES  # of the file system, to say where a file with many holes lies
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # commits wait for no disk there
-RECORD = struct.Struct("<QI48s")
+RECORD = struct.Struct("<QI52s")
 SPACE = struct.Struct("<QQQ")
 _FREED = struct.Struct(">QQ")
 

@@ -16,7 +16,7 @@ from hicache.storage import LmdbPageStore, PageFilter, PageFormat
 from hicache.storage.header import finalise_header
 
 # With a value's header and lmdb's own 16 bytes exactly four pages of the file.
-PAGE_BYTES = (16 << 10) - 64
+PAGE_BYTES = (16 << 10) - 68
 IDENTITY: dict[str, str | int] = {"model": "tiny", "dtype": "bfloat16", "layout": "ab12", "page_size": 64}
 
 # What a store is opened with to have its values in its tables, or in slots, whatever the size of a page.
