@@ -9,6 +9,7 @@
     codec              a page and its value: header, filters, cipher
     urls               opening any store by its URL; conformance: the tests that every store passes
     remote             what stores on other machines do alike; redis_store, with resp, its protocol; s3_store
+    mooncake_store     pages in Mooncake; mooncake_client: a client of its library
     check              the consistency check; index_check: validating LMDB's B-tree pages; lmdb_pages: their format
     maintenance        what operators do; rescue: rebuilding a damaged index
 
@@ -48,6 +49,8 @@ from hicache.storage.maintenance import (
     store_folders,
     verify,
 )
+from hicache.storage.mooncake_client import MooncakeAddress
+from hicache.storage.mooncake_store import MooncakePageStore
 from hicache.storage.redis_store import RedisPageStore
 from hicache.storage.rescue import rescue
 from hicache.storage.resp import RedisAddress
@@ -60,6 +63,8 @@ __all__ = [
     "Fault",
     "LmdbPageReader",
     "LmdbPageStore",
+    "MooncakeAddress",
+    "MooncakePageStore",
     "PageBuffer",
     "PageCipher",
     "PageEntry",

@@ -25,6 +25,17 @@ def require_packages() -> None:
         raise StoreError("the disk tier needs two packages: pip install lmdb zstandard")
 
 
+def load_mooncake() -> Any:
+    """The module `mooncake.store`, which is large and starts threads: loaded when a store needs it."""
+    try:
+        return importlib.import_module("mooncake.store")
+    except ImportError as error:
+        raise StoreError(
+            f"a store at mooncake:// needs Mooncake and libibverbs ({error}): "
+            "pip install 'hicache[mooncake]' and apt-get install libibverbs1"
+        ) from None
+
+
 lmdb: Any = _optional("lmdb")
 zstandard: Any = _optional("zstandard")
 ciphers: Any = _optional("cryptography.hazmat.primitives.ciphers")

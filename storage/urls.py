@@ -23,6 +23,8 @@ from hicache.storage.base import PageStore, StoreError
 from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFormat
 from hicache.storage.lmdb_store import LmdbPageStore
+from hicache.storage.mooncake_client import MooncakeAddress
+from hicache.storage.mooncake_store import MooncakePageStore
 from hicache.storage.redis_store import RedisPageStore
 from hicache.storage.resp import RedisAddress
 from hicache.storage.s3_store import S3PageStore
@@ -186,9 +188,28 @@ def _open_s3(url: str, /, **about: Any) -> PageStore:
     return S3PageStore(parts.host, parts.path.strip("/"), **given, **about)
 
 
+def _open_mooncake(url: str, /, **about: Any) -> PageStore:
+    parts = StoreUrl.parse(url)
+    if not parts.host or parts.path not in ("", "/") or parts.user or parts.password:
+        raise StoreError("a URL of Mooncake names its master: mooncake://host:50051?replicas=2")
+    given = parts.arguments(
+        segment=UrlOption("segment_bytes", parse_bytes, "a size like 8GiB, 0 to lend no memory"),
+        protocol=UrlOption("protocol", str, "tcp or rdma"),
+        device=UrlOption("device", str, "names of RDMA devices"),
+        metadata=UrlOption("metadata", str, "P2PHANDSHAKE or the address of a metadata server"),
+        buffer=UrlOption("buffer_bytes", parse_bytes, "a size like 64MiB"),
+        replicas=UrlOption("replicas", whole, "a number of machines"),
+        timeout=TIMEOUT,
+        level=LEVEL,
+    )
+    own = {name: given.pop(name) for name in ("segment_bytes", "protocol", "device", "metadata") if name in given}
+    return MooncakePageStore(MooncakeAddress(parts.host, parts.port or 50051, **own), **given, **about)
+
+
 _OPENERS: Mapping[str, StoreOpener] = {
     "lmdb": _open_lmdb,
     "s3": _open_s3,
+    "mooncake": _open_mooncake,
     **dict.fromkeys(("redis", "rediss", "redis+unix"), _open_redis),
 }
 

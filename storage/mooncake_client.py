@@ -1,0 +1,229 @@
+"""One client of Mooncake's library, connected again when it has to be.
+
+Three habits of the library (0.3.13, measured) shape this module. `setup` holds the interpreter lock, for minutes where
+the master does not answer, so a child process tries it first. A transfer that takes longer than 60 s is reported as
+failed while it goes on, so the client is closed, which ends it, before the caller has its buffers back. A call to a
+client that was closed crashes the process, so closing waits until no call is inside.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from hicache.storage.base import PageBuffer, StoreError
+from hicache.storage.optional_packages import load_mooncake
+
+log = logging.getLogger("hicache.storage")
+
+# What the library's calls return for a key: a length, 0 or 1, or one of these (mooncake-store/include/types.h). Those
+# that have no name here are failures of the master, of an owner of memory, or of the network.
+FULL = -200
+INVALID_PARAMS = -600  # a get: the value is longer than the buffers
+BEING_WRITTEN, MISSING, PRESENT, LEASED, GONE = -703, -704, -705, -706, -712
+TRANSFER_FAILED = -800  # a get, also: the value is shorter than the buffers
+UNREACHABLE, TIMED_OUT = -900, -901
+ABSENT = frozenset((BEING_WRITTEN, MISSING, GONE))
+
+Codes: TypeAlias = "list[int]"
+LibraryCall: TypeAlias = Callable[[Any], Codes]
+
+_ABANDONS_TRANSFERS_AFTER_S = 59.0  # measured: 60.0
+_RECONNECT_PAUSE_S = 1.0
+_MAX_WAITING_CALLS = 64
+_PROBE = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+own_host, metadata, protocol, device, master = sys.argv[1:]
+os._exit(bool(store.setup(own_host, metadata, 0, 0, protocol, device, master)))
+"""
+
+
+@dataclass(frozen=True)
+class MooncakeAddress:
+    """Where a master is, and how this process takes part: `segment_bytes` is memory that it lends to the store."""
+
+    host: str
+    port: int = 50051
+    segment_bytes: int = 0
+    protocol: str = "tcp"
+    device: str = ""
+    metadata: str = "P2PHANDSHAKE"
+
+    def __str__(self) -> str:
+        return f"mooncake://{self.host}:{self.port}"
+
+
+class MooncakeClient:
+    """Any number of threads. Raises `StoreError` when the master does not answer within `timeout_s`, and when closed.
+
+    While there is no connection, calls return `UNREACHABLE`; one of them, at most each second, connects first.
+    """
+
+    def __init__(self, address: MooncakeAddress, timeout_s: float) -> None:
+        self._address, self._timeout_s = address, timeout_s
+        self._memories: list[tuple[int, int, PageBuffer]] = []  # [start, end) of each, ascending
+        self._changed = threading.Condition()
+        self._num_inside, self._is_changing, self._closed = 0, False, False
+        self._reconnect_at_s = 0.0
+        self._library: Any = self._connect()
+        self._calls: queue.Queue[tuple[Future[Codes], LibraryCall, int] | None] = queue.Queue()
+        threading.Thread(target=self._work, name="hicache-mooncake", daemon=True).start()
+
+    def register(self, memory: PageBuffer) -> bool:
+        """Have the library read and write `memory` itself; False where it cannot."""
+        start = memory.ctypes.data
+        if self.is_registered(memory):
+            return True
+        code = self.transfer(lambda library: [library.register_buffer(start, len(memory))], 1)[0]
+        if code:
+            return False
+        with self._changed:
+            bisect.insort(self._memories, (start, start + len(memory), memory), key=lambda known: known[0])
+        return True
+
+    def is_registered(self, page: PageBuffer) -> bool:
+        start = page.ctypes.data
+        before = bisect.bisect_right(self._memories, start, key=lambda known: known[0]) - 1
+        return before >= 0 and start + len(page) <= self._memories[before][1]
+
+    def transfer(self, call: LibraryCall, num_codes: int) -> Codes:
+        """The codes of a call that is given buffers. When it returns, the library does not use them any more."""
+        begin_s = time.monotonic()
+        with self._entered() as library:
+            if library is None:
+                return [UNREACHABLE] * num_codes
+            codes = call(library)
+        if time.monotonic() - begin_s >= _ABANDONS_TRANSFERS_AFTER_S and any(code < 0 for code in codes):
+            self._drop(library)
+        return codes
+
+    def ask(self, call: LibraryCall, num_codes: int, deadline_s: float) -> Codes:
+        """The codes of a call without buffers; `TIMED_OUT`, and whatever it does later is ignored, when it does not
+        return by the deadline or within `timeout_s`."""
+        answer: Future[Codes] = Future()
+        self._calls.put((answer, call, num_codes))
+        try:
+            return answer.result(max(0.0, min(deadline_s - time.monotonic(), self._timeout_s)))
+        except FutureTimeoutError:
+            answer.cancel()
+            return [TIMED_OUT] * num_codes
+
+    def tell(self, call: LibraryCall) -> None:
+        """Make a call without buffers, some time; not at all when many are waiting."""
+        if self._calls.qsize() < _MAX_WAITING_CALLS:
+            self._calls.put((Future(), call, 0))
+
+    def replicas(self, num_replicas: int) -> Any:
+        """The library's settings of a put whose values are to lie on so many machines."""
+        config = load_mooncake().ReplicateConfig()
+        config.replica_num = num_replicas
+        return config
+
+    def close(self) -> None:
+        """Calls have `timeout_s` to return; one that does not ends the connection when it does."""
+        with self._changed:
+            self._closed = True
+            is_idle = self._changed.wait_for(lambda: not (self._num_inside or self._is_changing), self._timeout_s)
+            library, self._library = self._library, None
+        self._calls.put(None)
+        if not is_idle:
+            log.warning("%s: a call has not returned; the connection ends when it does", self._address)
+        elif library is not None:
+            closing = threading.Thread(target=library.close, daemon=True)
+            closing.start()
+            closing.join(self._timeout_s)
+
+    @contextmanager
+    def _entered(self) -> Iterator[Any]:
+        """The library's client, which is not closed meanwhile, or None."""
+        if self._library is None:
+            self._reconnect()
+        with self._changed:
+            if self._closed:
+                raise StoreError("the store is closed; open it again")
+            library = None if self._is_changing else self._library
+            self._num_inside += 1
+        try:
+            yield library
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._changed.notify_all()
+
+    def _drop(self, library: Any) -> None:
+        """Close a client that has abandoned transfers, once no call is inside."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_changing)
+            if self._library is not library:
+                return
+            self._is_changing = True
+            self._changed.wait_for(lambda: not self._num_inside)
+        log.warning("%s: transfers did not end within 60 s; connecting anew", self._address)
+        library.close()
+        self._change(None)
+
+    def _reconnect(self) -> None:
+        with self._changed:
+            if self._closed or self._is_changing or self._library or time.monotonic() < self._reconnect_at_s:
+                return
+            self._is_changing = True
+        library = None
+        try:
+            library = self._connect()
+        except StoreError as error:
+            log.warning("%s", error)
+        finally:
+            self._change(library)
+
+    def _change(self, library: Any) -> None:
+        with self._changed:
+            self._library, self._is_changing = library, False
+            self._reconnect_at_s = time.monotonic() + _RECONNECT_PAUSE_S
+            self._changed.notify_all()
+
+    def _connect(self) -> Any:
+        """A new client that knows all memory that is registered."""
+        at, module = self._address, load_mooncake()
+        master = f"{at.host}:{at.port}"
+        try:
+            with socket.create_connection((at.host, at.port), self._timeout_s) as connection:
+                own_host = connection.getsockname()[0]
+            probe = [sys.executable, "-c", _PROBE, own_host, at.metadata, at.protocol, at.device, master]
+            done = subprocess.run(probe, timeout=self._timeout_s, capture_output=True, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise StoreError(f"no Mooncake master answers at {master} ({error}); start mooncake_master there") from None
+        library = module.MooncakeDistributedStore()
+        own = (own_host, at.metadata, at.segment_bytes, 0, at.protocol, at.device, master)
+        if done.returncode or library.setup(*own):
+            raise StoreError(
+                f"Mooncake cannot be used at {master} (protocol={at.protocol!r}, device={at.device!r}, "
+                f"metadata={at.metadata!r}, segment={at.segment_bytes}): check these options and its log on stderr"
+            )
+        for start, end, _ in self._memories:
+            library.register_buffer(start, end - start)
+        return library
+
+    def _work(self) -> None:
+        while (waiting := self._calls.get()) is not None:
+            answer, call, num_codes = waiting
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                with self._entered() as library:
+                    answer.set_result([UNREACHABLE] * num_codes if library is None else call(library))
+            except Exception as error:  # noqa: BLE001 (it is the caller's)
+                answer.set_exception(error)
