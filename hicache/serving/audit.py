@@ -29,7 +29,7 @@ _DIGEST_BYTES = 16
 @dataclass(frozen=True)
 class AuditCounts:
     """`compared`: pages from host or disk whose digest was known; `mismatched` of them differed from what was computed.
-    `unrecorded`: pages from host or disk without a known digest. `recorded`: pages that were computed here."""
+    `unrecorded`: pages from host, disk or remote tier without a known digest. `recorded`: pages computed here."""
 
     compared: int = 0
     mismatched: int = 0
@@ -44,12 +44,15 @@ class KVAudit:
     """The scheduler's `Auditor`. Called on the scheduler thread only. It owns the sidecar file until `close`.
 
     `identity`: model and dtype, which the digests cover in addition to the tokens. `sidecar`: a file that digests are
-    appended to and earlier ones are read from; a last line that a killed process wrote half is dropped. Raises
-    ConfigError if the file cannot be used.
+    appended to and earlier ones are read from; a last line that a killed process wrote half is dropped. `is_shared`:
+    other processes store pages too, which they computed with other rounding; what they stored is known once it was
+    seen. Raises ConfigError if the file cannot be used.
     """
 
-    def __init__(self, engine: CacheEngine, identity: str, sidecar: Path | None = None) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: CacheEngine, identity: str, sidecar: Path | None = None, *, is_shared: bool = False
+    ) -> None:
+        self._engine, self._is_shared = engine, is_shared
         self._seed = hashlib.blake2b(f"{identity}\0{engine.page_size}".encode(), digest_size=_DIGEST_BYTES).digest()
         # A page that was evicted from every tier is computed again with other rounding: any earlier digest is accepted.
         self._known: dict[bytes, set[bytes]] = {}
@@ -86,8 +89,10 @@ class KVAudit:
 
     def _compare(self, key: bytes, digest: bytes) -> None:
         known = self._known.get(key)
-        if known is None:
+        if known is None or (self._is_shared and digest not in known):
             self._unrecorded += 1
+            if self._is_shared:
+                self._known.setdefault(key, set()).add(digest)
             return
         self._compared += 1
         self._mismatched += digest not in known

@@ -28,6 +28,7 @@ from hicache.serving.request import Request, RequestOutput
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
 from hicache.serving.workload import Workload, zigzag
+from hicache.tree import REMOTE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,8 @@ def serve_cached(
         turn = done[order[index]] = Turn(request.request_id, *order[index], request.tokens, output)
         show(turn)
 
-    with contextlib.closing(KVAudit(engine, f"{workload.loaded.model_id} {dtype}", sidecar)) as audit:
+    is_shared, identity = REMOTE in engine.inspect.context.stores, f"{workload.loaded.model_id} {dtype}"
+    with contextlib.closing(KVAudit(engine, identity, sidecar, is_shared=is_shared)) as audit:
         _run(workload, engine, len(order), make_request, on_finished, audit)
     engine.flush()
     engine.check()
@@ -85,6 +87,7 @@ def serve_without_cache(
         host_ratio=0.0,
         host_states=0,
         disk=None,
+        remote=None,
         device_tokens=device_tokens,
         window_tokens=window_tokens,
     )

@@ -35,6 +35,8 @@ def ask(engine: CacheEngine, name: str, tokens: np.ndarray, namespace: str = "")
     handle = engine.prefetch(name, tokens, namespace)
     wait_until(lambda: (engine.poll(), handle.ready)[1])
     hit = serve(engine, name, tokens, namespace).hit
+    assert engine.inspect.backup is not None
+    engine.inspect.backup.wait()  # copies in flight hold slots
     engine.poll()
     return hit
 

@@ -72,6 +72,20 @@ def test_one_flipped_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert audit.counts.compared > 2
 
 
+def test_what_another_process_computed_is_known_once_it_was_seen(tmp_path: Path) -> None:
+    """Pages of other rounding are no mismatch where others store pages too, and are compared from then on."""
+    model = shared(tiny_llama, device="cpu")
+    with _engine(model, tmp_path) as engine:
+        audit = KVAudit(engine, "tiny", is_shared=True)
+        _ask(engine, model, audit, 100, 150)
+        audit._known = {key: {b"of another process"} for key in audit._known}
+        _ask(engine, model, audit, 100)
+        first = audit.counts
+        assert first.unrecorded > 0 and first.compared == first.mismatched == 0
+        _ask(engine, model, audit, 150, 100)
+        assert audit.counts.compared > 0 and audit.counts.mismatched == 0
+
+
 def test_digests_outlive_the_process(tmp_path: Path) -> None:
     """With a sidecar, a second engine compares pages of the first; without one, or for another model, it does not."""
     model = shared(tiny_llama)
