@@ -89,7 +89,7 @@ class MooncakeClient:
         if self.is_registered(memory):
             return True
         code = self.transfer(lambda library: [library.register_buffer(start, len(memory))], 1)[0]
-        if code:
+        if code not in (0, UNREACHABLE):  # what is not connected registers everything when it is
             return False
         with self._changed:
             bisect.insort(self._memories, (start, start + len(memory), memory), key=lambda known: known[0])
@@ -127,7 +127,7 @@ class MooncakeClient:
         if self._calls.qsize() < _MAX_WAITING_CALLS:
             self._calls.put((Future(), call, 0))
 
-    def replicas(self, num_replicas: int) -> Any:
+    def put_config(self, num_replicas: int) -> Any:
         """The library's settings of a put whose values are to lie on so many machines."""
         config = load_mooncake().ReplicateConfig()
         config.replica_num = num_replicas

@@ -11,7 +11,8 @@ import math
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -37,11 +38,29 @@ _MAX_CHUNKS = 4  # of the store's own memory: so many calls transfer at the same
 _BATCH_BYTES = 64 << 20  # of pages in one call of the library, between two looks at the deadline
 
 
-class _Parts(NamedTuple):
-    """Where a value lies: addresses and lengths of its parts."""
+@dataclass(frozen=True)
+class _Value:
+    """A value of `length` bytes on its way. `in_place`: its page stays where it is, only the header is in a chunk."""
 
-    addresses: tuple[int, ...]
-    sizes: tuple[int, ...]
+    key: bytes
+    page: PageBuffer
+    length: int
+    in_place: bool
+
+    @property
+    def room_bytes(self) -> int:
+        """How much of a chunk it needs."""
+        return HEADER_BYTES if self.in_place else self.length
+
+    def addresses(self, room: PageBuffer) -> list[int]:
+        return [room.ctypes.data, self.page.ctypes.data] if self.in_place else [room.ctypes.data]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [HEADER_BYTES, len(self.page)] if self.in_place else [self.length]
+
+
+_Batch: TypeAlias = "list[tuple[_Value, PageBuffer]]"  # values, each with its room in a chunk
 
 
 class MooncakePageStore(RemotePageStore):
@@ -98,87 +117,87 @@ class MooncakePageStore(RemotePageStore):
         else:
             lengths = self._lengths(keys, deadline_s)
         codes = self._read(keys, buffers, lengths, deadline_s)
-        # Of another length, or not to be read: the library has one code for both.
-        unclear = (
-            [n for n, code in enumerate(codes) if code in (INVALID_PARAMS, TRANSFER_FAILED)] if self._is_raw else []
-        )
-        for n, length in zip(unclear, self._lengths([keys[n] for n in unclear], deadline_s), strict=True):
-            if length != lengths[n]:
-                codes[n] = self._read([keys[n]], [buffers[n]], [length], deadline_s)[0]
+        # Of another length, or not to be read: the library does not tell them apart.
+        unclear = [n for n, code in enumerate(codes) if self._is_raw and code in (INVALID_PARAMS, TRANSFER_FAILED)]
+        if unclear:
+            for n, length in zip(unclear, self._lengths([keys[n] for n in unclear], deadline_s), strict=True):
+                if length >= 0 and length != lengths[n]:
+                    codes[n : n + 1] = self._read([keys[n]], [buffers[n]], [length], deadline_s)
         self._count(codes, is_read=True)
         return [code > 0 for code in codes]
 
     def _lengths(self, keys: Sequence[bytes], deadline_s: float) -> Codes:
-        """How long the values are, or why that is not known."""
+        """How long the values are, or the codes of why that is not known."""
 
-        def ask(library: Any) -> Codes:
+        def ask(library: Any, names: list[str]) -> Codes:
             lengths: Codes = []
             for name in names:  # once the master fails, no more: each call takes seconds
-                failed = bool(lengths) and lengths[-1] < 0 and lengths[-1] not in ABSENT
-                lengths.append(lengths[-1] if failed else library.get_size(name))
+                has_failed = bool(lengths) and lengths[-1] < 0 and lengths[-1] not in ABSENT
+                lengths.append(lengths[-1] if has_failed else library.get_size(name))
             return lengths
 
-        names = [self._name(key, "-") for key in keys]
-        return self._client.ask(ask, len(names), deadline_s) if names else []
+        return self._ask(ask, keys, deadline_s)
 
     def _read(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], lengths: Sequence[int], deadline_s: float
     ) -> Codes:
         """For each value of a known length: that length if its page is there and verified, 0 if it does not verify, or
         the code of the failure. A length below 0 is such a code."""
-        codes = [min(length, 0) for length in lengths]
-        asked = []
-        for n, length in enumerate(lengths):
+        values = []
+        for key, page, length in zip(keys, pages, lengths, strict=True):
             if HEADER_BYTES <= length <= self._codecs.max_value_bytes:
-                asked.append(n)
+                in_place = length == HEADER_BYTES + len(page) and self._is_in_place(page)
+                values.append(_Value(key, page, length, in_place))
             elif length >= 0:
-                self._refuse(keys[n], f"value of {length} bytes")
-        in_place = [self._is_in_place(pages[n]) and lengths[n] == HEADER_BYTES + len(pages[n]) for n in asked]
-        rooms = [HEADER_BYTES if direct else lengths[n] for n, direct in zip(asked, in_place, strict=True)]
+                self._refuse(key, f"value of {length} bytes")
+        codes = iter(self._in_batches(values, deadline_s, self._receive))
+        return [
+            next(codes) if HEADER_BYTES <= length <= self._codecs.max_value_bytes else min(length, 0)
+            for length in lengths
+        ]
 
-        def receive(chunk: PageBuffer, offsets: Sequence[int], batch: range) -> Codes:
-            parts = [
-                _parts(chunk, offset, rooms[i], pages[asked[i]] if in_place[i] else None)
-                for i, offset in zip(batch, offsets, strict=True)
-            ]
-            got = self._transfer(_get, [keys[asked[i]] for i in batch], parts)
-            for j, (i, offset) in enumerate(zip(batch, offsets, strict=True)):
-                n, value = asked[i], chunk[offset : offset + rooms[i]].data
-                payload = pages[n].data if in_place[i] else value[HEADER_BYTES:]
-                if got[j] == lengths[n] and not self._decode(keys[n], bytes(value[:HEADER_BYTES]), payload, pages[n]):
-                    got[j] = 0
-            return got
+    def _receive(self, batch: _Batch) -> Codes:
+        def is_verified(value: _Value, room: memoryview) -> bool:
+            payload = value.page.data if value.in_place else room[HEADER_BYTES:]
+            return self._decode(value.key, bytes(room[:HEADER_BYTES]), payload, value.page)
 
-        for n, code in zip(asked, self._in_batches(rooms, [pages[n] for n in asked], deadline_s, receive), strict=True):
-            codes[n] = code
-        return codes
+        codes = self._transfer(lambda library, *where: library.batch_get_into_multi_buffers(*where), batch)
+        return [
+            code if code < 0 or is_verified(value, room.data) else 0
+            for (value, room), code in zip(batch, codes, strict=True)
+        ]
 
     def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
-        present = dict(zip(pages, self._ask(_exist, list(pages), deadline_s), strict=True))
-        absent = [key for key, code in present.items() if not code]
-        codecs = [self._codecs[len(pages[key])] for key in absent]
-        in_place = [self._is_raw and self._is_in_place(pages[key]) for key in absent]
-        rooms = [HEADER_BYTES if at else codec.max_value_bytes for at, codec in zip(in_place, codecs, strict=True)]
+        config = self._client.put_config(self._replicas)
 
-        def send(chunk: PageBuffer, offsets: Sequence[int], batch: range) -> Codes:
-            parts = []
-            for i, offset in zip(batch, offsets, strict=True):
-                page, room = pages[absent[i]], chunk[offset : offset + rooms[i]].data
-                value = codecs[i].encode_split(absent[i], page, room[HEADER_BYTES:], lag=lag)
-                room[:HEADER_BYTES] = value.header
-                if not in_place[i] and self._is_plain:  # an encrypted payload is there already
-                    copy_parts(room[HEADER_BYTES:], value.payload)
-                parts.append(_parts(chunk, offset, min(rooms[i], len(value)), page if in_place[i] else None))
-            codes = self._transfer(self._put, [absent[i] for i in batch], parts)
-            for i, part, code in zip(batch, parts, codes, strict=True):
+        def send(batch: _Batch) -> Codes:
+            encoded = [(self._encode_into(room.data, value, lag), room) for value, room in batch]
+            codes = self._transfer(
+                lambda library, *where: library.batch_put_from_multi_buffers(*where, config), encoded
+            )
+            for (value, _), code in zip(encoded, codes, strict=True):
                 if not code:
-                    self._written(len(pages[absent[i]]), sum(part.sizes))
+                    self._written(len(value.page), value.length)
             return codes
 
-        codes = self._in_batches(rooms, [pages[key] for key in absent], deadline_s, send)
+        present = dict(zip(pages, self._ask(_exist, list(pages), deadline_s), strict=True))
+        values = [
+            _Value(key, page, self._codecs[len(page)].max_value_bytes, self._is_raw and self._is_in_place(page))
+            for key, page in pages.items()
+            if not present[key]
+        ]
+        codes = self._in_batches(values, deadline_s, send)
         self._count([*codes, *(code for code in present.values() if code < 0)], is_read=False)
-        stored = {key for key, code in zip(absent, codes, strict=True) if code in (0, PRESENT)}
+        stored = {value.key for value, code in zip(values, codes, strict=True) if code in (0, PRESENT)}
         return [present[key] == 1 or key in stored for key in pages]
+
+    def _encode_into(self, room: memoryview, value: _Value, lag: float) -> _Value:
+        """Write what of the value is not in place; the value with the length that it has."""
+        encoded = self._codecs[len(value.page)].encode_split(value.key, value.page, room[HEADER_BYTES:], lag=lag)
+        room[:HEADER_BYTES] = encoded.header
+        if not value.in_place and self._is_plain:  # an encrypted payload is there already
+            copy_parts(room[HEADER_BYTES:], encoded.payload)
+        return replace(value, length=len(encoded))
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         # By force: whoever reads a value now, under a lease, verifies what arrives.
@@ -189,41 +208,27 @@ class MooncakePageStore(RemotePageStore):
     def _disconnect(self) -> None:
         self._client.close()
 
-    def _put(self, library: Any, names: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> Codes:
-        return list(
-            library.batch_put_from_multi_buffers(names, addresses, sizes, self._client.replicas(self._replicas))
-        )
-
-    def _in_batches(
-        self,
-        rooms: Sequence[int],
-        pages: Sequence[PageBuffer],
-        deadline_s: float,
-        move: Callable[[PageBuffer, Sequence[int], range], Codes],
-    ) -> Codes:
-        """The codes of `move(chunk, offsets, batch)` for each batch of pages that fits a chunk, with `rooms` bytes."""
-        if not rooms:
-            return []
+    def _in_batches(self, values: Sequence[_Value], deadline_s: float, move: Callable[[_Batch], Codes]) -> Codes:
+        """The codes of `move` for batches of values that fit a chunk, as long as there is time."""
         left_s = max(0.0, deadline_s - time.monotonic())
         try:
             chunk = self._chunks.get(timeout=None if left_s == math.inf else left_s)
         except queue.Empty:
-            return [TIMED_OUT] * len(rooms)
+            return [TIMED_OUT] * len(values)
         codes: Codes = []
         try:
-            for batch in _batches(rooms, pages, len(chunk)):
+            for batch in _batches(values, chunk):
                 if time.monotonic() >= deadline_s:
                     break
-                ends = np.cumsum([rooms[i] for i in batch]).tolist()
-                codes += move(chunk, [0, *ends[:-1]], batch)
+                codes += move(batch)
         finally:
             self._chunks.put(chunk)
-        return codes + [TIMED_OUT] * (len(rooms) - len(codes))
+        return codes + [TIMED_OUT] * (len(values) - len(codes))
 
-    def _transfer(self, call: Callable[..., Codes], keys: Sequence[bytes], parts: Sequence[_Parts]) -> Codes:
-        """`call(library, names, addresses, sizes)` for values in parts."""
-        names = [self._name(key, "-") for key in keys]
-        addresses, sizes = [list(part.addresses) for part in parts], [list(part.sizes) for part in parts]
+    def _transfer(self, call: Callable[..., Codes], batch: _Batch) -> Codes:
+        """`call(library, names, addresses, sizes)` for a batch."""
+        names = [self._name(value.key, "-") for value, _ in batch]
+        addresses, sizes = [value.addresses(room) for value, room in batch], [value.sizes for value, _ in batch]
         return self._client.transfer(lambda library: list(call(library, names, addresses, sizes)), len(names))
 
     def _ask(self, call: Callable[[Any, list[str]], Codes], keys: Sequence[bytes], deadline_s: float) -> Codes:
@@ -259,22 +264,15 @@ def _exist(library: Any, names: list[str]) -> Codes:
     return list(library.batch_is_exist(names))
 
 
-def _get(library: Any, names: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> Codes:
-    return list(library.batch_get_into_multi_buffers(names, addresses, sizes))
-
-
-def _parts(chunk: PageBuffer, offset: int, num_bytes: int, page: PageBuffer | None) -> _Parts:
-    """A value that begins in `num_bytes` of the chunk, and ends in the page if it is given."""
-    start = chunk.ctypes.data + offset
-    return _Parts((start,), (num_bytes,)) if page is None else _Parts((start, page.ctypes.data), (num_bytes, len(page)))
-
-
-def _batches(rooms: Sequence[int], pages: Sequence[PageBuffer], chunk_bytes: int) -> Iterator[range]:
-    """Runs of pages whose rooms fit a chunk."""
-    begin = used_bytes = page_bytes = 0
-    for n, (room, page) in enumerate(zip(rooms, pages, strict=True)):
-        if n > begin and (used_bytes + room > chunk_bytes or page_bytes + len(page) > _BATCH_BYTES):
-            yield range(begin, n)
-            begin, used_bytes, page_bytes = n, 0, 0
-        used_bytes, page_bytes = used_bytes + room, page_bytes + len(page)
-    yield range(begin, len(rooms))
+def _batches(values: Sequence[_Value], chunk: PageBuffer) -> Iterator[_Batch]:
+    """Runs of values, each of which fits the chunk."""
+    batch: _Batch = []
+    end = page_bytes = 0
+    for value in values:
+        if batch and (end + value.room_bytes > len(chunk) or page_bytes + len(value.page) > _BATCH_BYTES):
+            yield batch
+            batch, end, page_bytes = [], 0, 0
+        batch.append((value, chunk[end : end + value.room_bytes]))
+        end, page_bytes = end + value.room_bytes, page_bytes + len(value.page)
+    if batch:
+        yield batch

@@ -122,7 +122,7 @@ def test_an_installed_package_adds_a_scheme(tmp_path: Path, monkeypatch: pytest.
     store = open_store("own-store://?budget=1000000", identity=IDENTITY, formats=FORMATS)
     assert store.stats().budget_bytes == 1_000_000
     assert put_numbers(store, [3]) == [True] and found_numbers(store, [3, 4]) == {3}
-    with pytest.raises(StoreError, match=re.escape("known ones are lmdb, own-store")):
+    with pytest.raises(StoreError, match=re.escape("known ones are lmdb, mooncake, own-store")):
         opened("nosuch://")
     with pytest.raises(StoreError, match="no option 'x'"):
         opened("own-store://?x=1")
