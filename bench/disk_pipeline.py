@@ -23,7 +23,8 @@ import torch
 
 from hicache import CacheEngine, CacheRequest, EngineConfig, Lease, ModelGeometry, build_engine
 from hicache.bench.common import Case, Report, gb_per_s, percentile
-from hicache.config import AdvancedConfig, DiskConfig
+from hicache.config import AdvancedConfig
+from hicache.store_config import DiskConfig
 
 TARGET = 0.95
 DOCUMENTS = 16  # the load of the last one overlaps no read

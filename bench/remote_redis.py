@@ -10,7 +10,6 @@ installed is left out.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import os
@@ -31,18 +30,10 @@ import numpy as np
 from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, percentile
 from hicache.storage import PageBuffer, PageFormat, PageStore, open_store
 
-NAME = "remote_redis"
-DESCRIPTION = "pages in Redis and S3, beside their clients' own calls"
 TARGET = 0.9
 _BUCKET = "pages-of-hicache"
 _THREADS = 16  # what S3PageStore has by default
 _START_S = 60
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--page-kib", type=int, default=1024)
-    parser.add_argument("--pages", type=int, default=64, help="of one batch")
-    parser.add_argument("--samples", type=int, default=9)
 
 
 @dataclass(frozen=True)
@@ -53,6 +44,12 @@ class _Batch:
     buffers: Sequence[PageBuffer]
     samples: int
 
+    @classmethod
+    def of(cls, num_pages: int, page_bytes: int, samples: int) -> _Batch:
+        rng = np.random.default_rng(7)
+        pages = [rng.integers(0, 256, page_bytes, dtype=np.uint8) for _ in range(num_pages)]
+        return cls(pages, [np.zeros_like(page) for page in pages], samples)
+
     @property
     def keys(self) -> list[bytes]:
         return [b"page %d" % n for n in range(len(self.pages))]
@@ -62,7 +59,7 @@ class _Batch:
         return sum(map(len, self.pages))
 
     def open(self, url: str) -> PageStore:
-        return open_store(url, identity={"bench": NAME}, formats=[PageFormat(len(self.pages[0]))])
+        return open_store(url, identity={"model": "bench"}, formats=[PageFormat(len(self.pages[0]))])
 
     def compare(self) -> None:
         """The buffers hold the pages; they are cleared."""
@@ -72,20 +69,11 @@ class _Batch:
             buffer[:] = 0
 
 
-def run(args: argparse.Namespace, report: Report) -> None:
-    rng = np.random.default_rng(7)
-    pages = [rng.integers(0, 256, args.page_kib << 10, dtype=np.uint8) for _ in range(args.pages)]
-    batch = _Batch(pages, [np.zeros_like(page) for page in pages], args.samples)
-    ran = [measure(report, batch) for measure in (measure_redis, measure_s3)]
-    if not any(ran):
-        raise BenchUnavailable("needs redis-server and redis with hiredis, or obstore and moto[server]")
-
-
-def measure_redis(report: Report, batch: _Batch) -> bool:
-    """The cases of Redis; False where server or client is missing."""
-    client_package = _optional("redis")
+def measure_redis(report: Report, num_pages: int, page_bytes: int, samples: int) -> None:
+    """Raises `BenchUnavailable` where server or client is missing."""
+    batch, client_package = _Batch.of(num_pages, page_bytes, samples), _optional("redis")
     if client_package is None or _optional("hiredis") is None or not shutil.which("redis-server"):
-        return False
+        raise BenchUnavailable("redis needs redis-server: apt-get install redis-server, pip install redis hiredis")
     with _redis_server() as port, contextlib.closing(batch.open(f"redis://127.0.0.1:{port}?level=0")) as store:
         client = client_package.Redis(port=port)
         names = [key.decode() for key in batch.keys]
@@ -108,14 +96,13 @@ def measure_redis(report: Report, batch: _Batch) -> bool:
         ceiling = percentile(per_s["ceiling"], 50)
         report.add(Case.of("redis.contains", per_s["store"], "keys/s", ceiling=ceiling, target=TARGET))
         client.close()
-    return True
 
 
-def measure_s3(report: Report, batch: _Batch) -> bool:
-    """The cases of S3; False where server or client is missing."""
-    obstore = _optional("obstore")
+def measure_s3(report: Report, num_pages: int, page_bytes: int, samples: int) -> None:
+    """Raises `BenchUnavailable` where server or client is missing."""
+    batch, obstore = _Batch.of(num_pages, page_bytes, samples), _optional("obstore")
     if obstore is None or _optional("moto.server") is None:
-        return False
+        raise BenchUnavailable("s3 needs a server: pip install obstore 'moto[server]'")
     with _s3_server() as (endpoint, reset), ThreadPoolExecutor(_THREADS) as pool:
         os_store = importlib.import_module("obstore.store").S3Store
         account = {"access_key_id": "testing", "secret_access_key": "testing", "region": "us-east-1"}
@@ -135,7 +122,6 @@ def measure_s3(report: Report, batch: _Batch) -> bool:
             _case(report, "s3.put", _times(put, batch, before=reset), batch)
             _put(store, batch)  # beside what the ceiling put last
             _case(report, "s3.get", _times(get, batch, after=batch.compare), batch)
-    return True
 
 
 def _times(

@@ -5,9 +5,7 @@ from hicache.alloc import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAlloc
 from hicache.alloc import SWATokenToKVPoolAllocator as SWATokenToKVPoolAllocator
 from hicache.alloc import TokenToKVPoolAllocator as TokenToKVPoolAllocator
 from hicache.config import AdvancedConfig as AdvancedConfig
-from hicache.config import DiskConfig as DiskConfig
 from hicache.config import EngineConfig as EngineConfig
-from hicache.config import RemoteConfig as RemoteConfig
 from hicache.device import AscendMLAPagedTokenToKVPool as AscendMLAPagedTokenToKVPool
 from hicache.device import AscendTokenToKVPool as AscendTokenToKVPool
 from hicache.device import DoubleSparseTokenToKVPool as DoubleSparseTokenToKVPool
@@ -99,6 +97,8 @@ from hicache.storage.base import StoreIndexDamaged as StoreIndexDamaged
 from hicache.storage.base import StoreLocked as StoreLocked
 from hicache.storage.base import StoreMismatch as StoreMismatch
 from hicache.storage.urls import open_store as open_store
+from hicache.store_config import DiskConfig as DiskConfig
+from hicache.store_config import RemoteConfig as RemoteConfig
 from hicache.tensor_cache import HiCache as HiCache
 from hicache.tensor_cache import TensorCacheStats as TensorCacheStats
 from hicache.transfer import LayerTransferCounter as LayerTransferCounter

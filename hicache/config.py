@@ -17,7 +17,6 @@ from hicache.errors import ConfigError
 from hicache.settings import (
     Address,
     Choice,
-    FilePath,
     Layer,
     Number,
     Size,
@@ -33,24 +32,19 @@ from hicache.settings import (
     settle,
     short_repr,
 )
+from hicache.store_config import MAX_S, DiskConfig, RemoteConfig
 
 if TYPE_CHECKING:
     import torch  # importing it takes a second, which the command line does not always need
 
 PrefetchMode = Literal["auto", "best_effort", "wait_complete", "timeout"]
 Kernels = Literal["triton", "torch"]
-Durability = Literal["relaxed", "commit"]
-Backup = Literal["all", "none"]
-Filter = Literal["auto", "none", "byte_shuffle", "channel_byte_shuffle"]
 Auto = Literal["auto"]
 
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-_MAX_SLOTS = 1 << 30
+MAX_SLOTS = 1 << 30
 _MAX_PAGE_TOKENS = 1 << 20
-_MAX_S = 1e9
 EVENTS = ("file:", "tcp://", "ipc://", "connect:tcp://", "connect:ipc://")  # how a kv_events address may begin
-# A store maps its tables into the 128 TiB of addresses that a process has.
-MAX_STORE_BYTES = 1 << 46
 
 
 @dataclass(frozen=True)
@@ -129,50 +123,6 @@ def api_key() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiskConfig:
-    """The disk tier. `path` is a directory of its own; `budget_bytes` bounds its files from the first write."""
-
-    path: Annotated[str, FilePath("directory of the store", may_be_empty=False)]
-    budget_bytes: Annotated[int, Size("maximum size of the files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
-    durability: Annotated[Durability, Choice("when a commit reaches the medium", get_args(Durability))] = "relaxed"
-    level: Annotated[int, Whole("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)] = 1
-    filter: Annotated[
-        Filter, Choice("byte order in which pages are compressed", get_args(Filter), computed_from="the pool's layout")
-    ] = "auto"
-    key_file: Annotated[str, FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64")] = ""
-
-    def __post_init__(self) -> None:
-        settle(self, "disk ")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemoteConfig:
-    """The remote tier: a store that engines on several machines share (docs/remote.md). Pages are backed up to it
-    beside the disk, and a prefetch asks it for what the disk lacks."""
-
-    url: Annotated[str, Text("the store, like redis://host:6379 or mooncake://host:50051")]
-    backup: Annotated[
-        Backup, Choice("all: pages are backed up; none: only read, for ranks that hold the same KV", get_args(Backup))
-    ] = "all"
-    backup_share: Annotated[
-        float, Number("maximum share of the host tier that is on its way to the store", 0.01, 1, unit="of 1")
-    ] = 0.25
-    reader_threads: Annotated[int, Whole("threads that read from the store", 1, 256, unit="threads")] = 4
-    io_timeout_s: Annotated[
-        float, Number("an operation that takes longer marks the store as stalled", 1e-3, _MAX_S, unit="seconds")
-    ] = 2.0
-    key_file: Annotated[str, FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64")] = ""
-
-    def __post_init__(self) -> None:
-        settle(self, "remote ")
-        if not self.url:
-            raise ConfigError("remote url is empty; give the store, like redis://host:6379")
-
-    def __repr__(self) -> str:
-        return f"RemoteConfig(url={short_repr(self.url.split('://')[0])}, backup={self.backup!r})"
-
-
-@dataclass(frozen=True, kw_only=True)
 class AdvancedConfig:
     """Internal settings. The defaults suit the machines in `bench/results/`; change them for a measurement."""
 
@@ -181,12 +131,12 @@ class AdvancedConfig:
     disk_reader_threads: Annotated[int, Whole("threads that read from the disk", 1, 256, unit="threads")] = 4
     disk_queue_jobs: Annotated[int, Whole("maximum number of queued reads, and writes", 1, unit="jobs")] = 1024
     disk_io_timeout_s: Annotated[
-        float, Number("an operation that takes longer marks the disk as stalled", 1e-3, _MAX_S, unit="seconds")
+        float, Number("an operation that takes longer marks the disk as stalled", 1e-3, MAX_S, unit="seconds")
     ] = 10.0
     disk_reopen_backoff_s: Annotated[
-        float, Number("delay before a failed disk is tried again; doubles each time", 1e-3, _MAX_S, unit="seconds")
+        float, Number("delay before a failed disk is tried again; doubles each time", 1e-3, MAX_S, unit="seconds")
     ] = 1.0
-    disk_max_reopen_backoff_s: Annotated[float, Number("maximum of that delay", 1e-3, _MAX_S, unit="seconds")] = 300.0
+    disk_max_reopen_backoff_s: Annotated[float, Number("maximum of that delay", 1e-3, MAX_S, unit="seconds")] = 300.0
     kv_events_queue_blocks: Annotated[
         int, Whole("KV events of more blocks than this wait for nobody: they are dropped and counted", 1, unit="blocks")
     ] = 65536
@@ -242,7 +192,7 @@ class EngineConfig:
         ),
     ] = "auto"
     prefetch_timeout_s: Annotated[
-        float, Number("maximum wait under prefetch_mode=timeout", 0, _MAX_S, unit="seconds")
+        float, Number("maximum wait under prefetch_mode=timeout", 0, MAX_S, unit="seconds")
     ] = 1.0
     prefetch_host_share: Annotated[
         float, Number("maximum share of the host tier that waits for requests to be admitted", 0, 1, unit="of 1")
@@ -270,7 +220,7 @@ class EngineConfig:
         Whole(
             "recurrent states on the device; 0: auto",
             0,
-            _MAX_SLOTS,
+            MAX_SLOTS,
             unit="states",
             computed_from="max_requests, device_tokens, the bytes of a state and of KV",
             auto=0,
@@ -286,7 +236,7 @@ class EngineConfig:
         Whole(
             "recurrent states on the host, part of host_bytes; 0: auto",
             0,
-            _MAX_SLOTS,
+            MAX_SLOTS,
             unit="states",
             computed_from="host_bytes, the bytes of a state and of a host page",
             auto=0,

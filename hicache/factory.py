@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from hicache.alloc import (
@@ -13,7 +12,7 @@ from hicache.alloc import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from hicache.config import DiskConfig, EngineConfig, Filter, RemoteConfig, kernel_choice
+from hicache.config import EngineConfig, kernel_choice
 from hicache.device import (
     HybridLinearKVPool,
     HybridReqToTokenPool,
@@ -26,21 +25,21 @@ from hicache.device import (
     SWAKVPool,
 )
 from hicache.device.base import SlotSpace
-from hicache.disk import DiskTier, Limits, cipher_of, identity_of, namespace_digest, page_filter
+from hicache.disk import namespace_digest
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
 from hicache.flow.components import COMPONENTS, Base, CacheComponent, HostLink
 from hicache.flow.context import EngineContext
-from hicache.flow.prefix_read import BATCH_PAGES
 from hicache.flow.write_policy import make_write_policy
 from hicache.host import HostPagePool
 from hicache.host.memory import available_bytes
 from hicache.kernels.page_copy import PageMover
 from hicache.kv_events import EventPublisher, sink_of
-from hicache.layout import ModelGeometry, PoolLayout
+from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
 from hicache.sizing import host_shares, resolve
-from hicache.storage import LmdbPageStore, PageFormat, PageStore, open_store
+from hicache.storage import PageStore
+from hicache.stores import build_stores, require_one_each
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes
 from hicache.tree import (
@@ -53,11 +52,8 @@ from hicache.tree import (
     EventLog,
     PageHasher,
     RadixTree,
-    Store,
     TreeComponent,
 )
-
-_MAX_REMOTE_BACKOFF_S = 30.0  # a server that was restarted is to be used again soon
 
 
 def build_engine(
@@ -78,7 +74,7 @@ def build_engine(
     device, host_setting = _device(config.device), "host_ratio" if config.host_ratio else "host_bytes"
     write_policy = make_write_policy(config)
     config = resolve(config, model, available_bytes() if config.has_host else 0)
-    _require_one_store(config, store, remote)
+    require_one_each(config, store, remote)
     table = _table(config, model, device)
     pool = _pool(config, model, device, table) if isinstance(model, ModelGeometry) else _fitting(config, model, device)
     present = _present(config, model, components)
@@ -100,14 +96,8 @@ def build_engine(
     built = tuple(kind(base, found, links[found.name]) for kind, found in present.items())
     _register_counters(pool, {component.name: component.counter for component in built})
     hosts = {component.name: component.host for component in built if component.has_host}
-    stores: dict[Store, DiskTier] = {}
-    owns_store, removed = config.disk is not None, list[bytes]()
-    if config.disk is not None:
-        store = _store(config, config.disk, layouts, hosts, None if events is None else removed.extend)
-    if store is not None:
-        stores[DISK] = _disk(config, store, owns_store, hosts, metrics, removed)
-    if config.remote is not None or remote is not None:
-        stores[REMOTE] = _remote(config, remote, layouts, hosts, metrics)
+    given = {DISK: store, REMOTE: remote}
+    stores = build_stores(config, given, layouts, hosts, metrics, tells_removed=events is not None)
     context = EngineContext(config, pool, table, base.tree, metrics, built, write_policy, stores)
     return CacheEngine(context, events=None if events is None else _publisher(config, events, metrics))
 
@@ -304,108 +294,3 @@ def build_transfer(
         chunk_tokens=config.advanced.transfer_chunk_tokens,
     )
     return backend, counter
-
-
-def _require_one_store(config: EngineConfig, store: PageStore | None, remote: PageStore | None) -> None:
-    if store is not None and config.disk is not None:
-        raise ConfigError(f"the engine is given a store and disk path={config.disk.path}; give one of them")
-    if remote is not None and config.remote is not None:
-        raise ConfigError("the engine is given a remote store and a remote url; give one of them")
-    for given, name in ((store, "disk"), (remote, "remote")):
-        if given is not None:
-            config.require_store_tier(name)
-
-
-def _formats(
-    wanted: Filter, layouts: dict[Component, PoolLayout], hosts: dict[Component, HostPagePool]
-) -> list[PageFormat]:
-    """Of the host pages of all components; where two share a size, the first decides."""
-    formats: dict[int, PageFormat] = {}
-    for name, host in hosts.items():
-        kind: Filter = wanted if name == FULL or wanted == "none" else "auto"
-        formats.setdefault(
-            host.page_bytes, PageFormat(host.page_bytes, page_filter(kind, layouts[name], host.page_tokens))
-        )
-    return list(formats.values())
-
-
-def _store(
-    config: EngineConfig,
-    disk: DiskConfig,
-    layouts: dict[Component, PoolLayout],
-    hosts: dict[Component, HostPagePool],
-    on_removed: Callable[[Sequence[bytes]], None] | None,
-) -> LmdbPageStore:
-    return LmdbPageStore(
-        disk.path,
-        identity=identity_of(config, layouts),
-        formats=_formats(disk.filter, layouts, hosts),
-        budget_bytes=disk.budget_bytes,
-        durability=disk.durability,
-        level=disk.level,
-        cipher=cipher_of(disk),
-        on_removed=on_removed,
-    )
-
-
-def _disk(
-    config: EngineConfig,
-    store: PageStore,
-    owns_store: bool,
-    hosts: dict[Component, HostPagePool],
-    metrics: Metrics,
-    removed: list[bytes],
-) -> DiskTier:
-    advanced = config.advanced
-    limits = Limits(
-        io_timeout_s=advanced.disk_io_timeout_s,
-        reopen_backoff_s=advanced.disk_reopen_backoff_s,
-        max_reopen_backoff_s=advanced.disk_max_reopen_backoff_s,
-        close_s=advanced.disk_io_timeout_s,
-    )
-    tier = DiskTier(
-        store,
-        owns_store=owns_store,
-        readers=advanced.disk_reader_threads,
-        queue_jobs=advanced.disk_queue_jobs,
-        # What may be locked on its way to the store.
-        full_bytes=sum(host.page_bytes * host.num_pages for host in hosts.values()) // 2,
-        limits=limits,
-        removed=removed,
-    )
-    tier.register(metrics)
-    return tier
-
-
-def _remote(
-    config: EngineConfig,
-    store: PageStore | None,
-    layouts: dict[Component, PoolLayout],
-    hosts: dict[Component, HostPagePool],
-    metrics: Metrics,
-) -> DiskTier:
-    """`store`: of the caller; None: the one that the settings name."""
-    remote, advanced, owns_store = config.remote or RemoteConfig(url="given:"), config.advanced, store is None
-    if store is None:
-        formats = _formats("auto", layouts, hosts)
-        store = open_store(remote.url, identity=identity_of(config, layouts), formats=formats, cipher=cipher_of(remote))
-    for host in hosts.values():
-        store.register_memory(host.arena.data.numpy().reshape(-1).view(np.uint8))
-    tier = DiskTier(
-        store,
-        owns_store=owns_store,
-        readers=remote.reader_threads,
-        queue_jobs=advanced.disk_queue_jobs,
-        full_bytes=int(remote.backup_share * sum(host.page_bytes * host.num_pages for host in hosts.values())),
-        limits=Limits(
-            io_timeout_s=remote.io_timeout_s,
-            reopen_backoff_s=advanced.disk_reopen_backoff_s,
-            max_reopen_backoff_s=_MAX_REMOTE_BACKOFF_S,
-            close_s=remote.io_timeout_s,
-        ),
-        name="remote",
-        part_pages=BATCH_PAGES,
-        gives_way=True,
-    )
-    tier.register(metrics)
-    return tier

@@ -9,9 +9,9 @@ import pytest
 
 from component_case import STATES, WINDOWS, config
 from hicache import build_engine
-from hicache.config import DiskConfig
 from hicache.metrics import UNITS, MetricInfo
 from hicache.serving.server.metric_names import series_of
+from hicache.store_config import DiskConfig
 from hicache.transfer.plan import ASSUMED
 from memory_store import MemoryPageStore
 

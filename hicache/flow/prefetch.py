@@ -26,7 +26,9 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.disk_prefix import DiskPrefix
 from hicache.flow.host_eviction import HostEviction
-from hicache.flow.prefix_read import BATCH_PAGES, PrefixRead, PrefixReads
+from hicache.flow.prefetch_counters import PrefetchCounters
+from hicache.flow.prefix_read import BATCH_PAGES, PrefixReads
+from hicache.flow.read_state import PrefixRead
 from hicache.tree.key import Tokens
 from hicache.tree.node import DISK, FULL, Component, Store
 
@@ -84,32 +86,6 @@ class _Waiter:
         return min(self.end, self.read.end)
 
 
-class _Counters:
-    """Decisions and outcomes."""
-
-    def __init__(self, context: EngineContext) -> None:
-        count, histogram = context.metrics.counter, context.metrics.histogram
-        self.requests = count("prefetch.requests", "prefetches asked for")
-        self.waited = count(
-            "prefetch.waited_requests", "requests for which waiting was estimated to be faster than computing"
-        )
-        self.skipped = count(
-            "prefetch.skipped_requests", "requests that did not wait because computing was estimated faster"
-        )
-        self.gave_up = count(
-            "prefetch.gave_up_requests", "requests that stopped waiting because computing the rest was faster"
-        )
-        self.shared = count("prefetch.shared_requests", "prefetches that joined a read in flight")
-        self.postponed = count(
-            "prefetch.postponed_requests", "prefetches refused or cut short by host pages or the read queue"
-        )
-        self.retries = count("prefetch.retries", "attempts to start what was postponed")
-        self.estimated_s = count(
-            "prefetch.estimated_seconds", "what the waits that came to their end were estimated to take"
-        )
-        self.waited_s = histogram("prefetch.waited_seconds", "time that a wait took which came to its end")
-
-
 class Prefetcher:
     """Owned by the scheduler thread. `waiters`, by request, are in order of arrival."""
 
@@ -123,7 +99,7 @@ class Prefetcher:
         self._claims: WeakKeyDictionary[Prefetch, int] = WeakKeyDictionary()
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
         self._retry_at_s, self._retry_s = -math.inf, _RETRY_S
-        self._counters = _Counters(context)
+        self._counters = PrefetchCounters(context)
         self._has_been_full = False
         self._num_claimed = 0  # what a snapshot in another thread may read
         gauge = context.metrics.gauge

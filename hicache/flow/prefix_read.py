@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -25,83 +23,13 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.disk_prefix import DiskPrefix, Found
 from hicache.flow.host_eviction import HostEviction
+from hicache.flow.read_state import Batch, PrefixRead
 from hicache.tree.node import DEVICE, DISK, FULL, HOST, REMOTE, Component, Store, TreeNode
 
 BATCH_PAGES = 8  # of one read job
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
 _GAUGE_BYTES = 8 << 20
 _METRICS = {DISK: "prefetch", REMOTE: "remote_prefetch"}
-
-
-@dataclass
-class _Batch:
-    """Pages of a component that one job reads from a store: `indices` in the prompt, `pages` of the host pool."""
-
-    store: Store
-    component: CacheComponent
-    indices: list[int]
-    pages: torch.Tensor
-    ok: tuple[bool, ...] | None = None
-
-
-@dataclass(eq=False)
-class PrefixRead:
-    """One read in flight. `anchor`: the node, locked on the host, behind which full pages are inserted.
-
-    [prefix.num_host_pages, landed_end)   full pages of the prompt that have landed
-    [landed_end, end)                     full pages that are read
-    [end, found_end)                      pages of use that the stores hold, and for which no host page was free
-
-    `found`: the stores' answers, from which `end` and `found_end` follow; before, they are all pages of the prompt.
-    `partial`: the answers so far; `asked`: how many stores were asked. `batches`: jobs that read, full pages first;
-    `next_batch`: the first that was not inserted. `outstanding`: jobs that were not answered; `stalled`: the batches of
-    those whose thread is stalled. `failed`: nothing more can be inserted.
-    `other_bytes`: of windows and states that are being read, by store. `is_short`: another read could bring more.
-    """
-
-    number: int
-    prefix: DiskPrefix
-    anchor: TreeNode
-    is_urgent: bool
-    until_s: float
-    landed_end: int
-    end: int
-    found_end: int
-    partial: Found
-    asked: int = 0
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    batches: list[_Batch] = field(default_factory=list)
-    stalled: set[int] = field(default_factory=set)
-    found: Found | None = None
-    next_batch: int = 0
-    outstanding: int = 0
-    other_bytes: dict[Store, int] = field(default_factory=dict)
-    failed: bool = False
-    is_short: bool = False
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it may bring anything more."""
-        return not (self.failed or self.cancelled.is_set())
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all its readers are done, but for stalled ones."""
-        return self.outstanding == len(self.stalled)
-
-    @property
-    def has_landed(self) -> bool:
-        """Whether it has brought anything."""
-        return self.landed_end > self.prefix.num_host_pages
-
-    def bytes_left(self, end: int, store: Store) -> int:
-        """Bytes that have not landed of the first `end` pages, and come from `store`."""
-        if self.found is None:
-            return 0
-        start = self.prefix.num_host_pages
-        num_pages = self.found.pages[self.landed_end - start : max(0, min(end, self.end) - start)].count(store)
-        others = self.other_bytes.get(store, 0) if end >= self.end else 0
-        return num_pages * self.prefix.context.full.host.page_bytes + others
 
 
 class PrefixReads:
@@ -113,11 +41,13 @@ class PrefixReads:
         self._ids = itertools.count()
         self._reads: dict[int, PrefixRead] = {}
         # Of reads that ended, by number and batch: what a stalled thread has. A find has no pages.
-        self._left: dict[tuple[int, int], _Batch | None] = {}
+        self._left: dict[tuple[int, int], Batch | None] = {}
         count, histogram = context.metrics.counter, context.metrics.histogram
-        moved = "bytes of verified pages that a job read from the store to the host"
+        moved, took = (
+            "bytes of verified pages that a job read from the store to the host",
+            "time that job took a reader",
+        )
         self._bytes = {store: histogram(f"{_METRICS[store]}.bytes", moved) for store in context.stores}
-        took = "time that job took a reader"
         self._seconds = {store: histogram(f"{_METRICS[store]}.seconds", took) for store in context.stores}
         self._lost = count("prefetch.lost_pages", "pages a store announced and could not give back verified")
         self._landed = count("prefetch.landed_tokens", "tokens that prefetches added to the host tier")
@@ -259,7 +189,7 @@ class PrefixReads:
             if self._ask_next(read):
                 return True
             self._refused.value += 1
-        elif isinstance(done, Stalled) and not read.partial.pages:
+        elif isinstance(done, Stalled) and read.partial == read.prefix.nothing:
             return False
         read.found = read.partial
         read.end = read.found_end = read.prefix.usable_end(read.found, len(read.found.pages))
@@ -278,7 +208,7 @@ class PrefixReads:
             end = start + len(list(run))
             for part in self._parts(store, start, end, component.host.page_bytes):
                 number = len(read.batches)
-                read.batches.append(_Batch(store, component, indices[part], pages[part], None if goes_on else ()))
+                read.batches.append(Batch(store, component, indices[part], pages[part], None if goes_on else ()))
                 if goes_on:
                     goes_on = self._submit(read, store, number, keys[part], views[part])
             start = end
@@ -325,7 +255,7 @@ class PrefixReads:
                 read.failed = True
                 read.cancelled.set()  # what follows a gap is of no use
 
-    def _insert(self, read: PrefixRead, batch: _Batch, num_pages: int) -> int:
+    def _insert(self, read: PrefixRead, batch: Batch, num_pages: int) -> int:
         """Insert the first pages of a batch behind the anchor; returns how many were (the others stay the batch's)."""
         tree, host, prefix = self._context.tree, batch.component.host, read.prefix
         step, first, pages = tree.page_size, batch.indices[0], batch.pages[:num_pages]
@@ -399,7 +329,7 @@ class PrefixReads:
         return used
 
     @staticmethod
-    def _free(batch: _Batch | None) -> None:
+    def _free(batch: Batch | None) -> None:
         if batch is not None:
             batch.component.host.end_read(batch.pages)
             batch.component.host.free(batch.pages)

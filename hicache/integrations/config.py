@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from hicache.config import MAX_STORE_BYTES, Durability
 from hicache.settings import Choice, FilePath, Size, Text, Whole, as_mapping, from_mapping, settle
+from hicache.store_config import MAX_STORE_BYTES, Durability
 
 
 @dataclass(frozen=True, kw_only=True)

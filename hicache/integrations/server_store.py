@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hicache.config import DiskConfig
 from hicache.disk import cipher_of
 from hicache.errors import ConfigError
 from hicache.integrations.config import ServerStoreConfig
@@ -37,6 +36,7 @@ from hicache.storage import (
     StoreLocked,
     StoreStats,
 )
+from hicache.store_config import DiskConfig
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hicache.config import DiskConfig, EngineConfig
+from hicache.config import EngineConfig
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.layout import ModelGeometry
 from hicache.planning.gpus import Gpu
@@ -29,6 +29,7 @@ from hicache.sizing import (
     resolve,
     row_bytes,
 )
+from hicache.store_config import DiskConfig
 
 _PLENTY = 1 << 60  # the machine that is planned for may have more memory than this one
 _MOST_GPUS = 1024

@@ -7,12 +7,12 @@ import json
 import sys
 from collections.abc import Callable
 
-from hicache.config import MAX_STORE_BYTES
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.settings import Size, Whole, as_flag
 from hicache.store_command import commands
 from hicache.store_command.console import LogCapture, ProgressBars
 from hicache.store_command.import_export import STREAM
+from hicache.store_config import MAX_STORE_BYTES
 from hicache.terminal import printable
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache.config import DiskConfig
 from hicache.disk.secret import cipher_of
 from hicache.errors import ConfigError
 from hicache.storage import (
@@ -43,6 +42,7 @@ from hicache.store_command.import_export import (
     record_of,
     source,
 )
+from hicache.store_config import DiskConfig
 from hicache.terminal import printable, sized
 
 _SUMMARY_FIELDS = ("server", "model", "dtype", "layout")  # of an identity

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import hicache.factory
+import hicache.stores
 from disk_case import PATIENCE_S, Clock, Gate, TroubledStore, disk_threads, failing, page_keys, wait_until
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Prefetch, build_engine
 from hicache.config import PrefetchMode
@@ -38,8 +38,8 @@ def troubled(monkeypatch: pytest.MonkeyPatch) -> Troubled:
         stores.append(TroubledStore(LmdbPageStore(*args, **settings)))  # type: ignore[arg-type]
         return stores[-1]
 
-    monkeypatch.setattr(hicache.factory, "LmdbPageStore", store)
-    monkeypatch.setattr(hicache.factory, "DiskTier", functools.partial(DiskTier, clock=clock))
+    monkeypatch.setattr(hicache.stores, "LmdbPageStore", store)
+    monkeypatch.setattr(hicache.stores, "DiskTier", functools.partial(DiskTier, clock=clock))
     return clock, stores
 
 

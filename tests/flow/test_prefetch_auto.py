@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-import hicache.factory
+import hicache.stores
 from disk_case import Clock, TroubledStore, page_keys, wait_until
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, EngineConfig, Prefetch, build_engine
 from hicache.config import PrefetchMode
@@ -66,7 +66,7 @@ class PacedStore(TroubledStore):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of all engines that are built from here on."""
     clock = Clock()
-    monkeypatch.setattr(hicache.factory, "DiskTier", functools.partial(DiskTier, clock=clock))
+    monkeypatch.setattr(hicache.stores, "DiskTier", functools.partial(DiskTier, clock=clock))
     return clock
 
 

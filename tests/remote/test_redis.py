@@ -175,6 +175,26 @@ def test_a_connection_that_breaks_anywhere_loses_only_what_it_had_not_answered(s
     direct.close()
 
 
+def test_a_server_that_stalls_within_an_answer_costs_what_it_had_not_answered(server: RedisServer) -> None:
+    """At the deadline of the call the pages that had come are hits, and the next call uses another connection."""
+    direct = opened(server, "&level=0")
+    direct.put(list(PAGES.items()))
+    proxy = CuttingProxy(server.socket, server.folder)
+    for answer_bytes in (0, 3, 2000, 60_000, 100_000):
+        store = opener(f"redis+unix://{proxy.path}?timeout=1000000")(IDENTITY, FORMATS)
+        proxy.stalls, proxy.answer_bytes = True, answer_bytes
+        buffers = [np.empty(len(content), np.uint8) for content in PAGES.values()]
+        hits = store.get_into(list(PAGES), buffers, deadline_s=time.monotonic() + 0.2)
+        num_hits = sum(hits)
+        assert hits == [True] * num_hits + [False] * (8 - num_hits) and num_hits < 8
+        assert all(np.array_equal(buffers[n], page(n)) for n in range(num_hits))
+        proxy.stalls, proxy.answer_bytes = False, 1 << 40
+        assert found_in(store) == list(PAGES)
+        store.close()
+    proxy.close()
+    direct.close()
+
+
 def test_no_answer_is_more_than_a_miss() -> None:
     """Whatever a server says, of Redis or of another protocol, whole or cut, no call raises and no page is read."""
     lines = [

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-import hicache.factory
+import hicache.stores
 from disk_case import Clock, Gate, TroubledStore, failing
 from hicache import CacheEngine
 from hicache.disk import DiskTier
@@ -35,7 +35,7 @@ class Faults:
             return self.stores[-1]
 
         tier = functools.partial(DiskTier, clock=self.clock)
-        patches = (mock.patch.object(hicache.factory, *at) for at in (("LmdbPageStore", store), ("DiskTier", tier)))
+        patches = (mock.patch.object(hicache.stores, *at) for at in (("LmdbPageStore", store), ("DiskTier", tier)))
         with contextlib.ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)

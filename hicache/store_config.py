@@ -1,0 +1,61 @@
+"""Settings of the tiers below memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from hicache.errors import ConfigError
+from hicache.settings import Choice, FilePath, Number, Size, Text, Whole, settle, short_repr
+
+Durability = Literal["relaxed", "commit"]
+Backup = Literal["all", "none"]
+Filter = Literal["auto", "none", "byte_shuffle", "channel_byte_shuffle"]
+
+MAX_S = 1e9
+# A store maps its tables into the 128 TiB of addresses that a process has.
+MAX_STORE_BYTES = 1 << 46
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskConfig:
+    """The disk tier. `path` is a directory of its own; `budget_bytes` bounds its files from the first write."""
+
+    path: Annotated[str, FilePath("directory of the store", may_be_empty=False)]
+    budget_bytes: Annotated[int, Size("maximum size of the files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
+    durability: Annotated[Durability, Choice("when a commit reaches the medium", get_args(Durability))] = "relaxed"
+    level: Annotated[int, Whole("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)] = 1
+    filter: Annotated[
+        Filter, Choice("byte order in which pages are compressed", get_args(Filter), computed_from="the pool's layout")
+    ] = "auto"
+    key_file: Annotated[str, FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64")] = ""
+
+    def __post_init__(self) -> None:
+        settle(self, "disk ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteConfig:
+    """The remote tier: a store that engines on several machines share (docs/remote.md). Pages are backed up to it
+    beside the disk, and a prefetch asks it for what the disk lacks."""
+
+    url: Annotated[str, Text("the store, like redis://host:6379 or mooncake://host:50051")]
+    backup: Annotated[
+        Backup, Choice("all: pages are backed up; none: only read, for ranks that hold the same KV", get_args(Backup))
+    ] = "all"
+    backup_share: Annotated[
+        float, Number("maximum share of the host tier that is on its way to the store", 0.01, 1, unit="of 1")
+    ] = 0.25
+    reader_threads: Annotated[int, Whole("threads that read from the store", 1, 256, unit="threads")] = 4
+    io_timeout_s: Annotated[
+        float, Number("an operation that takes longer marks the store as stalled", 1e-3, MAX_S, unit="seconds")
+    ] = 2.0
+    key_file: Annotated[str, FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64")] = ""
+
+    def __post_init__(self) -> None:
+        settle(self, "remote ")
+        if not self.url:
+            raise ConfigError("remote url is empty; give the store, like redis://host:6379")
+
+    def __repr__(self) -> str:
+        return f"RemoteConfig(url={short_repr(self.url.split('://')[0])}, backup={self.backup!r})"
