@@ -30,6 +30,7 @@ from hicache.storage.base import (
     StoreMismatch,
     StoreStats,
 )
+from hicache.storage.chain import ChainStore
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import choose_filter
 from hicache.storage.filters import PageFilter, PageFormat
@@ -58,6 +59,7 @@ from hicache.storage.s3_store import S3PageStore
 from hicache.storage.urls import StoreOpener, StoreUrl, UrlOption, open_store
 
 __all__ = [
+    "ChainStore",
     "Durability",
     "EmbeddedStore",
     "Fault",

@@ -20,6 +20,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from hicache.sizes import parse_bytes
 from hicache.storage.base import PageStore, StoreError
+from hicache.storage.chain import ChainStore
 from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFormat
 from hicache.storage.lmdb_store import LmdbPageStore
@@ -31,6 +32,7 @@ from hicache.storage.s3_store import S3PageStore
 
 ENTRY_POINTS = "hicache.stores"
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE | re.ASCII)
+_BETWEEN_URLS = re.compile(r",(?=[a-z][a-z0-9+.-]*://)", re.IGNORECASE | re.ASCII)
 _DEFAULT_BUDGET_BYTES = 8 << 30  # that of the setting disk.budget_bytes
 
 
@@ -109,13 +111,22 @@ def open_store(
     cipher: PageCipher | None = None,
 ) -> PageStore:
     """The store that `url` names, for pages of `formats`. `identity` names everything that decides what a page means,
-    and with `cipher` pages are encrypted, as `LmdbPageStore` says.
+    and with `cipher` pages are encrypted, as `LmdbPageStore` says. URLs with commas between them name a chain: reads
+    ask the stores in this order, writes go to all.
 
     Raises `StoreError` for a URL that cannot be used, and what the store raises.
     """
-    scheme = _scheme_of(url)
-    opener = _OPENERS.get(scheme) or _registered(scheme)
-    return opener(url, identity=identity, formats=formats, cipher=cipher)
+    stores: list[PageStore] = []
+    try:
+        for part in _BETWEEN_URLS.split(url):
+            scheme = _scheme_of(part)
+            opener = _OPENERS.get(scheme) or _registered(scheme)
+            stores.append(opener(part, identity=identity, formats=formats, cipher=cipher))
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
+    return ChainStore(stores) if len(stores) > 1 else stores[0]
 
 
 def whole(text: str) -> int:

@@ -25,6 +25,7 @@ from hicache.disk import cipher_of
 from hicache.errors import ConfigError
 from hicache.integrations.config import ServerStoreConfig
 from hicache.storage import (
+    ChainStore,
     LmdbPageReader,
     LmdbPageStore,
     PageBuffer,
@@ -35,6 +36,7 @@ from hicache.storage import (
     StoreError,
     StoreLocked,
     StoreStats,
+    open_store,
 )
 from hicache.store_config import DiskConfig
 
@@ -78,11 +80,14 @@ class ServerStore:
             return cls(
                 folder, AwaitedStore(lambda: LmdbPageReader(folder, identity=identity, cipher=cipher)), config.salt
             )
-        return cls(folder, _opened(folder, config, identity, formats, cipher), config.salt)
+        store = _opened(folder, config, identity, formats, cipher)
+        if config.remote:
+            store = ChainStore([store, open_store(config.remote, identity=identity, formats=formats, cipher=cipher)])
+        return cls(folder, store, config.salt)
 
     def __init__(self, path: Path, store: PageStore, salt: str) -> None:
         self.path, self.store = path, store
-        self.can_write = isinstance(store, LmdbPageStore)
+        self.can_write = isinstance(store, LmdbPageStore | ChainStore)
         self._salt = hashlib.sha256(b"hicache salt\0" + salt.encode()).digest()
 
     def keys(self, names: Sequence[bytes]) -> list[bytes]:

@@ -250,14 +250,15 @@ WRONG: dict[type[Setting], list[object]] = {
     FilePath: [None, 1, b"/x", ["/x"], "a\0b", "\ud800"],
 }
 DECLARED = [(at, name, setting) for at, cls in SECTIONS.items() for name, setting in settings_of(cls).items()]
-RIGHT = {"device_tokens": 4096, "host_bytes": 1 << 20, "model_id": "m", "disk": {"path": "/x"}}
+RIGHT = {"device_tokens": 4096, "host_bytes": 1 << 20, "model_id": "m", "disk": {"path": "/x"}, "remote": {"url": "u"}}
 
 
 def plain(section: str, name: str, value: object) -> dict[str, object]:
     """Plain values of a whole configuration, right but for one setting."""
     if not section:
         return {**RIGHT, name: value}
-    return {**RIGHT, section: {**({"path": "/x"} if section == "disk" else {}), name: value}}
+    needed = {"disk": {"path": "/x"}, "remote": {"url": "u"}}.get(section, {})
+    return {**RIGHT, section: {**needed, name: value}}
 
 
 @pytest.mark.parametrize(("section", "name", "setting"), DECLARED, ids=[f"{at}.{name}" for at, name, _ in DECLARED])
@@ -265,7 +266,12 @@ def test_every_setting_refuses_every_wrong_kind(section: str, name: str, setting
     """What a setting does not take is a ConfigError of one short line with its name, however it is given: built
     directly, from a mapping, from YAML, from a flag. Nothing is cut, rounded or taken for a number."""
     cls: type = SECTIONS[section]
-    required: dict[str, object] = {"": {"device_tokens": 4096}, "disk": {"path": "/x"}, "advanced": {}}[section]
+    required: dict[str, object] = {
+        "": {"device_tokens": 4096},
+        "disk": {"path": "/x"},
+        "remote": {"url": "u"},
+        "advanced": {},
+    }[section]
     for value in WRONG[type(setting)]:
         doors: list[Callable[[], object]] = [
             lambda value=value: cls(**{**required, name: value}),

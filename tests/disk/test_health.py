@@ -303,7 +303,7 @@ def test_closing_leaves_a_stalled_thread(tmp_path: Path, caplog: pytest.LogCaptu
     [answer] = wait_for_reads(disk, 1)
     assert answer.ok == (True, True)
     wait_until(lambda: disk_threads() == [])
-    assert disk.close() is True
+    assert disk.close(PATIENCE_S) is True
     with pytest.raises(StoreError):
         store.inner.contains(keys)
 

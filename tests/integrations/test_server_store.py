@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ IDENTITY = {"server": "vllm 0.32", "model": "m", "dtype": "bfloat16", "layout": 
 
 
 def opened(path: Path, salt: str = "", formats: tuple[PageFormat, ...] = FORMATS, **changed: Any) -> ServerStore:
-    settings = {name: changed.pop(name) for name in ("budget", "key_file") if name in changed}
+    settings = {name: changed.pop(name) for name in ("budget", "key_file", "remote") if name in changed}
     return ServerStore.open(ServerStoreConfig(path=str(path), salt=salt, **settings), {**IDENTITY, **changed}, formats)
 
 
@@ -37,6 +38,19 @@ def get(server: ServerStore, name: bytes) -> bool:
     [found] = server.store.get_into(server.keys([name]), [page])
     assert not found or page.tobytes() == name.ljust(PAGE_BYTES, b".")
     return found
+
+
+def test_servers_on_two_machines_share_a_store_behind_their_disks(tmp_path: Path) -> None:
+    """What one stored the other reads, of the same identity and salt alone; each keeps a disk of its own."""
+    remote = f"lmdb://{tmp_path / 'remote'}?budget=8MiB"
+    with closing(opened(tmp_path / "a", remote=remote)) as first:
+        assert put(first, b"page") == [True] and get(first, b"page") and first.can_write
+    with closing(opened(tmp_path / "b", remote=remote)) as second:
+        assert get(second, b"page") and not get(second, b"other") and put(second, b"other") == [True]
+    with closing(opened(tmp_path / "c", salt="tenant", remote=remote)) as tenant:
+        assert not get(tenant, b"page")
+    with closing(opened(tmp_path / "a")) as alone:
+        assert get(alone, b"page") and not get(alone, b"other")
 
 
 @pytest.mark.parametrize(
