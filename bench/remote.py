@@ -1,6 +1,7 @@
 """Remote stores on loopback: pages put and got through the store, beside the client's own calls with the same buffers.
 
     <store>.put, <store>.get   random pages; the ceiling is what the store's own client does in a batch
+    mooncake.*.parts           the library's calls with two buffers a page, as the store makes them, nothing verified
     mooncake.*.own             the same with the memory in this process: the library copies memory, without a socket
     mooncake.*.zstd            synthetic KV at level 1 beside the same pages raw: whether compression pays
     mooncake.engines           prompts that an engine in another process computed, beside the store's get
@@ -25,6 +26,7 @@ from hicache.bench.mooncake_server import MooncakeServer, missing, running
 from hicache.bench.remote_engines import NUM_PROMPTS, measure_engines
 from hicache.bench.remote_redis import measure_redis, measure_s3
 from hicache.storage import PageBuffer, PageFilter, PageFormat, PageStore, open_store
+from hicache.storage.header import HEADER_BYTES
 from hicache.storage.optional_packages import load_mooncake
 
 NAME = "remote"
@@ -109,7 +111,7 @@ def _random_pages(num_pages: int, page_bytes: int) -> list[PageBuffer]:
 def _mooncake(report: Report, num_pages: int, page_bytes: int, samples: int) -> None:
     if reason := missing():
         raise BenchUnavailable(reason)
-    pool_bytes = 4 * num_pages * page_bytes + (256 << 20)
+    pool_bytes = 6 * num_pages * page_bytes + (256 << 20)
     random = Batch.of(_random_pages(num_pages, page_bytes))
     with running(pool_bytes) as server:
         _beside_library(report, "", server, server, 0, random, samples)
@@ -131,6 +133,27 @@ def _library(server: MooncakeServer, segment_bytes: int, batch: Batch) -> Any:
     return library
 
 
+class _InParts:
+    """The library's calls as the store makes them: each value a header and a page, and nothing verified."""
+
+    def __init__(self, library: Any, sources: Sequence[int], targets: Sequence[int], page_bytes: int) -> None:
+        self._library, self._page_bytes = library, page_bytes
+        self._headers = np.zeros((len(sources), HEADER_BYTES), np.uint8)
+        _require(library.register_buffer(self._headers.ctypes.data, self._headers.nbytes) == 0)
+        self.names = [f"parts {n}" for n in range(len(sources))]
+        headers = [header.ctypes.data for header in self._headers]
+        self._sources = [list(pair) for pair in zip(headers, sources, strict=True)]
+        self._targets = [list(pair) for pair in zip(headers, targets, strict=True)]
+        self._sizes = [[HEADER_BYTES, page_bytes] for _ in sources]
+
+    def put(self) -> None:
+        _require(not any(self._library.batch_put_from_multi_buffers(self.names, self._sources, self._sizes)))
+
+    def get(self) -> None:
+        codes = self._library.batch_get_into_multi_buffers(self.names, self._targets, self._sizes)
+        _require(codes == [HEADER_BYTES + self._page_bytes] * len(codes))
+
+
 def _beside_library(
     report: Report,
     suffix: str,
@@ -150,22 +173,27 @@ def _beside_library(
         for memory in (batch.source, batch.target):
             st.register_memory(memory)
         library = _library(server_of_library, segment_bytes, batch)
-        calls = batch.calls(st)
+        calls, parts = batch.calls(st), _InParts(library, sources, targets, batch.page_bytes)
         variants: dict[str, Callable[[], None]] = {
             "library.put": lambda: _require(not any(library.batch_put_from(names, sources, sizes))),
             "put": calls["put"],
+            "put.parts": parts.put,
             "library.get": lambda: _require(library.batch_get_into(names, targets, sizes) == sizes),
             "get": calls["get"],
-            "library.delete": lambda: _require(not any(library.batch_remove(names, True))),
+            "get.parts": parts.get,
+            "library.delete": lambda: _require(not any(library.batch_remove([*names, *parts.names], True))),
             "delete": calls["delete"],
         }
         seconds = interleave(variants, samples=samples)
+        where = "memory of this process, copied by the library" if suffix else "memory of another process, tcp"
+        note = f"{len(sizes)} pages of {batch.page_bytes >> 10} KiB a call; {where}"
         for verb in ("put", "get"):
-            rates, own = (gb_per_s(batch.source.nbytes, seconds[name]) for name in (verb, f"library.{verb}"))
-            where = "memory of this process, copied by the library" if suffix else "memory of another process, tcp"
-            note = f"{len(sizes)} pages of {batch.page_bytes >> 10} KiB a call; {where}"
-            ceiling, target = percentile(own, 50), None if suffix else TARGET
-            report.add(Case.of(f"mooncake.{verb}{suffix}", rates, "GB/s", ceiling=ceiling, target=target, note=note))
+            ceiling = percentile(gb_per_s(batch.source.nbytes, seconds[f"library.{verb}"]), 50)
+            for name, target in ((verb, None if suffix else TARGET), (f"{verb}.parts", None)):
+                rates = gb_per_s(batch.source.nbytes, seconds[name])
+                report.add(
+                    Case.of(f"mooncake.{name}{suffix}", rates, "GB/s", ceiling=ceiling, target=target, note=note)
+                )
         calls["put"]()
         batch.compare(calls["get"])
         library.close()
