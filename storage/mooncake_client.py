@@ -35,7 +35,7 @@ INVALID_PARAMS = -600  # a get: the value is longer than the buffers
 BEING_WRITTEN, MISSING, PRESENT, LEASED, GONE = -703, -704, -705, -706, -712
 TRANSFER_FAILED = -800  # a get, also: the value is shorter than the buffers
 UNREACHABLE, TIMED_OUT = -900, -901
-ABSENT = frozenset((BEING_WRITTEN, MISSING, GONE))
+_NO_FAILURES = frozenset((FULL, BEING_WRITTEN, MISSING, PRESENT, LEASED, GONE))
 
 Codes: TypeAlias = "list[int]"
 LibraryCall: TypeAlias = Callable[[Any], Codes]
@@ -126,6 +126,11 @@ class MooncakeClient:
         """Make a call without buffers, some time; not at all when many are waiting."""
         if self._calls.qsize() < _MAX_WAITING_CALLS:
             self._calls.put((Future(), call, 0))
+
+    @staticmethod
+    def has_failed(code: int) -> bool:
+        """Whether it tells of a failure; that a key is absent, or that there is no room, is none."""
+        return code < 0 and code not in _NO_FAILURES
 
     def put_config(self, num_replicas: int) -> Any:
         """The library's settings of a put whose values are to lie on so many machines."""

@@ -22,8 +22,6 @@ from hicache.storage.filters import PageFormat
 from hicache.storage.header import HEADER_BYTES, copy_parts
 from hicache.storage.memory import aligned_buffer
 from hicache.storage.mooncake_client import (
-    ABSENT,
-    FULL,
     INVALID_PARAMS,
     PRESENT,
     TIMED_OUT,
@@ -35,6 +33,7 @@ from hicache.storage.mooncake_client import (
 from hicache.storage.remote import RemotePageStore
 
 _MAX_CHUNKS = 4  # of the store's own memory: so many calls transfer at the same time
+_SLOW_FAILURE_S = 1.0
 _BATCH_BYTES = 64 << 20  # of pages in one call of the library, between two looks at the deadline
 
 
@@ -132,7 +131,7 @@ class MooncakePageStore(RemotePageStore):
         def ask(library: Any, names: list[str]) -> Codes:
             lengths: Codes = []
             for name in names:  # once the master fails, no more: each call takes seconds
-                has_failed = bool(lengths) and lengths[-1] < 0 and lengths[-1] not in ABSENT
+                has_failed = bool(lengths) and self._client.has_failed(lengths[-1])
                 lengths.append(lengths[-1] if has_failed else library.get_size(name))
             return lengths
 
@@ -209,7 +208,7 @@ class MooncakePageStore(RemotePageStore):
         self._client.close()
 
     def _in_batches(self, values: Sequence[_Value], deadline_s: float, move: Callable[[_Batch], Codes]) -> Codes:
-        """The codes of `move` for batches of values that fit a chunk, as long as there is time."""
+        """The codes of `move` for batches that fit a chunk, until there is no time, or all of one fails slowly."""
         left_s = max(0.0, deadline_s - time.monotonic())
         try:
             chunk = self._chunks.get(timeout=None if left_s == math.inf else left_s)
@@ -220,7 +219,11 @@ class MooncakePageStore(RemotePageStore):
             for batch in _batches(values, chunk):
                 if time.monotonic() >= deadline_s:
                     break
-                codes += move(batch)
+                begin_s = time.monotonic()
+                moved = move(batch)
+                codes += moved
+                if all(map(self._client.has_failed, moved)) and time.monotonic() - begin_s > _SLOW_FAILURE_S:
+                    break
         finally:
             self._chunks.put(chunk)
         return codes + [TIMED_OUT] * (len(values) - len(codes))
@@ -236,8 +239,7 @@ class MooncakePageStore(RemotePageStore):
         return self._client.ask(lambda library: list(call(library, names)), len(names), deadline_s)
 
     def _count(self, codes: Sequence[int], *, is_read: bool) -> None:
-        """Count what failed, not what is absent, nor that there is no room."""
-        failed = [code for code in codes if code < 0 and code not in ABSENT and code != FULL]
+        failed = [code for code in codes if self._client.has_failed(code)]
         if failed:
             reads, writes = (len(failed), 0) if is_read else (0, len(failed))
             self._failed(f"{len(failed)} of {len(codes)} keys failed with code {failed[0]}", reads=reads, writes=writes)
