@@ -1,6 +1,6 @@
 """Group commits of new pages into a fresh store, beside the same bytes into a fresh file, in turns.
 
-    write.<mode>          the ceiling is a plain file written through the page cache, with as many fdatasync calls
+    write.<mode>          the ceiling is a plain file written through the page cache, with a fdatasync after each group
     write.<mode>.direct   the same values; the ceiling is a plain file written by O_DIRECT, in blocks of a page
     mixed.write, .read    the same writes, `relaxed`, while 4 threads read other pages, caches dropped before; and those
                           reads. The ceiling is writing alone
@@ -60,10 +60,9 @@ def measure_writes(
     """Both cases of one mode; `num_pages` are written each time."""
     per_group = max(1, _GROUP_BYTES // page_bytes)
     pages = _aligned_pages(per_group, page_bytes)
-    syncs = 1 if durability == "relaxed" else 2  # of a commit: its data, and with `commit` the page that names it
     variants: dict[str, Callable[[], AbstractContextManager[tuple[object, Callable[..., None]]]]] = {
-        "raw": lambda: _raw(folder / "write-raw", pages, num_pages, syncs, 0),
-        "direct": lambda: _raw(folder / "write-direct", pages, num_pages, syncs, os.O_DIRECT),
+        "raw": lambda: _raw(folder / "write-raw", pages, num_pages, 0),
+        "direct": lambda: _raw(folder / "write-direct", pages, num_pages, os.O_DIRECT),
         "store": lambda: _store(folder / "write-store", pages, num_pages, durability),
     }
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -74,7 +73,7 @@ def measure_writes(
                 write()
                 seconds[name].append(time.perf_counter() - start)
     num_bytes = num_pages * page_bytes
-    note = f"random bytes, groups of {per_group} pages of {page_bytes >> 20} MiB, {syncs} fdatasync a group"
+    note = f"random bytes, groups of {per_group} pages of {page_bytes >> 20} MiB, a fdatasync each"
     for case, ceiling in ((f"write.{durability}", "raw"), (f"write.{durability}.direct", "direct")):
         beside = percentile(gb_per_s(num_bytes, seconds[ceiling]), 50)
         values = gb_per_s(num_bytes, seconds["store"])
@@ -134,9 +133,7 @@ def _groups(num_pages: int, step: int) -> list[range]:
 
 
 @contextlib.contextmanager
-def _raw(
-    path: Path, pages: list[PageBuffer], num_pages: int, syncs: int, flags: int
-) -> Iterator[tuple[None, Callable[[], None]]]:
+def _raw(path: Path, pages: list[PageBuffer], num_pages: int, flags: int) -> Iterator[tuple[None, Callable[[], None]]]:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
     end = len(pages[0]) * num_pages
 
@@ -144,9 +141,8 @@ def _raw(
         for group in _groups(num_pages, len(pages)):
             for i in group:
                 os.pwrite(file, pages[i % len(pages)].data, i * len(pages[0]))
-            for _ in range(syncs):
-                os.pwrite(file, pages[0].data[:_BLOCK_BYTES], end)
-                os.fdatasync(file)
+            os.pwrite(file, pages[0].data[:_BLOCK_BYTES], end)
+            os.fdatasync(file)
 
     try:
         yield None, write

@@ -93,7 +93,6 @@ from hicache.prefix_cache.radix_cache import RadixCache as RadixCache
 from hicache.prefix_cache.swa_radix_cache import SWARadixCache as SWARadixCache
 from hicache.storage.base import StoreCorrupt as StoreCorrupt
 from hicache.storage.base import StoreError as StoreError
-from hicache.storage.base import StoreIndexDamaged as StoreIndexDamaged
 from hicache.storage.base import StoreLocked as StoreLocked
 from hicache.storage.base import StoreMismatch as StoreMismatch
 from hicache.storage.urls import open_store as open_store

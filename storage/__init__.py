@@ -2,16 +2,17 @@
 
     base               the contract of a page store, and its errors
     lmdb_store         the embedded store, for the process that writes it; lmdb_reader: for other processes
-    lookup             reading, for both; lmdb_writer: commits and the budget; compressor: encoding beside them
-    lmdb_env           the open files of a writer; lmdb_file: validating, creating and opening them
-    tables             the tables and their records; write_transaction: their changes; slots, slot_file: long values
-    records            what a store says of itself; directory: file names and the writer lock; reader_table: readers
+    lookup             reading, for both; access_log: what it tells the writer
+    lmdb_writer        commits and the budget; compressor: encoding beside them
+    store_files        the open files of a writer; directory: names and the writer lock; records: identity, settings
+    index              where pages are, in LMDB; live_index: where that lies, and its seal; rebuild: from the slots
+    slots              which slots are free; slot_file: reading and writing them; slot_block: what names a page
     codec              a page and its value: header, filters, cipher
     urls               opening any store by its URL; conformance: the tests that every store passes
     remote             what stores on other machines do alike; redis_store, with resp, its protocol; s3_store
     mooncake_store     pages in Mooncake; mooncake_client: a client of its library
-    check              the consistency check; index_check: validating LMDB's B-tree pages; lmdb_pages: their format
-    maintenance        what operators do; rescue: rebuilding a damaged index
+    chain              several stores as one
+    check              the consistency check; maintenance: what operators do
 
 Importing this package needs neither lmdb nor zstandard; building an `LmdbPageStore` does.
 """
@@ -25,7 +26,6 @@ from hicache.storage.base import (
     PageStore,
     StoreCorrupt,
     StoreError,
-    StoreIndexDamaged,
     StoreLocked,
     StoreMismatch,
     StoreStats,
@@ -57,6 +57,7 @@ from hicache.storage.rescue import rescue
 from hicache.storage.resp import RedisAddress
 from hicache.storage.s3_store import S3PageStore
 from hicache.storage.urls import StoreOpener, StoreUrl, UrlOption, open_store
+    chain              several stores as one
 
 __all__ = [
     "ChainStore",
@@ -79,7 +80,6 @@ __all__ = [
     "StoreCorrupt",
     "StoreDescription",
     "StoreError",
-    "StoreIndexDamaged",
     "StoreLocked",
     "StoreMismatch",
     "StoreOpener",
@@ -95,7 +95,6 @@ __all__ = [
     "open_store",
     "pages",
     "put_values",
-    "rescue",
     "store_folders",
     "verify",
 ]

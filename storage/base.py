@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -38,19 +37,6 @@ class StoreCorrupt(StoreError):
     def __init__(self, message: str, violations: Sequence[str] = ()) -> None:
         self.violations = tuple(violations)
         super().__init__(message)
-
-
-class StoreIndexDamaged(StoreCorrupt):
-    """The index (LMDB's B-tree pages) of a store is damaged; `rescue` rebuilds it from the leaf pages that can be read.
-
-    `reason`: the first fault, without the remedy.
-    """
-
-    def __init__(self, data: Path, fault: str) -> None:
-        self.reason = f"the index is damaged ({fault})"
-        super().__init__(
-            f"the index of {data} is damaged ({fault}); verify the store with repair, or remove the directory"
-        )
 
 
 @dataclass(frozen=True)

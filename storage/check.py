@@ -1,55 +1,33 @@
-"""The consistency check of a store: one walk over all values, index records and counters, in one read transaction."""
+"""The consistency check of a store: every page, the index and the slots, compared with one another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol
 
-from hicache.storage.header import page_bytes_of
-from hicache.storage.memory import aligned_buffer
-from hicache.storage.tables import TICK, Age, Tables, Totals
-from hicache.storage.value_file import ValueLocation
-
-_KEYS_AT_ONCE = 8
-
-
-class Values(Protocol):
-    """Where values are read from."""
-
-    def read(self, location: ValueLocation, buffer: memoryview) -> memoryview: ...
+from hicache.storage.index import Entry, Index, NotedSlots
+from hicache.storage.store_files import OpenPages
 
 
 @dataclass(frozen=True)
-class Verifier:
-    """`verify(key, value)` says why a value is refused, "" if it is valid; no valid value is longer than
-    `max_value_bytes`."""
+class StoredPages:
+    """The pages of an open store as they are stored. `read`: the value of a page, or why it cannot be read; `verify`:
+    why a value is not what was stored under the key, "" if it is."""
 
-    verify: Callable[[bytes, memoryview], str]
-    max_value_bytes: int
+    reading: Callable[[], AbstractContextManager[OpenPages]]
+    read: Callable[[OpenPages, bytes, Entry], bytes | str]
+    verify: Callable[[bytes, bytes], str]
 
-    def reason(self, values: Values, key: bytes, location: ValueLocation | None, buffer: memoryview) -> str:
-        """Why the value at `location` is refused; "" if it is valid."""
-        found = self.read(values, key, location, buffer)
-        return found if isinstance(found, str) else ""
-
-    def read(self, values: Values, key: bytes, location: ValueLocation | None, buffer: memoryview) -> memoryview | str:
-        """The value, within `buffer`, from `aligned_buffer`, or why it is refused."""
-        if location is None:
-            return "not found in the index"
-        if location.length > self.max_value_bytes:
-            return f"value of {location.length} bytes, longer than a page's"
-        try:
-            value = values.read(location, buffer)
-        except OSError as error:
-            return f"cannot be read: {error}"
-        return self.verify(key, value) or value
+    def value(self, pages: OpenPages, key: bytes, entry: Entry) -> bytes | str:
+        """The value of a page, or why it is refused."""
+        value = self.read(pages, key, entry)
+        return value if isinstance(value, str) else self.verify(key, value) or value
 
 
 @dataclass(frozen=True)
 class Violation:
-    """Something that is not consistent. `key`: the page whose value is refused. None: an index record or a counter."""
+    """Something that is not consistent. `key`: the page that is refused. None: the index or the slots."""
 
     reason: str
     key: bytes | None = None
@@ -59,74 +37,39 @@ class Violation:
 
 
 def violations(
-    tables: Tables, verifier: Verifier, progress: Callable[[int], None] = lambda _: None
+    pages: OpenPages, slots: Sequence[NotedSlots], stored: StoredPages, progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[Violation]:
-    """Every violation: values that do not verify, indexes or counters that disagree. Reads every byte.
+    """Every violation, while nobody writes. Reads every byte. `progress` is called with the length of each value.
 
-    `progress` is called with the length of each value. Passes on what LMDB raises, and OSError for an index that cannot
-    be read.
+    Passes on what LMDB raises.
     """
-    buffer = aligned_buffer(verifier.max_value_bytes)
-    with tables.env.begin(buffers=True) as txn:
-        live_bytes, raw_bytes, locations = 0, 0, list[ValueLocation]()
-        with txn.cursor(db=tables.pages) as cursor:
-            keys = (bytes(view) for view in cursor.iternext(keys=True, values=False))
-            while batch := list(islice(keys, _KEYS_AT_ONCE)):
-                for key, location in zip(batch, tables.locate(txn, batch), strict=True):
-                    value_bytes = 0 if location is None else location.length
-                    page_bytes = _page_bytes(tables, location)
-                    live_bytes, raw_bytes = live_bytes + value_bytes, raw_bytes + page_bytes
-                    if location is not None and tables.slots is not None:
-                        locations.append(location)
-                    progress(value_bytes)
-                    reason = verifier.reason(tables, key, location, buffer)
-                    if reason:
-                        yield Violation(reason, key)
-                    yield from _age_violations(txn, tables, key, value_bytes, page_bytes)
-        yield from _recency_violations(txn, tables)
-        stated = Totals.read(txn, tables.meta)
-        if (stated.live_bytes, stated.raw_bytes) != (live_bytes, raw_bytes):
-            recorded = f"live_bytes is {stated.live_bytes}, raw_bytes {stated.raw_bytes}"
-            yield Violation(f"{recorded}; the values have {live_bytes}, their pages {raw_bytes}")
-        if tables.slots is not None:
-            yield from map(Violation, tables.slots.faults(txn, tables.meta, locations))
+    entries = pages.index.entries()
+    for key, entry in entries:
+        progress(entry.value_bytes)
+        value = stored.value(pages, key, entry)
+        if isinstance(value, str):
+            yield Violation(value, key)
+    yield from _index_violations(pages.index, entries)
+    for noted in slots:
+        used = [entry for _, entry in entries if entry.page_bytes == noted.page_bytes]
+        file = pages.files[noted.page_bytes]
+        used_bytes = sum(file.space_of(entry.payload_bytes) for entry in used)
+        if used_bytes != noted.used_bytes:
+            yield Violation(f"slots in use are counted with {noted.used_bytes} bytes, they have {used_bytes}")
+        each = sorted([*(entry.slot for entry in used), *noted.free])
+        if each != sorted(set(each)) or (each and each[-1] >= noted.num_slots):
+            yield Violation(f"of {noted.num_slots} slots for pages of {noted.page_bytes} bytes some are used twice")
 
 
-def _page_bytes(tables: Tables, location: ValueLocation | None) -> int:
-    """The length of the page that a value states, 0 if that cannot be read."""
-    try:
-        header = None if location is None else tables.header(location)
-    except OSError:
-        return 0
-    return 0 if header is None else page_bytes_of(header)
-
-
-def _age_violations(txn: Any, tables: Tables, key: bytes, value_bytes: int, page_bytes: int) -> Iterator[Violation]:
-    """The age record of a page states the lengths of its value and of the page."""
-    age = Age.unpack(txn.get(key, db=tables.ages))
-    if age is None:
-        yield Violation(f"page {key.hex()}: no age record")
-    elif age.value_bytes != value_bytes:
-        yield Violation(f"page {key.hex()}: recorded {age.value_bytes} bytes, stored {value_bytes}")
-    elif age.page_bytes != page_bytes:
-        yield Violation(f"page {key.hex()}: recorded a page of {age.page_bytes} bytes, stored one of {page_bytes}")
-
-
-def _recency_violations(txn: Any, tables: Tables) -> Iterator[Violation]:
-    """pages, ages and recency hold the same keys; each tick leads to the key whose age record has it."""
-    indexes = {"pages": tables.pages, "ages": tables.ages, "recency": tables.recency}
-    counts = {name: txn.stat(table)["entries"] for name, table in indexes.items()}
-    if len(set(counts.values())) > 1:
-        sizes = ", ".join(f"{name} {count}" for name, count in counts.items())
-        yield Violation(f"tables differ in size: {sizes}")
-    next_tick = Totals.read(txn, tables.meta).next_tick
-    with txn.cursor(db=tables.recency) as cursor, txn.cursor(db=tables.pages) as pages:
-        for packed, key in cursor:
-            tick = TICK.unpack(packed)[0] if len(packed) == TICK.size else -1
-            age = Age.unpack(txn.get(key, db=tables.ages))
-            if age is None or age.tick != tick:
-                yield Violation(f"tick {tick} leads to {bytes(key).hex()}, whose age record differs")
-            if not 0 < tick < next_tick:
-                yield Violation(f"tick {tick} is not below the next tick {next_tick}")
-            if not pages.set_key(key):  # unlike get, this does not read the value
-                yield Violation(f"tick {tick} leads to {bytes(key).hex()}, which is no page")
+def _index_violations(index: Index, entries: Sequence[tuple[bytes, Entry]]) -> Iterator[Violation]:
+    """Each tick leads to the page that has it, and the totals are right."""
+    totals, uses = index.totals(), index.by_use()
+    if sorted(uses) != sorted((entry.tick, key) for key, entry in entries):
+        yield Violation(f"the use order names {len(uses)} pages, and not what the index says of its {len(entries)}")
+    if uses and uses[-1][0] >= totals.next_tick:
+        yield Violation(f"tick {uses[-1][0]} is not below the next tick {totals.next_tick}")
+    live_bytes = sum(entry.value_bytes for _, entry in entries)
+    raw_bytes = sum(entry.page_bytes for _, entry in entries)
+    if (totals.live_bytes, totals.raw_bytes) != (live_bytes, raw_bytes):
+        recorded = f"live_bytes is {totals.live_bytes}, raw_bytes {totals.raw_bytes}"
+        yield Violation(f"{recorded}; the values have {live_bytes}, their pages {raw_bytes}")

@@ -103,7 +103,11 @@ class PageCodec:
     @property
     def max_value_bytes(self) -> int:
         """Size of the largest value, a raw one."""
-        return HEADER_BYTES + self._page_bytes + (ENCRYPTION_BYTES if self._cipher else 0)
+        return HEADER_BYTES + self.max_payload_bytes
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self._page_bytes + (ENCRYPTION_BYTES if self._cipher else 0)
 
     def encode(self, key: bytes, page: PageBuffer, *, lag: float = 0.0) -> bytes:
         """The value of `page`, as `encode_into` makes it."""

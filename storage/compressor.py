@@ -8,16 +8,14 @@ page.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from hicache.storage.base import PageBuffer
 from hicache.storage.codec import PageCodecs
+from hicache.storage.header import HeaderAndPayload
 from hicache.storage.memory import MAX_KEPT_BYTES, aligned_buffer
-from hicache.storage.write_transaction import Value
-
-T = TypeVar("T")
 
 _NUM_THREADS = 2  # zstd compresses 0.8 GB/s a thread, about what one writer commits
 _MIN_THREADED_BYTES = 64 << 10  # handing a smaller page to another thread takes longer than encoding it
@@ -28,31 +26,31 @@ class _Job(NamedTuple):
 
     page_bytes: int
     buffer: memoryview | None
-    value: Future[Value]
+    value: Future[HeaderAndPayload]
 
 
 class PageCompressor:
     """Encodes pages in order, at most `ahead_bytes` or one page ahead of the consumer; writer thread.
 
-    `split`: values come as `HeaderAndPayload`, for slots. Values are valid until `release`.
+    Values are valid until `release`.
     """
 
-    def __init__(self, codecs: PageCodecs, ahead_bytes: int, *, split: bool) -> None:
-        self._codecs, self._ahead_bytes, self._split = codecs, ahead_bytes, split
+    def __init__(self, codecs: PageCodecs, ahead_bytes: int) -> None:
+        self._codecs, self._ahead_bytes = codecs, ahead_bytes
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hicache-disk-compress")
         self._free: dict[int, list[memoryview]] = {page_bytes: [] for page_bytes in codecs}
         self._lent: list[_Job] = []
 
     def values(
         self, keys: Sequence[bytes], pages: Mapping[bytes, PageBuffer], lag: float
-    ) -> Generator[Value, None, None]:
+    ) -> Generator[HeaderAndPayload, None, None]:
         """The value of each key's page. Closed early, it waits for pages being encoded: they belong to the caller."""
         pending, pending_bytes = deque[_Job](), 0
         try:
             for key in keys:
                 page = pages[key]
                 if not pending and len(page) < _MIN_THREADED_BYTES:
-                    yield memoryview(self._codecs[len(page)].encode(key, page, lag=lag))
+                    yield self._encode_small(key, page, lag)
                     continue
                 job = self._submit(key, page, lag)
                 pending.append(job)
@@ -79,9 +77,9 @@ class PageCompressor:
 
     def _submit(self, key: bytes, page: PageBuffer, lag: float) -> _Job:
         page_bytes = len(page)
-        codec, done = self._codecs[page_bytes], Future[Value]()
+        codec, done = self._codecs[page_bytes], Future[HeaderAndPayload]()
         if page_bytes < _MIN_THREADED_BYTES:
-            done.set_result(memoryview(codec.encode(key, page, lag=lag)))
+            done.set_result(self._encode_small(key, page, lag))
             return _Job(page_bytes, None, done)
         free = self._free[page_bytes]
         buffer = free.pop() if free else aligned_buffer(codec.max_value_bytes)
@@ -91,13 +89,13 @@ class PageCompressor:
             done.set_result(self._encode(key, page, lag, buffer))
             return _Job(page_bytes, buffer, done)
 
-    def _encode(self, key: bytes, page: PageBuffer, lag: float, buffer: memoryview) -> Value:
-        codec = self._codecs[len(page)]
-        if self._split:
-            return codec.encode_split(key, page, buffer, lag=lag)
-        return buffer[: codec.encode_into(key, page, buffer, lag=lag)]
+    def _encode(self, key: bytes, page: PageBuffer, lag: float, buffer: memoryview) -> HeaderAndPayload:
+        return self._codecs[len(page)].encode_split(key, page, buffer, lag=lag)
 
-    def _lend(self, job: _Job) -> Value:
+    def _encode_small(self, key: bytes, page: PageBuffer, lag: float) -> HeaderAndPayload:
+        return self._encode(key, page, lag, memoryview(bytearray(self._codecs[len(page)].max_value_bytes)))
+
+    def _lend(self, job: _Job) -> HeaderAndPayload:
         self._lent.append(job)
         return job.value.result()
 
@@ -105,17 +103,3 @@ class PageCompressor:
         """Keep the buffer of a job for the next page of its size, unless it is large."""
         if job.buffer is not None and job.page_bytes <= MAX_KEPT_BYTES:
             self._free[job.page_bytes].append(job.buffer)
-
-
-class Replay(Generic[T]):
-    """The items of an iterator, which may be iterated again; the iterator is asked once for each item."""
-
-    def __init__(self, source: Iterator[T]) -> None:
-        self._source = source
-        self._seen: list[T] = []
-
-    def __iter__(self) -> Iterator[T]:
-        yield from self._seen
-        for item in self._source:
-            self._seen.append(item)
-            yield item

@@ -18,9 +18,11 @@ from hicache.storage.base import StoreError, StoreLocked
 
 log = logging.getLogger("hicache.storage")
 
-DATA_FILE, LOCK_FILE, READERS_FILE, COMPACT_FILE = "data.mdb", "writer.lock", "lock.mdb", "compact.tmp"
-RESCUE_FOLDER, NEW_READERS_FILE = "rescue.tmp", "lock.new"
-_FILES = frozenset((DATA_FILE, LOCK_FILE, READERS_FILE, COMPACT_FILE, RESCUE_FOLDER, NEW_READERS_FILE))
+STORE_FILE, INDEX_FILE, SEAL_FILE, LOCK_FILE = "store.json", "index.mdb", "index.seal", "writer.lock"
+LIVE_LINK, LIVE_FOLDER, NEW_SUFFIX = "live", "live.tmp", ".new"
+_FILES = frozenset(
+    name + suffix for name in (STORE_FILE, INDEX_FILE, SEAL_FILE, LOCK_FILE, LIVE_LINK) for suffix in ("", NEW_SUFFIX)
+) | {LIVE_FOLDER}
 _SLOTS_FILE = re.compile(r"pages-[1-9][0-9]*\.dat")
 PRIVATE_FOLDER_MODE, PRIVATE_FILE_MODE = 0o700, 0o600
 _MODE_OF_OTHERS = 0o077
@@ -44,6 +46,22 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_atomically(file: Path, data: bytes) -> None:
+    """Replace `file`, which holds the old data or the new whenever the power fails."""
+    new = file.with_name(file.name + NEW_SUFFIX)
+    with open(new, "wb", opener=open_private) as written:
+        written.write(data)
+        written.flush()
+        os.fsync(written.fileno())
+    new.replace(file)
+    sync_directory(file.parent)
+
+
+def open_private(file: str, flags: int) -> int:
+    """An opener that makes new files private to their user."""
+    return os.open(file, flags, PRIVATE_FILE_MODE)
 
 
 class WriterLock:
@@ -155,7 +173,7 @@ def _holder_in_words(descriptor: int) -> str:
 def _make_private(path: Path) -> None:
     """Remove the rights of others from the files of a store, and from the directory if it contains nothing else."""
     names = sorted(os.listdir(path))
-    # The target of the link lock.mdb is private by itself.
+    # What the link `live` leads to is private by itself.
     ours = [path / name for name in names if is_store_file(name) and not (path / name).is_symlink()]
     if all(map(is_store_file, names)):
         ours.insert(0, path)

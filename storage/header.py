@@ -130,7 +130,7 @@ def read_header(
         return "not the value of a page"
     if version != VERSION:
         return f"value version {version}, this release reads {VERSION}"
-    parsed = _parse(header)
+    parsed = parse_header(header)
     if isinstance(parsed, str):
         return parsed
     reason = parsed.contradiction(len(payload), page_bytes, namespace)
@@ -149,7 +149,8 @@ def page_bytes_of(value: bytes | memoryview) -> int:
     return int(_PAGE_BYTES.unpack_from(value, _PAGE_BYTES_OFFSET)[0])
 
 
-def _parse(header: bytes | memoryview) -> ValueHeader | str:
+def parse_header(header: bytes | memoryview) -> ValueHeader | str:
+    """The fields of a header of this version, not verified, or why it has none."""
     _, _, codec, flags, *rest = _FIELDS.unpack_from(header)
     raw_bytes, stored_bytes, kind, element_bytes, reserved, tokens, channels, namespace = rest
     if flags not in (0, _ENCRYPTED) or reserved:

@@ -1,9 +1,4 @@
-"""Reading a store that another process may be writing.
-
-LMDB does not reuse the pages of an open read transaction: it is registered in the table of readers, which all processes
-map (reader_table.py). A writer that compacts replaces the data file: readers keep the old one until they see that its
-inode changed.
-"""
+"""Reading a store that another process may be writing: its index in memory, or the sealed one that it left."""
 
 from __future__ import annotations
 
@@ -12,176 +7,107 @@ import errno
 import logging
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
-from hicache.storage.base import PageBuffer, StoreCorrupt, StoreError, StoreIndexDamaged, StoreLocked, StoreStats
-from hicache.storage.check import Verifier
+from hicache.storage.access_log import AccessLog
+from hicache.storage.base import PageBuffer, StoreError, StoreStats
+from hicache.storage.check import StoredPages
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
-from hicache.storage.counters import Counters, Counts
-from hicache.storage.directory import DATA_FILE, share_lock, writer_of
-from hicache.storage.header import NAMESPACE_BYTES
-from hicache.storage.lmdb_file import MAX_TABLES, find_tables, read_identity, require_valid_index
-from hicache.storage.lmdb_pages import Meta, read_meta
-from hicache.storage.lookup import Lookup, StoredValues
-from hicache.storage.optional_packages import io_errors, lmdb, opening_errors, require_packages
+from hicache.storage.counters import Counters
+from hicache.storage.index import Index
+from hicache.storage.live_index import copy_sealed, live_folder, live_target
+from hicache.storage.lookup import Lookup
+from hicache.storage.optional_packages import io_errors, require_packages
 from hicache.storage.read_write_lock import ReadWriteLock
-from hicache.storage.reader_table import READER_SLOTS, ReaderTable
-from hicache.storage.records import (
-    SETTINGS_KEY,
-    IdentityRecord,
-    Settings,
-    identity_with_key,
-    identity_without_key,
-    namespace_digest,
-)
-from hicache.storage.tables import Sizes, Tables
-from hicache.storage.write_transaction import AccessLog
+from hicache.storage.records import IdentityRecord, Settings, identity_with_key, identity_without_key
+from hicache.storage.store_files import OpenPages, Sizes, map_bytes, open_slot_files, read_records
 
 log = logging.getLogger("hicache.storage")
-T = TypeVar("T")
 
-_ATTEMPTS, _PAUSE_S = 5, 0.005
+_MAX_READERS, _ATTEMPTS = 126, 20
 
 
-class ReaderEnv:
-    """The tables of a directory, opened for reading; any thread. Follows the writer when it replaces or extends the
-    file.
+class ReaderFiles:
+    """The open files of a store that is read; any thread. Follows the writer when the index is elsewhere.
 
-    `read` never raises because of what is stored: if the file cannot be read, that is counted and logged. Raises
-    `StoreError` and its subclasses when it cannot be opened, or is read after `close`.
+    Raises `StoreError` and its subclasses when it cannot be opened, or is read after `close`.
     """
 
-    def __init__(self, path: Path, max_readers: int, counters: Counters) -> None:
-        self._path, self._data, self._counters = path, path / DATA_FILE, counters
-        self._map_lock = ReadWriteLock(max_readers)
-        self._tables: Tables | None = None
-        self._inode: tuple[int, int] | None = None
-        self._min_file_bytes = 0
-        with contextlib.ExitStack() as held:
-            self._registers = not _is_read_only(path)
-            if self._registers:
-                held.enter_context(contextlib.closing(ReaderTable(path)))
-            elif (descriptor := _exclude_writers(path)) is not None:
-                held.callback(os.close, descriptor)
-            held.callback(self._close_tables)  # before what protects their reads
-            self._open()
-            self.identity, self.settings = self._records()
-            self._held = held.pop_all()
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = ReadWriteLock(_MAX_READERS)
+        self._following = threading.Lock()
+        self._open()
 
-    @property
-    def path(self) -> Path:
-        return self._path
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[OpenPages]:
+        """What to read from, as long as the block lasts. OSError when the store cannot be followed."""
+        if live_target(self.path) != self._target:
+            self._follow()
+        with self._lock.shared():
+            yield self._pages
 
     def sizes(self) -> Sizes:
         """Of what is committed now; all 0 if it cannot be read."""
-        return self.read(lambda txn, tables: tables.sizes(txn), Sizes())
-
-    def read(self, body: Callable[[Any, Tables], T], otherwise: T) -> T:
-        """`body` in a read transaction of its own, whose buffers are valid until it returns."""
-        reason: Exception | None = None
-        for _ in range(_ATTEMPTS):
-            try:
-                self._follow(force=isinstance(reason, lmdb.MapResizedError))
-                with self._map_lock.shared():
-                    tables = self._require_whole()
-                    tables.values.preload_meta()
-                    with tables.env.begin(buffers=True) as txn:
-                        return body(txn, tables)
-            except (lmdb.MapResizedError, lmdb.ReadersFullError, _Replaced) as error:
-                reason = error
-            except io_errors as error:
-                reason = error
-                break
-        log.warning("cannot read the store %s: %s", self._path, reason)
-        self._counters.add(Counts(read_errors=1))
-        return otherwise
+        try:
+            with self.reading() as pages:
+                return pages.sizes()
+        except io_errors as error:
+            log.warning("cannot read the store %s: %s", self.path, error)
+            return Sizes()
 
     def close(self) -> None:
-        with self._map_lock.exclusive(close=True):
+        with self._lock.exclusive(close=True):
             self._held.close()
 
-    def _require_whole(self) -> Tables:
-        """The tables, if the file is the one that is open and was not cut."""
-        min_bytes = self._min_file_bytes  # before the size: another thread may have seen the file grow meanwhile
-        stat = self._data.stat()
-        if self._tables is None or (stat.st_dev, stat.st_ino) != self._inode:
-            raise _Replaced(errno.ESTALE, f"{self._data} is being replaced")
-        if stat.st_size < min_bytes:
-            raise OSError(errno.EIO, f"{self._data} was cut from {min_bytes} to {stat.st_size} bytes")
-        self._min_file_bytes = stat.st_size
-        return self._tables
-
-    def _follow(self, *, force: bool) -> None:
-        """Open the file again if it is another one than before; `force`: in any case."""
-        stat = self._data.stat()
-        if (stat.st_dev, stat.st_ino) == self._inode and self._tables is not None and not force:
-            return
-        with self._map_lock.exclusive():
-            if self._map_lock.closed:
+    def _follow(self) -> None:
+        with self._following, self._lock.exclusive():
+            if self._lock.closed or live_target(self.path) == self._target:
                 return
-            self._close_tables()
+            before, held = self.identity, self._held
             try:
                 self._open()
-                identity, self.settings = self._records()
-                identity.require(self._path, self.identity)
+                self.identity.require(self.path, before)
             except StoreError as error:
-                self._close_tables()
                 raise OSError(errno.EIO, str(error)) from error
+            finally:
+                if self._held is not held:
+                    held.close()
 
     def _open(self) -> None:
-        """Open what is there now. The writer may replace the file meanwhile, or commit while its meta pages are
-        read."""
+        """Open what is there now. A writer may come or go meanwhile."""
         for attempt in range(_ATTEMPTS):
-            try:
-                stat = self._data.stat()
-                meta = read_meta(self._data)
-                if meta is None:
-                    raise StoreCorrupt(f"{self._data} is empty; open the store for writing once")
-                if stat.st_size < meta.file_bytes:  # perhaps by free pages only: an opening for writing finds out
-                    raise StoreIndexDamaged(self._data, "the file is cut short")
-                # A file that replaced another was written by LMDB just now, and is not validated again.
-                tables = _open_tables(self._path, meta, is_first=self._inode is None, registers=self._registers)
-            except FileNotFoundError as error:
-                raise StoreError(f"there is no store at {self._path}; check the path") from error
-            except StoreCorrupt:
-                if attempt == _ATTEMPTS - 1:
-                    raise
-                time.sleep(_PAUSE_S)
-                continue
-            self._tables, self._inode, self._min_file_bytes = tables, (stat.st_dev, stat.st_ino), stat.st_size
-            now = self._data.stat()
-            if (now.st_dev, now.st_ino) == self._inode:
-                return
-            self._close_tables()
-        raise StoreError(f"the store {self._path} is being replaced all the time; try again later")
-
-    def _records(self) -> tuple[IdentityRecord, Settings]:
-        assert self._tables is not None
-        tables = self._tables
-        try:
-            with tables.env.begin() as txn:
-                identity = read_identity(self._path, txn, tables.meta)
-                recorded, map_bytes = txn.get(SETTINGS_KEY, db=tables.meta), tables.env.info()["map_size"]
-                settings = Settings.unpack(recorded, identity.page_sizes, map_bytes)
-        except io_errors as error:
-            raise StoreCorrupt(f"cannot read the store {self._path}: {error}; choose another disk path") from error
-        return identity, settings
-
-    def _close_tables(self) -> None:
-        if self._tables is not None:
-            self._tables.close()
-            self._tables = None
+            with contextlib.ExitStack() as held:
+                try:
+                    target = live_target(self.path)
+                    identity, settings = read_records(self.path)
+                    files = open_slot_files(self.path, identity, held, writable=False)
+                    index = _open_index(self.path, settings, held)
+                except io_errors as error:
+                    reason: Exception = StoreError(
+                        f"cannot open the store {self.path} for reading: {error}; no other store object for it may be "
+                        "open in this process"
+                    )
+                except StoreError as error:
+                    reason = error
+                else:
+                    if live_target(self.path) == target:
+                        self._target, self.identity, self.settings = target, identity, settings
+                        self._pages, self._held = OpenPages(index, files), held.pop_all()
+                        return
+                    continue
+            if live_target(self.path) == target or attempt == _ATTEMPTS - 1:
+                raise reason
+        raise StoreError(f"the store {self.path} is opened and closed all the time; try again later")
 
 
 class LmdbPageReader:
     """A store as other processes may read it while one writes: `contains`, `get_into`, `stats`; any thread.
 
-    Sees what was committed and takes no lock. Except on a read-only mount: readers cannot register there, so writers
-    are excluded while a reader is open. Reads do not count as uses. `identity` None: that of the store.
+    Sees what was committed and holds up no writer. Reads do not count as uses. `identity` None: that of the store.
     """
 
     def __init__(
@@ -190,30 +116,29 @@ class LmdbPageReader:
         *,
         identity: Mapping[str, str | int] | None = None,
         cipher: PageCipher | None = None,
-        max_readers: int = 126,
     ) -> None:
         require_packages()
         self._counters = Counters()
-        self._env = ReaderEnv(Path(path), max_readers, self._counters)
-        stored = self._env.identity
+        self._files = ReaderFiles(Path(path))
+        stored, settings = self._files.identity, self._files.settings
         try:
             named = identity or identity_without_key(stored.identity)
-            stored.require(self._env.path, IdentityRecord(identity_with_key(named, cipher), stored.page_sizes))
-            namespace, settings = namespace_digest(stored.identity)[:NAMESPACE_BYTES], self._env.settings
-            self._codecs = PageCodecs(settings.formats, namespace, settings.level, cipher)
+            stored.require(self._files.path, IdentityRecord(identity_with_key(named, cipher), stored.page_sizes))
+            self._codecs = PageCodecs(settings.formats, stored.namespace, settings.level, cipher)
         except BaseException:
-            self._env.close()
+            self._files.close()
             raise
-        self._lookup = Lookup(self._env, self._codecs, _DiscardedLog(), self._counters, str(path))
+        self._lookup = Lookup(self._files.reading, self._codecs, _DiscardedLog(), self._counters, str(path))
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
         """The sizes that pages may have, in bytes, ascending."""
-        return self._env.identity.page_sizes
+        return self._files.identity.page_sizes
 
     @property
-    def stored_values(self) -> StoredValues:
-        return StoredValues(self._env, Verifier(self._codecs.verify_stored, self._codecs.max_value_bytes))
+    def stored(self) -> StoredPages:
+        """The pages as they are stored, for maintenance.py."""
+        return StoredPages(self._files.reading, self._lookup.read_value, self._codecs.verify_stored)
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         return self._lookup.contains(keys)
@@ -224,17 +149,13 @@ class LmdbPageReader:
         return self._lookup.get_into(keys, buffers, deadline_s)
 
     def stats(self) -> StoreStats:
-        return self._lookup.stats(self._env.settings.budget_bytes, read_only=True)
+        return self._lookup.stats(self._files.sizes(), self._files.settings.budget_bytes, read_only=True)
 
     def thread_read_errors(self) -> int:
         return self._counters.thread_read_errors
 
     def close(self) -> None:
-        self._env.close()
-
-
-class _Replaced(OSError):
-    """The data file is not the one that is open."""
+        self._files.close()
 
 
 class _DiscardedLog(AccessLog):
@@ -247,51 +168,17 @@ class _DiscardedLog(AccessLog):
         del keys
 
 
-def _is_read_only(path: Path) -> bool:
-    """Whether the store is on a read-only mount."""
-    try:
-        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
-    except OSError as error:
-        raise StoreError(f"there is no store at {path}: {error.strerror}; check the path") from error
-
-
-def _exclude_writers(path: Path) -> int | None:
-    """On a read-only mount no table of readers can be created, and a writer would reuse pages that are being read."""
-    descriptor = share_lock(path)
-    if descriptor is None and (holder := writer_of(path)) is not None:
-        name = f"process {holder}" if holder else "a process that cannot be named"
-        raise StoreLocked(
-            f"{name} writes to the store {path}, and readers cannot register on a read-only mount; "
-            "mount it writable, or close the store there"
-        )
-    return descriptor
-
-
-def _open_tables(path: Path, meta: Meta, *, is_first: bool, registers: bool) -> Tables:
-    env = None
-    try:
-        env = lmdb.open(
-            str(path),
-            readonly=True,
-            create=False,
-            map_size=max(meta.map_bytes, meta.file_bytes),
-            max_dbs=MAX_TABLES,
-            max_readers=READER_SLOTS,
-            lock=registers,
-        )
-        env.reader_check()
-        if is_first:
-            with env.begin() as txn:  # holds the snapshot
-                require_valid_index(path, read_meta(path / DATA_FILE, txn.id()))
-        return find_tables(env, path, writable=False)
-    except opening_errors as error:
-        if env is not None:
-            env.close()
-        if isinstance(error, StoreError):
-            raise
-        if isinstance(error, (lmdb.NotFoundError, lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError)):
-            raise StoreCorrupt(f"{path} is not a page store: {error}; choose another disk path") from error
+def _open_index(path: Path, settings: Settings, held: contextlib.ExitStack) -> Index:
+    """The index of the store's writer, or a copy in memory of the sealed one. What LMDB raises passes on."""
+    folder, num_bytes = live_folder(path), map_bytes(settings.budget_bytes)
+    if folder is not None:
+        return held.enter_context(contextlib.closing(Index(folder, num_bytes, writable=False)))
+    copy = os.memfd_create("hicache-index")
+    held.callback(os.close, copy)
+    name = Path(f"/proc/self/fd/{copy}")
+    if not copy_sealed(path, name):
         raise StoreError(
-            f"cannot open the store {path} for reading: {error}; no other store object for it may be open in this "
-            "process"
-        ) from error
+            f"the store {path} has no sealed index: its writer is not visible here, or ended without closing it; open "
+            "it for writing once, or run `hicache store verify --repair`"
+        )
+    return held.enter_context(contextlib.closing(Index(name, num_bytes, writable=False, shared=False)))

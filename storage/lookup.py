@@ -1,6 +1,7 @@
 """The read path of a store, for the process that writes it and for those that only read it.
 
-Every read is verified; what cannot be read or verified is a miss.
+The index says where a page was a moment ago; its slot may hold another one by now. So what does not verify is looked up
+again, once, and only a page that is still at the same place is damaged.
 """
 
 from __future__ import annotations
@@ -9,67 +10,52 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from contextlib import AbstractContextManager
 
 import numpy as np
 
+from hicache.storage.access_log import AccessLog
 from hicache.storage.base import PageBuffer, StoreError, StoreStats
-from hicache.storage.check import Verifier
 from hicache.storage.codec import PageCodecs
 from hicache.storage.counters import Counters, Counts
-from hicache.storage.header import HEADER_BYTES, page_bytes_of
-from hicache.storage.memory import Scratch
+from hicache.storage.index import Entry
+from hicache.storage.memory import Scratch, round_up
+from hicache.storage.optional_packages import io_errors
+from hicache.storage.slot_block import BLOCK_BYTES, MAX_KEY_BYTES, SlotBlock
 from hicache.storage.slot_file import is_aligned
-from hicache.storage.tables import Sizes, Tables
-from hicache.storage.value_file import ValueLocation
-from hicache.storage.write_transaction import AccessLog
+from hicache.storage.store_files import OpenPages, Sizes
 
 log = logging.getLogger("hicache.storage")
-T = TypeVar("T")
 
-_KEYS_PER_READ = 8  # a read transaction keeps freed pages from being reused: short ones let the writer reuse them
-
-
-class Snapshots(Protocol):
-    """An open store that is read one snapshot at a time."""
-
-    def read(self, body: Callable[[Any, Tables], T], otherwise: T) -> T: ...
-
-    def sizes(self) -> Sizes: ...
-
-
-@dataclass(frozen=True)
-class StoredValues:
-    """The values of a store as they are stored, and how they are verified without decrypting them."""
-
-    env: Snapshots
-    verifier: Verifier
+_KEYS_PER_LOOKUP = 64
 
 
 class Lookup:
-    """`contains`, `get_into` and `stats` of a store; any thread. Notes uses and bad values in the access log."""
+    """`contains`, `get_into` and `stats` of a store; any thread. Notes uses and bad pages in the access log."""
 
     def __init__(
-        self, env: Snapshots, codecs: PageCodecs, access_log: AccessLog, counters: Counters, name: str
+        self,
+        reading: Callable[[], AbstractContextManager[OpenPages]],
+        codecs: PageCodecs,
+        access_log: AccessLog,
+        counters: Counters,
+        name: str,
     ) -> None:
-        self._env, self._codecs = env, codecs
+        self._reading, self._codecs = reading, codecs
         self._access_log, self._counters, self._name = access_log, counters, name
-        self._scratch = Scratch()
+        self._scratch, self._blocks = Scratch(), Scratch()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         check_keys(keys)
-
-        def look(txn: Any, tables: Tables) -> list[bool]:
-            get, ages = txn.get, tables.ages
-            found = [get(key, None, ages) is not None for key in keys]
-            if self._access_log.any_quarantined:
-                found = [
-                    held and not self._access_log.is_quarantined(key) for key, held in zip(keys, found, strict=True)
-                ]
-            return found
-
-        return self._env.read(look, [False] * len(keys))
+        try:
+            with self._reading() as pages:
+                found = pages.index.contains(keys)
+        except io_errors as error:
+            self._note_failed(error)
+            return [False] * len(keys)
+        if self._access_log.any_quarantined:
+            return [held and not self._access_log.is_quarantined(key) for key, held in zip(keys, found, strict=True)]
+        return found
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
         check_keys(keys)
@@ -78,78 +64,97 @@ class Lookup:
         for buffer in buffers:
             check_page(buffer, self._codecs, writeable=True)
         found: list[bool] = []
-        for start in range(0, len(keys), _KEYS_PER_READ):
-            if time.monotonic() >= deadline_s:
-                found += [False] * (len(keys) - start)
-                break
-            part = slice(start, start + _KEYS_PER_READ)
-            found += self._get_part(keys[part], buffers[part])
+        while len(found) < len(keys) and time.monotonic() < deadline_s:
+            part = slice(len(found), len(found) + _KEYS_PER_LOOKUP)
+            found += self._get_part(keys[part], buffers[part], deadline_s)
+        found += [False] * (len(keys) - len(found))
         # Oldest first: the first key of the call is to become the most recently used.
         self._access_log.add_used(key for key, hit in zip(reversed(keys), reversed(found), strict=True) if hit)
         self._counters.add(Counts(hits=sum(found), misses=len(found) - sum(found)))
         return found
 
-    def stats(self, budget_bytes: int, *, read_only: bool) -> StoreStats:
-        sizes = self._env.sizes()._asdict()
+    def read_value(self, pages: OpenPages, key: bytes, entry: Entry) -> bytes | str:
+        """The value as it is stored, or why it cannot be read. Not verified."""
+        payload = self._scratch.take(round_up(entry.payload_bytes))
+        try:
+            header = self._fetch(pages, key, entry, payload)
+        except OSError as error:
+            return f"cannot be read: {error}"
+        return header if isinstance(header, str) else header + bytes(payload[: entry.payload_bytes])
+
+    def stats(self, sizes: Sizes, budget_bytes: int, *, read_only: bool) -> StoreStats:
         counts = dataclasses.asdict(self._counters.now)
-        return StoreStats(**sizes, budget_bytes=budget_bytes, read_only=read_only, **counts)
+        return StoreStats(**sizes._asdict(), budget_bytes=budget_bytes, read_only=read_only, **counts)
 
-    def _get_part(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
-        """`get_into` for the keys of one read transaction."""
+    def _get_part(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
+        """`get_into` for keys that are looked up together."""
         found = [False] * len(keys)
-        bad: list[bytes] = []
-
-        def decode(txn: Any, tables: Tables) -> None:
-            present = [i for i, key in enumerate(keys) if tables.contains(txn, key)]
-            locations = tables.locate(txn, [keys[i] for i in present]) if present else []
-            for i, location in zip(present, locations, strict=True):
-                try:
-                    reason = self._decode(tables, keys[i], location, buffers[i])
-                    if reason and self._is_of_another_size(tables, keys[i], location, len(buffers[i])):
+        try:
+            with self._reading() as pages:
+                for i, entry in enumerate(pages.index.locate(keys)):
+                    if entry is None or self._access_log.is_quarantined(keys[i]) or time.monotonic() >= deadline_s:
                         continue
-                except OSError as error:
-                    log.warning("cannot read a page of the store %s: %s", self._name, error)
-                    self._counters.add(Counts(read_errors=1))
-                    continue
-                found[i] = not reason
-                if reason:
-                    log.warning("deleting a page of the store %s that does not verify: %s", self._name, reason)
-                    bad.append(keys[i])
-
-        self._env.read(decode, None)
-        if bad:
-            self._access_log.quarantine(bad)
-            self._counters.add(Counts(corrupt=len(bad)))
+                    try:
+                        found[i] = self._get(pages, keys[i], entry, buffers[i])
+                    except OSError as error:
+                        self._note_failed(error)
+        except io_errors as error:
+            self._note_failed(error)
         return found
 
-    def _decode(self, tables: Tables, key: bytes, location: ValueLocation | None, buffer: PageBuffer) -> str:
-        """Why the buffer does not hold the page now, "" if it does. OSError if the disk fails."""
-        if location is None:
-            return "not found in the index"
-        codec = self._codecs[len(buffer)]
-        if location.length > codec.max_value_bytes:
-            return f"value of {location.length} bytes, longer than a page's"
-        is_raw = location.length == HEADER_BYTES + len(buffer)
-        if tables.slots is not None and is_raw and is_aligned(buffer):  # read in place, without a copy
-            tables.slots.file_of(location).read(location.offset, len(buffer), buffer.data)
-            return codec.decode_split(key, location.header, buffer.data, buffer)
-        return codec.decode_into(key, tables.read(location, self._scratch.take(location.length)), buffer)
+    def _get(self, pages: OpenPages, key: bytes, entry: Entry, buffer: PageBuffer) -> bool:
+        reason = ""
+        for _ in range(2):
+            if entry.page_bytes != len(buffer):
+                return False
+            reason = self._decode(pages, key, entry, buffer)
+            if not reason:
+                return True
+            (now,) = pages.index.locate([key])
+            if now is None:
+                return False
+            entry, before = now, entry
+        if entry.place == before.place:
+            log.warning("deleting a page of the store %s that does not verify: %s", self._name, reason)
+            self._access_log.quarantine([key])
+            self._counters.add(Counts(corrupt=1))
+        return False
 
-    def _is_of_another_size(self, tables: Tables, key: bytes, location: ValueLocation | None, page_bytes: int) -> bool:
-        """Whether there is a valid value of a page of another size; verified without decrypting it."""
-        header = None if location is None else tables.header(location)
-        if location is None or header is None or page_bytes_of(header) == page_bytes:
-            return False
-        if location.length > self._codecs.max_value_bytes:
-            return False
-        return not self._codecs.verify_stored(key, tables.read(location, self._scratch.take(location.length)))
+    def _decode(self, pages: OpenPages, key: bytes, entry: Entry, buffer: PageBuffer) -> str:
+        """Why the buffer does not hold the page now, "" if it does. OSError if the disk fails."""
+        codec = self._codecs[len(buffer)]
+        if entry.payload_bytes == len(buffer) and is_aligned(buffer):  # read in place, without a copy
+            payload = buffer.data
+        else:
+            payload = self._scratch.take(round_up(entry.payload_bytes))
+        header = self._fetch(pages, key, entry, payload)
+        if isinstance(header, str):
+            return header
+        return codec.decode_split(key, header, payload[: entry.payload_bytes], buffer)
+
+    def _fetch(self, pages: OpenPages, key: bytes, entry: Entry, payload: memoryview) -> bytes | str:
+        """Read the payload to the start of `payload`; the header of its value, or why the slot does not hold it."""
+        file = pages.files.get(entry.page_bytes)
+        if file is None or entry.payload_bytes > file.slot_bytes - BLOCK_BYTES:
+            return f"no slot holds {entry.payload_bytes} bytes of a page of {entry.page_bytes}"
+        block = self._blocks.take(BLOCK_BYTES)[:BLOCK_BYTES]
+        if not file.read(entry.slot, entry.payload_bytes, block, payload):
+            return "its slot is cut short"
+        found = SlotBlock.unpack(block)
+        if found is None:
+            return "its slot holds no page"
+        return found.header if found.key == key else "its slot holds another page"
+
+    def _note_failed(self, error: Exception) -> None:
+        log.warning("cannot read the store %s: %s", self._name, error)
+        self._counters.add(Counts(read_errors=1))
 
 
 def check_keys(keys: Sequence[bytes]) -> None:
     """`StoreError` unless every key has 1 to 511 bytes."""
     for key in keys:
-        if not 1 <= len(key) <= 511:
-            raise StoreError(f"a key has 1 to 511 bytes, this one {len(key)}")
+        if not 1 <= len(key) <= MAX_KEY_BYTES:
+            raise StoreError(f"a key has 1 to {MAX_KEY_BYTES} bytes, this one {len(key)}")
 
 
 def check_page(page: PageBuffer, page_sizes: Collection[int], *, writeable: bool) -> None:

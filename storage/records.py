@@ -1,7 +1,7 @@
 """What a store says of itself: the identity of its pages, and the settings it was last opened with.
 
-Both are JSON in the table `meta`. The identity is compared at every opening: pages of another one are worthless. The
-settings may change between openings; they are kept so that an operator can open a store without its engine.
+Both are in the file store.json, as JSON. The identity is compared at every opening: pages of another one are worthless.
+The settings may change between openings; they are kept so that an operator can open a store without its engine.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from hicache.storage.base import Durability, StoreCorrupt, StoreError, StoreMismatch
 from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFilter, PageFormat
+from hicache.storage.header import NAMESPACE_BYTES
 
 FORMAT = 1
-STORE_KEY, SETTINGS_KEY = b"store", b"settings"
 KEY_ID_FIELD = "cipher_key"
 MAX_FORMATS = 16
 
@@ -45,45 +47,21 @@ def namespace_digest(identity: Mapping[str, str | int]) -> bytes:
 class IdentityRecord:
     """Whose pages a store holds. `identity` includes the id of the encryption key.
 
-    `page_sizes`: the sizes that pages may have, in bytes, ascending. `has_slots`: whether values are in slot files,
-    which is decided when a store is created.
+    `page_sizes`: the sizes that pages may have, in bytes, ascending.
     """
 
     identity: Mapping[str, str | int]
     page_sizes: tuple[int, ...]
-    has_slots: bool = False
 
     @property
     def key_id(self) -> str:
         """Id of the encryption key, "" for none."""
         return str(self.identity.get(KEY_ID_FIELD, ""))
 
-    def pack(self) -> bytes:
-        record = {"format": FORMAT, "identity": dict(self.identity), "page_bytes": self.page_sizes}
-        return _canonical({**record, "slots": self.has_slots}).encode()
-
-    @classmethod
-    def unpack(cls, path: Path, raw: bytes | None) -> IdentityRecord:
-        """Raises `StoreCorrupt`, and `StoreMismatch` for a format that this version does not read."""
-        if raw is None:
-            raise StoreCorrupt(f"the store {path} has lost its identity record; choose another disk path")
-        unreadable = StoreCorrupt(f"the store {path} has an unreadable identity record; choose another disk path")
-        try:
-            fields = json.loads(bytes(raw))
-            version = fields["format"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise unreadable from error
-        if type(version) is not int or version < 1:
-            raise unreadable
-        if version != FORMAT:
-            raise StoreMismatch(
-                f"the store {path} has format {version}, this version reads {FORMAT}; "
-                "update hicache or use another disk path"
-            )
-        identity, page_sizes, has_slots = (fields.get(name) for name in ("identity", "page_bytes", "slots"))
-        if not isinstance(identity, dict) or not isinstance(has_slots, bool) or not _are_page_sizes(page_sizes):
-            raise unreadable
-        return cls(identity, tuple(page_sizes), has_slots)
+    @property
+    def namespace(self) -> bytes:
+        """What every value of the store carries."""
+        return namespace_digest(self.identity)[:NAMESPACE_BYTES]
 
     def require(self, path: Path, wanted: IdentityRecord) -> None:
         """Raises `StoreMismatch`, naming both sides of each difference, unless `wanted` names the pages stored here."""
@@ -111,24 +89,31 @@ class Settings:
     durability: Durability = "relaxed"
     level: int = 1
 
-    def pack(self) -> bytes:
-        return _canonical(dataclasses.asdict(self)).encode()
 
-    @classmethod
-    def unpack(cls, raw: bytes | None, page_sizes: Sequence[int], budget_bytes: int) -> Settings:
-        """The recorded settings; without a readable record the defaults, with `budget_bytes`."""
-        unfiltered = [{"page_bytes": page_bytes, "filter": {}} for page_bytes in page_sizes]
-        try:
-            fields = {"budget_bytes": budget_bytes, "formats": unfiltered, **json.loads(bytes(raw or b"{}"))}
-            fields["formats"] = tuple(
-                PageFormat(format["page_bytes"], PageFilter(**format["filter"])) for format in fields["formats"]
-            )
-            recorded = cls(**fields)
-        except (ValueError, TypeError, KeyError):
-            recorded = cls(budget_bytes, ())
-        if [format.page_bytes for format in recorded.formats] == list(page_sizes):
-            return recorded
-        return cls(budget_bytes, tuple(map(PageFormat, page_sizes)))
+def pack_store(identity: IdentityRecord, settings: Settings) -> bytes:
+    """The content of store.json."""
+    record = {"format": FORMAT, "identity": dict(identity.identity), "settings": dataclasses.asdict(settings)}
+    return _canonical({**record, "xxh3_64": _checksum(record)}).encode()
+
+
+def unpack_store(name: str, raw: bytes) -> tuple[IdentityRecord, Settings]:
+    """The records that `name`, for messages, holds. Raises `StoreCorrupt`, and `StoreMismatch` for a format that this
+    version does not read."""
+    damaged = StoreCorrupt(f"{name} is damaged: its record cannot be read; remove the directory or choose another one")
+    try:
+        record = json.loads(raw)
+        version, checksum = record["format"], record.pop("xxh3_64")
+        if type(version) is int and version > FORMAT:
+            raise StoreMismatch(f"{name} has format {version}, this version reads {FORMAT}; update hicache")
+        fields = record["settings"]
+        formats = tuple(PageFormat(one["page_bytes"], PageFilter(**one["filter"])) for one in fields["formats"])
+        settings = Settings(**{**fields, "formats": formats})
+        identity = IdentityRecord(record["identity"], tuple(format.page_bytes for format in formats))
+        if version != FORMAT or checksum != _checksum(record) or not _is_sound(identity, settings):
+            raise damaged
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise damaged from error
+    return identity, settings
 
 
 def sorted_formats(formats: Sequence[PageFormat]) -> tuple[PageFormat, ...]:
@@ -139,14 +124,26 @@ def sorted_formats(formats: Sequence[PageFormat]) -> tuple[PageFormat, ...]:
     return tuple(sorted(formats, key=lambda format: format.page_bytes))
 
 
-def _are_page_sizes(page_sizes: Any) -> bool:
-    """Whether a record may name these sizes: 1 to `MAX_FORMATS` positive lengths in ascending order."""
+def _is_sound(identity: IdentityRecord, settings: Settings) -> bool:
+    """Whether each field has its type and range: the checksum detects damage, not what another program wrote."""
+    filters = [format.filter for format in settings.formats]
+    shapes = (number for filter in filters for number in (filter.element_bytes, filter.tokens, filter.channels))
+    numbers = (*identity.page_sizes, settings.budget_bytes, settings.level, *shapes)
+    texts = (settings.durability, *(filter.kind for filter in filters), *identity.identity)
+    sizes = list(identity.page_sizes)
     return (
-        isinstance(page_sizes, list)
-        and 1 <= len(page_sizes) <= MAX_FORMATS
-        and all(type(page_bytes) is int and page_bytes > 0 for page_bytes in page_sizes)
-        and page_sizes == sorted(set(page_sizes))
+        bool(identity.identity)
+        and all(type(value) in (str, int) for value in identity.identity.values())
+        and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+        and all(isinstance(text, str) for text in texts)
+        and 1 <= len(sizes) <= MAX_FORMATS
+        and sizes == sorted(set(sizes))
+        and sizes[0] > 0
     )
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return str(xxhash.xxh3_64_hexdigest(_canonical(record).encode()))
 
 
 def _canonical(record: Mapping[str, Any]) -> str:

@@ -1,8 +1,9 @@
-"""The file with the payloads of one page size: slots of equal length, read with O_DIRECT where that pays.
+"""The file with the pages of one size: slots of equal length, each a block that names the page, then its payload.
 
 Writes go through the kernel's page cache, and after each piece the kernel is told to start writing it back, so that the
-next piece is copied meanwhile and recently written payloads are read from memory. A slot that holds less than its size,
-or nothing, is a hole after that.
+next piece is copied meanwhile and recently written payloads are read from memory. The block is written last, and before
+a slot is used again its old one is erased: a process that is killed leaves no block whose payload is not whole. A slot
+that holds less than its size, or nothing, is a hole after that.
 
 A read through the page cache page-faults memory for every page and copies the data once more, which takes cores from
 decompression. So the kernel is asked (`cachestat`, Linux 6.5) how much of a payload is cached; if that is little, the
@@ -14,16 +15,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import logging
 import math
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from hicache.storage.base import PageBuffer
 from hicache.storage.directory import PRIVATE_FILE_MODE
 from hicache.storage.memory import ALIGNMENT, round_up
+from hicache.storage.slot_block import BLOCK_BYTES, SlotBlock
 
 log = logging.getLogger("hicache.storage")
 
@@ -34,6 +38,7 @@ _QUIET_S = 0.25  # without a write, until reads are direct again
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of linux/falloc.h
 _START_WRITE_BACK = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h
 _STAT_BLOCK_BYTES = 512  # the unit of st_blocks
+_MAX_OFFSET = 1 << 40  # beyond the end of files, within the limits of file systems
 _CACHESTAT = 451  # the number of the system call, on all architectures
 
 
@@ -61,14 +66,14 @@ class DirectReads:
     def __init__(self, data: Path, cached: int) -> None:
         self._cached = cached
         try:
-            self._direct: int | None = os.open(data, os.O_RDONLY | os.O_DIRECT)
+            self._direct: io.FileIO | None = io.FileIO(data, "r", opener=_open_direct)
         except OSError:
             self._direct = None
         self._syscall = ctypes.CDLL(None).syscall
 
     def close(self) -> None:
         if self._direct is not None:
-            os.close(self._direct)
+            self._direct.close()
 
     def pays_off(self, offset: int, length: int) -> bool:
         """Whether these bytes are read faster directly: many, and less than half of them in the page cache."""
@@ -80,16 +85,13 @@ class DirectReads:
             return False  # an older kernel, or a file of another user
         return bool(2 * found.cached * mmap.PAGESIZE < length)
 
-    def read(self, buffer: memoryview, offset: int, num_bytes: int) -> int:
-        """Read from an aligned `offset` into the start of `buffer`, from `aligned_buffer`; returns how many bytes.
-
-        Fewer than `num_bytes` at the end of the file, or 0 if direct reads turn out to be refused: the caller reads the
-        rest through the page cache. OSError if the disk fails.
-        """
+    def read(self, parts: Sequence[memoryview], offset: int) -> int:
+        """Fill aligned `parts` from an aligned `offset` on; returns how many bytes there were, 0 if direct reads turn
+        out to be refused. OSError if the disk fails."""
         if self._direct is None:
             return 0
         try:
-            return os.preadv(self._direct, [buffer[: round_up(num_bytes)]], offset)
+            return os.preadv(self._direct.fileno(), parts, offset)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -98,102 +100,130 @@ class DirectReads:
 
 
 class SlotFile:
-    """Reads and writes slots, and gives their space back; any thread, but none uses a slot that is being written.
+    """Reads and writes slots, and gives their space back; any thread reads, one writes.
 
     OSError for I/O errors, a full disk, or a limit. Which slots are in use is known in slots.py.
     """
 
-    def __init__(self, data: Path, slot_bytes: int, *, writable: bool, create: bool = False) -> None:
+    def __init__(self, data: Path, slot_bytes: int, *, writable: bool) -> None:
         self._data, self.slot_bytes = data, slot_bytes
-        self._file = os.open(
-            data, (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT if create else 0), PRIVATE_FILE_MODE
-        )
+        self._file = io.FileIO(data, "r+" if writable else "r", opener=_open_private)
         # Only the writer's process knows when slots are written.
-        self._direct = DirectReads(data, self._file) if writable else None
-        self._written_s = -math.inf
+        self._direct = DirectReads(data, self._file.fileno()) if writable else None
+        self._num_writes = self._num_synced = 0
+        self._synced_s = -math.inf
         system = ctypes.CDLL(None, use_errno=True)
         self._fallocate, self._sync_file_range = system.fallocate, system.sync_file_range
+        self.has_holes = writable and self._punch(_MAX_OFFSET, BLOCK_BYTES)
 
     def close(self) -> None:
         if self._direct is not None:
             self._direct.close()
-        os.close(self._file)
+        self._file.close()
 
     def allocated_bytes(self) -> int:
         """Disk space of the file: holes take none."""
-        return os.fstat(self._file).st_blocks * _STAT_BLOCK_BYTES
+        return os.fstat(self._file.fileno()).st_blocks * _STAT_BLOCK_BYTES
 
-    def read(self, offset: int, num_bytes: int, buffer: memoryview) -> None:
-        """Fill the first `num_bytes` of `buffer`, aligned memory in whole blocks; zeros beyond the end of the file."""
-        done = 0
-        is_quiet = time.monotonic() - self._written_s > _QUIET_S
-        if self._direct is not None and is_quiet and self._direct.pays_off(offset, num_bytes):
-            done = self._direct.read(buffer, offset, num_bytes)
-        while done < num_bytes:
-            got = os.preadv(self._file, [buffer[done:num_bytes]], offset + done)
-            if not got:  # cut off: the page does not verify, is deleted, and can be stored again
-                buffer[done:num_bytes] = bytes(num_bytes - done)
-                return
+    def space_of(self, payload_bytes: int) -> int:
+        """Disk space of a slot with such a payload."""
+        return BLOCK_BYTES + round_up(payload_bytes) if self.has_holes else self.slot_bytes
+
+    def read(self, slot: int, payload_bytes: int, block: memoryview, payload: memoryview) -> bool:
+        """Fill `block`, one aligned block, and the first `payload_bytes` of `payload`; whether the file has them.
+
+        Aligned memory in whole blocks may be read directly.
+        """
+        start, done, end = slot * self.slot_bytes, 0, BLOCK_BYTES + payload_bytes
+        whole = round_up(payload_bytes)
+        is_quiet = self._num_writes == self._num_synced and time.monotonic() - self._synced_s > _QUIET_S
+        if self._direct is not None and is_quiet and len(payload) >= whole and self._direct.pays_off(start, end):
+            done = self._direct.read([block, payload[:whole]], start)
+        while done < end:
+            parts = [block[done:BLOCK_BYTES], payload[max(0, done - BLOCK_BYTES) : payload_bytes]]
+            got = os.preadv(self._file.fileno(), parts, start + done)
+            if not got:
+                return False
             done += got
+        return True
 
-    def write(self, slot: int, payload: bytes | memoryview) -> None:
-        """Write to the start of a slot. The data is on disk after the next `sync`; until then, and for ever if that
-        fails, reads are not direct."""
+    def read_block(self, slot: int) -> SlotBlock | None:
+        """The block of a slot; None where there is none."""
+        return SlotBlock.unpack(os.pread(self._file.fileno(), BLOCK_BYTES, slot * self.slot_bytes))
+
+    def write(self, slot: int, block: bytes, payload: bytes | memoryview, *, is_hole: bool) -> None:
+        """Write a page to a slot. The data is on disk after the next `sync`; until then, and for ever if that fails,
+        reads are not direct. `is_hole`: the slot takes no disk space yet."""
         view, start = memoryview(payload), slot * self.slot_bytes
-        self._written_s = math.inf
-        for piece in range(0, len(view), _WRITE_BACK_BYTES):
-            done, end = piece, min(piece + _WRITE_BACK_BYTES, len(view))
-            while done < end:
-                done += os.pwrite(self._file, view[done:end], start + done)
-            # Only a hint: `sync` reports errors.
-            self._sync_file_range(
-                ctypes.c_int(self._file),
-                ctypes.c_int64(start + piece),
-                ctypes.c_int64(end - piece),
-                ctypes.c_uint(_START_WRITE_BACK),
-            )
+        if BLOCK_BYTES + len(view) > self.slot_bytes:
+            raise ValueError(f"{len(view)} bytes do not fit a slot of {self.slot_bytes}")
+        self._num_writes += 1
+        if not is_hole:
+            self._write(bytes(BLOCK_BYTES), start)
+        for at in range(0, len(view), _WRITE_BACK_BYTES):
+            self._write(view[at : at + _WRITE_BACK_BYTES], start + BLOCK_BYTES + at)
+        self._write(block, start)
+        if not is_hole:
+            self.punch(slot, BLOCK_BYTES + round_up(len(view)))
 
-    def punch_hole(self, slot: int, start: int = 0) -> None:
+    def punch(self, slot: int, start: int = 0) -> None:
         """Free the disk space of a slot from byte `start` on. Does nothing if the file system has no holes."""
-        offset, length = ctypes.c_int64(slot * self.slot_bytes + start), ctypes.c_int64(self.slot_bytes - start)
-        if self._fallocate(ctypes.c_int(self._file), ctypes.c_int(_KEEP_SIZE | _PUNCH_HOLE), offset, length) != 0:
-            reason = ctypes.get_errno()
-            if reason not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                raise OSError(reason, os.strerror(reason), str(self._data))
-
-    def can_punch_holes(self) -> bool:
-        """Whether the file system frees the space of holes; tried on the first slot, which must not be in use."""
-        try:
-            self.write(0, bytes(ALIGNMENT))
-            self.sync()
-            before_bytes = self.allocated_bytes()
-            self.punch_hole(0)
-            return self.allocated_bytes() < before_bytes
-        finally:
-            self.truncate(0)
+        if start < self.slot_bytes:
+            self._punch(slot * self.slot_bytes + start, self.slot_bytes - start)
 
     def num_slots(self) -> int:
         """How many slots the file reaches into."""
-        return -(-os.fstat(self._file).st_size // self.slot_bytes)
+        return -(-os.fstat(self._file.fileno()).st_size // self.slot_bytes)
 
     def truncate(self, num_slots: int) -> None:
         """Remove what lies after the first `num_slots`."""
         end = num_slots * self.slot_bytes
-        if os.fstat(self._file).st_size > end:
-            os.ftruncate(self._file, end)
+        if os.fstat(self._file.fileno()).st_size > end:
+            os.ftruncate(self._file.fileno(), end)
 
     def probe(self, num_slots: int) -> None:
         """Find out whether the disk takes another slot after the first `num_slots`, or 64 MiB of a longer one. The file
         stays as it was."""
+        self._num_writes += 1
         try:
-            self.write(num_slots, bytes(min(self.slot_bytes, _PROBE_BYTES)))
+            self._write(bytes(min(self.slot_bytes, _PROBE_BYTES)), num_slots * self.slot_bytes)
             self.sync()
         finally:
             self.truncate(num_slots)
 
     def sync(self) -> None:
-        """Return when everything written is on disk."""
-        try:
-            os.fdatasync(self._file)
-        finally:
-            self._written_s = time.monotonic()
+        """Return when everything written before is on disk; any thread."""
+        num_writes = self._num_writes
+        if num_writes > self._num_synced:
+            os.fdatasync(self._file.fileno())
+            self._num_synced, self._synced_s = num_writes, time.monotonic()
+
+    def _punch(self, offset: int, num_bytes: int) -> bool:
+        """Make these bytes a hole; False if the file system has none."""
+        mode, where = ctypes.c_int(_KEEP_SIZE | _PUNCH_HOLE), (ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
+        if not self._fallocate(ctypes.c_int(self._file.fileno()), mode, *where):
+            return True
+        reason = ctypes.get_errno()
+        if reason not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(reason, os.strerror(reason), str(self._data))
+        return False
+
+    def _write(self, data: bytes | memoryview, start: int) -> None:
+        view, done = memoryview(data), 0
+        while done < len(view):
+            done += os.pwrite(self._file.fileno(), view[done:], start + done)
+        # Only a hint: `sync` reports errors.
+        self._sync_file_range(
+            ctypes.c_int(self._file.fileno()),
+            ctypes.c_int64(start),
+            ctypes.c_int64(len(view)),
+            ctypes.c_uint(_START_WRITE_BACK),
+        )
+
+
+def _open_private(file: str, flags: int) -> int:
+    return os.open(file, flags | (os.O_CREAT if flags & os.O_RDWR else 0), PRIVATE_FILE_MODE)
+
+
+def _open_direct(file: str, flags: int) -> int:
+    return os.open(file, flags | os.O_DIRECT)

@@ -122,7 +122,6 @@ def _opened(
     formats: Sequence[PageFormat],
     cipher: PageCipher | None,
 ) -> PageStore:
-    repair = f"hicache store verify --repair {folder}"
     try:
         return LmdbPageStore(
             folder,
@@ -136,7 +135,7 @@ def _opened(
     except StoreLocked as locked:
         log.warning("pages are read and not stored: %s; give each process a path of its own to store", locked)
     except StoreCorrupt as error:
-        log.error("serving without the store: %s; stop the server and run `%s`", error, repair)
+        log.error("serving without the store: %s", error)
         return ReadOnlyStore(None)
     try:
         return ReadOnlyStore(LmdbPageReader(folder, identity=identity, cipher=cipher))

@@ -20,14 +20,12 @@ from hicache.storage import (
     PageFilter,
     StoreDescription,
     StoreError,
-    StoreIndexDamaged,
     VerifyReport,
     describe,
     evict,
     list_pages,
     open_existing,
     pages,
-    rescue,
     store_folders,
     verify,
 )
@@ -120,7 +118,6 @@ def _stat_one(found: StoreDescription) -> Outcome:
         *((f"identity.{name}", value) for name, value in found.identity.items()),
         ("format", found.format),
         *(("page", f"{sized(format.page_bytes)}, filter {_filter_text(format.filter)}") for format in found.formats),
-        ("values", "in slots" if found.has_slots else "in tables"),
         ("level", found.level),
         ("durability", found.durability),
         ("encrypted", f"with the key {found.key_id}" if found.encrypted else "no"),
@@ -165,17 +162,7 @@ def ls(task: Task) -> Outcome:
 
 def verify_pages(task: Task) -> Outcome:
     repair, cipher = task.flags.repair, task.cipher()
-    rescued: int | None = None
-    first: tuple[Fault, ...] = ()
-    try:
-        report, left = _verify_once(task, cipher)
-    except StoreIndexDamaged as error:
-        if not repair:
-            raise
-        with task.progress.during("rebuilding the index"):
-            rescued = rescue(task.path)
-        first = (Fault(None, error.reason, "index rescued"),)
-        report, left = _verify_once(task, cipher)
+    report, left, rebuilt = _verify_once(task, cipher)
     encrypted = describe(task.path).encrypted
     stats = {
         "path": str(task.path),
@@ -184,23 +171,24 @@ def verify_pages(task: Task) -> Outcome:
         "encrypted": encrypted,
         "decrypted": encrypted and cipher is not None,
         "repair": repair,
-        "rescued": rescued,
-        "faults": [_fault_stats(fault) for fault in (*first, *report.faults)],
+        "rebuilt": rebuilt,
+        "faults": [_fault_stats(fault) for fault in report.faults],
         "left": len(left),
     }
     return Outcome(stats, _verify_text(stats), status=1 if left else 0)
 
 
-def _verify_once(task: Task, cipher: PageCipher | None) -> tuple[VerifyReport, tuple[Fault, ...]]:
-    """The first report, after a repair if that is asked for, and the faults that are left."""
+def _verify_once(task: Task, cipher: PageCipher | None) -> tuple[VerifyReport, tuple[Fault, ...], int | None]:
+    """The first report, after a repair if that is asked for, the faults that are left, and how many pages the index had
+    if opening built it anew."""
     repair = task.flags.repair
     with _opened_to_write(task, cipher) as store:
         with task.progress.during("verifying") as step:
             report = verify(store, step, repair=repair)
         if not repair or not report.faults:
-            return report, report.faults
+            return report, report.faults, store.rebuilt_pages
         with task.progress.during("verifying again") as step:
-            return report, verify(store, step).faults
+            return report, verify(store, step).faults, store.rebuilt_pages
 
 
 def compact(task: Task) -> Outcome:
@@ -314,13 +302,15 @@ def _verify_text(stats: dict[str, Any]) -> str:
     for fault in faults:
         where = f"page {fault['key']}: " if fault["key"] else ""
         lines.append(printable(f"{fault['action'] or 'left as it is':<14}  {where}{fault['reason']}"))
+    if stats["rebuilt"] is not None:
+        lines.append(f"the store was not closed: its index was built anew, with {stats['rebuilt']} pages")
     remedy = ""
     if faults and repaired:
         remedy = (
             f"; {left} left that cannot be repaired, remove the directory" if left else "; the store is whole again"
         )
     elif faults:
-        remedy = "; --repair deletes bad pages and rebuilds indexes"
+        remedy = "; --repair deletes bad pages and rebuilds the index"
     verdict = f"{len(faults)} fault(s)" if faults else "no faults"
     decrypted = ", decrypted too" if stats["decrypted"] else ", not decrypted for want of the key"
     if not stats["encrypted"]:
@@ -347,7 +337,8 @@ def _fault_stats(fault: Fault) -> dict[str, str | None]:
 
 @contextlib.contextmanager
 def _opened_to_write(task: Task, cipher: PageCipher | None) -> Iterator[LmdbPageStore]:
-    store = open_existing(task.path, cipher=cipher)
+    with task.progress.during("rebuilding the index") as step:
+        store = open_existing(task.path, cipher=cipher, progress=step)
     try:
         yield store
     finally:

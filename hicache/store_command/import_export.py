@@ -16,13 +16,13 @@ from typing import BinaryIO
 
 from hicache.errors import ConfigError
 from hicache.storage import LmdbPageStore, PageCipher, StoreError, describe, open_existing, put_values
-from hicache.storage.directory import DATA_FILE, sync_directory
+from hicache.storage.directory import STORE_FILE, sync_directory
 from hicache.storage.maintenance import StoreDescription
 from hicache.storage.records import KEY_ID_FIELD, IdentityRecord, Settings
 from hicache.store_command.archive import ArchiveReader
 
 STREAM = "-"
-_MAX_BATCH_PAGES = 256
+_MAX_BATCH_PAGES, _MAX_BATCH_BYTES = 256, 64 << 20
 
 
 def record_of(found: StoreDescription) -> tuple[IdentityRecord, Settings]:
@@ -97,7 +97,7 @@ def open_target(
     path: Path, archive: ArchiveReader, cipher: PageCipher | None, limits: ImportLimits
 ) -> tuple[LmdbPageStore, bool]:
     """The store for the pages of an archive, and whether it is new. StoreMismatch if it has another identity."""
-    if (path / DATA_FILE).exists():
+    if (path / STORE_FILE).exists():
         if limits.budget_bytes is not None:
             raise ConfigError(f"--budget is for a new store, and {path} holds one; leave it out")
         record_of(describe(path))[0].require(path, archive.identity)
@@ -123,7 +123,7 @@ class Loader:
     _batch_bytes: int = 0
 
     def add(self, key: bytes, value: bytes) -> None:
-        full = self._batch_bytes + len(value) > self.store.parts.budget.commit_bytes
+        full = self._batch_bytes + len(value) > _MAX_BATCH_BYTES
         # A key that comes again was used meanwhile: its later place in the use order counts.
         if full or key in self._batch or len(self._batch) == _MAX_BATCH_PAGES:
             self.flush()
@@ -133,10 +133,10 @@ class Loader:
     def flush(self) -> None:
         batch = list(self._batch.items())
         self._batch, self._batch_bytes = {}, 0
-        verify = self.store.stored_values.verifier.verify
+        verify = self.store.stored.verify
         short = 0
         for (key, value), kept in zip(batch, put_values(self.store, batch), strict=True):
-            reason = "" if kept else verify(key, memoryview(value))
+            reason = "" if kept else verify(key, value)
             self.kept += kept
             self.refused.update([reason] if reason else [])
             short += not kept and not reason

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import struct
 import subprocess
 import sys
-import zlib
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from hicache.cli import main
 from hicache.storage import describe
@@ -28,16 +29,22 @@ ESCAPES = "\x1b[2J\x1b]0;mine\x07 \x9b31m \u202e \r\n\ud800 end"
 
 
 def sealed(record: bytes) -> bytes:
-    """An archive without pages around a record, its checksums right."""
-    data = struct.pack("<4sHHI", b"HKVA", 1, 0, len(record)) + record
-    data += struct.pack("<I", zlib.crc32(data))
-    data += struct.pack("<HQ", 0, 0)
-    return data + struct.pack("<I", zlib.crc32(data))
+    """An archive without pages around a manifest."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name, content in (("manifest.json", record), ("end.json", b'{"pages": 0}')):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return file.getvalue()
 
 
 def archive(identity: object = None, page_bytes: object = 4096, **settings: object) -> bytes:
-    record = {"format": 1, "identity": identity or {"model": "m"}, "page_bytes": [page_bytes], "slots": False}
-    return sealed(json.dumps({**record, "settings": {**SETTINGS, **settings}}).encode())
+    formats = [{"page_bytes": page_bytes, "filter": {"kind": "none"}}]
+    record = {"format": 1, "identity": identity or {"model": "m"}}
+    record["settings"] = {**SETTINGS, "formats": formats, **settings}
+    canonical = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+    return sealed(json.dumps({**record, "xxh3_64": xxhash.xxh3_64_hexdigest(canonical)}).encode())
 
 
 def outcome(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -67,18 +74,18 @@ def a_store(tmp_path: Path) -> Path:
 
 
 ARCHIVES = {
-    "deep": (sealed(b"[" * 100_000), "record cannot be read"),
-    "a truth value for a size": (archive(page_bytes=True), "record cannot be read"),
-    "a truth value in the identity": (archive({"model": True}), "record makes no sense"),
-    "a budget beyond int64": (archive(budget_bytes=10**30), "record makes no sense"),
-    "a budget below nothing": (archive(budget_bytes=-1), "record makes no sense"),
-    "a level beyond int64": (archive(level=10**30), "record makes no sense"),
+    "deep": (sealed(b"[" * 100_000), "manifest cannot be read"),
+    "a truth value for a size": (archive(page_bytes=True), "manifest cannot be read"),
+    "a truth value in the identity": (archive({"model": True}), "manifest cannot be read"),
+    "a budget beyond int64": (archive(budget_bytes=10**30), "manifest cannot be read"),
+    "a budget below nothing": (archive(budget_bytes=-1), "manifest cannot be read"),
+    "a level beyond int64": (archive(level=10**30), "manifest cannot be read"),
     "a level that is none": (archive(level=99), "level=99"),
     "a filter beyond int64": (
         archive(formats=[{"page_bytes": 4096, "filter": {"kind": "byte_shuffle", "element_bytes": 10**30}}]),
-        "record makes no sense",
+        "manifest cannot be read",
     ),
-    "an unknown durability": (archive(durability="\x1b[2J"), "out of range"),
+    "an unknown durability": (archive(durability="\x1b[2J"), "choose relaxed or commit"),
     "too large a budget": (archive(budget_bytes=1 << 40), "give --budget, or raise --max-budget"),
     "too large a page": (archive(page_bytes=1 << 30), "raise --max-page"),
 }
@@ -90,7 +97,7 @@ def test_what_an_archive_may_not_ask_for(case: str, tmp_path: Path, capsys: pyte
     data, words = ARCHIVES[case]
     (tmp_path / "archive").write_bytes(data)
     assert words in refused(capsys, "store", "import", tmp_path / "new", tmp_path / "archive")
-    assert not (tmp_path / "new" / "data.mdb").exists()
+    assert not (tmp_path / "new" / "store.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def test_the_demo_on_a_gpu(tmp_path: Path) -> None:
         assert results["identical"] is True and results["device"] == torch.cuda.get_device_name()
     assert all(first["hit_tokens"].values())
     assert second["first_turns"]["hit_tokens"]["disk"] > 0
-    assert os.path.getsize(tmp_path / "store" / "data.mdb") > 0
+    assert os.path.getsize(tmp_path / "store" / "index.mdb") > 0
 
 
 def test_the_benchmark_records_the_demos_figures(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_each_store_can_be_named(path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_store_that_cannot_be_read_is_named_beside_the_others(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = store_folders(path)
-    (second / "data.mdb").write_bytes(b"not a store")
+    (second / "store.json").write_bytes(b"not a store")
     listed = stats(capsys, "stat", path, status=1)["stores"]
     assert listed[0]["path"] == str(first) and listed[0]["entries"] == 5
     assert listed[1]["path"] == str(second) and str(second) in listed[1]["error"]

@@ -170,7 +170,8 @@ def main(path: str, kind: str) -> None:
     if kind == "reads":
         engine.close()
         engine = engine_at(path)
-        forget_cached(Path(path) / "data.mdb")
+        for file in Path(path).glob("pages-*.dat"):
+            forget_cached(file)
     os.sync()  # what was written back is write-protected from here on
     beats = [0]
     threading.Thread(target=beat, args=(beats,), daemon=True).start()

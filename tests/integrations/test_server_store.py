@@ -107,15 +107,15 @@ def test_a_second_process_reads_what_the_first_stores(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_not_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The server goes on without its store, and the log names the command that repairs it."""
+    """The server goes on without its store, and the log names what to do."""
     first = opened(tmp_path)
     put(first, b"a")
     first.close()
-    data = first.path / "data.mdb"
+    data = first.path / "store.json"
     data.write_bytes(b"\xff" * data.stat().st_size)
     second = opened(tmp_path)
     assert not second.can_write and not get(second, b"a") and put(second, b"b") == [False]
-    assert f"hicache store verify --repair {first.path}" in caplog.text
+    assert f"{data} is damaged: its record cannot be read; remove the directory" in caplog.text
     second.close()
 
 

@@ -2,48 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import random
+import shutil
 from pathlib import Path
+from typing import Any
 
-import lmdb
 import numpy as np
 import pytest
 
-from hicache.storage import PageFilter, StoreCorrupt
-from storage_pages import PAGE_BYTES, found_numbers, key_of, open_store, page_of, put_numbers
+from hicache.storage import LmdbPageReader, PageFilter, StoreCorrupt, StoreError, verify
+from hicache.storage.slot_block import BLOCK_BYTES, SlotBlock
+from storage_pages import (
+    PAGE_BYTES,
+    change_index,
+    found_numbers,
+    key_of,
+    open_store,
+    page_of,
+    put_numbers,
+    slots_path,
+)
 
-HEADER = 48
+SLOT_BYTES = 5 * BLOCK_BYTES
+USED_BYTES = 68 + 32 + 8  # of the first block: its fields, the key, the checksum
+SETTINGS = {"filter": PageFilter("byte_shuffle", 2)}
+MIXED = (700, PAGE_BYTES)
+FILES = ("store.json", "index.mdb", "index.seal", "pages-700.dat", "pages-16320.dat")
 
 
-def damage(path: Path, change: Callable[[dict[bytes, bytes]], None]) -> None:
-    """Rewrite the stored values through lmdb itself, behind the store's back."""
-    with lmdb.open(str(path), max_dbs=4, map_size=1 << 27) as env:
-        pages = env.open_db(b"pages")
-        with env.begin(write=True) as txn:
-            before = {bytes(k): bytes(v) for k, v in txn.cursor(db=pages)}
-            after = dict(before)
-            change(after)
-            for key, value in after.items():
-                if value != before[key]:
-                    txn.put(key, value, db=pages)
+def fill(path: Path, num_pages: int, kind: str = "random") -> None:
+    with contextlib.closing(open_store(path, **SETTINGS)) as store:
+        assert put_numbers(store, range(num_pages), kind=kind) == [True] * num_pages
+
+
+def slots_of(path: Path) -> dict[bytes, int]:
+    """The slot of each key, from the blocks."""
+    content = slots_path(path).read_bytes()
+    blocks = [SlotBlock.unpack(content[at : at + BLOCK_BYTES]) for at in range(0, len(content), SLOT_BYTES)]
+    return {block.key: slot for slot, block in enumerate(blocks) if block is not None}
+
+
+def flip(path: Path, at: int, bits: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ bits]))
 
 
 @pytest.mark.parametrize("kind", ["random", "normal"])
 def test_flipped_bytes(tmp_path: Path, kind: str) -> None:
-    """A flip of any header byte or of sampled payload bytes is a miss, counted, and gone after the next put."""
-    places = [*range(HEADER), *range(HEADER, HEADER + 8), *range(1000, 10_000, 450)]
-    store = open_store(tmp_path, filter=PageFilter("byte_shuffle", 2))
-    put_numbers(store, range(len(places) + 3), kind=kind)
-    store.close()
-
-    def flip(values: dict[bytes, bytes]) -> None:
-        for number, place in enumerate(places):
-            value = bytearray(values[key_of(number)])
-            value[place] ^= 1 << number % 8
-            values[key_of(number)] = bytes(value)
-
-    damage(tmp_path, flip)
-    store = open_store(tmp_path, filter=PageFilter("byte_shuffle", 2))
+    """A flip of any byte of a block or of sampled payload bytes is a miss, counted, and gone after the next put."""
+    places = [*range(USED_BYTES), *range(BLOCK_BYTES, BLOCK_BYTES + 8), *range(5000, 13_000, 450)]
+    fill(tmp_path, len(places) + 3, kind)
+    slots = slots_of(tmp_path)
+    for number, place in enumerate(places):
+        flip(slots_path(tmp_path), slots[key_of(number)] * SLOT_BYTES + place, 1 << number % 8)
+    store = open_store(tmp_path, **SETTINGS)
     intact = set(range(len(places), len(places) + 3))
     assert store.contains([key_of(0)]) == [True]
     assert found_numbers(store, range(len(places) + 3), kind=kind) == intact
@@ -58,101 +74,196 @@ def test_flipped_bytes(tmp_path: Path, kind: str) -> None:
     store.close()
 
 
-def test_truncated_and_swapped_values(tmp_path: Path) -> None:
-    """A value cut short, a value under another key, and an empty value are misses; a rewrite of the key heals it."""
-    store = open_store(tmp_path)
-    put_numbers(store, range(10))
-    store.close()
-
-    def spoil(values: dict[bytes, bytes]) -> None:
-        for number, length in enumerate((0, 1, HEADER - 1, HEADER, PAGE_BYTES, PAGE_BYTES + HEADER - 1)):
-            values[key_of(number)] = values[key_of(number)][:length]
-        values[key_of(7)], values[key_of(8)] = values[key_of(8)], values[key_of(7)]
-
-    damage(tmp_path, spoil)
-    store = open_store(tmp_path)
-    with pytest.raises(StoreCorrupt) as caught:
+def test_slots_of_other_pages(tmp_path: Path) -> None:
+    """Slots that changed places, and one that is empty, are misses; their index is rebuilt, or a put heals them."""
+    fill(tmp_path, 10)
+    slots, file = slots_of(tmp_path), slots_path(tmp_path)
+    content = bytearray(file.read_bytes()).ljust(10 * SLOT_BYTES, b"\0")
+    one, other, empty = (slice(slots[key_of(n)] * SLOT_BYTES, (slots[key_of(n)] + 1) * SLOT_BYTES) for n in (7, 8, 3))
+    content[one], content[other], content[empty] = content[other], content[one], bytes(SLOT_BYTES)
+    file.write_bytes(content)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    with contextlib.closing(open_store(tmp_path, **SETTINGS)) as store:
+        with pytest.raises(StoreCorrupt) as caught:
+            store.check()
+        assert sorted(v.split(": ")[1] for v in caught.value.violations) == [
+            "its slot holds another page",
+            "its slot holds another page",
+            "its slot holds no page",
+        ]
+        assert found_numbers(store, range(10)) == set(range(10)) - {3, 7, 8}
+        assert put_numbers(store, range(10)) == [True] * 10
+        assert found_numbers(store, range(10)) == set(range(10))
+    (tmp_path / "copy" / "index.seal").unlink()
+    with contextlib.closing(open_store(tmp_path / "copy", **SETTINGS)) as store:
+        assert store.rebuilt_pages == 9 and found_numbers(store, range(10)) == set(range(10)) - {3}
         store.check()
-    assert len([v for v in caught.value.violations if "recorded" in v]) == 6
-    assert len([v for v in caught.value.violations if "checksum differs" in v]) == 2
-    assert found_numbers(store, range(10)) == {6, 9}
-    assert put_numbers(store, range(10)) == [True] * 10
-    assert found_numbers(store, range(10)) == set(range(10))
-    store.check()
-    store.close()
 
 
-def test_values_of_another_namespace(tmp_path: Path) -> None:
-    """A whole value copied from a store of another identity is a miss."""
-    theirs = open_store(tmp_path / "a", identity={"model": "theirs"})
-    ours = open_store(tmp_path / "b", identity={"model": "ours"})
-    put_numbers(theirs, [1])
-    ours.put([(key_of(1), page_of(2))])
-    theirs.close()
-    ours.close()
-    taken: dict[bytes, bytes] = {}
-    damage(tmp_path / "a", taken.update)
-    with lmdb.open(str(tmp_path / "a"), max_dbs=4) as env, env.begin(db=env.open_db(b"pages")) as txn:
-        taken[key_of(1)] = txn.get(key_of(1))
-    damage(tmp_path / "b", lambda values: values.update(taken))
-    ours = open_store(tmp_path / "b", identity={"model": "ours"})
-    assert ours.get_into([key_of(1)], [np.empty(PAGE_BYTES, dtype=np.uint8)]) == [False]
-    assert ours.stats().corrupt == 1
-    ours.close()
+def test_of_two_slots_with_one_key_the_newer_counts(tmp_path: Path) -> None:
+    """A slot that was freed and not written again yields to the one that has its key now."""
+    fill(tmp_path, 4)
+    slot, file = slots_of(tmp_path)[key_of(2)], slots_path(tmp_path)
+    content = file.read_bytes().ljust(4 * SLOT_BYTES, b"\0")
+    old = content[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+    block = SlotBlock.unpack(old[:BLOCK_BYTES])
+    assert block is not None
+    for sequence, expected in ((block.sequence - 1, 4), (block.sequence + 9, 3)):
+        file.write_bytes(content + block._replace(sequence=sequence).pack() + bytes(SLOT_BYTES - BLOCK_BYTES))
+        (tmp_path / "index.seal").unlink(missing_ok=True)
+        with contextlib.closing(open_store(tmp_path, **SETTINGS)) as store:
+            assert store.rebuilt_pages == 4
+            assert len(found_numbers(store, range(4))) == expected
 
 
-def test_bytes_changed_in_the_file(tmp_path: Path) -> None:
-    """A payload byte changed in the data file itself is a miss, and the other pages are served."""
-    store = open_store(tmp_path)
-    put_numbers(store, range(6))
-    store.close()
-    data = tmp_path / "data.mdb"
-    content = bytearray(data.read_bytes())
-    content[content.index(page_of(4).tobytes()[100:200])] ^= 0x10
-    data.write_bytes(content)
-    store = open_store(tmp_path)
-    assert found_numbers(store, range(6)) == {0, 1, 2, 3, 5}
-    store.close()
+def test_pages_of_another_namespace(tmp_path: Path) -> None:
+    """The slots of a store of another identity serve nothing, with the index that they came with or without."""
+    for name in ("theirs", "ours"):
+        with contextlib.closing(open_store(tmp_path / name, identity={"model": name})) as store:
+            put_numbers(store, [1])
+    for name in ("index.mdb", "index.seal", slots_path(tmp_path / "theirs").name):
+        shutil.copy(tmp_path / "theirs" / name, tmp_path / "ours" / name)
+    shutil.copytree(tmp_path / "ours", tmp_path / "unsealed")
+    (tmp_path / "unsealed" / "index.seal").unlink()
+    page = np.empty(PAGE_BYTES, dtype=np.uint8)
+    for name, corrupt in (("ours", 1), ("unsealed", 0)):
+        with contextlib.closing(open_store(tmp_path / name, identity={"model": "ours"})) as store:
+            assert store.get_into([key_of(1)], [page]) == [False] and store.stats().corrupt == corrupt
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
-def test_file_cut_short(tmp_path: Path, share: float) -> None:
-    """A data file cut short is refused with a remedy every time, and is neither mapped blindly nor changed."""
-    store = open_store(tmp_path)
-    put_numbers(store, range(50))
-    store.close()
-    data = tmp_path / "data.mdb"
-    length = int(data.stat().st_size * share)
-    with data.open("r+b") as file:
-        file.truncate(length)
-    for _ in range(2):
-        with pytest.raises(StoreCorrupt, match=r"disk path|remove the directory"):
-            open_store(tmp_path)
-        assert data.stat().st_size == length
+@pytest.mark.parametrize("left_bytes", [0, 1, BLOCK_BYTES, SLOT_BYTES + 1, 7 * SLOT_BYTES, 9 * SLOT_BYTES + 5000])
+def test_slots_cut_short(tmp_path: Path, left_bytes: int) -> None:
+    """Of a slot file that was cut, or is gone, what is left whole is served, sealed or not."""
+    fill(tmp_path, 10)
+    whole = {
+        n for n in range(10) if slots_of(tmp_path)[key_of(n)] * SLOT_BYTES + BLOCK_BYTES + PAGE_BYTES <= left_bytes
+    }
+    shutil.copytree(tmp_path, tmp_path / "unsealed")
+    (tmp_path / "unsealed" / "index.seal").unlink()
+    for path in (tmp_path, tmp_path / "unsealed"):
+        slots_path(path).write_bytes(slots_path(path).read_bytes()[:left_bytes])
+        with contextlib.closing(open_store(path, **SETTINGS)) as store:
+            assert found_numbers(store, range(10)) == whole
+            assert put_numbers(store, range(10)) == [True] * 10
+            assert found_numbers(store, range(10)) == set(range(10))
+            store.check()
 
 
-def test_short_file_without_loss(tmp_path: Path) -> None:
-    """A data file that lacks only free pages at its end, as lmdb may leave it, opens whole; else it is refused."""
-    store = open_store(tmp_path)
-    put_numbers(store, range(20))
-    put_numbers(store, range(100, 105))
-    store.delete([key_of(number) for number in range(100, 105)])
-    store.touch([key_of(0)])  # the next commits, which use free pages again: the lowest
-    store.sync()
-    store.touch([key_of(1)])
-    store.close()
-    data = tmp_path / "data.mdb"
-    whole = data.read_bytes()
-    outcomes = []
-    for num_cut in range(1, 30):
-        data.write_bytes(whole[: -num_cut * 4096])
-        try:
-            store = open_store(tmp_path)
-        except StoreCorrupt:
-            outcomes.append("refused")
-            continue
-        outcomes.append("opened")
-        assert data.stat().st_size == len(whole)
-        assert found_numbers(store, range(20)) == set(range(20))
-        store.close()
-    assert outcomes == sorted(outcomes) and set(outcomes) == {"opened", "refused"}
+def test_every_bit_of_the_record_counts(tmp_path: Path) -> None:
+    """store.json with any bit flipped is refused by name, and so are the pages without it."""
+    fill(tmp_path, 2)
+    file = tmp_path / "store.json"
+    content = file.read_bytes()
+    for at in range(len(content)):
+        changed = bytearray(content)
+        changed[at] ^= 1 << at % 8
+        file.write_bytes(changed)
+        with pytest.raises(StoreError, match=r"is damaged|has format"):
+            open_store(tmp_path, **SETTINGS)
+    file.unlink()
+    with pytest.raises(StoreCorrupt, match=r"has lost its store\.json; remove the directory"):
+        open_store(tmp_path, **SETTINGS)
+    file.write_bytes(content)
+    with contextlib.closing(open_store(tmp_path, **SETTINGS)) as store:
+        assert found_numbers(store, range(3)) == {0, 1}
+
+
+def test_a_wrong_index_costs_misses(tmp_path: Path) -> None:
+    """Whatever a sealed index says of a page, that page is right or a miss; verifying with repair finds it again."""
+    fill(tmp_path, 4)
+
+    def mislead(txn: Any, tables: dict[str, Any]) -> None:
+        records = {n: bytes(txn.get(key_of(n), db=tables["pages"])) for n in range(4)}
+        far = (1 << 40).to_bytes(8, "little")
+        long = (1 << 31).to_bytes(4, "little")
+        txn.put(key_of(0), records[0][:8] + records[1][8:], db=tables["pages"])
+        txn.put(key_of(1), records[1][:8] + far + records[1][16:], db=tables["pages"])
+        txn.put(key_of(2), records[2][:16] + long + records[2][20:], db=tables["pages"])
+
+    change_index(tmp_path, mislead)
+    with contextlib.closing(open_store(tmp_path, **SETTINGS)) as store:
+        assert store.rebuilt_pages is None
+        assert {fault.key for fault in verify(store).faults} >= {key_of(0), key_of(1), key_of(2)}
+        verify(store, repair=True)
+        assert found_numbers(store, range(4)) == set(range(4)) and not verify(store).faults
+
+
+def damage(path: Path, generator: random.Random) -> None:
+    """One to three faults in the files of a closed store."""
+    for _ in range(generator.randint(1, 3)):
+        file = path / generator.choice(FILES)
+        size = file.stat().st_size if file.exists() else 0
+        kind = generator.choice(["flip", "flip", "page", "garbage", "cut", "longer", "gone", "swap"])
+        if kind == "gone" or not size:
+            file.unlink(missing_ok=True)
+        elif kind == "flip":
+            flip(file, generator.randrange(size), 1 << generator.randrange(8))
+        elif kind in ("cut", "longer"):
+            content = file.read_bytes()
+            tail = generator.randbytes(generator.randint(1, 9000))
+            file.write_bytes(content[: generator.randrange(size)] if kind == "cut" else content + tail)
+        else:
+            content = bytearray(file.read_bytes())
+            at = generator.randrange(size) // BLOCK_BYTES * BLOCK_BYTES
+            other = generator.randrange(size) // BLOCK_BYTES * BLOCK_BYTES
+            taken = content[other : other + BLOCK_BYTES] if kind == "swap" else b""
+            new = {"page": bytes(BLOCK_BYTES), "garbage": generator.randbytes(BLOCK_BYTES), "swap": bytes(taken)}[kind]
+            content[at : at + len(new)] = new
+            file.write_bytes(content)
+
+
+def run_damaged(path: Path, whole: Path, seed: int) -> str:
+    """Damage a copy of a store and use it, as a reader and as a writer; what came of it."""
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(whole, path)
+    damage(path, random.Random(seed))
+    settings = {"page_bytes": MIXED}
+    with contextlib.suppress(StoreError), contextlib.closing(LmdbPageReader(path)) as reader:
+        found_numbers(reader, range(30), MIXED)  # compares every byte of what is found
+    try:
+        store = open_store(path, **settings)
+    except StoreError:
+        return "refused"
+    with contextlib.closing(store):
+        found = found_numbers(store, range(30), MIXED)
+        verify(store, repair=True)
+        assert not verify(store).faults
+        assert found_numbers(store, found, MIXED) == found
+        assert put_numbers(store, range(40), MIXED) == [True] * 40
+        assert found_numbers(store, range(40), MIXED) == set(range(40))
+    with contextlib.closing(open_store(path, **settings)) as store:
+        assert found_numbers(store, range(40), MIXED) == set(range(40)) and store.rebuilt_pages is None
+        store.check()
+    return "whole" if len(found) == 30 else "damaged"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_stores", [30, pytest.param(1000, marks=pytest.mark.long)])
+def test_damaged_stores(tmp_path: Path, num_stores: int) -> None:
+    """However the files of a store are damaged, it is refused by name, or serves right bytes, is repaired, and takes
+    all pages again."""
+    with contextlib.closing(open_store(tmp_path / "whole", page_bytes=MIXED)) as store:
+        assert put_numbers(store, range(30), MIXED, "normal") == [True] * 30
+        store.delete([key_of(n) for n in range(30)])
+        assert put_numbers(store, range(30), MIXED) == [True] * 30
+    outcomes = [run_damaged(tmp_path / "damaged", tmp_path / "whole", seed) for seed in range(num_stores)]
+    assert {outcome: outcomes.count(outcome) > num_stores // 20 for outcome in set(outcomes)} == {
+        "refused": True,
+        "damaged": True,
+        "whole": True,
+    }
+
+
+def test_a_page_is_of_its_key(tmp_path: Path) -> None:
+    """A page put under a key does not come back under another one whose index entry leads to it."""
+    fill(tmp_path, 2)
+
+    def swap(txn: Any, tables: dict[str, Any]) -> None:
+        one, other = (bytes(txn.get(key_of(n), db=tables["pages"])) for n in range(2))
+        txn.put(key_of(0), one[:8] + other[8:], db=tables["pages"])
+        txn.put(key_of(1), other[:8] + one[8:], db=tables["pages"])
+
+    change_index(tmp_path, swap)
+    with contextlib.closing(open_store(tmp_path, **SETTINGS)) as store:
+        page = page_of(0)
+        assert store.get_into([key_of(0)], [page]) == [False]

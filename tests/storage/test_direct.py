@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 from hicache.storage.memory import ALIGNMENT, aligned_buffer
 from hicache.storage.slot_file import MIN_DIRECT_BYTES, DirectReads, SlotFile
 from storage_pages import (
-    Layout,
-    both_layouts,
     forget_cached,
     found_numbers,
     key_of,
     open_store,
     page_of,
     put_numbers,
-    values_file,
+    slots_path,
 )
 
 FILE_BYTES = 3 * MIN_DIRECT_BYTES + 5 * ALIGNMENT
@@ -66,18 +64,20 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[File]:
 @settings(max_examples=60, deadline=None)
 @given(block=st.integers(0, FILE_BYTES // ALIGNMENT), length=st.integers(1, FILE_BYTES), case=st.sampled_from(CASES))
 def test_a_payload_is_the_same_either_way(kept: File, block: int, length: int, case: str) -> None:
-    """Wherever a payload begins and ends, whatever of it the kernel has in memory, and beside a write; zeros behind the
-    file's end."""
+    """Wherever a slot begins and its payload ends, whatever of it the kernel has in memory, and beside a write; what
+    the file does not have whole is told."""
     offset = block * ALIGNMENT
     with contextlib.closing(SlotFile(kept.path, ALIGNMENT, writable=case != "of a reader")) as slots:
         if case == "beside a write":
-            slots.write(0, kept.truth[:ALIGNMENT])
+            slots.write(0, kept.truth[:ALIGNMENT], b"", is_hole=True)
         forget_cached(kept.path)
         if case == "partly cached":
             os.pread(kept.descriptor, length // 3, offset)
-        buffer = aligned_buffer(length)
-        slots.read(offset, length, buffer)
-    assert bytes(buffer[:length]) == kept.truth[offset : offset + length].ljust(length, b"\0")
+        first, buffer = aligned_buffer(ALIGNMENT)[:ALIGNMENT], aligned_buffer(length)
+        is_whole = slots.read(block, length, first, buffer)
+    found = kept.truth[offset : offset + ALIGNMENT + length]
+    assert is_whole == (len(found) == ALIGNMENT + length)
+    assert not is_whole or bytes(first) + bytes(buffer[:length]) == found
 
 
 @pytest.mark.parametrize(("case", "through_memory"), [("cold", False), ("beside a write", True), ("of a reader", True)])
@@ -87,9 +87,10 @@ def test_reads_beside_a_writer_are_not_direct(file: File, case: str, through_mem
     file.needs_direct_reads()
     with contextlib.closing(SlotFile(file.path, ALIGNMENT, writable=case != "of a reader")) as slots:
         if case == "beside a write":
-            slots.write(0, file.truth[:ALIGNMENT])
+            slots.write(0, file.truth[:ALIGNMENT], b"", is_hole=True)
         forget_cached(file.path)
-        slots.read(ALIGNMENT, MIN_DIRECT_BYTES, aligned_buffer(MIN_DIRECT_BYTES))
+        first = aligned_buffer(ALIGNMENT)[:ALIGNMENT]
+        assert slots.read(0, MIN_DIRECT_BYTES, first, aligned_buffer(MIN_DIRECT_BYTES))
         assert file.direct.pays_off(ALIGNMENT, MIN_DIRECT_BYTES) != through_memory
 
 
@@ -98,7 +99,7 @@ def test_only_long_values_that_are_not_in_memory_go_direct(file: File) -> None:
     file.needs_direct_reads()
     assert file.direct.pays_off(100, MIN_DIRECT_BYTES) and not file.direct.pays_off(100, MIN_DIRECT_BYTES - 1)
     buffer = aligned_buffer(MIN_DIRECT_BYTES)
-    assert file.direct.read(buffer, ALIGNMENT, MIN_DIRECT_BYTES) == MIN_DIRECT_BYTES
+    assert file.direct.read([buffer[:MIN_DIRECT_BYTES]], ALIGNMENT) == MIN_DIRECT_BYTES
     assert bytes(buffer[:MIN_DIRECT_BYTES]) == file.truth[ALIGNMENT : ALIGNMENT + MIN_DIRECT_BYTES]
     assert file.direct.pays_off(0, FILE_BYTES)
     os.pread(file.descriptor, FILE_BYTES, 0)
@@ -110,33 +111,33 @@ def test_what_direct_reads_refuse_is_read_otherwise(file: File, monkeypatch: pyt
     raises."""
     file.needs_direct_reads()
     buffer = aligned_buffer(MIN_DIRECT_BYTES)
-    assert file.direct.read(buffer[1:], 0, MIN_DIRECT_BYTES) == 0
+    assert file.direct.read([buffer[1 : MIN_DIRECT_BYTES + 1]], 0) == 0
     end = FILE_BYTES - ALIGNMENT
     assert (
-        file.direct.read(buffer, end, MIN_DIRECT_BYTES) == ALIGNMENT and bytes(buffer[:ALIGNMENT]) == file.truth[end:]
+        file.direct.read([buffer[:MIN_DIRECT_BYTES]], end) == ALIGNMENT
+        and bytes(buffer[:ALIGNMENT]) == file.truth[end:]
     )
     open_as_usual = os.open
     monkeypatch.setattr(os, "open", lambda path, flags: open_as_usual(path, os.O_WRONLY))
     with contextlib.closing(DirectReads(file.path, file.descriptor)) as failing, pytest.raises(OSError):
-        failing.read(buffer, 0, MIN_DIRECT_BYTES)
+        failing.read([buffer[:MIN_DIRECT_BYTES]], 0)
 
     def refuse(path: Path, flags: int) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(os, "open", refuse)
     with contextlib.closing(DirectReads(file.path, file.descriptor)) as without:
-        assert not without.pays_off(0, FILE_BYTES) and without.read(buffer, 0, MIN_DIRECT_BYTES) == 0
+        assert not without.pays_off(0, FILE_BYTES) and without.read([buffer[:MIN_DIRECT_BYTES]], 0) == 0
 
 
 @pytest.mark.parametrize("kind", ["random", "normal"])
-@both_layouts
-def test_long_pages_come_back_from_disk(tmp_path: Path, layout: Layout, kind: str) -> None:
+def test_long_pages_come_back_from_disk(tmp_path: Path, kind: str) -> None:
     """Cold and warm, one by one and in batches, while more are written: every page to the last byte."""
     page_bytes = 2 * MIN_DIRECT_BYTES
-    with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=256 << 20, **layout)) as store:
+    with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=256 << 20)) as store:
         for start in range(0, 40, 10):
             put_numbers(store, range(start, start + 10), page_bytes, kind)
-            forget_cached(values_file(tmp_path, layout))
+            forget_cached(slots_path(tmp_path))
             for number in range(0, start + 10, 7):
                 assert found_numbers(store, [number], page_bytes, kind) == {number}
             assert found_numbers(store, range(start + 10), page_bytes, kind) == set(range(start + 10))

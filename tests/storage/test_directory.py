@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -15,13 +16,11 @@ import pytest
 
 from hicache import storage
 from hicache.errors import HiCacheError
-from hicache.storage import LmdbPageReader, LmdbPageStore, StoreError, StoreLocked, describe
-from hicache.storage.reader_table import MEMORY
+from hicache.storage import LmdbPageReader, LmdbPageStore, StoreError, StoreLocked, describe, live_index
+from hicache.storage.index import Index
+from hicache.storage.live_index import MEMORY
 from storage_pages import (
     IDENTITY,
-    SLOTS,
-    Layout,
-    both_layouts,
     found_numbers,
     key_of,
     open_store,
@@ -56,19 +55,18 @@ def descriptors() -> list[str]:
     return sorted(found)
 
 
-@both_layouts
 @pytest.mark.usefixtures("open_umask")
-def test_files_are_private(tmp_path: Path, layout: Layout, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the umask, only the user can read or write what a store makes, compacted files included."""
+def test_files_are_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the umask, only the user can read or write what a store makes, its index in memory included."""
     path = tmp_path / "parent" / "store"
-    store = open_store(path, **layout)
+    store = open_store(path)
     put_numbers(store, range(30))
     assert set(modes(path).values()) == {0o600, 0o700} and modes(path)[""] == 0o700
-    assert stat.S_IMODE((path / "lock.mdb").resolve().parent.stat().st_mode) == 0o700
-    store.delete([key_of(n) for n in range(25)])
-    assert store.compact() > 0
+    index = (path / "live").readlink()
+    assert set(modes(index).values()) == {0o600, 0o700}
+    assert stat.S_IMODE(index.parent.stat().st_mode) == 0o700
     store.close()
-    assert set(modes(path).values()) == {0o600, 0o700}
+    assert set(modes(path).values()) == {0o600, 0o700} and "index.mdb" in modes(path)
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o777, "what is above it is not the store's"
     assert "other users" not in caplog.text
 
@@ -77,17 +75,17 @@ def test_existing_files_are_narrowed(tmp_path: Path, caplog: pytest.LogCaptureFi
     """Opening takes the rights of others away from the files of an existing store and warns; the directory's only where
     it has nothing else."""
     path = tmp_path / "store"
-    open_store(path, **SLOTS).close()
+    open_store(path).close()
     for file in (path, *path.iterdir()):
         file.chmod(0o755)
     caplog.set_level(logging.WARNING)
-    open_store(path, **SLOTS).close()
+    open_store(path).close()
     assert set(modes(path).values()) == {0o700}
-    assert caplog.text.count("could be read or written by other users; it is private now") == 4
+    assert caplog.text.count("could be read or written by other users; it is private now") == 6
     (path / "notes.txt").write_text("of somebody else")
     path.chmod(0o755)
     (path / "notes.txt").chmod(0o644)
-    open_store(path, **SLOTS).close()
+    open_store(path).close()
     assert modes(path)[""] == 0o755 and modes(path)["notes.txt"] == 0o644
 
 
@@ -127,24 +125,23 @@ def test_the_holder_of_the_lock_is_named_truly(tmp_path: Path, user: int | None)
     open_store(path).close()
 
 
-@both_layouts
-def test_a_store_that_took_the_place_has_one_writer(tmp_path: Path, layout: Layout) -> None:
+def test_a_store_that_took_the_place_has_one_writer(tmp_path: Path) -> None:
     """After the directory of a live writer was removed, that writer never writes again, serves what it had, and leaves
     alone the store that another made at the same path."""
     path = tmp_path / "store"
-    old = open_store(path, **layout)
+    old = open_store(path)
     put_numbers(old, range(8))
     shutil.rmtree(path)
     assert not old.stats().read_only and old.stats().entries == 8
     assert put_numbers(old, [8]) == [False] and old.stats().read_only
     assert not old.reopen()
-    new = open_store(path, **layout)
+    new = open_store(path)
     put_numbers(new, range(100, 120))
-    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    before = {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
     assert not old.reopen() and put_numbers(old, [9]) == [False]
     assert old.compact() == 0 and old.delete([key_of(1)]) == 0
     assert found_numbers(old, range(200)) == set(range(8))
-    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()} == before
     old.close()
     assert put_numbers(new, range(120, 130)) == [True] * 10
     assert found_numbers(new, range(200)) == set(range(100, 130))
@@ -157,7 +154,7 @@ def refuse_identity(path: Path) -> None:
 
 
 def refuse_damaged(path: Path) -> None:
-    data = path / "data.mdb"
+    data = path / "store.json"
     whole = data.read_bytes()
     data.write_bytes(whole[: len(whole) // 2])
     try:
@@ -166,12 +163,14 @@ def refuse_damaged(path: Path) -> None:
         data.write_bytes(whole)
 
 
-def refuse_missing_slots(path: Path) -> None:
+def refuse_unreadable_slots(path: Path) -> None:
     slots = slots_path(path)
     slots.rename(path / "moved")
+    slots.mkdir()
     try:
         open_store(path)
     finally:
+        slots.rmdir()
         (path / "moved").rename(slots)
 
 
@@ -179,11 +178,11 @@ def refuse_reader(path: Path) -> None:
     LmdbPageReader(path, identity={**IDENTITY, "model": "huge"})
 
 
-@pytest.mark.parametrize("refused", [refuse_identity, refuse_damaged, refuse_missing_slots, refuse_reader])
+@pytest.mark.parametrize("refused", [refuse_identity, refuse_damaged, refuse_unreadable_slots, refuse_reader])
 def test_no_descriptor_is_left(tmp_path: Path, refused: Callable[[Path], None]) -> None:
-    """Opening and closing, and openings that fail, leave no descriptor open and no table in memory."""
+    """Opening and closing, and openings that fail, leave no descriptor open and no index in memory."""
     path = tmp_path / "store"
-    with_pages = open_store(path, **SLOTS)
+    with_pages = open_store(path)
     put_numbers(with_pages, range(200))
     with_pages.close()
     before = descriptors()
@@ -203,34 +202,60 @@ def test_every_error_of_a_store_is_one_of_hicache() -> None:
     """Who catches `HiCacheError` catches what a store raises."""
     errors = [getattr(storage, name) for name in storage.__all__ if name.startswith("Store")]
     kinds = [error for error in errors if issubclass(error, Exception)]
-    assert len(kinds) == 5 and all(issubclass(kind, HiCacheError) for kind in kinds)
+    assert len(kinds) == 4 and all(issubclass(kind, HiCacheError) for kind in kinds)
 
 
-@both_layouts
-def test_a_failure_that_the_binding_cannot_name(tmp_path: Path, layout: Layout) -> None:
+def test_a_failure_that_the_binding_cannot_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SystemError, which lmdb's binding raises for failures without a name of their own, is a failed write or read."""
-    store = open_store(tmp_path, **layout)
+
+    def fail(*_: object) -> None:
+        raise SystemError("error return without exception set")
+
+    store = open_store(tmp_path)
     put_numbers(store, range(4))
-    env = store.parts.env.tables.env
-    failing = FailingEnv(env)
-    object.__setattr__(store.parts.env.tables, "env", failing)
-    assert put_numbers(store, [5]) == [False] and store.stats().read_only
-    assert store.contains([key_of(0)]) == [False]
-    assert store.stats().write_errors == 1 and store.stats().read_errors > 0
-    object.__setattr__(store.parts.env.tables, "env", env)
+    with monkeypatch.context() as patched:
+        patched.setattr(Index, "changes", fail)
+        patched.setattr(Index, "locate", fail)
+        assert put_numbers(store, [5]) == [False] and store.stats().read_only
+        assert found_numbers(store, [0]) == set()
+        assert store.stats().write_errors == 1 and store.stats().read_errors > 0
     assert store.reopen() and put_numbers(store, [5]) == [True]
     assert isinstance(store, LmdbPageStore) and found_numbers(store, range(6)) == {0, 1, 2, 3, 5}
     store.close()
 
 
-class FailingEnv:
-    """An environment no transaction of which begins."""
+@pytest.mark.parametrize("place", ["nothing", "a file", "open to others"])
+def test_without_memory_the_index_is_in_the_directory(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the index has no private place in memory, it lies in the directory, with a warning; the store works, and
+    leaves nothing behind."""
+    folder = tmp_path / f"hicache-{os.geteuid()}"
+    if place == "a file":
+        folder.write_text("of somebody else")
+    elif place == "open to others":
+        folder.mkdir()
+        folder.chmod(0o777)
+    if place == "nothing":
+        monkeypatch.setattr(live_index, "MEMORY", tmp_path / "none")
+    else:
+        monkeypatch.setattr(live_index, "_memory_path", lambda: folder)
+    store = open_store(tmp_path / "store")
+    assert "the index of" in caplog.text and (tmp_path / "store" / "live.tmp").is_dir()
+    assert put_numbers(store, range(8)) == [True] * 8 and found_numbers(store, range(9)) == set(range(8))
+    store.close()
+    assert not (tmp_path / "store" / "live.tmp").exists()
+    with contextlib.closing(LmdbPageReader(tmp_path / "store")) as reader:
+        assert found_numbers(reader, range(9)) == set(range(8))
 
-    def __init__(self, env: object) -> None:
-        self._env = env
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._env, name)
-
-    def begin(self, **_: object) -> object:
-        raise SystemError("error return without exception set")
+def test_what_a_killed_writer_left_in_memory_goes(tmp_path: Path) -> None:
+    """The index in memory of a process that was killed is removed when this user's next store is opened; those of
+    living writers stay."""
+    held = open_store(tmp_path / "held")
+    left = (tmp_path / "held" / "live").readlink().parent / "0-0-of-a-process-that-died"
+    left.mkdir()
+    (left / "data.mdb").write_bytes(b"index")
+    open_store(tmp_path / "other").close()
+    assert not left.exists() and put_numbers(held, [1]) == [True]
+    held.close()

@@ -16,14 +16,12 @@ from pathlib import Path
 import pytest
 
 from storage_pages import (
-    Layout,
-    both_layouts,
     forget_cached,
     found_numbers,
     key_of,
     open_store,
     put_numbers,
-    values_file,
+    slots_path,
 )
 
 NUM_PAGES, PAGE_BYTES = 40, 1 << 20
@@ -48,12 +46,11 @@ def image(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", mount], check=True)
 
 
-@both_layouts
-def test_a_failing_disk_costs_what_it_held(image: Path, layout: Layout) -> None:
+def test_a_failing_disk_costs_what_it_held(image: Path) -> None:
     """Where half of the disk is lost, the values on it are misses and read errors, all others come back byte for
     byte, also the second time, and the process lives."""
     pipe = subprocess.PIPE
-    command = [sys.executable, __file__, str(image.parent / "mount" / "store"), str(layout["slots_from_bytes"])]
+    command = [sys.executable, __file__, str(image.parent / "mount" / "store")]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=Path(__file__).parent) as child:
         assert child.stdin is not None and child.stdout is not None
         ready = child.stdout.readline()
@@ -67,13 +64,13 @@ def test_a_failing_disk_costs_what_it_held(image: Path, layout: Layout) -> None:
     assert seen["found_later"] == seen["found"]
 
 
-def main(path: str, layout: Layout) -> None:
+def main(path: str) -> None:
     """Fill a store, forget what the kernel keeps of it, and use it after the disk has failed."""
-    with contextlib.closing(open_store(path, **SETTINGS, **layout)) as store:
+    with contextlib.closing(open_store(path, **SETTINGS)) as store:
         assert all(put_numbers(store, range(NUM_PAGES), PAGE_BYTES))
-    store = open_store(path, **SETTINGS, **layout)
+    store = open_store(path, **SETTINGS)
     assert all(store.contains([key_of(n) for n in range(NUM_PAGES)]))
-    forget_cached(values_file(Path(path), layout))
+    forget_cached(slots_path(Path(path)))
     print("ready", flush=True)
     sys.stdin.readline()
     found = found_numbers(store, range(NUM_PAGES), PAGE_BYTES)
@@ -85,4 +82,4 @@ def main(path: str, layout: Layout) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], {"slots_from_bytes": int(sys.argv[2])})
+    main(sys.argv[1])

@@ -193,12 +193,12 @@ def test_a_damaged_object_is_a_miss_and_is_stored_anew(tmp_path: Path) -> None:
 
 
 def test_a_store_that_cannot_be_read_serves_nothing_and_stops_nothing(tmp_path: Path) -> None:
-    """Its index is cut off: LMCache goes on, with misses."""
+    """Its record is gone: LMCache goes on, with misses."""
     adapter = opened(adapter_spec(tmp_path))
     assert store_seeds(adapter, NUMBERS)
     adapter.close()
     [folder] = store_folders(tmp_path)
-    (folder / "data.mdb").write_bytes(b"not a store")
+    (folder / "store.json").write_bytes(b"not a store")
     adapter = opened(adapter_spec(tmp_path))
     assert look_up(adapter, KEYS) == [] and loaded_seeds(adapter, NUMBERS) == []
     assert not store_seeds(adapter, NUMBERS)

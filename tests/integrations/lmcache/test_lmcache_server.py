@@ -97,10 +97,11 @@ def test_a_damaged_store_stops_nothing(tmp_path: Path) -> None:
     with manager(adapter_spec(tmp_path)) as storage:
         write(storage)
     [folder] = store_folders(tmp_path)
-    data = bytearray((folder / "data.mdb").read_bytes())
+    [file] = folder.glob("pages-*.dat")
+    data = bytearray(file.read_bytes())
     for start in range(len(data) // 2, len(data), 4096):
-        data[start + 100] ^= 0xFF
-    (folder / "data.mdb").write_bytes(data)
+        data[start] ^= 0xFF
+    file.write_bytes(data)
     with manager(adapter_spec(tmp_path)) as storage:
         assert prefetched(storage) < len(KEYS)
 

@@ -266,7 +266,7 @@ def test_damaged_files_are_misses(make: Make, tmp_path: Path, share: float) -> N
         first.settle()
     first.close()
     chance = random.Random(share)
-    for path in (tmp_path / "store").rglob("data.mdb"):
+    for path in [path for name in ("index.mdb", "pages-*.dat") for path in (tmp_path / "store").rglob(name)]:
         data = bytearray(path.read_bytes())
         for start in range(0, len(data), 256):
             if chance.random() < share:

@@ -248,7 +248,7 @@ def test_a_full_disk_damage_and_another_writer_cost_hits(tmp_path: Path, monkeyp
         assert second.load(CHUNKS) in ([True] * 10 + [False] * 10, [False] * 20)
     with scheduler(tmp_path / "two") as first:
         first.store(CHUNKS)
-    [data] = (tmp_path / "two").glob("*/data.mdb")
+    [data] = (tmp_path / "two").glob("*/store.json")
     data.write_bytes(b"\xff" * data.stat().st_size)
     with scheduler(tmp_path / "two") as damaged:
         damaged.store(CHUNKS)

@@ -73,7 +73,7 @@ def test_cached_tokens_after_a_reset_a_restart_and_with_every_tier_at_fault(mode
     # A second process. Its tiers, first to last: damaged, with a key of its own, too small for a prompt, and the first
     # process's, which a third one writes to.
     shutil.copytree(folder, tmp_path / "damaged" / folder.name)
-    data = tmp_path / "damaged" / folder.name / "data.mdb"
+    data = tmp_path / "damaged" / folder.name / "store.json"
     data.write_bytes(b"\xff" * data.stat().st_size)
     (tmp_path / "key").write_bytes(bytes(range(32)))
     tiers = [
@@ -87,7 +87,7 @@ def test_cached_tokens_after_a_reset_a_restart_and_with_every_tier_at_fault(mode
         cached, again, given, log = serve(model, tiers, ["run", "reset", "run"])
     assert (cached, again) == ([[CACHED, CACHED]] * 2, outputs)
     assert given[0] == 0 and given[3] >= 2 * CACHED // 32
-    assert f"hicache store verify --repair {data.parent}" in log and "pages are read and not stored" in log
+    assert f"{data} is damaged" in log and "pages are read and not stored" in log
 
     # A third, of another dtype and block size, on the first one's path.
     cached, _, _, _ = serve(model, [pages], ["run", "reset", "run"], dtype="float16", block_size=64)

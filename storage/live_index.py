@@ -1,0 +1,228 @@
+"""Where the index of an open store lies, and the sealed copy of it that a closed store leaves in its directory.
+
+    DIR/live -> /dev/shm/hicache-UID/DEVICE-INODE-TOKEN/    while a writer has the store open: data.mdb, lock.mdb
+    DIR/index.mdb, DIR/index.seal                           while none has changed it: a copy, its size and XXH3_64
+
+In memory a hanging disk holds up no access to the index, and LMDB's table of readers in lock.mdb neither. LMDB trusts
+what it maps, so a copy is mapped after it was compared with its seal. A store without seal, because its writer was
+killed or the power failed, gets a new index from its slots. The writer holds a lock on the folder in memory: without
+it, nobody uses the folder, and the next opening of any store of this user removes it. Device and inode in its name
+distinguish a copied directory from its original.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import logging
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+from hicache.storage.directory import (
+    INDEX_FILE,
+    LIVE_FOLDER,
+    LIVE_LINK,
+    NEW_SUFFIX,
+    PRIVATE_FOLDER_MODE,
+    SEAL_FILE,
+    open_private,
+    sync_directory,
+    write_atomically,
+)
+from hicache.storage.index import Index
+from hicache.storage.records import FORMAT
+
+log = logging.getLogger("hicache.storage")
+
+MEMORY = Path("/dev/shm")
+_READER_TABLE_BYTES = 64 << 10  # holds `READER_SLOTS`
+_SPARE_BYTES, _CHUNK_BYTES = 64 << 20, 8 << 20
+
+
+class LiveFolder:
+    """The folder of an open store's index, from construction to `close`; the writer of the store owns it.
+
+    Without space in memory it is in the directory of the store, with a warning. OSError if it cannot be made.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self._link = store / LIVE_LINK
+        with contextlib.suppress(FileNotFoundError):
+            self._link.unlink()
+        shutil.rmtree(store / LIVE_FOLDER, ignore_errors=True)
+        self._held = contextlib.ExitStack()
+        try:
+            self.path = self._make(store)
+            self._target = LIVE_FOLDER if self.path.parent == store else str(self.path)
+            _allocate(self.path / "lock.mdb")
+        except BaseException:
+            self._held.close()
+            raise
+
+    def publish(self) -> None:
+        """Lead readers to the index."""
+        new = self._link.with_name(LIVE_LINK + NEW_SUFFIX)
+        new.unlink(missing_ok=True)
+        new.symlink_to(self._target)
+        new.replace(self._link)
+
+    def close(self) -> None:
+        """Remove it; readers that have it open keep what they see."""
+        with contextlib.suppress(OSError):
+            if str(self._link.readlink()) == self._target:
+                self._link.unlink()
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._held.close()
+
+    def _make(self, store: Path) -> Path:
+        found = store.stat()
+        needed_bytes = 2 * _size_of(store / INDEX_FILE) + _SPARE_BYTES
+        try:
+            if MEMORY.stat().st_dev == found.st_dev:  # the store is in memory already
+                raise FileExistsError(errno.EEXIST, "the store is there")
+            with _memory_folder() as memory:
+                free = os.statvfs(memory)
+                if free.f_bavail * free.f_frsize < needed_bytes:
+                    raise OSError(errno.ENOSPC, f"it has not {needed_bytes} bytes left")
+                folder = memory / f"{_name_start(found)}{secrets.token_hex(8)}"
+                self._create(folder)
+                return folder
+        except FileExistsError:
+            log.debug("the store %s is in memory itself", store)
+        except OSError as error:
+            log.warning("the index of %s is in its directory, and waits where the disk hangs: %s", store, error)
+        self._create(store / LIVE_FOLDER)
+        return store / LIVE_FOLDER
+
+    def _create(self, folder: Path) -> None:
+        folder.mkdir(mode=PRIVATE_FOLDER_MODE)
+        fcntl.flock(self._held.enter_context(_directory(folder)), fcntl.LOCK_EX)
+
+
+def live_folder(store: Path) -> Path | None:
+    """Where a writer, which is alive, has the index of the store; None without one that is visible here."""
+    try:
+        found, folder = store.stat(), store / (store / LIVE_LINK).readlink()
+        ours = folder.parent == _memory_path() and folder.name.startswith(_name_start(found))
+        return folder if (ours or folder == store / LIVE_FOLDER) and not _is_left(folder) else None
+    except OSError:
+        return None
+
+
+def live_target(store: Path) -> str:
+    """What changes whenever the index is elsewhere; "" without a writer."""
+    try:
+        return os.readlink(store / LIVE_LINK)
+    except OSError:
+        return ""
+
+
+def seal(store: Path, index: Index) -> None:
+    """Leave a sealed copy of the index. OSError if the disk fails."""
+    new = store / (INDEX_FILE + NEW_SUFFIX)
+    with open(new, "w+b", opener=open_private) as file:
+        index.copy_to(file.fileno())
+        os.fsync(file.fileno())
+        file.seek(0)
+        content = _seal_of(file, None)
+    new.replace(store / INDEX_FILE)
+    write_atomically(store / SEAL_FILE, content)
+
+
+def break_seal(store: Path) -> None:
+    """Before the first change: what was sealed will not be true any more."""
+    if (store / SEAL_FILE).exists():
+        (store / SEAL_FILE).unlink()
+        sync_directory(store)
+    (store / INDEX_FILE).unlink(missing_ok=True)
+
+
+def copy_sealed(store: Path, copy: Path) -> bool:
+    """Copy the sealed index; whether there is one that its seal describes."""
+    try:
+        with open(store / INDEX_FILE, "rb") as source, open(copy, "wb", opener=open_private) as target:
+            return (store / SEAL_FILE).read_bytes() == _seal_of(source, target)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        log.warning("cannot read the sealed index of %s: %s", store, error)
+        return False
+
+
+def _seal_of(source: io.BufferedIOBase, target: io.BufferedIOBase | None) -> bytes:
+    """The seal of a file, which is copied meanwhile."""
+    checksum, num_bytes, buffer = xxhash.xxh3_64(), 0, memoryview(bytearray(_CHUNK_BYTES))
+    while got := source.readinto(buffer):
+        checksum.update(buffer[:got])
+        num_bytes += got
+        if target is not None:
+            target.write(buffer[:got])
+    return b'{"bytes":%d,"format":%d,"xxh3_64":"%s"}\n' % (num_bytes, FORMAT, checksum.hexdigest().encode())
+
+
+@contextlib.contextmanager
+def _directory(path: Path) -> Iterator[int]:
+    """A descriptor of a directory, to be locked."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _memory_path() -> Path:
+    return MEMORY / f"hicache-{os.geteuid()}"
+
+
+@contextlib.contextmanager
+def _memory_folder() -> Iterator[Path]:
+    """The user's folder in memory, locked, without what killed processes left. OSError without one."""
+    folder = _memory_path()
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=PRIVATE_FOLDER_MODE)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, f"{folder} is not a private folder of this user")
+    with _directory(folder) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in folder.iterdir():
+            with contextlib.suppress(OSError):
+                if _is_left(left):
+                    shutil.rmtree(left)
+        yield folder
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether nobody writes to an index there."""
+    with _directory(folder) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _name_start(store: os.stat_result) -> str:
+    return f"{store.st_dev:x}-{store.st_ino:x}-"
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
+
+def _allocate(table: Path) -> None:
+    """A table of readers of zeros, not a hole: on a full file system the first write to a mapped hole would end the
+    process."""
+    with open(table, "xb", opener=open_private) as file:
+        file.write(bytes(_READER_TABLE_BYTES))
