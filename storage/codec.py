@@ -27,7 +27,6 @@ from hicache.storage.header import (
     associated_data,
     copy_parts,
     finalise_header,
-    finalise_into,
     page_bytes_of,
     read_header,
 )
@@ -110,22 +109,17 @@ class PageCodec:
         return self._page_bytes + (ENCRYPTION_BYTES if self._cipher else 0)
 
     def encode(self, key: bytes, page: PageBuffer, *, lag: float = 0.0) -> bytes:
-        """The value of `page`, as `encode_into` makes it."""
-        buffer = memoryview(bytearray(self.max_value_bytes))
-        return bytes(buffer[: self.encode_into(key, page, buffer, lag=lag)])
+        """The value of `page` in one part, as `encode_split` makes it in two."""
+        value = self.encode_split(key, page, memoryview(bytearray(self.max_payload_bytes)), lag=lag)
+        return value.header + bytes(value.payload)
 
-    def encode_into(self, key: bytes, page: PageBuffer, buffer: memoryview, *, lag: float = 0.0) -> int:
-        """Write the value of `page`, contiguous uint8 `[page_bytes]`, to `buffer`, `max_value_bytes`; returns its
-        length.
+    def encode_split(self, key: bytes, page: PageBuffer, buffer: memoryview, *, lag: float = 0.0) -> HeaderAndPayload:
+        """The value of `page`, contiguous uint8 `[page_bytes]`. A raw payload is `page` itself, an encrypted one lies
+        in `buffer`, of `max_payload_bytes`.
 
         `lag` says how far the writer is behind, from 0 (it keeps up) to 1 (its queue is full): from 0.5 on pages are
         compressed at level 1, from 0.9 on not at all.
         """
-        fields, payload = self._encode(key, page, lag)
-        return finalise_into(buffer, key, fields, *payload)
-
-    def encode_split(self, key: bytes, page: PageBuffer, buffer: memoryview, *, lag: float = 0.0) -> HeaderAndPayload:
-        """The same value in two parts. A raw payload is `page` itself, an encrypted one lies in `buffer`."""
         fields, payload = self._encode(key, page, lag)
         header = finalise_header(key, fields, *payload)
         whole = payload[0] if len(payload) == 1 else buffer[: copy_parts(buffer, *payload)]

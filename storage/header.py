@@ -103,13 +103,6 @@ def finalise_header(key: bytes, fields: bytes, *payload: bytes | memoryview) -> 
     return fields + _CHECKSUM.pack(checksum.intdigest())
 
 
-def finalise_into(buffer: memoryview, key: bytes, fields: bytes, *payload: bytes | memoryview) -> int:
-    """Write the value that stores `payload`, given in parts, under `key` to the start of `buffer`; returns its
-    length."""
-    buffer[:HEADER_BYTES] = finalise_header(key, fields, *payload)
-    return HEADER_BYTES + copy_parts(buffer[HEADER_BYTES:], *payload)
-
-
 def copy_parts(into: memoryview, *parts: bytes | memoryview) -> int:
     """Write `parts` one after the other to the start of `into`; returns how many bytes they have."""
     end, target = 0, np.frombuffer(into, dtype=np.uint8)  # numpy releases the interpreter lock, a memoryview does not

@@ -32,6 +32,7 @@ T = TypeVar("T")
 _GROUP_SHARE, _MAX_GROUP_BYTES = 64, 64 << 20
 _MIN_SLOTS, _MIN_INDEX_BYTES = 8, 256 << 10
 _ENTRY_BYTES = 300  # about what a page adds to the index, beside three times its key
+_SPARE_BYTES = 32 << 10  # for pages of the index that are split
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class GroupWriter:
             self._sync_files()
 
         self.apply_access_log()
-        self._run(work, pages=False)
+        self._run(work, pages=None)
 
     def compact(self) -> int:
         """Return free space to the file system; returns by how many bytes the files shrank."""
@@ -177,12 +178,14 @@ class GroupWriter:
         self._sync_thread.shutdown()
         self._files.close(is_whole=not self._is_index_lost)
 
-    def _run(self, work: Callable[[], T], *, pages: bool = True) -> T | None:
-        """`work`, which changes `pages` or their use order alone; None when that failed, or the store is read-only."""
+    def _run(self, work: Callable[[], T], *, pages: bool | None = True) -> T | None:
+        """`work`, which changes `pages`, or (False) their use order alone, or (None) nothing; None when that failed, or
+        the store is read-only."""
         if self.read_only:
             return None
         try:
-            self._files.require_changeable(pages=pages)
+            if pages is not None:
+                self._files.require_changeable(pages=pages)
             result = work()
             self.sizes = self._files.pages.sizes()
             return result
@@ -208,7 +211,7 @@ class GroupWriter:
 
     def _evict_for(self, num_bytes: int) -> None:
         """Evict what the budget demands before so much is added."""
-        slots_bytes = self._budget.budget_bytes - self._files.pages.index.num_bytes() - num_bytes
+        slots_bytes = self._budget.budget_bytes - _SPARE_BYTES - self._files.pages.index.num_bytes() - num_bytes
         if self._evict(slots_bytes) and not self._has_evicted:
             self._has_evicted = True
             log.info(
@@ -245,7 +248,7 @@ class GroupWriter:
     def _store(self, group: Iterable[tuple[bytes, HeaderAndPayload]]) -> int:
         """Write pages to slots, sync these, and enter the pages in the index; returns the bytes of their values."""
         index, slots = self._files.pages.index, self._files.slots
-        max_bytes = self._budget.budget_bytes - index.num_bytes()
+        max_bytes = self._budget.budget_bytes - _SPARE_BYTES - index.num_bytes()
         sequence = index.totals().next_tick
         written: list[tuple[bytes, Entry]] = []
         try:

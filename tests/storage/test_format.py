@@ -16,6 +16,7 @@ from hicache.storage.codec import PageCodec
 from hicache.storage.filters import PageFilter
 from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, is_compressed, page_bytes_of
 from hicache.storage.memory import aligned_buffer
+from hicache.storage.slot_block import SlotBlock
 from storage_pages import page_of, value_of
 
 NAMESPACE = b"n" * 16
@@ -169,3 +170,28 @@ def test_the_document_states_the_fields() -> None:
     sizes = [struct.calcsize(f"<{code}") for code in re.findall(r"\d*s|[A-Z]", FIELDS.format)] + [8]
     assert [end - start for start, end in places] == sizes
     assert [0] + [end for _, end in places] == [start for start, _ in places] + [HEADER_BYTES]
+
+
+# Frozen: the used bytes of the first block of a slot, as version 1 has them.
+FROZEN_BLOCK = (
+    "484b5653010003000900000000000000484b56500100000060000000600000000001000000000000000000006e6e6e6e6e6e"
+    "6e6e6e6e6e6e6e6e6e6e67ea92a8c882cb226b6579b13308076fffc89e"
+)
+
+
+def test_the_block_of_a_slot() -> None:
+    """A block has the frozen bytes, those that docs/disk_format.md gives its fields; none with a flipped bit is one."""
+    section = DOCUMENT.read_text().split("## Slots\n")[1].split("\n## ")[0]
+    places = [(int(a), int(b)) for a, b in re.findall(r"^    \[ *(\d+), *(\d+)\)", section, re.MULTILINE)]
+    assert places == [(0, 4), (4, 6), (6, 8), (8, 16), (16, 16 + HEADER_BYTES)]
+    header = bytes.fromhex(FROZEN["raw"])[:HEADER_BYTES]
+    raw = SlotBlock(b"key", 9, header).pack()
+    content = b"HKVS" + struct.pack("<HHQ", 1, 3, 9) + header + b"key"
+    assert raw == (content + struct.pack("<Q", xxhash.xxh3_64_intdigest(content))).ljust(4096, b"\0")
+    assert raw.rstrip(b"\0").hex() == FROZEN_BLOCK
+    assert SlotBlock.unpack(raw) == SlotBlock(b"key", 9, header) and SlotBlock.unpack(raw[:4095]) is None
+    for at in range(len(content) + 8):
+        for bit in range(8):
+            changed = bytearray(raw)
+            changed[at] ^= 1 << bit
+            assert SlotBlock.unpack(changed) is None, at
