@@ -26,6 +26,7 @@ from hicache.storage.optional_packages import lmdb
 
 READER_SLOTS = 1000  # concurrent read transactions of all processes
 _TABLES = (b"pages", b"recency", b"meta")
+_CHANGES_PER_CHECK = 256
 _TOTALS_KEY = b"totals"
 _ENTRY = struct.Struct("<QQII")
 _TICK = struct.Struct(">Q")
@@ -85,6 +86,7 @@ class Index:
             mode=PRIVATE_FILE_MODE,
             meminit=False,
         )
+        self._num_changes = 0
         try:
             self._pages, self._recency, self._meta = (self._env.open_db(name, create=writable) for name in _TABLES)
             if shared:
@@ -138,6 +140,9 @@ class Index:
     @contextlib.contextmanager
     def changes(self) -> Iterator[IndexChanges]:
         """Changes that become visible together, when the block ends; none of them if it raises."""
+        self._num_changes += 1
+        if self._num_changes % _CHANGES_PER_CHECK == 0:
+            self._env.reader_check()  # a reader that was killed keeps freed pages from being used again
         with self._env.begin(write=True) as txn:
             changes = IndexChanges(txn, self._pages, self._recency, self._meta)
             yield changes

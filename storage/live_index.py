@@ -44,23 +44,24 @@ log = logging.getLogger("hicache.storage")
 
 MEMORY = Path("/dev/shm")
 _READER_TABLE_BYTES = 64 << 10  # holds `READER_SLOTS`
-_SPARE_BYTES, _CHUNK_BYTES = 64 << 20, 8 << 20
+_SPARE_BYTES, _CHUNK_BYTES = 16 << 20, 8 << 20
 
 
 class LiveFolder:
     """The folder of an open store's index, from construction to `close`; the writer of the store owns it.
 
-    Without space in memory it is in the directory of the store, with a warning. OSError if it cannot be made.
+    Without space in memory for twice `index_bytes` it is in the directory of the store, with a warning. OSError if it
+    cannot be made.
     """
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, store: Path, index_bytes: int) -> None:
         self._link = store / LIVE_LINK
         with contextlib.suppress(FileNotFoundError):
             self._link.unlink()
         shutil.rmtree(store / LIVE_FOLDER, ignore_errors=True)
         self._held = contextlib.ExitStack()
         try:
-            self.path = self._make(store)
+            self.path = self._make(store, 2 * index_bytes + _SPARE_BYTES)
             self._target = LIVE_FOLDER if self.path.parent == store else str(self.path)
             _allocate(self.path / "lock.mdb")
         except BaseException:
@@ -82,9 +83,8 @@ class LiveFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         self._held.close()
 
-    def _make(self, store: Path) -> Path:
+    def _make(self, store: Path, needed_bytes: int) -> Path:
         found = store.stat()
-        needed_bytes = 2 * _size_of(store / INDEX_FILE) + _SPARE_BYTES
         try:
             if MEMORY.stat().st_dev == found.st_dev:  # the store is in memory already
                 raise FileExistsError(errno.EEXIST, "the store is there")
@@ -214,7 +214,8 @@ def _name_start(store: os.stat_result) -> str:
     return f"{store.st_dev:x}-{store.st_ino:x}-"
 
 
-def _size_of(file: Path) -> int:
+def size_of(file: Path) -> int:
+    """Bytes of a file, 0 if there is none."""
     try:
         return file.stat().st_size
     except OSError:

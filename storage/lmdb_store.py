@@ -25,7 +25,7 @@ from hicache.storage.header import HeaderAndPayload, page_bytes_of
 from hicache.storage.index import NotedSlots
 from hicache.storage.lmdb_writer import Budget, GroupWriter
 from hicache.storage.lookup import Lookup, check_keys, check_page
-from hicache.storage.optional_packages import require_packages
+from hicache.storage.optional_packages import io_errors, require_packages
 from hicache.storage.rebuild import Progress, log_progress
 from hicache.storage.records import IdentityRecord, Settings, identity_with_key, sorted_formats
 from hicache.storage.store_files import StoreFiles, slot_bytes
@@ -109,12 +109,20 @@ class LmdbPageStore:
         self._counters, self._access_log = Counters(), AccessLog()
         self.writing = threading.Lock()
         self._files = StoreFiles(path, record, settings, progress or log_progress(str(path)))
+        try:
+            self._set_up(settings, str(path), on_removed)
+        except BaseException:
+            self._files.close(is_whole=False)
+            raise
+
+    def _set_up(self, settings: Settings, name: str, on_removed: Callable[[Sequence[bytes]], None] | None) -> None:
+        """What works on the open files."""
         self.rebuilt_pages = self._files.rebuilt_pages
         self._writer = GroupWriter(
-            self._files, self._access_log, self._counters, budget, settings.durability, str(path), on_removed
+            self._files, self._access_log, self._counters, self._budget, settings.durability, name, on_removed
         )
-        self._lookup = Lookup(self._files.reading, self._codecs, self._access_log, self._counters, str(path))
-        self._compressor = PageCompressor(self._codecs, budget.commit_bytes)
+        self._lookup = Lookup(self._files.reading, self._codecs, self._access_log, self._counters, name)
+        self._compressor = PageCompressor(self._codecs, self._budget.commit_bytes)
         if self._writer.sizes.file_bytes > settings.budget_bytes:
             self._writer.evict_to(settings.budget_bytes)
 
@@ -206,11 +214,14 @@ class LmdbPageStore:
         return self._counters.thread_read_errors
 
     def check(self) -> None:
-        with self._files.reading() as pages:
-            # Without its cipher a page is not decrypted.
-            verify = self._codecs.verify_stored if self._missing_key_id else self._codecs.verify
-            stored = StoredPages(self._files.reading, self._lookup.read_value, verify)
-            found = [str(violation) for violation in violations(pages, self._files.slots.now(), stored)]
+        # Without its cipher a page is not decrypted.
+        verify = self._codecs.verify_stored if self._missing_key_id else self._codecs.verify
+        stored = StoredPages(self._files.reading, self._lookup.read_value, verify)
+        try:
+            with self._files.reading() as pages:
+                found = [str(violation) for violation in violations(pages, self.slots, stored)]
+        except io_errors as error:
+            found = [f"the index cannot be read: {error}"]
         if found:
             raise StoreCorrupt(f"the store {self._path} has {len(found)} violation(s): " + "; ".join(found), found)
 

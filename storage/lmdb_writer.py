@@ -205,9 +205,12 @@ class GroupWriter:
         return True
 
     def _is_own(self, key: bytes, entry: Entry | None) -> bool:
-        """Whether the slot that a damaged page had may be freed: not if it holds another page."""
+        """Whether the slot that a damaged page had may be freed: not if another page of the index is there."""
         block = None if entry is None else self._files.pages.files[entry.page_bytes].read_block(entry.slot)
-        return block is None or block.key == key
+        if entry is None or block is None or block.key == key:
+            return True
+        (other,) = self._files.pages.index.locate([block.key])
+        return other is None or (other.slot, other.page_bytes) != (entry.slot, entry.page_bytes)
 
     def _evict_for(self, num_bytes: int) -> None:
         """Evict what the budget demands before so much is added."""

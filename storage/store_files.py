@@ -16,9 +16,18 @@ from typing import NamedTuple
 
 from hicache.storage.base import StoreCorrupt, StoreError
 from hicache.storage.cipher import ENCRYPTION_BYTES
-from hicache.storage.directory import LOCK_FILE, STORE_FILE, WriterLock, is_store_file, slots_file, write_atomically
+from hicache.storage.directory import (
+    INDEX_FILE,
+    LOCK_FILE,
+    STORE_FILE,
+    WriterLock,
+    is_store_file,
+    slots_file,
+    sync_directory,
+    write_atomically,
+)
 from hicache.storage.index import Index
-from hicache.storage.live_index import LiveFolder, break_seal, copy_sealed, seal
+from hicache.storage.live_index import LiveFolder, break_seal, copy_sealed, seal, size_of
 from hicache.storage.memory import round_up
 from hicache.storage.optional_packages import io_errors
 from hicache.storage.read_write_lock import ReadWriteLock
@@ -75,7 +84,8 @@ class StoreFiles:
             try:
                 _record(path, identity, settings)
                 self._files = open_slot_files(path, identity, held, writable=True)
-                self._open_index(rebuilds=False)
+                sync_directory(path)
+                self._open_index(size_of(path / INDEX_FILE), rebuilds=False)
             except io_errors as error:
                 raise StoreError(f"cannot open the store {path}: {error}; free space or repair the disk") from error
             self._held = held.pop_all()
@@ -108,8 +118,9 @@ class StoreFiles:
         """Build the index anew from the slots. OSError or what LMDB raises; then every read is a miss."""
         self._writer_lock.require_same()
         with self._lock.exclusive():
+            index_bytes = size_of(self._live.path / "data.mdb")
             self._close_index()
-            self._open_index(rebuilds=True)
+            self._open_index(index_bytes, rebuilds=True)
 
     def close(self, *, is_whole: bool) -> None:
         """Wait for readers, seal the index if it `is_whole`, and release everything."""
@@ -127,9 +138,9 @@ class StoreFiles:
                 self._close_index()
                 self._held.close()
 
-    def _open_index(self, *, rebuilds: bool) -> None:
+    def _open_index(self, index_bytes: int, *, rebuilds: bool) -> None:
         """The sealed index, or a new one built from the slots."""
-        live, self.slots = LiveFolder(self._path), Slots(self._files)
+        live, self.slots = LiveFolder(self._path, index_bytes), Slots(self._files)
         index: Index | None = None
         try:
             is_sealed = not rebuilds and copy_sealed(self._path, live.path / "data.mdb")
@@ -176,7 +187,7 @@ def slot_bytes(page_bytes: int, key_id: str) -> int:
 
 def map_bytes(budget_bytes: int) -> int:
     """Address space for the index, which needs less than a page's share of the budget for each page."""
-    return round_up(max(_MIN_MAP_BYTES, 2 * budget_bytes))
+    return round_up(max(_MIN_MAP_BYTES, budget_bytes))
 
 
 def read_records(path: Path) -> tuple[IdentityRecord, Settings]:
