@@ -53,11 +53,9 @@ from hicache.storage.maintenance import (
 from hicache.storage.mooncake_client import MooncakeAddress
 from hicache.storage.mooncake_store import MooncakePageStore
 from hicache.storage.redis_store import RedisPageStore
-from hicache.storage.rescue import rescue
 from hicache.storage.resp import RedisAddress
 from hicache.storage.s3_store import S3PageStore
 from hicache.storage.urls import StoreOpener, StoreUrl, UrlOption, open_store
-    chain              several stores as one
 
 __all__ = [
     "ChainStore",
