@@ -118,11 +118,13 @@ def live_folder(store: Path) -> Path | None:
 
 
 def live_target(store: Path) -> str:
-    """What changes whenever the index is elsewhere; "" without a writer."""
-    try:
+    """What changes whenever the index is another one: where a writer has it, else which seal there is."""
+    with contextlib.suppress(OSError):
         return os.readlink(store / LIVE_LINK)
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        found = (store / SEAL_FILE).stat()
+        return f"{found.st_ino} {found.st_mtime_ns}"
+    return ""
 
 
 def seal(store: Path, index: Index) -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from hicache.storage.access_log import AccessLog
@@ -63,6 +64,9 @@ class ReaderFiles:
         with self._lock.exclusive(close=True):
             self._held.close()
 
+    def _is_target(self, target: str) -> bool:
+        return live_target(self.path) == target
+
     def _follow(self) -> None:
         with self._following, self._lock.exclusive():
             if self._lock.closed or live_target(self.path) == self._target:
@@ -96,7 +100,8 @@ class ReaderFiles:
                 else:
                     if live_target(self.path) == target:
                         self._target, self.identity, self.settings = target, identity, settings
-                        self._pages, self._held = OpenPages(index, files), held.pop_all()
+                        self._pages = OpenPages(index, files, partial(self._is_target, target))
+                        self._held = held.pop_all()
                         return
                     continue
             if live_target(self.path) == target or attempt == _ATTEMPTS - 1:

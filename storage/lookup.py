@@ -114,7 +114,7 @@ class Lookup:
             if now is None:
                 return False
             entry, before = now, entry
-        if entry.place == before.place:
+        if entry.place == before.place and pages.is_current():
             log.warning("deleting a page of the store %s that does not verify: %s", self._name, reason)
             self._access_log.quarantine([key])
             self._counters.add(Counts(corrupt=1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -54,10 +54,12 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenPages:
-    """What a page is read from: the index, and the slot files by page size. Valid inside `reading`."""
+    """What a page is read from: the index, and the slot files by page size. Valid inside `reading`. `is_current`:
+    whether the index still says what is in the slots."""
 
     index: Index
     files: dict[int, SlotFile]
+    is_current: Callable[[], bool]
 
     def sizes(self) -> Sizes:
         """The disk space is that of the slots, and of the index once it is sealed."""
@@ -162,7 +164,7 @@ class StoreFiles:
             live.close()
             raise
         self._is_sealed, self._is_changed = is_sealed, not is_sealed
-        self._live, self._pages = live, OpenPages(index, self._files)
+        self._live, self._pages = live, OpenPages(index, self._files, lambda: True)
 
     def _close_index(self) -> None:
         self._pages.index.close()
