@@ -223,6 +223,8 @@ def test_file_cut_short_while_open(tmp_path: Path, kind: str, name: str, left_by
     assert child.returncode == 0, child.returncode
     num_left = left_bytes // 20480 if name.startswith("pages") else NUM_PAGES
     counted = [f"corrupt {NUM_PAGES - num_left}", "errors 0"]
+    if (kind, name) == ("reader", "index.seal"):  # another seal is another index, which a reader must not believe
+        num_left, counted = 0, ["corrupt 0", "errors 1"]
     assert output.splitlines() == [f"found {num_left}", *counted, *(["stored [True]"] if kind == "store" else [])]
     with contextlib.closing(open_store(tmp_path)) if name != "store.json" else contextlib.nullcontext() as store:
         assert store is None or store.stats().entries <= NUM_PAGES + 1
