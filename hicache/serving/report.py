@@ -140,7 +140,7 @@ class Report:
             "ttft_ms": ttft,
             "speedup": recompute_ms / cached_ms if cached_ms and recompute_ms else None,
             "first_turns": {"hit_tokens": _hit_tokens(first), "ttft_ms": _ttft_ms(first)},
-            "bytes_moved": {move: int(self.stats.get(name, 0)) for move, name in _BYTES_MOVED.items()},
+            "bytes_moved": {move: int(self.stats[name]) for move, name in _BYTES_MOVED.items() if name in self.stats},
             "pages": self.audit.as_dict(),
             "sizes": dict(self.sizes),
             "model": self.model,
