@@ -99,7 +99,8 @@ class DiskPrefix:
 
     @property
     def nothing(self) -> Found:
-        """Before a store was asked."""
+        """Before a store was asked. Makes the keys, which follow from the nodes of `match` as they were found."""
+        assert self.page_keys is not None
         return Found(others=(None,) * len(self.component_keys))
 
     def usable_end(self, found: Found, num_pages: int) -> int:

@@ -72,10 +72,13 @@ class PrefixReads:
 
         `is_urgent`: a request waits for it. Nothing is read after `until_s` of the tier's clock.
         """
-        tree = self._context.tree
+        tree, nothing = (
+            self._context.tree,
+            prefix.nothing,
+        )  # its keys, before the anchor is split off a node of the match
         anchor = tree.node_at(prefix.match, prefix.num_host_pages * tree.page_size)
         ends = (prefix.num_host_pages, prefix.num_pages, prefix.num_pages)
-        read = PrefixRead(next(self._ids), prefix, anchor, is_urgent, until_s, *ends, prefix.nothing)
+        read = PrefixRead(next(self._ids), prefix, anchor, is_urgent, until_s, *ends, nothing)
         if not self._ask_next(read):
             self._refused.value += 1
             return None

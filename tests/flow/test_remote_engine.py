@@ -82,6 +82,18 @@ def test_the_disk_is_asked_first_and_takes_what_the_remote_tier_gave(device: str
         settled(alone)
 
 
+def test_a_prompt_that_leaves_another_in_the_middle_of_a_node_finds_nothing_of_its_rest(device: str) -> None:
+    """The pages that it lacks tell all that follow apart, though their tokens are those of the other prompt."""
+    shared, disk, tokens = MemoryPageStore(BUDGET), MemoryPageStore(BUDGET), prompt(0)
+    shorter = np.concatenate([tokens[:16], tokens[32:]])
+    with engine_over(shared, disk, device=device) as engine:
+        ask(engine, "a", tokens)
+        settled(engine)
+        assert engine.lookup(shorter, disk_wait_s=PATIENCE_S).disk == 0
+        assert ask(engine, "b", shorter) == Hit(device=16)
+        settled(engine)
+
+
 @pytest.mark.parametrize("verb", ["contains", "get_into", "put"])
 def test_a_failing_remote_tier_costs_its_hits_alone(verb: str) -> None:
     """Whatever it fails at, the disk serves on, the failures are counted, and it is used again when it works."""
