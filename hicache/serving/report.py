@@ -135,12 +135,16 @@ class Report:
             "requests": len(self.turns),
             "prompt_tokens": sum(len(turn.prompt) for turn in self.turns),
             "generated_tokens": sum(len(turn.cached.tokens) for turn in self.turns),
-            "hit_tokens": _hit_tokens(self.turns),
+            "hit_tokens": self._hit_tokens(self.turns),
             "computed_tokens": sum(turn.cached.computed_tokens for turn in self.turns),
             "ttft_ms": ttft,
             "speedup": recompute_ms / cached_ms if cached_ms and recompute_ms else None,
-            "first_turns": {"hit_tokens": _hit_tokens(first), "ttft_ms": _ttft_ms(first)},
-            "bytes_moved": {move: int(self.stats[name]) for move, name in _BYTES_MOVED.items() if name in self.stats},
+            "first_turns": {"hit_tokens": self._hit_tokens(first), "ttft_ms": _ttft_ms(first)},
+            "bytes_moved": {
+                move: int(self.stats.get(name, 0))
+                for move, name in _BYTES_MOVED.items()
+                if self._has_remote or "remote" not in move
+            },
             "pages": self.audit.as_dict(),
             "sizes": dict(self.sizes),
             "model": self.model,
@@ -171,6 +175,14 @@ class Report:
             lines.append(line)
         lines.append(f"{results['requests']} requests on {self.device} in {self.seconds:.1f} s")
         return "\n".join(lines)
+
+    @property
+    def _has_remote(self) -> bool:
+        return any(name.startswith("remote.") for name in self.stats)
+
+    def _hit_tokens(self, turns: Sequence[Turn]) -> dict[str, int]:
+        tiers = ("device", "host", "disk", "remote") if self._has_remote else ("device", "host", "disk")
+        return {tier: sum(getattr(turn.cached.hit, tier) for turn in turns) for tier in tiers}
 
     def _checked(self) -> str:
         if not self.compared and not self.compared_generate:
@@ -250,8 +262,3 @@ def _ttft_ms(turns: Sequence[Turn]) -> dict[str, float | None]:
         "cached": statistics.median(cached) if cached else None,
         "recompute": statistics.median(recomputed) if recomputed else None,
     }
-
-
-def _hit_tokens(turns: Sequence[Turn]) -> dict[str, int]:
-    hits = [turn.cached.hit for turn in turns]
-    return {tier: sum(getattr(hit, tier) for hit in hits) for tier in ("device", "host", "disk", "remote")}

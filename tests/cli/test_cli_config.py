@@ -67,12 +67,14 @@ def test_every_setting_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Every setting and every variable has a line, in text as in JSON; without a disk that is one line. Nothing has to
     be given: a required setting is shown as such."""
     names = [f"{at}.{name}" if at else name for at, cls in SECTIONS.items() for name in settings_of(cls)]
-    with_disk = shown_settings(capsys, "--disk-path", "/x", "--model-id", "m")
+    with_disk = shown_settings(capsys, "--disk-path", "/x", "--remote-url", "redis://x", "--model-id", "m")
     assert list(with_disk["settings"]) == names
     assert list(with_disk["environment"]) == [variable.names[0] for variable in VARIABLES]
     bare = shown_settings(capsys)["settings"]
     assert bare["disk"] == {"value": None, "source": "default"}
-    assert list(bare) == [*(name for name in names if "." not in name), "disk", *(n for n in names if "advanced" in n)]
+    assert bare["remote"] == {"value": None, "source": "default"}
+    advanced = [name for name in names if "advanced" in name]
+    assert list(bare) == [*(name for name in names if "." not in name), "disk", "remote", *advanced]
     assert bare["device_tokens"] == {"value": None, "unit": "tokens", "source": "required"}
     text = show(capsys)
     assert [line.split()[0] for line in text.splitlines() if line] == [
