@@ -7,6 +7,6 @@ setup() {
     "$venv/bin/pip" install --quiet --no-deps lmcache==0.5.6
     "$venv/bin/pip" install --quiet "numpy<=2.2.6" numba aiofiles aiohttp blake3 cachetools httpx msgspec psutil \
         py-cpuinfo pyyaml pyzmq requests sortedcontainers "prometheus_client<=0.24.1" "opentelemetry-api<=1.40.0" \
-        "opentelemetry-sdk<=1.40.0" lmdb zstandard cryptography rich pytest pytest-timeout hypothesis
+        "opentelemetry-sdk<=1.40.0" cryptography rich pytest pytest-timeout hypothesis
 }
 export LMCACHE_DISABLE_BANNER=1

@@ -10,5 +10,5 @@ setup() {
     "$venv/bin/pip" install --quiet transformers==5.19.0 triton==3.9.0 numpy openai aiohttp apache-tvm-ffi==0.1.11 cloudpickle \
         compressed-tensors==0.18.0 dill einops fastapi IPython msgspec orjson packaging partial_json_parser pillow \
         prometheus_client psutil pybase64 pydantic python-multipart pyzmq requests scipy sentencepiece setproctitle tqdm \
-        uvicorn uvloop xxhash zstandard lmdb cryptography pytest pytest-timeout hypothesis
+        uvicorn uvloop cryptography pytest pytest-timeout hypothesis
 }

