@@ -157,8 +157,9 @@ def test_a_load_that_fails_is_not_tried_again_by_the_same_request(
         server.reset()
         original, lost = LmdbPageStore.get_into, content(CHUNKS[3]).tobytes()
 
-        def missing(self: LmdbPageStore, keys: Any, pages: Any) -> list[bool]:
-            return [ok and page.tobytes() != lost for ok, page in zip(original(self, keys, pages), pages, strict=True)]
+        def missing(self: LmdbPageStore, keys: Any, pages: Any, *, deadline_s: float) -> list[bool]:
+            found = original(self, keys, pages, deadline_s=deadline_s)
+            return [ok and page.tobytes() != lost for ok, page in zip(found, pages, strict=True)]
 
         monkeypatch.setattr(LmdbPageStore, "get_into", missing)
         found = server.load(CHUNKS)
