@@ -4,7 +4,7 @@
     mooncake.*.parts           the library's calls with two buffers a page, as the store makes them, nothing verified
     mooncake.*.own             the same with the memory in this process: the library copies memory, without a socket
     mooncake.*.zstd            synthetic KV at level 1 beside the same pages raw: whether compression pays
-    mooncake.engines           prompts that an engine in another process computed, beside the store's get
+    <store>.engines            prompts that an engine in another process computed, beside the store's get
 
 Variants run in turns in one process; what came back is compared after the rounds. Servers are started and stopped here.
 """
@@ -23,7 +23,7 @@ import numpy as np
 from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, interleave, percentile
 from hicache.bench.disk import synthetic_kv
 from hicache.bench.mooncake_server import MooncakeServer, missing, running
-from hicache.bench.remote_engines import NUM_PROMPTS, measure_engines
+from hicache.bench.remote_engines import NUM_PROMPTS, PROMPT_PAGES, measure_engines
 from hicache.bench.remote_redis import measure_redis, measure_s3
 from hicache.storage import PageBuffer, PageFilter, PageFormat, PageStore, open_store
 from hicache.storage.header import HEADER_BYTES
@@ -116,8 +116,8 @@ def _mooncake(report: Report, num_pages: int, page_bytes: int, samples: int) -> 
     with running(pool_bytes) as server:
         _beside_library(report, "", server, server, 0, random, samples)
         _zstd(report, server.url, num_pages, page_bytes, samples)
-    with running((NUM_PROMPTS + 2) * num_pages << 20) as server:
-        measure_engines(report, "mooncake", server.url, num_pages, max(3, samples // 5))
+    with running((NUM_PROMPTS + 2) * PROMPT_PAGES << 20) as server:
+        measure_engines(report, "mooncake", server.url, samples)
     # Two pools, for the master spreads values over all memory that it has.
     with running(0) as server, running(0) as other:
         _beside_library(report, ".own", server, other, pool_bytes, random, samples)

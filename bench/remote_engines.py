@@ -33,12 +33,13 @@ TARGET = 0.85
 # Pages of 64 tokens are 1 MiB.
 GEOMETRY = ModelGeometry(layer_num=8, head_num=8, head_dim=64)
 _PAGE_TOKENS = 64
+PROMPT_PAGES = 128
 NUM_PROMPTS = 12  # half of them through the engine, twice what its host tier holds
 
 
-def measure_engines(report: Report, name: str, url: str, num_pages: int, samples: int) -> None:
-    """Prompts of `num_pages` pages, in turns through the engine and through the store."""
-    seeds = list(range(NUM_PROMPTS))
+def measure_engines(report: Report, name: str, url: str, samples: int) -> None:
+    """Prompts in turns through the engine and through the store."""
+    num_pages, seeds = PROMPT_PAGES, list(range(NUM_PROMPTS))
     command = [sys.executable, "-m", "hicache.bench.remote_engines", json.dumps([url, num_pages, seeds])]
     subprocess.run(command, check=True, capture_output=True)
     prompts = {seed: _prompt(seed, num_pages) for seed in seeds}
@@ -85,7 +86,7 @@ def _bring(engine: CacheEngine, seed: int, prompts: dict[int, np.ndarray], num_p
     handle = engine.prefetch(f"r{seed}", prompts[seed])
     while not handle.ended:
         engine.poll()
-        time.sleep(0.0002)
+        time.sleep(0.001)  # a pass of a scheduler takes longer
     engine.cancel(f"r{seed}")
     if handle.landed_tokens != num_pages * _PAGE_TOKENS:
         raise AssertionError(f"{handle.landed_tokens} tokens of another process came")

@@ -2,6 +2,7 @@
 server on this machine.
 
     redis.put, .get, .contains   the ceiling is one pipeline of redis-py with hiredis, without checksum and copy
+    redis.engines                prompts that an engine in another process computed, beside the store's get
     s3.put, .get                 the ceiling is obstore in as many threads, without checksum and copy
 
 Pages are random, so they are stored uncompressed. Every page that was read is compared, outside the times. What is not
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, percentile
+from hicache.bench.remote_engines import measure_engines
 from hicache.storage import PageBuffer, PageFormat, PageStore, open_store
 
 TARGET = 0.9
@@ -95,7 +97,9 @@ def measure_redis(report: Report, num_pages: int, page_bytes: int, samples: int)
         per_s = {name: [len(names) / s for s in seconds] for name, seconds in looked.items()}
         ceiling = percentile(per_s["ceiling"], 50)
         report.add(Case.of("redis.contains", per_s["store"], "keys/s", ceiling=ceiling, target=TARGET))
+        client.flushdb()
         client.close()
+        measure_engines(report, "redis", f"redis://127.0.0.1:{port}?level=0", samples)
 
 
 def measure_s3(report: Report, num_pages: int, page_bytes: int, samples: int) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 from hicache.config import EngineConfig
 from hicache.disk import DiskTier, Limits, cipher_of, identity_of, page_filter
 from hicache.errors import ConfigError
-from hicache.flow.prefix_read import BATCH_PAGES
 from hicache.host import HostPagePool
 from hicache.layout import PoolLayout
 from hicache.metrics import Metrics
@@ -17,6 +16,9 @@ from hicache.storage import LmdbPageStore, PageFormat, PageStore, open_store
 from hicache.store_config import DiskConfig, Filter, RemoteConfig
 from hicache.tree import DISK, FULL, REMOTE, Component, Store
 
+# Of one job, which is one call to a remote store: a client works on many pages at once, and calls in several threads
+# beside one another disturb each other. What is there at the deadline of a call counts.
+_MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES = 64, 64 << 20
 _MAX_REMOTE_BACKOFF_S = 30.0  # a server that was restarted is to be used again soon
 
 _Layouts = dict[Component, PoolLayout]
@@ -130,6 +132,8 @@ def _remote(
         store = open_store(remote.url, identity=identity_of(config, layouts), formats=formats, cipher=cipher_of(remote))
     for host in hosts.values():
         store.register_memory(host.arena.data.numpy().reshape(-1).view(np.uint8))
+    largest_bytes = max(host.page_bytes for host in hosts.values())
+    job_pages = max(1, min(_MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES // largest_bytes))
     tier = DiskTier(
         store,
         owns_store=owns_store,
@@ -143,7 +147,8 @@ def _remote(
             close_s=remote.io_timeout_s,
         ),
         name="remote",
-        part_pages=BATCH_PAGES,
+        job_pages=job_pages,
+        part_pages=job_pages,
         gives_way=True,
     )
     tier.register(metrics)

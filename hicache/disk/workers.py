@@ -25,7 +25,7 @@ from hicache.storage.base import PageStore, StoreError
 
 log = logging.getLogger(__name__)
 
-_PART_PAGES = 2
+_JOB_PAGES, _PART_PAGES = 8, 2
 _GIVES_WAY_S, _LOOK_S = 0.1, 0.002  # how long a write waits for reads, and between two looks at them
 _GROUP_BYTES = 256 << 20  # of writes put together: several commits, each compressed during the previous one
 _LOOKUP = -1  # the ticket of a find that the scheduler thread waits for
@@ -94,9 +94,9 @@ class DiskTier:
     `reads` and `writes` take jobs and return their outcomes. `owns_store`: `close` closes the store too; else it syncs
     it, and the store stays open for its owner. `full_bytes`: waiting writes of so many bytes count as a full queue.
     `clock`: seconds, those of the jobs' deadlines. `removed`: where the store, in the writer's calls, notes the keys of
-    pages that it loses; None: nobody asks. `name`: of the tier, in metrics, logs and threads. `part_pages`: pages of
-    one call to the store, between two looks of a reader at whether it should go on. `gives_way`: writes wait while
-    reads do.
+    pages that it loses; None: nobody asks. `name`: of the tier, in metrics, logs and threads. `job_pages`: pages of
+    one job that reads a prefix. `part_pages`: of one call to the store, between two looks of a reader at whether it
+    should go on. `gives_way`: writes wait while reads do.
     """
 
     def __init__(
@@ -111,11 +111,12 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
         removed: list[bytes] | None = None,
         name: str = "disk",
+        job_pages: int = _JOB_PAGES,
         part_pages: int = _PART_PAGES,
         gives_way: bool = False,
     ) -> None:
         self.name, self._part_pages, self._gives_way = name, part_pages, gives_way
-        self.num_readers = readers
+        self.num_readers, self.job_pages = readers, job_pages
         self._removed = removed if removed is not None else []
         self.store, self._owns_store = store, owns_store
         self._full_bytes, self._limits, self.clock = full_bytes, limits, clock

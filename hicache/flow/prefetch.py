@@ -27,7 +27,7 @@ from hicache.flow.cost import CostModel
 from hicache.flow.disk_prefix import DiskPrefix
 from hicache.flow.host_eviction import HostEviction
 from hicache.flow.prefetch_counters import PrefetchCounters
-from hicache.flow.prefix_read import BATCH_PAGES, PrefixReads
+from hicache.flow.prefix_read import PrefixReads
 from hicache.flow.read_state import PrefixRead
 from hicache.tree.key import Tokens
 from hicache.tree.node import DISK, FULL, Component, Store
@@ -358,11 +358,11 @@ class Prefetcher:
         """Until the first `end` pages of `read` are on the device; None where a store's rate is unknown. Stores are
         read side by side."""
         read_s, num_bytes = 0.0, 0
-        for store in self._context.stores:
+        for store, tier in self._context.stores.items():
             own_bytes = read.bytes_left(end, store)
             if own_bytes:
                 total_bytes = ahead_bytes.get(store, 0) + own_bytes
-                num_jobs = math.ceil(total_bytes / (BATCH_PAGES * self._context.full.host.page_bytes))
+                num_jobs = math.ceil(total_bytes / (tier.job_pages * self._context.full.host.page_bytes))
                 store_s = self._cost.read_s(total_bytes, num_jobs, store)
                 if store_s is None:
                     return None

@@ -26,9 +26,9 @@ from hicache.flow.host_eviction import HostEviction
 from hicache.flow.read_state import Batch, PrefixRead
 from hicache.tree.node import DEVICE, DISK, FULL, HOST, REMOTE, Component, Store, TreeNode
 
-BATCH_PAGES = 8  # of one read job
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
 _GAUGE_BYTES = 8 << 20
+_MAX_JOB_S = 0.25  # of one job, which ends before anything else can begin
 _METRICS = {DISK: "prefetch", REMOTE: "remote_prefetch"}
 
 
@@ -237,10 +237,13 @@ class PrefixReads:
 
     def _parts(self, store: Store, start: int, end: int, page_bytes: int) -> Iterator[slice]:
         """The pages of each job, of [start, end)."""
-        num_gauges = self._context.stores[store].num_readers if self._cost.read_s(1, 1, store) is None else 0
-        gauge_pages = min(BATCH_PAGES, max(1, _GAUGE_BYTES // page_bytes))
+        tier = self._context.stores[store]
+        job_s = self._cost.read_s(tier.job_pages * page_bytes, 1, store)
+        num_gauges = tier.num_readers if job_s is None else 0
+        gauge_pages = min(tier.job_pages, max(1, _GAUGE_BYTES // page_bytes))
+        job_pages = max(1, int(tier.job_pages * min(1.0, _MAX_JOB_S / (job_s or _MAX_JOB_S))))
         while start < end:
-            part_end = min(end, start + (gauge_pages if num_gauges > 0 else BATCH_PAGES))
+            part_end = min(end, start + (gauge_pages if num_gauges > 0 else job_pages))
             yield slice(start, part_end)
             start, num_gauges = part_end, num_gauges - 1
 

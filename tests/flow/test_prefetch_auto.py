@@ -34,15 +34,16 @@ SLOW, FAST = 1000.0, 0.001  # seconds of a call that reads two pages
 
 
 class PacedStore(TroubledStore):
-    """A store in memory whose reads, of two pages each, take `read_s` of the clock and wait until they are allowed.
+    """A store in memory whose reads, of two pages each where it is the disk, take `read_s` of the clock and wait until they are allowed.
 
-    `held`: reads that wait; `landed`: how often each page was read.
+    `held`: reads that wait; `landed`: how often each page was read; `sizes`: the pages of each read.
     """
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(MemoryPageStore(1 << 30))
         self.clock, self.read_s, self.held = clock, 0.0, 0
         self.landed: Counter[bytes] = Counter()
+        self.sizes: list[int] = []
         self._allowed = threading.Semaphore(1 << 30)
 
     def hold(self) -> None:
@@ -53,6 +54,7 @@ class PacedStore(TroubledStore):
         self._allowed.release(num_reads)
 
     def get_into(self, keys, buffers, *, deadline_s=math.inf):  # type: ignore[no-untyped-def]
+        self.sizes.append(len(keys))
         self.held += 1
         assert self._allowed.acquire(timeout=10)
         self.held -= 1
@@ -260,6 +262,23 @@ def test_little_of_an_unknown_disk_shows_that_it_is_slow(store: PacedStore, capl
         assert (handle.ended, handle.landed_tokens) == (False, 4 * PAGE)
         assert not caplog.records  # no read had to fail for that
         store.allow()
+
+
+def test_a_remote_store_is_asked_for_many_pages_at_once(store: PacedStore) -> None:
+    """A prompt of 24 pages is one call where reads are fast; a slow store is asked for little at a time."""
+    prompts = [tokens_of(seed) for seed in range(4)]
+    fill(store, *prompts)
+    with build_engine(settings(prefetch_mode="wait_complete"), GEOMETRY, remote=store) as engine:
+        sizes: list[list[int]] = []
+        for read_s, tokens in zip((1e-3, 1e-3, 10.0, 10.0), prompts, strict=True):
+            store.read_s = read_s
+            del store.sizes[:]
+            handle = engine.prefetch("a", tokens)
+            until(engine, handle)
+            assert handle.landed_tokens == 192
+            engine.cancel("a")
+            sizes.append(list(store.sizes))
+    assert sizes[1] == [24] and sizes[3] == [1] * 24, sizes
 
 
 @pytest.mark.parametrize("silent", ["contains", "get_into"])
