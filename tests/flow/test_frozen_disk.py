@@ -137,8 +137,9 @@ def engine_at(path: str) -> CacheEngine:
 
 def serve(engine: CacheEngine, number: int) -> None:
     tokens = np.random.default_rng(number).integers(0, 5000, 100)
-    engine.prefetch(f"r{number}", tokens)
-    engine.poll()
+    handle = engine.prefetch(f"r{number}", tokens)
+    # Requests are served sooner than a reader begins: until one is stalled, each waits until there is something to read.
+    wait_until(lambda: engine.poll() or handle.found_tokens or handle.ended or stalled_jobs(engine))
     engine.lookup(tokens)
     while (lease := admitted(engine, CacheRequest(f"r{number}", tokens))) is None:
         engine.poll()
@@ -146,6 +147,11 @@ def serve(engine: CacheEngine, number: int) -> None:
     engine.release(lease)
     engine.poll()
     engine.stats()
+
+
+def stalled_jobs(engine: CacheEngine) -> float:
+    stats = engine.stats()
+    return stats["disk.reads_stalled_jobs"] + stats["disk.writes_stalled_jobs"]
 
 
 def admitted(engine: CacheEngine, request: CacheRequest) -> Lease | None:
