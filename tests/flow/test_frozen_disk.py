@@ -138,7 +138,7 @@ def engine_at(path: str) -> CacheEngine:
 def serve(engine: CacheEngine, number: int) -> None:
     tokens = np.random.default_rng(number).integers(0, 5000, 100)
     handle = engine.prefetch(f"r{number}", tokens)
-    # Requests are served sooner than a reader begins: until one is stalled, each waits until there is something to read.
+    # A request is served sooner than a reader begins: until one is stalled, each waits for something to read.
     wait_until(lambda: engine.poll() or handle.found_tokens or handle.ended or stalled_jobs(engine))
     engine.lookup(tokens)
     while (lease := admitted(engine, CacheRequest(f"r{number}", tokens))) is None:

@@ -34,7 +34,8 @@ SLOW, FAST = 1000.0, 0.001  # seconds of a call that reads two pages
 
 
 class PacedStore(TroubledStore):
-    """A store in memory whose reads, of two pages each where it is the disk, take `read_s` of the clock and wait until they are allowed.
+    """A store in memory whose reads, of two pages each where it is the disk, take `read_s` of the clock and wait until
+    they are allowed.
 
     `held`: reads that wait; `landed`: how often each page was read; `sizes`: the pages of each read.
     """
