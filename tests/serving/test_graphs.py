@@ -9,13 +9,14 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from hicache.config import EngineConfig
+from hicache.engine import CacheRequest
 from hicache.factory import build_engine
 from hicache.layout import LayerKind, ModelGeometry
 from hicache.serving.attention import SlotAttention
-from hicache.serving.graphs import DecodeBatch, bucket, last_layers
-from hicache.serving.passes import PassContext
+from hicache.serving.graphs import DecodeBatch, DecodeGraphs, bucket, last_layers
+from hicache.serving.passes import Chunk, PassContext
 from hicache.serving.slot_passes import SlotPasses
-from serving_case import VOCAB, geometry_of, shared, tiny_engine, tiny_llama
+from serving_case import VOCAB, geometry_of, prompt, shared, tiny_engine, tiny_llama
 
 WINDOW, FULL = "window", "full"
 
@@ -51,3 +52,25 @@ def test_each_size_of_batch_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None
             logits = passes.decode_batch(DecodeBatch.of(size, torch.device("cpu")))
             assert logits.shape == (size, VOCAB)
     assert counter.frame_count == len(sizes) > 8
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_spoils_nothing() -> None:
+    """Passes of a model that cannot be captured run without graphs; random numbers and later captures work."""
+    model = shared(tiny_llama)
+
+    def decode(batch: DecodeBatch) -> torch.Tensor:
+        return batch.words.cpu()  # waits for the device, which a capture refuses
+
+    with tiny_engine(model) as engine:
+        context = PassContext(model, engine, geometry_of(model))
+        graphs = DecodeGraphs(context, decode, lambda batch, lengths: None)
+        tokens = prompt(5, seed=1)
+        with engine.acquire(CacheRequest("a", tokens)) as lease:
+            assert graphs.run([Chunk(lease, tokens, 4, 5)]) is None
+        assert torch.isfinite(torch.randn(1000, device=model.device)).all()
+        graph, drawn = torch.cuda.CUDAGraph(), torch.zeros(8, device=model.device)
+        with torch.cuda.graph(graph):
+            drawn.normal_()
+        graph.replay()
+        assert drawn.any()
