@@ -8,7 +8,7 @@
     index              where pages are, in LMDB; live_index: where that lies, and its seal; rebuild: from the slots
     slots              which slots are free; slot_file: reading and writing them; slot_block: what names a page
     codec              a page and its value: header, filters, cipher
-    urls               opening any store by its URL; conformance: the tests that every store passes
+    urls               opening any store by its URL; store_url: its parts; conformance: the tests that every store passes
     remote             what stores on other machines do alike; redis_store, with resp, its protocol; s3_store
     mooncake_store     pages in Mooncake; mooncake_client: a client of its library
     chain              several stores as one
@@ -53,9 +53,9 @@ from hicache.storage.maintenance import (
 from hicache.storage.mooncake_client import MooncakeAddress
 from hicache.storage.mooncake_store import MooncakePageStore
 from hicache.storage.redis_store import RedisPageStore
-from hicache.storage.resp import RedisAddress
 from hicache.storage.s3_store import S3PageStore
-from hicache.storage.urls import StoreOpener, StoreUrl, UrlOption, open_store
+from hicache.storage.store_url import StoreUrl
+from hicache.storage.urls import StoreOpener, open_store
 
 __all__ = [
     "ChainStore",
@@ -72,7 +72,6 @@ __all__ = [
     "PageFilter",
     "PageFormat",
     "PageStore",
-    "RedisAddress",
     "RedisPageStore",
     "S3PageStore",
     "StoreCorrupt",
@@ -83,7 +82,6 @@ __all__ = [
     "StoreOpener",
     "StoreStats",
     "StoreUrl",
-    "UrlOption",
     "VerifyReport",
     "choose_filter",
     "describe",

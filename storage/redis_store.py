@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.cipher import PageCipher
@@ -17,7 +17,8 @@ from hicache.storage.filters import PageFormat
 from hicache.storage.header import HEADER_BYTES
 from hicache.storage.memory import Scratch
 from hicache.storage.remote import RemotePageStore
-from hicache.storage.resp import RedisAddress, RedisConnection, Reply, ReplyError, command
+from hicache.storage.resp import RedisConnection, Reply, ReplyError, command
+from hicache.storage.store_url import StoreUrl
 
 MAX_VALUE_BYTES = 512 << 20  # what a server takes unless its proto-max-bulk-len says otherwise
 _MAX_USED_KEYS = 1 << 16
@@ -26,29 +27,30 @@ _BYTES_AHEAD = 8 << 20
 
 
 class RedisPageStore(RemotePageStore):
-    """See `PageStore`; `touch` is told to the server by the next call that writes.
-
-    `timeout_s`: for how long a call waits for a server that does nothing. `ttl_s`: how long a page that nobody uses is
-    kept, 0 for as long as the server likes. Pages whose values are longer than `max_value_bytes` are not stored.
-    Opening connects to nothing: a server that cannot be reached is one that misses, and is counted.
-    """
+    """See `PageStore`; docs/remote.md has the options of the URL. `touch` is told to the server by the next call that
+    writes. Opening connects to nothing: a server that cannot be reached is one that misses, and is counted."""
 
     def __init__(
         self,
-        address: RedisAddress,
+        url: str,
+        /,
         *,
         identity: Mapping[str, str | int],
         formats: Sequence[PageFormat],
-        level: int = 1,
         cipher: PageCipher | None = None,
-        timeout_s: float = 1.0,
-        ttl_s: int = 0,
-        max_value_bytes: int = MAX_VALUE_BYTES,
     ) -> None:
-        if timeout_s <= 0 or ttl_s < 0 or max_value_bytes <= HEADER_BYTES:
-            raise StoreError(f"{timeout_s=}, {ttl_s=}, {max_value_bytes=}: one of them is out of range")
-        super().__init__(str(address), identity=identity, formats=formats, level=level, cipher=cipher)
-        self._address, self._timeout_s, self._max_value_bytes = address, timeout_s, max_value_bytes
+        at = StoreUrl.parse(url)
+        is_unix, number = at.scheme == "redis+unix", at.path.strip("/")
+        if is_unix == bool(at.host) or not (is_unix or number.isdecimal() or not number):
+            raise StoreError(
+                "a URL of Redis is redis://host:6379/0, with the number of a database, or redis+unix:///path"
+            )
+        defaults = {"db": 0 if is_unix else int(number or 0), "ttl_s": 0, "max_value_bytes": MAX_VALUE_BYTES}
+        options = at.options(**defaults, level=1, timeout_s=1.0, ca_file="")
+        name = f"{at.scheme}://{at.host}{at.path if is_unix else ''}"
+        super().__init__(name, identity=identity, formats=formats, level=options["level"], cipher=cipher)
+        self._connection_to = at, options["db"], options["ca_file"], options["timeout_s"]
+        self._max_value_bytes, ttl_s = options["max_value_bytes"], options["ttl_s"]
         self._expiry = (b"EX", b"%d" % ttl_s) if ttl_s else ()
         self._idle: deque[RedisConnection] = deque()
         self._received = Scratch()
@@ -59,97 +61,65 @@ class RedisPageStore(RemotePageStore):
         self._used.extend(reversed(keys))
 
     def sync(self) -> None:
-        self._tell_used()
+        """Have the server count uses, which it notes to the second, and keep what was used for another `ttl`."""
+        used, self._used = self._used, deque(maxlen=_MAX_USED_KEYS)
+        verb, options = (b"EXPIRE", self._expiry[1:]) if self._expiry else (b"TOUCH", ())
+        self._ask(verb, list(dict.fromkeys(used)), options)
 
     def _exist(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        commands = [command(b"EXISTS", self._key(key)) for key in keys]
-        return self._batch(commands, len(commands), lambda _, n, reply: reply == 1, deadline_s)
+        return self._ask(b"EXISTS", keys, deadline_s=deadline_s)
 
     def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
-        verb = b"GETEX" if self._expiry else b"GET"
-        commands = [command(verb, self._key(key), *self._expiry) for key in keys]
-        num_ahead = max(2, _BYTES_AHEAD // max(map(len, buffers)))
-
         def receive(connection: RedisConnection, n: int, reply: Reply) -> bool:
-            if isinstance(reply, ReplyError) and reply.is_wrong_type:
-                self._refuse(keys[n], reply.text)
-            return isinstance(reply, int) and self._receive(connection, keys[n], reply, buffers[n], deadline_s)
+            if isinstance(reply, ReplyError):
+                self._refuse(keys[n], str(reply))
+            return isinstance(reply, int) and self._receive(connection, keys[n], reply, buffers[n])
 
-        return self._batch(commands, num_ahead, receive, deadline_s)
+        verb = b"GETEX" if self._expiry else b"GET"
+        commands = ([command(verb, self._key(key), *self._expiry)] for key in keys)
+        num_ahead = max(2, _BYTES_AHEAD // max(map(len, buffers)))
+        return self._answers(self._pipeline(commands, len(keys), num_ahead, receive, deadline_s), is_read=True)
 
-    def _receive(
-        self, connection: RedisConnection, key: bytes, value_bytes: int, page: PageBuffer, deadline_s: float
-    ) -> bool:
+    def _receive(self, connection: RedisConnection, key: bytes, value_bytes: int, page: PageBuffer) -> bool:
         """Read a value, a raw page straight into `page`; whether it is there now."""
         payload_bytes = value_bytes - HEADER_BYTES
         if payload_bytes < 0 or value_bytes > self._codecs.max_value_bytes:
-            connection.end_value(value_bytes, deadline_s)
+            connection.end_value(value_bytes)
             self._refuse(key, f"value of {value_bytes} bytes")
             return False
         header = bytearray(HEADER_BYTES)
         payload = page.data if payload_bytes == len(page) else self._received.take(payload_bytes)[:payload_bytes]
-        connection.read_into(memoryview(header), deadline_s)
-        connection.read_into(payload, deadline_s)
-        connection.end_value(0, deadline_s)
+        connection.read_into(memoryview(header))
+        connection.read_into(payload)
+        connection.end_value()
         return self._decode(key, bytes(header), payload, page)
 
     def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
-        self._tell_used()
-        stored: set[bytes] = set()
-        errors: list[object] = []
-        try:
-            with self._connected(deadline_s) as connection:
-                sent = {key: self._send_page(connection, key, page, lag, deadline_s) for key, page in pages.items()}
-                for key, value_bytes in sent.items():
-                    reply = connection.reply(deadline_s) if value_bytes else ReplyError("a value is too long")
-                    if isinstance(reply, ReplyError):
-                        errors.append(reply)
-                        continue
-                    stored.add(key)
-                    if reply is None:  # present
-                        self._used.append(key)
-                    else:
-                        self._written(len(pages[key]), value_bytes)
-        except OSError as error:
-            errors.append(error)
-            self._disconnect()
-        if errors:
-            self._failed(errors[0], writes=len(pages) - len(stored))
-        return [key in stored for key in pages]
+        self.sync()
+        keys = [key for key in pages if self._codecs[len(pages[key])].max_value_bytes <= self._max_value_bytes]
+        lengths: list[int] = []
 
-    def _send_page(
-        self, connection: RedisConnection, key: bytes, page: PageBuffer, lag: float, deadline_s: float
-    ) -> int:
-        """Send one page; the length of its value, 0 if that is too long."""
-        value = self._encode(key, page, lag)
-        if len(value) > self._max_value_bytes:
-            return 0
-        name, options = self._key(key), (b"NX", *self._expiry)
-        start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(name), name, len(value))
-        # A command's last words, without the line that counts them.
-        end = b"\r\n" + command(*options).partition(b"\r\n")[2]
-        connection.send(start + value.header, memoryview(value.payload), end, deadline_s=deadline_s)
-        return len(value)
+        def commands() -> Iterator[Sequence[bytes | memoryview]]:
+            for key in keys:
+                value = self._encode(key, pages[key], lag)
+                lengths.append(len(value))
+                # The value is the third word; its header and its payload are sent from where they lie.
+                start, end = command(b"SET", self._key(key), b"", b"NX", *self._expiry).split(b"$0\r\n", 1)
+                yield start + b"$%d\r\n" % len(value), value.header, memoryview(value.payload), end
+
+        def receive(_: RedisConnection, n: int, reply: Reply) -> bool:
+            if reply is None:  # present
+                self._used.append(keys[n])
+            else:
+                self._written(len(pages[keys[n]]), lengths[n])
+            return True
+
+        answers = dict(zip(keys, self._pipeline(commands(), len(keys), len(keys), receive, deadline_s), strict=True))
+        too_long = ReplyError("a page is longer than max_value")
+        return self._answers([answers.get(key, too_long) for key in pages], is_read=False)
 
     def _remove(self, keys: Sequence[bytes]) -> int:
-        try:
-            with self._connected(math.inf) as connection:
-                connection.send(command(b"UNLINK", *map(self._key, keys)))
-                reply: Reply = connection.reply()
-        except OSError as error:
-            self._disconnect()
-            reply = ReplyError(str(error))
-        if isinstance(reply, ReplyError):
-            self._failed(reply, writes=len(keys))
-        return reply if isinstance(reply, int) else 0
-
-    def _tell_used(self) -> None:
-        """Have the server count uses, which it notes to the second, and keep what was used for another `ttl_s`."""
-        used, self._used = self._used, deque(maxlen=_MAX_USED_KEYS)
-        if used:
-            verb, options = (b"EXPIRE", self._expiry[1:]) if self._expiry else (b"TOUCH", ())
-            commands = [command(verb, self._key(key), *options) for key in dict.fromkeys(used)]
-            self._batch(commands, len(commands), lambda _, n, reply: True, math.inf)
+        return sum(self._ask(b"UNLINK", keys, is_read=False))
 
     def _disconnect(self) -> None:
         while self._idle:
@@ -158,40 +128,57 @@ class RedisPageStore(RemotePageStore):
     def _key(self, key: bytes) -> bytes:
         return self._name(key, ":").encode()
 
-    def _batch(
+    def _ask(
         self,
-        commands: Sequence[bytes],
+        verb: bytes,
+        keys: Sequence[bytes],
+        options: Sequence[bytes] = (),
+        *,
+        deadline_s: float = math.inf,
+        is_read: bool = True,
+    ) -> list[bool]:
+        """For which keys the server answers 1."""
+        commands = ([command(verb, self._key(key), *options)] for key in keys)
+        answers = self._pipeline(commands, len(keys), len(keys), lambda _, n, reply: reply == 1, deadline_s)
+        return self._answers(answers, is_read=is_read)
+
+    def _pipeline(
+        self,
+        commands: Iterable[Sequence[bytes | memoryview]],
+        num_commands: int,
         num_ahead: int,
         receive: Callable[[RedisConnection, int, Reply], bool],
         deadline_s: float,
-    ) -> list[bool]:
-        """What `receive` says to each reply; False from where the connection fails. At most `num_ahead` commands are
+    ) -> list[bool | Exception]:
+        """What `receive` says to the reply of each command, or the error in its place. At most `num_ahead` commands are
         sent whose replies are not read yet."""
-        received: list[bool] = []
-        errors: list[object] = []
+        answers: list[bool | Exception] = []
+        if not num_commands:
+            return answers
+        parts = iter(commands)
         try:
             with self._connected(deadline_s) as connection:
-                connection.send(b"".join(commands[:num_ahead]), deadline_s=deadline_s)
-                for n in range(len(commands)):
-                    reply = connection.reply(deadline_s)
-                    if isinstance(reply, ReplyError) and not reply.is_wrong_type:
-                        errors.append(reply)
-                    received.append(receive(connection, n, reply))
-                    connection.send(*commands[n + num_ahead : n + num_ahead + 1], deadline_s=deadline_s)
+                for n in range(-min(num_ahead, num_commands), num_commands):
+                    connection.send(*next(parts, ()))
+                    if n >= 0:
+                        reply = connection.reply()
+                        if isinstance(reply, ReplyError) and not str(reply).startswith("WRONGTYPE"):
+                            answers.append(reply)
+                        else:
+                            answers.append(receive(connection, n, reply))
         except OSError as error:
-            errors += [error] * (len(commands) - len(received))
+            answers += [error] * (num_commands - len(answers))
             self._disconnect()  # idle connections have most likely failed too
-        if errors:
-            self._failed(errors[0], reads=len(errors))
-        return received + [False] * (len(commands) - len(received))
+        return answers
 
     @contextlib.contextmanager
     def _connected(self, deadline_s: float) -> Iterator[RedisConnection]:
         """A connection of one's own; one whose replies were not all read is closed."""
         try:
             connection = self._idle.pop()
+            connection.deadline_s = deadline_s
         except IndexError:
-            connection = RedisConnection(self._address, self._timeout_s, deadline_s)
+            connection = RedisConnection(*self._connection_to, deadline_s)
         try:
             yield connection
         except BaseException:

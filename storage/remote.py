@@ -191,6 +191,14 @@ class RemotePageStore(ABC):
         with self._lock:
             self._corrupt.add(key)
 
+    def _answers(self, answers: Sequence[bool | Exception], *, is_read: bool) -> list[bool]:
+        """Which are True; exceptions among them are counted."""
+        errors = [answer for answer in answers if isinstance(answer, Exception)]
+        if errors:
+            reads, writes = (len(errors), 0) if is_read else (0, len(errors))
+            self._failed(errors[0], reads=reads, writes=writes)
+        return [answer is True for answer in answers]
+
     def _failed(self, error: object, *, reads: int = 0, writes: int = 0) -> None:
         """Count what the server did not do."""
         first_line = str(error).partition("\n")[0]

@@ -19,59 +19,58 @@ from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFormat
 from hicache.storage.header import HEADER_BYTES
 from hicache.storage.remote import RemotePageStore
+from hicache.storage.store_url import StoreUrl
 
 _MAX_RETRIES = 1  # for a kept connection that the server has closed meanwhile
 
 
 class S3PageStore(RemotePageStore):
-    """See `PageStore`; `touch` does nothing.
+    """See `PageStore`; docs/remote.md has the options of the URL. `touch` does nothing.
 
-    `endpoint`: the URL of a server, "" for AWS. `region` "" is that of the environment. Credentials are those of the
-    environment or of the machine, as obstore finds them. `timeout_s` bounds one request, and `concurrency` how many are
-    under way: a call past its deadline begins none, and ends when those under way have. Present keys keep their object
+    A call past its deadline begins no request, and ends when those under way have. Present keys keep their object
     where the server knows conditional writes, as AWS, MinIO and Ceph do; others overwrite it by one of the same key.
     Opening connects to nothing: a server that cannot be reached is one that misses, and is counted.
     """
 
     def __init__(
         self,
-        bucket: str,
-        prefix: str = "",
+        url: str,
+        /,
         *,
         identity: Mapping[str, str | int],
         formats: Sequence[PageFormat],
-        level: int = 1,
         cipher: PageCipher | None = None,
-        endpoint: str = "",
-        region: str = "",
-        timeout_s: float = 10.0,
-        concurrency: int = 16,
     ) -> None:
-        if timeout_s <= 0 or concurrency < 1:
-            raise StoreError(f"{timeout_s=}, {concurrency=}: one of them is out of range")
-        super().__init__(f"s3://{bucket}/{prefix}", identity=identity, formats=formats, level=level, cipher=cipher)
+        at = StoreUrl.parse(url)
+        if not at.host or at.port or at.user or at.password:
+            raise StoreError("a URL of S3 is s3://bucket/prefix?endpoint=..., with credentials in the environment")
+        options = at.options(level=1, endpoint="", region="", timeout_s=10.0, concurrency=16)
+        if not options["concurrency"]:
+            raise StoreError("concurrency=0 in a URL of s3: give at least 1")
+        name = f"s3://{at.host}{at.path}"
+        super().__init__(name, identity=identity, formats=formats, level=options["level"], cipher=cipher)
         try:
             self._client: Any = importlib.import_module("obstore")
             self._errors: Any = importlib.import_module("obstore.exceptions")
             s3: Any = importlib.import_module("obstore.store").S3Store
         except ImportError:
             raise StoreError("pages in S3 need the package obstore: pip install 'hicache[s3]'") from None
-        limit = timedelta(seconds=timeout_s)
-        chosen = {"endpoint": endpoint, "region": region, "prefix": prefix}
+        limit, endpoint = timedelta(seconds=options["timeout_s"]), options["endpoint"]
+        chosen = {"endpoint": endpoint, "region": options["region"], "prefix": at.path.strip("/")}
         self._bucket = s3(
-            bucket,
+            at.host,
             client_options={"timeout": limit, "connect_timeout": limit, "allow_http": endpoint.startswith("http:")},
             retry_config={"max_retries": _MAX_RETRIES, "retry_timeout": limit},
             **{name: value for name, value in chosen.items() if value},
         )
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="hicache-s3")
+        self._pool = ThreadPoolExecutor(options["concurrency"], thread_name_prefix="hicache-s3")
 
     def _exist(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         def look(n: int) -> bool:
             self._client.head(self._bucket, self._name(keys[n], "/"))
             return True
 
-        return self._read(look, len(keys), deadline_s)
+        return self._each(look, len(keys), deadline_s, is_read=True)
 
     def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
         def get(n: int) -> bool:
@@ -83,7 +82,7 @@ class S3PageStore(RemotePageStore):
             value = memoryview(answer.bytes())
             return self._decode(keys[n], bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:], buffers[n])
 
-        return self._read(get, len(keys), deadline_s)
+        return self._each(get, len(keys), deadline_s, is_read=True)
 
     def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
         keys = list(pages)
@@ -99,49 +98,31 @@ class S3PageStore(RemotePageStore):
             self._written(len(page), len(value))
             return True
 
-        stored, errors = self._each(put, len(keys), deadline_s)
-        if errors:
-            self._failed(errors[0], writes=len(errors))
-        return stored
+        return self._each(put, len(keys), deadline_s, is_read=False)
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         present = [key for key, held in zip(keys, self._exist(keys, math.inf), strict=True) if held]
         names = [self._name(key, "/") for key in dict.fromkeys(present)]
-        removed, errors = self._each(lambda _: self._client.delete(self._bucket, names) is None, 1, math.inf)
-        if errors:
-            self._failed(errors[0], writes=len(names))
-        return len(names) if all(removed) else 0
+
+        def delete(_: int) -> bool:
+            self._client.delete(self._bucket, names)
+            return True
+
+        return len(names) if all(self._each(delete, 1, math.inf, is_read=False)) else 0
 
     def _disconnect(self) -> None:
         self._pool.shutdown()
 
-    def _read(self, request: Callable[[int], bool], num_requests: int, deadline_s: float) -> list[bool]:
-        """`_each`, where an object that is not there is no failure."""
-
-        def attempt(n: int) -> bool:
-            try:
-                return request(n)
-            except FileNotFoundError:
-                return False
-
-        found, errors = self._each(attempt, num_requests, deadline_s)
-        if errors:
-            self._failed(errors[0], reads=len(errors))
-        return found
-
-    def _each(
-        self, request: Callable[[int], bool], num_requests: int, deadline_s: float
-    ) -> tuple[list[bool], list[Exception]]:
-        """What `request` says for 0, 1, ..., in parallel; False, and the error, where it raises."""
-        failures = (OSError, self._errors.BaseError)
+    def _each(self, request: Callable[[int], bool], num: int, deadline_s: float, *, is_read: bool) -> list[bool]:
+        """What `request` says for 0, 1, ..., in parallel; False where it fails. That nothing is there to read is no
+        failure."""
 
         def attempt(n: int) -> bool | Exception:
+            if time.monotonic() >= deadline_s:
+                return TimeoutError("the deadline has passed")
             try:
-                if time.monotonic() >= deadline_s:
-                    raise TimeoutError("the deadline has passed")
                 return request(n)
-            except failures as error:
-                return error
+            except (OSError, self._errors.BaseError) as error:
+                return False if is_read and isinstance(error, FileNotFoundError) else error
 
-        said = list(self._pool.map(attempt, range(num_requests)))
-        return [answer is True for answer in said], [answer for answer in said if isinstance(answer, Exception)]
+        return self._answers(list(self._pool.map(attempt, range(num))), is_read=is_read)

@@ -323,7 +323,7 @@ def test_a_replica_is_read_and_not_written(server: RedisServer) -> None:
 
 
 def test_long_values_are_not_stored(server: RedisServer) -> None:
-    """A value above `max_value` is not sent, and counted; the others of its batch are stored."""
+    """A page whose value may be above `max_value` is not sent, and counted; the others of its batch are stored."""
     store = opened(server, f"&level=0&max_value={SMALL_BYTES + 200}")
     assert store.put(list(PAGES.items())) == [len(content) == SMALL_BYTES for content in PAGES.values()]
     assert store.stats().write_errors == 4 and len(found_in(store)) == 4
@@ -368,7 +368,7 @@ def test_a_refused_password_is_a_miss_and_a_secret(server: RedisServer, caplog: 
         ("redis+unix://host/socket", "redis://host:6379/0"),
         ("redis://host?timeout=0", "timeout='0' in a URL of redis: give a number of seconds above 0"),
         ("redis://host?tll=5", "no option 'tll'; its options are ca, db, level, max_value, timeout, ttl"),
-        ("redis://host?max_value=10", "max_value_bytes=10: one of them is out of range"),
+        ("redis://host?max_value=much", "max_value='much' in a URL of redis: give a size like 100GB"),
         ("redis://host?level=23", "level=23"),
     ],
 )

@@ -150,7 +150,7 @@ def test_a_value_that_does_not_verify_is_a_miss_and_goes(server: S3Server, damag
     [
         ("s3:///prefix", "s3://bucket/prefix"),
         ("s3://key:geheim@bucket/prefix", "credentials in the environment"),
-        ("s3://bucket?concurrency=0", "concurrency=0: one of them is out of range"),
+        ("s3://bucket?concurrency=0", "concurrency=0 in a URL of s3: give at least 1"),
         ("s3://bucket?endpiont=x", "no option 'endpiont'; its options are concurrency, endpoint, level, region"),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache.storage import LmdbPageStore, PageCipher, PageFormat, StoreError, StoreUrl, UrlOption, open_store
+from hicache.storage import LmdbPageStore, PageCipher, PageFormat, StoreError, StoreUrl, open_store
 from storage_pages import IDENTITY, PAGE_BYTES, found_numbers, put_numbers
 from storage_pages import open_store as open_lmdb
 
@@ -57,7 +57,7 @@ REFUSED = [
     ("lmdb:///", "absolute path"),
     ("lmdb://relative/path", "absolute path"),
     ("lmdb:///x?budget=much", "budget='much' in a URL of lmdb: give a size like 100GB"),
-    ("lmdb:///x?level=-1", "level='-1' in a URL of lmdb: give a zstd level"),
+    ("lmdb:///x?level=-1", "level='-1' in a URL of lmdb: give a whole number"),
     ("lmdb:///x?bugdet=1GB", "no option 'bugdet'; its options are budget, durability, level"),
     ("lmdb:///x?level=1&level=2", "each option once"),
     ("lmdb:///x?level", "cannot read a URL of lmdb"),
@@ -86,19 +86,18 @@ def test_a_url_in_parts() -> None:
     """User, password, host, port, path and options, without escapes; its `repr` shows neither user nor password."""
     parts = StoreUrl.parse(f"x+y://us%40er:{SECRET}%2F@Bucket_1:70/a%20b/c?n=1%26&m=")
     assert (parts.scheme, parts.user, parts.password) == ("x+y", "us@er", f"{SECRET}/")
-    assert (parts.host, parts.port, parts.path) == ("Bucket_1", 70, "/a b/c")
-    assert parts.arguments(n=UrlOption("name", str, ""), m=UrlOption("m", str, "")) == {"name": "1&", "m": ""}
+    assert (parts.host, parts.port, parts.path) == ("bucket_1", 70, "/a b/c")
+    assert parts.options(n="", m="x", k_bytes=7) == {"n": "1&", "m": "", "k_bytes": 7}
     assert SECRET not in repr(parts) and "us@er" not in repr(parts)
     assert StoreUrl.parse("x://[::1]:70/a").host == "::1"
 
 
 PLUGIN = """
 from memory_store import MemoryPageStore
-from hicache.storage import StoreUrl, UrlOption
+from hicache.storage import StoreUrl
 
 def opener(url, *, identity, formats, cipher):
-    budget = UrlOption("budget_bytes", int, "a number of bytes")
-    return MemoryPageStore(**StoreUrl.parse(url).arguments(budget=budget))
+    return MemoryPageStore(**StoreUrl.parse(url).options(budget_bytes=1 << 30))
 
 broken = 1 / 0 if "{broken}" else None
 """
