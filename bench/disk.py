@@ -180,7 +180,8 @@ def _compression(report: Report, page_bytes: int, kinds: Mapping[str, Sequence[P
         by_channel = PageFilter("channel_byte_shuffle", 2, *shapes[kind])
         for page_filter in (PageFilter(), PageFilter("byte_shuffle", 2), by_channel):
             codec = PageCodec(page_bytes=page_bytes, namespace=bytes(16), level=1, filter=page_filter)
-            ratios = [page_bytes / len(codec.encode(b"key", page)) for page in kinds[kind]]
+            values = (codec.encode_split(b"key", page, memoryview(b"")) for page in kinds[kind])
+            ratios = [page_bytes / len(value) for value in values]
             report.add(Case.of(f"pack.{kind.removeprefix('read.')}.{page_filter.kind}", ratios, "x"))
 
 
@@ -224,12 +225,12 @@ def _raw_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[Callabl
 def _decompressing(page: PageBuffer) -> Iterator[None]:
     """As many threads as cores decompress `page`, over and over."""
     codec = PageCodec(page_bytes=len(page), namespace=bytes(16), level=1, filter=PageFilter("byte_shuffle", 2))
-    value, done = codec.encode(b"key", page), threading.Event()
+    value, done = codec.encode_split(b"key", page, memoryview(b"")), threading.Event()
 
     def decompress() -> None:
         back = np.empty_like(page)
         while not done.is_set():
-            codec.decode_into(b"key", value, back)
+            codec.decode_split(b"key", value.header, value.payload, back)
 
     threads = [threading.Thread(target=decompress) for _ in range(os.cpu_count() or 1)]
     for thread in threads:

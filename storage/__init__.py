@@ -8,7 +8,7 @@
     index              where pages are, in LMDB; live_index: where that lies, and its seal; rebuild: from the slots
     slots              which slots are free; slot_file: reading and writing them; slot_block: what names a page
     codec              a page and its value: header, filters, cipher
-    urls               opening any store by its URL; store_url: its parts; conformance: the tests that every store passes
+    urls               opening a store by its URL; store_url: its parts; conformance: the tests that every store passes
     remote             what stores on other machines do alike; redis_store, with resp, its protocol; s3_store
     mooncake_store     pages in Mooncake; mooncake_client: a client of its library
     chain              several stores as one
@@ -32,7 +32,6 @@ from hicache.storage.base import (
 )
 from hicache.storage.chain import ChainStore
 from hicache.storage.cipher import PageCipher
-from hicache.storage.codec import choose_filter
 from hicache.storage.filters import PageFilter, PageFormat
 from hicache.storage.lmdb_reader import LmdbPageReader
 from hicache.storage.lmdb_store import LmdbPageStore
@@ -83,7 +82,6 @@ __all__ = [
     "StoreStats",
     "StoreUrl",
     "VerifyReport",
-    "choose_filter",
     "describe",
     "evict",
     "list_pages",

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import os
 
-from hicache.storage.base import PageBuffer, StoreError
+from hicache.storage.base import StoreError
 from hicache.storage.optional_packages import cipher_algorithms, cipher_modes, ciphers, crypto_errors
 
 KEY_BYTES, NONCE_BYTES, TAG_BYTES = 32, 12, 16
@@ -38,22 +38,20 @@ class PageCipher:
     def __reduce__(self) -> str:
         raise StoreError("a cipher holds a key and is not to be copied out of the process; build it from the key there")
 
-    def encrypt(
-        self, plain: bytes | memoryview, associated: bytes, scratch: PageBuffer
-    ) -> tuple[bytes, memoryview, bytes]:
-        """Nonce, ciphertext and tag of `plain`; the ciphertext lies in `scratch` and is valid until its next use.
+    def encrypt(self, plain: memoryview, associated: bytes, target: memoryview) -> memoryview:
+        """Nonce, ciphertext and tag of `plain`, at the start of `target`, which is `ENCRYPTION_BYTES` longer.
 
-        `associated` is authenticated but not stored; decryption requires the same bytes. `scratch`: uint8,
-        `SCRATCH_SLACK_BYTES` longer than `plain`.
+        `associated` is authenticated but not stored; decryption requires the same bytes.
         """
-        nonce = os.urandom(NONCE_BYTES)
+        nonce, end = os.urandom(NONCE_BYTES), len(plain) + ENCRYPTION_BYTES
         encryptor = ciphers.Cipher(self._algorithm, cipher_modes.GCM(nonce)).encryptor()
         encryptor.authenticate_additional_data(associated)
-        num_bytes = encryptor.update_into(plain, scratch.data)
+        encryptor.update_into(plain, target[NONCE_BYTES:])
         encryptor.finalize()
-        return nonce, scratch.data[:num_bytes], encryptor.tag
+        target[:NONCE_BYTES], target[end - TAG_BYTES : end] = nonce, encryptor.tag
+        return target[:end]
 
-    def decrypt(self, encrypted: memoryview, associated: bytes, scratch: PageBuffer) -> memoryview | None:
+    def decrypt(self, encrypted: memoryview, associated: bytes, scratch: memoryview) -> memoryview | None:
         """The plaintext, in `scratch` until its next use; None unless every bit is what `encrypt` made under this key.
 
         `encrypted` has at least `ENCRYPTION_BYTES`; `scratch` is `SCRATCH_SLACK_BYTES` longer than the plaintext.
@@ -61,9 +59,9 @@ class PageCipher:
         nonce, tag = bytes(encrypted[:NONCE_BYTES]), bytes(encrypted[-TAG_BYTES:])
         decryptor = ciphers.Cipher(self._algorithm, cipher_modes.GCM(nonce, tag)).decryptor()
         decryptor.authenticate_additional_data(associated)
-        num_bytes = decryptor.update_into(encrypted[NONCE_BYTES:-TAG_BYTES], scratch.data)
+        num_bytes = decryptor.update_into(encrypted[NONCE_BYTES:-TAG_BYTES], scratch)
         try:
             decryptor.finalize()
         except crypto_errors.InvalidTag:
             return None
-        return scratch.data[:num_bytes]
+        return scratch[:num_bytes]

@@ -14,18 +14,16 @@ import numpy as np
 
 from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.cipher import ENCRYPTION_BYTES, SCRATCH_SLACK_BYTES, PageCipher
-from hicache.storage.filters import PageFilter, PageFormat, Shuffler
+from hicache.storage.filters import PageFilter, PageFormat, shuffle, unshuffle
 from hicache.storage.header import (
     FIELD_BYTES,
     HEADER_BYTES,
     MAX_PAGE_BYTES,
-    NAMESPACE_BYTES,
     RAW,
     ZSTD,
     HeaderAndPayload,
     ValueHeader,
     associated_data,
-    copy_parts,
     finalise_header,
     page_bytes_of,
     read_header,
@@ -43,6 +41,7 @@ _MIN_SAMPLED_PAGE_BYTES = 8 * _NUM_SAMPLES * _SAMPLE_BYTES
 _FAST_FROM, _RAW_FROM, _FAST_LEVEL = 0.5, 0.9, 1
 
 _NO_FILTER = PageFilter()
+_NO_KEY = "encrypted page; open the store with its key"
 
 
 class _Contexts(threading.local):
@@ -53,7 +52,6 @@ class _Contexts(threading.local):
         self.compressor = _zstd_compressor(page_bytes, max(1, level), filter)
         self.fast_compressor = _zstd_compressor(page_bytes, _FAST_LEVEL, filter)
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=window_bytes)
-        self.shuffler = Shuffler(page_bytes)
 
 
 def _zstd_compressor(page_bytes: int, level: int, filter: PageFilter) -> Any:
@@ -85,8 +83,6 @@ class PageCodec:
         filter: PageFilter = _NO_FILTER,
         cipher: PageCipher | None = None,
     ) -> None:
-        if len(namespace) != NAMESPACE_BYTES:
-            raise StoreError(f"a namespace has {NAMESPACE_BYTES} bytes, this one {len(namespace)}")
         if not 0 <= level <= 22:
             raise StoreError(f"level={level}: 0 stores raw, 1 to 22 are zstd levels")
         if not 1 <= page_bytes <= MAX_PAGE_BYTES:
@@ -97,7 +93,7 @@ class PageCodec:
         self._page_bytes, self._namespace = page_bytes, namespace
         self._level, self._filter, self._cipher = level, filter, cipher
         self._contexts = _Contexts(page_bytes, level, filter)
-        self._shuffled, self._encrypted, self._verified = Scratch(), Scratch(), Scratch()
+        self._shuffled, self._decrypted, self._verified = Scratch(), Scratch(), Scratch()
 
     @property
     def max_value_bytes(self) -> int:
@@ -108,88 +104,56 @@ class PageCodec:
     def max_payload_bytes(self) -> int:
         return self._page_bytes + (ENCRYPTION_BYTES if self._cipher else 0)
 
-    def encode(self, key: bytes, page: PageBuffer, *, lag: float = 0.0) -> bytes:
-        """The value of `page` in one part, as `encode_split` makes it in two."""
-        value = self.encode_split(key, page, memoryview(bytearray(self.max_payload_bytes)), lag=lag)
-        return value.header + bytes(value.payload)
-
     def encode_split(self, key: bytes, page: PageBuffer, buffer: memoryview, *, lag: float = 0.0) -> HeaderAndPayload:
         """The value of `page`, contiguous uint8 `[page_bytes]`. A raw payload is `page` itself, an encrypted one lies
-        in `buffer`, of `max_payload_bytes`.
+        in `buffer`, of `max_payload_bytes` or more.
 
         `lag` says how far the writer is behind, from 0 (it keeps up) to 1 (its queue is full): from 0.5 on pages are
         compressed at level 1, from 0.9 on not at all.
         """
-        fields, payload = self._encode(key, page, lag)
-        header = finalise_header(key, fields, *payload)
-        whole = payload[0] if len(payload) == 1 else buffer[: copy_parts(buffer, *payload)]
-        return HeaderAndPayload(header, whole)
-
-    def decode_into(self, key: bytes, value: bytes | memoryview, page: PageBuffer) -> str:
-        """Verify `value` and decode it into `page`, writable contiguous uint8 `[page_bytes]`.
-
-        Returns "" when `page` holds verified bytes, else the reason why not; then its content is undefined. Never
-        raises for any `value`, and allocates by `page_bytes`, never by a length that the value states.
-        """
-        view = memoryview(value)
-        return self.decode_split(key, view[:HEADER_BYTES], view[HEADER_BYTES:], page)
-
-    def decode_split(self, key: bytes, header: bytes | memoryview, payload: memoryview, page: PageBuffer) -> str:
-        """The same for a value in two parts. `payload` may be `page` itself: then a raw page is not copied."""
-        fields = read_header(key, header, payload, self._page_bytes, self._namespace)
-        if isinstance(fields, str):
-            return fields
-        if fields.encrypted and self._cipher is None:
-            return "encrypted page; open the store with its key"
-        if self._cipher is not None:
-            if not fields.encrypted:
-                return "unencrypted page in an encrypted store"
-            scratch = self._encrypted.take_page(len(payload) - ENCRYPTION_BYTES + SCRATCH_SLACK_BYTES)
-            plain = self._cipher.decrypt(payload, associated_data(key, header[:FIELD_BYTES]), scratch)
-            if plain is None:
-                return "page does not decrypt: changed, or of another key"
-            payload = plain
-        return self._decompress_page(fields, payload, page)
-
-    def verify(self, key: bytes, value: bytes | memoryview) -> str:
-        """Why `value` is not what was stored under `key`; "" if it is. Decrypts an encrypted one."""
-        return self.decode_into(key, value, self._verified.take_page(self._page_bytes))
-
-    def verify_stored(self, key: bytes, value: bytes | memoryview) -> str:
-        """The same without decrypting.
-
-        An unencrypted value is decompressed too. Of an encrypted one the header and the checksum over all stored bytes
-        are compared, which needs no key and detects damage, not forgery.
-        """
-        view = memoryview(value)
-        fields = read_header(key, view[:HEADER_BYTES], view[HEADER_BYTES:], self._page_bytes, self._namespace)
-        if isinstance(fields, str):
-            return fields
-        if fields.encrypted:
-            return ""
-        if self._cipher is not None:
-            return "unencrypted page in an encrypted store"
-        if fields.codec == RAW:
-            return ""
-        return self._decompress(view[HEADER_BYTES:], self._shuffled.take_page(self._page_bytes))
-
-    def _encode(self, key: bytes, page: PageBuffer, lag: float) -> tuple[bytes, tuple[bytes | memoryview, ...]]:
-        """A header without its checksum, and the payload in parts."""
         compressed = self._compress(page, lag)
-        content = page.data if compressed is None else compressed
-        header = ValueHeader(
+        payload = page.data if compressed is None else memoryview(compressed)
+        fields = ValueHeader(
             codec=RAW if compressed is None else ZSTD,
             encrypted=self._cipher is not None,
             raw_bytes=self._page_bytes,
-            stored_bytes=len(content) + (ENCRYPTION_BYTES if self._cipher else 0),
+            stored_bytes=len(payload) + (ENCRYPTION_BYTES if self._cipher else 0),
             filter=_NO_FILTER if compressed is None else self._filter,
             namespace=self._namespace,
-        )
-        fields = header.pack()
+        ).pack()
+        if self._cipher is not None:
+            payload = self._cipher.encrypt(payload, associated_data(key, fields), buffer)
+        return HeaderAndPayload(finalise_header(key, fields, payload), payload)
+
+    def decode_split(self, key: bytes, header: bytes | memoryview, payload: memoryview, page: PageBuffer) -> str:
+        """Verify a value in two parts and decode it into `page`, writable contiguous uint8 `[page_bytes]`. `payload`
+        may be `page` itself: then a raw page is not copied.
+
+        Returns "" when `page` holds verified bytes, else the reason why not; then its content is undefined. Never
+        raises for any value, and allocates by `page_bytes`, never by a length that the value states.
+        """
+        fields = read_header(key, header, payload, self._page_bytes, self._namespace)
+        if isinstance(fields, str):
+            return fields
         if self._cipher is None:
-            return fields, (content,)
-        scratch = self._encrypted.take_page(len(content) + SCRATCH_SLACK_BYTES)
-        return fields, self._cipher.encrypt(content, associated_data(key, fields), scratch)
+            return _NO_KEY if fields.encrypted else self._decompress_page(fields, payload, page)
+        if not fields.encrypted:
+            return "unencrypted page in an encrypted store"
+        scratch = self._decrypted.take(len(payload) - ENCRYPTION_BYTES + SCRATCH_SLACK_BYTES)
+        plain = self._cipher.decrypt(payload, associated_data(key, header[:FIELD_BYTES]), scratch)
+        if plain is None:
+            return "page does not decrypt: changed, or of another key"
+        return self._decompress_page(fields, plain, page)
+
+    def verify_stored(self, key: bytes, value: bytes | memoryview) -> str:
+        """Why `value` is not what was stored under `key`; "" if it is.
+
+        Without the key of an encrypted value its header and the checksum over all stored bytes are compared, which
+        detects damage, not forgery.
+        """
+        view, page = memoryview(value), self._verified.take_page(self._page_bytes)
+        reason = self.decode_split(key, view[:HEADER_BYTES], view[HEADER_BYTES:], page)
+        return "" if reason == _NO_KEY else reason
 
     def _compress(self, page: PageBuffer, lag: float) -> bytes | None:
         """The page shuffled and compressed; None when it is to be stored raw."""
@@ -198,7 +162,7 @@ class PageCodec:
         contexts, source = self._contexts, page
         if self._filter.kind != "none":
             source = self._shuffled.take_page(self._page_bytes)
-            contexts.shuffler.shuffle(self._filter, page, source)
+            shuffle(self._filter, page, source)
         if not self._samples_compress(source):
             return None
         compressor = contexts.fast_compressor if lag >= _FAST_FROM else contexts.compressor
@@ -226,7 +190,7 @@ class PageCodec:
         shuffled = self._shuffled.take_page(self._page_bytes)
         reason = self._decompress(payload, shuffled)
         if not reason:
-            self._contexts.shuffler.unshuffle(header.filter, shuffled, page)
+            unshuffle(header.filter, shuffled, page)
         return reason
 
     def _decompress(self, payload: memoryview, target: PageBuffer) -> str:
@@ -236,7 +200,10 @@ class PageCodec:
             if frame.content_size != self._page_bytes:
                 return "frame of another length"
             with self._contexts.decompressor.stream_reader(payload) as reader:
-                return _read_exactly(reader, target.data)
+                num_bytes = reader.readinto(target.data)
+                if num_bytes < self._page_bytes:
+                    return f"frame ends after {num_bytes} bytes"
+                return "frame is longer than the page" if reader.read(1) else ""
         except zstandard.ZstdError as error:
             return f"frame does not decompress: {error}"
 
@@ -255,41 +222,8 @@ class PageCodecs(dict[int, PageCodec]):
     def max_value_bytes(self) -> int:
         return self._largest.max_value_bytes
 
-    def verify(self, key: bytes, value: bytes | memoryview) -> str:
-        """`PageCodec.verify` for a page of any of the sizes."""
-        return self._codec_of(value).verify(key, value)
-
     def verify_stored(self, key: bytes, value: bytes | memoryview) -> str:
         """`PageCodec.verify_stored` for a page of any of the sizes."""
-        return self._codec_of(value).verify_stored(key, value)
-
-    def _codec_of(self, value: bytes | memoryview) -> PageCodec:
-        """The codec of the size that a value states; any codec names the reason if there is none for that size."""
-        if len(value) < HEADER_BYTES:
-            return self._largest
-        return self.get(page_bytes_of(value), self._largest)
-
-
-def choose_filter(sample_pages: Sequence[PageBuffer], candidates: Sequence[PageFilter], level: int) -> PageFilter:
-    """The filter with which the samples, all of one size, compress best; of equal ones the first candidate.
-
-    Offline: it compresses every sample with every candidate. Raises `StoreError` when there is nothing to compare.
-    """
-    if not sample_pages or not candidates or not level:
-        raise StoreError("choose_filter needs sample pages, candidates and a level above 0; give at least one of each")
-
-    def stored_bytes(filter: PageFilter) -> int:
-        codec = PageCodec(page_bytes=len(sample_pages[0]), namespace=bytes(NAMESPACE_BYTES), level=level, filter=filter)
-        return sum(len(codec.encode(b"sample", page)) for page in sample_pages)
-
-    return min(candidates, key=stored_bytes)
-
-
-def _read_exactly(reader: Any, target: memoryview) -> str:
-    filled_bytes = 0
-    while filled_bytes < len(target):
-        got_bytes = reader.readinto(target[filled_bytes:])
-        if not got_bytes:
-            return f"frame ends after {filled_bytes} bytes"
-        filled_bytes += got_bytes
-    return "frame is longer than the page" if reader.read(1) else ""
+        # Any codec says why there is no page of another size.
+        page_bytes = page_bytes_of(value) if len(value) >= HEADER_BYTES else 0
+        return self.get(page_bytes, self._largest).verify_stored(key, value)

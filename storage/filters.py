@@ -7,6 +7,7 @@ bytes and changes none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.storage.base import PageBuffer
+from hicache.storage.memory import Scratch
 
 FilterKind: TypeAlias = Literal["none", "byte_shuffle", "channel_byte_shuffle"]
 FILTER_KINDS: tuple[FilterKind, ...] = ("none", "byte_shuffle", "channel_byte_shuffle")
@@ -70,57 +72,53 @@ class PageFormat:
     filter: PageFilter = PageFilter()
 
 
-class Shuffler:
-    """Applies filters to pages of `page_bytes`; one thread. Allocates two blocks of scratch memory, then nothing.
+_gathered, _transposed = Scratch(), Scratch()
 
-    Plain and shuffled pages are contiguous uint8 `[page_bytes]` and do not overlap; the filter must fit them.
-    """
 
-    def __init__(self, page_bytes: int) -> None:
-        self._block_bytes = min(page_bytes, _BLOCK_BYTES)
-        self._gathered: PageBuffer = np.empty(self._block_bytes, dtype=np.uint8)
-        self._transposed: PageBuffer = np.empty(self._block_bytes, dtype=np.uint8)
+def shuffle(filter: PageFilter, page: PageBuffer, shuffled: PageBuffer) -> None:
+    """Fill `shuffled` with the bytes of `page`, reordered by `filter`, which must fit it. Both are contiguous uint8
+    `[page_bytes]` and do not overlap."""
+    elements, planes = _elements(filter, page), _byte_planes(filter, shuffled)
+    if filter.kind != "channel_byte_shuffle":
+        _split(elements, planes)
+        return
+    for segments, tokens, channels in _blocks(filter, len(elements), _ROW_BYTES // filter.element_bytes):
+        block = elements[segments, tokens, channels]
+        gathered = _array(_gathered, block.shape, block.dtype)
+        transposed = _array(_transposed, (block.shape[0], block.shape[2], block.shape[1]), block.dtype)
+        np.copyto(gathered, block)
+        np.copyto(transposed, gathered.transpose(0, 2, 1))
+        _split(transposed, planes[:, segments, channels, tokens])
 
-    def shuffle(self, filter: PageFilter, page: PageBuffer, shuffled: PageBuffer) -> None:
-        """Fill `shuffled` with the bytes of `page`, reordered by `filter`."""
-        elements, planes = _elements(filter, page), _byte_planes(filter, shuffled)
-        if filter.kind != "channel_byte_shuffle":
-            _split(elements, planes)
-            return
-        for segments, tokens, channels in self._blocks(filter, len(elements), _ROW_BYTES // filter.element_bytes):
-            block = elements[segments, tokens, channels]
-            transposed_shape = (block.shape[0], block.shape[2], block.shape[1])
-            gathered = self._scratch(self._gathered, block.shape, block.dtype)
-            transposed = self._scratch(self._transposed, transposed_shape, block.dtype)
-            np.copyto(gathered, block)
-            np.copyto(transposed, gathered.transpose(0, 2, 1))
-            _split(transposed, planes[:, segments, channels, tokens])
 
-    def unshuffle(self, filter: PageFilter, shuffled: PageBuffer, page: PageBuffer) -> None:
-        """Undo `shuffle`: fill `page` from `shuffled`."""
-        elements, planes = _elements(filter, page), _byte_planes(filter, shuffled)
-        if filter.kind != "channel_byte_shuffle":
-            _merge(planes, elements)
-            return
-        for segments, tokens, channels in self._blocks(filter, len(elements), filter.channels):
-            part = planes[:, segments, channels, tokens]
-            transposed = self._scratch(self._transposed, part.shape[1:], elements.dtype)
-            _merge(part, transposed)
-            np.copyto(elements[segments, tokens, channels], transposed.transpose(0, 2, 1))
+def unshuffle(filter: PageFilter, shuffled: PageBuffer, page: PageBuffer) -> None:
+    """Undo `shuffle`: fill `page` from `shuffled`."""
+    elements, planes = _elements(filter, page), _byte_planes(filter, shuffled)
+    if filter.kind != "channel_byte_shuffle":
+        _merge(planes, elements)
+        return
+    for segments, tokens, channels in _blocks(filter, len(elements), filter.channels):
+        part = planes[:, segments, channels, tokens]
+        transposed = _array(_transposed, part.shape[1:], elements.dtype)
+        _merge(part, transposed)
+        np.copyto(elements[segments, tokens, channels], transposed.transpose(0, 2, 1))
 
-    def _blocks(self, filter: PageFilter, num_segments: int, max_channels: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Segments, tokens and channels of one block after the other; each fits the scratch memory."""
-        max_elements = self._block_bytes // filter.element_bytes
-        tokens = min(filter.tokens, max_elements)
-        channels = min(filter.channels, max_channels, max_elements // tokens)
-        segments = max_elements // (tokens * channels)
-        for s in range(0, num_segments, segments):
-            for c in range(0, filter.channels, channels):
-                for t in range(0, filter.tokens, tokens):
-                    yield slice(s, s + segments), slice(t, t + tokens), slice(c, c + channels)
 
-    def _scratch(self, block: PageBuffer, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Elements:
-        return block[: int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
+def _blocks(filter: PageFilter, num_segments: int, max_channels: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Segments, tokens and channels of one block of at most `_BLOCK_BYTES` after the other."""
+    max_elements = _BLOCK_BYTES // filter.element_bytes
+    tokens = min(filter.tokens, max_elements)
+    channels = min(filter.channels, max_channels, max_elements // tokens)
+    segments = max_elements // (tokens * channels)
+    for s in range(0, num_segments, segments):
+        for c in range(0, filter.channels, channels):
+            for t in range(0, filter.tokens, tokens):
+                yield slice(s, s + segments), slice(t, t + tokens), slice(c, c + channels)
+
+
+def _array(scratch: Scratch, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Elements:
+    """The thread's memory for a block, as an array."""
+    return np.frombuffer(scratch.take(_BLOCK_BYTES), dtype, math.prod(shape)).reshape(shape)
 
 
 def _elements(filter: PageFilter, page: PageBuffer) -> Elements:

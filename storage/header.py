@@ -27,14 +27,11 @@ NAMESPACE_BYTES = 16
 MAX_PAGE_BYTES = 1 << 30
 
 _ENCRYPTED = 1
-_START = struct.Struct("<4sH")
 _FIELDS = struct.Struct("<4sHBBIIBBHII16s")
 _CHECKSUM = struct.Struct("<Q")
 _KEY_LENGTH = struct.Struct("<H")
 FIELD_BYTES = _FIELDS.size
 HEADER_BYTES = FIELD_BYTES + _CHECKSUM.size
-_PAGE_BYTES, _PAGE_BYTES_OFFSET = struct.Struct("<I"), 8
-_CODEC_OFFSET = 6
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class HeaderAndPayload:
     """A value in two parts, as it is kept in a slot."""
 
     header: bytes
-    payload: bytes | memoryview
+    payload: memoryview
 
     def __len__(self) -> int:
         """Length of the whole value."""
@@ -95,12 +92,10 @@ def associated_data(key: bytes, fields: bytes | memoryview) -> bytes:
     return b"".join((_KEY_LENGTH.pack(len(key)), key, fields))
 
 
-def finalise_header(key: bytes, fields: bytes, *payload: bytes | memoryview) -> bytes:
-    """`fields` with their checksum: the header of the value that stores `payload`, given in parts, under `key`."""
-    checksum = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(associated_data(key, fields)))
-    for part in payload:
-        checksum.update(part)
-    return fields + _CHECKSUM.pack(checksum.intdigest())
+def finalise_header(key: bytes, fields: bytes, payload: bytes | memoryview) -> bytes:
+    """`fields` with their checksum: the header of the value that stores `payload` under `key`."""
+    seed = xxhash.xxh3_64_intdigest(associated_data(key, fields))
+    return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(payload, seed))
 
 
 def copy_parts(into: memoryview, *parts: bytes | memoryview) -> int:
@@ -112,43 +107,37 @@ def copy_parts(into: memoryview, *parts: bytes | memoryview) -> int:
     return end
 
 
-def read_header(
-    key: bytes, header: bytes | memoryview, payload: memoryview, page_bytes: int, namespace: bytes
-) -> ValueHeader | str:
-    """The fields of a value whose lengths and checksum are consistent, or the reason why it is refused."""
+def parse_header(header: bytes | memoryview) -> ValueHeader | str:
+    """The fields of a header, not verified, or why it has none."""
     if len(header) < HEADER_BYTES:
         return f"value of {len(header)} bytes is shorter than a header"
-    magic, version = _START.unpack_from(header)
+    magic, version, codec, flags, raw_bytes, stored_bytes, kind, *shape, namespace = _FIELDS.unpack_from(header)
+    element_bytes, reserved, tokens, channels = shape
     if magic != MAGIC:
         return "not the value of a page"
     if version != VERSION:
         return f"value version {version}, this release reads {VERSION}"
-    parsed = parse_header(header)
-    if isinstance(parsed, str):
-        return parsed
-    reason = parsed.contradiction(len(payload), page_bytes, namespace)
-    if reason:
-        return reason
-    return parsed if header == finalise_header(key, bytes(header[:FIELD_BYTES]), payload) else "checksum differs"
-
-
-def is_compressed(value: bytes | memoryview) -> bool:
-    """Whether a value says that it holds its page compressed rather than raw. Not verified."""
-    return value[_CODEC_OFFSET] != RAW
-
-
-def page_bytes_of(value: bytes | memoryview) -> int:
-    """The length of the page that a value, of at least a header, says it holds. Not verified."""
-    return int(_PAGE_BYTES.unpack_from(value, _PAGE_BYTES_OFFSET)[0])
-
-
-def parse_header(header: bytes | memoryview) -> ValueHeader | str:
-    """The fields of a header of this version, not verified, or why it has none."""
-    _, _, codec, flags, *rest = _FIELDS.unpack_from(header)
-    raw_bytes, stored_bytes, kind, element_bytes, reserved, tokens, channels, namespace = rest
     if flags not in (0, _ENCRYPTED) or reserved:
         return f"unknown flags {flags}, {reserved}"
     if kind >= len(FILTER_KINDS):
         return f"unknown filter {kind}"
     filter = PageFilter(FILTER_KINDS[kind], element_bytes, tokens, channels)
     return ValueHeader(codec, flags == _ENCRYPTED, raw_bytes, stored_bytes, filter, namespace)
+
+
+def read_header(
+    key: bytes, header: bytes | memoryview, payload: memoryview, page_bytes: int, namespace: bytes
+) -> ValueHeader | str:
+    """The fields of a value whose lengths and checksum are consistent, or the reason why it is refused."""
+    fields = parse_header(header)
+    if isinstance(fields, str):
+        return fields
+    reason = fields.contradiction(len(payload), page_bytes, namespace)
+    if not reason and header != finalise_header(key, bytes(header[:FIELD_BYTES]), payload):
+        reason = "checksum differs"
+    return reason or fields
+
+
+def page_bytes_of(value: bytes | memoryview) -> int:
+    """The length of the page that a value, of at least a header, says it holds. Not verified."""
+    return int.from_bytes(value[8:12], "little")

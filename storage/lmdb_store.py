@@ -214,12 +214,9 @@ class LmdbPageStore:
         return self._counters.thread_read_errors
 
     def check(self) -> None:
-        # Without its cipher a page is not decrypted.
-        verify = self._codecs.verify_stored if self._missing_key_id else self._codecs.verify
-        stored = StoredPages(self._files.reading, self._lookup.read_value, verify)
         try:
             with self._files.reading() as pages:
-                found = [str(violation) for violation in violations(pages, self.slots, stored)]
+                found = [str(violation) for violation in violations(pages, self.slots, self.stored)]
         except io_errors as error:
             found = [f"the index cannot be read: {error}"]
         if found:

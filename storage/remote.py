@@ -20,7 +20,7 @@ from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.filters import PageFormat
-from hicache.storage.header import NAMESPACE_BYTES, HeaderAndPayload
+from hicache.storage.header import NAMESPACE_BYTES, HeaderAndPayload, page_bytes_of
 from hicache.storage.lookup import check_keys, check_page
 from hicache.storage.memory import Scratch
 from hicache.storage.optional_packages import require_packages
@@ -54,7 +54,7 @@ class RemotePageStore(ABC):
         self._codecs = PageCodecs(sorted_formats(formats), digest[:NAMESPACE_BYTES], level, cipher)
         self._namespace = digest[:_NAME_DIGEST_BYTES].hex()
         self._description, self._counters, self._closed = description, Counters(), False
-        self._values, self._pages = Scratch(), Scratch()
+        self._values = Scratch()
         self._lock = threading.Lock()
         self._corrupt: set[bytes] = set()  # to be deleted by the next call that writes
 
@@ -171,18 +171,11 @@ class RemotePageStore(ABC):
         """Whether `page` holds the verified page now. `payload` may lie in `page`. What does not verify is counted and
         deleted later, unless it is a page of another size."""
         reason = self._codecs[len(page)].decode_split(key, header, payload, page)
-        if not reason or self._is_of_another_size(key, header, payload, len(page)):
-            return not reason
-        self._refuse(key, reason)
+        if not reason:
+            return True
+        if page_bytes_of(header) == len(page) or self._codecs.verify_stored(key, header + bytes(payload)):
+            self._refuse(key, reason)
         return False
-
-    def _is_of_another_size(self, key: bytes, header: bytes, payload: memoryview, page_bytes: int) -> bool:
-        scratch = self._pages.take_page(max(self._codecs))
-        return any(
-            not codec.decode_split(key, header, payload, scratch[:num_bytes])
-            for num_bytes, codec in self._codecs.items()
-            if num_bytes != page_bytes
-        )
 
     def _refuse(self, key: bytes, reason: str) -> None:
         """Count a value that is no page of this key, and have it deleted."""

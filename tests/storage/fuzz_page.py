@@ -26,7 +26,8 @@ SECRET = PageCodec(page_bytes=PAGE_BYTES, namespace=NAMESPACE, level=1, cipher=P
 
 def decode(codec: PageCodec, value: bytes) -> tuple[str, bytes]:
     buffer = np.full(PAGE_BYTES + 2 * GUARD_BYTES, 0xA5, dtype=np.uint8)
-    reason = codec.decode_into(b"key", value, buffer[GUARD_BYTES:-GUARD_BYTES])
+    header, payload, page = value[:HEADER_BYTES], memoryview(value)[HEADER_BYTES:], buffer[GUARD_BYTES:-GUARD_BYTES]
+    reason = codec.decode_split(b"key", header, payload, page)
     guards = (buffer[:GUARD_BYTES], buffer[-GUARD_BYTES:])
     if any((guard != 0xA5).any() for guard in guards):
         raise AssertionError("bytes outside the page changed")

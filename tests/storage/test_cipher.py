@@ -12,19 +12,18 @@ import xxhash
 
 from hicache.storage.base import StoreError
 from hicache.storage.cipher import ENCRYPTION_BYTES, SCRATCH_SLACK_BYTES, PageCipher
-from hicache.storage.codec import PageCodec
 from hicache.storage.filters import PageFilter
-from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, associated_data, is_compressed
-from storage_pages import page_of, value_of
+from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, associated_data
+from storage_pages import WholeCodec, is_compressed, page_of, value_of
 
 PAGE = 512
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 BYTE_SHUFFLE = PageFilter("byte_shuffle", 2)
 
 
-def codec_of(key: bytes | None = KEY, level: int = 1, filter: PageFilter = BYTE_SHUFFLE) -> PageCodec:
+def codec_of(key: bytes | None = KEY, level: int = 1, filter: PageFilter = BYTE_SHUFFLE) -> WholeCodec:
     cipher = None if key is None else PageCipher(key)
-    return PageCodec(page_bytes=PAGE, namespace=b"n" * 16, level=level, filter=filter, cipher=cipher)
+    return WholeCodec(page_bytes=PAGE, namespace=b"n" * 16, level=level, filter=filter, cipher=cipher)
 
 
 def with_right_checksum(key: bytes, value: bytes) -> bytes:
@@ -35,8 +34,8 @@ def with_right_checksum(key: bytes, value: bytes) -> bytes:
 def test_ciphertext_is_tied_to_everything() -> None:
     """Bytes decrypt to what they were under the same key and context only; any flipped bit or cut is refused."""
     cipher, plain = PageCipher(KEY), bytes(range(100))
-    scratch = np.empty(len(plain) + SCRATCH_SLACK_BYTES, dtype=np.uint8)
-    encrypted = b"".join(cipher.encrypt(plain, b"context", scratch))
+    scratch = memoryview(bytearray(len(plain) + SCRATCH_SLACK_BYTES))
+    encrypted = bytes(cipher.encrypt(memoryview(plain), b"context", memoryview(bytearray(1000))))
     assert len(encrypted) == len(plain) + ENCRYPTION_BYTES
     decrypted = cipher.decrypt(memoryview(encrypted), b"context", scratch)
     assert decrypted is not None and bytes(decrypted) == plain

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.storage.filters import PageFilter, Shuffler
+from hicache.storage.filters import PageFilter, shuffle, unshuffle
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -39,7 +39,7 @@ def defined(filter: PageFilter, page: Bytes) -> Bytes:
 
 
 def check_both_ways(filter: PageFilter, page_bytes: int, seed: int, offset: int = 0) -> None:
-    """`arrange` equals the definition and `restore` undoes it; sources and the bytes around targets stay as they were.
+    """`shuffle` equals the definition, `unshuffle` undoes it, and sources and the bytes around targets stay.
 
     `offset` puts the pages at addresses that no element is aligned to.
     """
@@ -47,10 +47,9 @@ def check_both_ways(filter: PageFilter, page_bytes: int, seed: int, offset: int 
     memory = np.random.default_rng(seed).integers(0, 256, (3, page_bytes + 32 + offset), dtype=np.uint8)
     page, shuffled, back = (row[16 + offset : 16 + offset + page_bytes] for row in memory)
     before = memory.copy()
-    shuffler = Shuffler(page_bytes)
-    shuffler.shuffle(filter, page, shuffled)
+    shuffle(filter, page, shuffled)
     np.testing.assert_array_equal(shuffled, defined(filter, page))
-    shuffler.unshuffle(filter, shuffled, back)
+    unshuffle(filter, shuffled, back)
     np.testing.assert_array_equal(back, page)
     np.testing.assert_array_equal(memory[0], before[0])
     for row, was in zip(memory[1:], before[1:], strict=True):
@@ -94,13 +93,14 @@ def test_any_shape(width: int, segments: int, tokens: int, channels: int) -> Non
 
 @pytest.mark.parametrize("filter", [PageFilter("byte_shuffle", 2), PageFilter("channel_byte_shuffle", 2, 64, 512)])
 def test_nothing_is_allocated(filter: PageFilter) -> None:
-    """Once an shuffler exists, arranging and restoring allocate far less than a page."""
+    """Once a thread has shuffled a page, shuffling and its inverse allocate far less than a page."""
     page = np.zeros(4 << 20, dtype=np.uint8)
-    shuffled, shuffler = np.empty_like(page), Shuffler(len(page))
+    shuffled = np.empty_like(page)
+    shuffle(filter, page, shuffled)
     tracemalloc.start()
     try:
-        shuffler.shuffle(filter, page, shuffled)
-        shuffler.unshuffle(filter, shuffled, page)
+        shuffle(filter, page, shuffled)
+        unshuffle(filter, shuffled, page)
         assert tracemalloc.get_traced_memory()[1] < len(page) // 64
     finally:
         tracemalloc.stop()

@@ -15,16 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.storage.cipher import PageCipher
-from hicache.storage.codec import PageCodec
 from hicache.storage.filters import PageFilter
-from hicache.storage.header import HEADER_BYTES, is_compressed
-from storage_pages import page_of, value_of
+from hicache.storage.header import HEADER_BYTES
+from storage_pages import WholeCodec, is_compressed, page_of, value_of
 
 PAGE = 256
 NAMESPACE = b"n" * 16
 FIELDS = struct.Struct("<4sHBBIIBBHII16s")
 CODECS = {
-    name: PageCodec(page_bytes=PAGE, namespace=NAMESPACE, level=level, filter=filter, cipher=cipher)
+    name: WholeCodec(page_bytes=PAGE, namespace=NAMESPACE, level=level, filter=filter, cipher=cipher)
     for name, level, filter, cipher in (
         ("raw", 0, PageFilter(), None),
         ("zstd", 1, PageFilter(), None),
@@ -36,7 +35,7 @@ CODECS = {
 }
 
 
-def decode_guarded(codec: PageCodec, value: bytes) -> tuple[str, bytes]:
+def decode_guarded(codec: WholeCodec, value: bytes) -> tuple[str, bytes]:
     """What decoding says and leaves in the page, after a look at the bytes around the page."""
     buffer = np.full(PAGE + 64, 0xA5, dtype=np.uint8)
     reason = codec.decode_into(b"key", value, buffer[32:-32])
@@ -68,7 +67,7 @@ def test_every_flip_and_every_length_is_refused(name: str) -> None:
 def test_a_value_serves_its_key_and_namespace_only(name: str) -> None:
     """A value verifies under its own key and namespace, and as a memoryview too; elsewhere the reason is named."""
     value, back = CODECS[name].encode(b"key", page_of(0, PAGE)), np.empty(PAGE, dtype=np.uint8)
-    other = PageCodec(page_bytes=PAGE, namespace=b"m" * 16, level=1)
+    other = WholeCodec(page_bytes=PAGE, namespace=b"m" * 16, level=1)
     assert CODECS[name].decode_into(b"key", memoryview(value), back) == ""
     assert CODECS[name].decode_into(b"kez", value, back) == "checksum differs"
     assert CODECS[name].decode_into(b"ke", value, back) == "checksum differs"

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import xxhash
 
 from hicache.storage import LmdbPageStore, PageFilter, PageFormat
-from hicache.storage.header import finalise_header
+from hicache.storage.codec import PageCodec
+from hicache.storage.header import HEADER_BYTES, finalise_header
 
 PAGE_BYTES = (16 << 10) - 64
 IDENTITY: dict[str, str | int] = {"model": "tiny", "dtype": "bfloat16", "layout": "ab12", "page_size": 64}
@@ -43,6 +44,23 @@ def key_of(number: int) -> bytes:
 def value_of(key: bytes, fields: bytes, payload: bytes | memoryview) -> bytes:
     """The value with these header fields, a right checksum and this payload."""
     return finalise_header(key, fields, payload) + bytes(payload)
+
+
+class WholeCodec(PageCodec):
+    """A codec of values in one part."""
+
+    def encode(self, key: bytes, page: npt.NDArray[np.uint8], *, lag: float = 0.0) -> bytes:
+        value = self.encode_split(key, page, memoryview(bytearray(self.max_payload_bytes)), lag=lag)
+        return value.header + bytes(value.payload)
+
+    def decode_into(self, key: bytes, value: bytes | memoryview, page: npt.NDArray[np.uint8]) -> str:
+        view = memoryview(value)
+        return self.decode_split(key, view[:HEADER_BYTES], view[HEADER_BYTES:], page)
+
+
+def is_compressed(value: bytes) -> bool:
+    """Whether a value says that it holds its page compressed rather than raw."""
+    return value[6] != 0
 
 
 def page_of(number: int, page_bytes: int = PAGE_BYTES, kind: str = "random") -> npt.NDArray[np.uint8]:
