@@ -47,23 +47,10 @@ class StoreConformance:
     may_evict = False
     """Whether pages may be gone although the test's few MiB fit any budget."""
 
-    def test_pages_come_back(self, make_store: MakeStore) -> None:
-        """Pages of every size and kind come back byte for byte, in a batch and alone, also from a store opened anew."""
-        pages = {b"%d" % n: page(n) for n in range(12)}
-        with _open(make_store) as store:
-            assert store.page_sizes in ((), (SMALL_BYTES, LARGE_BYTES)), "not the sizes of the formats"
-            self._agree(store.put(list(pages.items())), [True] * len(pages))
-            self._compare(store, pages)
-            for key, content in pages.items():
-                self._compare(store, {key: content})
-            store.sync()
-        if self.outlives_close:
-            with _open(make_store) as store:
-                self._compare(store, pages)
-
     def test_a_batch_is_answered_key_by_key(self, make_store: MakeStore) -> None:
         """Absent keys are misses and hide no present one; a key may be asked for twice; a batch may be empty."""
         with _open(make_store) as store:
+            assert store.page_sizes in ((), (SMALL_BYTES, LARGE_BYTES)), "not the sizes of the formats"
             assert store.put([]) == [] and store.contains([]) == [] and store.get_into([], []) == []
             assert store.delete([]) == 0
             store.touch([])
@@ -132,29 +119,15 @@ class StoreConformance:
             self._agree(store.contains([b"a", b"b"], deadline_s=time.monotonic() + 60), [True, False])
             self._compare(store, {b"a": page(0)})
 
-    def test_what_is_deleted_is_gone(self, make_store: MakeStore) -> None:
-        """`delete` says how many keys were present; a deleted key is a miss also when it is touched, and can be stored
-        again."""
-        with _open(make_store) as store:
-            store.put([(b"%d" % n, page(n)) for n in range(6)])
-            assert store.delete([b"0", b"x", b"2"]) == 2 or self.may_evict
-            assert store.delete([b"0", b"2"]) == 0
-            store.touch([b"x", b"0", b"1"])
-            self._agree(store.contains([b"%d" % n for n in range(4)]), [False, True, False, True])
-            assert store.get_into([b"0"], [page(0)]) == [False]
-            assert store.put([(b"0", page(8))]) == [True]
-            self._compare(store, {b"0": page(8), b"1": page(1)})
-
     def test_pages_may_lie_anywhere(self, make_store: MakeStore) -> None:
         """Pages in registered memory and elsewhere, at any offset, are stored and filled, and nothing beside them."""
         contents = [page(number) for number in range(4)]
         with _open(make_store) as store:
-            for offset, is_registered in enumerate((True, True, False)):
-                memory, start = np.zeros(3 * LARGE_BYTES, np.uint8), 7 + offset
-                if is_registered:
+            for offset in range(3):
+                memory, start, views = np.zeros(3 * LARGE_BYTES, np.uint8), 7 + offset, []
+                if offset < 2:
                     store.register_memory(memory)
                 keys = [b"%d.%d" % (offset, number) for number in range(len(contents))]
-                views = []
                 for content in contents:
                     views.append(memory[start : start + len(content)])
                     views[-1][:] = content
@@ -233,56 +206,57 @@ class StoreConformance:
             assert _raises(call), f"{call} does not raise after close"
 
     def test_histories_are_those_of_a_dict(self, make_store: MakeStore) -> None:
-        """After each of many random calls the store holds what a dictionary would; closed and opened, too."""
+        """After each of many random calls, in batches and alone, the store holds what a dictionary would; closed and
+        opened, too."""
         model: dict[bytes, PageBuffer] = {}
         for seed in range(_NUM_HISTORIES):
             draw = random.Random(seed)
             with _open(make_store) as store:
-                for step in range(_NUM_STEPS):
-                    self._step(store, model, draw, f"history {seed}, step {step}")
+                for _ in range(_NUM_STEPS):
+                    self._step(store, model, draw)
+                store.sync()
                 self._compare(store, model)
             if not self.outlives_close:
                 model = {}
 
-    def _step(self, store: PageStore, model: dict[bytes, PageBuffer], draw: random.Random, where: str) -> None:
+    def _step(self, store: PageStore, model: dict[bytes, PageBuffer], draw: random.Random) -> None:
         keys = [b"%d" % draw.randrange(_NUM_KEYS) for _ in range(draw.randrange(1, 6))]
         verb = draw.choice(("put", "put", "get", "contains", "delete", "touch"))
+        print(verb, keys)  # shown where a step fails
         if verb == "put":
             # What may be evicted may be stored anew, so its bytes follow from its key.
             items = {key: page(int(key) if self.may_evict else draw.randrange(1000)) for key in keys}
-            assert store.put(list(items.items()), lag=draw.choice((0.0, 0.6, 1.0))) == [True] * len(items), where
+            assert store.put(list(items.items()), lag=draw.choice((0.0, 0.6, 1.0))) == [True] * len(items)
             for key, content in items.items():
                 model.setdefault(key, content)
         elif verb == "get":
-            self._compare(store, {key: model.get(key, page(0)) for key in keys}, set(model), where)
+            self._compare(store, {key: model.get(key, page(0)) for key in keys}, set(model))
         elif verb == "contains":
-            self._agree(store.contains(keys), [key in model for key in keys], where)
+            self._agree(store.contains(keys), [key in model for key in keys])
         elif verb == "delete":
             num_present = sum(model.pop(key, None) is not None for key in set(keys))
-            assert store.delete(list(set(keys))) == num_present or self.may_evict, where
+            assert store.delete(list(set(keys))) == num_present or self.may_evict
+            assert not any(store.contains(keys))
         else:
             store.touch(keys)
 
-    def _compare(
-        self, store: PageStore, pages: Mapping[bytes, PageBuffer], present: set[bytes] | None = None, where: str = ""
-    ) -> None:
+    def _compare(self, store: PageStore, pages: Mapping[bytes, PageBuffer], present: set[bytes] | None = None) -> None:
         """Read `pages`, of which those in `present` (default: all) are there, and compare every byte."""
-        found = self._read(store, pages, where)
-        self._agree(found, [present is None or key in present for key in pages], where)
+        self._agree(self._read(store, pages), [present is None or key in present for key in pages])
 
-    def _read(self, store: PageStore, pages: Mapping[bytes, PageBuffer], where: str = "") -> list[bool]:
+    def _read(self, store: PageStore, pages: Mapping[bytes, PageBuffer]) -> list[bool]:
         """Which of `pages` the store has, after comparing every byte of them."""
         buffers = [np.empty(len(content), np.uint8) for content in pages.values()]
         found = store.get_into(list(pages), buffers)
         for (key, content), buffer, hit in zip(pages.items(), buffers, found, strict=True):
-            assert not hit or np.array_equal(buffer, content), f"wrong bytes under {key!r} {where}"
+            assert not hit or np.array_equal(buffer, content), f"wrong bytes under {key!r}"
         return found
 
-    def _agree(self, found: Sequence[bool], expected: Sequence[bool], where: str = "") -> None:
+    def _agree(self, found: Sequence[bool], expected: Sequence[bool]) -> None:
         """Nothing is found that is not there; and everything that is, unless the store may evict."""
-        assert len(found) == len(expected), f"{len(found)} answers to {len(expected)} keys {where}"
+        assert len(found) == len(expected), f"{len(found)} answers to {len(expected)} keys"
         for n, (hit, is_there) in enumerate(zip(found, expected, strict=True)):
-            assert hit == is_there or (self.may_evict and not hit), f"key {n} of the call is {hit} {where}"
+            assert hit == is_there or (self.may_evict and not hit), f"key {n} of the call is {hit}"
 
 
 def page(number: int) -> PageBuffer:
