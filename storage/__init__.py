@@ -19,76 +19,33 @@ Importing this package needs neither lmdb nor zstandard; building an `LmdbPageSt
 
 from __future__ import annotations
 
-from hicache.storage.base import (
-    Durability,
-    EmbeddedStore,
-    PageBuffer,
-    PageStore,
-    StoreCorrupt,
-    StoreError,
-    StoreLocked,
-    StoreMismatch,
-    StoreStats,
-)
-from hicache.storage.chain import ChainStore
-from hicache.storage.cipher import PageCipher
-from hicache.storage.filters import PageFilter, PageFormat
-from hicache.storage.lmdb_reader import LmdbPageReader
-from hicache.storage.lmdb_store import LmdbPageStore
-from hicache.storage.maintenance import (
-    Fault,
-    PageEntry,
-    StoreDescription,
-    VerifyReport,
-    describe,
-    evict,
-    list_pages,
-    open_existing,
-    pages,
-    put_values,
-    store_folders,
-    verify,
-)
-from hicache.storage.mooncake_client import MooncakeAddress
-from hicache.storage.mooncake_store import MooncakePageStore
-from hicache.storage.redis_store import RedisPageStore
-from hicache.storage.s3_store import S3PageStore
-from hicache.storage.store_url import StoreUrl
-from hicache.storage.urls import StoreOpener, open_store
-
-__all__ = [
-    "ChainStore",
-    "Durability",
-    "EmbeddedStore",
-    "Fault",
-    "LmdbPageReader",
-    "LmdbPageStore",
-    "MooncakeAddress",
-    "MooncakePageStore",
-    "PageBuffer",
-    "PageCipher",
-    "PageEntry",
-    "PageFilter",
-    "PageFormat",
-    "PageStore",
-    "RedisPageStore",
-    "S3PageStore",
-    "StoreCorrupt",
-    "StoreDescription",
-    "StoreError",
-    "StoreLocked",
-    "StoreMismatch",
-    "StoreOpener",
-    "StoreStats",
-    "StoreUrl",
-    "VerifyReport",
-    "describe",
-    "evict",
-    "list_pages",
-    "open_existing",
-    "open_store",
-    "pages",
-    "put_values",
-    "store_folders",
-    "verify",
-]
+from hicache.storage.base import Durability as Durability
+from hicache.storage.base import EmbeddedStore as EmbeddedStore
+from hicache.storage.base import PageBuffer as PageBuffer
+from hicache.storage.base import PageStore as PageStore
+from hicache.storage.base import StoreCorrupt as StoreCorrupt
+from hicache.storage.base import StoreError as StoreError
+from hicache.storage.base import StoreLocked as StoreLocked
+from hicache.storage.base import StoreMismatch as StoreMismatch
+from hicache.storage.base import StoreStats as StoreStats
+from hicache.storage.chain import ChainStore as ChainStore
+from hicache.storage.cipher import PageCipher as PageCipher
+from hicache.storage.filters import PageFilter as PageFilter
+from hicache.storage.filters import PageFormat as PageFormat
+from hicache.storage.lmdb_reader import LmdbPageReader as LmdbPageReader
+from hicache.storage.lmdb_store import LmdbPageStore as LmdbPageStore
+from hicache.storage.maintenance import Fault as Fault
+from hicache.storage.maintenance import PageEntry as PageEntry
+from hicache.storage.maintenance import StoreDescription as StoreDescription
+from hicache.storage.maintenance import VerifyReport as VerifyReport
+from hicache.storage.maintenance import describe as describe
+from hicache.storage.maintenance import evict as evict
+from hicache.storage.maintenance import list_pages as list_pages
+from hicache.storage.maintenance import open_existing as open_existing
+from hicache.storage.maintenance import pages as pages
+from hicache.storage.maintenance import put_values as put_values
+from hicache.storage.maintenance import store_folders as store_folders
+from hicache.storage.maintenance import verify as verify
+from hicache.storage.store_url import StoreUrl as StoreUrl
+from hicache.storage.urls import StoreOpener as StoreOpener
+from hicache.storage.urls import open_store as open_store

@@ -10,10 +10,9 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from hicache.storage.base import PageBuffer, StoreError
-from hicache.storage.cipher import PageCipher
-from hicache.storage.filters import PageFormat
 from hicache.storage.header import HEADER_BYTES
 from hicache.storage.memory import Scratch
 from hicache.storage.remote import RemotePageStore
@@ -30,15 +29,8 @@ class RedisPageStore(RemotePageStore):
     """See `PageStore`; docs/remote.md has the options of the URL. `touch` is told to the server by the next call that
     writes. Opening connects to nothing: a server that cannot be reached is one that misses, and is counted."""
 
-    def __init__(
-        self,
-        url: str,
-        /,
-        *,
-        identity: Mapping[str, str | int],
-        formats: Sequence[PageFormat],
-        cipher: PageCipher | None = None,
-    ) -> None:
+    def __init__(self, url: str, /, **about: Any) -> None:
+        """`about`: see `open_store`."""
         at = StoreUrl.parse(url)
         is_unix, number = at.scheme == "redis+unix", at.path.strip("/")
         if is_unix == bool(at.host) or not (is_unix or number.isdecimal() or not number):
@@ -47,8 +39,7 @@ class RedisPageStore(RemotePageStore):
             )
         defaults = {"db": 0 if is_unix else int(number or 0), "ttl_s": 0, "max_value_bytes": MAX_VALUE_BYTES}
         options = at.options(**defaults, level=1, timeout_s=1.0, ca_file="")
-        name = f"{at.scheme}://{at.host}{at.path if is_unix else ''}"
-        super().__init__(name, identity=identity, formats=formats, level=options["level"], cipher=cipher)
+        super().__init__(str(at), level=options["level"], **about)
         self._connection_to = at, options["db"], options["ca_file"], options["timeout_s"]
         self._max_value_bytes, ttl_s = options["max_value_bytes"], options["ttl_s"]
         self._expiry = (b"EX", b"%d" % ttl_s) if ttl_s else ()

@@ -82,11 +82,11 @@ class RemotePageStore(ABC):
             raise StoreError(f"{len(keys)} keys but {len(buffers)} buffers")
         for buffer in buffers:
             check_page(buffer, self._codecs, writeable=True)
-        if time.monotonic() >= deadline_s:
-            found, failed = [False] * len(keys), len(keys)
-        else:
-            found, failed = self._fetch(keys, buffers, deadline_s) if keys else [], 0
-        self._counters.add(Counts(hits=sum(found), misses=len(found) - sum(found), read_errors=failed))
+        is_late = time.monotonic() >= deadline_s
+        found = [False] * len(keys) if is_late or not keys else self._fetch(keys, buffers, deadline_s)
+        num_hits = sum(found)
+        failed = len(keys) if is_late else 0
+        self._counters.add(Counts(hits=num_hits, misses=len(keys) - num_hits, read_errors=failed))
         return found
 
     def touch(self, keys: Sequence[bytes]) -> None:

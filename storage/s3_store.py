@@ -15,8 +15,6 @@ from datetime import timedelta
 from typing import Any
 
 from hicache.storage.base import PageBuffer, StoreError
-from hicache.storage.cipher import PageCipher
-from hicache.storage.filters import PageFormat
 from hicache.storage.header import HEADER_BYTES
 from hicache.storage.remote import RemotePageStore
 from hicache.storage.store_url import StoreUrl
@@ -32,23 +30,15 @@ class S3PageStore(RemotePageStore):
     Opening connects to nothing: a server that cannot be reached is one that misses, and is counted.
     """
 
-    def __init__(
-        self,
-        url: str,
-        /,
-        *,
-        identity: Mapping[str, str | int],
-        formats: Sequence[PageFormat],
-        cipher: PageCipher | None = None,
-    ) -> None:
+    def __init__(self, url: str, /, **about: Any) -> None:
+        """`about`: see `open_store`."""
         at = StoreUrl.parse(url)
         if not at.host or at.port or at.user or at.password:
             raise StoreError("a URL of S3 is s3://bucket/prefix?endpoint=..., with credentials in the environment")
         options = at.options(level=1, endpoint="", region="", timeout_s=10.0, concurrency=16)
         if not options["concurrency"]:
             raise StoreError("concurrency=0 in a URL of s3: give at least 1")
-        name = f"s3://{at.host}{at.path}"
-        super().__init__(name, identity=identity, formats=formats, level=options["level"], cipher=cipher)
+        super().__init__(str(at), level=options["level"], **about)
         try:
             self._client: Any = importlib.import_module("obstore")
             self._errors: Any = importlib.import_module("obstore.exceptions")

@@ -29,6 +29,11 @@ class StoreUrl:
     path: str
     given: Mapping[str, str]
 
+    def __str__(self) -> str:
+        """Without user, password and options."""
+        port = f":{self.port}" if self.port else ""
+        return f"{self.scheme}://{self.host}{port}{self.path}"
+
     @classmethod
     def parse(cls, url: str) -> StoreUrl:
         """Raises `StoreError`."""
