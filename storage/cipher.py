@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import importlib
 import os
+from functools import partial
+from typing import Any
 
 from hicache.storage.base import StoreError
-from hicache.storage.optional_packages import cipher_algorithms, cipher_modes, ciphers, crypto_errors
 
 KEY_BYTES, NONCE_BYTES, TAG_BYTES = 32, 12, 16
 ENCRYPTION_BYTES = NONCE_BYTES + TAG_BYTES  # what encryption adds to a payload
@@ -25,11 +27,15 @@ class PageCipher:
     """
 
     def __init__(self, key: bytes) -> None:
-        if ciphers is None:
-            raise StoreError("encrypted pages need the package cryptography: pip install 'hicache[encrypt]'")
+        try:
+            ciphers: Any = importlib.import_module("cryptography.hazmat.primitives.ciphers")
+            self._gcm: Any = importlib.import_module("cryptography.hazmat.primitives.ciphers.modes").GCM
+            self._invalid_tag: Any = importlib.import_module("cryptography.exceptions").InvalidTag
+        except ImportError:
+            raise StoreError("encrypted pages need the package cryptography: pip install 'hicache[encrypt]'") from None
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             raise StoreError(f"an encryption key is {KEY_BYTES} bytes; os.urandom({KEY_BYTES}) makes one")
-        self._algorithm = cipher_algorithms.AES(key)
+        self._cipher: Any = partial(ciphers.Cipher, ciphers.algorithms.AES(key))
         self.key_id = hmac.new(key, _KEY_ID_LABEL, hashlib.sha256).hexdigest()[:16]
 
     def __repr__(self) -> str:
@@ -44,7 +50,7 @@ class PageCipher:
         `associated` is authenticated but not stored; decryption requires the same bytes.
         """
         nonce, end = os.urandom(NONCE_BYTES), len(plain) + ENCRYPTION_BYTES
-        encryptor = ciphers.Cipher(self._algorithm, cipher_modes.GCM(nonce)).encryptor()
+        encryptor = self._cipher(self._gcm(nonce)).encryptor()
         encryptor.authenticate_additional_data(associated)
         encryptor.update_into(plain, target[NONCE_BYTES:])
         encryptor.finalize()
@@ -57,11 +63,11 @@ class PageCipher:
         `encrypted` has at least `ENCRYPTION_BYTES`; `scratch` is `SCRATCH_SLACK_BYTES` longer than the plaintext.
         """
         nonce, tag = bytes(encrypted[:NONCE_BYTES]), bytes(encrypted[-TAG_BYTES:])
-        decryptor = ciphers.Cipher(self._algorithm, cipher_modes.GCM(nonce, tag)).decryptor()
+        decryptor = self._cipher(self._gcm(nonce, tag)).decryptor()
         decryptor.authenticate_additional_data(associated)
         num_bytes = decryptor.update_into(encrypted[NONCE_BYTES:-TAG_BYTES], scratch)
         try:
             decryptor.finalize()
-        except crypto_errors.InvalidTag:
+        except self._invalid_tag:
             return None
         return scratch[:num_bytes]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import zstandard
 
 from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.cipher import ENCRYPTION_BYTES, SCRATCH_SLACK_BYTES, PageCipher
@@ -29,7 +30,6 @@ from hicache.storage.header import (
     read_header,
 )
 from hicache.storage.memory import Scratch
-from hicache.storage.optional_packages import zstandard
 
 # A page is stored compressed only if that saves at least this share: below, decompressing costs more than reading.
 _MIN_SAVED_SHARE = 16
