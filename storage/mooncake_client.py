@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from hicache.storage.base import PageBuffer, StoreError
@@ -52,29 +51,26 @@ os._exit(bool(store.setup(own_host, metadata, 0, 0, protocol, device, master)))
 """
 
 
-@dataclass(frozen=True)
-class MooncakeAddress:
-    """Where a master is, and how this process takes part: `segment_bytes` is memory that it lends to the store."""
-
-    host: str
-    port: int = 50051
-    segment_bytes: int = 0
-    protocol: str = "tcp"
-    device: str = ""
-    metadata: str = "P2PHANDSHAKE"
-
-    def __str__(self) -> str:
-        return f"mooncake://{self.host}:{self.port}"
-
-
 class MooncakeClient:
     """Any number of threads. Raises `StoreError` when the master does not answer within `timeout_s`, and when closed.
 
-    While there is no connection, calls return `UNREACHABLE`; one of them, at most each second, connects first.
+    `segment_bytes`: memory that this process lends to the pool. While there is no connection, calls return
+    `UNREACHABLE`; one of them, at most each second, connects first.
     """
 
-    def __init__(self, address: MooncakeAddress, timeout_s: float) -> None:
-        self._address, self._timeout_s = address, timeout_s
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        segment_bytes: int,
+        protocol: str,
+        device: str,
+        metadata: str,
+        timeout_s: float,
+    ) -> None:
+        self._master, self._timeout_s = (host, port), timeout_s
+        self._segment_bytes, self._metadata, self._transport = segment_bytes, metadata, (protocol, device)
         self._memories: list[tuple[int, int, PageBuffer]] = []  # [start, end) of each, ascending
         self._changed = threading.Condition()
         self._num_inside, self._is_changing, self._closed = 0, False, False
@@ -132,12 +128,6 @@ class MooncakeClient:
         """Whether it tells of a failure; that a key is absent, or that there is no room, is none."""
         return code < 0 and code not in _NO_FAILURES
 
-    def put_config(self, num_replicas: int) -> Any:
-        """The library's settings of a put whose values are to lie on so many machines."""
-        config = load_mooncake().ReplicateConfig()
-        config.replica_num = num_replicas
-        return config
-
     def close(self) -> None:
         """Calls have `timeout_s` to return; one that does not ends the connection when it does."""
         with self._changed:
@@ -146,7 +136,7 @@ class MooncakeClient:
             library, self._library = self._library, None
         self._calls.put(None)
         if not is_idle:
-            log.warning("%s: a call has not returned; the connection ends when it does", self._address)
+            log.warning("Mooncake at %s:%d: a call has not returned; the connection ends when it does", *self._master)
         elif library is not None:
             closing = threading.Thread(target=library.close, daemon=True)
             closing.start()
@@ -177,7 +167,7 @@ class MooncakeClient:
                 return
             self._is_changing = True
             self._changed.wait_for(lambda: not self._num_inside)
-        log.warning("%s: transfers did not end within 60 s; connecting anew", self._address)
+        log.warning("Mooncake at %s:%d: transfers did not end within 60 s; connecting anew", *self._master)
         library.close()
         self._change(None)
 
@@ -202,22 +192,17 @@ class MooncakeClient:
 
     def _connect(self) -> Any:
         """A new client that knows all memory that is registered."""
-        at, module = self._address, load_mooncake()
-        master = f"{at.host}:{at.port}"
+        library, master = load_mooncake().MooncakeDistributedStore(), "{}:{}".format(*self._master)
         try:
-            with socket.create_connection((at.host, at.port), self._timeout_s) as connection:
+            with socket.create_connection(self._master, self._timeout_s) as connection:
                 own_host = connection.getsockname()[0]
-            probe = [sys.executable, "-c", _PROBE, own_host, at.metadata, at.protocol, at.device, master]
+            probe = [sys.executable, "-c", _PROBE, own_host, self._metadata, *self._transport, master]
             done = subprocess.run(probe, timeout=self._timeout_s, capture_output=True, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise StoreError(f"no Mooncake master answers at {master} ({error}); start mooncake_master there") from None
-        library = module.MooncakeDistributedStore()
-        own = (own_host, at.metadata, at.segment_bytes, 0, at.protocol, at.device, master)
+        own = (own_host, self._metadata, self._segment_bytes, 0, *self._transport, master)
         if done.returncode or library.setup(*own):
-            raise StoreError(
-                f"Mooncake cannot be used at {master} (protocol={at.protocol!r}, device={at.device!r}, "
-                f"metadata={at.metadata!r}, segment={at.segment_bytes}): check these options and its log on stderr"
-            )
+            raise StoreError(f"Mooncake cannot be used at {master}; check the options of the URL and its log on stderr")
         for start, end, _ in self._memories:
             library.register_buffer(start, end - start)
         return library

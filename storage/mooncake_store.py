@@ -18,7 +18,6 @@ import numpy as np
 
 from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.cipher import PageCipher
-from hicache.storage.filters import PageFormat
 from hicache.storage.header import HEADER_BYTES, copy_parts
 from hicache.storage.memory import aligned_buffer
 from hicache.storage.mooncake_client import (
@@ -27,10 +26,11 @@ from hicache.storage.mooncake_client import (
     TIMED_OUT,
     TRANSFER_FAILED,
     Codes,
-    MooncakeAddress,
     MooncakeClient,
 )
+from hicache.storage.optional_packages import load_mooncake
 from hicache.storage.remote import RemotePageStore
+from hicache.storage.store_url import StoreUrl
 
 _MAX_CHUNKS = 4  # of the store's own memory: so many calls transfer at the same time
 _SLOW_FAILURE_S = 1.0
@@ -63,31 +63,26 @@ _Batch: TypeAlias = "list[tuple[_Value, PageBuffer]]"  # values, each with its r
 
 
 class MooncakePageStore(RemotePageStore):
-    """See `PageStore`; `touch` renews the leases, which is the order of eviction.
+    """See `PageStore`; docs/remote.md has the options of the URL. `touch` renews the leases, which is the order of
+    eviction. `contains` and `delete` wait for a master that does not answer as long as `timeout` says; `get_into` and
+    `put` return when the library has let go of their buffers, which takes up to 60 s when a machine hangs."""
 
-    `buffer_bytes`: registered memory of the store's own, at least one page. `replicas`: how many machines are to hold a
-    page. `timeout_s`: for how long opening, `contains` and `delete` wait for a master that does not answer; `get_into`
-    and `put` return when the library has let go of their buffers, which takes up to 60 s when a machine hangs.
-    """
-
-    def __init__(
-        self,
-        address: MooncakeAddress,
-        *,
-        identity: Mapping[str, str | int],
-        formats: Sequence[PageFormat],
-        level: int = 0,
-        cipher: PageCipher | None = None,
-        buffer_bytes: int = 64 << 20,
-        replicas: int = 1,
-        timeout_s: float = 10.0,
-    ) -> None:
-        if timeout_s <= 0 or replicas < 1 or buffer_bytes < 1:
-            raise StoreError(f"{timeout_s=}, {replicas=}, {buffer_bytes=}: one of them is out of range")
-        super().__init__(str(address), identity=identity, formats=formats, level=level, cipher=cipher)
-        self._is_raw, self._is_plain, self._replicas = not level, cipher is None, replicas
-        self._client = MooncakeClient(address, timeout_s)
-        self._chunks = self._register_chunks(buffer_bytes)
+    def __init__(self, url: str, /, *, cipher: PageCipher | None = None, **about: Any) -> None:
+        """`about`: see `open_store`."""
+        at = StoreUrl.parse(url)
+        if not at.host or at.path not in ("", "/") or at.user or at.password:
+            raise StoreError("a URL of Mooncake names its master: mooncake://host:50051?replicas=2")
+        client: dict[str, Any] = {"segment_bytes": 0, "protocol": "tcp", "device": "", "metadata": "P2PHANDSHAKE"}
+        given = at.options(**client, level=0, buffer_bytes=64 << 20, replicas=1, timeout_s=10.0)
+        if not given["replicas"]:
+            raise StoreError("replicas=0 in a URL of mooncake: give at least 1")
+        super().__init__(str(at), level=given["level"], cipher=cipher, **about)
+        self._is_raw, self._is_plain = not given["level"], cipher is None
+        self._config = load_mooncake().ReplicateConfig()
+        self._config.replica_num = given["replicas"]
+        client = {name: given[name] for name in (*client, "timeout_s")}
+        self._client = MooncakeClient(at.host, at.port or 50051, **client)
+        self._chunks = self._register_chunks(given["buffer_bytes"])
 
     def register_memory(self, memory: PageBuffer) -> None:
         """Pages in it are not copied, if Mooncake can use it: RDMA needs a sufficient limit of locked memory."""
@@ -167,12 +162,10 @@ class MooncakePageStore(RemotePageStore):
         ]
 
     def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
-        config = self._client.put_config(self._replicas)
-
         def send(batch: _Batch) -> Codes:
             encoded = [(self._encode_into(room.data, value, lag), room) for value, room in batch]
             codes = self._transfer(
-                lambda library, *where: library.batch_put_from_multi_buffers(*where, config), encoded
+                lambda library, *where: library.batch_put_from_multi_buffers(*where, self._config), encoded
             )
             for (value, _), code in zip(encoded, codes, strict=True):
                 if not code:

@@ -20,7 +20,6 @@ from hicache.storage.chain import ChainStore
 from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFormat
 from hicache.storage.lmdb_store import LmdbPageStore
-from hicache.storage.mooncake_client import MooncakeAddress
 from hicache.storage.mooncake_store import MooncakePageStore
 from hicache.storage.redis_store import RedisPageStore
 from hicache.storage.s3_store import S3PageStore
@@ -79,20 +78,10 @@ def _open_lmdb(url: str, /, **about: Any) -> PageStore:
     )
 
 
-def _open_mooncake(url: str, /, **about: Any) -> PageStore:
-    at = StoreUrl.parse(url)
-    if not at.host or at.path not in ("", "/") or at.user or at.password:
-        raise StoreError("a URL of Mooncake names its master: mooncake://host:50051?replicas=2")
-    of_address: dict[str, Any] = {"segment_bytes": 0, "protocol": "tcp", "device": "", "metadata": "P2PHANDSHAKE"}
-    options = at.options(**of_address, level=0, buffer_bytes=64 << 20, replicas=1, timeout_s=10.0)
-    address = MooncakeAddress(at.host, at.port or 50051, **{name: options.pop(name) for name in of_address})
-    return MooncakePageStore(address, **options, **about)
-
-
 _OPENERS: Mapping[str, StoreOpener] = {
     "lmdb": _open_lmdb,
     "s3": S3PageStore,
-    "mooncake": _open_mooncake,
+    "mooncake": MooncakePageStore,
     **dict.fromkeys(("redis", "rediss", "redis+unix"), RedisPageStore),
 }
 
