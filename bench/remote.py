@@ -27,7 +27,7 @@ from hicache.bench.remote_engines import NUM_PROMPTS, PROMPT_PAGES, measure_engi
 from hicache.bench.remote_redis import measure_redis, measure_s3
 from hicache.storage import PageBuffer, PageFilter, PageFormat, PageStore, open_store
 from hicache.storage.header import HEADER_BYTES
-from hicache.storage.optional_packages import load_mooncake
+from hicache.storage.mooncake_client import load_mooncake
 
 NAME = "remote"
 DESCRIPTION = "remote stores on loopback: put and get, against the client's own batch calls with the same buffers"

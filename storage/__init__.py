@@ -1,20 +1,18 @@
 """Page stores: keys and bytes on disk or elsewhere, without tensors.
 
-    base               the contract of a page store, and its errors
-    lmdb_store         the embedded store, for the process that writes it; lmdb_reader: for other processes
-    lookup             reading, for both; access_log: what it tells the writer
-    lmdb_writer        commits and the budget; compressor: encoding beside them
-    store_files        the open files of a writer; directory: names and the writer lock; records: identity, settings
-    index              where pages are, in LMDB; live_index: where that lies, and its seal; rebuild: from the slots
-    slots              which slots are free; slot_file: reading and writing them; slot_block: what names a page
-    codec              a page and its value: header, filters, cipher
-    urls               opening a store by its URL; store_url: its parts; conformance: the tests that every store passes
-    remote             what stores on other machines do alike; redis_store, with resp, its protocol; s3_store
-    mooncake_store     pages in Mooncake; mooncake_client: a client of its library
-    chain              several stores as one
-    check              the consistency check; maintenance: what operators do
-
-Importing this package needs neither lmdb nor zstandard; building an `LmdbPageStore` does.
+base               the contract of a page store, and its errors
+lmdb_store         the embedded store, for the process that writes it; lmdb_reader: for other processes
+lookup             reading, for both; access_log: what it tells the writer
+lmdb_writer        commits and the budget; compressor: encoding beside them
+store_files        the open files of a writer; directory: names and the writer lock; records: identity, settings
+index              where pages are, in LMDB; live_index: where that lies, and its seal; rebuild: from the slots
+slots              which slots are free; slot_file: reading and writing them; slot_block: what names a page
+codec              a page and its value: header, filters, cipher
+urls               opening a store by its URL; store_url: its parts; conformance: the tests that every store passes
+remote             what stores on other machines do alike; redis_store, with resp, its protocol; s3_store
+mooncake_store     pages in Mooncake; mooncake_client: a client of its library
+chain              several stores as one
+check              the consistency check; maintenance: what operators do
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lmdb
 import numpy as np
 
 from hicache.storage.directory import PRIVATE_FILE_MODE
 from hicache.storage.header import HEADER_BYTES
-from hicache.storage.optional_packages import lmdb
 
 READER_SLOTS = 1000  # concurrent read transactions of all processes
 _TABLES = (b"pages", b"recency", b"meta")
@@ -31,6 +31,10 @@ _TOTALS_KEY = b"totals"
 _ENTRY = struct.Struct("<QQII")
 _TICK = struct.Struct(">Q")
 _TOTALS = struct.Struct("<QQQ")
+
+# What an LMDB call raises when it fails: its own errors, those of the operating system, and SystemError, with which the
+# binding reports a failure that it cannot name.
+io_errors: tuple[type[Exception], ...] = (OSError, SystemError, lmdb.Error)
 
 
 class Entry(NamedTuple):

@@ -18,10 +18,9 @@ from hicache.storage.check import StoredPages
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
 from hicache.storage.counters import Counters
-from hicache.storage.index import Index
+from hicache.storage.index import Index, io_errors
 from hicache.storage.live_index import copy_sealed, live_folder, live_target
 from hicache.storage.lookup import Lookup
-from hicache.storage.optional_packages import io_errors, require_packages
 from hicache.storage.read_write_lock import ReadWriteLock
 from hicache.storage.records import IdentityRecord, Settings, identity_with_key, identity_without_key
 from hicache.storage.store_files import OpenPages, Sizes, map_bytes, open_slot_files, read_records
@@ -122,7 +121,6 @@ class LmdbPageReader:
         identity: Mapping[str, str | int] | None = None,
         cipher: PageCipher | None = None,
     ) -> None:
-        require_packages()
         self._counters = Counters()
         self._files = ReaderFiles(Path(path))
         stored, settings = self._files.identity, self._files.settings

@@ -22,10 +22,9 @@ from hicache.storage.compressor import PageCompressor
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.filters import PageFormat
 from hicache.storage.header import HeaderAndPayload, page_bytes_of
-from hicache.storage.index import NotedSlots
+from hicache.storage.index import NotedSlots, io_errors
 from hicache.storage.lmdb_writer import Budget, GroupWriter
 from hicache.storage.lookup import Lookup, check_keys, check_page
-from hicache.storage.optional_packages import io_errors, require_packages
 from hicache.storage.rebuild import Progress, log_progress
 from hicache.storage.records import IdentityRecord, Settings, identity_with_key, sorted_formats
 from hicache.storage.store_files import StoreFiles, slot_bytes
@@ -95,7 +94,6 @@ class LmdbPageStore:
         on_removed: Callable[[Sequence[bytes]], None] | None,
         progress: Progress | None,
     ) -> None:
-        require_packages()
         if settings.durability not in ("relaxed", "commit"):
             raise StoreError(f"durability={settings.durability!r}: choose relaxed or commit")
         self._codecs = PageCodecs(settings.formats, record.namespace, settings.level, cipher)

@@ -17,12 +17,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import lmdb
+
 from hicache.storage.access_log import AccessLog
 from hicache.storage.base import Durability
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.header import HeaderAndPayload, page_bytes_of
-from hicache.storage.index import Entry
-from hicache.storage.optional_packages import io_errors, lmdb
+from hicache.storage.index import Entry, io_errors
 from hicache.storage.slot_block import SlotBlock
 from hicache.storage.store_files import Sizes, StoreFiles
 

@@ -18,9 +18,8 @@ from hicache.storage.access_log import AccessLog
 from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.codec import PageCodecs
 from hicache.storage.counters import Counters, Counts
-from hicache.storage.index import Entry
+from hicache.storage.index import Entry, io_errors
 from hicache.storage.memory import Scratch, round_up
-from hicache.storage.optional_packages import io_errors
 from hicache.storage.slot_block import BLOCK_BYTES, MAX_KEY_BYTES, SlotBlock
 from hicache.storage.slot_file import is_aligned
 from hicache.storage.store_files import OpenPages, Sizes

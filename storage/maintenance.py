@@ -20,7 +20,6 @@ from hicache.storage.header import HeaderAndPayload
 from hicache.storage.lmdb_reader import LmdbPageReader, ReaderFiles
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.lookup import check_keys
-from hicache.storage.optional_packages import require_packages
 from hicache.storage.rebuild import Progress
 from hicache.storage.records import FORMAT, KEY_ID_FIELD, identity_without_key
 from hicache.storage.store_files import read_records
@@ -83,7 +82,6 @@ class VerifyReport:
 
 def describe(path: str | os.PathLike[str]) -> StoreDescription:
     """Describe a store, which another process may be writing. Raises `StoreError` and its subclasses."""
-    require_packages()
     files = ReaderFiles(Path(path))
     try:
         stored, settings = files.identity, files.settings
@@ -120,7 +118,6 @@ def open_existing(
     An encrypted store opens without `cipher` too: then its pages cannot be put or read; everything else here works.
     `progress`: see `LmdbPageStore`.
     """
-    require_packages()
     stored, settings = read_records(Path(path))
     if cipher is not None:
         stored.require(Path(path), replace(stored, identity={**stored.identity, KEY_ID_FIELD: cipher.key_id}))

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from hicache.storage.base import PageBuffer, StoreError
-from hicache.storage.optional_packages import load_mooncake
 
 log = logging.getLogger("hicache.storage")
 
@@ -217,3 +216,15 @@ class MooncakeClient:
                     answer.set_result([UNREACHABLE] * num_codes if library is None else call(library))
             except Exception as error:  # noqa: BLE001 (it is the caller's)
                 answer.set_exception(error)
+
+
+def load_mooncake() -> Any:
+    """The module `mooncake.store`, which is large and starts threads: loaded when a store needs it."""
+    try:
+        import mooncake.store
+    except ImportError as error:
+        raise StoreError(
+            f"a store at mooncake:// needs Mooncake and libibverbs ({error}): "
+            "pip install 'hicache[mooncake]' and apt-get install libibverbs1"
+        ) from None
+    return mooncake.store

@@ -23,7 +23,6 @@ from hicache.storage.filters import PageFormat
 from hicache.storage.header import NAMESPACE_BYTES, HeaderAndPayload, page_bytes_of
 from hicache.storage.lookup import check_keys, check_page
 from hicache.storage.memory import Scratch
-from hicache.storage.optional_packages import require_packages
 from hicache.storage.records import identity_with_key, namespace_digest, sorted_formats
 
 log = logging.getLogger("hicache.storage")
@@ -47,7 +46,6 @@ class RemotePageStore(ABC):
         level: int,
         cipher: PageCipher | None,
     ) -> None:
-        require_packages()
         if not identity:
             raise StoreError("a store needs an identity; name the model, the dtype and the layout of its pages")
         digest = namespace_digest(identity_with_key(identity, cipher))

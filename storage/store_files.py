@@ -26,10 +26,9 @@ from hicache.storage.directory import (
     sync_directory,
     write_atomically,
 )
-from hicache.storage.index import Index
+from hicache.storage.index import Index, io_errors
 from hicache.storage.live_index import LiveFolder, break_seal, copy_sealed, seal, size_of
 from hicache.storage.memory import round_up
-from hicache.storage.optional_packages import io_errors
 from hicache.storage.read_write_lock import ReadWriteLock
 from hicache.storage.rebuild import Progress, rebuild
 from hicache.storage.records import IdentityRecord, Settings, pack_store, unpack_store

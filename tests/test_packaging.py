@@ -151,16 +151,14 @@ def test_an_installed_wheel_has_the_benches(wheel: Path, tmp_path: Path) -> None
     assert _python(code, tmp_path, [str(tmp_path / "site")]).startswith("BenchUnavailable tests/support is in the repo")
 
 
-def test_the_front_door_opens_without_optional_libraries(tmp_path: Path) -> None:
-    """Every public name comes where lmdb, zstandard and Triton cannot be imported, and none of them is loaded."""
+def test_the_front_door_opens_without_triton(tmp_path: Path) -> None:
+    """Every public name comes where Triton cannot be imported, which pip installs on Linux alone."""
     code = (
         "import sys\n"
-        "for name in ('lmdb', 'zstandard', 'triton'):\n"
-        "    sys.modules[name] = None\n"
+        "sys.modules['triton'] = None\n"
         "import hicache\n"
         "from hicache import *\n"
         "assert CacheEngine is hicache.CacheEngine and hicache.tree\n"
-        "loaded = {name.split('.')[0] for name, module in sys.modules.items() if module is not None}\n"
-        "print(hicache.__name__, sorted(loaded & {'lmdb', 'zstandard', 'triton'}))"
+        "print(hicache.__name__)"
     )
-    assert _python(code, tmp_path) == "hicache []"
+    assert _python(code, tmp_path) == "hicache"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -298,18 +296,6 @@ def test_check_finds_what_the_index_says_wrongly(tmp_path: Path) -> None:
         assert len(report.faults) == len(caught.value.violations) == 5
         store.check()
         assert found_numbers(store, range(5)) == set(range(5)) and store.stats().corrupt == 0
-
-
-def test_missing_packages() -> None:
-    """Without lmdb and zstandard the package imports, and building a store names what to install."""
-    code = (
-        "import sys; sys.modules['lmdb'] = sys.modules['zstandard'] = None\n"
-        "from hicache.storage import LmdbPageStore, PageFormat, StoreError\n"
-        "try: LmdbPageStore('x', identity={'m': 1}, formats=[PageFormat(8)], budget_bytes=1 << 20)\n"
-        "except StoreError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install lmdb zstandard" in done.stdout
 
 
 def test_what_was_touched_goes_last(tmp_path: Path) -> None:
