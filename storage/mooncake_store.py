@@ -27,8 +27,8 @@ from hicache.storage.mooncake_client import (
     TRANSFER_FAILED,
     Codes,
     MooncakeClient,
+    load_mooncake,
 )
-from hicache.storage.optional_packages import load_mooncake
 from hicache.storage.remote import RemotePageStore
 from hicache.storage.store_url import StoreUrl
 
