@@ -13,7 +13,6 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-import numpy as np
 import xxhash
 
 from hicache.storage.cipher import ENCRYPTION_BYTES
@@ -96,15 +95,6 @@ def finalise_header(key: bytes, fields: bytes, payload: bytes | memoryview) -> b
     """`fields` with their checksum: the header of the value that stores `payload` under `key`."""
     seed = xxhash.xxh3_64_intdigest(associated_data(key, fields))
     return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(payload, seed))
-
-
-def copy_parts(into: memoryview, *parts: bytes | memoryview) -> int:
-    """Write `parts` one after the other to the start of `into`; returns how many bytes they have."""
-    end, target = 0, np.frombuffer(into, dtype=np.uint8)  # numpy releases the interpreter lock, a memoryview does not
-    for part in parts:
-        start, end = end, end + len(part)
-        np.copyto(target[start:end], np.frombuffer(part, dtype=np.uint8))
-    return end
 
 
 def parse_header(header: bytes | memoryview) -> ValueHeader | str:

@@ -18,7 +18,7 @@ import numpy as np
 
 from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.cipher import PageCipher
-from hicache.storage.header import HEADER_BYTES, copy_parts
+from hicache.storage.header import HEADER_BYTES
 from hicache.storage.memory import aligned_buffer
 from hicache.storage.mooncake_client import (
     INVALID_PARAMS,
@@ -163,7 +163,7 @@ class MooncakePageStore(RemotePageStore):
 
     def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
         def send(batch: _Batch) -> Codes:
-            encoded = [(self._encode_into(room.data, value, lag), room) for value, room in batch]
+            encoded = [(self._encode_into(room, value, lag), room) for value, room in batch]
             codes = self._transfer(
                 lambda library, *where: library.batch_put_from_multi_buffers(*where, self._config), encoded
             )
@@ -183,12 +183,12 @@ class MooncakePageStore(RemotePageStore):
         stored = {value.key for value, code in zip(values, codes, strict=True) if code in (0, PRESENT)}
         return [present[key] == 1 or key in stored for key in pages]
 
-    def _encode_into(self, room: memoryview, value: _Value, lag: float) -> _Value:
+    def _encode_into(self, room: PageBuffer, value: _Value, lag: float) -> _Value:
         """Write what of the value is not in place; the value with the length that it has."""
-        encoded = self._codecs[len(value.page)].encode_split(value.key, value.page, room[HEADER_BYTES:], lag=lag)
-        room[:HEADER_BYTES] = encoded.header
+        encoded = self._codecs[len(value.page)].encode_split(value.key, value.page, room.data[HEADER_BYTES:], lag=lag)
+        room[:HEADER_BYTES] = np.frombuffer(encoded.header, np.uint8)
         if not value.in_place and self._is_plain:  # an encrypted payload is there already
-            copy_parts(room[HEADER_BYTES:], encoded.payload)
+            room[HEADER_BYTES : len(encoded)] = np.frombuffer(encoded.payload, np.uint8)
         return replace(value, length=len(encoded))
 
     def _remove(self, keys: Sequence[bytes]) -> int:
