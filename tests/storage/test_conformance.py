@@ -54,26 +54,6 @@ def test_a_chain_reads_what_one_of_its_stores_lacks() -> None:
     assert chain.put([(b"3", pages[b"3"])]) == near.contains([b"3"]) == far.contains([b"3"]) == [True]
 
 
-class Forgetful(MemoryPageStore):
-    """Loses its least recently used page at every third read."""
-
-    num_reads = 0
-
-    def get_into(self, keys: Any, buffers: Any, **of_call: Any) -> list[bool]:
-        self.num_reads += 1
-        if self._pages and self.num_reads % 3 == 0:
-            self.delete([next(iter(self._pages))])
-        return super().get_into(keys, buffers, **of_call)
-
-
-class TestForgetful(TestMemory):
-    may_evict = True
-
-    @pytest.fixture
-    def make_store(self) -> MakeStore:
-        return lambda identity, formats: Forgetful(BUDGET_BYTES)
-
-
 class Overwriting(MemoryPageStore):
     def put(self, items: Any, **of_call: Any) -> list[bool]:
         self.delete([key for key, _ in items])
