@@ -45,5 +45,4 @@ from hicache.storage.maintenance import put_values as put_values
 from hicache.storage.maintenance import store_folders as store_folders
 from hicache.storage.maintenance import verify as verify
 from hicache.storage.store_url import StoreUrl as StoreUrl
-from hicache.storage.urls import StoreOpener as StoreOpener
 from hicache.storage.urls import open_store as open_store

@@ -4,16 +4,16 @@
     redis://user:password@host:6379/0?ttl=86400, rediss:// with TLS, redis+unix:///path/of/socket?db=0
     s3://bucket/prefix?endpoint=http://host:9000
 
-The schemes of other packages come from entry points of the group `hicache.stores`: the name is the scheme, the value a
-`StoreOpener`.
+The schemes of other packages come from entry points of the group `hicache.stores`: the name is the scheme, the value is
+called with `(url, *, identity, formats, cipher)`, returns a `PageStore`, and raises `StoreError` with the remedy.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from hicache.storage.base import PageStore, StoreError
 from hicache.storage.chain import ChainStore
@@ -26,21 +26,8 @@ from hicache.storage.s3_store import S3PageStore
 from hicache.storage.store_url import SCHEME, StoreUrl, scheme_of
 
 ENTRY_POINTS = "hicache.stores"
+_Opener: TypeAlias = Callable[..., PageStore]
 _DEFAULT_BUDGET_BYTES = 8 << 30  # that of the setting disk.budget_bytes
-
-
-class StoreOpener(Protocol):
-    """Opens the store that a URL of its scheme names. Raises `StoreError` with the remedy where it cannot."""
-
-    def __call__(
-        self,
-        url: str,
-        /,
-        *,
-        identity: Mapping[str, str | int],
-        formats: Sequence[PageFormat],
-        cipher: PageCipher | None,
-    ) -> PageStore: ...
 
 
 def open_store(
@@ -78,7 +65,7 @@ def _open_lmdb(url: str, /, **about: Any) -> PageStore:
     )
 
 
-_OPENERS: Mapping[str, StoreOpener] = {
+_OPENERS: Mapping[str, _Opener] = {
     "lmdb": _open_lmdb,
     "s3": S3PageStore,
     "mooncake": MooncakePageStore,
@@ -86,13 +73,14 @@ _OPENERS: Mapping[str, StoreOpener] = {
 }
 
 
-def _registered(scheme: str) -> StoreOpener:
+def _registered(scheme: str) -> _Opener:
     """The opener that an installed package registered for `scheme`."""
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if scheme not in entries:
         known = ", ".join(sorted({*_OPENERS, *entries}))
         raise StoreError(f"no store has the scheme {scheme!r}; the known ones are {known}")
     try:
-        return cast(StoreOpener, entries[scheme].load())
+        opener: _Opener = entries[scheme].load()
     except Exception as error:
         raise StoreError(f"the store {entries[scheme].value}, registered for {scheme!r}, fails: {error}") from error
+    return opener
