@@ -2,11 +2,11 @@
 
 base               the contract of a page store, and its errors
 lmdb_store         the embedded store, for the process that writes it; lmdb_reader: for other processes
-lookup             reading, for both; access_log: what it tells the writer
+lookup             reading, for both, and what it tells the writer
 lmdb_writer        commits and the budget; compressor: encoding beside them
-store_files        the open files of a writer; directory: names and the writer lock; records: identity, settings
+store_files        the open files of a store; directory: names and the writer lock; records: identity, settings
 index              where pages are, in LMDB; live_index: where that lies, and its seal; rebuild: from the slots
-slots              which slots are free; slot_file: reading and writing them; slot_block: what names a page
+slots              which slots are free; slot_file: reading and writing them, and what names a page
 codec              a page and its value: header, filters, cipher
 urls               opening a store by its URL; store_url: its parts; conformance: the tests that every store passes
 remote             what stores on other machines do alike; redis_store, with resp, its protocol; s3_store
@@ -27,12 +27,12 @@ from hicache.storage.base import StoreLocked as StoreLocked
 from hicache.storage.base import StoreMismatch as StoreMismatch
 from hicache.storage.base import StoreStats as StoreStats
 from hicache.storage.chain import ChainStore as ChainStore
+from hicache.storage.check import Fault as Fault
 from hicache.storage.cipher import PageCipher as PageCipher
 from hicache.storage.filters import PageFilter as PageFilter
 from hicache.storage.filters import PageFormat as PageFormat
 from hicache.storage.lmdb_reader import LmdbPageReader as LmdbPageReader
 from hicache.storage.lmdb_store import LmdbPageStore as LmdbPageStore
-from hicache.storage.maintenance import Fault as Fault
 from hicache.storage.maintenance import PageEntry as PageEntry
 from hicache.storage.maintenance import StoreDescription as StoreDescription
 from hicache.storage.maintenance import VerifyReport as VerifyReport

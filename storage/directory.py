@@ -6,22 +6,25 @@ empty and cannot be out of date.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from hicache.storage.base import StoreError, StoreLocked
 
 log = logging.getLogger("hicache.storage")
 
-STORE_FILE, INDEX_FILE, SEAL_FILE, LOCK_FILE = "store.json", "index.mdb", "index.seal", "writer.lock"
+STORE_FILE, INDEX_FILE, LOCK_FILE = "store.json", "index.mdb", "writer.lock"
 LIVE_LINK, LIVE_FOLDER, NEW_SUFFIX = "live", "live.tmp", ".new"
 _FILES = frozenset(
-    name + suffix for name in (STORE_FILE, INDEX_FILE, SEAL_FILE, LOCK_FILE, LIVE_LINK) for suffix in ("", NEW_SUFFIX)
+    name + suffix for name in (STORE_FILE, INDEX_FILE, LOCK_FILE, LIVE_LINK) for suffix in ("", NEW_SUFFIX)
 ) | {LIVE_FOLDER}
 _SLOTS_FILE = re.compile(r"pages-[1-9][0-9]*\.dat")
 PRIVATE_FOLDER_MODE, PRIVATE_FILE_MODE = 0o700, 0o600
@@ -48,11 +51,13 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(file: Path, data: bytes) -> None:
-    """Replace `file`, which holds the old data or the new whenever the power fails."""
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[BinaryIO]:
+    """A new file, which takes the place of `file` when the block ends: whenever the power fails, one of them is there,
+    whole."""
     new = file.with_name(file.name + NEW_SUFFIX)
-    with open(new, "wb", opener=open_private) as written:
-        written.write(data)
+    with open(new, "w+b", opener=open_private) as written:
+        yield written
         written.flush()
         os.fsync(written.fileno())
     new.replace(file)
@@ -89,13 +94,10 @@ class WriterLock:
 
     def require_same(self) -> None:
         """OSError when the path no longer leads to the locked directory: a store there belongs to another writer."""
-        held = os.fstat(self._descriptor)
-        try:
-            found = os.stat(self._path / LOCK_FILE)
-        except FileNotFoundError:
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
-            raise OSError(errno.ESTALE, f"{self._path} was removed or replaced while it was open; open the store again")
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._descriptor), os.stat(self._path / LOCK_FILE)):
+                return
+        raise OSError(errno.ESTALE, f"{self._path} was removed or replaced while it was open; open the store again")
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -104,44 +106,26 @@ class WriterLock:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            pid = _holder(self._descriptor)
+            holder = f"process {pid}" if pid else "a process that cannot be named, in another container or elsewhere"
             raise StoreLocked(
-                f"the store {self._path} is in use by {_holder_in_words(self._descriptor)}; close it there or choose "
-                "another path"
+                f"the store {self._path} is in use by {holder}; close it there or choose another path"
             ) from None
         except OSError as error:
-            raise StoreError(
-                f"cannot lock the disk path {self._path}: {error.strerror}; choose a local directory"
-            ) from error
-
-
-def share_lock(path: Path) -> int | None:
-    """Exclude writers while the returned descriptor is open; None when a writer is active, or without a lock file."""
-    try:
-        descriptor = os.open(path / LOCK_FILE, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+            raise StoreError(f"cannot lock {self._path}: {error.strerror}; choose a local directory") from error
 
 
 def writer_of(path: Path) -> int | None:
     """The id of the process that writes to the store now, 0 when it cannot be named, None when there is none."""
-    descriptor = share_lock(path)
-    if descriptor is not None:
-        os.close(descriptor)
-        return None
     try:
-        descriptor = os.open(path / LOCK_FILE, os.O_RDONLY)
+        with open(path / LOCK_FILE, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return _holder(file.fileno())
     except OSError:
-        return None
-    try:
-        return _holder(descriptor)
-    finally:
-        os.close(descriptor)
+        pass
+    return None
 
 
 def _holder(descriptor: int) -> int:
@@ -159,17 +143,6 @@ def _holder(descriptor: int) -> int:
     return next((pid for pid in pids if pid > 0 and Path(f"/proc/{pid}").exists()), 0)
 
 
-def _holder_in_words(descriptor: int) -> str:
-    pid = _holder(descriptor)
-    try:
-        user = Path(f"/proc/{pid}").stat().st_uid if pid else os.geteuid()
-    except OSError:
-        pid = 0
-    if not pid:
-        return "a process that cannot be named (in another container, or of another machine)"
-    return f"process {pid}" if user == os.geteuid() else f"process {pid} of user {user}"
-
-
 def _make_private(path: Path) -> None:
     """Remove the rights of others from the files of a store, and from the directory if it contains nothing else."""
     names = sorted(os.listdir(path))
@@ -179,11 +152,9 @@ def _make_private(path: Path) -> None:
         ours.insert(0, path)
     for file in ours:
         mode = stat.S_IMODE(file.stat().st_mode)
-        if not mode & _MODE_OF_OTHERS:
-            continue
-        try:
-            file.chmod(mode & ~_MODE_OF_OTHERS)
-        except OSError as error:
-            log.warning("other users may read %s (%s); let its owner run chmod go= on it", file, error.strerror)
-        else:
+        if mode & _MODE_OF_OTHERS:
             log.warning("%s could be read or written by other users; it is private now", file)
+            try:
+                file.chmod(mode & ~_MODE_OF_OTHERS)
+            except OSError as error:
+                log.warning("it is not: %s; let its owner run chmod go= on it", error.strerror)

@@ -1,13 +1,13 @@
 """Where the index of an open store lies, and the sealed copy of it that a closed store leaves in its directory.
 
     DIR/live -> /dev/shm/hicache-UID/DEVICE-INODE-TOKEN/    while a writer has the store open: data.mdb, lock.mdb
-    DIR/index.mdb, DIR/index.seal                           while none has changed it: a copy, its size and XXH3_64
+    DIR/index.mdb                                           while none has: a copy, and 8 bytes, its seal
 
 In memory a hanging disk holds up no access to the index, and LMDB's table of readers in lock.mdb neither. LMDB trusts
-what it maps, so a copy is mapped after it was compared with its seal. A store without seal, because its writer was
-killed or the power failed, gets a new index from its slots. The writer holds a lock on the folder in memory: without
-it, nobody uses the folder, and the next opening of any store of this user removes it. Device and inode in its name
-distinguish a copied directory from its original.
+what it maps, so a copy is mapped after it was compared with its seal. A store without a sealed index, because its
+writer was killed or the power failed, gets a new index from its slots. The writer holds a lock on the folder in memory:
+without it, nobody uses the folder, and the next opening of any store of this user removes it. Device and inode in its
+name distinguish a copied directory from its original.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import io
 import logging
 import os
 import secrets
@@ -23,6 +22,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
@@ -32,10 +32,8 @@ from hicache.storage.directory import (
     LIVE_LINK,
     NEW_SUFFIX,
     PRIVATE_FOLDER_MODE,
-    SEAL_FILE,
     open_private,
-    sync_directory,
-    write_atomically,
+    replacing,
 )
 from hicache.storage.index import Index
 from hicache.storage.records import FORMAT
@@ -45,28 +43,31 @@ log = logging.getLogger("hicache.storage")
 MEMORY = Path("/dev/shm")
 _READER_TABLE_BYTES = 64 << 10  # holds `READER_SLOTS`
 _SPARE_BYTES, _CHUNK_BYTES = 16 << 20, 8 << 20
+_SEAL_BYTES = 8
 
 
 class LiveFolder:
     """The folder of an open store's index, from construction to `close`; the writer of the store owns it.
 
-    Without space in memory for twice `index_bytes` it is in the directory of the store, with a warning. OSError if it
-    cannot be made.
+    Without space in memory for twice the sealed index it is in the directory of the store, with a warning. OSError if
+    it cannot be made.
     """
 
-    def __init__(self, store: Path, index_bytes: int) -> None:
+    def __init__(self, store: Path) -> None:
         self._link = store / LIVE_LINK
-        with contextlib.suppress(FileNotFoundError):
-            self._link.unlink()
+        self._link.unlink(missing_ok=True)
         shutil.rmtree(store / LIVE_FOLDER, ignore_errors=True)
         self._held = contextlib.ExitStack()
         try:
-            self.path = self._make(store, 2 * index_bytes + _SPARE_BYTES)
-            self._target = LIVE_FOLDER if self.path.parent == store else str(self.path)
-            _allocate(self.path / "lock.mdb")
+            self.path = self._make(store)
+            # Zeros, not a hole: on a full file system the first write to a mapped hole would end the process.
+            with open(self.path / "lock.mdb", "xb", opener=open_private) as table:
+                table.write(bytes(_READER_TABLE_BYTES))
         except BaseException:
             self._held.close()
             raise
+        self.data = self.path / "data.mdb"
+        self._target = LIVE_FOLDER if self.path.parent == store else str(self.path)
 
     def publish(self) -> None:
         """Lead readers to the index."""
@@ -83,28 +84,26 @@ class LiveFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         self._held.close()
 
-    def _make(self, store: Path, needed_bytes: int) -> Path:
+    def _make(self, store: Path) -> Path:
         found = store.stat()
-        try:
-            if MEMORY.stat().st_dev == found.st_dev:  # the store is in memory already
-                raise FileExistsError(errno.EEXIST, "the store is there")
-            with _memory_folder() as memory:
-                free = os.statvfs(memory)
-                if free.f_bavail * free.f_frsize < needed_bytes:
-                    raise OSError(errno.ENOSPC, f"it has not {needed_bytes} bytes left")
-                folder = memory / f"{_name_start(found)}{secrets.token_hex(8)}"
-                self._create(folder)
-                return folder
-        except FileExistsError:
+        if MEMORY.is_dir() and MEMORY.stat().st_dev == found.st_dev:
             log.debug("the store %s is in memory itself", store)
+            return self._create(store / LIVE_FOLDER)
+        try:
+            with _memory_folder() as memory:
+                sealed, space = store / INDEX_FILE, os.statvfs(memory)
+                needed_bytes = _SPARE_BYTES + (2 * sealed.stat().st_size if sealed.exists() else 0)
+                if space.f_bavail * space.f_frsize < needed_bytes:
+                    raise OSError(errno.ENOSPC, f"it has not {needed_bytes} bytes left")
+                return self._create(memory / f"{_name_start(found)}{secrets.token_hex(8)}")
         except OSError as error:
             log.warning("the index of %s is in its directory, and waits where the disk hangs: %s", store, error)
-        self._create(store / LIVE_FOLDER)
-        return store / LIVE_FOLDER
+            return self._create(store / LIVE_FOLDER)
 
-    def _create(self, folder: Path) -> None:
+    def _create(self, folder: Path) -> Path:
         folder.mkdir(mode=PRIVATE_FOLDER_MODE)
         fcntl.flock(self._held.enter_context(_directory(folder)), fcntl.LOCK_EX)
+        return folder
 
 
 def live_folder(store: Path) -> Path | None:
@@ -118,40 +117,32 @@ def live_folder(store: Path) -> Path | None:
 
 
 def live_target(store: Path) -> str:
-    """What changes whenever the index is another one: where a writer has it, else which seal there is."""
+    """What changes whenever the index is another one: where a writer has it, else which sealed one there is."""
     with contextlib.suppress(OSError):
         return os.readlink(store / LIVE_LINK)
     with contextlib.suppress(OSError):
-        found = (store / SEAL_FILE).stat()
+        found = (store / INDEX_FILE).stat()
         return f"{found.st_ino} {found.st_mtime_ns}"
     return ""
 
 
 def seal(store: Path, index: Index) -> None:
     """Leave a sealed copy of the index. OSError if the disk fails."""
-    new = store / (INDEX_FILE + NEW_SUFFIX)
-    with open(new, "w+b", opener=open_private) as file:
+    with replacing(store / INDEX_FILE) as file:
         index.copy_to(file.fileno())
-        os.fsync(file.fileno())
-        file.seek(0)
-        content = _seal_of(file, None)
-    new.replace(store / INDEX_FILE)
-    write_atomically(store / SEAL_FILE, content)
-
-
-def break_seal(store: Path) -> None:
-    """Before the first change: what was sealed will not be true any more."""
-    if (store / SEAL_FILE).exists():
-        (store / SEAL_FILE).unlink()
-        sync_directory(store)
-    (store / INDEX_FILE).unlink(missing_ok=True)
+        file.write(_seal_of(file, file.seek(0, os.SEEK_END)))
 
 
 def copy_sealed(store: Path, copy: Path) -> bool:
-    """Copy the sealed index; whether there is one that its seal describes."""
+    """Copy the sealed index; whether there is one, and it is what was sealed."""
     try:
-        with open(store / INDEX_FILE, "rb") as source, open(copy, "wb", opener=open_private) as target:
-            return (store / SEAL_FILE).read_bytes() == _seal_of(source, target)
+        with open(store / INDEX_FILE, "rb") as source, open(copy, "w+b", opener=open_private) as target:
+            shutil.copyfileobj(source, target, _CHUNK_BYTES)
+            num_bytes = max(0, target.tell() - _SEAL_BYTES)
+            found = _seal_of(target, num_bytes)
+            is_whole = target.read() == found
+            target.truncate(num_bytes)
+            return is_whole
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -159,15 +150,13 @@ def copy_sealed(store: Path, copy: Path) -> bool:
         return False
 
 
-def _seal_of(source: io.BufferedIOBase, target: io.BufferedIOBase | None) -> bytes:
-    """The seal of a file, which is copied meanwhile."""
-    checksum, num_bytes, buffer = xxhash.xxh3_64(), 0, memoryview(bytearray(_CHUNK_BYTES))
-    while got := source.readinto(buffer):
-        checksum.update(buffer[:got])
-        num_bytes += got
-        if target is not None:
-            target.write(buffer[:got])
-    return b'{"bytes":%d,"format":%d,"xxh3_64":"%s"}\n' % (num_bytes, FORMAT, checksum.hexdigest().encode())
+def _seal_of(file: BinaryIO, num_bytes: int) -> bytes:
+    """XXH3_64, with the format as its seed, of the first bytes of a file, which stands behind them then."""
+    checksum = xxhash.xxh3_64(seed=FORMAT)
+    file.seek(0)
+    while chunk := file.read(min(_CHUNK_BYTES, num_bytes - file.tell())):
+        checksum.update(chunk)
+    return bytes(checksum.digest())
 
 
 @contextlib.contextmanager
@@ -214,18 +203,3 @@ def _is_left(folder: Path) -> bool:
 
 def _name_start(store: os.stat_result) -> str:
     return f"{store.st_dev:x}-{store.st_ino:x}-"
-
-
-def size_of(file: Path) -> int:
-    """Bytes of a file, 0 if there is none."""
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
-
-
-def _allocate(table: Path) -> None:
-    """A table of readers of zeros, not a hole: on a full file system the first write to a mapped hole would end the
-    process."""
-    with open(table, "xb", opener=open_private) as file:
-        file.write(bytes(_READER_TABLE_BYTES))

@@ -14,18 +14,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 import lmdb
 
-from hicache.storage.access_log import AccessLog
-from hicache.storage.base import Durability
+from hicache.storage.base import StoreError
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.header import HeaderAndPayload, page_bytes_of
 from hicache.storage.index import Entry, io_errors
-from hicache.storage.slot_block import SlotBlock
-from hicache.storage.store_files import Sizes, StoreFiles
+from hicache.storage.lookup import AccessLog
+from hicache.storage.records import StoreRecord
+from hicache.storage.slot_file import SlotBlock
+from hicache.storage.slots import Sizes, Slots
+from hicache.storage.store_files import WriterFiles
 
 log = logging.getLogger("hicache.storage")
 T = TypeVar("T")
@@ -36,70 +37,76 @@ _ENTRY_BYTES = 300  # about what a page adds to the index, beside three times it
 _SPARE_BYTES = 32 << 10  # for pages of the index that are split
 
 
-@dataclass(frozen=True)
-class Budget:
-    """In bytes. `slot_bytes`: of the largest slot."""
+def commit_bytes(budget_bytes: int) -> int:
+    """How many bytes of values one commit takes, unless it takes a single larger value."""
+    return min(budget_bytes // _GROUP_SHARE, _MAX_GROUP_BYTES)
 
-    budget_bytes: int
-    slot_bytes: int
 
-    @property
-    def min_bytes(self) -> int:
-        """The smallest budget with which eviction works and pages are found again."""
-        return _MIN_SLOTS * self.slot_bytes + _MIN_INDEX_BYTES
-
-    @property
-    def commit_bytes(self) -> int:
-        """How many bytes of values one commit takes, unless it takes a single larger value."""
-        return min(self.budget_bytes // _GROUP_SHARE, _MAX_GROUP_BYTES)
+def require_budget(record: StoreRecord) -> None:
+    """`StoreError` unless eviction works within the budget, and pages are found again."""
+    largest = record.page_sizes[-1]
+    min_bytes = _MIN_SLOTS * record.slot_bytes(largest) + _MIN_INDEX_BYTES
+    if record.budget_bytes < min_bytes:
+        raise StoreError(
+            f"budget_bytes={record.budget_bytes} is too small for pages of {largest} bytes; raise it to {min_bytes}"
+        )
 
 
 class GroupWriter:
-    """Commits changes to `StoreFiles`, and applies what readers noted in the access log; one thread.
+    """Commits changes to the files, and applies what readers noted in the access log; one thread.
 
     When a commit fails, `read_only` becomes true, and every call but `reopen` does nothing. `on_removed` is told of the
-    pages that a commit removed, after it. `sizes`: after the last commit.
+    pages that a commit removed, after it. `sizes` and `file_bytes`: after the last commit.
     """
 
     def __init__(
         self,
-        files: StoreFiles,
+        files: WriterFiles,
         access_log: AccessLog,
         counters: Counters,
-        budget: Budget,
-        durability: Durability,
-        name: str,
         on_removed: Callable[[Sequence[bytes]], None] | None,
     ) -> None:
-        self._files, self._access_log, self._counters = files, access_log, counters
-        self._budget, self._durability, self._name, self._on_removed = budget, durability, name, on_removed
+        self._files, self._access_log, self._counters, self._on_removed = files, access_log, counters, on_removed
+        self._budget_bytes = files.record.budget_bytes
         self.read_only = self._has_evicted = self._is_index_lost = False
-        self.sizes: Sizes = files.pages.sizes()
+        self.sizes: Sizes = files.slots.sizes
+        self.file_bytes = files.pages.file_bytes()
         self._syncing: Future[None] | None = None
         self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="hicache-disk-sync")
+        if self.file_bytes > self._budget_bytes:
+            self.evict_to(self._budget_bytes)
+
+    @property
+    def slots(self) -> Slots:
+        """Which slots are in use."""
+        return self._files.slots
 
     def put(
-        self, group: Iterable[tuple[bytes, HeaderAndPayload]], max_bytes: int, used: Sequence[bytes] | None = None
-    ) -> int:
-        """Store absent pages in one commit, evicting as the budget demands; returns how many bytes their values have, 0
-        when that failed. The last is the most recently used.
+        self,
+        group: Sequence[tuple[bytes, int]],
+        values: Iterable[HeaderAndPayload],
+        used: Sequence[bytes] | None = None,
+    ) -> bool:
+        """Store absent pages, given as keys and page sizes and by their values, in one commit, evicting as the budget
+        demands; whether that succeeded. The last is the most recently used.
 
-        `max_bytes`: what they need at most, by `needed_bytes`. `used`, present keys of the same call, become the most
-        recently used before that, after what readers noted. None: the access log waits, so that it cannot push out what
-        earlier commits of the same call stored.
+        `used`, present keys of the same call, become the most recently used before that, after what readers noted.
+        None: the access log waits, so that it cannot push out what earlier commits of the same call stored.
         """
+        max_bytes = sum(self._files.record.slot_bytes(size) + 3 * len(key) + _ENTRY_BYTES for key, size in group)
 
         def work() -> int:
             if used is not None:
                 self._apply_access_log(used)
             self._evict_for(max_bytes)
-            return self._store(group)
+            return self._store([key for key, _ in group], values)
 
-        return self._run(work) or 0
-
-    def needed_bytes(self, key: bytes, page_bytes: int, payload_bytes: int) -> int:
-        """About what a page adds to the files, rather too much than too little."""
-        return self._files.slots.space_of(page_bytes, payload_bytes) + 3 * len(key) + _ENTRY_BYTES
+        num_bytes = self._run(work)
+        if num_bytes is None:
+            return False
+        raw_bytes = sum(page_bytes for _, page_bytes in group)
+        self._counters.add(Counts(puts=len(group), put_bytes_raw=raw_bytes, put_bytes_stored=num_bytes))
+        return True
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Remove pages, and free their disk space; returns how many there were."""
@@ -111,11 +118,6 @@ class GroupWriter:
             return self._free(removed, punch=True)
 
         return self._run(work) or 0
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        """Remove pages that do not verify."""
-        self._access_log.quarantine(keys)
-        self.apply_access_log()
 
     def evict_to(self, used_bytes: int) -> int:
         """Evict until slots in use and index need at most `used_bytes`, and cut the files; returns how many pages."""
@@ -132,9 +134,8 @@ class GroupWriter:
 
     def apply_access_log(self) -> None:
         """Commit what readers noted: uses, and pages to delete."""
-        while not self._access_log.empty:
-            if self._run(self._apply_access_log, pages=self._access_log.any_quarantined) is None:
-                return
+        while not self._access_log.empty and not self.read_only:
+            self._run(self._apply_access_log)
 
     def sync(self) -> None:
         """Return when every page is on disk."""
@@ -145,18 +146,17 @@ class GroupWriter:
             self._sync_files()
 
         self.apply_access_log()
-        self._run(work, pages=None)
+        self._run(work)
 
     def compact(self) -> int:
         """Return free space to the file system; returns by how many bytes the files shrank."""
-        before_bytes = self.sizes.file_bytes
+        before_bytes = self.file_bytes
         self._run(self._files.slots.trim)
-        return max(0, before_bytes - self.sizes.file_bytes)
+        return max(0, before_bytes - self.file_bytes)
 
-    def rebuild(self) -> bool:
-        """Build the index anew from the slots; whether that worked."""
+    def rebuild(self) -> None:
+        """Build the index anew from the slots."""
         self._run(self._files.rebuild)
-        return not self.read_only
 
     def reopen(self) -> bool:
         """After a failed write: find out whether the disk takes another page; whether it does."""
@@ -170,7 +170,8 @@ class GroupWriter:
         if self.read_only:
             self.read_only = False
             self._run(work)
-            log.info("the store %s %s", self._name, "stays read-only" if self.read_only else "is writable again")
+            state = "stays read-only" if self.read_only else "is writable again"
+            log.info("the store %s %s", self._files.path, state)
         return not self.read_only
 
     def close(self) -> None:
@@ -179,51 +180,44 @@ class GroupWriter:
         self._sync_thread.shutdown()
         self._files.close(is_whole=not self._is_index_lost)
 
-    def _run(self, work: Callable[[], T], *, pages: bool | None = True) -> T | None:
-        """`work`, which changes `pages`, or (False) their use order alone, or (None) nothing; None when that failed, or
-        the store is read-only."""
+    def _run(self, work: Callable[[], T]) -> T | None:
+        """`work`, which changes something; None when that failed, or the store is read-only."""
         if self.read_only:
             return None
         try:
-            if pages is not None:
-                self._files.require_changeable(pages=pages)
+            self._files.lock.require_same()
             result = work()
-            self.sizes = self._files.pages.sizes()
+            self.sizes, self.file_bytes = self._files.slots.sizes, self._files.pages.file_bytes()
             return result
         except io_errors as error:
             self._become_read_only(error)
             return None
 
-    def _apply_access_log(self, used_now: Sequence[bytes] = ()) -> bool:
-        used, bad = self._access_log.peek()
-        if used or bad or used_now:
+    def _apply_access_log(self, used_now: Sequence[bytes] = ()) -> None:
+        used, corrupt = self._access_log.take_used(), list(self._access_log.corrupt)
+        if used or corrupt or used_now:
             with self._files.pages.index.changes() as changes:
-                removed = [(key, changes.delete(key)) for key in bad]
+                removed = [(key, changes.delete(key)) for key in corrupt]
                 for key in (*used, *used_now):
                     changes.touch(key)
-            self._free([one for one in removed if self._is_own(*one)], punch=True)
-            self._access_log.remove(used, bad)
-        return True
-
-    def _is_own(self, key: bytes, entry: Entry | None) -> bool:
-        """Whether the slot that a damaged page had may be freed: not if another page of the index is there."""
-        block = None if entry is None else self._files.pages.files[entry.page_bytes].read_block(entry.slot)
-        if entry is None or block is None or block.key == key:
-            return True
-        (other,) = self._files.pages.index.locate([block.key])
-        return other is None or (other.slot, other.page_bytes) != (entry.slot, entry.page_bytes)
+            self._free(removed, punch=True)
+            for key in corrupt:
+                del self._access_log.corrupt[key]
 
     def _evict_for(self, num_bytes: int) -> None:
         """Evict what the budget demands before so much is added."""
-        slots_bytes = self._budget.budget_bytes - _SPARE_BYTES - self._files.pages.index.num_bytes() - num_bytes
-        if self._evict(slots_bytes) and not self._has_evicted:
+        if self._evict(self._max_slots_bytes() - num_bytes) and not self._has_evicted:
             self._has_evicted = True
             log.info(
                 "the store %s has reached its budget of %d bytes: the least recently used pages are evicted from "
                 "now on",
-                self._name,
-                self._budget.budget_bytes,
+                self._files.path,
+                self._budget_bytes,
             )
+
+    def _max_slots_bytes(self) -> int:
+        """What the budget leaves to slots."""
+        return self._budget_bytes - _SPARE_BYTES - self._files.pages.index.num_bytes()
 
     def _evict(self, slots_bytes: int) -> int:
         """Evict the least recently used pages, in one commit, until slots in use have at most `slots_bytes`."""
@@ -249,28 +243,26 @@ class GroupWriter:
             self._on_removed([key for key, _ in gone])
         return len(gone)
 
-    def _store(self, group: Iterable[tuple[bytes, HeaderAndPayload]]) -> int:
+    def _store(self, keys: Sequence[bytes], values: Iterable[HeaderAndPayload]) -> int:
         """Write pages to slots, sync these, and enter the pages in the index; returns the bytes of their values."""
-        index, slots = self._files.pages.index, self._files.slots
-        max_bytes = self._budget.budget_bytes - _SPARE_BYTES - index.num_bytes()
-        sequence = index.totals().next_tick
-        written: list[tuple[bytes, Entry]] = []
+        index, slots, files = self._files.pages.index, self._files.slots, self._files.pages.files
+        max_bytes, written = self._max_slots_bytes(), list[Entry]()
         try:
-            for key, value in group:
+            for key, value in zip(keys, values, strict=False):  # there may be values for the next commit
                 page_bytes, payload_bytes = page_bytes_of(value.header), len(value.payload)
                 taken = slots.take(page_bytes, payload_bytes, max_bytes)
-                written.append((key, Entry(sequence + len(written), taken.slot, payload_bytes, page_bytes)))
-                block = SlotBlock(key, written[-1][1].tick, value.header).pack()
-                self._files.pages.files[page_bytes].write(taken.slot, block, value.payload, is_hole=taken.is_hole)
+                written.append(Entry(index.next_tick + len(written), taken.slot, payload_bytes, page_bytes))
+                block = SlotBlock(key, written[-1].tick, value.header).pack()
+                files[page_bytes].write(taken.slot, block, value.payload, is_hole=taken.is_hole)
             self._sync_group()
             with index.changes() as changes:
-                for key, entry in written:
-                    changes.put(key, entry.slot, entry.payload_bytes, entry.page_bytes)
+                for key, entry in zip(keys, written, strict=True):
+                    changes.put(key, *entry.place)
         except BaseException:
-            for _, entry in written:
+            for entry in written:
                 slots.release(entry.page_bytes, entry.slot, entry.payload_bytes)
             raise
-        return sum(entry.value_bytes for _, entry in written)
+        return sum(entry.value_bytes for entry in written)
 
     def _sync_group(self) -> None:
         """Have the slots that were written synced: these before it returns, or, relaxed, those of the last time."""
@@ -279,7 +271,7 @@ class GroupWriter:
             self._syncing = self._sync_thread.submit(self._sync_files)
         except RuntimeError:  # at the interpreter's exit threads accept no work any more
             self._sync_files()
-        awaited = self._syncing if self._durability == "commit" else before
+        awaited = self._syncing if self._files.record.durability == "commit" else before
         if awaited is not None:
             awaited.result()
 
@@ -292,4 +284,4 @@ class GroupWriter:
         self.read_only, self._syncing = True, None
         self._is_index_lost = self._is_index_lost or isinstance(error, lmdb.Error)
         self._counters.add(Counts(write_errors=1))
-        log.warning("the store %s is read-only from now on: %s; free space or repair the disk", self._name, error)
+        log.warning("the store %s is read-only from now on: %s; free space or repair the disk", self._files.path, error)

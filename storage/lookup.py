@@ -8,90 +8,93 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
 
-from hicache.storage.access_log import AccessLog
 from hicache.storage.base import PageBuffer, StoreError, StoreStats
+from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
 from hicache.storage.counters import Counters, Counts
 from hicache.storage.index import Entry, io_errors
 from hicache.storage.memory import Scratch, round_up
-from hicache.storage.slot_block import BLOCK_BYTES, MAX_KEY_BYTES, SlotBlock
-from hicache.storage.slot_file import is_aligned
-from hicache.storage.store_files import OpenPages, Sizes
+from hicache.storage.slot_file import BLOCK_BYTES, MAX_KEY_BYTES, SlotBlock, is_aligned
+from hicache.storage.store_files import OpenFiles, OpenPages
 
 log = logging.getLogger("hicache.storage")
 
-_KEYS_PER_LOOKUP = 64
+_MAX_USED = 1 << 16  # uses that wait for a commit; beyond that the oldest are forgotten, which loses no page
+_USED_AT_ONCE = 1 << 13
 
 
-class Lookup:
-    """`contains`, `get_into` and `stats` of a store; any thread. Notes uses and bad pages in the access log."""
+class AccessLog:
+    """What readers tell the writer: keys that were used, oldest first, and keys whose page does not verify, which count
+    as absent until the writer has deleted them. Any thread: each method is one operation of a deque or a dict."""
 
-    def __init__(
-        self,
-        reading: Callable[[], AbstractContextManager[OpenPages]],
-        codecs: PageCodecs,
-        access_log: AccessLog,
-        counters: Counters,
-        name: str,
-    ) -> None:
-        self._reading, self._codecs = reading, codecs
-        self._access_log, self._counters, self._name = access_log, counters, name
+    def __init__(self) -> None:
+        self._used: deque[bytes] = deque(maxlen=_MAX_USED)
+        self.corrupt: dict[bytes, None] = {}
+
+    def add_used(self, keys: Iterable[bytes]) -> None:
+        self._used.extend(keys)
+
+    def add_corrupt(self, keys: Iterable[bytes]) -> None:
+        self.corrupt.update(dict.fromkeys(keys))
+
+    @property
+    def empty(self) -> bool:
+        return not self._used and not self.corrupt
+
+    def take_used(self) -> list[bytes]:
+        """The next uses to apply; for the one writer."""
+        return [self._used.popleft() for _ in range(min(len(self._used), _USED_AT_ONCE))]
+
+
+class PageReads:
+    """What all can do that read a store, as `PageStore` says; any thread. Counts what it meets, and logs it."""
+
+    def __init__(self, files: OpenFiles, codecs: PageCodecs, cipher: PageCipher | None) -> None:
+        self._files, self._codecs = files, codecs
+        self._missing_key_id = "" if cipher else files.record.key_id
+        self._counters, self._access_log = Counters(), AccessLog()
         self._scratch, self._blocks = Scratch(), Scratch()
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """The sizes that pages may have, in bytes, ascending."""
+        return self._files.record.page_sizes
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         check_keys(keys)
         try:
-            with self._reading() as pages:
+            with self.reading() as pages:
                 found = pages.index.contains(keys)
         except io_errors as error:
             self._note_failed(error)
             return [False] * len(keys)
-        if self._access_log.any_quarantined:
-            return [held and not self._access_log.is_quarantined(key) for key, held in zip(keys, found, strict=True)]
-        return found
+        corrupt = self._access_log.corrupt
+        return [held and key not in corrupt for key, held in zip(keys, found, strict=True)] if corrupt else found
 
-    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
+    ) -> list[bool]:
+        self._require_cipher()
         check_keys(keys)
         if len(keys) != len(buffers):
             raise StoreError(f"{len(keys)} keys but {len(buffers)} buffers")
         for buffer in buffers:
             check_page(buffer, self._codecs, writeable=True)
-        found: list[bool] = []
-        while len(found) < len(keys) and time.monotonic() < deadline_s:
-            part = slice(len(found), len(found) + _KEYS_PER_LOOKUP)
-            found += self._get_part(keys[part], buffers[part], deadline_s)
-        found += [False] * (len(keys) - len(found))
-        # Oldest first: the first key of the call is to become the most recently used.
-        self._access_log.add_used(key for key, hit in zip(reversed(keys), reversed(found), strict=True) if hit)
-        self._counters.add(Counts(hits=sum(found), misses=len(found) - sum(found)))
-        return found
-
-    def read_value(self, pages: OpenPages, key: bytes, entry: Entry) -> bytes | str:
-        """The value as it is stored, or why it cannot be read. Not verified."""
-        payload = self._scratch.take(round_up(entry.payload_bytes))
-        try:
-            header = self._fetch(pages, key, entry, payload)
-        except OSError as error:
-            return f"cannot be read: {error}"
-        return header if isinstance(header, str) else header + bytes(payload[: entry.payload_bytes])
-
-    def stats(self, sizes: Sizes, budget_bytes: int, *, read_only: bool) -> StoreStats:
-        counts = dataclasses.asdict(self._counters.now)
-        return StoreStats(**sizes._asdict(), budget_bytes=budget_bytes, read_only=read_only, **counts)
-
-    def _get_part(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
-        """`get_into` for keys that are looked up together."""
         found = [False] * len(keys)
         try:
-            with self._reading() as pages:
+            with self.reading() as pages:
                 for i, entry in enumerate(pages.index.locate(keys)):
-                    if entry is None or self._access_log.is_quarantined(keys[i]) or time.monotonic() >= deadline_s:
+                    if time.monotonic() >= deadline_s:
+                        break
+                    if entry is None or keys[i] in self._access_log.corrupt:
                         continue
                     try:
                         found[i] = self._get(pages, keys[i], entry, buffers[i])
@@ -99,10 +102,57 @@ class Lookup:
                         self._note_failed(error)
         except io_errors as error:
             self._note_failed(error)
+        # Oldest first: the first key of the call is to become the most recently used.
+        self._note_used([key for key, hit in zip(reversed(keys), reversed(found), strict=True) if hit])
+        self._counters.add(Counts(hits=sum(found), misses=len(found) - sum(found)))
         return found
 
+    def thread_read_errors(self) -> int:
+        return self._counters.thread_read_errors
+
+    def reading(self) -> AbstractContextManager[OpenPages]:
+        """What to read from, as long as the block lasts. `StoreError` when the store is closed, OSError when it cannot
+        be read."""
+        return self._files.reading()
+
+    def verified_value(self, pages: OpenPages, key: bytes, entry: Entry) -> bytes | str:
+        """The value of a page as it is stored, or why it cannot be read or does not verify."""
+        payload = self._scratch.take(round_up(entry.payload_bytes))
+        try:
+            header = self._fetch(pages, key, entry, payload)
+        except OSError as error:
+            return f"cannot be read: {error}"
+        if isinstance(header, str):
+            return header
+        value = header + bytes(payload[: entry.payload_bytes])
+        return self.verify_value(key, value) or value
+
+    def verify_value(self, key: bytes, value: bytes) -> str:
+        """Why this is not the value of a page of this store; "" if it is. Decrypts nothing."""
+        return self._codecs.verify_stored(key, value)
+
+    def _stats(self, *, read_only: bool, **sizes: int) -> StoreStats:
+        sizes |= {"budget_bytes": self._files.record.budget_bytes, **dataclasses.asdict(self._counters.now)}
+        return StoreStats(read_only=read_only, **sizes)
+
+    def _note_used(self, keys: Iterable[bytes]) -> None:
+        """The order of use is the writer's."""
+
+    def _note_corrupt(self, key: bytes, reason: str) -> None:
+        log.warning("a page of the store %s does not verify: %s", self._files.path, reason)
+        self._counters.add(Counts(corrupt=1))
+
+    def _note_failed(self, error: Exception) -> None:
+        log.warning("cannot read the store %s: %s", self._files.path, error)
+        self._counters.add(Counts(read_errors=1))
+
+    def _require_cipher(self) -> None:
+        if self._missing_key_id:
+            raise StoreError(
+                f"the store {self._files.path} is encrypted with the key {self._missing_key_id}; open it with its key"
+            )
+
     def _get(self, pages: OpenPages, key: bytes, entry: Entry, buffer: PageBuffer) -> bool:
-        reason = ""
         for _ in range(2):
             if entry.page_bytes != len(buffer):
                 return False
@@ -112,16 +162,13 @@ class Lookup:
             (now,) = pages.index.locate([key])
             if now is None:
                 return False
-            entry, before = now, entry
-        if entry.place == before.place and pages.is_current():
-            log.warning("deleting a page of the store %s that does not verify: %s", self._name, reason)
-            self._access_log.quarantine([key])
-            self._counters.add(Counts(corrupt=1))
+            has_moved, entry = now.place != entry.place, now
+        if not has_moved:
+            self._note_corrupt(key, reason)
         return False
 
     def _decode(self, pages: OpenPages, key: bytes, entry: Entry, buffer: PageBuffer) -> str:
         """Why the buffer does not hold the page now, "" if it does. OSError if the disk fails."""
-        codec = self._codecs[len(buffer)]
         if entry.payload_bytes == len(buffer) and is_aligned(buffer):  # read in place, without a copy
             payload = buffer.data
         else:
@@ -129,7 +176,7 @@ class Lookup:
         header = self._fetch(pages, key, entry, payload)
         if isinstance(header, str):
             return header
-        return codec.decode_split(key, header, payload[: entry.payload_bytes], buffer)
+        return self._codecs[len(buffer)].decode_split(key, header, payload[: entry.payload_bytes], buffer)
 
     def _fetch(self, pages: OpenPages, key: bytes, entry: Entry, payload: memoryview) -> bytes | str:
         """Read the payload to the start of `payload`; the header of its value, or why the slot does not hold it."""
@@ -143,10 +190,6 @@ class Lookup:
         if found is None:
             return "its slot holds no page"
         return found.header if found.key == key else "its slot holds another page"
-
-    def _note_failed(self, error: Exception) -> None:
-        log.warning("cannot read the store %s: %s", self._name, error)
-        self._counters.add(Counts(read_errors=1))
 
 
 def check_keys(keys: Sequence[bytes]) -> None:

@@ -1,6 +1,6 @@
 """What an operator does to a store: describe it, list, verify and repair it, shrink it, carry its pages elsewhere.
 
-Needs no engine: a store's own records say what it is. Values pass as they are stored, so an encrypted store can be
+Needs no engine: a store's own record says what it is. Values pass as they are stored, so an encrypted store can be
 verified and copied without its key.
 """
 
@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hicache.storage.base import Durability, StoreError
-from hicache.storage.check import Violation, violations
+from hicache.storage.check import Fault, violations
 from hicache.storage.cipher import PageCipher
 from hicache.storage.directory import STORE_FILE, writer_of
 from hicache.storage.filters import PageFormat
-from hicache.storage.header import HeaderAndPayload
-from hicache.storage.lmdb_reader import LmdbPageReader, ReaderFiles
+from hicache.storage.header import HeaderAndPayload, page_bytes_of
+from hicache.storage.lmdb_reader import ReaderFiles
 from hicache.storage.lmdb_store import LmdbPageStore
-from hicache.storage.lookup import check_keys
+from hicache.storage.lmdb_writer import GroupWriter
+from hicache.storage.lookup import PageReads, check_keys
 from hicache.storage.rebuild import Progress
-from hicache.storage.records import FORMAT, KEY_ID_FIELD, identity_without_key
-from hicache.storage.store_files import read_records
-
-_PAGES_AT_ONCE = 8
+from hicache.storage.records import FORMAT, KEY_ID_FIELD
+from hicache.storage.slots import Sizes
+from hicache.storage.store_files import read_record
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,6 @@ class PageEntry:
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A violation. `key` None: an index record or a counter. `action`: "" without repair, "dropped", "index rebuilt",
-    "kept" if the store could not be changed."""
-
-    key: bytes | None
-    reason: str
-    action: str
-
-
-@dataclass(frozen=True)
 class VerifyReport:
     """How many pages were verified, the sum of their stored sizes, and what was wrong."""
 
@@ -84,17 +74,18 @@ def describe(path: str | os.PathLike[str]) -> StoreDescription:
     """Describe a store, which another process may be writing. Raises `StoreError` and its subclasses."""
     files = ReaderFiles(Path(path))
     try:
-        stored, settings = files.identity, files.settings
+        settings = dict(vars(files.record))
+        identity = {name: value for name, value in settings.pop("identity").items() if name != KEY_ID_FIELD}
+        with files.reading() as pages:
+            sizes, file_bytes = Sizes.of(pages.index.records()), pages.file_bytes()
         return StoreDescription(
             path=Path(path),
             format=FORMAT,
-            identity=identity_without_key(stored.identity),
-            formats=settings.formats,
-            level=settings.level,
-            durability=settings.durability,
-            budget_bytes=settings.budget_bytes,
-            key_id=stored.key_id,
-            **files.sizes()._asdict(),
+            identity=identity,
+            **settings,
+            key_id=files.record.key_id,
+            **sizes._asdict(),
+            file_bytes=file_bytes,
             writer_pid=writer_of(Path(path)),
         )
     finally:
@@ -118,15 +109,12 @@ def open_existing(
     An encrypted store opens without `cipher` too: then its pages cannot be put or read; everything else here works.
     `progress`: see `LmdbPageStore`.
     """
-    stored, settings = read_records(Path(path))
-    if cipher is not None:
-        stored.require(Path(path), replace(stored, identity={**stored.identity, KEY_ID_FIELD: cipher.key_id}))
-    return LmdbPageStore.of_record(Path(path), stored, settings, cipher, progress)
+    return LmdbPageStore(path, cipher=cipher, progress=progress, **vars(read_record(Path(path))))
 
 
-def list_pages(store: LmdbPageStore | LmdbPageReader, *, newest: bool, limit: int | None) -> Iterator[PageEntry]:
+def list_pages(store: PageReads, *, newest: bool, limit: int | None) -> Iterator[PageEntry]:
     """Least recently used first, or `newest` first; at most `limit`."""
-    with store.stored.reading() as pages:
+    with store.reading() as pages:
         keys = [key for _, key in pages.index.by_use(newest=newest, limit=limit)]
         entries = pages.index.locate(keys)
     for key, entry in zip(keys, entries, strict=True):
@@ -140,43 +128,35 @@ def verify(
 ) -> VerifyReport:
     """Verify every page, the index and the slots. `progress` is called with pages done and pages in all.
 
-    With `repair` pages that do not verify are deleted, and an index that disagrees with the slots is built anew.
+    With `repair` and a fault the index is built anew from the slots, and pages that do not verify then are deleted.
     """
     sizes: list[int] = []
-    with store.writing, store.stored.reading() as pages:
-        total = pages.index.num_pages()
+    with store.writing() as writer:
+        with store.reading() as pages:
+            total = pages.index.num_pages()
 
-        def note(value_bytes: int) -> None:
-            sizes.append(value_bytes)
-            if progress is not None:
-                progress(len(sizes), max(total, len(sizes)))
+            def note(value_bytes: int) -> None:
+                sizes.append(value_bytes)
+                if progress is not None:
+                    progress(len(sizes), max(total, len(sizes)))
 
-        found = list(violations(pages, store.slots, store.stored, note))
-    actions = _repair(store, found) if repair else [""] * len(found)
-    faults = (Fault(fault.key, fault.reason, action) for fault, action in zip(found, actions, strict=True))
+            faults = list(violations(store, pages, writer.slots, note))
+        if repair and faults:
+            faults = _repaired(store, writer, faults)
     return VerifyReport(len(sizes), sum(sizes), tuple(faults))
 
 
-def pages(store: LmdbPageStore | LmdbPageReader) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values as they are stored, least recently used first; only values that verify.
-
-    Of a store in use, pages that are used meanwhile may come twice, and pages stored meanwhile not at all.
-    """
-    stored = store.stored
-    tick = 0
-    for _ in range(2):  # pages used during the first round moved behind its end
-        with stored.reading() as opened:
-            end = opened.index.totals().next_tick
-        while tick < end:
-            with stored.reading() as opened:
-                part = opened.index.by_use(tick, limit=_PAGES_AT_ONCE)
-            for _, key in part:
-                with stored.reading() as opened:
-                    (entry,) = opened.index.locate([key])
-                    value = "" if entry is None else stored.value(opened, key, entry)
-                if isinstance(value, bytes):
-                    yield key, value
-            tick = part[-1][0] + 1 if part else end
+def pages(store: PageReads) -> Iterator[tuple[bytes, bytes]]:
+    """Keys and values as they are stored, least recently used first: of the pages that are there at the start those
+    that are still there when their turn comes, and verify."""
+    with store.reading() as opened:
+        keys = [key for _, key in opened.index.by_use()]
+    for key in keys:
+        with store.reading() as opened:
+            (entry,) = opened.index.locate([key])
+            value = "" if entry is None else store.verified_value(opened, key, entry)
+        if isinstance(value, bytes):
+            yield key, value
 
 
 def put_values(store: LmdbPageStore, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
@@ -186,13 +166,16 @@ def put_values(store: LmdbPageStore, items: Sequence[tuple[bytes, bytes]]) -> li
     key that is present keeps its value and counts as used.
     """
     check_keys([key for key, _ in items])
-    with store.writing:
-        values = {key: value for key, value in items if not store.stored.verify(key, value)}
+    with store.writing() as writer:
+        values = {key: value for key, value in items if not store.verify_value(key, value)}
         present = dict(zip(values, store.contains(list(values)), strict=True))
         store.touch([key for key in reversed(values) if present[key]])
-        store.writer.apply_access_log()
-        kept = {key for key in values if present[key] or store.put_value(key, HeaderAndPayload.of(values[key]))}
-    return [key in kept for key, _ in items]
+        writer.apply_access_log()
+        stored = {
+            key: present[key] or writer.put([(key, page_bytes_of(value))], [HeaderAndPayload.of(value)])
+            for key, value in values.items()
+        }
+    return [stored.get(key, False) for key, _ in items]
 
 
 def evict(store: LmdbPageStore, to_bytes: int) -> int:
@@ -200,20 +183,18 @@ def evict(store: LmdbPageStore, to_bytes: int) -> int:
     system; returns how many pages were evicted."""
     if to_bytes < 0:
         raise StoreError(f"{to_bytes=}: a store cannot need less than nothing; use 0 to empty it")
-    with store.writing:
-        return store.writer.evict_to(to_bytes)
+    with store.writing() as writer:
+        return writer.evict_to(to_bytes)
 
 
-def _repair(store: LmdbPageStore, found: Sequence[Violation]) -> list[str]:
-    """Rebuild an index that is wrong, and delete what does not verify then; what was done about each violation."""
-    bad = [violation.key for violation in found if violation.key is not None]
-    with store.writing:
-        if len(bad) < len(found):
-            store.writer.rebuild()
-        with store.stored.reading() as pages:
-            entries = zip(bad, pages.index.locate(bad), strict=True)
-            left = [key for key, entry in entries if entry and isinstance(store.stored.value(pages, key, entry), str)]
-        store.writer.drop(left)
-        if store.writer.read_only:
-            return ["kept"] * len(found)
-    return ["dropped" if violation.key in left else "index rebuilt" for violation in found]
+def _repaired(store: LmdbPageStore, writer: GroupWriter, faults: Sequence[Fault]) -> list[Fault]:
+    """Build the index anew, and delete what does not verify then; the faults, with what was done."""
+    bad = [fault.key for fault in faults if fault.key is not None]
+    writer.rebuild()
+    with store.reading() as pages:
+        entries = zip(bad, pages.index.locate(bad), strict=True)
+        good = {key for key, entry in entries if entry and isinstance(store.verified_value(pages, key, entry), bytes)}
+    writer.delete([key for key in bad if key not in good])
+    if writer.read_only:
+        return [replace(fault, action="kept") for fault in faults]
+    return [replace(fault, action="index rebuilt" if fault.key in {None, *good} else "dropped") for fault in faults]

@@ -1,7 +1,7 @@
-"""What a store says of itself: the identity of its pages, and the settings it was last opened with.
+"""What a store says of itself in store.json: the identity of its pages, and the settings it was last opened with.
 
-Both are in the file store.json, as JSON. The identity is compared at every opening: pages of another one are worthless.
-The settings may change between openings; they are kept so that an operator can open a store without its engine.
+The identity is compared at every opening: pages of another one are worthless. The settings may change between openings;
+they are kept so that an operator can open a store without its engine.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any
 import xxhash
 
 from hicache.storage.base import Durability, StoreCorrupt, StoreError, StoreMismatch
-from hicache.storage.cipher import PageCipher
+from hicache.storage.cipher import ENCRYPTION_BYTES, PageCipher
 from hicache.storage.filters import PageFilter, PageFormat
 from hicache.storage.header import NAMESPACE_BYTES
+from hicache.storage.memory import round_up
+from hicache.storage.slot_file import BLOCK_BYTES
 
 FORMAT = 1
 KEY_ID_FIELD = "cipher_key"
@@ -28,14 +30,7 @@ MAX_FORMATS = 16
 
 def identity_with_key(identity: Mapping[str, str | int], cipher: PageCipher | None) -> dict[str, str | int]:
     """The identity, with the id of the encryption key if pages are encrypted."""
-    if KEY_ID_FIELD in identity:
-        raise StoreError(f"an identity has no field {KEY_ID_FIELD!r} of its own; pass cipher instead")
     return {**identity, **({KEY_ID_FIELD: cipher.key_id} if cipher else {})}
-
-
-def identity_without_key(identity: Mapping[str, str | int]) -> dict[str, str | int]:
-    """The identity, without the id of the encryption key."""
-    return {name: value for name, value in identity.items() if name != KEY_ID_FIELD}
 
 
 def namespace_digest(identity: Mapping[str, str | int]) -> bytes:
@@ -44,14 +39,20 @@ def namespace_digest(identity: Mapping[str, str | int]) -> bytes:
 
 
 @dataclass(frozen=True)
-class IdentityRecord:
-    """Whose pages a store holds. `identity` includes the id of the encryption key.
-
-    `page_sizes`: the sizes that pages may have, in bytes, ascending.
-    """
+class StoreRecord:
+    """Whose pages a store holds, and how it was last opened for writing. `identity` includes the id of the encryption
+    key; `formats` ascend by page size."""
 
     identity: Mapping[str, str | int]
-    page_sizes: tuple[int, ...]
+    formats: tuple[PageFormat, ...]
+    budget_bytes: int
+    durability: Durability = "relaxed"
+    level: int = 1
+
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """The sizes that pages may have, in bytes, ascending."""
+        return tuple(format.page_bytes for format in self.formats)
 
     @property
     def key_id(self) -> str:
@@ -63,7 +64,11 @@ class IdentityRecord:
         """What every value of the store carries."""
         return namespace_digest(self.identity)[:NAMESPACE_BYTES]
 
-    def require(self, path: Path, wanted: IdentityRecord) -> None:
+    def slot_bytes(self, page_bytes: int) -> int:
+        """The length of a slot for pages of that size."""
+        return BLOCK_BYTES + round_up(page_bytes + (ENCRYPTION_BYTES if self.key_id else 0))
+
+    def require(self, path: Path, wanted: StoreRecord) -> None:
         """Raises `StoreMismatch`, naming both sides of each difference, unless `wanted` names the pages stored here."""
         theirs, ours = self._flat(), wanted._flat()
         names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
@@ -75,45 +80,49 @@ class IdentityRecord:
             f"the store {path} was made for something else ({differences}); use another disk path, or {remedy}"
         )
 
+    def pack(self) -> bytes:
+        """The content of store.json."""
+        settings = dataclasses.asdict(self)
+        record = {"format": FORMAT, "identity": dict(settings.pop("identity")), "settings": settings}
+        return _canonical({**record, "xxh3_64": _checksum(record)}).encode()
+
+    @classmethod
+    def unpack(cls, name: str, raw: bytes) -> StoreRecord:
+        """The record that `name`, for messages, holds. Raises `StoreCorrupt`, and `StoreMismatch` for a format that
+        this version does not read."""
+        damaged = StoreCorrupt(f"{name} is damaged: its record cannot be read; remove the directory or choose another")
+        try:
+            content = json.loads(raw)
+            checksum, version, settings = content.pop("xxh3_64"), content["format"], content["settings"]
+            if type(version) is int and version > FORMAT:
+                raise StoreMismatch(f"{name} has format {version}, this version reads {FORMAT}; update hicache")
+            formats = tuple(PageFormat(one["page_bytes"], PageFilter(**one["filter"])) for one in settings["formats"])
+            record = cls(content["identity"], **{**settings, "formats": formats})
+            if version != FORMAT or checksum != _checksum(content) or not record._is_sound():
+                raise damaged
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise damaged from error
+        return record
+
     def _flat(self) -> dict[str, Any]:
         """One level of names; no field of the identity can hide the store's own."""
         return {**self.identity, "store.page_bytes": list(self.page_sizes)}
 
-
-@dataclass(frozen=True)
-class Settings:
-    """How a store was last opened for writing. `formats` ascend by page size."""
-
-    budget_bytes: int
-    formats: tuple[PageFormat, ...]
-    durability: Durability = "relaxed"
-    level: int = 1
-
-
-def pack_store(identity: IdentityRecord, settings: Settings) -> bytes:
-    """The content of store.json."""
-    record = {"format": FORMAT, "identity": dict(identity.identity), "settings": dataclasses.asdict(settings)}
-    return _canonical({**record, "xxh3_64": _checksum(record)}).encode()
-
-
-def unpack_store(name: str, raw: bytes) -> tuple[IdentityRecord, Settings]:
-    """The records that `name`, for messages, holds. Raises `StoreCorrupt`, and `StoreMismatch` for a format that this
-    version does not read."""
-    damaged = StoreCorrupt(f"{name} is damaged: its record cannot be read; remove the directory or choose another one")
-    try:
-        record = json.loads(raw)
-        version, checksum = record["format"], record.pop("xxh3_64")
-        if type(version) is int and version > FORMAT:
-            raise StoreMismatch(f"{name} has format {version}, this version reads {FORMAT}; update hicache")
-        fields = record["settings"]
-        formats = tuple(PageFormat(one["page_bytes"], PageFilter(**one["filter"])) for one in fields["formats"])
-        settings = Settings(**{**fields, "formats": formats})
-        identity = IdentityRecord(record["identity"], tuple(format.page_bytes for format in formats))
-        if version != FORMAT or checksum != _checksum(record) or not _is_sound(identity, settings):
-            raise damaged
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise damaged from error
-    return identity, settings
+    def _is_sound(self) -> bool:
+        """Whether each field has its type and range: the checksum detects damage, not what another program wrote."""
+        filters, sizes = [format.filter for format in self.formats], list(self.page_sizes)
+        shapes = (number for filter in filters for number in (filter.element_bytes, filter.tokens, filter.channels))
+        numbers = (*sizes, self.budget_bytes, self.level, *shapes)
+        texts = (self.durability, *(filter.kind for filter in filters))
+        return (
+            bool(self.identity)
+            and all(type(value) in (str, int) for value in self.identity.values())
+            and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+            and all(isinstance(text, str) for text in texts)
+            and 1 <= len(sizes) <= MAX_FORMATS
+            and sizes == sorted(set(sizes))
+            and sizes[0] > 0
+        )
 
 
 def sorted_formats(formats: Sequence[PageFormat]) -> tuple[PageFormat, ...]:
@@ -122,24 +131,6 @@ def sorted_formats(formats: Sequence[PageFormat]) -> tuple[PageFormat, ...]:
     if not 1 <= len(formats) <= MAX_FORMATS or len(set(page_sizes)) < len(formats):
         raise StoreError(f"formats of {page_sizes} bytes: give 1 to {MAX_FORMATS}, each of another page size")
     return tuple(sorted(formats, key=lambda format: format.page_bytes))
-
-
-def _is_sound(identity: IdentityRecord, settings: Settings) -> bool:
-    """Whether each field has its type and range: the checksum detects damage, not what another program wrote."""
-    filters = [format.filter for format in settings.formats]
-    shapes = (number for filter in filters for number in (filter.element_bytes, filter.tokens, filter.channels))
-    numbers = (*identity.page_sizes, settings.budget_bytes, settings.level, *shapes)
-    texts = (settings.durability, *(filter.kind for filter in filters), *identity.identity)
-    sizes = list(identity.page_sizes)
-    return (
-        bool(identity.identity)
-        and all(type(value) in (str, int) for value in identity.identity.values())
-        and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
-        and all(isinstance(text, str) for text in texts)
-        and 1 <= len(sizes) <= MAX_FORMATS
-        and sizes == sorted(set(sizes))
-        and sizes[0] > 0
-    )
 
 
 def _checksum(record: Mapping[str, Any]) -> str:

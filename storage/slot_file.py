@@ -1,5 +1,13 @@
 """The file with the pages of one size: slots of equal length, each a block that names the page, then its payload.
 
+    [ 0,  4)  magic, b"HKVS"
+    [ 4,  6)  u16 version, 1
+    [ 6,  8)  u16 length k of the key, 1 to 511
+    [ 8, 16)  u64 sequence: of two slots with one key the higher one counts
+    [16, 68)  header of the value (header.py)
+    and k     the key
+    and 8     u64 XXH3_64 over all of that; zeros up to 4096, where the payload begins
+
 Writes go through the kernel's page cache, and after each piece the kernel is told to start writing it back, so that the
 next piece is copied meanwhile and recently written payloads are read from memory. The block is written last, and before
 a slot is used again its old one is erased: a process that is killed leaves no block whose payload is not whole. A slot
@@ -13,25 +21,31 @@ of the file have ended, and later reads until the write has.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import io
-import logging
 import math
 import mmap
 import os
+import struct
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
 
 from hicache.storage.base import PageBuffer
 from hicache.storage.directory import PRIVATE_FILE_MODE
+from hicache.storage.header import HEADER_BYTES
 from hicache.storage.memory import ALIGNMENT, round_up
-from hicache.storage.slot_block import BLOCK_BYTES, SlotBlock
 
-log = logging.getLogger("hicache.storage")
-
+MAGIC, VERSION = b"HKVS", 1
+BLOCK_BYTES = 4096
+MAX_KEY_BYTES = 511
 MIN_DIRECT_BYTES = 256 << 10  # of a payload: for shorter ones a direct read gains nothing
+_START = struct.Struct(f"<4sHHQ{HEADER_BYTES}s")
+_CHECKSUM = struct.Struct("<Q")
 _WRITE_BACK_BYTES = 1 << 20
 _PROBE_BYTES = 64 << 20
 _QUIET_S = 0.25  # without a write, until reads are direct again
@@ -40,6 +54,31 @@ _START_WRITE_BACK = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h
 _STAT_BLOCK_BYTES = 512  # the unit of st_blocks
 _MAX_OFFSET = 1 << 40  # beyond the end of files, within the limits of file systems
 _CACHESTAT = 451  # the number of the system call, on all architectures
+
+
+class SlotBlock(NamedTuple):
+    """The first block of a slot: which page it holds."""
+
+    key: bytes
+    sequence: int
+    header: bytes
+
+    def pack(self) -> bytes:
+        content = _START.pack(MAGIC, VERSION, len(self.key), self.sequence, self.header) + self.key
+        return (content + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content))).ljust(BLOCK_BYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, raw: bytes | memoryview) -> SlotBlock | None:
+        """None for what is no such block, or a damaged one."""
+        if len(raw) < BLOCK_BYTES:
+            return None
+        magic, version, key_bytes, sequence, header = _START.unpack_from(raw)
+        if magic != MAGIC or version != VERSION or not 1 <= key_bytes <= MAX_KEY_BYTES:
+            return None
+        end = _START.size + key_bytes
+        if _CHECKSUM.unpack_from(raw, end)[0] != xxhash.xxh3_64_intdigest(raw[:end]):
+            return None
+        return cls(bytes(raw[_START.size : end]), sequence, header)
 
 
 def is_aligned(page: PageBuffer) -> bool:
@@ -57,48 +96,6 @@ class _CacheStat(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "just_evicted"))
 
 
-class DirectReads:
-    """O_DIRECT reads of one file, for which the caller has the descriptor `cached` open; any thread.
-
-    Does nothing if the file system or the kernel does not support them.
-    """
-
-    def __init__(self, data: Path, cached: int) -> None:
-        self._cached = cached
-        try:
-            self._direct: io.FileIO | None = io.FileIO(data, "r", opener=_open_direct)
-        except OSError:
-            self._direct = None
-        self._syscall = ctypes.CDLL(None).syscall
-
-    def close(self) -> None:
-        if self._direct is not None:
-            self._direct.close()
-
-    def pays_off(self, offset: int, length: int) -> bool:
-        """Whether these bytes are read faster directly: many, and less than half of them in the page cache."""
-        if self._direct is None or length < MIN_DIRECT_BYTES:
-            return False
-        asked, found = _Range(offset, length), _CacheStat()
-        pointers = ctypes.byref(asked), ctypes.byref(found)
-        if self._syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(self._cached), *pointers, ctypes.c_int(0)) != 0:
-            return False  # an older kernel, or a file of another user
-        return bool(2 * found.cached * mmap.PAGESIZE < length)
-
-    def read(self, parts: Sequence[memoryview], offset: int) -> int:
-        """Fill aligned `parts` from an aligned `offset` on; returns how many bytes there were, 0 if direct reads turn
-        out to be refused. OSError if the disk fails."""
-        if self._direct is None:
-            return 0
-        try:
-            return os.preadv(self._direct.fileno(), parts, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            log.debug("no direct reads: %s", error)
-            return 0
-
-
 class SlotFile:
     """Reads and writes slots, and gives their space back; any thread reads, one writes.
 
@@ -107,19 +104,20 @@ class SlotFile:
 
     def __init__(self, data: Path, slot_bytes: int, *, writable: bool) -> None:
         self._data, self.slot_bytes = data, slot_bytes
-        self._file = io.FileIO(data, "r+" if writable else "r", opener=_open_private)
-        # Only the writer's process knows when slots are written.
-        self._direct = DirectReads(data, self._file.fileno()) if writable else None
         self._num_writes = self._num_synced = 0
         self._synced_s = -math.inf
-        system = ctypes.CDLL(None, use_errno=True)
-        self._fallocate, self._sync_file_range = system.fallocate, system.sync_file_range
-        self.has_holes = writable and self._punch(_MAX_OFFSET, BLOCK_BYTES)
+        self._system = ctypes.CDLL(None, use_errno=True)
+        with contextlib.ExitStack() as held:
+            self._file = held.enter_context(io.FileIO(data, "r+" if writable else "r", opener=_open_private))
+            self._direct: io.FileIO | None = None
+            if writable:  # only the writer's process knows when slots are written
+                with contextlib.suppress(OSError):  # a file system without direct reads
+                    self._direct = held.enter_context(io.FileIO(data, "r", opener=_open_direct))
+            self.has_holes = writable and self._punch(_MAX_OFFSET, BLOCK_BYTES)
+            self._held = held.pop_all()
 
     def close(self) -> None:
-        if self._direct is not None:
-            self._direct.close()
-        self._file.close()
+        self._held.close()
 
     def allocated_bytes(self) -> int:
         """Disk space of the file: holes take none."""
@@ -137,8 +135,12 @@ class SlotFile:
         start, done, end = slot * self.slot_bytes, 0, BLOCK_BYTES + payload_bytes
         whole = round_up(payload_bytes)
         is_quiet = self._num_writes == self._num_synced and time.monotonic() - self._synced_s > _QUIET_S
-        if self._direct is not None and is_quiet and len(payload) >= whole and self._direct.pays_off(start, end):
-            done = self._direct.read([block, payload[:whole]], start)
+        if self._direct is not None and is_quiet and len(payload) >= whole and not self.is_cached(start, end):
+            try:
+                done = os.preadv(self._direct.fileno(), [block, payload[:whole]], start)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # memory or file system that cannot be read so after all
+                    raise
         while done < end:
             parts = [block[done:BLOCK_BYTES], payload[max(0, done - BLOCK_BYTES) : payload_bytes]]
             got = os.preadv(self._file.fileno(), parts, start + done)
@@ -146,6 +148,17 @@ class SlotFile:
                 return False
             done += got
         return True
+
+    def is_cached(self, offset: int, length: int) -> bool:
+        """Whether these bytes are best read through the page cache: few, half of them there, or nobody knows."""
+        if length < MIN_DIRECT_BYTES:
+            return True
+        asked, found = _Range(offset, length), _CacheStat()
+        pointers = ctypes.byref(asked), ctypes.byref(found)
+        descriptor = ctypes.c_int(self._file.fileno())
+        if self._system.syscall(ctypes.c_long(_CACHESTAT), descriptor, *pointers, ctypes.c_int(0)) != 0:
+            return True  # an older kernel, or a file of another user
+        return bool(2 * found.cached * mmap.PAGESIZE >= length)
 
     def read_block(self, slot: int) -> SlotBlock | None:
         """The block of a slot; None where there is none."""
@@ -201,7 +214,7 @@ class SlotFile:
     def _punch(self, offset: int, num_bytes: int) -> bool:
         """Make these bytes a hole; False if the file system has none."""
         mode, where = ctypes.c_int(_KEEP_SIZE | _PUNCH_HOLE), (ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
-        if not self._fallocate(ctypes.c_int(self._file.fileno()), mode, *where):
+        if not self._system.fallocate(ctypes.c_int(self._file.fileno()), mode, *where):
             return True
         reason = ctypes.get_errno()
         if reason not in (errno.EOPNOTSUPP, errno.ENOSYS):
@@ -212,13 +225,9 @@ class SlotFile:
         view, done = memoryview(data), 0
         while done < len(view):
             done += os.pwrite(self._file.fileno(), view[done:], start + done)
+        where = ctypes.c_int64(start), ctypes.c_int64(len(view))
         # Only a hint: `sync` reports errors.
-        self._sync_file_range(
-            ctypes.c_int(self._file.fileno()),
-            ctypes.c_int64(start),
-            ctypes.c_int64(len(view)),
-            ctypes.c_uint(_START_WRITE_BACK),
-        )
+        self._system.sync_file_range(ctypes.c_int(self._file.fileno()), *where, ctypes.c_uint(_START_WRITE_BACK))
 
 
 def _open_private(file: str, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""Which slots of a store are free, and how much disk space the others take. Kept in memory while the store is open.
+"""Which slots of a store are free, and how much the pages in the others take. Kept in memory while the store is open.
 
 A slot is in use, freed or free. A freed one keeps its disk space until another page is written to it, or until that
 space is needed elsewhere; a free one is a hole. A freed slot may be written at once: whoever still reads it finds
@@ -12,8 +12,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hicache.storage.index import NotedSlots
+import numpy as np
+import numpy.typing as npt
+
+from hicache.storage.header import HEADER_BYTES
 from hicache.storage.slot_file import SlotFile
+
+
+class Sizes(NamedTuple):
+    """How many pages there are, and the bytes of their values and of the pages themselves."""
+
+    entries: int = 0
+    live_bytes: int = 0
+    raw_bytes: int = 0
+
+    @classmethod
+    def of(cls, records: npt.NDArray[np.void]) -> Sizes:
+        """Of the records of an index."""
+        payloads, pages = (int(records[name].sum(dtype=np.int64)) for name in ("payload_bytes", "page_bytes"))
+        return cls(len(records), len(records) * HEADER_BYTES + payloads, pages)
+
+    def plus(self, sign: int, page_bytes: int, payload_bytes: int) -> Sizes:
+        """With one page more, or less."""
+        live_bytes = self.live_bytes + sign * (HEADER_BYTES + payload_bytes)
+        return Sizes(self.entries + sign, live_bytes, self.raw_bytes + sign * page_bytes)
 
 
 class FreeSlot(NamedTuple):
@@ -28,40 +50,41 @@ class _SizeSlots:
     """The slots of one file: those below `num_slots` that are neither `free` (a heap) nor `freed` are in use."""
 
     file: SlotFile
-    num_slots: int = 0
-    used_bytes: int = 0
-    free: list[int] = field(default_factory=list)
+    num_slots: int
+    free: list[int]
     freed: dict[int, int] = field(default_factory=dict)  # slot -> disk space
 
 
 class Slots:
-    """All slots of a store, by page size; the writer's thread. OSError where the disk fails."""
+    """All slots of a store, by page size; the writer's thread. OSError where the disk fails.
 
-    def __init__(self, files: Mapping[int, SlotFile]) -> None:
-        self._sizes = {page_bytes: _SizeSlots(file) for page_bytes, file in files.items()}
-        self.used_bytes = self.freed_bytes = 0
+    `used_bytes`, `freed_bytes`: disk space. `fit`: whether the records of the index, from which this is made, lead each
+    page to a slot of its own in its file.
+    """
 
-    def restore(self, noted: NotedSlots) -> None:
-        """Set which slots there are, and which of them are free."""
-        slots = self._sizes[noted.page_bytes]
-        slots.num_slots, slots.free = noted.num_slots, sorted(noted.free)
-        self.used_bytes += noted.used_bytes - slots.used_bytes
-        slots.used_bytes = noted.used_bytes
-
-    def now(self) -> list[NotedSlots]:
-        return [
-            NotedSlots(page_bytes, slots.num_slots, slots.used_bytes, [*slots.free, *slots.freed])
-            for page_bytes, slots in self._sizes.items()
-        ]
+    def __init__(self, files: Mapping[int, SlotFile], records: npt.NDArray[np.void]) -> None:
+        self.sizes, self.used_bytes, self.freed_bytes = Sizes.of(records), 0, 0
+        self._files: dict[int, _SizeSlots] = {}
+        num_fit = 0
+        for page_bytes, file in files.items():
+            pages, num_slots = records[records["page_bytes"] == page_bytes], file.num_slots()
+            in_file = pages["slot"][pages["slot"] < num_slots].astype(np.int64)
+            num_pages = np.bincount(in_file, minlength=num_slots)  # of each slot
+            num_fit += int(np.count_nonzero(num_pages))
+            self._files[page_bytes] = _SizeSlots(file, num_slots, np.flatnonzero(num_pages == 0).tolist())
+            lengths, counts = (found.tolist() for found in np.unique(pages["payload_bytes"], return_counts=True))
+            self.used_bytes += sum(file.space_of(n) * count for n, count in zip(lengths, counts, strict=True))
+        self.fit = num_fit == len(records)
 
     def space_of(self, page_bytes: int, payload_bytes: int) -> int:
-        return self._sizes[page_bytes].file.space_of(payload_bytes)
+        return self._files[page_bytes].file.space_of(payload_bytes)
 
     def take(self, page_bytes: int, payload_bytes: int, max_bytes: int) -> FreeSlot:
         """A slot for a payload, from now on in use. Freed ones become holes as far as `max_bytes` of disk space for all
         slots demand it."""
-        slots = self._sizes[page_bytes]
-        self._use(slots, slots.file.space_of(payload_bytes))
+        slots = self._files[page_bytes]
+        self.used_bytes += slots.file.space_of(payload_bytes)
+        self.sizes = self.sizes.plus(1, page_bytes, payload_bytes)
         if slots.freed:
             slot, space = slots.freed.popitem()
             self.freed_bytes -= space
@@ -76,15 +99,16 @@ class Slots:
 
     def release(self, page_bytes: int, slot: int, payload_bytes: int) -> None:
         """A page left its slot."""
-        slots = self._sizes[page_bytes]
+        slots = self._files[page_bytes]
         space = slots.file.space_of(payload_bytes)
-        self._use(slots, -space)
+        self.used_bytes -= space
         self.freed_bytes += space
+        self.sizes = self.sizes.plus(-1, page_bytes, payload_bytes)
         slots.freed[slot] = space
 
     def punch(self, max_bytes: int = 0) -> None:
         """Make freed slots holes until all slots take at most `max_bytes`."""
-        for slots in self._sizes.values():
+        for slots in self._files.values():
             while slots.freed and self.used_bytes + self.freed_bytes > max_bytes:
                 slot, space = slots.freed.popitem()
                 heapq.heappush(slots.free, slot)
@@ -94,18 +118,13 @@ class Slots:
     def trim(self) -> None:
         """Make all freed slots holes, and cut those off that end a file."""
         self.punch()
-        for slots in self._sizes.values():
-            free = set(slots.free)
-            while slots.num_slots - 1 in free:
-                slots.num_slots -= 1
-            slots.free = sorted(slot for slot in free if slot < slots.num_slots)
+        for slots in self._files.values():
+            slots.free.sort()
+            while slots.free and slots.free[-1] == slots.num_slots - 1:
+                slots.num_slots = slots.free.pop()
             slots.file.truncate(slots.num_slots)
 
     def probe(self) -> None:
         """OSError when the disk takes no further slot of the largest size."""
-        largest = self._sizes[max(self._sizes)]
+        largest = self._files[max(self._files)]
         largest.file.probe(largest.num_slots)
-
-    def _use(self, slots: _SizeSlots, num_bytes: int) -> None:
-        slots.used_bytes += num_bytes
-        self.used_bytes += num_bytes

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from hicache.storage.base import StoreCorrupt, StoreError, StoreMismatch
 from hicache.storage.cipher import ENCRYPTION_BYTES
 from hicache.storage.header import HEADER_BYTES
-from hicache.storage.records import IdentityRecord, Settings, pack_store, unpack_store
+from hicache.storage.records import StoreRecord
 
 _MANIFEST, _END = "manifest.json", "end.json"
 _MAX_RECORD_BYTES = 1 << 20
@@ -32,11 +32,11 @@ class ArchiveWriter:
     StoreError when writing fails. Without `finish` the archive is cut.
     """
 
-    def __init__(self, file: io.RawIOBase, name: str, identity: IdentityRecord, settings: Settings) -> None:
+    def __init__(self, file: io.RawIOBase, name: str, record: StoreRecord) -> None:
         self._name, self._file = name, _Whole(file)
         self._tar = tarfile.open(fileobj=self._file, mode="w|", format=tarfile.GNU_FORMAT)  # noqa: SIM115
         self.num_entries = 0
-        self._add(_MANIFEST, pack_store(identity, settings))
+        self._add(_MANIFEST, record.pack())
 
     @property
     def written_bytes(self) -> int:
@@ -85,7 +85,7 @@ class ArchiveReader:
             raise self._unreadable(error) from error
         if first is None or first[0] != _MANIFEST:
             raise self._no_archive()
-        self.identity, self.settings = self._manifest(first[1])
+        self.record = self._manifest(first[1])
 
     @property
     def done_bytes(self) -> int:
@@ -93,7 +93,7 @@ class ArchiveReader:
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         """Keys and values, not verified; an incomplete archive raises where that shows, at the latest at the end."""
-        max_value_bytes = self.identity.page_sizes[-1] + HEADER_BYTES + ENCRYPTION_BYTES
+        max_value_bytes = self.record.page_sizes[-1] + HEADER_BYTES + ENCRYPTION_BYTES
         num_entries = 0
         while True:
             try:
@@ -138,9 +138,9 @@ class ArchiveReader:
             raise self._damaged(f"{name[:80]!r} is no key")
         return key
 
-    def _manifest(self, content: bytes) -> tuple[IdentityRecord, Settings]:
+    def _manifest(self, content: bytes) -> StoreRecord:
         try:
-            return unpack_store(self._name, content)
+            return StoreRecord.unpack(self._name, content)
         except StoreMismatch as error:
             raise StoreMismatch(
                 f"the archive {self._name} comes from a newer store than this release reads; update hicache"

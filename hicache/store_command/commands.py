@@ -29,6 +29,7 @@ from hicache.storage import (
     store_folders,
     verify,
 )
+from hicache.storage.store_files import read_record
 from hicache.store_command.archive import ArchiveReader, ArchiveWriter
 from hicache.store_command.console import LogCapture, ProgressBars, columns
 from hicache.store_command.import_export import (
@@ -37,7 +38,6 @@ from hicache.store_command.import_export import (
     Loader,
     destination,
     open_target,
-    record_of,
     source,
 )
 from hicache.store_config import DiskConfig
@@ -149,7 +149,7 @@ def _filter_text(filter: PageFilter) -> str:
 
 def ls(task: Task) -> Outcome:
     limit, newest = task.flags.limit, task.flags.newest
-    with _opened_to_read(task) as store:
+    with contextlib.closing(LmdbPageReader(task.path, cipher=task.cipher())) as store:
         listed = list(list_pages(store, newest=newest, limit=limit))
     stats = {
         "path": str(task.path),
@@ -231,8 +231,9 @@ def export_pages(task: Task) -> Outcome:
     if name == STREAM and task.flags.json:
         raise ConfigError("the archive goes to the standard output, and so does --json; leave one of them out")
     found = describe(task.path)
-    with _opened_to_read(task) as store, destination(name, force=task.flags.force) as file:
-        archive = ArchiveWriter(file, name, *record_of(found))
+    reader = LmdbPageReader(task.path, cipher=task.cipher())
+    with contextlib.closing(reader) as store, destination(name, force=task.flags.force) as file:
+        archive = ArchiveWriter(file, name, read_record(task.path))
         with task.progress.during("exporting") as step:
             for key, value in pages(store):
                 archive.add(key, value)
@@ -343,22 +344,6 @@ def _opened_to_write(task: Task, cipher: PageCipher | None) -> Iterator[LmdbPage
         yield store
     finally:
         store.close()
-
-
-@contextlib.contextmanager
-def _opened_to_read(task: Task) -> Iterator[LmdbPageStore | LmdbPageReader]:
-    """For reading, while another process may write; an encrypted store without its key for writing, since a reader
-    requires the key."""
-    path, cipher = task.path, task.cipher()
-    if cipher is None and describe(path).encrypted:
-        with _opened_to_write(task, None) as store:
-            yield store
-        return
-    reader = LmdbPageReader(path, cipher=cipher)
-    try:
-        yield reader
-    finally:
-        reader.close()
 
 
 def _require_written(store: LmdbPageStore, task: Task) -> None:

@@ -15,21 +15,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hicache.errors import ConfigError
-from hicache.storage import LmdbPageStore, PageCipher, StoreError, describe, open_existing, put_values
+from hicache.storage import LmdbPageStore, PageCipher, StoreError, open_existing, put_values
 from hicache.storage.directory import STORE_FILE, sync_directory
-from hicache.storage.maintenance import StoreDescription
-from hicache.storage.records import KEY_ID_FIELD, IdentityRecord, Settings
+from hicache.storage.records import identity_with_key
+from hicache.storage.store_files import read_record
 from hicache.store_command.archive import ArchiveReader
 
 STREAM = "-"
 _MAX_BATCH_PAGES, _MAX_BATCH_BYTES = 256, 64 << 20
-
-
-def record_of(found: StoreDescription) -> tuple[IdentityRecord, Settings]:
-    """The records of a store, as an archive contains them."""
-    key_id = {KEY_ID_FIELD: found.key_id} if found.encrypted else {}
-    identity = IdentityRecord({**found.identity, **key_id}, tuple(format.page_bytes for format in found.formats))
-    return identity, Settings(found.budget_bytes, found.formats, found.durability, found.level)
 
 
 @contextlib.contextmanager
@@ -81,7 +74,7 @@ class ImportLimits:
 
     def budget_for(self, archive: ArchiveReader) -> int:
         """The budget of the new store for an archive. ConfigError if the archive asks for too much."""
-        page_bytes, asked_bytes = archive.identity.page_sizes[-1], archive.settings.budget_bytes
+        page_bytes, asked_bytes = archive.record.page_sizes[-1], archive.record.budget_bytes
         if page_bytes > self.max_page_bytes:
             raise ConfigError(f"the archive has pages of {page_bytes} bytes; raise --max-page if they may have as many")
         if self.budget_bytes is not None:
@@ -100,13 +93,11 @@ def open_target(
     if (path / STORE_FILE).exists():
         if limits.budget_bytes is not None:
             raise ConfigError(f"--budget is for a new store, and {path} holds one; leave it out")
-        record_of(describe(path))[0].require(path, archive.identity)
+        read_record(path).require(path, archive.record)
         return open_existing(path, cipher=cipher), False
-    if cipher is not None:
-        identity = {**archive.identity.identity, KEY_ID_FIELD: cipher.key_id}
-        archive.identity.require(path, replace(archive.identity, identity=identity))
-    wanted = replace(archive.settings, budget_bytes=limits.budget_for(archive))
-    return LmdbPageStore.of_record(path, archive.identity, wanted, cipher), True
+    wanted = replace(archive.record, budget_bytes=limits.budget_for(archive))
+    archive.record.require(path, replace(wanted, identity=identity_with_key(wanted.identity, cipher)))
+    return LmdbPageStore(path, cipher=cipher, **vars(wanted)), True
 
 
 @dataclass
@@ -133,7 +124,7 @@ class Loader:
     def flush(self) -> None:
         batch = list(self._batch.items())
         self._batch, self._batch_bytes = {}, 0
-        verify = self.store.stored.verify
+        verify = self.store.verify_value
         short = 0
         for (key, value), kept in zip(batch, put_values(self.store, batch), strict=True):
             reason = "" if kept else verify(key, value)

@@ -212,7 +212,7 @@ def test_a_store_that_was_not_closed(path: Path, tmp_path: Path, capsys: pytest.
     """Without its seal a store cannot be read, by name and with the remedy; opening it for writing builds its index
     anew from the slots, and verify says so."""
     before = {entry["key"] for entry in here(capsys, "ls", path)["entries"]}
-    (path / "index.seal").write_text("something else")
+    (path / "index.mdb").write_text("something else")
     for verb, *more in (["stat"], ["ls"], ["export", tmp_path / "a"]):
         said = refused(capsys, verb, path, *more)
         assert "has no sealed index" in said and "hicache store verify --repair" in said

@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,13 @@ from hicache.storage import (
     describe,
     pages,
 )
-from hicache.storage.records import IdentityRecord, Settings
+from hicache.storage.records import StoreRecord
 from hicache.store_command.archive import ArchiveReader, ArchiveWriter
 from hicache.store_command.import_export import Loader
 from storage_pages import IDENTITY, key_of, open_store, page_of
 
 PAGE_BYTES, NUM_PAGES = 64, 5
-SETTINGS = Settings(1 << 20, (PageFormat(PAGE_BYTES, PageFilter("byte_shuffle", 2)),), "commit", 3)
+RECORD = StoreRecord(IDENTITY, (PageFormat(PAGE_BYTES, PageFilter("byte_shuffle", 2)),), 1 << 20, "commit", 3)
 Items = list[tuple[bytes, bytes]]
 
 
@@ -44,7 +45,8 @@ def a_store(tmp_path: Path) -> Iterator[LmdbPageStore]:
 def archived(items: Items, identity: dict[str, str | int] | None = None) -> bytes:
     file = io.BytesIO()
     # An unbuffered file and this one are written alike.
-    writer = ArchiveWriter(file, "a", IdentityRecord(identity or IDENTITY, (PAGE_BYTES,)), SETTINGS)  # type: ignore[arg-type]
+    record = replace(RECORD, identity=identity or IDENTITY)
+    writer = ArchiveWriter(file, "a", record)  # type: ignore[arg-type]
     for key, value in items:
         writer.add(key, value)
     writer.finish()
@@ -69,7 +71,7 @@ def test_an_archive_gives_back_what_was_put_in(store: LmdbPageStore) -> None:
     assert [key for key, _ in items] == [key_of(n)[: n + 1] for n in range(NUM_PAGES)]
     data = archived(items)
     archive = ArchiveReader(io.BytesIO(data), "a")
-    assert (archive.identity, archive.settings) == (IdentityRecord(IDENTITY, (PAGE_BYTES,)), SETTINGS)
+    assert archive.record == RECORD
     assert list(archive.entries()) == items
     assert unpacked(archived([])) == ([], None)
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
@@ -102,7 +104,7 @@ def test_every_flipped_bit_is_harmless(store: LmdbPageStore) -> None:
     """Whatever bit is flipped, the archive is refused, or a value is, since it does not verify, or nothing is lost."""
     items = list(pages(store))
     data = archived(items)
-    verify = store.stored.verify
+    verify = store.verify_value
     for place in range(len(data)):
         damaged = bytearray(data)
         damaged[place] ^= 1 << place % 8

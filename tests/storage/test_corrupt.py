@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hicache.storage import LmdbPageReader, PageFilter, StoreCorrupt, StoreError, verify
-from hicache.storage.slot_block import BLOCK_BYTES, SlotBlock
+from hicache.storage.slot_file import BLOCK_BYTES, SlotBlock
 from storage_pages import (
     PAGE_BYTES,
     change_index,
@@ -28,7 +28,7 @@ SLOT_BYTES = 5 * BLOCK_BYTES
 USED_BYTES = 68 + 32 + 8  # of the first block: its fields, the key, the checksum
 SETTINGS = {"filter": PageFilter("byte_shuffle", 2)}
 MIXED = (700, PAGE_BYTES)
-FILES = ("store.json", "index.mdb", "index.seal", "pages-700.dat", "pages-16320.dat")
+FILES = ("store.json", "index.mdb", "pages-700.dat", "pages-16320.dat")
 
 
 def fill(path: Path, num_pages: int, kind: str = "random") -> None:
@@ -94,7 +94,7 @@ def test_slots_of_other_pages(tmp_path: Path) -> None:
         assert found_numbers(store, range(10)) == set(range(10)) - {3, 7, 8}
         assert put_numbers(store, range(10)) == [True] * 10
         assert found_numbers(store, range(10)) == set(range(10))
-    (tmp_path / "copy" / "index.seal").unlink()
+    (tmp_path / "copy" / "index.mdb").unlink()
     with contextlib.closing(open_store(tmp_path / "copy", **SETTINGS)) as store:
         assert store.rebuilt_pages == 9 and found_numbers(store, range(10)) == set(range(10)) - {3}
         store.check()
@@ -110,7 +110,7 @@ def test_of_two_slots_with_one_key_the_newer_counts(tmp_path: Path) -> None:
     assert block is not None
     for sequence, expected in ((block.sequence - 1, 4), (block.sequence + 9, 3)):
         file.write_bytes(content + block._replace(sequence=sequence).pack() + bytes(SLOT_BYTES - BLOCK_BYTES))
-        (tmp_path / "index.seal").unlink(missing_ok=True)
+        (tmp_path / "index.mdb").unlink(missing_ok=True)
         with contextlib.closing(open_store(tmp_path, **SETTINGS)) as store:
             assert store.rebuilt_pages == 4
             assert len(found_numbers(store, range(4))) == expected
@@ -121,10 +121,10 @@ def test_pages_of_another_namespace(tmp_path: Path) -> None:
     for name in ("theirs", "ours"):
         with contextlib.closing(open_store(tmp_path / name, identity={"model": name})) as store:
             put_numbers(store, [1])
-    for name in ("index.mdb", "index.seal", slots_path(tmp_path / "theirs").name):
+    for name in ("index.mdb", slots_path(tmp_path / "theirs").name):
         shutil.copy(tmp_path / "theirs" / name, tmp_path / "ours" / name)
     shutil.copytree(tmp_path / "ours", tmp_path / "unsealed")
-    (tmp_path / "unsealed" / "index.seal").unlink()
+    (tmp_path / "unsealed" / "index.mdb").unlink()
     page = np.empty(PAGE_BYTES, dtype=np.uint8)
     for name, corrupt in (("ours", 1), ("unsealed", 0)):
         with contextlib.closing(open_store(tmp_path / name, identity={"model": "ours"})) as store:
@@ -139,7 +139,7 @@ def test_slots_cut_short(tmp_path: Path, left_bytes: int) -> None:
         n for n in range(10) if slots_of(tmp_path)[key_of(n)] * SLOT_BYTES + BLOCK_BYTES + PAGE_BYTES <= left_bytes
     }
     shutil.copytree(tmp_path, tmp_path / "unsealed")
-    (tmp_path / "unsealed" / "index.seal").unlink()
+    (tmp_path / "unsealed" / "index.mdb").unlink()
     for path in (tmp_path, tmp_path / "unsealed"):
         slots_path(path).write_bytes(slots_path(path).read_bytes()[:left_bytes])
         with contextlib.closing(open_store(path, **SETTINGS)) as store:
@@ -169,19 +169,30 @@ def test_every_bit_of_the_record_counts(tmp_path: Path) -> None:
 
 
 def test_a_wrong_index_costs_misses(tmp_path: Path) -> None:
-    """Whatever a sealed index says of a page, that page is right or a miss; verifying with repair finds it again."""
-    fill(tmp_path, 4)
+    """Whatever a sealed index says of a page, that page is right or a miss; verifying with repair finds it again. An
+    index with two pages in one slot, or one outside its file, is not used."""
+    fill(tmp_path / "whole", 4)
 
     def mislead(txn: Any, tables: dict[str, Any]) -> None:
         records = {n: bytes(txn.get(key_of(n), db=tables["pages"])) for n in range(4)}
-        far = (1 << 40).to_bytes(8, "little")
         long = (1 << 31).to_bytes(4, "little")
         txn.put(key_of(0), records[0][:8] + records[1][8:], db=tables["pages"])
-        txn.put(key_of(1), records[1][:8] + far + records[1][16:], db=tables["pages"])
+        txn.put(key_of(1), records[1][:8] + records[0][8:], db=tables["pages"])
         txn.put(key_of(2), records[2][:16] + long + records[2][20:], db=tables["pages"])
 
-    change_index(tmp_path, mislead)
-    with contextlib.closing(open_store(tmp_path, **SETTINGS)) as store:
+    def contradict(txn: Any, tables: dict[str, Any]) -> None:
+        records = {n: bytes(txn.get(key_of(n), db=tables["pages"])) for n in range(4)}
+        txn.put(key_of(0), records[0][:8] + (places[name] or records[1][8:16]) + records[0][16:], db=tables["pages"])
+
+    places = {"twice": b"", "far": (1 << 40).to_bytes(8, "little"), "behind the end": (4).to_bytes(8, "little")}
+    for name in places:
+        shutil.copytree(tmp_path / "whole", tmp_path / name)
+        change_index(tmp_path / name, contradict)
+        with contextlib.closing(open_store(tmp_path / name, **SETTINGS)) as store:
+            assert store.rebuilt_pages == 4 and found_numbers(store, range(4)) == set(range(4))
+            store.check()
+    change_index(tmp_path / "whole", mislead)
+    with contextlib.closing(open_store(tmp_path / "whole", **SETTINGS)) as store:
         assert store.rebuilt_pages is None
         assert {fault.key for fault in verify(store).faults} >= {key_of(0), key_of(1), key_of(2)}
         verify(store, repair=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hicache.storage import slot_file
 from hicache.storage.memory import ALIGNMENT, aligned_buffer
-from hicache.storage.slot_file import MIN_DIRECT_BYTES, DirectReads, SlotFile
+from hicache.storage.slot_file import MIN_DIRECT_BYTES, SlotFile
 from storage_pages import (
     forget_cached,
     found_numbers,
@@ -30,50 +30,54 @@ CASES = ("cold", "partly cached", "beside a write", "of a reader")
 
 
 class File:
-    """Random bytes on disk, and direct reads of them."""
+    """Random bytes on disk, which `slots_of` takes for slots of one block each."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.truth = np.random.default_rng(4).integers(0, 256, FILE_BYTES, dtype=np.uint8).tobytes()
         path.write_bytes(self.truth)
-        self.descriptor = os.open(path, os.O_RDONLY)
-        self.direct = DirectReads(path, self.descriptor)
+
+    def slots_of(self, case: str) -> contextlib.closing[SlotFile]:
+        """Nothing of the file is in the kernel's memory."""
+        slots = SlotFile(self.path, ALIGNMENT, writable=case != "of a reader")
+        if case == "beside a write":
+            slots.write(0, self.truth[:ALIGNMENT], b"", is_hole=True)
+        forget_cached(self.path)
+        return contextlib.closing(slots)
 
     def needs_direct_reads(self) -> None:
-        forget_cached(self.path)
-        if not self.direct.pays_off(0, FILE_BYTES):
-            pytest.skip("no direct reads here, or the kernel does not tell what it has in memory")
-
-    def close(self) -> None:
-        self.direct.close()
-        os.close(self.descriptor)
+        with self.slots_of("cold") as slots:
+            if slots.is_cached(0, FILE_BYTES):
+                pytest.skip("the kernel does not tell what it has in memory")
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[File]:
-    with contextlib.closing(File(tmp_path / "data")) as file:
-        yield file
+def file(tmp_path: Path) -> File:
+    return File(tmp_path / "data")
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[File]:
-    with contextlib.closing(File(tmp_path_factory.mktemp("direct") / "data")) as file:
-        yield file
+def kept(tmp_path_factory: pytest.TempPathFactory) -> File:
+    return File(tmp_path_factory.mktemp("direct") / "data")
 
 
 @settings(max_examples=60, deadline=None)
-@given(block=st.integers(0, FILE_BYTES // ALIGNMENT), length=st.integers(1, FILE_BYTES), case=st.sampled_from(CASES))
-def test_a_payload_is_the_same_either_way(kept: File, block: int, length: int, case: str) -> None:
-    """Wherever a slot begins and its payload ends, whatever of it the kernel has in memory, and beside a write; what
-    the file does not have whole is told."""
+@given(
+    block=st.integers(0, FILE_BYTES // ALIGNMENT),
+    length=st.integers(1, FILE_BYTES),
+    start=st.sampled_from([0, 0, 1]),
+    case=st.sampled_from(CASES),
+)
+def test_a_payload_is_the_same_either_way(kept: File, block: int, length: int, start: int, case: str) -> None:
+    """Wherever a slot begins and its payload ends, whatever of it the kernel has in memory, beside a write, and in
+    memory that is not aligned; what the file does not have whole is told."""
     offset = block * ALIGNMENT
-    with contextlib.closing(SlotFile(kept.path, ALIGNMENT, writable=case != "of a reader")) as slots:
-        if case == "beside a write":
-            slots.write(0, kept.truth[:ALIGNMENT], b"", is_hole=True)
-        forget_cached(kept.path)
+    with kept.slots_of(case) as slots:
         if case == "partly cached":
-            os.pread(kept.descriptor, length // 3, offset)
-        first, buffer = aligned_buffer(ALIGNMENT)[:ALIGNMENT], aligned_buffer(length)
+            with kept.path.open("rb", buffering=0) as cached:
+                cached.seek(offset)
+                cached.read(length // 3)
+        first, buffer = aligned_buffer(ALIGNMENT)[:ALIGNMENT], aligned_buffer(length)[start:]
         is_whole = slots.read(block, length, first, buffer)
     found = kept.truth[offset : offset + ALIGNMENT + length]
     assert is_whole == (len(found) == ALIGNMENT + length)
@@ -85,49 +89,36 @@ def test_reads_beside_a_writer_are_not_direct(file: File, case: str, through_mem
     """What is read directly is not in the kernel's memory afterwards. While slots are written, and in processes that do
     not know whether they are, reads go through it: direct ones would hold up the writer."""
     file.needs_direct_reads()
-    with contextlib.closing(SlotFile(file.path, ALIGNMENT, writable=case != "of a reader")) as slots:
-        if case == "beside a write":
-            slots.write(0, file.truth[:ALIGNMENT], b"", is_hole=True)
-        forget_cached(file.path)
+    with file.slots_of(case) as slots:
         first = aligned_buffer(ALIGNMENT)[:ALIGNMENT]
         assert slots.read(0, MIN_DIRECT_BYTES, first, aligned_buffer(MIN_DIRECT_BYTES))
-        assert file.direct.pays_off(ALIGNMENT, MIN_DIRECT_BYTES) != through_memory
+        assert slots.is_cached(ALIGNMENT, MIN_DIRECT_BYTES) == through_memory
 
 
 def test_only_long_values_that_are_not_in_memory_go_direct(file: File) -> None:
-    """A short value, and one that the kernel has most of, are left to it; afterwards, nothing new is in its memory."""
+    """A short value, and one that the kernel has most of, are left to it."""
     file.needs_direct_reads()
-    assert file.direct.pays_off(100, MIN_DIRECT_BYTES) and not file.direct.pays_off(100, MIN_DIRECT_BYTES - 1)
-    buffer = aligned_buffer(MIN_DIRECT_BYTES)
-    assert file.direct.read([buffer[:MIN_DIRECT_BYTES]], ALIGNMENT) == MIN_DIRECT_BYTES
-    assert bytes(buffer[:MIN_DIRECT_BYTES]) == file.truth[ALIGNMENT : ALIGNMENT + MIN_DIRECT_BYTES]
-    assert file.direct.pays_off(0, FILE_BYTES)
-    os.pread(file.descriptor, FILE_BYTES, 0)
-    assert not file.direct.pays_off(0, FILE_BYTES)
+    with file.slots_of("cold") as slots:
+        assert not slots.is_cached(100, MIN_DIRECT_BYTES) and slots.is_cached(100, MIN_DIRECT_BYTES - 1)
+        file.path.read_bytes()
+        assert slots.is_cached(0, FILE_BYTES)
 
 
-def test_what_direct_reads_refuse_is_read_otherwise(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not aligned, or a file system without such reads, gives nothing and no error; a failing disk
-    raises."""
+def test_without_direct_reads(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system without such reads the same bytes come through the kernel's memory; a failing disk raises."""
     file.needs_direct_reads()
-    buffer = aligned_buffer(MIN_DIRECT_BYTES)
-    assert file.direct.read([buffer[1 : MIN_DIRECT_BYTES + 1]], 0) == 0
-    end = FILE_BYTES - ALIGNMENT
-    assert (
-        file.direct.read([buffer[:MIN_DIRECT_BYTES]], end) == ALIGNMENT
-        and bytes(buffer[:ALIGNMENT]) == file.truth[end:]
-    )
-    open_as_usual = os.open
-    monkeypatch.setattr(os, "open", lambda path, flags: open_as_usual(path, os.O_WRONLY))
-    with contextlib.closing(DirectReads(file.path, file.descriptor)) as failing, pytest.raises(OSError):
-        failing.read([buffer[:MIN_DIRECT_BYTES]], 0)
+    first, buffer = aligned_buffer(ALIGNMENT)[:ALIGNMENT], aligned_buffer(MIN_DIRECT_BYTES)
 
-    def refuse(path: Path, flags: int) -> int:
+    def refuse(path: str, flags: int) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(os, "open", refuse)
-    with contextlib.closing(DirectReads(file.path, file.descriptor)) as without:
-        assert not without.pays_off(0, FILE_BYTES) and without.read([buffer[:MIN_DIRECT_BYTES]], 0) == 0
+    monkeypatch.setattr(slot_file, "_open_direct", refuse)
+    with file.slots_of("cold") as slots:
+        assert slots.read(0, MIN_DIRECT_BYTES, first, buffer)
+        assert bytes(first) + bytes(buffer[:MIN_DIRECT_BYTES]) == file.truth[: ALIGNMENT + MIN_DIRECT_BYTES]
+    monkeypatch.setattr(slot_file, "_open_direct", lambda path, flags: os.open(path, os.O_WRONLY))
+    with file.slots_of("cold") as slots, pytest.raises(OSError):
+        slots.read(0, MIN_DIRECT_BYTES, first, buffer)
 
 
 @pytest.mark.parametrize("kind", ["random", "normal"])

@@ -15,7 +15,7 @@ from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFilter
 from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, page_bytes_of
 from hicache.storage.memory import aligned_buffer
-from hicache.storage.slot_block import SlotBlock
+from hicache.storage.slot_file import SlotBlock
 from storage_pages import WholeCodec, is_compressed, page_of, value_of
 
 NAMESPACE = b"n" * 16

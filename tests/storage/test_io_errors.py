@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import resource
 import shutil
@@ -201,8 +202,10 @@ def test_one_bad_sector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     store.close()
 
 
-@pytest.mark.parametrize("kind", ["store", "reader"])
-@pytest.mark.parametrize("name", ["pages-16320.dat", "index.mdb", "index.seal", "store.json"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*itertools.product(("store", "reader"), ("pages-16320.dat", "store.json")), ("reader", "index.mdb")],
+)
 @pytest.mark.parametrize("left_bytes", [0, 4096, 30_000])
 def test_file_cut_short_while_open(tmp_path: Path, kind: str, name: str, left_bytes: int) -> None:
     """When a file is cut short under an open store, what was in it is missed, all else served; the process lives."""
@@ -223,7 +226,7 @@ def test_file_cut_short_while_open(tmp_path: Path, kind: str, name: str, left_by
     assert child.returncode == 0, child.returncode
     num_left = left_bytes // 20480 if name.startswith("pages") else NUM_PAGES
     counted = [f"corrupt {NUM_PAGES - num_left}", "errors 0"]
-    if (kind, name) == ("reader", "index.seal"):  # another seal is another index, which a reader must not believe
+    if (kind, name) == ("reader", "index.mdb"):  # another seal is another index, which a reader must not believe
         num_left, counted = 0, ["corrupt 0", "errors 1"]
     assert output.splitlines() == [f"found {num_left}", *counted, *(["stored [True]"] if kind == "store" else [])]
     with contextlib.closing(open_store(tmp_path)) if name != "store.json" else contextlib.nullcontext() as store:

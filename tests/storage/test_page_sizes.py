@@ -304,7 +304,7 @@ def test_an_index_of_all_sizes_is_built_anew(tmp_path: Path) -> None:
     with contextlib.closing(open_mixed(tmp_path, **settings)) as store:
         put(store, range(120))
         order = [key for key, _ in pages(store)]
-    (tmp_path / "index.seal").unlink()
+    (tmp_path / "index.mdb").unlink()
     with contextlib.closing(open_mixed(tmp_path, **settings)) as store:
         assert store.rebuilt_pages == 120 and [key for key, _ in pages(store)] == order
         assert get(store, range(121)) == list(range(120))

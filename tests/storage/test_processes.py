@@ -119,7 +119,7 @@ def test_reader_follows_the_index(tmp_path: Path, others: list[Other]) -> None:
         assert writer.do(f"delete {turn * 100} {turn * 100 + 15}") == "15"
         held |= set(range(turn * 100 + 15, turn * 100 + 32))
         for verb in ("close", "open"):
-            assert (tmp_path / "index.seal").exists() == (verb == "open")
+            assert (tmp_path / "index.mdb").exists() == (verb == "open")
             assert writer.do(verb) == "clean"
             assert found_numbers(reader, range(300)) == held
         assert writer.do("check") == "clean"
