@@ -5,20 +5,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+from hicache.storage.base import StoreStats
 
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    """The fields of `StoreStats` that only grow; see there."""
-
-    hits: int = 0
-    misses: int = 0
-    puts: int = 0
-    put_bytes_raw: int = 0
-    put_bytes_stored: int = 0
-    evicted: int = 0
-    corrupt: int = 0
-    read_errors: int = 0
-    write_errors: int = 0
+Counts = StoreStats  # without the fields that are no counters
 
 
 class _ThreadCounts(threading.local):
@@ -30,7 +19,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._now = Counts()
+        self.now = Counts()
         self._of_thread = _ThreadCounts()
 
     @property
@@ -41,9 +30,5 @@ class Counters:
     def add(self, more: Counts) -> None:
         self._of_thread.read_errors += more.read_errors
         with self._lock:
-            fields = dataclasses.fields(Counts)
-            self._now = Counts(*(getattr(self._now, f.name) + getattr(more, f.name) for f in fields))
-
-    @property
-    def now(self) -> Counts:
-        return self._now
+            added = {name: count + getattr(self.now, name) for name, count in vars(more).items() if count}
+            self.now = dataclasses.replace(self.now, **added)

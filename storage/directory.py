@@ -11,7 +11,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +22,6 @@ log = logging.getLogger("hicache.storage")
 
 STORE_FILE, INDEX_FILE, LOCK_FILE = "store.json", "index.mdb", "writer.lock"
 LIVE_LINK, LIVE_FOLDER, NEW_SUFFIX = "live", "live.tmp", ".new"
-_FILES = frozenset(
-    name + suffix for name in (STORE_FILE, INDEX_FILE, LOCK_FILE, LIVE_LINK) for suffix in ("", NEW_SUFFIX)
-) | {LIVE_FOLDER}
-_SLOTS_FILE = re.compile(r"pages-[1-9][0-9]*\.dat")
 PRIVATE_FOLDER_MODE, PRIVATE_FILE_MODE = 0o700, 0o600
 _MODE_OF_OTHERS = 0o077
 _KERNEL_LOCKS = Path("/proc/locks")
@@ -37,9 +32,9 @@ def slots_file(path: Path, page_bytes: int) -> Path:
     return path / f"pages-{page_bytes}.dat"
 
 
-def is_store_file(name: str) -> bool:
-    """Whether a store may have made a file of that name in its directory."""
-    return name in _FILES or _SLOTS_FILE.fullmatch(name) is not None
+def slots_files(path: Path) -> list[Path]:
+    """All such files in a directory, in order."""
+    return sorted(path.glob("pages-[1-9]*.dat"))
 
 
 def sync_directory(path: Path) -> None:
@@ -72,7 +67,7 @@ def open_private(file: str, flags: int) -> int:
 class WriterLock:
     """The right to write to one directory, from construction to `close`.
 
-    A missing directory is created, private to its user. An existing one and its files are made private, with a warning.
+    A missing directory is created, private to its user. The files in an existing one are made private, with a warning.
     Raises `StoreLocked` or `StoreError`.
     """
 
@@ -144,13 +139,8 @@ def _holder(descriptor: int) -> int:
 
 
 def _make_private(path: Path) -> None:
-    """Remove the rights of others from the files of a store, and from the directory if it contains nothing else."""
-    names = sorted(os.listdir(path))
-    # What the link `live` leads to is private by itself.
-    ours = [path / name for name in names if is_store_file(name) and not (path / name).is_symlink()]
-    if all(map(is_store_file, names)):
-        ours.insert(0, path)
-    for file in ours:
+    """Remove the rights of others from the files of a store."""
+    for file in filter(Path.exists, (path / LOCK_FILE, path / STORE_FILE, *slots_files(path))):
         mode = stat.S_IMODE(file.stat().st_mode)
         if mode & _MODE_OF_OTHERS:
             log.warning("%s could be read or written by other users; it is private now", file)

@@ -85,17 +85,13 @@ class LiveFolder:
         self._held.close()
 
     def _make(self, store: Path) -> Path:
-        found = store.stat()
-        if MEMORY.is_dir() and MEMORY.stat().st_dev == found.st_dev:
-            log.debug("the store %s is in memory itself", store)
-            return self._create(store / LIVE_FOLDER)
         try:
             with _memory_folder() as memory:
                 sealed, space = store / INDEX_FILE, os.statvfs(memory)
                 needed_bytes = _SPARE_BYTES + (2 * sealed.stat().st_size if sealed.exists() else 0)
                 if space.f_bavail * space.f_frsize < needed_bytes:
                     raise OSError(errno.ENOSPC, f"it has not {needed_bytes} bytes left")
-                return self._create(memory / f"{_name_start(found)}{secrets.token_hex(8)}")
+                return self._create(memory / f"{_name_start(store)}{secrets.token_hex(8)}")
         except OSError as error:
             log.warning("the index of %s is in its directory, and waits where the disk hangs: %s", store, error)
             return self._create(store / LIVE_FOLDER)
@@ -109,8 +105,8 @@ class LiveFolder:
 def live_folder(store: Path) -> Path | None:
     """Where a writer, which is alive, has the index of the store; None without one that is visible here."""
     try:
-        found, folder = store.stat(), store / (store / LIVE_LINK).readlink()
-        ours = folder.parent == _memory_path() and folder.name.startswith(_name_start(found))
+        folder = store / (store / LIVE_LINK).readlink()
+        ours = folder.parent == _memory_path() and folder.name.startswith(_name_start(store))
         return folder if (ours or folder == store / LIVE_FOLDER) and not _is_left(folder) else None
     except OSError:
         return None
@@ -201,5 +197,6 @@ def _is_left(folder: Path) -> bool:
         return True
 
 
-def _name_start(store: os.stat_result) -> str:
-    return f"{store.st_dev:x}-{store.st_ino:x}-"
+def _name_start(store: Path) -> str:
+    found = store.stat()
+    return f"{found.st_dev:x}-{found.st_ino:x}-"

@@ -139,7 +139,8 @@ class LmdbPageReader(PageReads):
                 entries, file_bytes = pages.index.num_pages(), pages.file_bytes()
         except _OPENING_ERRORS as error:
             log.warning("cannot read the store %s: %s", self._files.path, error)
-        return self._stats(entries=entries, file_bytes=file_bytes, read_only=True)
+        now = {"entries": entries, "file_bytes": file_bytes, "budget_bytes": self._files.record.budget_bytes}
+        return dataclasses.replace(self._counters.now, read_only=True, **now)
 
     def close(self) -> None:
         self._reader.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import threading
@@ -124,8 +125,9 @@ class LmdbPageStore(PageReads):
             return sum(writer.delete(keys[start : start + _DELETES_PER_COMMIT]) for start in starts)
 
     def stats(self) -> StoreStats:
-        writer = self._writer
-        return self._stats(**writer.sizes._asdict(), file_bytes=writer.file_bytes, read_only=writer.read_only)
+        writer, budget_bytes = self._writer, self._files.record.budget_bytes
+        now = {**writer.sizes._asdict(), "file_bytes": writer.file_bytes, "read_only": writer.read_only}
+        return dataclasses.replace(self._counters.now, budget_bytes=budget_bytes, **now)
 
     def check(self) -> None:
         try:
@@ -138,7 +140,9 @@ class LmdbPageStore(PageReads):
 
     def compact(self) -> int:
         with self.writing() as writer:
-            return writer.compact()
+            before_bytes = writer.file_bytes
+            writer.evict_to(self._files.record.budget_bytes)
+            return max(0, before_bytes - writer.file_bytes)
 
     def sync(self) -> None:
         with self.writing() as writer:

@@ -148,12 +148,6 @@ class GroupWriter:
         self.apply_access_log()
         self._run(work)
 
-    def compact(self) -> int:
-        """Return free space to the file system; returns by how many bytes the files shrank."""
-        before_bytes = self.file_bytes
-        self._run(self._files.slots.trim)
-        return max(0, before_bytes - self.file_bytes)
-
     def rebuild(self) -> None:
         """Build the index anew from the slots."""
         self._run(self._files.rebuild)

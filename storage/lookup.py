@@ -6,7 +6,6 @@ again, once, and only a page that is still at the same place is damaged.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -16,7 +15,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from hicache.storage.base import PageBuffer, StoreError, StoreStats
+from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
 from hicache.storage.counters import Counters, Counts
@@ -130,10 +129,6 @@ class PageReads:
     def verify_value(self, key: bytes, value: bytes) -> str:
         """Why this is not the value of a page of this store; "" if it is. Decrypts nothing."""
         return self._codecs.verify_stored(key, value)
-
-    def _stats(self, *, read_only: bool, **sizes: int) -> StoreStats:
-        sizes |= {"budget_bytes": self._files.record.budget_bytes, **dataclasses.asdict(self._counters.now)}
-        return StoreStats(read_only=read_only, **sizes)
 
     def _note_used(self, keys: Iterable[bytes]) -> None:
         """The order of use is the writer's."""

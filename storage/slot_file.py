@@ -47,7 +47,6 @@ MIN_DIRECT_BYTES = 256 << 10  # of a payload: for shorter ones a direct read gai
 _START = struct.Struct(f"<4sHHQ{HEADER_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
 _WRITE_BACK_BYTES = 1 << 20
-_PROBE_BYTES = 64 << 20
 _QUIET_S = 0.25  # without a write, until reads are direct again
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of linux/falloc.h
 _START_WRITE_BACK = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h
@@ -193,16 +192,6 @@ class SlotFile:
         end = num_slots * self.slot_bytes
         if os.fstat(self._file.fileno()).st_size > end:
             os.ftruncate(self._file.fileno(), end)
-
-    def probe(self, num_slots: int) -> None:
-        """Find out whether the disk takes another slot after the first `num_slots`, or 64 MiB of a longer one. The file
-        stays as it was."""
-        self._num_writes += 1
-        try:
-            self._write(bytes(min(self.slot_bytes, _PROBE_BYTES)), num_slots * self.slot_bytes)
-            self.sync()
-        finally:
-            self.truncate(num_slots)
 
     def sync(self) -> None:
         """Return when everything written before is on disk; any thread."""

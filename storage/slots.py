@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.storage.header import HEADER_BYTES
-from hicache.storage.slot_file import SlotFile
+from hicache.storage.slot_file import BLOCK_BYTES, SlotFile
+
+_PROBE_BYTES = 64 << 20
 
 
 class Sizes(NamedTuple):
@@ -125,6 +127,11 @@ class Slots:
             slots.file.truncate(slots.num_slots)
 
     def probe(self) -> None:
-        """OSError when the disk takes no further slot of the largest size."""
-        largest = self._files[max(self._files)]
-        largest.file.probe(largest.num_slots)
+        """OSError when the disk takes no further slot of the largest size, or 64 MiB of a longer one."""
+        slots = self._files[max(self._files)]
+        payload = bytes(min(slots.file.slot_bytes - BLOCK_BYTES, _PROBE_BYTES))
+        try:
+            slots.file.write(slots.num_slots, bytes(BLOCK_BYTES), payload, is_hole=True)
+            slots.file.sync()
+        finally:
+            slots.file.truncate(slots.num_slots)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,12 +16,11 @@ from pathlib import Path
 from hicache.storage.base import StoreCorrupt, StoreError
 from hicache.storage.directory import (
     INDEX_FILE,
-    LOCK_FILE,
     STORE_FILE,
     WriterLock,
-    is_store_file,
     replacing,
     slots_file,
+    slots_files,
     sync_directory,
 )
 from hicache.storage.index import Index, io_errors
@@ -173,7 +171,7 @@ def read_record(path: Path) -> StoreRecord:
     try:
         raw = (path / STORE_FILE).read_bytes()
     except FileNotFoundError:
-        if _left_files(path):
+        if _is_left(path):
             raise StoreCorrupt(f"the store {path} has lost its {STORE_FILE}; remove the directory") from None
         raise StoreError(f"there is no store at {path}; check the path") from None
     except OSError as error:
@@ -183,7 +181,7 @@ def read_record(path: Path) -> StoreRecord:
 
 def _record(path: Path, record: StoreRecord) -> None:
     """Require that the store in the directory has this identity, or make one of it; record the settings."""
-    if (path / STORE_FILE).exists() or _left_files(path):
+    if (path / STORE_FILE).exists() or _is_left(path):
         stored = read_record(path)
         stored.require(path, record)
         if stored == record:
@@ -192,10 +190,6 @@ def _record(path: Path, record: StoreRecord) -> None:
         file.write(record.pack())
 
 
-def _left_files(path: Path) -> list[str]:
-    """Names of files that only a store makes."""
-    try:
-        names = os.listdir(path)
-    except OSError:
-        return []
-    return [name for name in names if is_store_file(name) and not name.startswith((LOCK_FILE, STORE_FILE))]
+def _is_left(path: Path) -> bool:
+    """Whether there are files that only a store makes."""
+    return (path / INDEX_FILE).exists() or bool(slots_files(path))
