@@ -107,13 +107,10 @@ class LmdbPageStore(PageReads):
             pages = dict(reversed(items))
             present = self._present(pages)
             absent = {key: page for key, page in pages.items() if key not in present}
-            if absent:
-                stored = self._put_absent(absent, [key for key in pages if key in present], lag, deadline_s)
-            else:
-                stored = []
-                self._note_used(pages)
-            if self._access_log.corrupt:
+            self._note_used([key for key in pages if key in present])
+            if absent or self._access_log.corrupt:  # before groups are stored, so that it cannot push out one of them
                 writer.apply_access_log()
+            stored = self._put_absent(absent, lag, deadline_s)
             # A call larger than the budget evicts its own last keys.
             kept = self._present([*present, *stored])
             return [key in kept for key, _ in items]
@@ -158,17 +155,13 @@ class LmdbPageStore(PageReads):
                 self._compressor.close()
                 self._writer.close()
 
-    def _put_absent(
-        self, pages: Mapping[bytes, PageBuffer], used: Sequence[bytes], lag: float, deadline_s: float
-    ) -> list[bytes]:
+    def _put_absent(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bytes]:
         """Encode and commit in groups, in the order given; returns the keys whose commit succeeded."""
         stored: list[bytes] = []
         with contextlib.closing(self._compressor.values(pages, lag)) as values:
             for group in self._groups(pages):
-                if time.monotonic() >= deadline_s:
-                    break
                 # Encoded while it is written.
-                if not self._writer.put(group, values, None if stored else used):
+                if time.monotonic() >= deadline_s or not self._writer.put(group, values):
                     break
                 stored += [key for key, _ in group]
         return stored

@@ -81,24 +81,18 @@ class GroupWriter:
         """Which slots are in use."""
         return self._files.slots
 
-    def put(
-        self,
-        group: Sequence[tuple[bytes, int]],
-        values: Iterable[HeaderAndPayload],
-        used: Sequence[bytes] | None = None,
-    ) -> bool:
+    def put(self, group: Sequence[tuple[bytes, int]], values: Iterable[HeaderAndPayload]) -> bool:
         """Store absent pages, given as keys and page sizes and by their values, in one commit, evicting as the budget
-        demands; whether that succeeded. The last is the most recently used.
-
-        `used`, present keys of the same call, become the most recently used before that, after what readers noted.
-        None: the access log waits, so that it cannot push out what earlier commits of the same call stored.
-        """
+        demands; whether that succeeded. The last is the most recently used."""
         max_bytes = sum(self._files.record.slot_bytes(size) + 3 * len(key) + _ENTRY_BYTES for key, size in group)
 
         def work() -> int:
-            if used is not None:
-                self._apply_access_log(used)
-            self._evict_for(max_bytes)
+            if self._evict(self._max_slots_bytes() - max_bytes) and not self._has_evicted:
+                self._has_evicted = True
+                reached = (
+                    "the store %s has reached its budget of %d bytes: from now on the least recently used pages go"
+                )
+                log.info(reached, self._files.path, self._budget_bytes)
             return self._store([key for key, _ in group], values)
 
         num_bytes = self._run(work)
@@ -134,18 +128,17 @@ class GroupWriter:
 
     def apply_access_log(self) -> None:
         """Commit what readers noted: uses, and pages to delete."""
-        while not self._access_log.empty and not self.read_only:
-            self._run(self._apply_access_log)
+        self._run(self._apply_access_log)
 
     def sync(self) -> None:
         """Return when every page is on disk."""
 
         def work() -> None:
+            self._apply_access_log()
             if self._syncing is not None:
                 self._syncing.result()
             self._sync_files()
 
-        self.apply_access_log()
         self._run(work)
 
     def rebuild(self) -> None:
@@ -187,27 +180,16 @@ class GroupWriter:
             self._become_read_only(error)
             return None
 
-    def _apply_access_log(self, used_now: Sequence[bytes] = ()) -> None:
+    def _apply_access_log(self) -> None:
         used, corrupt = self._access_log.take_used(), list(self._access_log.corrupt)
-        if used or corrupt or used_now:
+        if used or corrupt:
             with self._files.pages.index.changes() as changes:
                 removed = [(key, changes.delete(key)) for key in corrupt]
-                for key in (*used, *used_now):
+                for key in used:
                     changes.touch(key)
             self._free(removed, punch=True)
             for key in corrupt:
                 del self._access_log.corrupt[key]
-
-    def _evict_for(self, num_bytes: int) -> None:
-        """Evict what the budget demands before so much is added."""
-        if self._evict(self._max_slots_bytes() - num_bytes) and not self._has_evicted:
-            self._has_evicted = True
-            log.info(
-                "the store %s has reached its budget of %d bytes: the least recently used pages are evicted from "
-                "now on",
-                self._files.path,
-                self._budget_bytes,
-            )
 
     def _max_slots_bytes(self) -> int:
         """What the budget leaves to slots."""

@@ -27,7 +27,6 @@ from hicache.storage.store_files import OpenFiles, OpenPages
 log = logging.getLogger("hicache.storage")
 
 _MAX_USED = 1 << 16  # uses that wait for a commit; beyond that the oldest are forgotten, which loses no page
-_USED_AT_ONCE = 1 << 13
 
 
 class AccessLog:
@@ -44,13 +43,9 @@ class AccessLog:
     def add_corrupt(self, keys: Iterable[bytes]) -> None:
         self.corrupt.update(dict.fromkeys(keys))
 
-    @property
-    def empty(self) -> bool:
-        return not self._used and not self.corrupt
-
     def take_used(self) -> list[bytes]:
-        """The next uses to apply; for the one writer."""
-        return [self._used.popleft() for _ in range(min(len(self._used), _USED_AT_ONCE))]
+        """The uses so far; for the one writer."""
+        return [self._used.popleft() for _ in range(len(self._used))]
 
 
 class PageReads:
