@@ -37,13 +37,20 @@ def slots_files(path: Path) -> list[Path]:
     return sorted(path.glob("pages-[1-9]*.dat"))
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames in `path` survive a power failure."""
+@contextlib.contextmanager
+def open_directory(path: Path) -> Iterator[int]:
+    """A descriptor of a directory, to be locked or synced."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in `path` survive a power failure."""
+    with open_directory(path) as descriptor:
+        os.fsync(descriptor)
 
 
 @contextlib.contextmanager
@@ -73,19 +80,26 @@ class WriterLock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER_MODE)
-            self._descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, PRIVATE_FILE_MODE)
-        except (FileExistsError, NotADirectoryError):
-            raise StoreError(f"the disk path {path} is not a directory; choose another path") from None
-        except OSError as error:
-            raise StoreError(f"cannot write to the disk path {path}: {error.strerror}; choose another path") from error
-        try:
-            self._lock()
+        with contextlib.ExitStack() as held:
+            try:
+                path.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER_MODE)
+                self._descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, PRIVATE_FILE_MODE)
+                held.callback(os.close, self._descriptor)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (FileExistsError, NotADirectoryError):
+                raise StoreError(f"the disk path {path} is not a directory; choose another path") from None
+            except BlockingIOError:
+                pid = _holder(self._descriptor)
+                holder = f"process {pid}" if pid else "a process that cannot be named (in another container?)"
+                raise StoreLocked(
+                    f"the store {path} is in use by {holder}; close it there or choose another path"
+                ) from None
+            except OSError as error:
+                raise StoreError(
+                    f"cannot write to the disk path {path}: {error.strerror}; choose another one"
+                ) from error
             _make_private(path)
-        except BaseException:
-            self.close()
-            raise
+            self._held = held.pop_all()
 
     def require_same(self) -> None:
         """OSError when the path no longer leads to the locked directory: a store there belongs to another writer."""
@@ -95,19 +109,7 @@ class WriterLock:
         raise OSError(errno.ESTALE, f"{self._path} was removed or replaced while it was open; open the store again")
 
     def close(self) -> None:
-        os.close(self._descriptor)
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = _holder(self._descriptor)
-            holder = f"process {pid}" if pid else "a process that cannot be named, in another container or elsewhere"
-            raise StoreLocked(
-                f"the store {self._path} is in use by {holder}; close it there or choose another path"
-            ) from None
-        except OSError as error:
-            raise StoreError(f"cannot lock {self._path}: {error.strerror}; choose a local directory") from error
+        self._held.close()
 
 
 def writer_of(path: Path) -> int | None:

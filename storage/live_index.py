@@ -32,6 +32,7 @@ from hicache.storage.directory import (
     LIVE_LINK,
     NEW_SUFFIX,
     PRIVATE_FOLDER_MODE,
+    open_directory,
     open_private,
     replacing,
 )
@@ -98,7 +99,7 @@ class LiveFolder:
 
     def _create(self, folder: Path) -> Path:
         folder.mkdir(mode=PRIVATE_FOLDER_MODE)
-        fcntl.flock(self._held.enter_context(_directory(folder)), fcntl.LOCK_EX)
+        fcntl.flock(self._held.enter_context(open_directory(folder)), fcntl.LOCK_EX)
         return folder
 
 
@@ -155,16 +156,6 @@ def _seal_of(file: BinaryIO, num_bytes: int) -> bytes:
     return bytes(checksum.digest())
 
 
-@contextlib.contextmanager
-def _directory(path: Path) -> Iterator[int]:
-    """A descriptor of a directory, to be locked."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _memory_path() -> Path:
     return MEMORY / f"hicache-{os.geteuid()}"
 
@@ -178,7 +169,7 @@ def _memory_folder() -> Iterator[Path]:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise PermissionError(errno.EPERM, f"{folder} is not a private folder of this user")
-    with _directory(folder) as lock:
+    with open_directory(folder) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for left in folder.iterdir():
             with contextlib.suppress(OSError):
@@ -189,7 +180,7 @@ def _memory_folder() -> Iterator[Path]:
 
 def _is_left(folder: Path) -> bool:
     """Whether nobody writes to an index there."""
-    with _directory(folder) as lock:
+    with open_directory(folder) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

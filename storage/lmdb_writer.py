@@ -89,9 +89,7 @@ class GroupWriter:
         def work() -> int:
             if self._evict(self._max_slots_bytes() - max_bytes) and not self._has_evicted:
                 self._has_evicted = True
-                reached = (
-                    "the store %s has reached its budget of %d bytes: from now on the least recently used pages go"
-                )
+                reached = "the store %s has reached its budget of %d bytes: the least recently used pages are evicted"
                 log.info(reached, self._files.path, self._budget_bytes)
             return self._store([key for key, _ in group], values)
 

@@ -70,7 +70,8 @@ class StoreRecord:
 
     def require(self, path: Path, wanted: StoreRecord) -> None:
         """Raises `StoreMismatch`, naming both sides of each difference, unless `wanted` names the pages stored here."""
-        theirs, ours = self._flat(), wanted._flat()
+        # One level of names; no field of the identity can hide the store's own.
+        theirs, ours = ({**one.identity, "store.page_bytes": list(one.page_sizes)} for one in (self, wanted))
         names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
         if not names:
             return
@@ -103,10 +104,6 @@ class StoreRecord:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise damaged from error
         return record
-
-    def _flat(self) -> dict[str, Any]:
-        """One level of names; no field of the identity can hide the store's own."""
-        return {**self.identity, "store.page_bytes": list(self.page_sizes)}
 
     def _is_sound(self) -> bool:
         """Whether each field has its type and range: the checksum detects damage, not what another program wrote."""
