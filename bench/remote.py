@@ -3,7 +3,6 @@
     <store>.put, <store>.get   random pages; the ceiling is what the store's own client does in a batch
     mooncake.*.parts           the library's calls with two buffers a page, as the store makes them, nothing verified
     mooncake.*.own             the same with the memory in this process: the library copies memory, without a socket
-    mooncake.*.zstd            synthetic KV at level 1 beside the same pages raw: whether compression pays
     <store>.engines            prompts that an engine in another process computed, beside the store's get
 
 Variants run in turns in one process; what came back is compared after the rounds. Servers are started and stopped here.
@@ -21,11 +20,10 @@ from typing import Any
 import numpy as np
 
 from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, interleave, percentile
-from hicache.bench.disk import synthetic_kv
 from hicache.bench.mooncake_server import MooncakeServer, missing, running
 from hicache.bench.remote_engines import NUM_PROMPTS, PROMPT_PAGES, measure_engines
 from hicache.bench.remote_redis import measure_redis, measure_s3
-from hicache.storage import PageBuffer, PageFilter, PageFormat, PageStore, open_store
+from hicache.storage import PageBuffer, PageFormat, PageStore, open_store
 from hicache.storage.header import HEADER_BYTES
 from hicache.storage.mooncake_client import load_mooncake
 
@@ -115,7 +113,6 @@ def _mooncake(report: Report, num_pages: int, page_bytes: int, samples: int) -> 
     random = Batch.of(_random_pages(num_pages, page_bytes))
     with running(pool_bytes) as server:
         _beside_library(report, "", server, server, 0, random, samples)
-        _zstd(report, server.url, num_pages, page_bytes, samples)
     with running((NUM_PROMPTS + 2) * PROMPT_PAGES << 20) as server:
         measure_engines(report, "mooncake", server.url, samples)
     # Two pools, for the master spreads values over all memory that it has.
@@ -197,31 +194,6 @@ def _beside_library(
         calls["put"]()
         batch.compare(calls["get"])
         library.close()
-
-
-def _zstd(report: Report, url: str, num_pages: int, page_bytes: int, samples: int) -> None:
-    rng = np.random.default_rng(1)
-    some = [synthetic_kv(rng, page_bytes) for _ in range(4)]
-    batch = Batch.of([some[n % 4] for n in range(num_pages)])
-    formats = [PageFormat(page_bytes, PageFilter("byte_shuffle", 2))]
-    stores = {
-        level: open_store(f"{url}?level={level}", identity={"model": "bench", "level": level}, formats=formats)
-        for level in (0, 1)
-    }
-    for store in stores.values():
-        for memory in (batch.source, batch.target):
-            store.register_memory(memory)
-    variants = {f"{verb}{level}": call for level, st in stores.items() for verb, call in batch.calls(st).items()}
-    seconds = interleave(variants, samples=max(3, samples // 5))
-    for verb in ("put", "get"):
-        rates, raw = (gb_per_s(batch.source.nbytes, seconds[f"{verb}{level}"]) for level in (1, 0))
-        note = "pages a second, of synthetic KV; the ceiling is level 0"
-        report.add(Case.of(f"mooncake.{verb}.zstd", rates, "GB/s", ceiling=percentile(raw, 50), note=note))
-    for store in stores.values():
-        calls = batch.calls(store)
-        calls["put"]()
-        batch.compare(calls["get"])
-        store.close()
 
 
 # Each measures one store, and raises BenchUnavailable where its server or its package is missing.

@@ -1,8 +1,9 @@
 """Pages in a Mooncake store: values under `hicache-NAMESPACE-KEY` in memory that machines lend to a master's pool.
 
-A raw page in registered memory is sent and received in place: its value is one object of two buffers, header and page.
-Other pages, and compressed and encrypted ones, go through registered memory of the store's own. Others may remove or
-evict values at any time, and the machine that holds one may die: a value is worth what its verification says.
+A page in registered memory is sent and received in place: its value is one object of two buffers, header and page.
+Other pages, and encrypted ones, go through registered memory of the store's own. No page is compressed, which took
+longer than sending it. Others may remove or evict values at any time, and the machine that holds one may die: a value
+is worth what its verification says.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -73,11 +74,11 @@ class MooncakePageStore(RemotePageStore):
         if not at.host or at.path not in ("", "/") or at.user or at.password:
             raise StoreError("a URL of Mooncake names its master: mooncake://host:50051?replicas=2")
         client: dict[str, Any] = {"segment_bytes": 0, "protocol": "tcp", "device": "", "metadata": "P2PHANDSHAKE"}
-        given = at.options(**client, level=0, buffer_bytes=64 << 20, replicas=1, timeout_s=10.0)
+        given = at.options(**client, buffer_bytes=64 << 20, replicas=1, timeout_s=10.0)
         if not given["replicas"]:
             raise StoreError("replicas=0 in a URL of mooncake: give at least 1")
-        super().__init__(str(at), level=given["level"], cipher=cipher, **about)
-        self._is_raw, self._is_plain = not given["level"], cipher is None
+        super().__init__(str(at), level=0, cipher=cipher, **about)
+        self._is_plain = cipher is None
         self._config = load_mooncake().ReplicateConfig()
         self._config.replica_num = given["replicas"]
         client = {name: given[name] for name in (*client, "timeout_s")}
@@ -106,49 +107,18 @@ class MooncakePageStore(RemotePageStore):
         return [code == 1 for code in codes]
 
     def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
-        if self._is_raw:
-            lengths = [self._codecs[len(buffer)].max_value_bytes for buffer in buffers]
-        else:
-            lengths = self._lengths(keys, deadline_s)
-        codes = self._read(keys, buffers, lengths, deadline_s)
+        values = list(map(self._value, keys, buffers))
+        codes = self._in_batches(values, deadline_s, self._receive)
         # Of another length, or not to be read: the library does not tell them apart.
-        unclear = [n for n, code in enumerate(codes) if self._is_raw and code in (INVALID_PARAMS, TRANSFER_FAILED)]
-        if unclear:
-            for n, length in zip(unclear, self._lengths([keys[n] for n in unclear], deadline_s), strict=True):
-                if length >= 0 and length != lengths[n]:
-                    codes[n : n + 1] = self._read([keys[n]], [buffers[n]], [length], deadline_s)
+        unclear = [n for n, code in enumerate(codes) if code in (INVALID_PARAMS, TRANSFER_FAILED)]
+        lengths = self._ask(_lengths, [keys[n] for n in unclear], deadline_s) if unclear else []
+        for n, length in zip(unclear, lengths, strict=True):
+            if length >= 0 and length != values[n].length:
+                codes[n] = 0
+                if all(length != codec.max_value_bytes for codec in self._codecs.values()):
+                    self._refuse(keys[n], f"value of {length} bytes")
         self._count(codes, is_read=True)
         return [code > 0 for code in codes]
-
-    def _lengths(self, keys: Sequence[bytes], deadline_s: float) -> Codes:
-        """How long the values are, or the codes of why that is not known."""
-
-        def ask(library: Any, names: list[str]) -> Codes:
-            lengths: Codes = []
-            for name in names:  # once the master fails, no more: each call takes seconds
-                has_failed = bool(lengths) and self._client.has_failed(lengths[-1])
-                lengths.append(lengths[-1] if has_failed else library.get_size(name))
-            return lengths
-
-        return self._ask(ask, keys, deadline_s)
-
-    def _read(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], lengths: Sequence[int], deadline_s: float
-    ) -> Codes:
-        """For each value of a known length: that length if its page is there and verified, 0 if it does not verify, or
-        the code of the failure. A length below 0 is such a code."""
-        values = []
-        for key, page, length in zip(keys, pages, lengths, strict=True):
-            if HEADER_BYTES <= length <= self._codecs.max_value_bytes:
-                in_place = length == HEADER_BYTES + len(page) and self._is_in_place(page)
-                values.append(_Value(key, page, length, in_place))
-            elif length >= 0:
-                self._refuse(key, f"value of {length} bytes")
-        codes = iter(self._in_batches(values, deadline_s, self._receive))
-        return [
-            next(codes) if HEADER_BYTES <= length <= self._codecs.max_value_bytes else min(length, 0)
-            for length in lengths
-        ]
 
     def _receive(self, batch: _Batch) -> Codes:
         def is_verified(value: _Value, room: memoryview) -> bool:
@@ -163,33 +133,33 @@ class MooncakePageStore(RemotePageStore):
 
     def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
         def send(batch: _Batch) -> Codes:
-            encoded = [(self._encode_into(room, value, lag), room) for value, room in batch]
+            for value, room in batch:
+                self._encode_into(room, value)
             codes = self._transfer(
-                lambda library, *where: library.batch_put_from_multi_buffers(*where, self._config), encoded
+                lambda library, *where: library.batch_put_from_multi_buffers(*where, self._config), batch
             )
-            for (value, _), code in zip(encoded, codes, strict=True):
+            for (value, _), code in zip(batch, codes, strict=True):
                 if not code:
                     self._written(len(value.page), value.length)
             return codes
 
         present = dict(zip(pages, self._ask(_exist, list(pages), deadline_s), strict=True))
-        values = [
-            _Value(key, page, self._codecs[len(page)].max_value_bytes, self._is_raw and self._is_in_place(page))
-            for key, page in pages.items()
-            if not present[key]
-        ]
+        values = [self._value(key, page) for key, page in pages.items() if not present[key]]
         codes = self._in_batches(values, deadline_s, send)
         self._count([*codes, *(code for code in present.values() if code < 0)], is_read=False)
         stored = {value.key for value, code in zip(values, codes, strict=True) if code in (0, PRESENT)}
         return [present[key] == 1 or key in stored for key in pages]
 
-    def _encode_into(self, room: PageBuffer, value: _Value, lag: float) -> _Value:
-        """Write what of the value is not in place; the value with the length that it has."""
-        encoded = self._codecs[len(value.page)].encode_split(value.key, value.page, room.data[HEADER_BYTES:], lag=lag)
+    def _value(self, key: bytes, page: PageBuffer) -> _Value:
+        in_place = self._is_plain and self._client.is_registered(page)
+        return _Value(key, page, self._codecs[len(page)].max_value_bytes, in_place)
+
+    def _encode_into(self, room: PageBuffer, value: _Value) -> None:
+        """Write what of the value is not in place."""
+        encoded = self._codecs[len(value.page)].encode_split(value.key, value.page, room.data[HEADER_BYTES:])
         room[:HEADER_BYTES] = np.frombuffer(encoded.header, np.uint8)
         if not value.in_place and self._is_plain:  # an encrypted payload is there already
-            room[HEADER_BYTES : len(encoded)] = np.frombuffer(encoded.payload, np.uint8)
-        return replace(value, length=len(encoded))
+            room[HEADER_BYTES:] = value.page
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         # By force: whoever reads a value now, under a lease, verifies what arrives.
@@ -237,10 +207,6 @@ class MooncakePageStore(RemotePageStore):
             reads, writes = (len(failed), 0) if is_read else (0, len(failed))
             self._failed(f"{len(failed)} of {len(codes)} keys failed with code {failed[0]}", reads=reads, writes=writes)
 
-    def _is_in_place(self, page: PageBuffer) -> bool:
-        """Whether a raw page is sent from where it lies and received there."""
-        return self._is_plain and self._client.is_registered(page)
-
     def _register_chunks(self, buffer_bytes: int) -> queue.LifoQueue[PageBuffer]:
         max_value_bytes = self._codecs.max_value_bytes
         num_chunks = min(_MAX_CHUNKS, max(1, buffer_bytes // max_value_bytes))
@@ -257,6 +223,16 @@ class MooncakePageStore(RemotePageStore):
 
 def _exist(library: Any, names: list[str]) -> Codes:
     return list(library.batch_is_exist(names))
+
+
+def _lengths(library: Any, names: list[str]) -> Codes:
+    """How long the values are, or the codes of why that is not known. Once the master fails no more are asked for: each
+    call takes seconds."""
+    lengths: Codes = []
+    for name in names:
+        has_failed = bool(lengths) and MooncakeClient.has_failed(lengths[-1])
+        lengths.append(lengths[-1] if has_failed else library.get_size(name))
+    return lengths
 
 
 def _batches(values: Sequence[_Value], chunk: PageBuffer) -> Iterator[_Batch]:

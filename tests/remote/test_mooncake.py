@@ -71,7 +71,7 @@ class TestConformance(StoreConformance):
         with running(64 << 20) as server:
             yield server
 
-    @pytest.fixture(params=["level=0", "level=1"])
+    @pytest.fixture(params=["", "buffer=40960"])
     def make_store(self, server: MooncakeServer, request: pytest.FixtureRequest) -> MakeStore:
         def make(identity: Mapping[str, str | int], formats: Sequence[PageFormat]) -> PageStore:
             own = {**identity, "test": request.node.name}
@@ -91,27 +91,16 @@ def test_another_process_reads_what_one_put(server: MooncakeServer) -> None:
     assert done.stdout.split() == [str(NUM_PAGES), hashlib.sha256(memory).hexdigest()]
 
 
-@pytest.mark.parametrize("options", ["?level=1&buffer=3MiB", "?buffer=1MiB"])
+@pytest.mark.parametrize("options", ["?buffer=3MiB", "?buffer=1MiB"])
 def test_pages_that_cannot_be_sent_in_place(server: MooncakeServer, options: str) -> None:
-    """Compressed and encrypted pages go through a little memory of the store; without the key nothing is found."""
-    memory, got = contents() >> 6, np.zeros(NUM_PAGES * PAGE_BYTES, np.uint8)
+    """Encrypted pages go through a little memory of the store; without the key nothing is found."""
+    memory, got = contents(), np.zeros(NUM_PAGES * PAGE_BYTES, np.uint8)
     with closing(opened(server, options, cipher=PageCipher(bytes(32)))) as store:
         store.register_memory(got)
         assert all(put_all(store, memory)) and all(store.get_into(KEYS, pages_of(got)))
         assert np.array_equal(got, memory)
     with closing(opened(server, options)) as store:
         assert not any(store.contains(KEYS)) and store.stats().corrupt == 0
-
-
-@pytest.mark.parametrize(("written", "read"), [(0, 1), (1, 0)])
-def test_levels_may_differ(server: MooncakeServer, written: int, read: int) -> None:
-    """Whoever stores compressed pages and whoever does not read each other's."""
-    memory, got = contents() >> 6, np.zeros(NUM_PAGES * PAGE_BYTES, np.uint8)
-    with closing(opened(server, f"?level={written}")) as store:
-        assert all(put_all(store, memory))
-    with closing(opened(server, f"?level={read}")) as store:
-        assert all(store.get_into(KEYS, pages_of(got)))
-        assert np.array_equal(got, memory) and store.stats().read_errors == 0
 
 
 def test_a_full_pool_takes_some_pages() -> None:
