@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
+
 from hicache.storage.base import PageBuffer
 from hicache.storage.codec import PageCodecs
 from hicache.storage.header import HeaderAndPayload
-from hicache.storage.memory import aligned_buffer
 
 _NUM_THREADS = 2  # zstd compresses 0.8 GB/s a thread, about what one writer commits
 _MIN_THREADED_BYTES = 64 << 10  # handing a smaller page to another thread takes longer than encoding it
@@ -62,6 +63,8 @@ class PageCompressor:
 
     def _encode(self, key: bytes, page: PageBuffer, lag: float) -> HeaderAndPayload:
         codec = self._codecs[len(page)]
-        is_encrypted = codec.max_payload_bytes > len(page)  # else the value lies in the page, or in memory of zstd's
-        buffer = aligned_buffer(codec.max_payload_bytes) if is_encrypted else memoryview(b"")
+        # What is not encrypted lies in the page, or in memory of zstd's. Unlike a new map, memory that was freed and is
+        # allocated again is not page-faulted, which costs more than encrypting.
+        is_encrypted = codec.max_payload_bytes > len(page)
+        buffer = np.empty(codec.max_payload_bytes if is_encrypted else 0, dtype=np.uint8).data
         return codec.encode_split(key, page, buffer, lag=lag)
