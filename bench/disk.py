@@ -179,7 +179,7 @@ def _compression(report: Report, page_bytes: int, kinds: Mapping[str, Sequence[P
     for kind in (name for name in shapes if name in kinds):
         by_channel = PageFilter("channel_byte_shuffle", 2, *shapes[kind])
         for page_filter in (PageFilter(), PageFilter("byte_shuffle", 2), by_channel):
-            codec = PageCodec(page_bytes=page_bytes, namespace=bytes(16), level=1, filter=page_filter)
+            codec = PageCodec(PageFormat(page_bytes, page_filter), bytes(16), 1)
             values = (codec.encode_split(b"key", page, memoryview(b"")) for page in kinds[kind])
             ratios = [page_bytes / len(value) for value in values]
             report.add(Case.of(f"pack.{kind.removeprefix('read.')}.{page_filter.kind}", ratios, "x"))
@@ -224,7 +224,7 @@ def _raw_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[Callabl
 @contextmanager
 def _decompressing(page: PageBuffer) -> Iterator[None]:
     """As many threads as cores decompress `page`, over and over."""
-    codec = PageCodec(page_bytes=len(page), namespace=bytes(16), level=1, filter=PageFilter("byte_shuffle", 2))
+    codec = PageCodec(PageFormat(len(page), PageFilter("byte_shuffle", 2)), bytes(16), 1)
     value, done = codec.encode_split(b"key", page, memoryview(b"")), threading.Event()
 
     def decompress() -> None:

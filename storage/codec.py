@@ -67,22 +67,15 @@ def _zstd_compressor(page_bytes: int, level: int, filter: PageFilter) -> Any:
 
 
 class PageCodec:
-    """Encodes and verifies pages of one size in one namespace; any thread.
+    """Encodes and verifies pages of one format in one namespace; any thread.
 
-    `level` 0 stores raw, 1 to 22 are zstd levels. `filter` applies to encoding only: values name their own. A page that
-    does not shrink by 1/16 is stored raw. With `cipher` every value is encrypted, and an unencrypted one is refused;
-    without, an encrypted one is refused.
+    `level` 0 stores raw, 1 to 22 are zstd levels. The filter applies to encoding only: values name their own. A page
+    that does not shrink by 1/16 is stored raw. With `cipher` every value is encrypted, and an unencrypted one is
+    refused; without, an encrypted one is refused.
     """
 
-    def __init__(
-        self,
-        *,
-        page_bytes: int,
-        namespace: bytes,
-        level: int,
-        filter: PageFilter = _NO_FILTER,
-        cipher: PageCipher | None = None,
-    ) -> None:
+    def __init__(self, format: PageFormat, namespace: bytes, level: int, cipher: PageCipher | None = None) -> None:
+        page_bytes, filter = format.page_bytes, format.filter
         if not 0 <= level <= 22:
             raise StoreError(f"level={level}: 0 stores raw, 1 to 22 are zstd levels")
         if not 1 <= page_bytes <= MAX_PAGE_BYTES:
@@ -212,10 +205,7 @@ class PageCodecs(dict[int, PageCodec]):
     """The codecs of one store, by page size in bytes; any thread, never changed."""
 
     def __init__(self, formats: Sequence[PageFormat], namespace: bytes, level: int, cipher: PageCipher | None) -> None:
-        for format in formats:
-            self[format.page_bytes] = PageCodec(
-                page_bytes=format.page_bytes, namespace=namespace, level=level, filter=format.filter, cipher=cipher
-            )
+        super().__init__({format.page_bytes: PageCodec(format, namespace, level, cipher) for format in formats})
         self._largest = self[max(self)]
 
     @property

@@ -15,13 +15,14 @@ import numpy as np
 with atheris.instrument_imports(include=["hicache.storage"]):
     from hicache.storage.cipher import PageCipher
     from hicache.storage.codec import PageCodec
+    from hicache.storage.filters import PageFormat
     from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, finalise_header
 
 PAGE_BYTES, GUARD_BYTES = 256, 32
 NAMESPACE = b"n" * 16
-PLAIN = PageCodec(page_bytes=PAGE_BYTES, namespace=NAMESPACE, level=1)
+PLAIN = PageCodec(PageFormat(PAGE_BYTES), NAMESPACE, 1)
 # Nobody who made a corpus has this key.
-SECRET = PageCodec(page_bytes=PAGE_BYTES, namespace=NAMESPACE, level=1, cipher=PageCipher(bytes(range(7, 39))))
+SECRET = PageCodec(PageFormat(PAGE_BYTES), NAMESPACE, 1, PageCipher(bytes(range(7, 39))))
 
 
 def decode(codec: PageCodec, value: bytes) -> tuple[str, bytes]:

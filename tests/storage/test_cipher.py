@@ -12,7 +12,7 @@ import xxhash
 
 from hicache.storage.base import StoreError
 from hicache.storage.cipher import ENCRYPTION_BYTES, SCRATCH_SLACK_BYTES, PageCipher
-from hicache.storage.filters import PageFilter
+from hicache.storage.filters import PageFilter, PageFormat
 from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, associated_data
 from storage_pages import WholeCodec, is_compressed, page_of, value_of
 
@@ -23,7 +23,7 @@ BYTE_SHUFFLE = PageFilter("byte_shuffle", 2)
 
 def codec_of(key: bytes | None = KEY, level: int = 1, filter: PageFilter = BYTE_SHUFFLE) -> WholeCodec:
     cipher = None if key is None else PageCipher(key)
-    return WholeCodec(page_bytes=PAGE, namespace=b"n" * 16, level=level, filter=filter, cipher=cipher)
+    return WholeCodec(PageFormat(PAGE, filter), b"n" * 16, level, cipher)
 
 
 def with_right_checksum(key: bytes, value: bytes) -> bytes:

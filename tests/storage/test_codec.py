@@ -11,7 +11,7 @@ import pytest
 
 from hicache.storage.base import StoreError
 from hicache.storage.cipher import PageCipher
-from hicache.storage.filters import PageFilter
+from hicache.storage.filters import PageFilter, PageFormat
 from hicache.storage.header import HEADER_BYTES
 from storage_pages import WholeCodec, is_compressed, page_of
 
@@ -29,7 +29,7 @@ def codec_of(
     namespace: bytes = NAMESPACE,
     cipher: PageCipher | None = None,
 ) -> WholeCodec:
-    return WholeCodec(page_bytes=page_bytes, namespace=namespace, level=level, filter=filter, cipher=cipher)
+    return WholeCodec(PageFormat(page_bytes, filter), namespace, level, cipher)
 
 
 def channels_page(seed: int, segments: int, tokens: int, channels: int) -> npt.NDArray[np.uint8]:

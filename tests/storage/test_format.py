@@ -12,7 +12,7 @@ import xxhash
 
 from hicache.storage.base import PageBuffer
 from hicache.storage.cipher import PageCipher
-from hicache.storage.filters import PageFilter
+from hicache.storage.filters import PageFilter, PageFormat
 from hicache.storage.header import FIELD_BYTES, HEADER_BYTES, page_bytes_of
 from hicache.storage.memory import aligned_buffer
 from hicache.storage.slot_file import SlotBlock
@@ -57,9 +57,7 @@ def codec_for(name: str, level: int = 1) -> WholeCodec:
     """The codec that wrote, or would now write, the frozen value of that name."""
     cipher = PageCipher(KEY) if name == "encrypted" else None
     filter = FILTERS.get(name, PageFilter())
-    return WholeCodec(
-        page_bytes=96, namespace=NAMESPACE, level=0 if name == "raw" else level, filter=filter, cipher=cipher
-    )
+    return WholeCodec(PageFormat(96, filter), NAMESPACE, 0 if name == "raw" else level, cipher)
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -88,7 +86,7 @@ def test_writers_write_this_version(name: str) -> None:
 
 
 def encoded(kind: str, filter: PageFilter, page_bytes: int = 4096) -> tuple[WholeCodec, bytes, PageBuffer]:
-    codec = WholeCodec(page_bytes=page_bytes, namespace=NAMESPACE, level=1, filter=filter)
+    codec = WholeCodec(PageFormat(page_bytes, filter), NAMESPACE, 1)
     page = page_of(3, page_bytes, kind)
     return codec, codec.encode(b"key", page), page
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.storage.cipher import PageCipher
-from hicache.storage.filters import PageFilter
+from hicache.storage.filters import PageFilter, PageFormat
 from hicache.storage.header import HEADER_BYTES
 from storage_pages import WholeCodec, is_compressed, page_of, value_of
 
@@ -23,7 +23,7 @@ PAGE = 256
 NAMESPACE = b"n" * 16
 FIELDS = struct.Struct("<4sHBBIIBBHII16s")
 CODECS = {
-    name: WholeCodec(page_bytes=PAGE, namespace=NAMESPACE, level=level, filter=filter, cipher=cipher)
+    name: WholeCodec(PageFormat(PAGE, filter), NAMESPACE, level, cipher)
     for name, level, filter, cipher in (
         ("raw", 0, PageFilter(), None),
         ("zstd", 1, PageFilter(), None),
@@ -67,7 +67,7 @@ def test_every_flip_and_every_length_is_refused(name: str) -> None:
 def test_a_value_serves_its_key_and_namespace_only(name: str) -> None:
     """A value verifies under its own key and namespace, and as a memoryview too; elsewhere the reason is named."""
     value, back = CODECS[name].encode(b"key", page_of(0, PAGE)), np.empty(PAGE, dtype=np.uint8)
-    other = WholeCodec(page_bytes=PAGE, namespace=b"m" * 16, level=1)
+    other = WholeCodec(PageFormat(PAGE), b"m" * 16, 1)
     assert CODECS[name].decode_into(b"key", memoryview(value), back) == ""
     assert CODECS[name].decode_into(b"kez", value, back) == "checksum differs"
     assert CODECS[name].decode_into(b"ke", value, back) == "checksum differs"
