@@ -128,7 +128,7 @@ def verify(
 ) -> VerifyReport:
     """Verify every page, the index and the slots. `progress` is called with pages done and pages in all.
 
-    With `repair` and a fault the index is built anew from the slots, and pages that do not verify then are deleted.
+    With `repair` an index that is wrong is built anew from the slots, and pages that do not verify then are deleted.
     """
     sizes: list[int] = []
     with store.writing() as writer:
@@ -188,13 +188,14 @@ def evict(store: LmdbPageStore, to_bytes: int) -> int:
 
 
 def _repaired(store: LmdbPageStore, writer: GroupWriter, faults: Sequence[Fault]) -> list[Fault]:
-    """Build the index anew, and delete what does not verify then; the faults, with what was done."""
-    bad = [fault.key for fault in faults if fault.key is not None]
-    writer.rebuild()
-    with store.reading() as pages:
-        entries = zip(bad, pages.index.locate(bad), strict=True)
-        good = {key for key, entry in entries if entry and isinstance(store.verified_value(pages, key, entry), bytes)}
-    writer.delete([key for key in bad if key not in good])
+    """Build an index that is wrong anew, and delete what does not verify then; the faults, with what was done."""
+    left = faults
+    if any(fault.key is None for fault in faults):
+        writer.rebuild()
+        with store.reading() as pages:
+            left = list(violations(store, pages, writer.slots))
+    writer.delete([fault.key for fault in left if fault.key is not None])
     if writer.read_only:
         return [replace(fault, action="kept") for fault in faults]
-    return [replace(fault, action="index rebuilt" if fault.key in {None, *good} else "dropped") for fault in faults]
+    lost = {fault.key for fault in faults if fault.key is not None and store.contains([fault.key]) == [False]}
+    return [replace(fault, action="dropped" if fault.key in lost else "index rebuilt") for fault in faults]

@@ -179,6 +179,7 @@ def test_a_wrong_index_costs_misses(tmp_path: Path) -> None:
         txn.put(key_of(0), records[0][:8] + records[1][8:], db=tables["pages"])
         txn.put(key_of(1), records[1][:8] + records[0][8:], db=tables["pages"])
         txn.put(key_of(2), records[2][:16] + long + records[2][20:], db=tables["pages"])
+        txn.put((77).to_bytes(8, "big"), key_of(9), db=tables["recency"])
 
     def contradict(txn: Any, tables: dict[str, Any]) -> None:
         records = {n: bytes(txn.get(key_of(n), db=tables["pages"])) for n in range(4)}
