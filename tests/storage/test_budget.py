@@ -96,13 +96,13 @@ def test_a_million_small_pages(tmp_path: Path) -> None:
     def page(number: int) -> PageBuffer:
         return np.full(page_bytes // 4, number, dtype=np.uint32).view(np.uint8)
 
-    store = open_store(tmp_path, page_bytes=page_bytes, budget_bytes=4 << 30, level=0)
+    store = open_store(tmp_path, page_bytes=page_bytes, budget_bytes=10 << 30, level=0)
     for first in range(0, number_of_pages, 20_000):
         items = [(key(n), page(n)) for n in range(first, first + 20_000)]
         assert store.put(items) == [True] * len(items)
     store.close()
     assert describe(tmp_path).entries == number_of_pages
-    store = open_store(tmp_path, page_bytes=page_bytes, budget_bytes=4 << 30, level=0)
+    store = open_store(tmp_path, page_bytes=page_bytes, budget_bytes=10 << 30, level=0)
     numbers = [int(n) for n in np.random.default_rng(1).integers(0, 2 * number_of_pages, 20_000)]
     held = [n < number_of_pages for n in numbers]
     assert store.contains([key(n) for n in numbers]) == held
