@@ -38,12 +38,20 @@ NUM_PROMPTS = 12  # half of them through the engine, twice what its host tier ho
 
 
 def measure_engines(report: Report, name: str, url: str, samples: int) -> None:
-    """Prompts in turns through the engine and through the store."""
+    """Prompts in turns through the engine and through the store: by one reader, and by as many as the default says,
+    which on few cores take them from one another, from the client and from the server."""
     num_pages, seeds = PROMPT_PAGES, list(range(NUM_PROMPTS))
     command = [sys.executable, "-m", "hicache.bench.remote_engines", json.dumps([url, num_pages, seeds])]
     subprocess.run(command, check=True, capture_output=True)
+    for case, readers in ((f"{name}.engines", 1), (f"{name}.engines.readers", None)):
+        _measure(report, case, _config(url, num_pages, readers), seeds, samples)
+
+
+def _measure(report: Report, case: str, config: EngineConfig, seeds: Sequence[int], samples: int) -> None:
+    num_pages, remote = PROMPT_PAGES, config.remote
+    assert remote is not None
     prompts = {seed: _prompt(seed, num_pages) for seed in seeds}
-    with build_engine(_config(url, num_pages), GEOMETRY) as engine, closing(_Direct(engine, url, num_pages)) as direct:
+    with build_engine(config, GEOMETRY) as engine, closing(_Direct(engine, remote.url, num_pages)) as direct:
         turns, brought = itertools.cycle(seeds), list[int]()
         variants = {
             "engine": lambda: brought.append(_bring(engine, next(turns), prompts, num_pages)),
@@ -56,8 +64,11 @@ def measure_engines(report: Report, name: str, url: str, samples: int) -> None:
         engine.check()
         num_bytes = num_pages * engine.inspect.context.full.host.page_bytes
         rates, ceiling = ([num_bytes / s / 1e9 for s in seconds[variant]] for variant in ("engine", "store"))
-        note = f"prefetch of {num_pages} pages that another process computed; the ceiling is the store's get"
-        report.add(Case.of(f"{name}.engines", rates, "GB/s", ceiling=percentile(ceiling, 50), target=TARGET, note=note))
+        note = (
+            f"{remote.reader_threads} reader(s), {num_pages} pages of another process; the ceiling is the store's get"
+        )
+        target = TARGET if remote.reader_threads == 1 else None
+        report.add(Case.of(case, rates, "GB/s", ceiling=percentile(ceiling, 50), target=target, note=note))
 
 
 class _Direct:
@@ -103,8 +114,9 @@ def _compare(engine: CacheEngine, seed: int, prompt: np.ndarray) -> None:
         raise AssertionError("a page of the other process came back changed")
 
 
-def _config(url: str, num_pages: int) -> EngineConfig:
+def _config(url: str, num_pages: int, readers: int | None = None) -> EngineConfig:
     page_bytes = 2 * 2 * GEOMETRY.layer_num * GEOMETRY.head_num * GEOMETRY.head_dim * _PAGE_TOKENS
+    remote = RemoteConfig(url=url, io_timeout_s=30.0)
     return EngineConfig(
         device_tokens=(num_pages + 2) * _PAGE_TOKENS,
         host_bytes=(3 * num_pages + 2) * page_bytes,
@@ -113,7 +125,7 @@ def _config(url: str, num_pages: int) -> EngineConfig:
         model_id="bench",
         eviction_policy="lru",
         prefetch_mode="wait_complete",
-        remote=RemoteConfig(url=url, io_timeout_s=30.0),
+        remote=dataclasses.replace(remote, reader_threads=readers or remote.reader_threads),
     )
 
 
