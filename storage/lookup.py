@@ -122,7 +122,7 @@ class PageReads:
         return self.verify_value(key, value) or value
 
     def verify_value(self, key: bytes, value: bytes) -> str:
-        """Why this is not the value of a page of this store; "" if it is. Decrypts nothing."""
+        """Why this is not the value of a page of this store; "" if it is. Decrypts where the store has its key."""
         return self._codecs.verify_stored(key, value)
 
     def _note_used(self, keys: Iterable[bytes]) -> None:
