@@ -8,12 +8,15 @@ is worth what its verification says.
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -34,6 +37,9 @@ from hicache.storage.remote import RemotePageStore
 from hicache.storage.store_url import StoreUrl
 
 _MAX_CHUNKS = 4  # of the store's own memory: so many calls transfer at the same time
+# Of one call, for checksums and copies: a core reads 7 GB/s of pages that other cores wrote, about what the library
+# transfers. More threads than these wait for the interpreter lock.
+_MAX_THREADS = 4
 _SLOW_FAILURE_S = 1.0
 _BATCH_BYTES = 64 << 20  # of pages in one call of the library, between two looks at the deadline
 
@@ -60,6 +66,7 @@ class _Value:
         return [HEADER_BYTES, len(self.page)] if self.in_place else [self.length]
 
 
+T = TypeVar("T")
 _Batch: TypeAlias = "list[tuple[_Value, PageBuffer]]"  # values, each with its room in a chunk
 
 
@@ -84,6 +91,8 @@ class MooncakePageStore(RemotePageStore):
         client = {name: given[name] for name in (*client, "timeout_s")}
         self._client = MooncakeClient(at.host, at.port or 50051, **client)
         self._chunks = self._register_chunks(given["buffer_bytes"])
+        self._num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(self._num_threads, "hicache-mooncake-page")
 
     def register_memory(self, memory: PageBuffer) -> None:
         """Pages in it are not copied, if Mooncake can use it: RDMA needs a sufficient limit of locked memory."""
@@ -121,20 +130,18 @@ class MooncakePageStore(RemotePageStore):
         return [code > 0 for code in codes]
 
     def _receive(self, batch: _Batch) -> Codes:
-        def is_verified(value: _Value, room: memoryview) -> bool:
-            payload = value.page.data if value.in_place else room[HEADER_BYTES:]
-            return self._decode(value.key, bytes(room[:HEADER_BYTES]), payload, value.page)
-
         codes = self._transfer(lambda library, *where: library.batch_get_into_multi_buffers(*where), batch)
-        return [
-            code if code < 0 or is_verified(value, room.data) else 0
-            for (value, room), code in zip(batch, codes, strict=True)
-        ]
+        arrived = [part for part, code in zip(batch, codes, strict=True) if code >= 0]
+        verified = iter(self._in_threads(self._is_verified, arrived))
+        return [code if code < 0 or next(verified) else 0 for code in codes]
+
+    def _is_verified(self, value: _Value, room: PageBuffer) -> bool:
+        payload = value.page.data if value.in_place else room[HEADER_BYTES:].data
+        return self._decode(value.key, room[:HEADER_BYTES].tobytes(), payload, value.page)
 
     def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
         def send(batch: _Batch) -> Codes:
-            for value, room in batch:
-                self._encode_into(room, value)
+            self._in_threads(self._encode_into, batch)
             codes = self._transfer(
                 lambda library, *where: library.batch_put_from_multi_buffers(*where, self._config), batch
             )
@@ -154,7 +161,7 @@ class MooncakePageStore(RemotePageStore):
         in_place = self._is_plain and self._client.is_registered(page)
         return _Value(key, page, self._codecs[len(page)].max_value_bytes, in_place)
 
-    def _encode_into(self, room: PageBuffer, value: _Value) -> None:
+    def _encode_into(self, value: _Value, room: PageBuffer) -> None:
         """Write what of the value is not in place."""
         encoded = self._codecs[len(value.page)].encode_split(value.key, value.page, room.data[HEADER_BYTES:])
         room[:HEADER_BYTES] = np.frombuffer(encoded.header, np.uint8)
@@ -169,6 +176,15 @@ class MooncakePageStore(RemotePageStore):
 
     def _disconnect(self) -> None:
         self._client.close()
+        self._threads.shutdown()
+
+    def _in_threads(self, work: Callable[[_Value, PageBuffer], T], batch: _Batch) -> list[T]:
+        """What `work` returns for each part of a batch; each thread has a run of them."""
+        length = -(-len(batch) // self._num_threads)
+        runs = [batch[at : at + length] for at in range(0, len(batch), max(1, length))]
+        return list(
+            itertools.chain.from_iterable(self._threads.map(lambda run: list(itertools.starmap(work, run)), runs))
+        )
 
     def _in_batches(self, values: Sequence[_Value], deadline_s: float, move: Callable[[_Batch], Codes]) -> Codes:
         """The codes of `move` for batches that fit a chunk, until there is no time, or all of one fails slowly."""
