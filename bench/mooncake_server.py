@@ -34,15 +34,20 @@ def missing() -> str:
 
 
 class MooncakeServer:
-    """`master` and `owner` are running processes. The owner lends `segment_bytes`; without any it is not started."""
+    """`master` and `owner` are running processes. The owner lends `segment_bytes`; without any it is not started.
+    After another `start_owner`, `owner` is that one, and both lend."""
 
     def __init__(self, segment_bytes: int, *, client_ttl_s: int = 2, lease_ms: int = 1000) -> None:
         self._segment_bytes, self._client_ttl_s, self._lease_ms = segment_bytes, client_ttl_s, lease_ms
         self.port, self._metrics_port = _free_port(), _free_port()
         self.start_master()
-        self.owner: subprocess.Popen[str] | None = None
+        self._owners: list[subprocess.Popen[str]] = []
         if segment_bytes:
             self.start_owner()
+
+    @property
+    def owner(self) -> subprocess.Popen[str] | None:
+        return self._owners[-1] if self._owners else None
 
     @property
     def url(self) -> str:
@@ -65,22 +70,23 @@ class MooncakeServer:
             time.sleep(0.02)
 
     def start_owner(self) -> None:
-        self.owner = subprocess.Popen(
+        owner = subprocess.Popen(
             [sys.executable, "-c", _OWNER, f"127.0.0.1:{self.port}", str(self._segment_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        assert self.owner.stdout is not None
-        answer = self.owner.stdout.readline().strip()
+        self._owners.append(owner)
+        assert owner.stdout is not None
+        answer = owner.stdout.readline().strip()
         assert answer == "ready", f"the owner of the segment does not start: {answer}"
 
     def stop(self) -> None:
-        """End both, whatever state they are in."""
-        for process in (self.owner, self.master):
-            if process is not None:
-                kill(process)
+        """End all, whatever state they are in."""
+        for owner in self._owners:
+            kill(owner)
+        kill(self.master)
 
 
 def kill(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:

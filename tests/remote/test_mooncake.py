@@ -165,6 +165,17 @@ def test_a_dead_owner_is_a_miss(server: MooncakeServer) -> None:
         assert all(store.get_into(KEYS, pages_of(got))) and np.array_equal(got, memory)
 
 
+def test_a_second_replica_is_read_once_the_master_misses_the_first(server: MooncakeServer) -> None:
+    dead, source = server.owner, contents()
+    server.start_owner()
+    with closing(opened(server, "?replicas=2")) as store:
+        assert all(put_all(store, source)) and dead is not None
+        kill(dead)
+        copies = np.zeros_like(source)
+        eventually(lambda: all(store.get_into(KEYS, pages_of(copies))))
+        assert np.array_equal(copies, source)
+
+
 def test_a_dead_master_comes_back(server: MooncakeServer) -> None:
     """Without a master nothing is found, stored or raised, and all of it is counted; with a new one the store works."""
     memory = contents()
