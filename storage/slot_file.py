@@ -169,7 +169,6 @@ class SlotFile:
         view, start = memoryview(payload), slot * self.slot_bytes
         if BLOCK_BYTES + len(view) > self.slot_bytes:
             raise ValueError(f"{len(view)} bytes do not fit a slot of {self.slot_bytes}")
-        self._num_writes += 1
         if not is_hole:
             self._write(bytes(BLOCK_BYTES), start)
         for at in range(0, len(view), _WRITE_BACK_BYTES):
@@ -214,6 +213,7 @@ class SlotFile:
         view, done = memoryview(data), 0
         while done < len(view):
             done += os.pwrite(self._file.fileno(), view[done:], start + done)
+        self._num_writes += 1  # after it: a sync that began meanwhile may have missed it
         where = ctypes.c_int64(start), ctypes.c_int64(len(view))
         # Only a hint: `sync` reports errors.
         self._system.sync_file_range(ctypes.c_int(self._file.fileno()), *where, ctypes.c_uint(_START_WRITE_BACK))

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,6 +120,27 @@ def test_without_direct_reads(file: File, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(slot_file, "_open_direct", lambda path, flags: os.open(path, os.O_WRONLY))
     with file.slots_of("cold") as slots, pytest.raises(OSError):
         slots.read(0, MIN_DIRECT_BYTES, first, buffer)
+
+
+def test_a_sync_beside_a_write_leaves_the_rest_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a sync in another thread may have missed of a page, the next one brings to the disk."""
+    write, sync, calls = os.pwrite, os.fdatasync, list[str]()
+    with contextlib.closing(SlotFile(tmp_path / "data", 2 * ALIGNMENT, writable=True)) as slots:
+
+        def write_beside_a_sync(*arguments: Any) -> int:
+            slots.sync()
+            calls.append("write")
+            return write(*arguments)
+
+        def counted_sync(descriptor: int) -> None:
+            calls.append("sync")
+            sync(descriptor)
+
+        monkeypatch.setattr(os, "pwrite", write_beside_a_sync)
+        monkeypatch.setattr(os, "fdatasync", counted_sync)
+        slots.write(0, bytes(ALIGNMENT), bytes(ALIGNMENT), is_hole=True)
+        slots.sync()
+    assert calls.count("write") == 2 and calls[-1] == "sync"
 
 
 @pytest.mark.parametrize("kind", ["random", "normal"])
