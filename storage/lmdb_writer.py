@@ -107,7 +107,9 @@ class GroupWriter:
             self._apply_access_log()
             with self._files.pages.index.changes() as changes:
                 removed = [(key, changes.delete(key)) for key in keys]
-            return self._free(removed, punch=True)
+            num_removed = self._free(removed)
+            self._files.slots.punch()  # a page that was evicted before has its block still
+            return num_removed
 
         return self._run(work) or 0
 
@@ -185,7 +187,9 @@ class GroupWriter:
                 removed = [(key, changes.delete(key)) for key in corrupt]
                 for key in used:
                     changes.touch(key)
-            self._free(removed, punch=True)
+            self._free(removed)
+            if corrupt:
+                self._files.slots.punch()
             for key in corrupt:
                 del self._access_log.corrupt[key]
 
@@ -204,15 +208,13 @@ class GroupWriter:
                 removed.append(oldest)
                 left_bytes -= slots.space_of(oldest[1].page_bytes, oldest[1].payload_bytes)
         self._counters.add(Counts(evicted=len(removed)))
-        return self._free(removed, punch=False)
+        return self._free(removed)
 
-    def _free(self, removed: Sequence[tuple[bytes, Entry | None]], *, punch: bool) -> int:
+    def _free(self, removed: Sequence[tuple[bytes, Entry | None]]) -> int:
         """Free the slots of pages that the index lacks now, and tell of them; returns how many there were."""
         gone = [(key, entry) for key, entry in removed if entry is not None]
         for _, entry in gone:
             self._files.slots.release(entry.page_bytes, entry.slot, entry.payload_bytes)
-        if punch and gone:
-            self._files.slots.punch()
         if self._on_removed is not None and gone:
             self._on_removed([key for key, _ in gone])
         return len(gone)
@@ -224,8 +226,9 @@ class GroupWriter:
         try:
             for key, value in zip(keys, values, strict=False):  # there may be values for the next commit
                 page_bytes, payload_bytes = page_bytes_of(value.header), len(value.payload)
-                taken = slots.take(page_bytes, payload_bytes, max_bytes)
+                taken = slots.take(page_bytes, payload_bytes)
                 written.append(Entry(index.next_tick + len(written), taken.slot, payload_bytes, page_bytes))
+                slots.punch(max_bytes)
                 block = SlotBlock(key, written[-1].tick, value.header).pack()
                 files[page_bytes].write(taken.slot, block, value.payload, is_hole=taken.is_hole)
             self._sync_group()
@@ -235,6 +238,7 @@ class GroupWriter:
         except BaseException:
             for entry in written:
                 slots.release(entry.page_bytes, entry.slot, entry.payload_bytes)
+            index.next_tick += len(written)  # their blocks may be there, with these sequences
             raise
         return sum(entry.value_bytes for entry in written)
 

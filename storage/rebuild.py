@@ -50,8 +50,8 @@ def rebuild(index: Index, files: Mapping[int, SlotFile], namespace: bytes, progr
     with index.changes() as changes:
         changes.clear()
         for one in pages:
+            changes.next_tick = max(changes.next_tick, one.sequence)  # so that later sequences are higher
             changes.put(one.key, one.slot, one.payload_bytes, one.page_bytes)
-        changes.next_tick = max(changes.next_tick, pages[-1].sequence + 1 if pages else 1)
     for page_bytes, file in files.items():
         used = {one.slot for one in pages if one.page_bytes == page_bytes}
         file.truncate(max(used, default=-1) + 1)

@@ -11,7 +11,7 @@
 Writes go through the kernel's page cache, and after each piece the kernel is told to start writing it back, so that the
 next piece is copied meanwhile and recently written payloads are read from memory. The block is written last, and before
 a slot is used again its old one is erased: a process that is killed leaves no block whose payload is not whole. A slot
-that holds less than its size, or nothing, is a hole after that.
+that holds less than its size, or nothing, is a hole after that. Without holes one that holds nothing begins with zeros.
 
 A read through the page cache page-faults memory for every page and copies the data once more, which takes cores from
 decompression. So the kernel is asked (`cachestat`, Linux 6.5) how much of a payload is cached; if that is little, the
@@ -178,9 +178,10 @@ class SlotFile:
             self.punch(slot, BLOCK_BYTES + round_up(len(view)))
 
     def punch(self, slot: int, start: int = 0) -> None:
-        """Free the disk space of a slot from byte `start` on. Does nothing if the file system has no holes."""
-        if start < self.slot_bytes:
-            self._punch(slot * self.slot_bytes + start, self.slot_bytes - start)
+        """Free the disk space of a slot from byte `start` on. If the file system has no holes, only erase a block."""
+        offset = slot * self.slot_bytes + start
+        if start < self.slot_bytes and not self._punch(offset, self.slot_bytes - start) and not start:
+            self._write(bytes(BLOCK_BYTES), offset)
 
     def num_slots(self) -> int:
         """How many slots the file reaches into."""

@@ -81,23 +81,19 @@ class Slots:
     def space_of(self, page_bytes: int, payload_bytes: int) -> int:
         return self._files[page_bytes].file.space_of(payload_bytes)
 
-    def take(self, page_bytes: int, payload_bytes: int, max_bytes: int) -> FreeSlot:
-        """A slot for a payload, from now on in use. Freed ones become holes as far as `max_bytes` of disk space for all
-        slots demand it."""
+    def take(self, page_bytes: int, payload_bytes: int) -> FreeSlot:
+        """A slot for a payload, from now on in use."""
         slots = self._files[page_bytes]
         self.used_bytes += slots.file.space_of(payload_bytes)
         self.sizes = self.sizes.plus(1, page_bytes, payload_bytes)
         if slots.freed:
             slot, space = slots.freed.popitem()
             self.freed_bytes -= space
-            taken = FreeSlot(slot, is_hole=False)
-        elif slots.free:
-            taken = FreeSlot(heapq.heappop(slots.free), is_hole=True)
-        else:
-            taken = FreeSlot(slots.num_slots, is_hole=True)
-            slots.num_slots += 1
-        self.punch(max_bytes)
-        return taken
+            return FreeSlot(slot, is_hole=False)
+        if slots.free:
+            return FreeSlot(heapq.heappop(slots.free), is_hole=True)
+        slots.num_slots += 1
+        return FreeSlot(slots.num_slots - 1, is_hole=True)
 
     def release(self, page_bytes: int, slot: int, payload_bytes: int) -> None:
         """A page left its slot."""
@@ -112,10 +108,10 @@ class Slots:
         """Make freed slots holes until all slots take at most `max_bytes`."""
         for slots in self._files.values():
             while slots.freed and self.used_bytes + self.freed_bytes > max_bytes:
-                slot, space = slots.freed.popitem()
-                heapq.heappush(slots.free, slot)
-                self.freed_bytes -= space
+                slot = next(reversed(slots.freed))
                 slots.file.punch(slot)
+                self.freed_bytes -= slots.freed.pop(slot)
+                heapq.heappush(slots.free, slot)
 
     def trim(self) -> None:
         """Make all freed slots holes, and cut those off that end a file."""

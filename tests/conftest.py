@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -70,12 +71,25 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB, to be filled up."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
+    with _mounted(tmp_path, "tmpfs", "-o", "size=8m"):
+        yield tmp_path
+
+
+@pytest.fixture(params=["holes", "no holes"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system whose files have holes, and one whose files have none."""
+    with contextlib.nullcontext() if request.param == "holes" else _mounted(tmp_path, "ramfs"):
+        yield tmp_path
+
+
+@contextlib.contextmanager
+def _mounted(path: Path, kind: str, *options: str) -> Iterator[None]:
     try:
+        command = ["mount", "-t", kind, *options, kind, str(path)]
         mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
         mounted = False
     if not mounted:
-        pytest.skip("mounting a small file system needs root")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+        pytest.skip("mounting a file system needs root")
+    yield
+    subprocess.run(["umount", "-l", str(path)], check=True)

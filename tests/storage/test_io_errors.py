@@ -21,6 +21,7 @@ import pytest
 from hicache.storage import LmdbPageReader, LmdbPageStore, StoreCorrupt, StoreError, verify
 from hicache.storage.slot_file import SlotFile
 from storage_pages import (
+    budget_of,
     found_numbers,
     key_of,
     open_store,
@@ -198,6 +199,26 @@ def test_one_bad_sector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert [fault.action for fault in verify(store, repair=True).faults] == ["dropped"]
     monkeypatch.undo()
     assert found_numbers(store, range(8)) == set(range(8)) - {3}
+    store.check()
+    store.close()
+
+
+def test_a_hole_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit that cannot free disk space fails, and the store counts its slots as before."""
+
+    def fail(self: SlotFile, slot: int, start: int = 0) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    page_bytes = 64 << 10
+    store = open_store(tmp_path, page_bytes=page_bytes, budget_bytes=budget_of(8, page_bytes))
+    for number in range(100):  # short payloads, of which many go after a long one
+        assert put_numbers(store, [number], page_bytes, "flat") == [True]
+    assert put_numbers(store, [100], page_bytes) == [True]
+    monkeypatch.setattr(SlotFile, "punch", fail)
+    assert put_numbers(store, [200], page_bytes) == [False] and store.stats().read_only
+    monkeypatch.undo()
+    store.check()
+    assert store.reopen() and put_numbers(store, [200], page_bytes) == [True]
     store.check()
     store.close()
 

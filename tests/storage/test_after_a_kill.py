@@ -1,0 +1,198 @@
+"""What a store holds after its process was killed before any change of its slots: of each key the page that was put
+last, and nothing that was deleted. A kill is a copy of the files."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hicache.storage import LmdbPageStore, PageBuffer
+from hicache.storage.slot_file import SlotFile
+from storage_pages import budget_of, key_of, open_store, page_of
+
+PAGE_BYTES, NUM_KEYS = 64 << 10, 100
+KEYS = [key_of(key) for key in range(NUM_KEYS)]
+SETTINGS = {"page_bytes": PAGE_BYTES, "budget_bytes": budget_of(8, PAGE_BYTES)}
+
+Versions = dict[int, int]  # by key: which of the pages that were put under it
+
+
+@functools.cache
+def page(key: int, version: int) -> PageBuffer:
+    """Most compress well: those that are evicted for one that does not leave more slots than it takes."""
+    return page_of(1000 * key + version, PAGE_BYTES, "flat" if (key + version) % 4 else "random")
+
+
+def held(store: LmdbPageStore) -> Versions:
+    """What the store has; every byte is compared."""
+    buffers = [np.empty(PAGE_BYTES, dtype=np.uint8) for _ in range(NUM_KEYS)]
+    return {
+        key: next(version for version in range(1, 250) if np.array_equal(buffer, page(key, version)))
+        for key, (buffer, hit) in enumerate(zip(buffers, store.get_into(KEYS, buffers), strict=True))
+        if hit
+    }
+
+
+def kill(folder: Path, copy: Path) -> None:
+    """Have in `copy` what is there after the process of a store was killed now."""
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("live*"))
+
+
+class History:
+    """A store in one folder after another below `root`, and the pages that may be under each key after a kill."""
+
+    def __init__(self, root: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.random, self.num_kills = root, random.Random(seed), 0
+        self.newest = dict.fromkeys(range(NUM_KEYS), 0)
+        self.deleted = dict.fromkeys(range(NUM_KEYS), 0)  # the newest when it was deleted
+        self.kill_at = -1  # changes of slots from now
+        for name in ("_write", "_punch"):
+            monkeypatch.setattr(SlotFile, name, self.before(getattr(SlotFile, name)))
+
+    def before(self, change: Callable[..., bool | None]) -> Callable[..., bool | None]:
+        def perhaps_copy(file: SlotFile, *arguments: object) -> bool | None:
+            if self.kill_at == 0:
+                self.copy()
+            self.kill_at -= 1
+            return change(file, *arguments)
+
+        return perhaps_copy
+
+    @property
+    def folder(self) -> Path:
+        return self.root / str(self.num_kills)
+
+    def copy(self) -> None:
+        kill(self.folder, self.root / "copy")
+
+    def run(self, num_steps: int) -> None:
+        store, now = open_store(self.folder, **SETTINGS), Versions()
+        for _ in range(num_steps):
+            before, dies = now, self.random.random() < 0.2
+            self.kill_at = self.random.randrange(24) if dies else -1
+            deleted, now = self.step(store, before)
+            if not dies or self.kill_at >= 0:  # the step was done when it was killed
+                self.deleted.update((key, self.newest[key]) for key in deleted)
+            if self.kill_at >= 0:
+                self.copy()
+            self.kill_at = -1
+            if dies:
+                store.close()
+                store = self.reopened()
+                self.compare(before, now, after := held(store))
+                now = after
+        store.close()
+
+    def step(self, store: LmdbPageStore, before: Versions) -> tuple[list[int], Versions]:
+        """Put pages or delete some; the keys that were deleted, and what the store has now. No page counts as used."""
+        keys = self.random.sample(range(NUM_KEYS), self.random.choice([1, 1, 2, 9]))
+        deletes = self.random.random() < 0.3
+        if deletes:
+            store.delete([KEYS[key] for key in keys])
+        else:
+            self.newest.update((key, self.newest[key] + 1) for key in keys)
+            items = [(KEYS[key], page(key, self.newest[key])) for key in keys]
+            assert store.put(items) == [True] * len(keys)
+            before = {key: self.newest[key] for key in keys} | before
+        present = store.contains(KEYS)
+        return keys if deletes else [], {key: version for key, version in before.items() if present[key]}
+
+    def reopened(self) -> LmdbPageStore:
+        """The copy, opened, and perhaps closed and opened again."""
+        shutil.rmtree(self.folder)
+        self.num_kills += 1
+        (self.root / "copy").rename(self.folder)
+        store = open_store(self.folder, **SETTINGS)
+        store.check()
+        assert store.rebuilt_pages is not None
+        if self.random.random() < 0.5:
+            store.close()
+            store = open_store(self.folder, **SETTINGS)
+            assert store.rebuilt_pages is None
+        return store
+
+    def compare(self, before: Versions, now: Versions, after: Versions) -> None:
+        """`before` the step in which it was killed, `now` had it not been killed, and `after` that."""
+        for key in range(NUM_KEYS):
+            if key in before and before[key] == now.get(key):
+                assert after.get(key) == before[key]
+            elif key in after:
+                assert self.deleted[key] < after[key] <= self.newest[key]
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 30))])
+def test_after_a_kill(disk: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was put, evicted, deleted and put again with other bytes, over several kills, some in the middle of a
+    step: what was held is there, and what was deleted is not. What was evicted may be back."""
+    History(disk, seed, monkeypatch).run(150)
+
+
+def evict(store: LmdbPageStore, count: int) -> list[bytes]:
+    """Put pages of which the last but one takes the room of many; the keys of those that were evicted, some of which
+    leave slots that are not used again."""
+    numbers = range(1000, 1000 + count)
+    before = [*KEYS, *map(key_of, numbers)]
+    for n in numbers:
+        assert store.put([(key_of(n), page_of(n, PAGE_BYTES, "random" if n == numbers[-2] else "flat"))]) == [True]
+    return [key for key, present in zip(before, store.contains(before), strict=True) if not present]
+
+
+def test_what_was_deleted_after_it_was_evicted_does_not_come_back(tmp_path: Path) -> None:
+    """An evicted page may be back after a kill, but not once it was deleted, which found none."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    with contextlib.closing(open_store(first, **SETTINGS)) as store:
+        evicted = evict(store, 82)
+        kill(first, second)
+        assert store.delete(evicted) == 0
+        kill(first, third)
+    for folder, may_be_back in ((second, True), (third, False)):
+        with contextlib.closing(open_store(folder, **SETTINGS)) as store:
+            assert any(store.contains(evicted)) == may_be_back
+
+
+def test_the_page_that_was_put_last_wins(tmp_path: Path) -> None:
+    """Also over one that was put after more uses than an index has counted that was built anew, and closed, since."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    with contextlib.closing(open_store(first, **SETTINGS)) as store:
+        store.put([(KEYS[0], page(0, 1))])
+        store.touch([KEYS[0]] * 5000)
+        assert all(store.put([(key, page_of(n, PAGE_BYTES, "flat")) for n, key in enumerate(KEYS[:70])]))
+        kill(first, second)
+    open_store(second, **SETTINGS).close()
+    with contextlib.closing(open_store(second, **SETTINGS)) as store:
+        again = sorted(set(KEYS[:70]) & set(evict(store, 30)))
+        new = page_of(1, PAGE_BYTES, "flat")
+        new[0] = 200
+        assert store.put([(key, new) for key in again]) == [True] * len(again)
+        kill(second, third)
+    with contextlib.closing(open_store(third, **SETTINGS)) as store:
+        buffers = [np.empty(PAGE_BYTES, dtype=np.uint8) for _ in again]
+        assert store.get_into(again, buffers) == [True] * len(again)
+        assert all(np.array_equal(buffer, new) for buffer in buffers)
+
+
+def test_a_page_whose_commit_failed_yields(tmp_path: Path) -> None:
+    """A page that was written before its commit met a limit is not put; what is put under its key afterwards wins."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    settings = {**SETTINGS, "budget_bytes": 64 << 20}  # three pages are one commit
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.closing(open_store(first, **settings)) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * (4096 + PAGE_BYTES), hard))
+        try:
+            assert store.put([(KEYS[key], page_of(key, PAGE_BYTES)) for key in (0, 1, 2)]) == [False] * 3
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert store.reopen() and store.put([(KEYS[1], page_of(7, PAGE_BYTES))]) == [True]
+        kill(first, second)
+    with contextlib.closing(open_store(second, **settings)) as store:
+        buffer = np.empty(PAGE_BYTES, dtype=np.uint8)
+        assert store.get_into([KEYS[1]], [buffer]) == [True] and np.array_equal(buffer, page_of(7, PAGE_BYTES))
+        assert store.stats().entries > 1  # such pages may be there
