@@ -254,10 +254,10 @@ class HiCacheL2Adapter(L2AdapterInterface):
                     self._notify_keys_deleted(gone, [kind.num_bytes] * len(gone))
 
     def get_usage(self) -> AdapterUsage:
-        """Bytes of all objects as they are stored; by salt, of what this process stored, before compression."""
+        """Disk space of the stores, another process's too; by salt, of what this process stored, before compression."""
         stores = self._stores.opened
         return AdapterUsage(
-            total_bytes_used=sum(store.stats().live_bytes for store in stores),
+            total_bytes_used=sum(store.stats().file_bytes for store in stores),
             total_capacity_bytes=self._budget_bytes * max(1, len(stores)),
             bytes_by_cache_salt=super().get_usage().bytes_by_cache_salt,
         )

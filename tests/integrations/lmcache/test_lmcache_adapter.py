@@ -152,7 +152,7 @@ def test_lmcache_is_told_what_is_stored_used_and_deleted(tmp_path: Path) -> None
     adapter.delete([*KEYS[:5], key_of(99)])
     assert look_up(adapter, KEYS) == NUMBERS[5:] and loaded_seeds(adapter, NUMBERS) == NUMBERS[5:]
     usage = adapter.get_usage()
-    assert 0 < usage.total_bytes_used <= 1.01 * 15 * num_bytes and usage.total_capacity_bytes == 256_000_000
+    assert 0 < usage.total_bytes_used <= 1.1 * 15 * num_bytes and usage.total_capacity_bytes == 256_000_000
     assert usage.bytes_by_cache_salt == {"": 15 * num_bytes}
     adapter.close()  # listeners are told after the task is answered
     assert told.stored == [(key, num_bytes) for key in KEYS] and told.deleted == KEYS[:5]
@@ -246,6 +246,7 @@ def test_beside_another_process_an_adapter_reads(tmp_path: Path) -> None:
         adapter.delete(KEYS)
         assert loaded_seeds(adapter, NUMBERS) == NUMBERS
         assert [kept["can_write"] for kept in adapter.report_status()["stores"]] == [False]
+        assert 0 < adapter.get_usage().total_bytes_used <= 1.1 * len(NUMBERS) * memory(0).get_size()
         adapter.close()
         other.stdin.close()
         assert other.wait(60) == 0
