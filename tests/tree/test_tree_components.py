@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,88 +17,35 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hicache.errors import InvariantError
 from hicache.tree import (
     DEVICE,
-    DISK,
     FULL,
     HOST,
     MAMBA,
     SWA,
-    Component,
-    MambaComponent,
-    Match,
     NodeRun,
-    PageHasher,
     PageState,
-    RadixTree,
     Released,
-    SwaComponent,
     Tier,
-    TreeComponent,
-    TreeNode,
 )
-from hicache.tree.key import Tokens, pack_tokens
-from page_life import DROPPED, EDGES, Edge, PageLives
+from page_life import DROPPED, EDGES, Edge
+from tree_case import ComponentDicts, Copies
 
-Prefix = tuple[str, tuple[int, ...]]
 SPACES = st.sampled_from(["", "tenant"])
 KINDS = {"swa": (SWA,), "mamba": (MAMBA,), "both": (SWA, MAMBA)}
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 ASKED = st.lists(st.integers(0, 2), max_size=7)
 
 
-class _Copies:
-    """Copies that began together, of a path of `nodes`: where each prefix goes, and the runs that follow its nodes."""
-
-    def __init__(self, nodes: list[TreeNode]) -> None:
-        self.nodes = tuple(nodes)
-        self.ids: dict[Component, dict[Prefix, int]] = {}
-        self.runs: dict[Component, NodeRun] = {}
-
-    def note(self, component: Component, ids: Iterable[tuple[Prefix, int]]) -> None:
-        self.ids.setdefault(component, {}).update(ids)
-
-
-class ComponentsAgainstDicts(RuleBasedStateMachine):
+class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
     """What the tree holds of each component on each tier, and how far a prefix can be used, is what dictionaries of
     prefixes say; every page goes along the table of states."""
 
     edges: ClassVar[set[Edge]] = set()  # that the pages of all runs took
 
-    def __init__(self) -> None:
-        super().__init__()
-        names = (FULL, SWA, MAMBA)
-        self.held: dict[tuple[Component, Tier], dict[Prefix, int]] = {(n, tier): {} for n in names for tier in Tier}
-        self.locked: list[tuple[TreeNode, Tier]] = []
-        self.prompts: list[tuple[str, list[int]]] = []  # that were committed or prefetched
-        self.backups: list[_Copies] = []  # in flight, oldest first
-        self.loads: list[_Copies] = []
-        self.next_id = 1
-
     @initialize(page=st.sampled_from([1, 4, 16, 64]), window_pages=st.integers(1, 3), kind=st.sampled_from(list(KINDS)))
     def build(self, page: int, window_pages: int, kind: str) -> None:
-        self.page, self.names = page, (FULL, *KINDS[kind])
-        self.window = max(1, window_pages * page - page // 2)
-        self.swa, self.mamba = SWA in self.names, MAMBA in self.names
-        self.windows = SwaComponent(self.window, page)
-        components: list[TreeComponent] = [self.windows] if self.swa else []
-        if self.mamba:
-            components.append(MambaComponent())
-        self.tree = RadixTree(page, PageHasher(b"identity", page), components)
-        self.lives = PageLives(self.tree)
-
-    def tokens(self, pages: list[int]) -> Tokens:
-        """Each number as a page of its own."""
-        return pack_tokens(np.repeat(np.asarray(pages, dtype=np.int64), self.page))
-
-    def prefixes(self, space: str, pages: list[int]) -> list[Prefix]:
-        return [(space, tuple(pages[: end + 1])) for end in range(len(pages))]
-
-    def ids(self, count: int) -> torch.Tensor:
-        made = torch.arange(self.next_id, self.next_id + count)
-        self.next_id += count
-        return made
+        self.make_tree(page, window_pages, *KINDS[kind])
 
     @rule(space=SPACES, pages=PROMPTS, unmapped=st.integers(0, 6), keep=st.booleans())
     def insert(self, space: str, pages: list[int], unmapped: int, keep: bool) -> None:
@@ -147,23 +91,6 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
         if self.mamba and accepted and (keep or not result.node.children):
             self.attach(result.node, MAMBA, HOST)
 
-    def accepted(self, prefixes: list[Prefix], runs: Iterable[NodeRun]) -> int:
-        """Pages in front of the first that is being copied to where they were inserted."""
-        in_flight = {prefix for run in runs for node in run.nodes for prefix in self.pages_of(node, FULL)}
-        return next((at for at, prefix in enumerate(prefixes) if prefix in in_flight), len(prefixes))
-
-    def attach(self, node: TreeNode, component: Component, tier: Tier) -> None:
-        """A component comes to where it is lacking, and nowhere else."""
-        prefixes = list(self.pages_of(node, component))
-        value, held = self.ids(len(prefixes)), self.held[component, tier]
-        coming = tier is HOST and any(
-            prefix in copy.ids.get(component, ()) for copy in self.backups for prefix in prefixes
-        )
-        lacking = not coming and not any(prefix in held for prefix in prefixes)
-        assert self.tree.attach(node, component, tier, value) == lacking
-        if lacking:
-            held.update(zip(prefixes, value.tolist(), strict=True))
-
     @rule(space=SPACES, pages=ASKED, limit=st.integers(0, 7), on_host=st.booleans())
     def match(self, space: str, pages: list[int], limit: int, on_host: bool) -> None:
         match = self.tree.match(self.tokens(pages), space)
@@ -174,32 +101,12 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
                 best = end * self.page
         assert self.tree.usable_len(match, limit * self.page, on_host) == best
 
-    def full_len(self, space: str, pages: list[int]) -> int:
-        """Pages from the front that either tier holds in full."""
-        held = [any(prefix in self.held[FULL, tier] for tier in Tier) for prefix in self.prefixes(space, pages)]
-        return held.index(False) if False in held else len(held)
-
-    def usable(self, space: str, pages: list[int], end: int, on_host: bool) -> bool:
-        def has(component: Component, prefix: Prefix) -> bool:
-            tiers = (DEVICE, HOST) if on_host else (DEVICE,)
-            return any(prefix in self.held[component, tier] for tier in tiers)
-
-        prefixes = self.prefixes(space, pages)[:end]
-        start = max(0, end * self.page - self.window) // self.page
-        windows = not self.swa or all(has(SWA, p) for p in prefixes[start:])
-        return windows and (not self.mamba or has(MAMBA, prefixes[-1]))
-
     @precondition(lambda self: self.prompts)
     @rule(which=st.integers(0, 3), end=st.integers(1, 6))
     def split(self, which: int, end: int) -> None:
         """A request that shares the first pages of a prompt cuts the node that they end in, copies in flight or not."""
         match = self.matched(*self.prompt(which, end))
         self.tree.node_at(match, match.full_len)
-
-    def prompt(self, which: int, end: int = 6) -> tuple[str, list[int]]:
-        """The first pages of one of the prompts that came last."""
-        space, pages = self.prompts[-1 - which % len(self.prompts)]
-        return space, pages[:end]
 
     @precondition(lambda self: self.prompts)
     @rule(which=st.integers(0, 3), end=st.integers(1, 6))
@@ -210,7 +117,7 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
             return
         node = self.tree.node_at(match, match.device_len)
         fresh = list(itertools.takewhile(lambda at: at.state is PageState.DEVICE, node.path()))[::-1]
-        copy = _Copies(fresh or [node])
+        copy = Copies(fresh or [node])
         for component in self.names:
             nodes = [at for at in copy.nodes if at.holds(component, DEVICE) and not at.holds(component, HOST)]
             nodes = [at for at in nodes if at.pending(component) is None]
@@ -260,7 +167,7 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
         windows = [at for at in windows if not at.holds(SWA, DEVICE)]
         if not lacking and not windows:
             return
-        load = _Copies([node])
+        load = Copies([node])
         self.tree.lock(node, HOST)
         for at in lacking:
             slots = self.ids(at.num_tokens)
@@ -294,19 +201,6 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
                 run.detach()
             self.tree.unlock(load.nodes[0], DEVICE)
             self.tree.unlock(load.nodes[0], HOST)
-
-    def matched(self, space: str, pages: list[int]) -> Match:
-        return self.tree.match(self.tokens(pages), space)
-
-    def note(self, node: TreeNode, component: Component, ids: torch.Tensor) -> None:
-        self.held[component, DEVICE].update(zip(self.pages_of(node, component), ids.tolist(), strict=True))
-
-    def pages_of(self, node: TreeNode, component: Component) -> Iterator[Prefix]:
-        """The prefixes that a node's pages end, or that its state belongs to."""
-        tokens = np.concatenate([at.run.tokens for at in reversed(list(node.path())) if at.run is not None])
-        pages = tokens[:: self.page].tolist()
-        first = len(pages) - (1 if component == MAMBA else node.num_tokens // self.page)
-        return iter(self.prefixes(node.namespace, pages)[first:])
 
     @rule(space=SPACES, pages=ASKED, limit=st.integers(0, 6), tier=st.sampled_from(list(Tier)))
     def lock(self, space: str, pages: list[int], limit: int, tier: Tier) -> None:
@@ -352,34 +246,6 @@ class ComponentsAgainstDicts(RuleBasedStateMachine):
         self.drop(node, component, tier)
         assert self.protected() == protected, "eviction took what is locked"
 
-    def drop(self, node: TreeNode, component: Component, tier: Tier) -> None:
-        dropped = self.tree.drop(node, component, tier)
-        num_windows = sum((released.component, released.tier) == (SWA, DEVICE) for released in dropped)
-        assert num_windows == ((component, tier) == (SWA, DEVICE)), "windows leave unreleased with their full slots"
-        for released in dropped:
-            self.forget(released)
-        self.lives.look(DROPPED)
-
-    def protected(self) -> list[int]:
-        return [self.tree.protected(name, tier) for name in self.names for tier in Tier]
-
-    def first_of_pages(self, component: Component, tier: Tier, value: torch.Tensor) -> list[int]:
-        """One element a page, or the state."""
-        ids: list[int] = value[:: self.page if tier is DEVICE and component != MAMBA else 1].tolist()
-        return ids
-
-    def forget(self, released: Released) -> None:
-        component, tier = released.component, released.tier
-        gone = set(self.first_of_pages(component, tier, released.value))
-        assert released.size == (1 if component == MAMBA else len(gone) * self.page)
-        held = self.held[component, tier]
-        kept = {prefix: value for prefix, value in held.items() if value not in gone}
-        assert len(kept) == len(held) - len(gone), "released what was not held"
-        self.held[component, tier] = kept
-        if (component, tier) == (FULL, DEVICE):  # their window slots go with them
-            windows = self.held[SWA, DEVICE]
-            self.held[SWA, DEVICE] = {prefix: value for prefix, value in windows.items() if value not in gone}
-
     @invariant()
     def consistent(self) -> None:
         if not self.held or not getattr(self, "tree", None):
@@ -424,169 +290,3 @@ def test_components_against_dicts_for_long() -> None:
     """The same machine over many more and longer runs."""
     many = settings(max_examples=3000, stateful_step_count=60, derandomize=False)
     run_state_machine_as_test(ComponentsAgainstDicts, settings=many)
-
-
-def tree_of(*components: TreeComponent, page: int = 1) -> RadixTree:
-    return RadixTree(page, PageHasher(b"identity", page), components)
-
-
-def test_a_window_lock_survives_splits() -> None:
-    """A node that splits under a window lock is unlocked whole, however the lock's window lies."""
-    tree = tree_of(SwaComponent(3, 1))
-    node = tree.insert(tree.root, np.arange(10), torch.arange(1, 11), DEVICE, window_from=0).node
-    tree.lock(node, DEVICE)
-    for length in (5, 8, 2):
-        tree.node_at(tree.match(np.arange(10)), length)
-    assert tree.protected(SWA, DEVICE) == 10
-    tree.unlock(node, DEVICE)
-    tree.check()
-    tree.lock(node, DEVICE)
-    assert tree.protected(SWA, DEVICE) == 5  # [5, 8) and [8, 10): the last three tokens lie in both
-    tree.unlock(node, DEVICE)
-    assert tree.protected(SWA, DEVICE) == 0
-
-
-def test_a_state_that_comes_under_a_lock_is_protected() -> None:
-    """A lock at a node without a state protects the state it gets, and is undone without a remainder."""
-    tree = tree_of(MambaComponent())
-    node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5), DEVICE).node
-    tree.lock(node, DEVICE)
-    assert tree.attach(node, MAMBA, DEVICE, torch.tensor([1]))
-    assert tree.victim(MAMBA, DEVICE) is None and tree.protected(MAMBA, DEVICE) == 1
-    tree.unlock(node, DEVICE)
-    assert tree.victim(MAMBA, DEVICE) is node and tree.evictable(MAMBA, DEVICE) == 1
-    tree.check()
-
-
-def test_a_split_leaves_the_state_at_its_end() -> None:
-    """The front half of a node never answers with the state of the whole."""
-    tree = tree_of(MambaComponent())
-    node = tree.insert(tree.root, np.arange(8), torch.arange(1, 9), DEVICE).node
-    tree.attach(node, MAMBA, DEVICE, torch.tensor([5]))
-    upper = tree.node_at(tree.match(np.arange(8)), 3)
-    assert not upper.holds(MAMBA, DEVICE) and node.held(MAMBA, DEVICE).tolist() == [5]
-    match = tree.match(np.arange(7))
-    assert match.full_len == 7 and tree.usable_len(match, 7, on_host=False) == 0
-
-
-def test_a_split_keeps_what_is_known_to_be_on_disk() -> None:
-    """Both halves of stored pages are stored; a stored state stays with the half that it is at the end of."""
-    tree = tree_of(SwaComponent(2, 1), MambaComponent())
-    node = tree.insert(tree.root, np.arange(8), torch.arange(1, 9), HOST).node
-    tree.attach(node, MAMBA, HOST, torch.tensor([1]))
-    for component in (FULL, MAMBA):
-        node.holdings[component][HOST].stored = DISK
-    upper = tree.split_prefix(node, 3)
-    assert [(at.is_stored(FULL), at.is_stored(SWA), at.is_stored(MAMBA)) for at in (upper, node)] == [
-        (True, False, False),
-        (True, False, True),
-    ]
-
-
-def test_nothing_is_attached_where_a_backup_brings_it() -> None:
-    """What a backup in flight brings to the host is not taken from elsewhere, and arrives."""
-    tree = tree_of(MambaComponent())
-    node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5), DEVICE).node
-    tree.attach(node, MAMBA, DEVICE, torch.tensor([7]))
-    tree.insert(tree.root, np.arange(4), torch.arange(11, 15), HOST)
-    run = NodeRun([node], MAMBA, HOST)
-    tree.begin_backup(node, MAMBA, torch.tensor([8]))
-    assert not tree.attach(node, MAMBA, HOST, torch.tensor([9]))
-    assert tree.end_backup(node, MAMBA, confirmed=True) is None
-    run.detach()
-    assert node.held(MAMBA, HOST).tolist() == [8]
-    tree.check()
-
-
-def test_nothing_is_inserted_on_the_host_below_what_the_host_lacks() -> None:
-    """An insertion on the host stops at once below a node that only the device holds, and changes nothing."""
-    tree = tree_of()
-    node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5), DEVICE).node
-    result = tree.insert(node, np.arange(4, 8), torch.arange(11, 15), HOST)
-    assert (result.accepted_len, result.node, result.gained) == (0, node, ()) and tree.num_nodes == 1
-    tree.check()
-
-
-def test_a_victim_with_a_state_at_its_end_is_not_split() -> None:
-    """Where few tokens are needed, the victim gives its last pages alone, but not where a state is at its end."""
-    for components, num_tokens in (((), 2), ((MambaComponent(),), 8)):
-        tree = tree_of(*components, page=2)
-        tree.insert(tree.root, np.arange(8), torch.arange(1, 9), DEVICE)
-        victim = tree.victim(FULL, DEVICE, 1)
-        assert victim is not None and victim.num_tokens == num_tokens
-        tree.check()
-
-
-def test_a_state_is_dropped_alone_where_the_host_has_a_copy() -> None:
-    """A leaf's state leaves the device alone where the host has it; where no tier has it, the leaf leaves too."""
-    for backed_up in (True, False):
-        tree = tree_of(MambaComponent())
-        node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5), DEVICE).node
-        tree.attach(node, MAMBA, DEVICE, torch.tensor([7]))
-        if backed_up:
-            for component, pages in ((FULL, torch.arange(11, 15)), (MAMBA, torch.tensor([9]))):
-                tree.begin_backup(node, component, pages)
-                assert tree.end_backup(node, component, confirmed=True) is None
-        released = {(r.component, r.tier, tuple(r.value.tolist())) for r in tree.drop(node, MAMBA, DEVICE)}
-        match = tree.match(np.arange(4))
-        if backed_up:
-            assert released == {(MAMBA, DEVICE, (7,))}
-            assert tree.usable_len(match, 4, on_host=True) == 4 and tree.usable_len(match, 4, on_host=False) == 0
-        else:
-            assert released == {(MAMBA, DEVICE, (7,)), (FULL, DEVICE, (1, 2, 3, 4))}
-            assert match.full_len == 0 and tree.num_nodes == 0
-        tree.check()
-
-
-def test_tombstone_ancestors_leave_with_their_last_child() -> None:
-    """Inner nodes that lost their states go when the leaf below them goes; one that has a state stays."""
-    tree = tree_of(MambaComponent())
-    node = tree.root
-    for at in range(4):
-        tokens = np.arange(at * 2, at * 2 + 2)
-        node = tree.insert(node, tokens, torch.arange(1, 3) + at * 2, DEVICE).node
-        tree.attach(node, MAMBA, DEVICE, torch.tensor([at + 1]))
-    inner = [at for at in node.path() if at is not node]
-    for at in inner[:2]:
-        tree.drop(at, MAMBA, DEVICE)
-    released = [r.size for r in tree.drop(node, FULL, DEVICE) if r.component == FULL]
-    assert released == [2, 2, 2] and [at.depth_tokens for at in tree.nodes()] == [2]
-    tree.check()
-
-
-def test_a_lock_on_the_other_tier_keeps_nothing() -> None:
-    """A node that only the device holds goes when it is evicted, though someone has locked it on the host."""
-    tree = tree_of(SwaComponent(1, 1))
-    node = tree.insert(tree.root, np.arange(3), torch.arange(1, 4), DEVICE, window_from=0).node
-    tree.lock(node, HOST)
-    tree.drop(node, FULL, DEVICE)
-    assert tree.num_nodes == 0
-    tree.unlock(node, HOST)
-    tree.check()
-
-
-def test_check_finds_planted_faults() -> None:
-    """A window or state without full pages, windows of other slots, and wrong counts are each named."""
-    tree = tree_of(SwaComponent(2, 1), MambaComponent())
-    node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5), DEVICE, window_from=0).node
-    tree.attach(node, MAMBA, DEVICE, torch.tensor([1]))
-    tree.check()
-    faults = [
-        ("holds swa on HOST where it does not hold full", SWA, HOST, torch.arange(4)),
-        ("swa slots are not the node's full slots", SWA, DEVICE, torch.arange(1, 5)),
-        ("2 elements of mamba on DEVICE", MAMBA, DEVICE, torch.tensor([1, 2])),
-    ]
-    for message, component, tier, value in faults:
-        holding = node.holdings[component][tier]
-        kept, holding.value = holding.value, value
-        with pytest.raises(InvariantError, match=message):
-            tree.check()
-        holding.value = kept
-    tree.check()
-    with pytest.raises(InvariantError, match="1 locks of mamba on DEVICE, 0 of full"):
-        node.holdings[MAMBA][DEVICE].locks += 1
-        tree.check()
-    node.holdings[MAMBA][DEVICE].locks -= 1
-    with pytest.raises(InvariantError, match="mamba on DEVICE: the account says 5"):
-        tree.account(MAMBA, DEVICE).evictable = 5
-        tree.check()

@@ -1,0 +1,122 @@
+"""Prefetches by a clock that stands but for what a test lets pass, and a reader that reads what it lets through."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from disk_case import Clock, TroubledStore, wait_until
+from hicache import AdvancedConfig, CacheEngine, EngineConfig, Prefetch, build_engine
+from memory_store import MemoryPageStore
+from toy_model import GEOMETRY, config, serve
+
+PAGE = 8
+SLOW, FAST = 1000.0, 0.001  # seconds of a call that reads two pages
+
+
+class PacedStore(TroubledStore):
+    """A store in memory whose reads, of two pages each where it is the disk, take `read_s` of the clock and wait until
+    they are allowed.
+
+    `held`: reads that wait; `landed`: how often each page was read; `sizes`: the pages of each read.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(MemoryPageStore(1 << 30))
+        self.clock, self.read_s, self.held = clock, 0.0, 0
+        self.landed: Counter[bytes] = Counter()
+        self.sizes: list[int] = []
+        self._allowed = threading.Semaphore(1 << 30)
+
+    def hold(self) -> None:
+        """No read from here on, but those that are allowed."""
+        self._allowed = threading.Semaphore(0)
+
+    def allow(self, num_reads: int = 1 << 20) -> None:
+        self._allowed.release(num_reads)
+
+    def get_into(self, keys, buffers, *, deadline_s=math.inf):  # type: ignore[no-untyped-def]
+        self.sizes.append(len(keys))
+        self.held += 1
+        assert self._allowed.acquire(timeout=10)
+        self.held -= 1
+        self.clock.now_s += self.read_s
+        ok = super().get_into(keys, buffers, deadline_s=deadline_s)
+        self.landed.update(key for key, verified in zip(keys, ok, strict=True) if verified)
+        return ok
+
+
+def tokens_of(seed: int, length: int = 193) -> np.ndarray:
+    """24 whole pages, which are read by three jobs."""
+    return np.random.default_rng(seed).integers(0, 50, length)
+
+
+def settings(**changes: object) -> EngineConfig:
+    """Capacity for several such prompts on every tier, and one reader."""
+    advanced = AdvancedConfig(transfer_chunk_tokens=16, disk_reader_threads=1, disk_io_timeout_s=1e8)
+    values = {"device_tokens": 640, "host_bytes": 200 * PAGE * 192, "advanced": advanced}
+    return config(**{**values, **changes})
+
+
+def engine_of(store: PacedStore, **changes: object) -> CacheEngine:
+    return build_engine(settings(**changes), GEOMETRY, store=store)
+
+
+def fill(store: PacedStore, *prompts: np.ndarray) -> None:
+    """Have the store hold the pages of some prompts, by an engine that ends."""
+    with engine_of(store) as engine:
+        for n, tokens in enumerate(prompts):
+            serve(engine, f"f{n}", tokens)
+            engine.flush()
+    store.landed.clear()
+
+
+def until(engine: CacheEngine, *handles: Prefetch) -> None:
+    """Poll until they are ready; what has been read so far stays within all accounts."""
+
+    def ready() -> bool:
+        engine.poll()
+        engine.check()
+        return all(handle.ready for handle in handles)
+
+    wait_until(ready)
+
+
+def until_found(engine: CacheEngine, store: PacedStore, *handles: Prefetch) -> None:
+    """Poll until the store has told what it holds for these, and the first read is held."""
+    wait_until(lambda: engine.poll() or (all(handle.found_tokens for handle in handles) and store.held == 1))
+
+
+def measure_disk(engine: CacheEngine, store: PacedStore, tokens: np.ndarray, read_s: float) -> None:
+    """Let a prefetch that nobody gives up show how long reads take."""
+    store.read_s = read_s
+    until(engine, engine.prefetch("measure", tokens, mode="wait_complete"))
+    engine.cancel("measure")
+
+
+@contextmanager
+def asked(store: PacedStore, read_s: float) -> Iterator[tuple[CacheEngine, Prefetch, np.ndarray]]:
+    """An engine that computes a token a second and knows that a read takes `read_s`; the prefetch of "a", for tokens
+    that the store has and reads when it is allowed; and these tokens."""
+    one, two = tokens_of(1), tokens_of(2)
+    fill(store, one, two)
+    with engine_of(store) as engine:
+        engine.observe_prefill(100, 100.0)
+        measure_disk(engine, store, one, read_s)
+        store.hold()
+        yield engine, engine.prefetch("a", two), two
+
+
+def admitted(engine: CacheEngine, name: str, tokens: np.ndarray) -> int:
+    """Serve the request, comparing every byte that it reuses; returns its tokens from disk."""
+    hit = serve(engine, name, tokens).hit
+    engine.flush()
+    engine.check()
+    assert engine.inspect.prefetcher is not None and not engine.inspect.prefetcher.is_busy()
+    assert engine.stats()["host.free_pages"] + engine.stats()["host.evictable_tokens"] / PAGE == 199
+    return hit.disk
