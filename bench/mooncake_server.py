@@ -96,8 +96,8 @@ def kill(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def running(segment_bytes: int) -> Iterator[MooncakeServer]:
-    server = MooncakeServer(segment_bytes)
+def running(segment_bytes: int, *, lease_ms: int = 1000) -> Iterator[MooncakeServer]:
+    server = MooncakeServer(segment_bytes, lease_ms=lease_ms)
     try:
         yield server
     finally:

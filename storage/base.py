@@ -47,7 +47,8 @@ class StoreStats:
     `entries`: stored pages. `live_bytes`: their values, headers included. `raw_bytes`: the same pages uncompressed.
     `file_bytes`: disk space of the files, which `budget_bytes` bounds. `put_bytes_raw`, `put_bytes_stored`: pages that
     were put, before and after compression. `corrupt`: reads whose bytes could not be verified. `read_errors`,
-    `write_errors`: I/O calls that failed. `read_only`: a write failed, and nothing is written until `reopen` succeeds.
+    `write_errors`: I/O calls that failed, after which callers pause; no room is a failure only if bytes were sent to
+    learn of it. `read_only`: a write failed, and nothing is written until `reopen` succeeds.
     """
 
     entries: int = 0

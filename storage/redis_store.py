@@ -7,6 +7,7 @@ a miss, and the others of the batch are read.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from hicache.storage.memory import Scratch
 from hicache.storage.remote import RemotePageStore
 from hicache.storage.resp import RedisConnection, Reply, ReplyError, command
 from hicache.storage.store_url import StoreUrl
+
+log = logging.getLogger("hicache.storage")
 
 MAX_VALUE_BYTES = 512 << 20  # what a server takes unless its proto-max-bulk-len says otherwise
 _MAX_USED_KEYS = 1 << 16
@@ -45,6 +48,9 @@ class RedisPageStore(RemotePageStore):
         self._expiry = (b"EX", b"%d" % ttl_s) if ttl_s else ()
         self._idle: deque[RedisConnection] = deque()
         self._received = Scratch()
+        for page_bytes, codec in self._codecs.items():
+            if codec.max_value_bytes > self._max_value_bytes:
+                log.warning("the store %s takes no pages of %d bytes; raise max_value in its URL", at, page_bytes)
         self._used: deque[bytes] = deque(maxlen=_MAX_USED_KEYS)  # least recently first
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -106,8 +112,7 @@ class RedisPageStore(RemotePageStore):
             return True
 
         answers = dict(zip(keys, self._pipeline(commands(), len(keys), len(keys), receive, deadline_s), strict=True))
-        too_long = ReplyError("a page is longer than max_value")
-        return self._answers([answers.get(key, too_long) for key in pages], is_read=False)
+        return self._answers([answers.get(key, False) for key in pages], is_read=False)
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         return sum(self._ask(b"UNLINK", keys, is_read=False))

@@ -120,7 +120,6 @@ class DiskTier:
         self._removed = removed if removed is not None else []
         self.store, self._owns_store = store, owns_store
         self._full_bytes, self._limits, self.clock = full_bytes, limits, clock
-        self._write_errors = 0  # of the writer thread alone
         self._failed_touches = 0
         self._late_lookup: Outcomes[FindJob | ReadJob, FindDone | ReadDone] | None = None
         self._closing: _Closing | None = None
@@ -303,7 +302,7 @@ class DiskTier:
             return self.store.put(items, lag=lag)
 
         begin_s = self.clock()
-        stored = _ask(self.writes.breaker, token, put, self._judge_write) or [False] * len(items)
+        stored = _ask(self.writes.breaker, token, put, self._judge_write()) or [False] * len(items)
         page_s = (self.clock() - begin_s) / max(1, len(items))
         answers, start = [], 0
         for job in jobs:
@@ -332,15 +331,19 @@ class DiskTier:
 
         return judge
 
-    def _judge_write(self, ok: list[bool]) -> _Fault | None:
-        if all(ok):
-            return None
-        stats = self.store.stats()
-        before, self._write_errors = self._write_errors, stats.write_errors
-        if stats.read_only:
-            return _Fault("the store is read-only; free space on its disk", lasting=True)
-        failed = stats.write_errors > before or not any(ok)
-        return _Fault("the store did not take pages", lasting=False) if failed else None
+    def _judge_write(self) -> _Judge:
+        """For the next call. Its count of write errors tells a store that fails from one that is full."""
+        before = self.store.stats().write_errors
+
+        def judge(ok: list[bool]) -> _Fault | None:
+            if all(ok):
+                return None
+            stats = self.store.stats()
+            if stats.read_only:
+                return _Fault("the store is read-only; free space on its disk", lasting=True)
+            return _Fault("the store did not take pages", lasting=False) if stats.write_errors > before else None
+
+        return judge
 
 
 def _ask(

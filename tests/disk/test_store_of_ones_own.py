@@ -154,7 +154,8 @@ def _uses(engine: CacheEngine, tokens: np.ndarray, holds: Callable[[], bool]) ->
 
 
 def test_what_a_store_refuses_stays_on_the_host() -> None:
-    """Where `put` says False the pages count as failed, serve from the host, and are stored once it says True."""
+    """Where `put` says False and counts no error, the pages count as not stored and serve from the host, and writing
+    goes on: they are stored as soon as it says True."""
     store, tokens = Forgetful(1 << 20), prompt(1)
     with engine_over(store) as engine:
         store.takes = False
@@ -165,8 +166,11 @@ def test_what_a_store_refuses_stays_on_the_host() -> None:
             serve(engine, f"b{n}", prompt(n))
             engine.flush()
         assert serve(engine, "c", tokens).hit == Hit(host=CACHED_LEN)
+        engine.flush()
+        assert engine.stats()["disk.writes_opens"] == engine.stats()["disk.writes_failures"] == 0
         store.takes = True
-        wait_until(_uses(engine, tokens, lambda: all(store.contains(keys))))
+        ask(engine, "d", tokens)
+        assert all(store.contains(keys))
 
 
 def test_what_a_store_has_lost_is_a_miss() -> None:

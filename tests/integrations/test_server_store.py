@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hicache.disk.health import LIMITS
 from hicache.errors import ConfigError
 from hicache.integrations.config import ServerStoreConfig, server_store_config
+from hicache.integrations.lmcache.stores import KindStore
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.versions import require_version
-from hicache.storage import PageFormat, StoreError, describe
+from hicache.storage import ChainStore, PageFormat, StoreError, describe
+from memory_store import MemoryPageStore
 
 PAGE_BYTES = 4096
 FORMATS = (PageFormat(PAGE_BYTES),)
@@ -166,3 +169,14 @@ def test_untested_releases_are_refused() -> None:
     for server, version, tested in (("vLLM", "0.3.2", ["0.32"]), ("SGLang", "0.5.10", ["0.5.9"])):
         with pytest.raises(ConfigError, match=rf"{server} {version} was never tested.*{tested[0]}"):
             require_version(server, version, tested)
+
+
+def test_lmcaches_store_goes_on_writing_when_it_is_full(tmp_path: Path) -> None:
+    """However often there is no room for an object, or for some of several, it is no failure: what fits is stored."""
+    server = ServerStore(tmp_path, ChainStore([MemoryPageStore(PAGE_BYTES)]), "")
+    kind, large = KindStore(server), np.zeros(PAGE_BYTES + 1, np.uint8)
+    for _ in range(LIMITS.max_failures + 1):
+        assert kind.write([b"large"], [large], lag=0) == [False]
+        assert kind.write([b"large", b"small"], [large, large[1:]], lag=0).count(True) <= 1
+    assert kind.is_healthy and kind.write([b"small"], [large[1:]], lag=0) == [True]
+    kind.close()

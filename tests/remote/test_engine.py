@@ -4,6 +4,7 @@ that hangs or dies costs hits and nothing else."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import s3_server
 from disk_case import wait_until
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
 from hicache.bench import mooncake_server
+from hicache.storage import PageFormat, open_store
 from hicache.tree import REMOTE
 from toy_model import GEOMETRY, config, serve
 
@@ -131,6 +133,36 @@ def test_a_server_that_hangs_and_one_that_dies_cost_hits_alone(server: Server) -
             assert ask(engine, f"d{seed}", prompt(seed)).remote in (0, CACHED_LEN)
         assert ask(engine, "e", prompt(9)).tokens == CACHED_LEN
         engine.check()
+
+
+@pytest.mark.skipif(bool(mooncake_server.missing()), reason=mooncake_server.missing())
+def test_a_full_pool_is_written_to_when_it_has_room() -> None:
+    """While every value in a Mooncake pool has a lease, pages are not stored, requests go on, and nothing counts as a
+    failure, however often; what is used once there is room is stored."""
+    one_hour_ms, page_bytes = 3_600_000, (1 << 20, 16 << 10, 512)
+    formats = [PageFormat(num_bytes) for num_bytes in page_bytes]
+    with mooncake_server.running(16 << 20, lease_ms=one_hour_ms) as server:
+        other = open_store(server.url, identity={"model": "another"}, formats=formats)
+        keys = [b"%d" % n for n in range(1 << 16)]
+        left = iter(keys)
+        for num_bytes in page_bytes:
+            batch = [(key, np.zeros(num_bytes, np.uint8)) for key in itertools.islice(left, 16)]
+            while any(other.put(batch)):
+                other.contains([key for key, _ in batch])
+                batch = [(key, page) for key, (_, page) in zip(left, batch, strict=False)]
+        with engine_at(server.url) as engine:
+            for n in range(8):
+                assert ask(engine, f"a{n}", prompt(n)) == Hit()
+                engine.flush()
+            stats = engine.stats()
+            assert stats["remote_persist.failed_pages"] == 8 * 11 and stats["remote.put_pages"] == 0
+            assert stats["remote.writes_failures"] == stats["remote.write_errors"] == 0
+            assert other.delete(keys) > 0
+            ask(engine, "b", prompt(7))
+            engine.flush()
+            assert engine.stats()["remote.put_pages"] == 11
+            engine.check()
+        other.close()
 
 
 if __name__ == "__main__":
