@@ -25,19 +25,19 @@ class ChainStore:
         sizes = {store.page_sizes for store in stores if store.page_sizes}
         if not stores or len(sizes) > 1:
             raise StoreError(f"a chain of {len(stores)} stores with page sizes {sorted(sizes)}; give equal ones")
-        self._stores = tuple(stores)
+        self.stores = tuple(stores)
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
-        return next((store.page_sizes for store in self._stores if store.page_sizes), ())
+        return next((store.page_sizes for store in self.stores if store.page_sizes), ())
 
     def register_memory(self, memory: PageBuffer) -> None:
-        for store in self._stores:
+        for store in self.stores:
             store.register_memory(memory)
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         found = [False] * len(keys)
-        for store in self._stores:
+        for store in self.stores:
             absent = [n for n, held in enumerate(found) if not held]
             answers = store.contains([keys[n] for n in absent], deadline_s=deadline_s)
             for n, held in zip(absent, answers, strict=True):
@@ -50,7 +50,7 @@ class ChainStore:
         if len(keys) != len(buffers):
             raise StoreError(f"{len(keys)} keys but {len(buffers)} buffers")
         found = [False] * len(keys)
-        for store in self._stores:
+        for store in self.stores:
             absent = [n for n, held in enumerate(found) if not held]
             answers = store.get_into([keys[n] for n in absent], [buffers[n] for n in absent], deadline_s=deadline_s)
             for n, held in zip(absent, answers, strict=True):
@@ -58,36 +58,36 @@ class ChainStore:
         return found
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        for store in self._stores:
+        for store in self.stores:
             store.touch(keys)
 
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
     ) -> list[bool]:
-        answers = [store.put(items, lag=lag, deadline_s=deadline_s) for store in self._stores]
+        answers = [store.put(items, lag=lag, deadline_s=deadline_s) for store in self.stores]
         return [any(of_item) for of_item in zip(*answers, strict=True)]
 
     def reopen(self) -> bool:
-        answers = [store.reopen() for store in self._stores]  # each is to try
+        answers = [store.reopen() for store in self.stores]  # each is to try
         return all(answers)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        return max(store.delete(keys) for store in self._stores)
+        return max(store.delete(keys) for store in self.stores)
 
     def stats(self) -> StoreStats:
-        first, *others = (store.stats() for store in self._stores)
+        first, *others = (store.stats() for store in self.stores)
         names = ("corrupt", "read_errors", "write_errors")
         sums = {name: sum(getattr(stats, name) for stats in (first, *others)) for name in names}
         hits = first.hits + sum(stats.hits for stats in others)
         return replace(first, hits=hits, misses=(first, *others)[-1].misses, **sums)
 
     def thread_read_errors(self) -> int:
-        return sum(store.thread_read_errors() for store in self._stores)
+        return sum(store.thread_read_errors() for store in self.stores)
 
     def sync(self) -> None:
-        for store in self._stores:
+        for store in self.stores:
             store.sync()
 
     def close(self) -> None:
-        for store in self._stores:
+        for store in self.stores:
             store.close()
