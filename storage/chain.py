@@ -7,18 +7,22 @@ their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hicache.storage.base import PageBuffer, PageStore, StoreError, StoreStats
+
+PAUSE_S = 5.0
 
 
 class ChainStore:
     """See `hicache.storage.base.PageStore`. `stores`: of the same page sizes, in the order in which reads ask them;
     this one closes them.
 
-    A page counts as stored where any store took it. `stats` adds up hits, corrupt values and errors; misses are those
-    of the last, which was asked for what the others lack; everything else is the first's.
+    A store behind the first that fails is left out for `PAUSE_S` seconds. A page counts as stored where any store took
+    it. `stats` adds up hits, corrupt values and errors; misses are those of the last, which was asked for what the
+    others lack; everything else is the first's.
     """
 
     def __init__(self, stores: Sequence[PageStore]) -> None:
@@ -26,6 +30,7 @@ class ChainStore:
         if not stores or len(sizes) > 1:
             raise StoreError(f"a chain of {len(stores)} stores with page sizes {sorted(sizes)}; give equal ones")
         self.stores = tuple(stores)
+        self._asks_again_s = [-math.inf] * len(stores)
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
@@ -37,7 +42,7 @@ class ChainStore:
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         found = [False] * len(keys)
-        for store in self.stores:
+        for store in self._asked():
             absent = [n for n, held in enumerate(found) if not held]
             answers = store.contains([keys[n] for n in absent], deadline_s=deadline_s)
             for n, held in zip(absent, answers, strict=True):
@@ -50,7 +55,7 @@ class ChainStore:
         if len(keys) != len(buffers):
             raise StoreError(f"{len(keys)} keys but {len(buffers)} buffers")
         found = [False] * len(keys)
-        for store in self.stores:
+        for store in self._asked():
             absent = [n for n, held in enumerate(found) if not held]
             answers = store.get_into([keys[n] for n in absent], [buffers[n] for n in absent], deadline_s=deadline_s)
             for n, held in zip(absent, answers, strict=True):
@@ -64,7 +69,7 @@ class ChainStore:
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
     ) -> list[bool]:
-        answers = [store.put(items, lag=lag, deadline_s=deadline_s) for store in self.stores]
+        answers = [store.put(items, lag=lag, deadline_s=deadline_s) for store in self._asked()]
         return [any(of_item) for of_item in zip(*answers, strict=True)]
 
     def reopen(self) -> bool:
@@ -82,7 +87,8 @@ class ChainStore:
         return replace(first, hits=hits, misses=(first, *others)[-1].misses, **sums)
 
     def thread_read_errors(self) -> int:
-        return sum(store.thread_read_errors() for store in self.stores)
+        """Those of the first: what a store behind it cannot read hides nothing of the first."""
+        return self.stores[0].thread_read_errors()
 
     def sync(self) -> None:
         for store in self.stores:
@@ -91,3 +97,13 @@ class ChainStore:
     def close(self) -> None:
         for store in self.stores:
             store.close()
+
+    def _asked(self) -> Iterator[PageStore]:
+        """The stores that are not left out now; one that fails until the next is taken will be."""
+        for n, store in enumerate(self.stores):
+            if time.monotonic() < self._asks_again_s[n]:
+                continue
+            before = store.thread_read_errors(), store.stats().write_errors
+            yield store
+            if n and (store.thread_read_errors(), store.stats().write_errors) != before:
+                self._asks_again_s[n] = time.monotonic() + PAUSE_S
