@@ -44,7 +44,12 @@ def build_stores(
     if store is not None:
         stores[DISK] = _disk(config, store, config.disk is not None, hosts, metrics, removed)
     if config.remote is not None or given[REMOTE] is not None:
-        stores[REMOTE] = _remote(config, given[REMOTE], layouts, hosts, metrics)
+        try:
+            stores[REMOTE] = _remote(config, given[REMOTE], layouts, hosts, metrics)
+        except BaseException:
+            for tier in stores.values():
+                tier.close()
+            raise
     return stores
 
 

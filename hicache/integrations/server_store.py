@@ -82,7 +82,12 @@ class ServerStore:
             )
         store = _opened(folder, config, identity, formats, cipher)
         if config.remote:
-            store = ChainStore([store, open_store(config.remote, identity=identity, formats=formats, cipher=cipher)])
+            try:
+                remote = open_store(config.remote, identity=identity, formats=formats, cipher=cipher)
+            except BaseException:
+                store.close()
+                raise
+            store = ChainStore([store, remote])
         return cls(folder, store, config.salt)
 
     def __init__(self, path: Path, store: PageStore, salt: str) -> None:

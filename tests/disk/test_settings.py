@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,11 @@ import pytest
 import torch
 
 from disk_case import PATIENCE_S
-from hicache import CacheEngine, DiskConfig, build_engine
+from hicache import CacheEngine, DiskConfig, RemoteConfig, build_engine
 from hicache.disk import cipher_of, page_filter
 from hicache.errors import ConfigError
 from hicache.layout import BufferSpec, PoolLayout
-from hicache.storage import PageFilter, StoreMismatch
+from hicache.storage import PageFilter, StoreError, StoreMismatch
 from hicache.tree import FULL, HOST
 from toy_model import GEOMETRY, config, expected_kv, serve
 
@@ -153,3 +154,11 @@ def test_a_store_is_of_no_use_without_its_key(tmp_path: Path, monkeypatch: pytes
         engine_at(tmp_path / "s")
     messages.append(str(caught.value))
     assert not any(KEY.hex() in message or bytes(32).hex() in message for message in messages)
+
+
+def test_a_remote_store_that_cannot_be_opened_leaves_the_disk_free(tmp_path: Path) -> None:
+    """The engine is not built, and the next attempt may use the same path."""
+    for remote in (RemoteConfig(url="lmdb:///dev/null/pages"), None):
+        changes = {"disk": DiskConfig(path=str(tmp_path / "pages")), "remote": remote}
+        with contextlib.nullcontext() if remote is None else pytest.raises(StoreError, match="/dev/null"):
+            build_engine(config(**changes), GEOMETRY).close()

@@ -56,6 +56,14 @@ def test_servers_on_two_machines_share_a_store_behind_their_disks(tmp_path: Path
         assert get(alone, b"page") and not get(alone, b"other")
 
 
+def test_a_remote_store_that_cannot_be_opened_leaves_the_disk_free(tmp_path: Path) -> None:
+    """The server does not start, and the next attempt may write."""
+    with pytest.raises(StoreError, match="/dev/null"):
+        opened(tmp_path, remote="lmdb:///dev/null/pages")
+    with closing(opened(tmp_path)) as again:
+        assert again.can_write
+
+
 @pytest.mark.parametrize(
     "changed",
     [
