@@ -67,10 +67,6 @@ class StoreStats:
     write_errors: int = 0
     read_only: bool = False
 
-    @property
-    def hit_rate(self) -> float:
-        return self.hits / max(1, self.hits + self.misses)
-
 
 class PageStore(Protocol):
     """What every store can do, on a disk or on other machines: pages of one or several declared sizes, under keys of 1

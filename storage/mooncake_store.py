@@ -98,7 +98,7 @@ class MooncakePageStore(RemotePageStore):
         """Pages in it are not copied, if Mooncake can use it: RDMA needs a sufficient limit of locked memory."""
         self._require()
         if not self._client.register(memory):
-            self._failed(f"cannot register {len(memory)} bytes of memory; its pages are copied")
+            self._failed(f"cannot register {len(memory)} bytes of memory; its pages are copied", 0, is_read=True)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._require(keys)
@@ -220,8 +220,8 @@ class MooncakePageStore(RemotePageStore):
     def _count(self, codes: Sequence[int], *, is_read: bool) -> None:
         failed = [code for code in codes if self._client.has_failed(code)]
         if failed:
-            reads, writes = (len(failed), 0) if is_read else (0, len(failed))
-            self._failed(f"{len(failed)} of {len(codes)} keys failed with code {failed[0]}", reads=reads, writes=writes)
+            why = f"{len(failed)} of {len(codes)} keys failed with code {failed[0]}"
+            self._failed(why, len(failed), is_read=is_read)
 
     def _register_chunks(self, buffer_bytes: int) -> queue.LifoQueue[PageBuffer]:
         max_value_bytes = self._codecs.max_value_bytes

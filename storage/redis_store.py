@@ -22,7 +22,6 @@ from hicache.storage.store_url import StoreUrl
 
 log = logging.getLogger("hicache.storage")
 
-MAX_VALUE_BYTES = 512 << 20  # what a server takes unless its proto-max-bulk-len says otherwise
 _MAX_USED_KEYS = 1 << 16
 # Replies that wait in the server count against its maxmemory: a whole batch of them would have it evict pages.
 _BYTES_AHEAD = 8 << 20
@@ -40,7 +39,7 @@ class RedisPageStore(RemotePageStore):
             raise StoreError(
                 "a URL of Redis is redis://host:6379/0, with the number of a database, or redis+unix:///path"
             )
-        defaults = {"db": 0 if is_unix else int(number or 0), "ttl_s": 0, "max_value_bytes": MAX_VALUE_BYTES}
+        defaults = {"db": 0 if is_unix else int(number or 0), "ttl_s": 0, "max_value_bytes": 512 << 20}
         options = at.options(**defaults, level=1, timeout_s=1.0, ca_file="")
         super().__init__(str(at), level=options["level"], **about)
         self._connection_to = at, options["db"], options["ca_file"], options["timeout_s"]

@@ -186,15 +186,14 @@ class RemotePageStore(ABC):
         """Which are True; exceptions among them are counted."""
         errors = [answer for answer in answers if isinstance(answer, Exception)]
         if errors:
-            reads, writes = (len(errors), 0) if is_read else (0, len(errors))
-            self._failed(errors[0], reads=reads, writes=writes)
+            self._failed(errors[0], len(errors), is_read=is_read)
         return [answer is True for answer in answers]
 
-    def _failed(self, error: object, *, reads: int = 0, writes: int = 0) -> None:
+    def _failed(self, error: object, num: int, *, is_read: bool) -> None:
         """Count what the server did not do."""
         first_line = str(error).partition("\n")[0]
         log.warning("the store %s fails: %s", self._description, first_line)
-        self._counters.add(Counts(read_errors=reads, write_errors=writes))
+        self._counters.add(Counts(read_errors=num) if is_read else Counts(write_errors=num))
 
     def _written(self, page_bytes: int, value_bytes: int) -> None:
         self._counters.add(Counts(puts=1, put_bytes_raw=page_bytes, put_bytes_stored=value_bytes))
