@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import queue
 import threading
 import time
@@ -277,7 +278,8 @@ class DiskTier:
         begin_s = self.clock()
         while len(ok) < len(job.keys) and all(ok) and not (ok and self._is_void(job)):
             part = slice(len(ok), len(ok) + self._part_pages)
-            got = _ask(self.reads.breaker, token, partial(self._get, job, part), self._judge_read())
+            judge = self._judge_read(job.deadline_s)
+            got = _ask(self.reads.breaker, token, partial(self._get, job, part), judge)
             ok += got or [False] * len(job.keys[part])
         missing = [False] * (len(job.keys) - len(ok))
         return ReadDone(job.ticket, job.batch, tuple(ok + missing), asked=len(ok), seconds=self.clock() - begin_s)
@@ -320,13 +322,14 @@ class DiskTier:
             start = end
         return answers
 
-    def _judge_read(self) -> _Judge:
+    def _judge_read(self, until_s: float = math.inf) -> _Judge:
         """For this thread's next call. A store that cannot read answers with misses; its count of read errors in this
-        thread tells them from pages that it does not hold."""
+        thread tells them from pages that it does not hold. What brings pages until `until_s` is slow at worst."""
         before = self.store.thread_read_errors()
 
         def judge(ok: list[bool]) -> _Fault | None:
             is_fault = not all(ok) and self.store.thread_read_errors() > before
+            is_fault &= not (any(ok) and self.clock() >= until_s)
             return _Fault("the medium cannot be read", lasting=False) if is_fault else None
 
         return judge

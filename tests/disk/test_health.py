@@ -244,6 +244,32 @@ def test_reads_that_the_medium_refuses_count_as_failures(tmp_path: Path) -> None
     disk.close()
 
 
+def test_a_read_that_ran_out_of_time_is_no_failure_if_it_brought_pages(tmp_path: Path) -> None:
+    """However often; one that brought nothing by its deadline, or failed before, is."""
+    clock = Clock()
+    disk, store = troubled_tier(tmp_path / "s", clock=clock)
+    disk.start()
+    errors = itertools.count()
+    store.inner.thread_read_errors = lambda: next(errors)  # type: ignore[method-assign]
+
+    def failures(answer: list[bool], took_s: int) -> int:
+        def get_into(*_: object, **__: object) -> list[bool]:
+            clock.now_s += took_s
+            return answer
+
+        store.inner.get_into = get_into  # type: ignore[method-assign, assignment]
+        job = ReadJob(0, 0, pages(1, 2)[0], blank(2), threading.Event(), deadline_s=clock.now_s + 1)
+        disk.reads.submit(job)
+        assert wait_for_reads(disk, 1)[0].ok == tuple(answer)
+        return disk.reads.breaker.failures
+
+    assert [failures([True, False], took_s=1) for _ in range(4)] == [0] * 4
+    assert failures([True, False], took_s=0) == 1
+    assert [failures([False, False], took_s=1) for _ in range(2)] == [2, 3]
+    assert disk.reads.breaker.state is State.OPEN
+    disk.close()
+
+
 @pytest.mark.parametrize("readers", [1, 3])
 def test_a_stalled_read_is_announced_and_the_others_go_on(readers: int, tmp_path: Path) -> None:
     """A read under way for longer than io_timeout_s is announced once; reads that wait behind it are misses; its late
