@@ -20,9 +20,9 @@ class ChainStore:
     """See `hicache.storage.base.PageStore`. `stores`: of the same page sizes, in the order in which reads ask them;
     this one closes them.
 
-    A store behind the first that fails is left out for `PAUSE_S` seconds. A page counts as stored where any store took
-    it. `stats` adds up hits, corrupt values and errors; misses are those of the last, which was asked for what the
-    others lack; everything else is the first's.
+    A store behind the first that fails is left out for `PAUSE_S` seconds; as often one that is read-only is reopened. A
+    page counts as stored where any store took it. `stats` adds up hits, corrupt values and errors; misses are those of
+    the last, which was asked for what the others lack; everything else is the first's.
     """
 
     def __init__(self, stores: Sequence[PageStore]) -> None:
@@ -30,7 +30,7 @@ class ChainStore:
         if not stores or len(sizes) > 1:
             raise StoreError(f"a chain of {len(stores)} stores with page sizes {sorted(sizes)}; give equal ones")
         self.stores = tuple(stores)
-        self._asks_again_s = [-math.inf] * len(stores)
+        self._asks_again_s, self._reopens_at_s = [-math.inf] * len(stores), -math.inf
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
@@ -69,12 +69,15 @@ class ChainStore:
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
     ) -> list[bool]:
+        if time.monotonic() >= self._reopens_at_s and any(store.stats().read_only for store in self.stores):
+            self._reopens_at_s = time.monotonic() + PAUSE_S
+            self.reopen()
         answers = [store.put(items, lag=lag, deadline_s=deadline_s) for store in self._asked()]
         return [any(of_item) for of_item in zip(*answers, strict=True)]
 
     def reopen(self) -> bool:
         answers = [store.reopen() for store in self.stores]  # each is to try
-        return all(answers)
+        return any(answers)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         return max(store.delete(keys) for store in self.stores)
@@ -84,7 +87,8 @@ class ChainStore:
         names = ("corrupt", "read_errors", "write_errors")
         sums = {name: sum(getattr(stats, name) for stats in (first, *others)) for name in names}
         hits = first.hits + sum(stats.hits for stats in others)
-        return replace(first, hits=hits, misses=(first, *others)[-1].misses, **sums)
+        read_only = all(stats.read_only for stats in (first, *others))
+        return replace(first, hits=hits, misses=(first, *others)[-1].misses, read_only=read_only, **sums)
 
     def thread_read_errors(self) -> int:
         """Those of the first: what a store behind it cannot read hides nothing of the first."""

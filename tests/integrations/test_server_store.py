@@ -15,7 +15,7 @@ from hicache.disk.health import LIMITS
 from hicache.errors import ConfigError
 from hicache.integrations.config import ServerStoreConfig, server_store_config
 from hicache.integrations.lmcache.stores import KindStore
-from hicache.integrations.server_store import ServerStore
+from hicache.integrations.server_store import ReadOnlyStore, ServerStore
 from hicache.integrations.versions import require_version
 from hicache.storage import ChainStore, PageFormat, StoreError, describe
 from memory_store import MemoryPageStore
@@ -128,6 +128,14 @@ def test_damaged_files_are_not_served(tmp_path: Path, caplog: pytest.LogCaptureF
     assert not second.can_write and not get(second, b"a") and put(second, b"b") == [False]
     assert f"{data} is damaged: its record cannot be read; remove the directory" in caplog.text
     second.close()
+
+
+def test_a_remote_store_is_written_to_beside_a_disk_that_is_not() -> None:
+    """A disk that takes nothing, damaged or another process's, does not keep its chain from writing again after a
+    failure."""
+    chain = ChainStore([ReadOnlyStore(None), MemoryPageStore(PAGE_BYTES)])
+    assert chain.reopen() and not chain.stats().read_only
+    assert not ChainStore([ReadOnlyStore(None)]).reopen()
 
 
 def test_operators_read_it_like_any_other(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hicache.storage import LmdbPageStore, PageFilter, PageFormat
+from hicache.storage import LmdbPageStore, PageFilter, PageFormat, PageStore
 from hicache.storage.codec import PageCodec
 from hicache.storage.header import HEADER_BYTES, finalise_header
 
@@ -81,7 +81,7 @@ def open_store(path: Any, **changes: Any) -> LmdbPageStore:
     return LmdbPageStore(path, **{"identity": IDENTITY, "formats": formats, "budget_bytes": 64 << 20, **changes})
 
 
-def put_numbers(store: LmdbPageStore, numbers: Any, page_bytes: Bytes = PAGE_BYTES, kind: str = "random") -> list[bool]:
+def put_numbers(store: PageStore, numbers: Any, page_bytes: Bytes = PAGE_BYTES, kind: str = "random") -> list[bool]:
     return store.put([(key_of(n), page_of(n, bytes_of(n, page_bytes), kind)) for n in numbers])
 
 
@@ -118,7 +118,7 @@ def forget_cached(path: Path) -> None:
         os.close(descriptor)
 
 
-def found_numbers(store: LmdbPageStore, numbers: Any, page_bytes: Bytes = PAGE_BYTES, kind: str = "random") -> set[int]:
+def found_numbers(store: PageStore, numbers: Any, page_bytes: Bytes = PAGE_BYTES, kind: str = "random") -> set[int]:
     """The numbers that the store has, after comparing every byte of each."""
     wanted = list(numbers)
     buffers = [np.empty(bytes_of(n, page_bytes), dtype=np.uint8) for n in wanted]
