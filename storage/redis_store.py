@@ -169,14 +169,21 @@ class RedisPageStore(RemotePageStore):
     @contextlib.contextmanager
     def _connected(self, deadline_s: float) -> Iterator[RedisConnection]:
         """A connection of one's own; one whose replies were not all read is closed."""
-        try:
-            connection = self._idle.pop()
-            connection.deadline_s = deadline_s
-        except IndexError:
-            connection = RedisConnection(*self._connection_to, deadline_s)
+        connection = self._unused() or RedisConnection(*self._connection_to, deadline_s)
+        connection.deadline_s = deadline_s
         try:
             yield connection
         except BaseException:
             connection.close()
             raise
         self._idle.append(connection)
+
+    def _unused(self) -> RedisConnection | None:
+        """An idle connection that the server has not closed, as it does after its `timeout`."""
+        with contextlib.suppress(IndexError):
+            while True:
+                connection = self._idle.pop()
+                if connection.is_open():
+                    return connection
+                connection.close()
+        return None

@@ -7,6 +7,7 @@ The protocol is RESP2: https://redis.io/docs/latest/develop/reference/protocol-s
 from __future__ import annotations
 
 import io
+import select
 import socket
 import ssl
 import time
@@ -103,6 +104,12 @@ class RedisConnection:
         skipped = memoryview(bytearray(min(unread_bytes, _BUFFER_BYTES)))
         for left_bytes in range(unread_bytes, 0, -_BUFFER_BYTES):
             self.read_into(skipped[:left_bytes])
+
+    def is_open(self) -> bool:
+        """Whether the server has closed it, as far as is known; for a time when no reply is awaited."""
+        unasked = select.poll()
+        unasked.register(self._socket, select.POLLIN)
+        return not unasked.poll(0)
 
     def close(self) -> None:
         self._reader.close()
