@@ -33,7 +33,7 @@ TARGET = 0.85
 # Pages of 64 tokens are 1 MiB.
 GEOMETRY = ModelGeometry(layer_num=8, head_num=8, head_dim=64)
 _PAGE_TOKENS = 64
-PROMPT_PAGES = 128
+PROMPT_PAGES = 256
 NUM_PROMPTS = 12  # half of them through the engine, twice what its host tier holds
 
 

@@ -76,11 +76,11 @@ class ServerStore:
         folder = Path(config.path) / f"{str(identity['server']).replace(' ', '-')}-{digest[:16]}"
         if _FOLDER.fullmatch(folder.name) is None:
             raise ConfigError(f"server={identity['server']!r} is not a name and a release, like 'vllm 0.32'")
-        if not writes:
-            return cls(
-                folder, AwaitedStore(lambda: LmdbPageReader(folder, identity=identity, cipher=cipher)), config.salt
-            )
-        store = _opened(folder, config, identity, formats, cipher)
+        store: PageStore
+        if writes:
+            store = _opened(folder, config, identity, formats, cipher)
+        else:
+            store = AwaitedStore(lambda: LmdbPageReader(folder, identity=identity, cipher=cipher))
         if config.remote:
             try:
                 remote = open_store(config.remote, identity=identity, formats=formats, cipher=cipher)
@@ -88,11 +88,10 @@ class ServerStore:
                 store.close()
                 raise
             store = ChainStore([store, remote])
-        return cls(folder, store, config.salt)
+        return cls(folder, store, config.salt, can_write=writes and not isinstance(store, ReadOnlyStore))
 
-    def __init__(self, path: Path, store: PageStore, salt: str) -> None:
-        self.path, self.store = path, store
-        self.can_write = isinstance(store, LmdbPageStore | ChainStore)
+    def __init__(self, path: Path, store: PageStore, salt: str, *, can_write: bool) -> None:
+        self.path, self.store, self.can_write = path, store, can_write
         self._salt = hashlib.sha256(b"hicache salt\0" + salt.encode()).digest()
 
     def keys(self, names: Sequence[bytes]) -> list[bytes]:

@@ -25,9 +25,12 @@ FORMATS = (PageFormat(PAGE_BYTES),)
 IDENTITY = {"server": "vllm 0.32", "model": "m", "dtype": "bfloat16", "layout": "LBHNC", "page_tokens": 16}
 
 
-def opened(path: Path, salt: str = "", formats: tuple[PageFormat, ...] = FORMATS, **changed: Any) -> ServerStore:
+def opened(
+    path: Path, salt: str = "", formats: tuple[PageFormat, ...] = FORMATS, writes: bool = True, **changed: Any
+) -> ServerStore:
     settings = {name: changed.pop(name) for name in ("budget", "key_file", "remote") if name in changed}
-    return ServerStore.open(ServerStoreConfig(path=str(path), salt=salt, **settings), {**IDENTITY, **changed}, formats)
+    config = ServerStoreConfig(path=str(path), salt=salt, **settings)
+    return ServerStore.open(config, {**IDENTITY, **changed}, formats, writes=writes)
 
 
 def put(server: ServerStore, name: bytes) -> list[bool]:
@@ -54,6 +57,15 @@ def test_servers_on_two_machines_share_a_store_behind_their_disks(tmp_path: Path
         assert not get(tenant, b"page")
     with closing(opened(tmp_path / "a")) as alone:
         assert get(alone, b"page") and not get(alone, b"other")
+
+
+def test_a_rank_that_does_not_write_reads_the_remote_store_too(tmp_path: Path) -> None:
+    """Ranks of latent attention hit together what only the remote store has, and one of them writes to it."""
+    remote = f"lmdb://{tmp_path / 'remote'}?budget=8MiB"
+    with closing(opened(tmp_path / "a", remote=remote)) as first:
+        assert put(first, b"page") == [True]
+    with closing(opened(tmp_path / "b", remote=remote, writes=False)) as reader:
+        assert get(reader, b"page") and not get(reader, b"other") and not reader.can_write
 
 
 def test_a_remote_store_that_cannot_be_opened_leaves_the_disk_free(tmp_path: Path) -> None:
@@ -189,7 +201,7 @@ def test_untested_releases_are_refused() -> None:
 
 def test_lmcaches_store_goes_on_writing_when_it_is_full(tmp_path: Path) -> None:
     """However often there is no room for an object, or for some of several, it is no failure: what fits is stored."""
-    server = ServerStore(tmp_path, ChainStore([MemoryPageStore(PAGE_BYTES)]), "")
+    server = ServerStore(tmp_path, ChainStore([MemoryPageStore(PAGE_BYTES)]), "", can_write=True)
     kind, large = KindStore(server), np.zeros(PAGE_BYTES + 1, np.uint8)
     for _ in range(LIMITS.max_failures + 1):
         assert kind.write([b"large"], [large], lag=0) == [False]
