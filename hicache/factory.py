@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -98,8 +99,13 @@ def build_engine(
     hosts = {component.name: component.host for component in built if component.has_host}
     given = {DISK: store, REMOTE: remote}
     stores = build_stores(config, given, layouts, hosts, metrics, tells_removed=events is not None)
-    context = EngineContext(config, pool, table, base.tree, metrics, built, write_policy, stores)
-    return CacheEngine(context, events=None if events is None else _publisher(config, events, metrics))
+    with ExitStack() as opened:  # so that what cannot be built leaves no store locked
+        for tier in stores.values():
+            opened.callback(tier.close)
+        context = EngineContext(config, pool, table, base.tree, metrics, built, write_policy, stores)
+        engine = CacheEngine(context, events=None if events is None else _publisher(config, events, metrics))
+        opened.pop_all()
+    return engine
 
 
 def _publisher(config: EngineConfig, events: EventLog, metrics: Metrics) -> EventPublisher:

@@ -15,7 +15,7 @@ import block_index
 import engine_fuzz
 from block_index import BlockIndex, read_lines
 from engine_fuzz import EngineFuzz
-from hicache import CacheEngine, DiskConfig, EngineConfig, build_engine
+from hicache import CacheEngine, ConfigError, DiskConfig, EngineConfig, build_engine
 from hicache.tree.events import block_hash
 from kv_events_case import in_memory, serve, subscribe
 from server_case import TINY, serving
@@ -89,6 +89,15 @@ def _same(history: Listening) -> None:
         tokens, page = node.run.tokens.tolist(), tree.page_size
         for number, key in enumerate(tree.names.of(node)):
             assert index.blocks[block_hash(key)][1] == tuple(tokens[number * page : (number + 1) * page])
+
+
+def test_an_address_that_cannot_be_used_leaves_the_disk_free(tmp_path: Path) -> None:
+    """The engine is not built, and the next attempt has the store."""
+    settings = config(kv_events=f"file:{tmp_path}", disk=_disk(tmp_path))
+    with pytest.raises(ConfigError, match="give a file"):
+        build_engine(settings, GEOMETRY)
+    with build_engine(dataclasses.replace(settings, kv_events=""), GEOMETRY) as engine:
+        serve(engine, "r", range(96))
 
 
 def test_what_the_store_evicts_and_what_it_kept_from_before_is_told(tmp_path: Path) -> None:
