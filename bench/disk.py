@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, interleave, percentile
-from hicache.bench.disk_pipeline import drop_caches, in_threads, measure_pipeline
+from hicache.bench.disk_pipeline import drop_caches, measure_pipeline
 from hicache.bench.disk_writes import measure_writes
 from hicache.bench.trained_kv import CHANNELS as TRAINED_CHANNELS
 from hicache.bench.trained_kv import MODEL as TRAINED
@@ -144,10 +145,14 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
             is_raw = name.startswith("raw")
             beside = partial(_decompressing, kinds["read.packed"][0]) if name == "raw.busy" else nullcontext
             reader, path = (_raw_reader, raw) if is_raw else (_store_reader, folder / name)
-            drop_caches(path)
-            with reader(path, page_bytes, num_pages) as fetch, beside():
+            with reader(path, page_bytes, num_pages) as fetch, beside(), ThreadPoolExecutor(THREADS) as threads:
+                _warm_up(threads, fetch, buffers)
+                drop_caches(path)
                 before, began = _bytes_read(), time.perf_counter()
-                in_threads([_fetch_all(fetch, order[t::THREADS].tolist(), buffers[t]) for t in range(THREADS)])
+                works = [partial(_fetch_all, fetch, order[t::THREADS].tolist(), buffers[t]) for t in range(THREADS)]
+                done = [threads.submit(work) for work in works]
+                for future in done:
+                    future.result()
                 elapsed = time.perf_counter() - began
             if turn >= 0:
                 rounds[name].append(elapsed)
@@ -185,12 +190,20 @@ def _compression(report: Report, page_bytes: int, kinds: Mapping[str, Sequence[P
             report.add(Case.of(f"pack.{kind.removeprefix('read.')}.{page_filter.kind}", ratios, "x"))
 
 
-def _fetch_all(fetch: Callable[[int, PageBuffer], None], pages: Sequence[int], into: PageBuffer) -> Callable[[], None]:
-    def work() -> None:
-        for i in pages:
-            fetch(int(i), into)
+def _warm_up(threads: Executor, fetch: Callable[[int, PageBuffer], None], buffers: Sequence[PageBuffer]) -> None:
+    """Each thread reads a page, after which it has its memory, like the threads of an engine, which live as long."""
+    together = threading.Barrier(THREADS, timeout=60)
 
-    return work
+    def read(buffer: PageBuffer) -> None:
+        fetch(0, buffer)
+        together.wait()
+
+    list(threads.map(read, buffers))
+
+
+def _fetch_all(fetch: Callable[[int, PageBuffer], None], pages: Sequence[int], into: PageBuffer) -> None:
+    for i in pages:
+        fetch(int(i), into)
 
 
 @contextmanager
