@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -13,7 +14,10 @@ from hicache.sizes import parse_bytes
 from hicache.storage.base import StoreError
 
 SCHEME = r"[a-z][a-z0-9+.-]*(?=://)"
-_UNIT = re.compile("_(bytes|s|file)$")
+_UNIT = re.compile("_(bytes|s|file|url)$")
+_MAX_NUMBER, _MAX_SECONDS = 1 << 53, 1_000_000  # what the clients and servers can count to
+_HTTP_URL = re.compile(r"https?://(\[[\da-f:.]+\]|[\w.-]+)(:\d+)?(/[\w./~-]*)?", re.ASCII)
+_MAX_SHOWN = 80
 
 
 @dataclass(frozen=True)
@@ -42,18 +46,21 @@ class StoreUrl:
             parts = urlsplit(url)
             host, port = unquote(parts.hostname or ""), parts.port
             host.encode("idna")
-            given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
+            query = parts.query.replace("+", "%2B")  # a plus is no space, as in a path
+            given = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
         except ValueError:  # which would show what it could not read
             raise _unreadable(scheme) from None
-        if parts.fragment or "@" in parts.query or len(dict(given)) < len(given):
+        has_gaps = re.search(r"\s", url) or re.search(r"[\x00-\x1f\x7f]", unquote(url))
+        if has_gaps or parts.fragment or "@" in parts.query or len(dict(given)) < len(given):
             raise _unreadable(scheme)
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
         return cls(scheme, user, password, host, port, unquote(parts.path), dict(given))
 
     def options(self, **defaults: int | float | str) -> dict[str, Any]:
         """`defaults`, replaced by the options given. An option is named without its unit, and read as its default is:
-        `timeout_s=1.0` is `timeout`, a time in seconds above 0, `budget_bytes=0` is `budget`, a size like 8GiB, other
-        integers are at least 0, and text is taken as it is. Raises `StoreError` for unknown options and bad values."""
+        `timeout_s=1.0` is `timeout`, a time in seconds above 0, `budget_bytes=1` is `budget`, a size like 8GiB,
+        `endpoint_url=""` is `endpoint`, a URL of HTTP, and text is what is not empty. A number is 0 only where its
+        default is, or for `level`. Raises `StoreError` for unknown options and bad values."""
         names = {_UNIT.sub("", name): name for name in defaults}
         options: dict[str, Any] = dict(defaults)
         for option, text in self.given.items():
@@ -65,7 +72,8 @@ class StoreUrl:
             try:
                 options[name] = read(text)
             except ValueError:
-                raise StoreError(f"{option}={text!r} in a URL of {self.scheme}: give {meaning}") from None
+                shown = "..." if "@" in text else repr(text[:_MAX_SHOWN])  # a password
+                raise StoreError(f"{option}={shown} in a URL of {self.scheme}: give {meaning}") from None
         return options
 
 
@@ -79,27 +87,36 @@ def scheme_of(url: str) -> str:
 
 def _reader(name: str, default: float | str) -> tuple[Callable[[str], object], str]:
     """How the text of an option is read, ValueError where it cannot be, and what it should be."""
-    if name.endswith("_bytes"):
-        return parse_bytes, "a size like 100GB or 8GiB"
     if isinstance(default, str):
-        return str, "text"
-    return (_seconds, "a number of seconds above 0") if isinstance(default, float) else (_whole, "a whole number")
+        return (_http_url, "http://host:9000 or https://host") if name.endswith("_url") else (_not_empty, "text")
+    least = 0 if not default or name == "level" else 1
+    if name.endswith("_bytes"):
+        return partial(_between, parse_bytes, least, _MAX_NUMBER), f"a size like 100GB or 8GiB, from {least} to 8192TiB"
+    if isinstance(default, int):
+        return partial(_between, int, least, _MAX_NUMBER), f"a whole number from {least} to {_MAX_NUMBER}"
+    return partial(_between, float, math.ulp(0.0), _MAX_SECONDS), f"a number of seconds above 0, at most {_MAX_SECONDS}"
 
 
-def _whole(text: str) -> int:
-    if int(text) < 0:
+def _between(read: Callable[[str], float], least: float, most: float, text: str) -> float:
+    if not least <= read(text) <= most:
         raise ValueError(text)
-    return int(text)
+    return read(text)
 
 
-def _seconds(text: str) -> float:
-    if not 0 < float(text) < math.inf:
+def _not_empty(text: str) -> str:
+    if not text:
         raise ValueError(text)
-    return float(text)
+    return text
+
+
+def _http_url(text: str) -> str:
+    if not _HTTP_URL.fullmatch(text) or urlsplit(text).port == 0:
+        raise ValueError(text)
+    return text
 
 
 def _unreadable(scheme: str) -> StoreError:
     return StoreError(
         f"cannot read a URL of {scheme}: write it as {scheme}://user:password@host:port/path?name=value&name=value, "
-        "each option once, with %XX for characters such as / ? # @ in a name or password"
+        "each option once, with %XX for spaces, and for characters such as / ? # @ in a name or password"
     )

@@ -45,7 +45,7 @@ def open_store(
     """
     stores: list[PageStore] = []
     try:
-        for part in re.split(f",(?={SCHEME})", url, flags=re.IGNORECASE | re.ASCII):
+        for part in re.split(rf"\s*,\s*(?={SCHEME})", url.strip(), flags=re.IGNORECASE | re.ASCII):
             scheme = scheme_of(part)
             opener = _OPENERS.get(scheme) or _registered(scheme)
             stores.append(opener(part, identity=identity, formats=formats, cipher=cipher))
