@@ -28,6 +28,7 @@ from hicache.storage.records import identity_with_key, namespace_digest, sorted_
 log = logging.getLogger("hicache.storage")
 
 _NAME_DIGEST_BYTES = 8
+_MAX_SHOWN = 200
 
 
 class RemotePageStore(ABC):
@@ -191,8 +192,7 @@ class RemotePageStore(ABC):
 
     def _failed(self, error: object, num: int, *, is_read: bool) -> None:
         """Count what the server did not do."""
-        first_line = str(error).partition("\n")[0]
-        log.warning("the store %s fails: %s", self._description, first_line)
+        log.warning("the store %s fails: %s", self._description, first_line(error))
         self._counters.add(Counts(read_errors=num) if is_read else Counts(write_errors=num))
 
     def _written(self, page_bytes: int, value_bytes: int) -> None:
@@ -209,3 +209,9 @@ class RemotePageStore(ABC):
         if self._closed:
             raise StoreError("the store is closed; open it again")
         check_keys(keys)
+
+
+def first_line(error: object) -> str:
+    """What a log shows of a client's or a server's message, which may be a whole paragraph."""
+    line = str(error).partition("\n")[0]
+    return line if len(line) <= _MAX_SHOWN else f"{line[:_MAX_SHOWN]}..."

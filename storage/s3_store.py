@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,18 @@ from typing import Any
 
 from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.header import HEADER_BYTES
-from hicache.storage.remote import RemotePageStore
+from hicache.storage.remote import RemotePageStore, first_line
 from hicache.storage.store_url import StoreUrl
 
 _MAX_RETRIES = 1  # for a kept connection that the server has closed meanwhile
+_NO_CREDENTIALS = "no credentials, nor a role of the machine; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+# By what the client's messages about them have in them: what a server answers, or the paths where AWS tells a machine
+# of its role.
+_CAUSES = {
+    "<Code>NoSuchBucket<": "its bucket does not exist; create it",
+    "/latest/api/token": _NO_CREDENTIALS,
+    "/latest/meta-data/iam/": _NO_CREDENTIALS,
+}
 
 
 class S3PageStore(RemotePageStore):
@@ -33,11 +42,9 @@ class S3PageStore(RemotePageStore):
     def __init__(self, url: str, /, **about: Any) -> None:
         """`about`: see `open_store`."""
         at = StoreUrl.parse(url)
-        if not at.host or at.port or at.user or at.password:
+        if not re.fullmatch(r"[\w.-]+", at.host, re.ASCII) or at.port or at.user or at.password:
             raise StoreError("a URL of S3 is s3://bucket/prefix?endpoint=..., with credentials in the environment")
-        options = at.options(level=1, endpoint="", region="", timeout_s=10.0, concurrency=16)
-        if not options["concurrency"]:
-            raise StoreError("concurrency=0 in a URL of s3: give at least 1")
+        options = at.options(level=1, endpoint_url="", region="", timeout_s=10.0, concurrency=16)
         super().__init__(str(at), level=options["level"], **about)
         try:
             self._client: Any = importlib.import_module("obstore")
@@ -45,19 +52,29 @@ class S3PageStore(RemotePageStore):
             s3: Any = importlib.import_module("obstore.store").S3Store
         except ImportError:
             raise StoreError("pages in S3 need the package obstore: pip install 'hicache[s3]'") from None
-        limit, endpoint = timedelta(seconds=options["timeout_s"]), options["endpoint"]
+        limit, endpoint = timedelta(seconds=options["timeout_s"]), options["endpoint_url"]
         chosen = {"endpoint": endpoint, "region": options["region"], "prefix": at.path.strip("/")}
-        self._bucket = s3(
-            at.host,
-            client_options={"timeout": limit, "connect_timeout": limit, "allow_http": endpoint.startswith("http:")},
-            retry_config={"max_retries": _MAX_RETRIES, "retry_timeout": limit},
-            **{name: value for name, value in chosen.items() if value},
-        )
+        try:
+            self._bucket = s3(
+                at.host,
+                client_options={"timeout": limit, "connect_timeout": limit, "allow_http": endpoint.startswith("http:")},
+                retry_config={"max_retries": _MAX_RETRIES, "retry_timeout": limit},
+                **{name: value for name, value in chosen.items() if value},
+            )
+        except (ValueError, self._errors.BaseError) as error:
+            raise StoreError(f"cannot open {at}: {first_line(error)}") from None
+        self._found_bucket = False
         self._pool = ThreadPoolExecutor(options["concurrency"], thread_name_prefix="hicache-s3")
 
     def _exist(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         def look(n: int) -> bool:
-            self._client.head(self._bucket, self._name(keys[n], "/"))
+            name = self._name(keys[n], "/")
+            try:
+                self._client.head(self._bucket, name)
+            except FileNotFoundError:
+                if not self._found_bucket:
+                    self._client.get(self._bucket, name)  # says, unlike HEAD, whether it is the bucket that is missing
+                raise
             return True
 
         return self._each(look, len(keys), deadline_s, is_read=True)
@@ -113,6 +130,14 @@ class S3PageStore(RemotePageStore):
             try:
                 return request(n)
             except (OSError, self._errors.BaseError) as error:
-                return False if is_read and isinstance(error, FileNotFoundError) else error
+                cause = next((cause for mark, cause in _CAUSES.items() if mark in str(error)), None)
+                if cause is None and is_read and isinstance(error, FileNotFoundError):
+                    self._found_bucket = True
+                    return False
+                return StoreError(cause) if cause else error
+            except BaseException as error:
+                if type(error).__name__ != "PanicException":  # of the client's Rust, which has no class to import
+                    raise
+                return StoreError(f"{error}; check bucket and region, and AWS_* in the environment")
 
         return self._answers(list(self._pool.map(attempt, range(num))), is_read=is_read)

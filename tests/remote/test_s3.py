@@ -109,11 +109,49 @@ def test_a_frozen_server_is_a_miss(server: S3Server) -> None:
 
 
 @needs_server
-def test_a_bucket_that_is_not_there_stores_nothing(server: S3Server) -> None:
-    """Pages are not stored, which is counted, and reads miss."""
+def test_a_bucket_that_is_not_there_fails_each_call(server: S3Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Pages are not stored, reads and questions miss; all is counted and says why. A page that is missing in a bucket
+    that is there is no error."""
     store = opener(f"s3://nobody-made-this?endpoint={server.endpoint}")(IDENTITY, FORMATS)
-    assert store.put(list(PAGES.items())) == [False] * 6 and store.stats().write_errors == 6
-    assert found_in(store) == []
+    calls: list[Callable[[], object]] = [
+        lambda: store.contains(list(PAGES)) == [False] * 6 and store.stats().read_errors == 6,
+        lambda: found_in(store) == [] and store.stats().read_errors == 12,
+        lambda: store.put(list(PAGES.items())) == [False] * 6 and store.stats().write_errors == 6,
+    ]
+    for call in calls:
+        caplog.clear()
+        assert call()
+        assert "its bucket does not exist; create it" in caplog.text
+    store.close()
+    store = opened(server)
+    assert store.contains(list(PAGES)) == [False] * 6 and found_in(store) == [] and store.stats().read_errors == 0
+    store.close()
+
+
+@needs_server
+def test_without_credentials_it_says_what_to_set(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the environment has none, and neither has the machine a role."""
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    store = opened(server)
+    assert store.contains([b"0"]) == [False] and store.stats().read_errors == 1
+    assert "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in caplog.text
+    store.close()
+
+
+@needs_server
+def test_a_panic_of_the_client_is_an_error(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What its Rust cannot use, here from the environment, is a miss and not stored, which is counted and logged."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "not-a-url")
+    store = opener("s3://bucket")(IDENTITY, FORMATS)
+    assert store.contains([b"0"]) == [False] and found_in(store) == []
+    assert store.put([(b"0", page(0))]) == [False]
+    assert (store.stats().read_errors, store.stats().write_errors) == (7, 1) and "AWS_*" in caplog.text
     store.close()
 
 
@@ -150,7 +188,14 @@ def test_a_value_that_does_not_verify_is_a_miss_and_goes(server: S3Server, damag
     [
         ("s3:///prefix", "s3://bucket/prefix"),
         ("s3://key:geheim@bucket/prefix", "credentials in the environment"),
-        ("s3://bucket?concurrency=0", "concurrency=0 in a URL of s3: give at least 1"),
+        ("s3://a%20bucket", "s3://bucket/prefix"),
+        ("s3://bucket/a//b", "cannot open s3://bucket/a//b: .*empty path segment"),
+        ("s3://bucket?concurrency=0", "concurrency='0' in a URL of s3: give a whole number from 1"),
+        ("s3://bucket?endpoint=", "give http://host:9000 or https://host"),
+        ("s3://bucket?endpoint=minio:9000", "give http://host:9000 or https://host"),
+        ("s3://bucket?endpoint=ftp://minio", "give http://host:9000 or https://host"),
+        ("s3://bucket?endpoint=http://minio:99999", "give http://host:9000 or https://host"),
+        ("s3://bucket?endpoint=http://key:geheim%40minio", "endpoint=... in a URL of s3: give http://host:9000"),
         ("s3://bucket?endpiont=x", "no option 'endpiont'; its options are concurrency, endpoint, level, region"),
     ],
 )
