@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import ssl
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hicache.storage.base import PageBuffer, StoreError
@@ -39,10 +41,16 @@ class RedisPageStore(RemotePageStore):
             raise StoreError(
                 "a URL of Redis is redis://host:6379/0, with the number of a database, or redis+unix:///path"
             )
-        defaults = {"db": 0 if is_unix else int(number or 0), "ttl_s": 0, "max_value_bytes": 512 << 20}
-        options = at.options(**defaults, level=1, timeout_s=1.0, ca_file="")
+        if number and not is_unix:
+            if "db" in at.given:
+                raise StoreError(f"a URL of Redis names its database twice, /{number[:20]} and db: give one")
+            at = replace(at, given={**at.given, "db": number})
+        options = at.options(db=0, ttl_s=0, max_value_bytes=512 << 20, level=1, timeout_s=1.0, ca_file="")
+        if options["ca_file"] and at.scheme != "rediss":
+            raise StoreError(f"ca in a URL of {at.scheme}, which has no TLS: write rediss://")
         super().__init__(str(at), level=options["level"], **about)
-        self._connection_to = at, options["db"], options["ca_file"], options["timeout_s"]
+        tls = _tls(options["ca_file"]) if at.scheme == "rediss" else None
+        self._connection_to = at, options["db"], tls, options["timeout_s"]
         self._max_value_bytes, ttl_s = options["max_value_bytes"], options["ttl_s"]
         self._expiry = (b"EX", b"%d" % ttl_s) if ttl_s else ()
         self._idle: deque[RedisConnection] = deque()
@@ -187,3 +195,10 @@ class RedisPageStore(RemotePageStore):
                     return connection
                 connection.close()
         return None
+
+
+def _tls(ca_file: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file or None)
+    except OSError as error:
+        raise StoreError(f"ca={ca_file!r} in a URL of rediss: give a file of certificates in PEM ({error})") from None

@@ -34,7 +34,7 @@ class RedisConnection:
     is sent or read.
     """
 
-    def __init__(self, at: StoreUrl, db: int, ca_file: str, timeout_s: float, deadline_s: float) -> None:
+    def __init__(self, at: StoreUrl, db: int, tls: ssl.SSLContext | None, timeout_s: float, deadline_s: float) -> None:
         self._timeout_s, self.deadline_s = timeout_s, deadline_s
         self._unsent = bytearray()
         is_unix = at.scheme == "redis+unix"
@@ -48,9 +48,8 @@ class RedisConnection:
                 self._socket.connect(at.path)
             else:
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if at.scheme == "rediss":
-                context = ssl.create_default_context(cafile=ca_file or None)
-                self._socket = context.wrap_socket(self._socket, server_hostname=at.host)
+            if tls:
+                self._socket = tls.wrap_socket(self._socket, server_hostname=at.host)
             self._reader = cast(io.BufferedReader, self._socket.makefile("rb", _BUFFER_BYTES))
             if at.password:
                 self._require(b"AUTH", *([at.user.encode()] if at.user else []), at.password.encode())

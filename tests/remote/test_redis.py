@@ -387,6 +387,17 @@ def test_a_refused_password_is_a_miss_and_a_secret(server: RedisServer, caplog: 
     store.close()
 
 
+def test_a_log_shows_the_beginning_of_what_a_server_says(caplog: pytest.LogCaptureFixture) -> None:
+    """Redis explains some errors in a paragraph, of which a line has 200 characters."""
+    with tempfile.TemporaryDirectory(prefix="hicache-redis-") as folder:
+        server = Babbler(Path(folder) / "socket", [b"-DENIED " + b"x" * 999 + b"\r\n"])
+        store = opener(f"redis+unix://{server.path}?{PATIENCE}")(IDENTITY, FORMATS)
+        assert store.contains([b"a"]) == [False] and store.stats().read_errors == 1
+        store.close()
+        server.close()
+    assert f"DENIED {'x' * 193}..." in caplog.text and "x" * 194 not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -397,6 +408,10 @@ def test_a_refused_password_is_a_miss_and_a_secret(server: RedisServer, caplog: 
         ("redis://host?tll=5", "no option 'tll'; its options are ca, db, level, max_value, timeout, ttl"),
         ("redis://host?max_value=much", "max_value='much' in a URL of redis: give a size like 100GB"),
         ("redis://host?level=23", "level=23"),
+        ("redis://host/0?db=1", "names its database twice"),
+        ("redis://host?ca=/etc/hosts", "ca in a URL of redis, which has no TLS: write rediss://"),
+        ("rediss://host?ca=/nonexistent", "ca='/nonexistent' .*give a file of certificates"),
+        ("rediss://host?ca=/etc/hosts", "ca='/etc/hosts' .*give a file of certificates"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_refused(url: str, message: str) -> None:
