@@ -330,7 +330,7 @@ class DiskTier:
         def judge(ok: list[bool]) -> _Fault | None:
             is_fault = not all(ok) and self.store.thread_read_errors() > before
             is_fault &= not (any(ok) and self.clock() >= until_s)
-            return _Fault("the medium cannot be read", lasting=False) if is_fault else None
+            return _Fault("the store cannot be read", lasting=False) if is_fault else None
 
         return judge
 

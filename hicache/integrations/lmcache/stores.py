@@ -66,7 +66,7 @@ class KindStore:
         errors_before = self._store.thread_read_errors()
         found = self._ask(lambda: self._store.get_into(self._opened.keys(names), buffers), len(names))
         if self._store.thread_read_errors() > errors_before:
-            self._reads.failed(token, "the medium cannot be read")
+            self._reads.failed(token, "the store cannot be read")
         else:
             self._reads.succeeded(token)
         return found
