@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import logging
 import queue
+import re
 import socket
 import subprocess
 import sys
@@ -30,10 +31,17 @@ log = logging.getLogger("hicache.storage")
 # that have no name here are failures of the master, of an owner of memory, or of the network.
 FULL = -200
 INVALID_PARAMS = -600  # a get: the value is longer than the buffers
-BEING_WRITTEN, MISSING, PRESENT, LEASED, GONE = -703, -704, -705, -706, -712
+BEING_WRITTEN, MISSING, PRESENT, LEASED, LEASE_ENDED, GONE = -703, -704, -705, -706, -707, -712
 TRANSFER_FAILED = -800  # a get, also: the value is shorter than the buffers
 UNREACHABLE, TIMED_OUT = -900, -901
 _NO_FAILURES = frozenset((FULL, BEING_WRITTEN, MISSING, PRESENT, LEASED, GONE))
+_MEANINGS = {
+    INVALID_PARAMS: "the value has another length",
+    LEASE_ENDED: "the lease ended before the read; raise --default_kv_lease_ttl of the master",
+    TRANSFER_FAILED: "the transfer failed; an owner of memory is gone or hangs",
+    UNREACHABLE: "the master cannot be reached; start mooncake_master there",
+    TIMED_OUT: "the master did not answer in time; look whether it hangs, or raise timeout",
+}
 
 Codes: TypeAlias = "list[int]"
 LibraryCall: TypeAlias = Callable[[Any], Codes]
@@ -123,6 +131,11 @@ class MooncakeClient:
             self._calls.put((Future(), call, 0))
 
     @staticmethod
+    def meaning(code: int) -> str:
+        """The code in words."""
+        return f"code {code}: {_MEANINGS.get(code, 'see types.h of mooncake-store')}"
+
+    @staticmethod
     def has_failed(code: int) -> bool:
         """Whether it tells of a failure; that a key is absent, or that there is no room, is none."""
         return code < 0 and code not in _NO_FAILURES
@@ -195,16 +208,30 @@ class MooncakeClient:
         try:
             with socket.create_connection(self._master, self._timeout_s) as connection:
                 own_host = connection.getsockname()[0]
-            probe = [sys.executable, "-c", _PROBE, own_host, self._metadata, *self._transport, master]
-            done = subprocess.run(probe, timeout=self._timeout_s, capture_output=True, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except OSError as error:
             raise StoreError(f"no Mooncake master answers at {master} ({error}); start mooncake_master there") from None
+        why = self._probe(own_host, master)
         own = (own_host, self._metadata, self._segment_bytes, 0, *self._transport, master)
-        if done.returncode or library.setup(*own):
-            raise StoreError(f"Mooncake cannot be used at {master}; check the options of the URL and its log on stderr")
+        if why or library.setup(*own):
+            raise StoreError(
+                f"cannot connect to Mooncake at {master} ({why or 'its log is on stderr'}); check protocol, device, "
+                "metadata and segment in its URL, and whether the master hangs, or raise timeout"
+            )
         for start, end, _ in self._memories:
             library.register_buffer(start, end - start)
         return library
+
+    def _probe(self, own_host: str, master: str) -> str:
+        """Why a child process cannot connect; empty where it can."""
+        probe = [sys.executable, "-c", _PROBE, own_host, self._metadata, *self._transport, master]
+        try:
+            done = subprocess.run(probe, timeout=self._timeout_s, capture_output=True, check=False)
+        except subprocess.TimeoutExpired as expired:
+            failed, logged = True, expired.stderr or b""
+        else:
+            failed, logged = done.returncode != 0, done.stderr
+        error = re.search(r"^E\d{4} .*?\] (.*)", logged.decode(errors="replace"), re.MULTILINE)
+        return (error[1] if error else f"not within {self._timeout_s:g} s") if failed else ""
 
     def _work(self) -> None:
         while (waiting := self._calls.get()) is not None:

@@ -82,8 +82,6 @@ class MooncakePageStore(RemotePageStore):
             raise StoreError("a URL of Mooncake names its master: mooncake://host:50051?replicas=2")
         client: dict[str, Any] = {"segment_bytes": 0, "protocol": "tcp", "device": "", "metadata": "P2PHANDSHAKE"}
         given = at.options(**client, buffer_bytes=64 << 20, replicas=1, timeout_s=10.0)
-        if not given["replicas"]:
-            raise StoreError("replicas=0 in a URL of mooncake: give at least 1")
         super().__init__(str(at), level=0, cipher=cipher, **about)
         self._is_plain = cipher is None
         self._config = load_mooncake().ReplicateConfig()
@@ -220,7 +218,7 @@ class MooncakePageStore(RemotePageStore):
     def _count(self, codes: Sequence[int], *, is_read: bool) -> None:
         failed = [code for code in codes if self._client.has_failed(code)]
         if failed:
-            why = f"{len(failed)} of {len(codes)} keys failed with code {failed[0]}"
+            why = f"{len(failed)} of {len(codes)} keys failed, {self._client.meaning(failed[0])}"
             self._failed(why, len(failed), is_read=is_read)
 
     def _register_chunks(self, buffer_bytes: int) -> queue.LifoQueue[PageBuffer]:
@@ -229,10 +227,17 @@ class MooncakePageStore(RemotePageStore):
         chunk_bytes = max(buffer_bytes // num_chunks, max_value_bytes)
         chunks: queue.LifoQueue[PageBuffer] = queue.LifoQueue()
         for _ in range(num_chunks):
-            chunk = np.frombuffer(aligned_buffer(chunk_bytes), np.uint8, chunk_bytes)
-            if not self._client.register(chunk):
+            try:
+                chunk = np.frombuffer(aligned_buffer(chunk_bytes), np.uint8, chunk_bytes)
+                is_registered = self._client.register(chunk)
+            except OSError:  # there is not so much memory
+                is_registered = False
+            if not is_registered:
                 self._client.close()
-                raise StoreError(f"Mooncake cannot register {chunk_bytes} bytes; raise the limit of locked memory")
+                raise StoreError(
+                    f"Mooncake cannot register {chunk_bytes} bytes; lower buffer in its URL or raise the limit of "
+                    "locked memory"
+                )
             chunks.put(chunk)
         return chunks
 

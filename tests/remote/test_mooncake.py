@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import signal
 import subprocess
 import sys
@@ -176,7 +177,7 @@ def test_a_second_replica_is_read_once_the_master_misses_the_first(server: Moonc
         assert np.array_equal(copies, source)
 
 
-def test_a_dead_master_comes_back(server: MooncakeServer) -> None:
+def test_a_dead_master_comes_back(server: MooncakeServer, caplog: pytest.LogCaptureFixture) -> None:
     """Without a master nothing is found, stored or raised, and all of it is counted; with a new one the store works."""
     memory = contents()
     with closing(opened(server, "?timeout=2")) as store:
@@ -188,6 +189,7 @@ def test_a_dead_master_comes_back(server: MooncakeServer) -> None:
         assert not any(put_all(store, memory)) and store.delete(KEYS) == 0 and not store.reopen()
         stats = store.stats()
         assert (stats.read_errors, stats.write_errors, stats.misses) == (2 * NUM_PAGES, 2 * NUM_PAGES, NUM_PAGES)
+        assert re.search("keys failed, code -90.: the master", caplog.text)
         with pytest.raises(StoreError, match="no Mooncake master answers"):
             opened(server)
         server.start_master()
@@ -207,7 +209,7 @@ def test_a_hung_master_is_given_up_on(server: MooncakeServer) -> None:
         assert not any(put_all(store, memory)) and store.delete(KEYS) == 0 and not store.reopen()
         store.touch(KEYS)
         assert store.stats().read_errors == NUM_PAGES
-        with pytest.raises(StoreError, match="no Mooncake master answers"):
+        with pytest.raises(StoreError, match=r"cannot connect .*\(not within 1 s\)"):
             opened(server, "?timeout=1")
     server.master.send_signal(signal.SIGCONT)
 
@@ -238,6 +240,22 @@ def test_a_hung_owner_touches_no_buffer_later(server: MooncakeServer, method: st
         got = np.zeros_like(memory)
         assert all(store.get_into(KEYS, pages_of(got))) and np.array_equal(got, expected)
         assert (memory == 77).all()
+
+
+@pytest.mark.parametrize("options", ["protocol=foo&timeout=5", "protocol=rdma&device=nope0&timeout=5", "timeout=0.01"])
+def test_a_pool_that_cannot_be_joined_is_no_missing_master(server: MooncakeServer, options: str) -> None:
+    """One line says what to check, and none of the program that tries it."""
+    with pytest.raises(
+        StoreError, match=r"cannot connect to Mooncake at .*; check protocol, device, metadata"
+    ) as caught:
+        opened(server, f"?{options}")
+    assert "import" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_buffer_that_no_memory_holds_is_refused(server: MooncakeServer) -> None:
+    """In a line that names the option."""
+    with pytest.raises(StoreError, match="lower buffer"):
+        opened(server, "?buffer=8000TiB")
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
