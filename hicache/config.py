@@ -19,6 +19,7 @@ from hicache.settings import (
     Choice,
     Layer,
     Number,
+    Share,
     Size,
     Text,
     Tokens,
@@ -195,7 +196,7 @@ class EngineConfig:
         float, Number("maximum wait under prefetch_mode=timeout", 0, MAX_S, unit="seconds")
     ] = 1.0
     prefetch_host_share: Annotated[
-        float, Number("maximum share of the host tier that waits for requests to be admitted", 0, 1, unit="of 1")
+        float, Share("maximum share of the host tier that waits for requests to be admitted")
     ] = 0.5
     prefill_tokens_per_s: Annotated[
         float | Auto,

@@ -61,7 +61,9 @@ def _settings(flags: argparse.Namespace) -> Iterator[_Row]:
                 yield _Row(full_name, None, setting.unit, "not set", "required")
             else:
                 given, source = getattr(part, name), sources.get(full_name, "default")
-                value, computed_from = ("auto", setting.computed_from) if setting.is_auto(given) else (given, "")
+                value, computed_from = (
+                    ("auto", setting.computed_from) if setting.is_auto(given) else (setting.shown(given), "")
+                )
                 yield _Row(full_name, value, setting.unit, setting.text(given), source, computed_from)
 
 

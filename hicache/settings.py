@@ -12,6 +12,7 @@ import dataclasses
 import math
 import numbers
 import os
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from hicache.sizes import parse_bytes
 from hicache.terminal import sized
 
 INT64_MAX = (1 << 63) - 1
+_SCHEME = r"[a-z][a-z0-9+.-]*://"
+_USER = re.compile(f"((?:^|,)(?:{_SCHEME})?)(?:(?!,{_SCHEME}).)*@", re.IGNORECASE | re.ASCII | re.DOTALL)
 
 _short = reprlib.Repr()
 _short.maxlevel = 2
@@ -64,11 +67,15 @@ class Setting:
         """Whether the engine computes the value."""
         return bool(self.computed_from) and value == self.auto
 
+    def shown(self, value: object) -> object:
+        """What output and messages may have of a value."""
+        return value
+
     def text(self, value: object) -> str:
         """An accepted value with its unit."""
         if self.is_auto(value):
             return "auto"
-        return f"{value} {self.unit}" if self.unit else str(value) or '""'
+        return f"{value} {self.unit}" if self.unit else str(self.shown(value)) or '""'
 
     @property
     def detail(self) -> str:
@@ -85,7 +92,7 @@ class Setting:
         raise NotImplementedError
 
     def _refused(self, given: object, reason: str) -> ValueError:
-        return ValueError(f"{short_repr(given)} {reason}: {self.help}")
+        return ValueError(f"{short_repr(self.shown(given))} {reason}: {self.help}")
 
 
 @dataclass(frozen=True)
@@ -159,6 +166,18 @@ class Number(Setting):
 
 
 @dataclass(frozen=True)
+class Share(Number):
+    """A part of a whole, in [minimum, 1]."""
+
+    metavar = "SHARE"
+    maximum: float = 1.0
+
+    @property
+    def detail(self) -> str:
+        return f"{self.minimum:g} to {self.maximum:g}"
+
+
+@dataclass(frozen=True)
 class Text(Setting):
     """Text that has a UTF-8 form, since digests are computed from it."""
 
@@ -170,6 +189,17 @@ class Text(Setting):
         except UnicodeEncodeError:
             raise self._refused(given, "is not valid Unicode text") from None
         return given
+
+
+@dataclass(frozen=True)
+class Urls(Text):
+    """One URL, or several with commas between them. Users and passwords are not shown, those neither that end in
+    another part of the URL for want of escapes."""
+
+    metavar = "URL"
+
+    def shown(self, value: object) -> object:
+        return _USER.sub(r"\1***@", str(value)) if "@" in str(value) else value
 
 
 @dataclass(frozen=True)

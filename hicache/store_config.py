@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 from hicache.errors import ConfigError
-from hicache.settings import Choice, FilePath, Number, Size, Text, Whole, settle, short_repr
+from hicache.settings import Choice, FilePath, Number, Share, Size, Urls, Whole, settle, short_repr
 
 Durability = Literal["relaxed", "commit"]
 Backup = Literal["all", "none"]
@@ -39,13 +39,11 @@ class RemoteConfig:
     """The remote tier: a store that engines on several machines share (docs/remote.md). Pages are backed up to it
     beside the disk, and a prefetch asks it for what the disk lacks."""
 
-    url: Annotated[str, Text("the store, like redis://host:6379 or mooncake://host:50051")]
+    url: Annotated[str, Urls("the store, like redis://host:6379 or mooncake://host:50051")]
     backup: Annotated[
         Backup, Choice("all: pages are backed up; none: only read, for ranks that hold the same KV", get_args(Backup))
     ] = "all"
-    backup_share: Annotated[
-        float, Number("maximum share of the host tier that is on its way to the store", 0.01, 1, unit="of 1")
-    ] = 0.25
+    backup_share: Annotated[float, Share("maximum share of the host tier that is on its way to the store", 0.01)] = 0.25
     reader_threads: Annotated[int, Whole("threads that read from the store", 1, 256, unit="threads")] = 4
     io_timeout_s: Annotated[
         float, Number("an operation that takes longer marks the store as stalled", 1e-3, MAX_S, unit="seconds")

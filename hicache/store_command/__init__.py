@@ -22,7 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add(subparsers, commands.stat, "stat", "what a store holds; works while it is written")
 
     listing = _add(subparsers, commands.ls, "ls", "keys, sizes and codecs in use order; works while it is written")
-    limit = Whole("at most so many pages", minimum=1)
+    limit = Whole("list at most so many pages; without it, all", minimum=1)
     listing.add_argument("--limit", type=as_flag(limit), metavar="N", help=limit.help)
     listing.add_argument("--newest", action="store_true", help="most recently used first (default: least recently)")
     _takes_key(listing)

@@ -12,7 +12,9 @@ import pytest
 
 from hicache.cli import main
 from hicache.config import SECTIONS, VARIABLES
+from hicache.errors import ConfigError
 from hicache.settings import settings_of
+from hicache.store_config import RemoteConfig
 
 KEY = "5ec2e7" * 10
 
@@ -116,6 +118,36 @@ def test_the_environment_is_shown_and_the_key_is_not(
     assert environment["HICACHE_DEBUG"] == {"value": "1", "source": "environment variable SGLANG_DEBUG_MEMORY_POOL"}
     assert environment["HICACHE_DISK_KEY"] == {"value": "set", "source": "environment variable HICACHE_DISK_KEY"}
     assert KEY not in show(capsys, "--json") and KEY not in show(capsys)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://kv:{}@127.0.0.1:6389/0?ttl=9", "redis://***@127.0.0.1:6389/0?ttl=9"),
+        ("redis://:{}@a,REDISS://kv:x@{}@b,s3://bucket/c", "redis://***@a,REDISS://***@b,s3://bucket/c"),
+        ("redis://kv:x/{}@a", "redis://***@a"),  # without the escapes that it needs
+        ("kv:{}@a:6379", "***@a:6379"),
+        ("redis://host:6379", "redis://host:6379"),
+    ],
+)
+def test_a_password_in_a_url_is_not_shown(capsys: pytest.CaptureFixture[str], url: str, shown: str) -> None:
+    """Neither by the table nor as JSON, nor where the URL is refused; address and options are."""
+    given = ["--remote-url", url.replace("{}", KEY), "--model-id", "m"]
+    assert shown_settings(capsys, *given)["settings"]["remote.url"] == {"value": shown, "source": "flag --remote-url"}
+    text = show(capsys, *given)
+    assert shown in text and KEY not in text
+    for wrong in (given[1] + "\udc80", [given[1]]):
+        with pytest.raises(ConfigError) as caught:
+            RemoteConfig(url=wrong)  # type: ignore[arg-type]
+        assert KEY not in str(caught.value)
+
+
+def test_the_list_of_flags_says_what_a_share_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """A share is a number of a range that is named, not a unit."""
+    with pytest.raises(SystemExit):
+        main(["config", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--prefetch-host-share SHARE" in text and "(0 to 1; default 0.5)" in text and "of 1)" not in text
 
 
 BAD = {

@@ -331,7 +331,10 @@ WRONG = {
     "a file for a directory": (["ls", "{tmp}/file"], "is no directory"),
     "an empty name": (["compact", ""], "disk path='' is not a path"),
     "something else": (["verify", "{tmp}/other"], "is damaged: its record cannot be read"),
-    "no limit": (["ls", "{path}", "--limit", "0"], "--limit: 0 is below 1"),
+    "no limit": (
+        ["ls", "{path}", "--limit", "0"],
+        "--limit: 0 is below 1: list at most so many pages; without it, all",
+    ),
     "a word for a number": (["ls", "{path}", "--limit", "few"], "--limit"),
     "no size": (["evict", "{path}"], "--to"),
     "a wrong size": (["evict", "{path}", "--to", "12Q"], "12Q"),

@@ -25,9 +25,11 @@ from hicache.settings import (
     FilePath,
     Number,
     Setting,
+    Share,
     Size,
     Text,
     Tokens,
+    Urls,
     Whole,
     settings_of,
 )
@@ -231,7 +233,7 @@ def test_every_setting_explains_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             if isinstance(setting, Choice):
                 assert ", ".join(setting.words) in line
             if isinstance(setting, Whole | Number) and item.name != "level":  # of zstd: a number without a unit
-                assert setting.unit and f" {setting.unit.upper()} " in line
+                assert setting.unit + setting.detail and setting.detail in line and f" {setting.metavar} " in line
             if item.default is not dataclasses.MISSING:
                 assert f"default {setting.text(item.default)}" in line
 
@@ -244,7 +246,9 @@ WRONG: dict[type[Setting], list[object]] = {
     Tokens: NO_WHOLE,
     Size: [*NO_NUMBER, 64.0, 64.9, "64.9", "64.9B", "1KX", "iB", -1, "-1GB", 1 << 63, "999999999TB", "9" * 5000],
     Number: [*NO_NUMBER, -1.0, 1e300, 10**400, "1e400"],
+    Share: [*NO_NUMBER, -0.1, 1.01, "2"],
     Text: [None, 1, b"m", ["m"], "\ud800"],
+    Urls: [None, 1, b"m", ["m"], "\ud800"],
     Address: [None, 1, b"tcp://*:1", ["tcp://*:1"], "\ud800", "x", "udp://x:1", "tcp:", "tcp://", " tcp://*:1"],
     Choice: [None, 1, "", "sometimes", ["relaxed"], "\ud800"],
     FilePath: [None, 1, b"/x", ["/x"], "a\0b", "\ud800"],
