@@ -39,8 +39,8 @@ def violations(
     if sorted(uses) != sorted((entry.tick, key) for key, entry in entries):
         yield Fault(None, f"the use order names {len(uses)} pages, and not what the index says of its {len(entries)}")
     found = Slots(pages.files, pages.index.records())
-    if not found.fit:
-        yield Fault(None, "pages are in one slot, or in one that is not in its file")
+    if found.num_misplaced:
+        yield Fault(None, f"{found.num_misplaced} of {len(entries)} pages have no slot of their own in their file")
     if (found.sizes, found.used_bytes) != (slots.sizes, slots.used_bytes):
         counted = f"{slots.sizes}, {slots.used_bytes} bytes in slots"
         yield Fault(None, f"counted are {counted}, and there are {found.sizes}, {found.used_bytes} bytes in slots")

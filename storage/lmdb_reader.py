@@ -80,10 +80,10 @@ class ReaderFiles(OpenFiles):
                         return
             except io_errors as error:
                 if live_target(self.path) == target:
-                    raise StoreError(
-                        f"cannot open the store {self.path} for reading: {error}; no other store object for it may be "
-                        "open in this process"
-                    ) from error
+                    remedy = "no other store object for it may be open in this process"
+                    if isinstance(error, FileNotFoundError):  # of a file of pages
+                        remedy = "run `hicache store verify --repair`"
+                    raise StoreError(f"cannot open the store {self.path} for reading: {error}; {remedy}") from error
             except StoreError:
                 if live_target(self.path) == target:
                     raise

@@ -40,7 +40,8 @@ class LmdbPageStore(PageReads):
     budget than before evicts at once. `on_removed` is called by the thread that writes, after each commit that removed
     pages, with their keys: evicted, deleted, or not to be verified. `progress`: called with slots done and in all while
     the index is rebuilt, which a store needs that was not closed. `rebuilt_pages`: how many pages were found then; None
-    if that was not needed.
+    if that was not needed. `keeps_index`: to verify a store, an index that names pages which the files have lost is
+    kept; else they are logged, and the index is rebuilt without them.
 
     A failed write makes the store read-only until `reopen` succeeds. Other processes may read meanwhile
     (`LmdbPageReader`). Raises `StoreError` or a subclass when it cannot be opened or is called wrongly. Not to be used
@@ -59,6 +60,7 @@ class LmdbPageStore(PageReads):
         cipher: PageCipher | None = None,
         on_removed: Callable[[Sequence[bytes]], None] | None = None,
         progress: Progress | None = None,
+        keeps_index: bool = False,
     ) -> None:
         if not identity:
             raise StoreError("a store needs an identity; name the model, the dtype and the layout of its pages")
@@ -68,7 +70,7 @@ class LmdbPageStore(PageReads):
         record = StoreRecord(named, sorted_formats(formats), budget_bytes, durability, level)
         codecs = PageCodecs(record.formats, record.namespace, level, cipher)
         require_budget(record)
-        files = WriterFiles(Path(path), record, progress)
+        files = WriterFiles(Path(path), record, progress, keeps_index=keeps_index)
         super().__init__(files, codecs, cipher)
         self.rebuilt_pages, self._writing = files.rebuilt_pages, threading.Lock()
         try:

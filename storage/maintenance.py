@@ -102,14 +102,19 @@ def store_folders(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def open_existing(
-    path: str | os.PathLike[str], *, cipher: PageCipher | None = None, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    *,
+    cipher: PageCipher | None = None,
+    progress: Progress | None = None,
+    keeps_index: bool = False,
 ) -> LmdbPageStore:
     """Open a store for writing by what it says of itself. Raises `StoreError` and its subclasses.
 
     An encrypted store opens without `cipher` too: then its pages cannot be put or read; everything else here works.
-    `progress`: see `LmdbPageStore`.
+    `progress`, `keeps_index`: see `LmdbPageStore`.
     """
-    return LmdbPageStore(path, cipher=cipher, progress=progress, **vars(read_record(Path(path))))
+    record = read_record(Path(path))
+    return LmdbPageStore(path, cipher=cipher, progress=progress, keeps_index=keeps_index, **vars(record))
 
 
 def list_pages(store: PageReads, *, newest: bool, limit: int | None) -> Iterator[PageEntry]:

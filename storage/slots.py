@@ -60,8 +60,8 @@ class _SizeSlots:
 class Slots:
     """All slots of a store, by page size; the writer's thread. OSError where the disk fails.
 
-    `used_bytes`, `freed_bytes`: disk space. `fit`: whether the records of the index, from which this is made, lead each
-    page to a slot of its own in its file.
+    `used_bytes`, `freed_bytes`: disk space. `num_misplaced`: how many pages have no slot of their own in their file, as
+    the records of the index say, from which this is made.
     """
 
     def __init__(self, files: Mapping[int, SlotFile], records: npt.NDArray[np.void]) -> None:
@@ -76,7 +76,7 @@ class Slots:
             self._files[page_bytes] = _SizeSlots(file, num_slots, np.flatnonzero(num_pages == 0).tolist())
             lengths, counts = (found.tolist() for found in np.unique(pages["payload_bytes"], return_counts=True))
             self.used_bytes += sum(file.space_of(n) * count for n, count in zip(lengths, counts, strict=True))
-        self.fit = num_fit == len(records)
+        self.num_misplaced = len(records) - num_fit
 
     def space_of(self, page_bytes: int, payload_bytes: int) -> int:
         return self._files[page_bytes].file.space_of(payload_bytes)

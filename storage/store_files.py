@@ -93,13 +93,13 @@ class WriterFiles(OpenFiles):
     """Owns everything that is open for one writer, from construction to `close`.
 
     `reading` from any thread, everything else from the writer. `rebuilt_pages`: how many pages the index had when it
-    was built anew by this opening, None if it was sealed. Raises `StoreError` and its subclasses; then nothing stays
-    locked or open.
+    was built anew by this opening, None if it was sealed. `keeps_index`: see `LmdbPageStore`. Raises `StoreError` and
+    its subclasses; then nothing stays locked or open.
     """
 
-    def __init__(self, path: Path, record: StoreRecord, progress: Progress | None) -> None:
+    def __init__(self, path: Path, record: StoreRecord, progress: Progress | None, *, keeps_index: bool) -> None:
         super().__init__(path, record)
-        self._progress = progress or (lambda done, total: None)
+        self._progress, self._keeps_index = progress or (lambda done, total: None), keeps_index
         self.rebuilt_pages: int | None = None
         with contextlib.ExitStack() as held:
             self.lock = held.enter_context(contextlib.closing(WriterLock(path)))
@@ -144,11 +144,15 @@ class WriterFiles(OpenFiles):
                 live.data.unlink(missing_ok=True)
             index = held.enter_context(contextlib.closing(Index(live.path, self.record.budget_bytes, writable=True)))
             self.slots = Slots(files, index.records())
-            if not is_sealed or not self.slots.fit:
+            if not is_sealed or (self.slots.num_misplaced and not self._keeps_index):
+                sealed_pages = index.num_pages()
                 if num_slots := sum(file.num_slots() for file in files.values()):
                     log.info("the index of the store %s is built anew from its %d slots", self.path, num_slots)
                 rebuild(index, files, self.record.namespace, self._progress)
                 self.slots, self.rebuilt_pages = Slots(files, index.records()), index.num_pages()
+                if self.rebuilt_pages < sealed_pages:
+                    lost = "%d of %d pages of the store %s are lost: since it was closed its files were cut or removed"
+                    log.warning(lost, sealed_pages - self.rebuilt_pages, sealed_pages, self.path)
             live.publish()
             (self.path / INDEX_FILE).unlink(missing_ok=True)
             sync_directory(self.path)

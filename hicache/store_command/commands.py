@@ -182,7 +182,7 @@ def _verify_once(task: Task, cipher: PageCipher | None) -> tuple[VerifyReport, t
     """The first report, after a repair if that is asked for, the faults that are left, and how many pages the index had
     if opening built it anew."""
     repair = task.flags.repair
-    with _opened_to_write(task, cipher) as store:
+    with _opened_to_write(task, cipher, keeps_index=True) as store:
         with task.progress.during("verifying") as step:
             report = verify(store, step, repair=repair)
         if not repair or not report.faults:
@@ -337,9 +337,9 @@ def _fault_stats(fault: Fault) -> dict[str, str | None]:
 
 
 @contextlib.contextmanager
-def _opened_to_write(task: Task, cipher: PageCipher | None) -> Iterator[LmdbPageStore]:
+def _opened_to_write(task: Task, cipher: PageCipher | None, *, keeps_index: bool = False) -> Iterator[LmdbPageStore]:
     with task.progress.during("rebuilding the index") as step:
-        store = open_existing(task.path, cipher=cipher, progress=step)
+        store = open_existing(task.path, cipher=cipher, progress=step, keeps_index=keeps_index)
     try:
         yield store
     finally:

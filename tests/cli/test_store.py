@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -224,6 +225,28 @@ def test_a_store_that_was_not_closed(path: Path, tmp_path: Path, capsys: pytest.
     assert {entry["key"] for entry in here(capsys, "ls", path)["entries"]} == before
     assert main(["store", "verify", str(copy), "--repair"]) == 0
     assert "its index was built anew, with 24 pages" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("num_left", [0, 10])
+def test_pages_that_went_with_their_file(path: Path, num_left: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Verify names each page of a closed store whose bytes are gone, with status 1, however often it is called; a
+    repair drops them. Whoever else opens the store goes on with the rest and hears how many are gone."""
+    os.truncate(slots_path(path), num_left * 5 * 4096)
+    if not num_left:
+        slots_path(path).unlink()
+        assert "hicache store verify --repair" in refused(capsys, "stat", path)
+    opened = shutil.copytree(path, path.parent / "opened")
+    for _ in range(2):
+        found = here(capsys, "verify", path, status=1)
+        lost = {fault["key"] for fault in found["faults"] if fault["key"]}
+        assert (len(lost), found["left"], found["rebuilt"]) == (24 - num_left, 25 - num_left, None)
+        assert any(fault["reason"].startswith(f"{len(lost)} of 24 pages have no slot") for fault in found["faults"])
+    repaired = here(capsys, "verify", path, "--repair")
+    assert {fault["key"] for fault in repaired["faults"] if fault["action"] == "dropped"} == lost
+    assert (here(capsys, "verify", path)["pages"], here(capsys, "stat", path)["entries"]) == (num_left, num_left)
+    assert main(["store", "compact", str(opened)]) == 0
+    assert f"{len(lost)} of 24 pages of the store {opened} are lost" in capsys.readouterr().err
+    assert here(capsys, "verify", opened)["pages"] == num_left
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
