@@ -10,6 +10,7 @@ most the length of the largest page with its overhead.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import tarfile
@@ -29,7 +30,7 @@ _MAX_KEY_BYTES = 511
 class ArchiveWriter:
     """Writes an archive to `file`, which is unbuffered; `name` is for messages. One thread.
 
-    StoreError when writing fails. Without `finish` the archive is cut.
+    StoreError when writing fails, BrokenPipeError when nobody reads a pipe any more. Without `finish` it is cut.
     """
 
     def __init__(self, file: io.RawIOBase, name: str, record: StoreRecord) -> None:
@@ -48,22 +49,26 @@ class ArchiveWriter:
 
     def finish(self) -> None:
         self._add(_END, json.dumps({"pages": self.num_entries}).encode())
-        try:
+        with self._writing():
             self._tar.close()
-        except OSError as error:
-            raise self._failed(error) from error
 
     def _add(self, name: str, content: bytes) -> None:
         member = tarfile.TarInfo(name)
         member.size, member.mode = len(content), 0o600
-        try:
+        with self._writing():
             self._tar.addfile(member, io.BytesIO(content))
-        except OSError as error:
-            raise self._failed(error) from error
         self._tar.members = []  # type: ignore[attr-defined]  # it would grow with every page
 
-    def _failed(self, error: OSError) -> StoreError:
-        return StoreError(f"cannot write the archive {self._name}: {error.strerror}; free space or choose another file")
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise StoreError(
+                f"cannot write the archive {self._name}: {error.strerror}; free space or choose another file"
+            ) from error
 
 
 class ArchiveReader:

@@ -77,14 +77,15 @@ def test_an_archive_is_not_for_a_terminal(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_closed_pipe(path: Path) -> None:
-    """As under `| head`: a listing that nobody reads ends silently; an archive that nobody takes is an error."""
-    for arguments, status, words in (("ls", path), 141, b""), (("export", path, "-"), 2, b"cannot write the archive"):
+    """As under `| head`: a listing that nobody reads, and an archive that nobody takes, end silently, with a status of
+    their own."""
+    for arguments in ("ls", path), ("export", path, "-"):
         ours, theirs = os.pipe()
         os.close(ours)
         process = spawn(*arguments, stdout=theirs)
         os.close(theirs)
         _, err = process.communicate(timeout=60)
-        assert process.returncode == status and words in err and len(err.splitlines()) == bool(words), err
+        assert (process.returncode, err) == (141, b"")
 
 
 def test_an_existing_file_stays_until_the_new_one_is_whole(
