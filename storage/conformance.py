@@ -3,9 +3,9 @@
     class TestMyStore(StoreConformance):
         @pytest.fixture
         def make_store(self, tmp_path):
-            return lambda identity, formats: MyStore(tmp_path, identity=identity, formats=formats)
+            return functools.partial(opener, f"my-store://{tmp_path}")
 
-Needs pytest only to be run. What a failing store, a full one or a slow one must do is for tests that can make it so.
+Needs pytest only to be run. What a failing store or a slow one must do is for tests that can make it so.
 """
 
 from __future__ import annotations
@@ -14,29 +14,67 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from functools import partial, wraps
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from hicache.storage.base import PageBuffer, PageStore, StoreError, StoreMismatch
+from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFormat
 
-MakeStore: TypeAlias = Callable[[Mapping[str, str | int], Sequence[PageFormat]], PageStore]
+MakeStore: TypeAlias = Callable[..., PageStore]
 
 IDENTITY: dict[str, str | int] = {"model": "conformance", "page_size": 64}
 SMALL_BYTES, LARGE_BYTES = 1000, 40960
 FORMATS = (PageFormat(SMALL_BYTES), PageFormat(LARGE_BYTES))
 _NUM_HISTORIES, _NUM_STEPS, _NUM_KEYS = 4, 40, 12
+_NUM_FILLING = 450  # large pages: 18 MB
 
 
+def _started(call: Callable[[], None]) -> Future[None]:
+    """`call` in a thread that the end of the process does not wait for."""
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            outcome.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised to whoever waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
+def _each_test_ends(suite: type[StoreConformance]) -> type[StoreConformance]:
+    """Have a test fail while a call of the store hangs."""
+
+    def bounded(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def run(self: StoreConformance, make_store: MakeStore) -> None:
+            outcome = _started(partial(test, self, make_store))
+            assert wait([outcome], self.max_test_s).done, f"no end after {self.max_test_s:g} s: a call does not return"
+            outcome.result()
+
+        return run
+
+    for name, test in list(vars(suite).items()):
+        if name.startswith("test_"):
+            setattr(suite, name, bounded(test))
+    return suite
+
+
+@_each_test_ends
 class StoreConformance:
     """Tests of the contract `PageStore`, for a class of pytest that brings the fixture `make_store`.
 
-    `make_store(identity, formats)` opens the store under test; within one test always on the same medium, empty at
-    first and with room for a few MiB, one store open at a time.
+    `make_store(identity=…, formats=…, cipher=…)` opens the store under test, as an opener of URLs does
+    (`hicache.storage.urls`); within one test always on the same medium, empty at first and with room for a few MiB, one
+    store open at a time. With less than 18 MB a full store is tested too.
     """
 
     outlives_close = True
@@ -44,6 +82,8 @@ class StoreConformance:
     knows_identity = True
     """Whether the store keeps pages of different identities apart. One that does not relies on the keys, which name
     the model too."""
+    max_test_s = 120.0
+    """A test that takes longer has failed."""
 
     def test_a_batch_is_answered_key_by_key(self, make_store: MakeStore) -> None:
         """Absent keys are misses and hide no present one; a key may be asked for twice; a batch may be empty."""
@@ -148,8 +188,8 @@ class StoreConformance:
                 store.contains(keys)
                 store.touch(keys[:3])
 
-        with _open(make_store) as store, ThreadPoolExecutor(3) as pool:
-            readers = [pool.submit(read, seed) for seed in range(3)]
+        with _open(make_store) as store:
+            readers = [_started(partial(read, seed)) for seed in range(3)]
             try:
                 for item in pages.items():
                     store.put([item])
@@ -157,6 +197,7 @@ class StoreConformance:
                 store.put([(key, pages[key]) for key in (b"0", b"1")])
             finally:
                 written.set()
+                wait(readers)
             for reader in readers:
                 reader.result()
             assert all(_found(store, pages))
@@ -188,9 +229,38 @@ class StoreConformance:
             with _open(make_store) as store:
                 assert all(_found(store, {b"a": page(0)}))
 
+    def test_pages_under_a_key_need_it(self, make_store: MakeStore) -> None:
+        """A store refuses a key that pages are to be encrypted with, or gives them to nobody who has not that key."""
+        if find_spec("cryptography") is None:
+            return
+        cipher, other = PageCipher(bytes(32)), PageCipher(bytes(range(32)))
+        try:
+            store = make_store(identity=IDENTITY, formats=FORMATS, cipher=cipher)
+        except StoreError:
+            return
+        with contextlib.closing(store):
+            assert store.put([(b"a", page(0))]) == [True]
+            assert all(_found(store, {b"a": page(0)}))
+        for wrong in (None, other):
+            with contextlib.suppress(StoreError), _open(make_store, cipher=wrong) as store:
+                assert store.get_into([b"a"], [page(2)]) == [False], (
+                    "a page was read without the key that it was put with"
+                )
+        if self.outlives_close:
+            with _open(make_store, cipher=cipher) as store:
+                assert all(_found(store, {b"a": page(0)}))
+
+    def test_what_was_stored_is_there(self, make_store: MakeStore) -> None:
+        """Each page that `put` said to be stored is read right after it, also once the store is full."""
+        content = np.random.default_rng(0).integers(0, 256, LARGE_BYTES + _NUM_FILLING).astype(np.uint8)
+        with _open(make_store) as store:
+            for n in range(_NUM_FILLING):
+                key, one = b"%d" % n, content[n : n + LARGE_BYTES]
+                assert store.put([(key, one)]) == _found(store, {key: one})
+
     def test_a_closed_store_is_closed(self, make_store: MakeStore) -> None:
         """A second `close` does nothing, `stats` still answers, and calls that need the store raise `StoreError`."""
-        store = make_store(IDENTITY, FORMATS)
+        store = make_store(identity=IDENTITY, formats=FORMATS, cipher=None)
         store.put([(b"a", page(0))])
         store.close()
         store.close()
@@ -251,8 +321,10 @@ def _found(store: PageStore, pages: Mapping[bytes, PageBuffer]) -> list[bool]:
 
 
 @contextlib.contextmanager
-def _open(make_store: MakeStore, identity: Mapping[str, str | int] = IDENTITY) -> Iterator[PageStore]:
-    with contextlib.closing(make_store(identity, FORMATS)) as store:
+def _open(
+    make_store: MakeStore, identity: Mapping[str, str | int] = IDENTITY, cipher: PageCipher | None = None
+) -> Iterator[PageStore]:
+    with contextlib.closing(make_store(identity=identity, formats=FORMATS, cipher=cipher)) as store:
         yield store
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -74,9 +74,9 @@ class TestConformance(StoreConformance):
 
     @pytest.fixture(params=["", "buffer=40960"])
     def make_store(self, server: MooncakeServer, request: pytest.FixtureRequest) -> MakeStore:
-        def make(identity: Mapping[str, str | int], formats: Sequence[PageFormat]) -> PageStore:
+        def make(identity: Mapping[str, str | int], **about: Any) -> PageStore:
             own = {**identity, "test": request.node.name}
-            return open_store(f"{server.url}?{request.param}", identity=own, formats=formats)
+            return open_store(f"{server.url}?{request.param}", identity=own, **about)
 
         return make
 

@@ -37,9 +37,11 @@ def server(shared_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server
     return shared_server
 
 
-def opener(url: str, cipher: PageCipher | None = None) -> MakeStore:
-    def make(identity: Mapping[str, str | int], formats: Sequence[PageFormat]) -> PageStore:
-        return open_store(url, identity=identity, formats=formats, cipher=cipher)
+def opener(url: str, always: PageCipher | None = None) -> MakeStore:
+    def make(
+        identity: Mapping[str, str | int], formats: Sequence[PageFormat], cipher: PageCipher | None = None
+    ) -> PageStore:
+        return open_store(url, identity=identity, formats=formats, cipher=cipher or always)
 
     return make
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hicache.storage import ChainStore, LmdbPageStore, PageFormat, open_store
+from hicache.storage import ChainStore, LmdbPageStore, open_store
 from hicache.storage.conformance import MakeStore, StoreConformance
 from memory_store import MemoryPageStore
+from own_store import opener
 
 BUDGET_BYTES = 16 << 20
 
@@ -20,10 +22,7 @@ BUDGET_BYTES = 16 << 20
 class TestLmdb(StoreConformance):
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> MakeStore:
-        def make(identity: Mapping[str, str | int], formats: Sequence[PageFormat]) -> LmdbPageStore:
-            return LmdbPageStore(tmp_path, identity=identity, formats=formats, budget_bytes=BUDGET_BYTES)
-
-        return make
+        return partial(LmdbPageStore, tmp_path, budget_bytes=BUDGET_BYTES)
 
 
 class TestMemory(StoreConformance):
@@ -31,14 +30,14 @@ class TestMemory(StoreConformance):
 
     @pytest.fixture
     def make_store(self) -> MakeStore:
-        return lambda identity, formats: MemoryPageStore(BUDGET_BYTES)
+        return partial(opener, "own-store://?budget=16MiB")
 
 
 class TestChain(StoreConformance):
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> MakeStore:
         url = ",".join(f"lmdb://{tmp_path / name}?budget=16MiB" for name in ("near", "far"))
-        return lambda identity, formats: open_store(url, identity=identity, formats=formats)
+        return partial(open_store, url)
 
 
 def test_a_chain_reads_what_one_of_its_stores_lacks() -> None:
@@ -95,6 +94,13 @@ class Idle(MemoryPageStore):
         return [False] * len(keys)
 
 
+class Full(MemoryPageStore):
+    def put(self, items: Any, **of_call: Any) -> list[bool]:
+        if self.stats().live_bytes > BUDGET_BYTES // 2:
+            return [True] * len(items)
+        return super().put(items, **of_call)
+
+
 BROKEN: list[tuple[type[MemoryPageStore], str]] = [
     (Overwriting, "test_a_present_key_keeps_its_page"),
     (Optimistic, "test_a_batch_is_answered_key_by_key"),
@@ -103,6 +109,7 @@ BROKEN: list[tuple[type[MemoryPageStore], str]] = [
     (Patient, "test_after_its_deadline_a_call_does_nothing"),
     (Confident, "test_histories_are_those_of_a_dict"),
     (Idle, "test_it_counts"),
+    (Full, "test_what_was_stored_is_there"),
 ]
 
 
@@ -111,10 +118,10 @@ def test_it_notices_what_breaks_the_contract(broken: type[MemoryPageStore], test
     """A store with one fault fails the test of what it breaks, and the random histories unless they cannot show it."""
     suite = TestMemory()
     with pytest.raises(AssertionError):
-        getattr(suite, test)(lambda identity, formats: broken(BUDGET_BYTES))
-    if broken not in (Shortening, Patient):
+        getattr(suite, test)(lambda **about: broken(BUDGET_BYTES))
+    if broken not in (Shortening, Patient, Full):
         with pytest.raises(AssertionError):
-            suite.test_histories_are_those_of_a_dict(lambda identity, formats: broken(BUDGET_BYTES))
+            suite.test_histories_are_those_of_a_dict(lambda **about: broken(BUDGET_BYTES))
 
 
 def test_it_notices_identities_that_mix() -> None:
@@ -122,4 +129,32 @@ def test_it_notices_identities_that_mix() -> None:
     store = MemoryPageStore(BUDGET_BYTES)
     store.close = lambda: None  # type: ignore[method-assign]
     with pytest.raises(AssertionError):
-        StoreConformance().test_another_identity_finds_nothing(lambda identity, formats: store)
+        StoreConformance().test_another_identity_finds_nothing(lambda **about: store)
+
+
+def test_it_notices_a_key_that_is_dropped(tmp_path: Path) -> None:
+    """A store that takes a key and keeps pages as they are fails."""
+    pytest.importorskip("cryptography")
+
+    def make(*, cipher: object, **about: Any) -> LmdbPageStore:
+        return LmdbPageStore(tmp_path, budget_bytes=BUDGET_BYTES, **about)
+
+    with pytest.raises(AssertionError, match="without the key"):
+        StoreConformance().test_pages_under_a_key_need_it(make)
+
+
+@pytest.mark.parametrize("test", ["test_threads_read_beside_a_writer", "test_it_counts"])
+def test_it_notices_a_call_that_hangs(test: str) -> None:
+    """Its test fails, and so in a thread of its own that reads; the others are run."""
+    ended = threading.Event()
+
+    class Hanging(MemoryPageStore):
+        def get_into(self, keys: Any, buffers: Any, **of_call: Any) -> list[bool]:
+            ended.wait()
+            return super().get_into(keys, buffers, **of_call)
+
+    suite = TestMemory()
+    suite.max_test_s = 0.1
+    with pytest.raises(AssertionError, match="a call does not return"):
+        getattr(suite, test)(lambda **about: Hanging(BUDGET_BYTES))
+    ended.set()

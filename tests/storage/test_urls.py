@@ -128,11 +128,7 @@ def test_a_url_in_parts() -> None:
 
 
 PLUGIN = """
-from memory_store import MemoryPageStore
-from hicache.storage import StoreUrl
-
-def opener(url, *, identity, formats, cipher):
-    return MemoryPageStore(**StoreUrl.parse(url).options(budget_bytes=1 << 30))
+from own_store import opener
 
 broken = 1 / 0 if "{broken}" else None
 """
@@ -156,6 +152,8 @@ def test_an_installed_package_adds_a_scheme(tmp_path: Path, monkeypatch: pytest.
     store = open_store("own-store://?budget=1000000", identity=IDENTITY, formats=FORMATS)
     assert store.stats().budget_bytes == 1_000_000
     assert put_numbers(store, [3]) == [True] and found_numbers(store, [3, 4]) == {3}
+    with pytest.raises(StoreError, match="does not encrypt"):
+        open_store("own-store://", identity=IDENTITY, formats=FORMATS, cipher=object())  # type: ignore[arg-type]
     with pytest.raises(StoreError, match=r"known ones are lmdb, (.+, )?own-store,"):
         opened("nosuch://")
     with pytest.raises(StoreError, match="no option 'x'"):
