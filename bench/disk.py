@@ -2,8 +2,8 @@
 
     read.cold          random, incompressible pages, 8 threads, caches dropped before each round; the ceiling is the
                        same bytes of the same file by O_DIRECT, in blocks of a page in random order, 8 threads
-    read.raw.busy      that ceiling while as many threads as cores decompress pages, which slows a virtual disk
-    read.packed        the same with compressible synthetic KV: bytes of pages a second over raw bytes read a second
+    read.packed        the same with compressible synthetic KV: bytes of pages a second over raw bytes read a second, of
+                       what its own file stores (read.raw.packed): a host keeps in memory what is read most often
     read.trained       and with keys and values of a trained model, if one is installed (bench.trained_kv)
     pack.<data>.<filter>  bytes of a page over bytes stored
     write.<mode>       groups of pages until they are as durable as the mode says, beside plain files that get the same
@@ -26,9 +26,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -44,6 +45,8 @@ from hicache.storage import LmdbPageStore, PageBuffer, PageFormat
 from hicache.storage.codec import PageCodec
 from hicache.storage.directory import slots_file
 from hicache.storage.filters import PageFilter
+from hicache.storage.memory import ALIGNMENT, round_up
+from hicache.storage.slot_file import BLOCK_BYTES
 
 NAME = "disk"
 DESCRIPTION = "disk tier: cold reads, compressed reads, writes and lookups, against raw I/O of the same bytes"
@@ -53,6 +56,8 @@ PAGE_TOKENS, CHANNELS = 64, 1024  # of synthetic KV: segments [tokens, channels]
 TARGETS = {"read.cold": 0.90, "read.packed": 1.2, "read.trained": 1.2}
 CONTAINS_MS, OPEN_S = 2.0, 1.0
 _SMALL_PAGE = 256
+_Fetch: TypeAlias = Callable[[int, PageBuffer], None]
+_Reader: TypeAlias = Callable[[], AbstractContextManager[_Fetch]]
 # Virtual disks give credit for the time in which they were used less: what always follows the same round of reads gains
 # or loses by it, up to a third.
 _ROUNDS_PER_SAMPLE = 2
@@ -138,20 +143,21 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
                 raise BenchUnavailable(f"the disk below {folder} has no room for {num_pages} pages")
         kept[kind] = pages[1]
         store.close()
-    raw = slots_file(folder / "read.cold", page_bytes)
     buffers = [np.frombuffer(mmap.mmap(-1, page_bytes), dtype=np.uint8) for _ in range(THREADS)]
-    rounds: dict[str, list[float]] = {"raw": [], "raw.busy": [], **{kind: [] for kind in kinds}}
-    read: dict[str, list[float]] = {name: [] for name in rounds}
+    raw_bytes = {kind: _stored_bytes(pages) for kind, pages in kinds.items()}
+    readers: dict[str, _Reader] = {kind: partial(_store_reader, folder / kind, page_bytes, num_pages) for kind in kinds}
+    for kind, length in raw_bytes.items():
+        file = slots_file(folder / kind, page_bytes)
+        readers[_raw(kind)] = partial(_raw_reader, file, BLOCK_BYTES + round_up(page_bytes), length)
+    rounds: dict[str, list[float]] = {name: [] for name in readers}
+    read: dict[str, list[float]] = {name: [] for name in readers}
     for turn in range(-1, _ROUNDS_PER_SAMPLE * samples):
         rng = np.random.default_rng(turn + 1)
         order = rng.permutation(num_pages)
-        for name in rng.permutation([*rounds]).tolist():
-            is_raw = name.startswith("raw")
-            beside = partial(_decompressing, kinds["read.packed"][0]) if name == "raw.busy" else nullcontext
-            reader, path = (_raw_reader, raw) if is_raw else (_store_reader, folder / name)
-            with reader(path, page_bytes, num_pages) as fetch, beside(), ThreadPoolExecutor(THREADS) as threads:
+        for name in rng.permutation([*readers]).tolist():
+            with readers[name]() as fetch, ThreadPoolExecutor(THREADS) as threads:
                 _warm_up(threads, fetch, buffers)
-                drop_caches(path)
+                drop_caches(folder / name.replace(".raw", ""))
                 before, began = _bytes_read(), time.perf_counter()
                 works = [partial(_fetch_all, fetch, order[t::THREADS].tolist(), buffers[t]) for t in range(THREADS)]
                 done = [threads.submit(work) for work in works]
@@ -161,25 +167,40 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
             if turn >= 0:
                 rounds[name].append(elapsed)
                 read[name].append((_bytes_read() - before) / (num_pages * page_bytes))
-            if not is_raw:
+            if name in kept:
                 _compare(buffers, kept[name], order.tolist())
-    _report_reads(report, rounds, read, num_pages * page_bytes, page_bytes)
+    for kind in kinds:
+        _report_reads(report, kind, rounds, read[kind], num_pages, page_bytes, raw_bytes[kind])
+
+
+def _raw(kind: str) -> str:
+    return kind.replace("read", "read.raw")
 
 
 def _report_reads(
-    report: Report, rounds: dict[str, list[float]], read: dict[str, list[float]], num_bytes: int, page_bytes: int
+    report: Report,
+    kind: str,
+    rounds: Mapping[str, list[float]],
+    read: Sequence[float],
+    num_pages: int,
+    page_bytes: int,
+    raw_bytes: int,
 ) -> None:
-    ceiling = percentile(gb_per_s(num_bytes, rounds["raw"]), 50)
-    report.add(Case.of("read.raw", gb_per_s(num_bytes, rounds["raw"]), "GB/s", note="O_DIRECT, in blocks of a page"))
-    report.add(Case.of("read.raw.busy", gb_per_s(num_bytes, rounds["raw.busy"]), "GB/s", ceiling=ceiling))
+    """Reads of one kind beside raw ones of its file, `raw_bytes` of each page."""
     data_of = {"read.cold": "random bytes", "read.packed": "synthetic KV, bf16", "read.trained": f"{TRAINED}, bf16"}
-    for kind, data in data_of.items():
-        if kind not in rounds:
-            continue
-        share = percentile(read[kind], 50)
-        note = f"{data}, pages of {page_bytes >> 20} MiB; read from the medium: {share:.2f} of the pages' bytes"
-        values = gb_per_s(num_bytes, rounds[kind])
-        report.add(Case.of(kind, values, "GB/s", ceiling=ceiling, target=TARGETS[kind], note=note))
+    raw = gb_per_s(num_pages * raw_bytes, rounds[_raw(kind)])
+    report.add(Case.of(_raw(kind), raw, "GB/s", note=f"O_DIRECT, blocks of {raw_bytes} bytes"))
+    share = percentile(read, 50)
+    note = f"{data_of[kind]}, pages of {page_bytes >> 20} MiB; read from the medium: {share:.2f} of the pages' bytes"
+    values = gb_per_s(num_pages * page_bytes, rounds[kind])
+    report.add(Case.of(kind, values, "GB/s", ceiling=percentile(raw, 50), target=TARGETS[kind], note=note))
+
+
+def _stored_bytes(pages: Sequence[PageBuffer]) -> int:
+    """What each of them takes in its slot at least, in whole blocks."""
+    codec = PageCodec(PageFormat(len(pages[0]), PageFilter("byte_shuffle", 2)), bytes(16), 1)
+    shortest = min(len(codec.encode_split(b"key", page, memoryview(b"")).payload) for page in pages)
+    return shortest // ALIGNMENT * ALIGNMENT
 
 
 def _compression(report: Report, page_bytes: int, kinds: Mapping[str, Sequence[PageBuffer]]) -> None:
@@ -194,7 +215,7 @@ def _compression(report: Report, page_bytes: int, kinds: Mapping[str, Sequence[P
             report.add(Case.of(f"pack.{kind.removeprefix('read.')}.{page_filter.kind}", ratios, "x"))
 
 
-def _warm_up(threads: Executor, fetch: Callable[[int, PageBuffer], None], buffers: Sequence[PageBuffer]) -> None:
+def _warm_up(threads: Executor, fetch: _Fetch, buffers: Sequence[PageBuffer]) -> None:
     """Each thread reads a page, after which it has its memory, like the threads of an engine, which live as long."""
     together = threading.Barrier(THREADS, timeout=60)
 
@@ -205,13 +226,13 @@ def _warm_up(threads: Executor, fetch: Callable[[int, PageBuffer], None], buffer
     list(threads.map(read, buffers))
 
 
-def _fetch_all(fetch: Callable[[int, PageBuffer], None], pages: Sequence[int], into: PageBuffer) -> None:
+def _fetch_all(fetch: _Fetch, pages: Sequence[int], into: PageBuffer) -> None:
     for i in pages:
         fetch(int(i), into)
 
 
 @contextmanager
-def _store_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[Callable[[int, PageBuffer], None]]:
+def _store_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[_Fetch]:
     store = _open(path, page_bytes, num_pages)
 
     def fetch(i: int, into: PageBuffer) -> None:
@@ -225,39 +246,17 @@ def _store_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[Calla
 
 
 @contextmanager
-def _raw_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[Callable[[int, PageBuffer], None]]:
+def _raw_reader(path: Path, stride_bytes: int, length: int) -> Iterator[_Fetch]:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def fetch(i: int, into: PageBuffer) -> None:
-        if os.preadv(descriptor, [into.data], i * page_bytes) != page_bytes:
-            raise AssertionError(f"block {i} is cut short")
+        if os.preadv(descriptor, [into.data[:length]], i * stride_bytes) != length:
+            raise AssertionError(f"slot {i} is cut short")
 
     try:
         yield fetch
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _decompressing(page: PageBuffer) -> Iterator[None]:
-    """As many threads as cores decompress `page`, over and over."""
-    codec = PageCodec(PageFormat(len(page), PageFilter("byte_shuffle", 2)), bytes(16), 1)
-    value, done = codec.encode_split(b"key", page, memoryview(b"")), threading.Event()
-
-    def decompress() -> None:
-        back = np.empty_like(page)
-        while not done.is_set():
-            codec.decode_split(b"key", value.header, value.payload, back)
-
-    threads = [threading.Thread(target=decompress) for _ in range(os.cpu_count() or 1)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
 
 
 def _compare(buffers: Sequence[PageBuffer], like: PageBuffer, order: Sequence[int]) -> None:

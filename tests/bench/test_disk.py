@@ -20,7 +20,7 @@ def test_a_small_run_has_every_case(tmp_path: Path) -> None:
     (path,) = (tmp_path / "out").iterdir()
     cases = {case.name: case for case in read_report(path).cases}
     writes = {f"write.{mode}{beside}" for mode in ("relaxed", "commit") for beside in ("", ".direct")}
-    names = {"read.raw", "read.raw.busy", "read.cold", "read.packed"} | writes
+    names = {"read.raw.cold", "read.cold", "read.raw.packed", "read.packed"} | writes
     names |= {f"pack.packed.{how}" for how in ("none", "byte_shuffle", "channel_byte_shuffle")}
     assert cases.keys() == names | {
         "contains.1000",
