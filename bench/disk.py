@@ -35,7 +35,7 @@ import numpy as np
 
 from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, interleave, percentile
 from hicache.bench.disk_pipeline import drop_caches, measure_pipeline
-from hicache.bench.disk_writes import measure_writes
+from hicache.bench.disk_writes import host_pages, measure_writes
 from hicache.bench.trained_kv import CHANNELS as TRAINED_CHANNELS
 from hicache.bench.trained_kv import MODEL as TRAINED
 from hicache.bench.trained_kv import PAGE_BYTES as TRAINED_PAGE_BYTES
@@ -143,7 +143,7 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
                 raise BenchUnavailable(f"the disk below {folder} has no room for {num_pages} pages")
         kept[kind] = pages[1]
         store.close()
-    buffers = [np.frombuffer(mmap.mmap(-1, page_bytes), dtype=np.uint8) for _ in range(THREADS)]
+    buffers = host_pages(THREADS, page_bytes)
     raw_bytes = {kind: _stored_bytes(pages) for kind, pages in kinds.items()}
     readers: dict[str, _Reader] = {kind: partial(_store_reader, folder / kind, page_bytes, num_pages) for kind in kinds}
     for kind, length in raw_bytes.items():

@@ -5,13 +5,12 @@
     mixed.write, .read    the same writes, `relaxed`, while 4 threads read other pages, caches dropped before; and those
                           reads. The ceiling is writing alone
 
-Pages are aligned, as those of a host pool are. A helper of the disk bench.
+Pages are aligned and in huge pages, as those of a host pool are. A helper of the disk bench.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import shutil
 import threading
@@ -27,6 +26,7 @@ from hicache.bench.common import Case, Report, gb_per_s, percentile
 from hicache.bench.disk_pipeline import drop_caches, in_threads
 from hicache.storage import LmdbPageStore, PageBuffer, PageFormat
 from hicache.storage.base import Durability
+from hicache.storage.memory import aligned_buffer
 
 TARGET = 0.85
 _GROUP_BYTES = 56 << 20  # of one commit of a store of 4 GiB or more
@@ -113,16 +113,21 @@ def _read_until(
     done: threading.Event, store: LmdbPageStore, num_pages: int, counts: list[int], which: int, page_bytes: int
 ) -> None:
     rng = np.random.default_rng(which)
-    page = np.frombuffer(mmap.mmap(-1, page_bytes), dtype=np.uint8)
+    (page,) = host_pages(1, page_bytes)
     while not done.is_set():
         if store.get_into([_key(1, int(rng.integers(num_pages)))], [page]) != [True]:
             raise AssertionError("a page is missing")
         counts[which] += 1
 
 
+def host_pages(count: int, page_bytes: int) -> list[PageBuffer]:
+    """Memory in huge pages, like the engine's host pool."""
+    return [np.frombuffer(aligned_buffer(page_bytes), dtype=np.uint8, count=page_bytes) for _ in range(count)]
+
+
 def _aligned_pages(count: int, page_bytes: int) -> list[PageBuffer]:
     rng = np.random.default_rng(2)
-    pages = [np.frombuffer(mmap.mmap(-1, page_bytes), dtype=np.uint8) for _ in range(count)]
+    pages = host_pages(count, page_bytes)
     for page in pages:
         page[:] = rng.integers(0, 256, page_bytes, dtype=np.uint8)
     return pages

@@ -1,6 +1,6 @@
 """How a page becomes a value, and a value that page again: filter, zstd, cipher, checksum, in this order.
 
-Owns the compression contexts and each thread's scratch memory; header.py defines the header, docs/disk_format.md
+Owns the compression contexts and scratch memory; header.py defines the header, docs/disk_format.md
 describes every byte.
 """
 
@@ -29,7 +29,7 @@ from hicache.storage.header import (
     page_bytes_of,
     read_header,
 )
-from hicache.storage.memory import Scratch
+from hicache.storage.memory import CoreScratch, Scratch
 
 # A page is stored compressed only if that saves at least this share: below, decompressing costs more than reading.
 _MIN_SAVED_SHARE = 16
@@ -87,6 +87,7 @@ class PageCodec:
         self._level, self._filter, self._cipher = level, filter, cipher
         self._contexts = _Contexts(page_bytes, level, filter)
         self._shuffled, self._decrypted, self._verified = Scratch(), Scratch(), Scratch()
+        self._decompressed = CoreScratch()
 
     @property
     def max_value_bytes(self) -> int:
@@ -180,10 +181,10 @@ class PageCodec:
             return ""
         if header.filter.kind == "none":
             return self._decompress(payload, page)
-        shuffled = self._shuffled.take_page(self._page_bytes)
-        reason = self._decompress(payload, shuffled)
-        if not reason:
-            unshuffle(header.filter, shuffled, page)
+        with self._decompressed.page(self._page_bytes) as shuffled:
+            reason = self._decompress(payload, shuffled)
+            if not reason:
+                unshuffle(header.filter, shuffled, page)
         return reason
 
     def _decompress(self, payload: memoryview, target: PageBuffer) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
+import queue
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -15,18 +19,34 @@ ALIGNMENT = 4096  # bytes: offset, length and memory of an O_DIRECT read; suffic
 MAX_KEPT_BYTES = 64 << 20
 
 
-def round_up(num_bytes: int) -> int:
-    """`num_bytes` rounded up to whole blocks of `ALIGNMENT`."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def round_up(num_bytes: int, unit_bytes: int = ALIGNMENT) -> int:
+    """`num_bytes` rounded up to whole units."""
+    return -(-num_bytes // unit_bytes) * unit_bytes
 
 
 def aligned_buffer(num_bytes: int) -> memoryview:
-    """Page-aligned memory of `num_bytes` in whole blocks, and one block more. Uses no memory until it is touched."""
-    return memoryview(mmap.mmap(-1, round_up(num_bytes) + ALIGNMENT))
+    """Page-aligned memory of `num_bytes` in whole blocks, and one block more. Uses no memory until it is touched.
+
+    From 2 MiB on it lies in huge pages, where the kernel has them. A request to a disk has at most some hundred
+    segments, each contiguous in memory: with pages of 4 KiB that is a direct read of 1 MiB at a time.
+    """
+    length = round_up(num_bytes) + ALIGNMENT
+    if length < HUGE_PAGE_BYTES:
+        return memoryview(mmap.mmap(-1, length))
+    length = round_up(length, HUGE_PAGE_BYTES)
+    # Private, because shared anonymous memory belongs to tmpfs, which seldom has huge pages.
+    memory = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -np.frombuffer(memory, dtype=np.uint8).ctypes.data % HUGE_PAGE_BYTES
+    return memoryview(memory)[start : start + length]
 
 
-class Scratch(threading.local):
-    """One buffer per thread. What `take` returned is valid until the same thread calls `take` again."""
+class _Buffer:
+    """Memory for one value after the other."""
 
     def __init__(self) -> None:
         self._kept: memoryview = memoryview(b"")
@@ -42,3 +62,26 @@ class Scratch(threading.local):
     def take_page(self, num_bytes: int) -> PageBuffer:
         """The same memory as uint8 `[num_bytes]`."""
         return np.frombuffer(self.take(num_bytes), dtype=np.uint8, count=num_bytes)
+
+
+class Scratch(_Buffer, threading.local):
+    """One buffer per thread. What `take` returned is valid until the same thread calls `take` again."""
+
+
+class CoreScratch:
+    """One buffer per core, for work that only computes: more threads than cores would slow each other down, and the
+    buffer that was used last is still in the caches."""
+
+    def __init__(self) -> None:
+        self._free: queue.LifoQueue[_Buffer] = queue.LifoQueue()
+        for _ in os.sched_getaffinity(0):
+            self._free.put(_Buffer())
+
+    @contextlib.contextmanager
+    def page(self, num_bytes: int) -> Iterator[PageBuffer]:
+        """uint8 `[num_bytes]` for this block, whose content is undefined; waits until a buffer is free."""
+        buffer = self._free.get()
+        try:
+            yield buffer.take_page(num_bytes)
+        finally:
+            self._free.put(buffer)

@@ -17,6 +17,7 @@ from hicache.errors import ConfigError, OutOfMemory
 from hicache.host.arena import TOUCH_BYTES, CudaRegistry, PinnedArena
 from hicache.host.memory import RESERVE_BYTES, available_bytes, bytes_of_ratio, require
 from hicache.host.numa import cpus_near, parse_cpu_list, pci_address, run_near
+from memory_maps import flags_at
 
 GIB = 1 << 30
 UNLIMITED_V1 = "9223372036854771712"
@@ -208,19 +209,6 @@ def test_work_for_cpus_that_are_gone_is_done() -> None:
     done: list[int] = []
     run_near(done.append, range(5), frozenset({1 << 14}))
     assert sorted(done) == list(range(5))
-
-
-def flags_at(address: int) -> set[str]:
-    """The kernel's flags of the mapping that holds an address; see proc_pid_smaps(5)."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, rest = line.partition(" ")
-        if not name.endswith(":"):
-            first, _, last = name.partition("-")
-            inside = int(first, 16) <= address < int(last, 16)
-        elif inside and name == "VmFlags:":
-            return set(rest.split())
-    raise OSError(f"no mapping holds {address:#x}")
 
 
 def resident_pages(address: int, num_bytes: int) -> int:
