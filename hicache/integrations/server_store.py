@@ -24,6 +24,7 @@ from pathlib import Path
 from hicache.disk import cipher_of
 from hicache.errors import ConfigError
 from hicache.integrations.config import ServerStoreConfig
+from hicache.integrations.write_behind import WriteBehind
 from hicache.storage import (
     ChainStore,
     LmdbPageReader,
@@ -81,14 +82,15 @@ class ServerStore:
             store = _opened(folder, config, identity, formats, cipher)
         else:
             store = AwaitedStore(lambda: LmdbPageReader(folder, identity=identity, cipher=cipher))
+        can_write = writes and not isinstance(store, ReadOnlyStore)
         if config.remote:
             try:
                 remote = open_store(config.remote, identity=identity, formats=formats, cipher=cipher)
             except BaseException:
                 store.close()
                 raise
-            store = ChainStore([store, remote])
-        return cls(folder, store, config.salt, can_write=writes and not isinstance(store, ReadOnlyStore))
+            store = ChainStore([store, WriteBehind(remote) if can_write else remote])
+        return cls(folder, store, config.salt, can_write=can_write)
 
     def __init__(self, path: Path, store: PageStore, salt: str, *, can_write: bool) -> None:
         self.path, self.store, self.can_write = path, store, can_write
