@@ -38,12 +38,12 @@ NUM_PROMPTS = 12  # half of them through the engine, twice what its host tier ho
 
 
 def measure_engines(report: Report, name: str, url: str, samples: int) -> None:
-    """Prompts in turns through the engine and through the store: by one reader, and by as many as the default says,
-    which on few cores take them from one another, from the client and from the server."""
+    """Prompts in turns through the engine and through the store: by one reader, the default, and by four, which take
+    cores from one another, from the client and from the server."""
     num_pages, seeds = PROMPT_PAGES, list(range(NUM_PROMPTS))
     command = [sys.executable, "-m", "hicache.bench.remote_engines", json.dumps([url, num_pages, seeds])]
     subprocess.run(command, check=True, capture_output=True)
-    for case, readers in ((f"{name}.engines", 1), (f"{name}.engines.readers", None)):
+    for case, readers in ((f"{name}.engines", 1), (f"{name}.engines.readers", 4)):
         _measure(report, case, _config(url, num_pages, readers), seeds, samples)
 
 
@@ -114,9 +114,8 @@ def _compare(engine: CacheEngine, seed: int, prompt: np.ndarray) -> None:
         raise AssertionError("a page of the other process came back changed")
 
 
-def _config(url: str, num_pages: int, readers: int | None = None) -> EngineConfig:
+def _config(url: str, num_pages: int, readers: int = 0) -> EngineConfig:
     page_bytes = 2 * 2 * GEOMETRY.layer_num * GEOMETRY.head_num * GEOMETRY.head_dim * _PAGE_TOKENS
-    remote = RemoteConfig(url=url, io_timeout_s=30.0)
     return EngineConfig(
         device_tokens=(num_pages + 2) * _PAGE_TOKENS,
         host_bytes=(3 * num_pages + 2) * page_bytes,
@@ -125,7 +124,7 @@ def _config(url: str, num_pages: int, readers: int | None = None) -> EngineConfi
         model_id="bench",
         eviction_policy="lru",
         prefetch_mode="wait_complete",
-        remote=dataclasses.replace(remote, reader_threads=readers or remote.reader_threads),
+        remote=RemoteConfig(url=url, io_timeout_s=30.0, reader_threads=readers),
     )
 
 

@@ -44,7 +44,10 @@ class RemoteConfig:
         Backup, Choice("all: pages are backed up; none: only read, for ranks that hold the same KV", get_args(Backup))
     ] = "all"
     backup_share: Annotated[float, Share("maximum share of the host tier that is on its way to the store", 0.01)] = 0.25
-    reader_threads: Annotated[int, Whole("threads that read from the store", 1, 256, unit="threads")] = 4
+    reader_threads: Annotated[
+        int,
+        Whole("threads that read from the store; 0: auto", 0, 256, unit="threads", computed_from="the url", auto=0),
+    ] = 0
     io_timeout_s: Annotated[
         float, Number("an operation that takes longer marks the store as stalled", 1e-3, MAX_S, unit="seconds")
     ] = 2.0

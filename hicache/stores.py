@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ from hicache.tree import DISK, FULL, REMOTE, Component, Store
 # Of one job, which is one call to a remote store: a client works on many pages at once, and calls in several threads
 # beside one another disturb each other. What is there at the deadline of a call counts.
 _MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES = 64, 64 << 20
+# One call fills the link to these stores; where a request takes long, as to S3, several calls hide it.
+_ONE_READER, _REMOTE_READERS = re.compile(r"\s*(mooncake|redis|rediss|redis\+unix)://[^,]*", re.IGNORECASE), 4
 _MAX_REMOTE_BACKOFF_S = 30.0  # a server that was restarted is to be used again soon
 
 _Layouts = dict[Component, PoolLayout]
@@ -123,6 +126,11 @@ def _disk(
     return tier
 
 
+def num_remote_readers(remote: RemoteConfig) -> int:
+    """How many threads read from the store."""
+    return remote.reader_threads or (1 if _ONE_READER.fullmatch(remote.url) else _REMOTE_READERS)
+
+
 def _remote(
     config: EngineConfig,
     store: PageStore | None,
@@ -142,7 +150,7 @@ def _remote(
     tier = DiskTier(
         store,
         owns_store=owns_store,
-        readers=remote.reader_threads,
+        readers=num_remote_readers(remote),
         queue_jobs=advanced.disk_queue_jobs,
         full_bytes=int(remote.backup_share * sum(host.page_bytes * host.num_pages for host in hosts.values())),
         limits=Limits(

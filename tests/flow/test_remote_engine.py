@@ -13,6 +13,7 @@ from disk_case import PATIENCE_S, TroubledStore, failing, wait_until
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
 from hicache.errors import ConfigError
 from hicache.storage import PageStore
+from hicache.stores import num_remote_readers
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config, serve
 
@@ -183,3 +184,21 @@ def test_one_remote_store_at_a_time() -> None:
     with pytest.raises(ConfigError, match="remote url is empty"):
         RemoteConfig(url="")
     assert "secret" not in repr(RemoteConfig(url="redis://:secret@host"))
+
+
+@pytest.mark.parametrize(
+    ("url", "num_readers"),
+    [
+        ("mooncake://master:50051?replicas=2", 1),
+        ("REDIS://host", 1),
+        ("rediss://host", 1),
+        ("redis+unix:///run/redis.sock", 1),
+        ("s3://bucket", 4),
+        ("lmdb:///mnt/pages", 4),
+        ("redis://host,s3://bucket", 4),
+        ("own-store://redis://host", 4),
+    ],
+)
+def test_as_many_threads_read_as_fill_the_link(url: str, num_readers: int) -> None:
+    assert num_remote_readers(RemoteConfig(url=url)) == num_readers
+    assert num_remote_readers(RemoteConfig(url=url, reader_threads=3)) == 3
