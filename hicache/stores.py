@@ -21,7 +21,8 @@ from hicache.tree import DISK, FULL, REMOTE, Component, Store
 # beside one another disturb each other. What is there at the deadline of a call counts.
 _MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES = 64, 64 << 20
 # One call fills the link to these stores; where a request takes long, as to S3, several calls hide it.
-_ONE_READER, _REMOTE_READERS = re.compile(r"\s*(mooncake|redis|rediss|redis\+unix)://[^,]*", re.IGNORECASE), 4
+_ONE_READER = re.compile(r"\s*(mooncake|redis|rediss|redis\+unix)://[^,]*", re.IGNORECASE)
+_REMOTE_READERS = 4
 _MAX_REMOTE_BACKOFF_S = 30.0  # a server that was restarted is to be used again soon
 
 _Layouts = dict[Component, PoolLayout]

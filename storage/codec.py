@@ -1,7 +1,7 @@
 """How a page becomes a value, and a value that page again: filter, zstd, cipher, checksum, in this order.
 
-Owns the compression contexts and scratch memory; header.py defines the header, docs/disk_format.md
-describes every byte.
+Owns the compression contexts and scratch memory; header.py defines the header, docs/disk_format.md describes every
+byte.
 """
 
 from __future__ import annotations

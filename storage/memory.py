@@ -17,8 +17,6 @@ ALIGNMENT = 4096  # bytes: offset, length and memory of an O_DIRECT read; suffic
 # Buffers up to this size are kept for the next value: page-faulting fresh memory costs more than copying a small value.
 # A large buffer (a recurrent state of hundreds of MiB) must not stay allocated in every thread.
 MAX_KEPT_BYTES = 64 << 20
-
-
 HUGE_PAGE_BYTES = 2 << 20
 
 

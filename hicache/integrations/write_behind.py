@@ -20,11 +20,12 @@ _GROUP_BYTES = 64 << 20
 
 
 class WriteBehind:
-    """See `PageStore`; made to stand behind a disk in a `ChainStore`. `put` copies pages and returns, True where there
-    is room for the copy; a thread puts the copies into `store`, which this one closes.
+    """See `PageStore`; made to stand behind a disk in a `ChainStore`. `put` copies pages and returns, True where the
+    copy fits the budget; a thread puts the copies into `store`, which this one closes.
 
-    At most `budget_bytes` wait, one page if it is larger. `dropped_pages` counts the pages beyond that, those that
-    `store` did not take, and those that `close` gave up after `close_s` seconds. `sync` waits as long at most.
+    At most `budget_bytes` wait, one page if it is larger. `sync` and `close` wait for `close_s` seconds and for the put
+    under way then. `dropped_pages` counts the pages beyond the budget, those that `store` did not take, and those that
+    `close` gave up.
     """
 
     def __init__(self, store: PageStore, *, budget_bytes: int = BUDGET_BYTES, close_s: float = CLOSE_S) -> None:

@@ -110,7 +110,7 @@ def test_a_store_that_hangs_does_not_hold_up_the_disk() -> None:
 
 
 def test_pages_beyond_the_budget_are_not_stored(caplog: pytest.LogCaptureFixture) -> None:
-    """Of a call the first ones are taken, which are a prefix; a page that waits takes no room twice; one that is larger
+    """Of a call the first ones are taken, which are a prefix; a page that waits counts once; one that is larger
     than the budget is taken alone."""
     with held(budget_bytes=3 * PAGE_BYTES) as (store, behind):
         keys = [b"%d" % n for n in range(5)]
