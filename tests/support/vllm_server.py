@@ -2,7 +2,11 @@
 
 `{"model": folder, "tiers": [settings of each], "steps": [...]}`, and "policy", "dtype" and "block_size" where they are
 not the defaults. Steps are "run", "reset" and "faults". The last line that it prints is JSON: for each "run" the cached
-tokens and the output of every prompt, by vLLM's count; and how many chunks each tier has given.
+tokens and the output of every prompt, by vLLM's count; for each tier the chunks that it was to store and those that it
+has given, as a dict of their keys to the checksums of their bytes.
+
+The default dtype is float32: in bfloat16 two logits of the test's model are equal, and the last bit of a sum would
+decide on a token.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker, TransferResult
+import xxhash
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker, OffloadKey, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.base import JobResult
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.integrations.vllm import HiCacheTier
@@ -27,7 +32,9 @@ from hicache.storage import LmdbPageStore
 
 PROMPT_TOKENS = 1200
 CPU_BYTES = 64 << 20
-given: list[int] = []  # chunks, by tier
+Checksums = dict[str, list[str]]  # of a chunk's bytes, one for each time, by the hexadecimal key of the chunk
+stored: list[Checksums] = []  # by tier
+given: list[Checksums] = []
 
 
 class CopyingWorker(OffloadingWorker):
@@ -74,18 +81,36 @@ class CPUTieringSpec(TieringOffloadingSpec):
         return CopyingWorker(kv_caches, region)
 
 
-class CountingTier(HiCacheTier):
-    """Counts what it gives."""
+class RecordingTier(HiCacheTier):
+    """Records the bytes that it is to store and those that it gives."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._number = len(given)
-        given.append(0)
+        self._stored, self._given = Checksums(), Checksums()
+        self._loading: dict[int, TransferJob] = {}
+        stored.append(self._stored)
+        given.append(self._given)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._record(self._stored, job_metadata, set(job_metadata.keys))
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._loading[job_metadata.job_id] = job_metadata
+        super().submit_load(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = list(super().get_finished_jobs())
-        given[self._number] += sum(len(result.successful_keys or ()) for result in results)
+        for result in results:
+            job = self._loading.pop(result.job_id, None)
+            if job is not None:
+                self._record(self._given, job, set(result.successful_keys or ()))
         return results
+
+    def _record(self, checksums: Checksums, job: TransferJob, keys: set[OffloadKey]) -> None:
+        for key, row in zip(job.keys, self._pages(job), strict=True):
+            if key in keys:
+                checksums.setdefault(key.hex(), []).append(xxhash.xxh3_64_hexdigest(row))
 
 
 def inject_faults(rng: random.Random) -> None:
@@ -113,13 +138,13 @@ def main(task: dict[str, Any]) -> None:
         "spec_name": "CPUTieringSpec",
         "spec_module_path": "vllm_server",
         "cpu_bytes_to_use": CPU_BYTES,
-        "secondary_tiers": [{"type": "CountingTier", "module_path": "vllm_server", **tier} for tier in task["tiers"]],
+        "secondary_tiers": [{"type": "RecordingTier", "module_path": "vllm_server", **tier} for tier in task["tiers"]],
     }
     if "policy" in task:
         extra |= {"eviction_policy": task["policy"], "cache_policy_module_path": "hicache.integrations.vllm"}
     llm = LLM(
         task["model"],
-        dtype=task.get("dtype", "bfloat16"),
+        dtype=task.get("dtype", "float32"),
         enforce_eager=True,
         max_model_len=2048,
         block_size=task.get("block_size", 32),
@@ -146,7 +171,7 @@ def main(task: dict[str, Any]) -> None:
         else:
             inject_faults(random.Random(0))
     llm.llm_engine.engine_core.shutdown()
-    print(json.dumps({"runs": runs, "given": given}))
+    print(json.dumps({"runs": runs, "stored": stored, "given": given}))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -35,11 +35,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-def serve(
-    model: str, tiers: list[dict[str, Any]], steps: list[str], **task: Any
-) -> tuple[list[list[int]], list[list[int]], list[int], str]:
-    """Each run's cached tokens, a number a prompt; the outputs, which are the same in all; chunks given, by tier; the
-    log."""
+class Served(NamedTuple):
+    """What a process of vllm_server has printed, and its log."""
+
+    cached: list[list[int]]  # tokens, for each run a number a prompt
+    outputs: list[list[int]]  # for each prompt the tokens, which are the same in all runs
+    stored: list[vllm_server.Checksums]
+    given: list[vllm_server.Checksums]
+    log: str
+
+
+def serve(model: str, tiers: list[dict[str, Any]], steps: list[str], **task: Any) -> Served:
     task |= {"model": model, "tiers": tiers, "steps": steps}
     result = subprocess.run(
         [sys.executable, vllm_server.__file__],
@@ -54,19 +60,25 @@ def serve(
     printed = json.loads(result.stdout.splitlines()[-1])
     outputs = [[output for _, output in run] for run in printed["runs"]]
     assert all(output == outputs[0] for output in outputs), "what is cached changed the output"
-    return [[cached for cached, _ in run] for run in printed["runs"]], outputs[0], printed["given"], log
+    cached = [[cached for cached, _ in run] for run in printed["runs"]]
+    return Served(cached, outputs[0], printed["stored"], printed["given"], log)
+
+
+def are_bytes_of(given: vllm_server.Checksums, stored: vllm_server.Checksums) -> bool:
+    """Whether each chunk came back with bytes that it was stored with."""
+    return all(set(checksums) <= set(stored[key]) for key, checksums in given.items())
 
 
 @pytest.mark.timeout(1200)
 def test_cached_tokens_after_a_reset_a_restart_and_with_every_tier_at_fault(model: str, tmp_path: Path) -> None:
     """What was computed once is not computed again, by vLLM's own count; no fault of a tier changes a token."""
     pages = {"path": str(tmp_path / "pages")}
-    cached, outputs, _, log = serve(
-        model, [pages], ["run", "reset", "run", "faults", *["reset", "run"] * 3], policy="SLRUPolicy"
-    )
-    assert cached[:2] == [[0, 0], [CACHED, CACHED]]
-    assert sum(map(sum, cached[2:])) > 0
-    assert "Failed to close mmap_obj" not in log
+    steps = ["run", "reset", "run", "faults", *["reset", "run"] * 3]
+    first = serve(model, [pages], steps, policy="SLRUPolicy")
+    assert first.cached[:2] == [[0, 0], [CACHED, CACHED]]
+    assert sum(map(sum, first.cached[2:])) > 0
+    assert are_bytes_of(first.given[0], first.stored[0])
+    assert "Failed to close mmap_obj" not in first.log
     [folder] = (tmp_path / "pages").iterdir()
     assert describe(folder).entries == 2 * CACHED // 32
 
@@ -84,11 +96,13 @@ def test_cached_tokens_after_a_reset_a_restart_and_with_every_tier_at_fault(mode
     ]
     with contextlib.closing(open_existing(folder)) as other:
         assert other.stats().entries
-        cached, again, given, log = serve(model, tiers, ["run", "reset", "run"])
-    assert (cached, again) == ([[CACHED, CACHED]] * 2, outputs)
-    assert given[0] == 0 and given[3] >= 2 * CACHED // 32
-    assert f"{data} is damaged" in log and "pages are read and not stored" in log
+        second = serve(model, tiers, ["run", "reset", "run"])
+    assert second.cached == [[CACHED, CACHED]] * 2
+    assert not second.given[0] and len(second.given[3]) == 2 * CACHED // 32
+    assert all(are_bytes_of(given, first.stored[0]) for given in second.given)
+    assert second.outputs == first.outputs
+    assert f"{data} is damaged" in second.log and "pages are read and not stored" in second.log
 
     # A third, of another dtype and block size, on the first one's path.
-    cached, _, _, _ = serve(model, [pages], ["run", "reset", "run"], dtype="float16", block_size=64)
-    assert cached == [[0, 0], [vllm_server.PROMPT_TOKENS // 64 * 64] * 2]
+    third = serve(model, [pages], ["run", "reset", "run"], dtype="float16", block_size=64)
+    assert third.cached == [[0, 0], [vllm_server.PROMPT_TOKENS // 64 * 64] * 2]
