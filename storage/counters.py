@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
+from collections import Counter
+from typing import Any
 
 from hicache.storage.base import StoreStats
-
-Counts = StoreStats  # without the fields that are no counters
 
 
 class _ThreadCounts(threading.local):
@@ -15,20 +14,27 @@ class _ThreadCounts(threading.local):
 
 
 class Counters:
-    """The current `Counts`; any thread."""
+    """The counters among the fields of `StoreStats`, by their names; any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.now = Counts()
+        self._counts: dict[str, Any] = Counter()
         self._of_thread = _ThreadCounts()
+
+    @property
+    def now(self) -> StoreStats:
+        """Without the fields that are no counters."""
+        with self._lock:
+            return StoreStats(**self._counts)
 
     @property
     def thread_read_errors(self) -> int:
         """The part of `read_errors` that the calling thread added."""
         return self._of_thread.read_errors
 
-    def add(self, more: Counts) -> None:
-        self._of_thread.read_errors += more.read_errors
+    def add(self, *, read_errors: int = 0, **more: int) -> None:
+        self._of_thread.read_errors += read_errors
         with self._lock:
-            added = {name: count + getattr(self.now, name) for name, count in vars(more).items() if count}
-            self.now = dataclasses.replace(self.now, **added)
+            self._counts["read_errors"] += read_errors
+            for name, count in more.items():
+                self._counts[name] += count

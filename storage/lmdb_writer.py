@@ -19,7 +19,7 @@ from typing import TypeVar
 import lmdb
 
 from hicache.storage.base import StoreError
-from hicache.storage.counters import Counters, Counts
+from hicache.storage.counters import Counters
 from hicache.storage.header import HeaderAndPayload, page_bytes_of
 from hicache.storage.index import Entry, io_errors
 from hicache.storage.lookup import AccessLog
@@ -97,7 +97,7 @@ class GroupWriter:
         if num_bytes is None:
             return False
         raw_bytes = sum(page_bytes for _, page_bytes in group)
-        self._counters.add(Counts(puts=len(group), put_bytes_raw=raw_bytes, put_bytes_stored=num_bytes))
+        self._counters.add(puts=len(group), put_bytes_raw=raw_bytes, put_bytes_stored=num_bytes)
         return True
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -207,7 +207,7 @@ class GroupWriter:
             while left_bytes > slots_bytes and (oldest := changes.pop_oldest()) is not None:
                 removed.append(oldest)
                 left_bytes -= slots.space_of(oldest[1].page_bytes, oldest[1].payload_bytes)
-        self._counters.add(Counts(evicted=len(removed)))
+        self._counters.add(evicted=len(removed))
         return self._free(removed)
 
     def _free(self, removed: Sequence[tuple[bytes, Entry | None]]) -> int:
@@ -261,5 +261,5 @@ class GroupWriter:
         """Nothing is written until `reopen` succeeds; stored pages are still served."""
         self.read_only, self._syncing = True, None
         self._is_index_lost = self._is_index_lost or isinstance(error, lmdb.Error)
-        self._counters.add(Counts(write_errors=1))
+        self._counters.add(write_errors=1)
         log.warning("the store %s is read-only from now on: %s; free space or repair the disk", self._files.path, error)

@@ -18,7 +18,7 @@ import numpy as np
 from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
-from hicache.storage.counters import Counters, Counts
+from hicache.storage.counters import Counters
 from hicache.storage.index import Entry, io_errors
 from hicache.storage.memory import Scratch, round_up
 from hicache.storage.slot_file import BLOCK_BYTES, MAX_KEY_BYTES, SlotBlock, is_aligned
@@ -98,7 +98,7 @@ class PageReads:
             self._note_failed(error)
         # Oldest first: the first key of the call is to become the most recently used.
         self._note_used([key for key, hit in zip(reversed(keys), reversed(found), strict=True) if hit])
-        self._counters.add(Counts(hits=sum(found), misses=len(found) - sum(found)))
+        self._counters.add(hits=sum(found), misses=len(found) - sum(found))
         return found
 
     def thread_read_errors(self) -> int:
@@ -130,11 +130,11 @@ class PageReads:
 
     def _note_corrupt(self, key: bytes, reason: str) -> None:
         log.warning("a page of the store %s does not verify: %s", self._files.path, reason)
-        self._counters.add(Counts(corrupt=1))
+        self._counters.add(corrupt=1)
 
     def _note_failed(self, error: Exception) -> None:
         log.warning("cannot read the store %s: %s", self._files.path, error)
-        self._counters.add(Counts(read_errors=1))
+        self._counters.add(read_errors=1)
 
     def _require_cipher(self) -> None:
         if self._missing_key_id:

@@ -7,7 +7,6 @@ compression and encryption are those of the disk, and processes with the same id
 from __future__ import annotations
 
 import base64
-import dataclasses
 import logging
 import math
 import threading
@@ -18,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
-from hicache.storage.counters import Counters, Counts
+from hicache.storage.counters import Counters
 from hicache.storage.filters import PageFormat
 from hicache.storage.header import NAMESPACE_BYTES, HeaderAndPayload, page_bytes_of
 from hicache.storage.lookup import check_keys, check_page
@@ -85,7 +84,7 @@ class RemotePageStore(ABC):
         found = [False] * len(keys) if is_late or not keys else self._fetch(keys, buffers, deadline_s)
         num_hits = sum(found)
         failed = len(keys) if is_late else 0
-        self._counters.add(Counts(hits=num_hits, misses=len(keys) - num_hits, read_errors=failed))
+        self._counters.add(hits=num_hits, misses=len(keys) - num_hits, read_errors=failed)
         return found
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -119,7 +118,7 @@ class RemotePageStore(ABC):
 
     def stats(self) -> StoreStats:
         """Of what this store object did; the server has totals of its own."""
-        return StoreStats(**dataclasses.asdict(self._counters.now))
+        return self._counters.now
 
     def thread_read_errors(self) -> int:
         return self._counters.thread_read_errors
@@ -179,7 +178,7 @@ class RemotePageStore(ABC):
     def _refuse(self, key: bytes, reason: str) -> None:
         """Count a value that is no page of this key, and have it deleted."""
         log.warning("deleting a page of the store %s that does not verify: %s", self._description, reason)
-        self._counters.add(Counts(corrupt=1))
+        self._counters.add(corrupt=1)
         with self._lock:
             self._corrupt.add(key)
 
@@ -193,10 +192,10 @@ class RemotePageStore(ABC):
     def _failed(self, error: object, num: int, *, is_read: bool) -> None:
         """Count what the server did not do."""
         log.warning("the store %s fails: %s", self._description, first_line(error))
-        self._counters.add(Counts(read_errors=num) if is_read else Counts(write_errors=num))
+        self._counters.add(**{"read_errors" if is_read else "write_errors": num})
 
     def _written(self, page_bytes: int, value_bytes: int) -> None:
-        self._counters.add(Counts(puts=1, put_bytes_raw=page_bytes, put_bytes_stored=value_bytes))
+        self._counters.add(puts=1, put_bytes_raw=page_bytes, put_bytes_stored=value_bytes)
 
     def _drop_corrupt(self) -> None:
         with self._lock:
