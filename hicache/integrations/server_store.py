@@ -23,6 +23,7 @@ from pathlib import Path
 
 from hicache.disk import cipher_of
 from hicache.errors import ConfigError
+from hicache.integrations.bounded_reads import BoundedReads
 from hicache.integrations.config import ServerStoreConfig
 from hicache.integrations.write_behind import WriteBehind
 from hicache.storage import (
@@ -85,7 +86,7 @@ class ServerStore:
         can_write = writes and not isinstance(store, ReadOnlyStore)
         if config.remote:
             try:
-                remote = open_store(config.remote, identity=identity, formats=formats, cipher=cipher)
+                remote = BoundedReads(open_store(config.remote, identity=identity, formats=formats, cipher=cipher))
             except BaseException:
                 store.close()
                 raise

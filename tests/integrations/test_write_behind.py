@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hicache.integrations.bounded_reads import BoundedReads
 from hicache.integrations.write_behind import WriteBehind
 from hicache.storage import ChainStore, LmdbPageStore, PageBuffer, PageStore, StoreError, StoreStats
 from hicache.storage.conformance import MakeStore, StoreConformance
@@ -27,7 +28,7 @@ class TestBehindADisk(StoreConformance):
     def make_store(self, tmp_path: Path) -> MakeStore:
         def make(**settings: object) -> PageStore:
             opened = partial(LmdbPageStore, budget_bytes=BUDGET_BYTES, **settings)  # type: ignore[arg-type]
-            return ChainStore([opened(tmp_path / "near"), WriteBehind(opened(tmp_path / "far"))])
+            return ChainStore([opened(tmp_path / "near"), WriteBehind(BoundedReads(opened(tmp_path / "far")))])
 
         return make
 

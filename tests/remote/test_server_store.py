@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -54,6 +55,35 @@ def test_a_server_that_hangs_holds_up_no_write(tmp_path: Path) -> None:
         with closing(opened(tmp_path / "b", remote)) as second:
             require_all(second)
             assert second.store.stats().entries == 0
+
+
+def test_a_server_that_hangs_holds_up_no_read(tmp_path: Path) -> None:
+    """What the disk holds is read meanwhile, and the rest is a miss. When the server goes on, it is read too, and what
+    it sends late reaches no buffer."""
+    near, far = list(PAGES)[:6], list(PAGES)[6:]
+    with running() as redis:
+        remote = f"{redis.url}?timeout=600"
+        with closing(opened(tmp_path / "a", remote)) as first:
+            put(first)
+        with closing(opened(tmp_path / "b", remote)) as second:
+            for name in near:
+                assert second.store.put([(second.keys([name])[0], PAGES[name])]) == [True]
+            pages = np.zeros((len(PAGES), PAGE_BYTES), np.uint8)
+            redis.freeze()
+            try:
+                for _ in range(3):
+                    found = second.store.get_into(second.keys([*near, *far]), list(pages))
+                    assert found == [True] * len(near) + [False] * len(far)
+                    assert second.store.contains(second.keys([*far, *near])) == [False] * len(far) + [True] * len(near)
+            finally:
+                redis.thaw()
+            assert np.array_equal(pages[: len(near)], np.stack([PAGES[name] for name in near]))
+            give_up_s = time.monotonic() + redis_server.PATIENCE_S
+            while second.store.contains(second.keys(far)) != [True] * len(far):
+                assert time.monotonic() < give_up_s
+                time.sleep(0.05)
+            assert not pages[len(near) :].any()
+            require_all(second)
 
 
 def test_a_server_that_dies_costs_the_pages_that_it_was_to_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
