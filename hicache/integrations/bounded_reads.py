@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 WAIT_S = 2.0
 CLOSE_S = 10.0
-_BYTES_PER_S = 64 << 20  # a call has a second more for so many bytes of buffers
+_BYTES_PER_S, _KEYS_PER_S = 64 << 20, 256  # a call has a second more for so many bytes to read, or keys to look for
 _PART_BYTES = 8 << 20  # read at a time, and copied while they are in the caches
 _GRACE_S = 1.0  # from the deadline that the store is given until it is waited for no longer
 
@@ -67,8 +67,9 @@ class _Call:
 
 class BoundedReads:
     """See `PageStore`; made to stand behind a disk in a `ChainStore`. `contains` and `get_into` ask `store`, which this
-    one closes, in threads of their own, with a deadline of `wait_s` and a second for each 64 MiB of buffers. What it
-    has not answered a second later is a miss, and a read has failed; so have other reads until it answers.
+    one closes, in threads of their own, with a deadline of `wait_s` and a second for each 64 MiB of buffers, or 256
+    keys that are looked for. What it has not answered a second later is a miss, and a read has failed; so have other
+    reads until it answers.
 
     Pages are copied from memory of the thread's: nothing writes to a buffer after its call. `close` waits for `close_s`
     seconds; a store that has a call under way then stays open.
@@ -93,7 +94,7 @@ class BoundedReads:
         self._store.register_memory(memory)
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
-        until_s = min(deadline_s, time.monotonic() + self._wait_s)
+        until_s = min(deadline_s, time.monotonic() + self._wait_s + len(keys) / _KEYS_PER_S)
         call = _Call(1, lambda _: self._store.contains(keys, deadline_s=until_s), lambda _, found: None)
         return self._answer(call, len(keys), until_s)
 
