@@ -21,7 +21,8 @@ _GROUP_BYTES = 64 << 20
 
 class WriteBehind:
     """See `PageStore`; made to stand behind a disk in a `ChainStore`. `put` copies pages and returns, True where the
-    copy fits the budget; a thread puts the copies into `store`, which this one closes.
+    copy fits the budget; a thread puts the copies into `store`, which this one closes. Until then only the disk has
+    them: a copy is not read, for under its key the store may hold a page already, which stays.
 
     At most `budget_bytes` wait, one page if it is larger. `sync` and `close` wait for `close_s` seconds and for the put
     under way then. `dropped_pages` counts the pages beyond the budget, those that `store` did not take, and those that
@@ -48,23 +49,12 @@ class WriteBehind:
         self._store.register_memory(memory)
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
-        copies = self._copies(keys, deadline_s)
-        stored = iter(self._store.contains([key for key in keys if key not in copies], deadline_s=deadline_s))
-        return [key in copies or next(stored) for key in keys]
+        return self._store.contains(keys, deadline_s=deadline_s)
 
     def get_into(
         self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
     ) -> list[bool]:
-        """Pages that wait are read from their copies."""
-        copies = self._copies(keys, deadline_s)
-        found = [key in copies and len(copies[key]) == len(page) for key, page in zip(keys, buffers, strict=True)]
-        others = [n for n, is_copy in enumerate(found) if not is_copy]
-        for n in set(range(len(keys))).difference(others):
-            np.copyto(buffers[n], copies[keys[n]])
-        answers = self._store.get_into([keys[n] for n in others], [buffers[n] for n in others], deadline_s=deadline_s)
-        for n, held in zip(others, answers, strict=True):
-            found[n] = held
-        return found
+        return self._store.get_into(keys, buffers, deadline_s=deadline_s)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._store.touch(keys)
@@ -113,14 +103,6 @@ class WriteBehind:
         if self.dropped_pages:
             log.warning("%d pages were not written to the remote store", self.dropped_pages)
         self._store.close()
-
-    def _copies(self, keys: Sequence[bytes], deadline_s: float) -> dict[bytes, PageBuffer]:
-        """The pages of those keys that wait or are being put; none after the deadline."""
-        if time.monotonic() >= deadline_s:
-            return {}
-        with self._changed:
-            held = ((key, self._waiting.get(key, self._putting.get(key))) for key in keys)
-            return {key: page for key, page in held if page is not None}
 
     def _take(self, key: bytes, page: PageBuffer) -> bool:
         """Whether a copy of the page waits to be put."""
