@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from hicache.integrations.forwarding_store import ForwardingStore
 from hicache.storage import PageBuffer, PageStore, StoreError, StoreStats
 from hicache.storage.counters import Counters
 from hicache.storage.lookup import check_page
@@ -65,7 +66,7 @@ class _Call:
         return self._ended.is_set()
 
 
-class BoundedReads:
+class BoundedReads(ForwardingStore):
     """See `PageStore`; made to stand behind a disk in a `ChainStore`. `contains` and `get_into` ask `store`, which this
     one closes, in threads of their own, with a deadline of `wait_s` and a second for each 64 MiB of buffers, or 256
     keys that are looked for. What it has not answered a second later is a miss, and a read has failed; so have other
@@ -76,7 +77,8 @@ class BoundedReads:
     """
 
     def __init__(self, store: PageStore, *, wait_s: float = WAIT_S, close_s: float = CLOSE_S) -> None:
-        self._store, self._wait_s, self._close_s = store, wait_s, close_s
+        super().__init__(store)
+        self._wait_s, self._close_s = wait_s, close_s
         self._counters, self._memory = Counters(), Scratch()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._changed = threading.Condition()  # guards what follows
@@ -84,14 +86,6 @@ class BoundedReads:
         self._under_way: set[_Call] = set()
         self._overdue: set[_Call] = set()  # of these
         self._closed = False
-
-    @property
-    def page_sizes(self) -> tuple[int, ...]:
-        return self._store.page_sizes
-
-    def register_memory(self, memory: PageBuffer) -> None:
-        """Of what is put."""
-        self._store.register_memory(memory)
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         until_s = min(deadline_s, time.monotonic() + self._wait_s + len(keys) / _KEYS_PER_S)
@@ -120,29 +114,12 @@ class BoundedReads:
 
         return self._answer(_Call(len(parts), ask, take), len(keys), until_s)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._store.touch(keys)
-
-    def put(
-        self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
-    ) -> list[bool]:
-        return self._store.put(items, lag=lag, deadline_s=deadline_s)
-
-    def reopen(self) -> bool:
-        return self._store.reopen()
-
-    def delete(self, keys: Sequence[bytes]) -> int:
-        return self._store.delete(keys)
-
     def stats(self) -> StoreStats:
         stats = self._store.stats()
         return dataclasses.replace(stats, read_errors=stats.read_errors + self._num_given_up)
 
     def thread_read_errors(self) -> int:
         return self._counters.thread_read_errors
-
-    def sync(self) -> None:
-        self._store.sync()
 
     def close(self) -> None:
         with self._changed:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hicache.storage import PageBuffer, PageStore, StoreError, StoreStats
+from hicache.integrations.forwarding_store import ForwardingStore
+from hicache.storage import PageBuffer, PageStore, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ CLOSE_S = 10.0
 _GROUP_BYTES = 64 << 20
 
 
-class WriteBehind:
+class WriteBehind(ForwardingStore):
     """See `PageStore`; made to stand behind a disk in a `ChainStore`. `put` copies pages and returns, True where the
     copy fits the budget; a thread puts the copies into `store`, which this one closes. Until then only the disk has
     them: a copy is not read, for under its key the store may hold a page already, which stays.
@@ -30,7 +31,8 @@ class WriteBehind:
     """
 
     def __init__(self, store: PageStore, *, budget_bytes: int = BUDGET_BYTES, close_s: float = CLOSE_S) -> None:
-        self._store, self._budget_bytes, self._close_s = store, budget_bytes, close_s
+        super().__init__(store)
+        self._budget_bytes, self._close_s = budget_bytes, close_s
         self.dropped_pages = 0
         self._waiting: dict[bytes, PageBuffer] = {}  # oldest first
         self._putting: dict[bytes, PageBuffer] = {}
@@ -40,24 +42,6 @@ class WriteBehind:
         self._writing = threading.Lock()  # the store has one writer at a time
         self._thread = threading.Thread(target=self._write_loop, name="hicache-write-behind", daemon=True)
         self._thread.start()
-
-    @property
-    def page_sizes(self) -> tuple[int, ...]:
-        return self._store.page_sizes
-
-    def register_memory(self, memory: PageBuffer) -> None:
-        self._store.register_memory(memory)
-
-    def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
-        return self._store.contains(keys, deadline_s=deadline_s)
-
-    def get_into(
-        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
-    ) -> list[bool]:
-        return self._store.get_into(keys, buffers, deadline_s=deadline_s)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._store.touch(keys)
 
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
@@ -77,12 +61,6 @@ class WriteBehind:
             self._changed.wait_for(lambda: self._putting.keys().isdisjoint(keys))
         with self._writing:
             return max(len(dropped), self._store.delete(keys))
-
-    def stats(self) -> StoreStats:
-        return self._store.stats()
-
-    def thread_read_errors(self) -> int:
-        return self._store.thread_read_errors()
 
     def sync(self) -> None:
         self._drain()
