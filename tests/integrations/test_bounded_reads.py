@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
+from disk_case import wait_until
 from hicache.integrations import bounded_reads
 from hicache.integrations.bounded_reads import BoundedReads
 from hicache.storage import ChainStore, PageBuffer, StoreError
@@ -73,13 +73,6 @@ def gated(wait_s: float = 60.0) -> Iterator[tuple[GatedStore, BoundedReads]]:
 
 def page(n: int) -> PageBuffer:
     return np.full(PAGE_BYTES, n, np.uint8)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
 
 
 def test_reads_from_many_threads_get_their_pages() -> None:

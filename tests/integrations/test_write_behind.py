@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from disk_case import wait_until
 from hicache.integrations.bounded_reads import BoundedReads
 from hicache.integrations.write_behind import WriteBehind
 from hicache.storage import ChainStore, LmdbPageStore, PageBuffer, PageStore, StoreError, StoreStats
@@ -72,13 +72,6 @@ def held(**settings: float) -> Iterator[tuple[HeldStore, WriteBehind]]:
 
 def page(n: int) -> PageBuffer:
     return np.full(PAGE_BYTES, n, np.uint8)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
 
 
 def values(store: PageStore, keys: Sequence[bytes]) -> list[int | None]:
