@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from disk_case import Gate, failing
+from disk_case import Gate, failing, wait_until
 from hicache.errors import ConfigError
 from hicache.integrations.sglang.host_pages import host_pages
 from hicache.storage import StoreError, describe
@@ -300,6 +300,7 @@ def test_clearing_leaves_the_remote_store_to_the_others(tmp_path: Path, caplog: 
         [folder] = (tmp_path / "disk").iterdir()
         server.backend.clear()
         assert "pages in the remote store stay" in caplog.text and "not removed" not in caplog.text
+        wait_until(lambda: server.backend.exists("a"))  # a thread writes it there
         assert torch.equal(server.backend.get("a", server.host.get_dummy_flat_data_page()), page)
     assert describe(folder).entries == 0
 
