@@ -46,19 +46,21 @@ class TransferRate:
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         if num_bytes:
-            self._num_bytes = _KEEP * self._num_bytes + num_bytes
-            self._seconds = _KEEP * self._seconds + seconds
+            keep = _KEEP if self._is_known() else 0.0
+            self._num_bytes = keep * self._num_bytes + num_bytes
+            self._seconds = keep * self._seconds + seconds
             self._observed_s = self._clock()
 
     def seconds(self, num_bytes: float) -> float | None:
         """How long `num_bytes` take; None where the rate is unknown."""
-        if self._clock() - self._observed_s > _STALE_S:
-            return None
-        return num_bytes * self._seconds / self._num_bytes
+        return num_bytes * self._seconds / self._num_bytes if self._is_known() else None
 
     def bytes_per_s(self) -> float:
         """The last known rate, 0 before the first operation."""
         return self._num_bytes / max(self._seconds, 1e-9)
+
+    def _is_known(self) -> bool:
+        return self._clock() - self._observed_s <= _STALE_S
 
 
 class PrefillCost:

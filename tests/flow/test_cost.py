@@ -69,7 +69,8 @@ def test_a_read_counts_the_readers_that_it_occupies() -> None:
 
 
 def test_rates_are_recent_and_grow_stale() -> None:
-    """Rates follow the last operations, and are unknown again when these are old; a speed of prefill is not."""
+    """Rates follow the last operations, are unknown again when these are old, and then anew what comes next; a speed
+    of prefill does not grow stale."""
     clock = Clock()
     cost = model(clock=clock)
     cost.observe_prefill(100, 1.0, 50.0)
@@ -78,6 +79,8 @@ def test_rates_are_recent_and_grow_stale() -> None:
     assert cost.load_s(10_000) == pytest.approx(1.0, rel=0.01)
     clock.now_s += 61
     assert cost.load_s(10_000) is None and cost.prefill_s(0, 100) == pytest.approx(1.0)
+    cost.observe_load(10, 5.0)
+    assert cost.load_s(10_000) == pytest.approx(5000.0)
 
 
 def test_a_given_speed_stands_for_what_is_measured() -> None:
