@@ -20,8 +20,8 @@ SLOW, FAST = 1000.0, 0.001  # seconds of a call that reads two pages
 
 
 class PacedStore(TroubledStore):
-    """A store in memory whose reads, of two pages each where it is the disk, take `read_s` of the clock and wait until
-    they are allowed.
+    """A store in memory whose reads wait until they are allowed. A read of two pages, the most where it is the disk,
+    takes `read_s` of the clock, other reads in proportion.
 
     `held`: reads that wait; `landed`: how often each page was read; `sizes`: the pages of each read.
     """
@@ -45,7 +45,7 @@ class PacedStore(TroubledStore):
         self.held += 1
         assert self._allowed.acquire(timeout=10)
         self.held -= 1
-        self.clock.now_s += self.read_s
+        self.clock.now_s += self.read_s * len(keys) / 2
         ok = super().get_into(keys, buffers, deadline_s=deadline_s)
         self.landed.update(key for key, verified in zip(keys, ok, strict=True) if verified)
         return ok
