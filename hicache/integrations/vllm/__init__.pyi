@@ -1,4 +1,5 @@
 from hicache.integrations.vllm.offloading_spec import HiCacheOffloadingSpec as HiCacheOffloadingSpec
+from hicache.integrations.vllm.policy import ARCPolicy as ARCPolicy
 from hicache.integrations.vllm.policy import FIFOPolicy as FIFOPolicy
 from hicache.integrations.vllm.policy import LFUPolicy as LFUPolicy
 from hicache.integrations.vllm.policy import LRUPolicy as LRUPolicy

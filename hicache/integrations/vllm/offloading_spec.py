@@ -28,8 +28,7 @@ from hicache.settings import Choice, Size, from_mapping, settle
 
 _WHERE = "kv_connector_extra_config of HiCacheOffloadingSpec"
 _PLUGINS = "hicache.integrations.vllm"
-# The class of each policy; arc is vLLM's own.
-_POLICIES = {"lru": "LRUPolicy", "lfu": "LFUPolicy", "fifo": "FIFOPolicy", "slru": "SLRUPolicy", "arc": "arc"}
+_POLICIES = {"lru": "LRUPolicy", "lfu": "LFUPolicy", "fifo": "FIFOPolicy", "slru": "SLRUPolicy", "arc": "ARCPolicy"}
 # What vLLM reads itself, in one of the tested releases.
 _OF_VLLM = {
     "spec_name",

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
 
+from hicache.integrations.vllm.promotions import AwaitedChunks
 from hicache.tree.orders import EvictionStrategy, PriorityHeap
 from hicache.tree.policy import get_eviction_strategy
 
@@ -44,6 +46,7 @@ class HiCachePolicy(CachePolicy):
     """Which chunk leaves vLLM's CPU tier, by a strategy of the prefix tree. Owned by vLLM's manager, under its lock.
 
     Evictable chunks are in a heap; every event costs O(log n). A use is counted once a request, as vLLM reports it.
+    What the disk brought up for a request that waits is not evicted: see `promotions`.
     """
 
     strategy: ClassVar[str]
@@ -53,6 +56,7 @@ class HiCachePolicy(CachePolicy):
         strategy: EvictionStrategy = get_eviction_strategy(self.strategy)
         self._blocks: dict[OffloadKey, Block] = {}
         self._order: PriorityHeap[Block] = PriorityHeap(strategy, lambda block: True)
+        self._awaited = AwaitedChunks()
         self._tick = 0
         # Of the store that is being prepared: vLLM 0.32 does not say in `insert` whose chunk it is.
         self._announced: dict[OffloadKey, int] = {}
@@ -64,9 +68,9 @@ class HiCachePolicy(CachePolicy):
     def insert(self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
         announced = self._announced.pop(key, None)
         time = self._time_of(key, req_context) if announced is None else announced
-        block = self._blocks[key] = Block(key, chunk, last_access_time=time, creation_time=time)
+        self._blocks[key] = Block(key, chunk, last_access_time=time, creation_time=time)
         if chunk.ref_cnt == 0:
-            self._order.insert(block)
+            self.mark_evictable(key)
 
     def remove(self, key: OffloadKey) -> None:
         block = self._blocks.pop(key)
@@ -78,6 +82,7 @@ class HiCachePolicy(CachePolicy):
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         self._announced = {key: self._time_of(key, req_context) for key in keys}
+        self._awaited.announce(self._announced, req_context)
 
     def on_request_access(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """The request is not done; until then what it uses is as recent as the request, suffix before prefix."""
@@ -97,6 +102,9 @@ class HiCachePolicy(CachePolicy):
         self._use(order_request_keys(key_groups, req_context), counted=reused_keys)
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
+        for key in self._awaited.take_released():
+            if key in self._blocks and self._blocks[key].chunk.ref_cnt == 0:
+                self.mark_evictable(key)
         taken: list[Block] = []
         kept: list[Block] = []
         while len(taken) < n and (block := self._order.victim()) is not None:
@@ -115,10 +123,11 @@ class HiCachePolicy(CachePolicy):
             self._order.evict(block)
         self._blocks.clear()
         self._announced.clear()
+        self._awaited.clear()
 
     def mark_evictable(self, key: OffloadKey) -> None:
         block = self._blocks[key]
-        if block not in self._order:
+        if block not in self._order and key not in self._awaited:
             self._order.insert(block)
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
@@ -172,3 +181,36 @@ class FIFOPolicy(HiCachePolicy):
     """The oldest goes first."""
 
     strategy = "fifo"
+
+
+@dataclass(frozen=True, slots=True)
+class _Either:
+    """What is in one of both. vLLM's policies only ask whether a chunk is protected."""
+
+    protected: set[OffloadKey]
+    awaited: AwaitedChunks
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self.protected or key in self.awaited
+
+
+class ARCPolicy(ARCCachePolicy):
+    """vLLM's `arc`, which keeps what a request waits for: see `promotions`."""
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self._awaited = AwaitedChunks()
+
+    def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        missed = list(keys)
+        self._awaited.announce(missed, req_context)
+        super().on_store_miss(missed, req_context)
+
+    def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
+        self._awaited.take_released()
+        evicted: list[tuple[OffloadKey, ChunkStatus]] | None = super().evict(n, _Either(protected, self._awaited))
+        return evicted
+
+    def clear(self) -> None:
+        super().clear()
+        self._awaited.clear()

@@ -34,6 +34,7 @@ from hicache.integrations.config import server_store_config
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.vllm.identity import identity_of, page_format
 from hicache.integrations.vllm.lookups import Lookups
+from hicache.integrations.vllm.promotions import Promotions
 from hicache.integrations.vllm.release import vllm_release
 from hicache.storage import PageBuffer, StoreError
 
@@ -105,6 +106,7 @@ class HiCacheTier(SecondaryTierManager):
         self._rows: PageBuffer | None = rows
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
+        self._waiting: dict[str, Promotions] = {}
         self._waiting_bytes = self.dropped_stores = 0
         self._closing = threading.Event()
         self._results: list[JobResult] = []
@@ -122,7 +124,7 @@ class HiCacheTier(SecondaryTierManager):
         held = self._lookups.lookup(key, req_context.req_id)
         if held is None:
             return LookupResult.RETRY
-        return LookupResult.HIT if held else LookupResult.MISS
+        return LookupResult.HIT if held and self._promotions(req_context).offer(key) else LookupResult.MISS
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         self._disk.used(self._server.keys(tuple(keys)))
@@ -146,6 +148,7 @@ class HiCacheTier(SecondaryTierManager):
     def submit_load(self, job_metadata: TransferJob) -> None:
         chunks = tuple(job_metadata.keys)
         load = self._loads[job_metadata.job_id] = _Load(chunks, [False] * len(chunks))
+        self._promotions(job_metadata.req_context).read(chunks)
         keys, pages = self._server.keys(chunks), self._pages(job_metadata)
         for start in range(0, len(chunks), _PART_CHUNKS):
             part = slice(start, start + _PART_CHUNKS)
@@ -161,8 +164,11 @@ class HiCacheTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.forget(req_context.req_id)
+        self._waits_no_longer(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        for request in context.new_req_ids:
+            self._waits_no_longer(request)
         self._lookups.flush()
 
     def drain_jobs(self) -> None:
@@ -191,6 +197,18 @@ class HiCacheTier(SecondaryTierManager):
         if not closed:
             raise StoreError("a thread is stalled in the disk and uses vLLM's CPU tier; its memory stays mapped")
         self._rows = None
+
+    def _promotions(self, req_context: ReqContext) -> Promotions:
+        promotions = req_context.get_state(Promotions)
+        if promotions is None:
+            promotions = self._waiting[req_context.req_id] = Promotions()
+            req_context.set_state(promotions)
+        return promotions
+
+    def _waits_no_longer(self, request: str) -> None:
+        promotions = self._waiting.pop(request, None)
+        if promotions is not None:
+            promotions.waits = False
 
     def _pages(self, job: TransferJob) -> tuple[PageBuffer, ...]:
         """The rows of a job: uint8 `[row_bytes]` each."""

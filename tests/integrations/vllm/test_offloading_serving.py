@@ -26,16 +26,18 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
 }
 START_S = 600  # of one vLLM on a busy machine
+CHUNK_BYTES = BLOCK_TOKENS * 4 * 2 * 2 * 64 * 4  # 4 layers, keys and values of 2 heads of 64 elements in float32
+LITTLE_CHUNKS = 8  # a prompt has 18
 
 
-def serve(model: Path, store: Path, rounds: int) -> Any:
+def serve(model: Path, store: Path, rounds: int, cpu: str = "64MB") -> Any:
     options = {
         "rounds": rounds,
         "workers": 1 if torch.cuda.device_count() == 1 else 2,
         "extra": {
             "spec_name": "HiCacheOffloadingSpec",
             "spec_module_path": "hicache.integrations.vllm",
-            "cpu_bytes_to_use": "64MB",
+            "cpu_bytes_to_use": cpu,
             "disk": {"path": str(store), "budget": "256MB"},
         },
     }
@@ -53,13 +55,15 @@ def serve(model: Path, store: Path, rounds: int) -> Any:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.timeout(3 * START_S)
+@pytest.mark.timeout(4 * START_S)
 def test_prompts_are_cached_after_a_reset_and_after_a_restart_and_tokens_stay(tmp_path: Path) -> None:
-    """vLLM counts the cached tokens. After the reset they come from the CPU tier, after the restart from the disk. Its
-    processes, which are killed where they take long to end, leave no shared memory."""
+    """vLLM counts the cached tokens. After the reset they come from the CPU tier, after the restart from the disk, also
+    through a CPU tier that is smaller than a prompt, as far as it reaches. Its processes, which are killed where they
+    take long to end, leave no shared memory."""
     subprocess.run([sys.executable, str(EXAMPLES / "tiny_model.py"), str(tmp_path / "model")], check=True)
     computed, from_cpu = serve(tmp_path / "model", tmp_path / "store", rounds=2)
     (from_disk,) = serve(tmp_path / "model", tmp_path / "store", rounds=1)
+    (through_little,) = serve(tmp_path / "model", tmp_path / "store", rounds=1, cpu=f"{LITTLE_CHUNKS * CHUNK_BYTES}")
     whole_blocks = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert [cached for cached, _ in computed] == [0] * NUM_PROMPTS
     assert [cached for cached, _ in from_cpu] == [whole_blocks] * NUM_PROMPTS
@@ -68,3 +72,6 @@ def test_prompts_are_cached_after_a_reset_and_after_a_restart_and_tokens_stay(tm
     assert [len(output) for output in tokens] == [OUTPUT_TOKENS] * NUM_PROMPTS
     assert [output for _, output in from_cpu] == tokens
     assert [output for _, output in from_disk] == tokens
+    assert through_little[0][0] == LITTLE_CHUNKS * BLOCK_TOKENS
+    assert all(0 < cached <= LITTLE_CHUNKS * BLOCK_TOKENS for cached, _ in through_little)
+    assert [output for _, output in through_little] == tokens
