@@ -68,7 +68,8 @@ def put_all(store: PageStore, memory: PageBuffer) -> list[bool]:
 
 class TestConformance(StoreConformance):
     @pytest.fixture(scope="class")
-    def server(self) -> Iterator[MooncakeServer]:
+    @classmethod
+    def server(cls) -> Iterator[MooncakeServer]:
         with running(64 << 20) as server:
             yield server
 

@@ -82,7 +82,8 @@ class TestOverTheNetwork(StoreConformance):
     """By TLS, as a user with a password, in another database than the first."""
 
     @pytest.fixture(scope="class")
-    def network(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RedisServer, str]]:
+    @classmethod
+    def network(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RedisServer, str]]:
         folder = tmp_path_factory.mktemp("tls")
         key, certificate = folder / "key.pem", folder / "cert.pem"
         subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
