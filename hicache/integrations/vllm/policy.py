@@ -81,6 +81,7 @@ class HiCachePolicy(CachePolicy):
         self._use(list(keys), counted=None)
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        self._release()
         self._announced = {key: self._time_of(key, req_context) for key in keys}
         self._awaited.announce(self._announced, req_context)
 
@@ -102,9 +103,7 @@ class HiCachePolicy(CachePolicy):
         self._use(order_request_keys(key_groups, req_context), counted=reused_keys)
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        for key in self._awaited.take_released():
-            if key in self._blocks and self._blocks[key].chunk.ref_cnt == 0:
-                self.mark_evictable(key)
+        self._release()
         taken: list[Block] = []
         kept: list[Block] = []
         while len(taken) < n and (block := self._order.victim()) is not None:
@@ -134,6 +133,12 @@ class HiCachePolicy(CachePolicy):
         block = self._blocks[key]
         if block in self._order:
             self._order.lock(block)
+
+    def _release(self) -> None:
+        """What nobody waits for any longer may be evicted."""
+        for key in self._awaited.take_released():
+            if key in self._blocks and self._blocks[key].chunk.ref_cnt == 0:
+                self.mark_evictable(key)
 
     def _use(self, keys: Sequence[OffloadKey], counted: set[OffloadKey] | None) -> None:
         """The chunks, first to last of a prompt, are used now. `counted`: those whose use counts; None: all."""
@@ -203,6 +208,7 @@ class ARCPolicy(ARCCachePolicy):
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         missed = list(keys)
+        self._awaited.take_released()
         self._awaited.announce(missed, req_context)
         super().on_store_miss(missed, req_context)
 
