@@ -36,7 +36,7 @@ _READERS = 4
 
 
 class SyncedFiles:
-    """The files that another system leaves in the page cache of `folder`."""
+    """The files that another system writes to `folder` without a sync."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

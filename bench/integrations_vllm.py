@@ -2,7 +2,7 @@
 
     vllm.store, .load                jobs of 16 chunks of 1 MiB, 4 in flight, from and into vLLM's CPU tier; the ceiling
                                      is `put` and `get_into` of a page store, with as many threads
-    vllm.store.files, .load.files    the same, beside vLLM's tier of files, which leaves them in the page cache
+    vllm.store.files, .load.files    the same, beside vLLM's tier of files, which uses O_DIRECT and does not sync
     vllm.store.synced                the same, with the time until these files are on the disk, as ours are
 
 Chunks are synthetic KV. A helper of the integrations bench.
