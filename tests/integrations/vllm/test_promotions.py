@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,15 +17,24 @@ from hicache.integrations.vllm.promotions import MAX_READS, Promotions
 from vllm_tier_case import Scheduler, key, scheduler
 
 ROWS = 8
+# vLLM's own policies are in lower case.
 OURS = ["LRUPolicy", "LFUPolicy", "SLRUPolicy", "FIFOPolicy", "ARCPolicy"]
 PROMPT = [key(number) for number in range(4)]
 OTHERS = [key(100 + number) for number in range(ROWS)]
+FRESH = [key(200 + number) for number in range(ROWS)]
 
 
-def settings_of(policy: str) -> dict[str, Any]:
-    """vLLM's own policies are in lower case."""
-    module = {"cache_policy_module_path": "hicache.integrations.vllm"} if policy in OURS else {}
-    return {"num_chunks": ROWS, "extra": {"eviction_policy": policy, **module}}
+@contextlib.contextmanager
+def only_on_disk(path: Path, policy: str, chunks: Sequence[OffloadKey]) -> Iterator[Scheduler]:
+    """A server whose disk alone holds the chunks: every row of its CPU tier has another, which two requests used."""
+    ours = {"cache_policy_module_path": "hicache.integrations.vllm"} if policy in OURS else {}
+    with scheduler(path, num_chunks=ROWS, extra={"eviction_policy": policy, **ours}) as server:
+        for chunk in chunks:
+            server.store([chunk])
+        for _ in range(2):
+            server.store(OTHERS)
+            assert all(server.load(OTHERS))
+        yield server
 
 
 def longest_prefix(server: Scheduler, chunks: Sequence[OffloadKey], context: ReqContext) -> int:
@@ -53,48 +62,33 @@ def reads_of(context: ReqContext) -> list[int]:
     return list(promotions.reads.values())
 
 
-def busy(server: Scheduler) -> None:
-    """Every row of the CPU tier has a chunk that two requests used."""
-    for _ in range(2):
-        server.store(OTHERS)
-        assert all(server.load(OTHERS))
-
-
 @pytest.mark.parametrize("policy", OURS)
 def test_what_a_waiting_request_brought_up_stays_until_it_is_scheduled(tmp_path: Path, policy: str) -> None:
     """Each chunk is read once, though the request asks for one more at a time and others use theirs in between."""
-    with scheduler(tmp_path, **settings_of(policy)) as server:
-        server.store(PROMPT)
-        busy(server)
-        with server.request() as waiting:
-            for n in range(1, len(PROMPT) + 1):
-                assert server.lookup(PROMPT[:n], waiting) == [True] * n
-                server.load(OTHERS[: ROWS - len(PROMPT)])
-            assert reads_of(waiting) == [1] * len(PROMPT)
-            with server.request() as other:
-                assert server.manager.prepare_store([key(200 + i) for i in range(ROWS)], other) is None
-            server.manager.on_schedule_end(ScheduleEndContext((waiting.req_id,), ()))
-            server.store([key(200 + i) for i in range(ROWS)])
+    with only_on_disk(tmp_path, policy, PROMPT) as server, server.request() as waiting:
+        for n in range(1, len(PROMPT) + 1):
+            assert server.lookup(PROMPT[:n], waiting) == [True] * n
+            server.load(OTHERS[: ROWS - len(PROMPT)])
+        assert reads_of(waiting) == [1] * len(PROMPT)
+        with server.request() as other:
+            assert server.manager.prepare_store(FRESH, other) is None
+        server.manager.on_schedule_end(ScheduleEndContext((waiting.req_id,), ()))
+        server.store(FRESH)
 
 
 @pytest.mark.parametrize("policy", OURS)
 def test_what_a_request_brought_up_is_evicted_when_it_is_aborted(tmp_path: Path, policy: str) -> None:
-    with scheduler(tmp_path, **settings_of(policy)) as server:
-        server.store(PROMPT)
-        busy(server)
+    with only_on_disk(tmp_path, policy, PROMPT) as server:
         with server.request() as aborted:
             assert all(server.lookup(PROMPT, aborted))
-        server.store([key(200 + i) for i in range(ROWS)])
+        server.store(FRESH)
 
 
 @pytest.mark.parametrize("policy", [*OURS, "lru", "arc"])
 def test_a_prompt_longer_than_the_cpu_tier_waits_for_a_bounded_number_of_reads(tmp_path: Path, policy: str) -> None:
     """With our policies it hits as far as the CPU tier reaches, and nothing is read twice."""
     chunks = [key(number) for number in range(ROWS + 4)]
-    with scheduler(tmp_path, **settings_of(policy)) as server:
-        for chunk in chunks:
-            server.store([chunk])
-        busy(server)
+    with only_on_disk(tmp_path, policy, chunks) as server:
         with server.request() as waiting:
             hits = longest_prefix(server, chunks, waiting)
             reads = reads_of(waiting)
@@ -107,12 +101,12 @@ def test_a_prompt_longer_than_the_cpu_tier_waits_for_a_bounded_number_of_reads(t
 def test_two_prompts_that_do_not_fit_together_share_the_cpu_tier(tmp_path: Path, policy: str) -> None:
     """Neither waits for rows of the other."""
     first, second = ([key(1000 * n + i) for i in range(6)] for n in (1, 2))
-    with scheduler(tmp_path, **settings_of(policy)) as server:
-        for chunk in [*first, *second]:
-            server.store([chunk])
-        busy(server)
-        with server.request() as one, server.request() as other:
-            assert longest_prefix(server, first, one) == 6
-            assert longest_prefix(server, second, other) == ROWS - 6
-            assert longest_prefix(server, first, one) == 6
-            assert max(reads_of(one) + reads_of(other)) == 1
+    with (
+        only_on_disk(tmp_path, policy, [*first, *second]) as server,
+        server.request() as one,
+        server.request() as other,
+    ):
+        assert longest_prefix(server, first, one) == 6
+        assert longest_prefix(server, second, other) == ROWS - 6
+        assert longest_prefix(server, first, one) == 6
+        assert max(reads_of(one) + reads_of(other)) == 1
