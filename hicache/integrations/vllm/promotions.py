@@ -44,6 +44,10 @@ class AwaitedChunks:
         self._request_of: dict[OffloadKey, Promotions] = {}
         self._chunks_of: dict[Promotions, set[OffloadKey]] = {}
 
+    def __len__(self) -> int:
+        """Chunks that were announced and not released."""
+        return len(self._request_of)
+
     def __contains__(self, chunk: OffloadKey) -> bool:
         promotions = self._request_of.get(chunk)
         return promotions is not None and promotions.waits

@@ -110,3 +110,14 @@ def test_two_prompts_that_do_not_fit_together_share_the_cpu_tier(tmp_path: Path,
         assert longest_prefix(server, second, other) == ROWS - 6
         assert longest_prefix(server, first, one) == 6
         assert max(reads_of(one) + reads_of(other)) == 1
+
+
+@pytest.mark.parametrize("policy", OURS)
+def test_what_nobody_waits_for_is_forgotten_though_nothing_is_evicted(tmp_path: Path, policy: str) -> None:
+    """Request after request, in a CPU tier that has room for all."""
+    with only_on_disk(tmp_path, policy, PROMPT) as server:
+        server.reset()
+        for chunk in PROMPT:
+            with server.request() as context:
+                assert server.lookup([chunk], context) == [True]
+                assert len(server.primary._policy._awaited) == 1
