@@ -12,7 +12,7 @@ WORKERS ?= 2
 TYPECHECK := build/typecheck
 PACKAGE := build/package
 
-.PHONY: demo serve test test-long test-remote test-integrations check bench docs clean
+.PHONY: demo serve test test-busy test-long test-remote test-integrations check bench docs clean
 
 demo: $(STAMP)
 	$(VENV)/bin/hicache demo $(ARGS)
@@ -23,8 +23,12 @@ serve: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest -m "not long and not remote" -n $(WORKERS) $(ARGS)
 
+# The same files over and over beside processes that burn every core: make test-busy FILES="tests/disk".
+test-busy: $(STAMP)
+	ARGS="$(ARGS)" .ci/busy $(PY) $(FILES)
+
 test-long: $(STAMP)
-	$(PY) -m pytest -m "long and not remote" $(ARGS)
+	HICACHE_TEST_PROFILE=thorough $(PY) -m pytest -m "long and not remote" -n $(WORKERS) $(ARGS)
 
 # Stores on other machines, against their servers on this one.
 test-remote: $(STAMP)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+import programs
 
 # Before anything imports Triton, which looks once.
 if not torch.cuda.is_available():
@@ -24,11 +28,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests sta
 SUPPORT = Path(__file__).parent / "support"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-# The default run is the same each time, and so is its verdict. Long ones say derandomize=False.
-settings.register_profile(
-    "same", max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-settings.load_profile("same")
+# The default run is the same each time, and so is its verdict; `make test-all` draws anew, ten times as many.
+_all = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+settings.register_profile("quick", max_examples=15, derandomize=True, **_all)
+settings.register_profile("thorough", max_examples=150, derandomize=False, print_blob=True, **_all)
+settings.load_profile(os.environ.get("HICACHE_TEST_PROFILE", "quick"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the folder of the fork server (programs.py) that the workers of this run share: it is their owner's pid."""
+    if not hasattr(config, "workerinput"):
+        folder = Path(tempfile.mkdtemp(prefix="hicache-tests-"), str(os.getpid()))
+        folder.mkdir()
+        os.environ[programs.ADDRESS] = str(folder)
+        config.add_cleanup(lambda: shutil.rmtree(folder.parent))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

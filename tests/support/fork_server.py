@@ -1,0 +1,105 @@
+"""A Python that has imported the library, and forks itself for each program that a test wants to run.
+
+Started once per test run by programs.py. It runs one thread, so a fork is safe, and the forked child leaves the loop to
+run its program at the top level of this file: it ends as any interpreter does, with its threads joined, its exit
+functions called and its status. A connection is one program: a request with its three standard files comes in, the pid
+goes out, and the exit status when the program has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import selectors
+import socket
+import sys
+from array import array
+from typing import Any
+
+import torch
+
+# What programs import: seconds once, and nothing again.
+from hicache import *  # noqa: F403
+
+_MAX_REQUEST_BYTES = 1 << 20
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The request of a program and its standard input, output and error."""
+    data, ancillary, _, _ = connection.recvmsg(_MAX_REQUEST_BYTES, socket.CMSG_SPACE(3 * 4))
+    files = array("i")
+    for _, _, value in ancillary:
+        files.frombytes(value)
+    while not data.endswith(b"\n"):
+        data += connection.recv(_MAX_REQUEST_BYTES)
+    return json.loads(data), list(files)
+
+
+def _become(request: dict[str, Any], files: list[int]) -> None:
+    """Give the forked child what an interpreter of its own would have."""
+    for target, file in enumerate(files):
+        os.dup2(file, target)
+        if file > 2:
+            os.close(file)
+    if request["new_session"]:
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.argv[:] = request["arguments"]
+    sys.path[0] = request["path"]
+    atexit.register(gc.unfreeze)  # libraries report what is left at the exit
+
+
+def _serve(address: str, owner: int) -> dict[str, Any]:
+    """Serve until the process `owner` ends. Returns in forked children only, with the request of their program."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen(64)
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(os.pidfd_open(owner), selectors.EVENT_READ, owner)
+    gc.collect()
+    gc.freeze()
+    while True:
+        for key, _ in selector.select():
+            if key.data == owner:
+                os._exit(0)
+            if key.fileobj is listener:
+                connection, _ = listener.accept()
+                request, files = _receive(connection)
+                child = os.fork()
+                if not child:
+                    selector.close()
+                    listener.close()
+                    connection.close()
+                    _become(request, files)
+                    return request
+                for file in files:
+                    os.close(file)
+                connection.send(json.dumps(child).encode())
+                selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, connection))
+                continue
+            child, connection = key.data
+            selector.unregister(key.fileobj)
+            os.close(int(key.fileobj))  # type: ignore[arg-type]
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            with contextlib.suppress(OSError):  # whoever started the program may be gone
+                connection.send(json.dumps(status).encode())
+            connection.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    _request = _serve(sys.argv[1], int(sys.argv[2]))
+    _code = compile(_request["code"], _request["name"], "exec")
+    # The program is __main__, in whose namespace nothing of this file is left.
+    for _name in [
+        name for name in globals() if not name.startswith("__") and name not in ("_code", "_name", "_request")
+    ]:
+        del globals()[_name]
+    __file__ = _request["name"]
+    exec(_code, globals())
