@@ -11,7 +11,6 @@ codec              a page and its value: header, filters, cipher
 urls               opening a store by its URL; store_url: its parts; conformance: the tests that every store passes
 remote             what stores on other machines do alike; redis_store, with resp, its protocol; s3_store
 mooncake_store     pages in Mooncake; mooncake_client: a client of its library
-chain              several stores as one
 check              the consistency check; maintenance: what operators do
 """
 
@@ -26,7 +25,6 @@ from hicache.storage.base import StoreError as StoreError
 from hicache.storage.base import StoreLocked as StoreLocked
 from hicache.storage.base import StoreMismatch as StoreMismatch
 from hicache.storage.base import StoreStats as StoreStats
-from hicache.storage.chain import ChainStore as ChainStore
 from hicache.storage.check import Fault as Fault
 from hicache.storage.cipher import PageCipher as PageCipher
 from hicache.storage.filters import PageFilter as PageFilter

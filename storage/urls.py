@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from hicache.storage.base import PageStore, StoreError
-from hicache.storage.chain import ChainStore
 from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFormat
 from hicache.storage.lmdb_store import LmdbPageStore
@@ -38,22 +37,16 @@ def open_store(
     cipher: PageCipher | None = None,
 ) -> PageStore:
     """The store that `url` names, for pages of `formats`. `identity` names everything that decides what a page means,
-    and with `cipher` pages are encrypted, as `LmdbPageStore` says. URLs with commas between them name a chain: reads
-    ask the stores in this order, writes go to all.
+    and with `cipher` pages are encrypted, as `LmdbPageStore` says.
 
     Raises `StoreError` for a URL that cannot be used, and what the store raises.
     """
-    stores: list[PageStore] = []
-    try:
-        for part in re.split(rf"\s*,\s*(?={SCHEME})", url.strip(), flags=re.IGNORECASE | re.ASCII):
-            scheme = scheme_of(part)
-            opener = _OPENERS.get(scheme) or _registered(scheme)
-            stores.append(opener(part, identity=identity, formats=formats, cipher=cipher))
-    except BaseException:
-        for store in stores:
-            store.close()
-        raise
-    return ChainStore(stores) if len(stores) > 1 else stores[0]
+    url = url.strip()
+    if re.search(rf",\s*{SCHEME}", url, re.IGNORECASE | re.ASCII):
+        raise StoreError("several URLs with commas between them; give that of one store")
+    scheme = scheme_of(url)
+    opener = _OPENERS.get(scheme) or _registered(scheme)
+    return opener(url, identity=identity, formats=formats, cipher=cipher)
 
 
 def _open_lmdb(url: str, /, **about: Any) -> PageStore:

@@ -12,8 +12,8 @@ from hicache.store_config import MAX_STORE_BYTES, Durability
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStoreConfig:
-    """Where a server's pages lie on disk, and how; `remote` names a store behind it that other machines share. `path`
-    holds one store for each model, dtype and layout that is served with it; `budget` bounds each of them."""
+    """Where a server's pages lie on disk, and how. `path` holds one store for each model, dtype and layout that
+    is served with it; `budget` bounds each of them."""
 
     path: Annotated[str, FilePath("directory of the stores", may_be_empty=False)]
     budget: Annotated[int, Size("maximum size of a store's files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
@@ -21,7 +21,6 @@ class ServerStoreConfig:
     level: Annotated[int, Whole("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)] = 1
     key_file: Annotated[str, FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64")] = ""
     salt: Annotated[str, Text("isolates those who share a path: pages of another salt are never served")] = ""
-    remote: Annotated[str, Text("store behind the disk, like redis://host:6379 (docs/remote.md); empty: none")] = ""
     readers: Annotated[int, Whole("threads that read from the disk", 1, 256, unit="threads")] = 4
 
     def __post_init__(self) -> None:

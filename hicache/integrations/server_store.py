@@ -23,11 +23,8 @@ from pathlib import Path
 
 from hicache.disk import cipher_of
 from hicache.errors import ConfigError
-from hicache.integrations.bounded_reads import BoundedReads
 from hicache.integrations.config import ServerStoreConfig
-from hicache.integrations.write_behind import WriteBehind
 from hicache.storage import (
-    ChainStore,
     LmdbPageReader,
     LmdbPageStore,
     PageBuffer,
@@ -38,7 +35,6 @@ from hicache.storage import (
     StoreError,
     StoreLocked,
     StoreStats,
-    open_store,
 )
 from hicache.store_config import DiskConfig
 
@@ -83,15 +79,7 @@ class ServerStore:
             store = _opened(folder, config, identity, formats, cipher)
         else:
             store = AwaitedStore(lambda: LmdbPageReader(folder, identity=identity, cipher=cipher))
-        can_write = writes and not isinstance(store, ReadOnlyStore)
-        if config.remote:
-            try:
-                remote = BoundedReads(open_store(config.remote, identity=identity, formats=formats, cipher=cipher))
-            except BaseException:
-                store.close()
-                raise
-            store = ChainStore([store, WriteBehind(remote) if can_write else remote])
-        return cls(folder, store, config.salt, can_write=can_write)
+        return cls(folder, store, config.salt, can_write=not isinstance(store, ReadOnlyStore))
 
     def __init__(self, path: Path, store: PageStore, salt: str, *, can_write: bool) -> None:
         self.path, self.store, self.can_write = path, store, can_write

@@ -61,14 +61,3 @@ def test_a_page_that_cannot_land_is_the_callers_error(tier: BlockingTier, failin
     assert all(tier.read(NAMES, PAGE_BYTES, lambda i, page: np.copyto(kept[i], page)))
     assert np.array_equal(kept, np.arange(NUM_PAGES, dtype=np.uint8)[:, None].repeat(PAGE_BYTES, 1))
     assert np.array_equal(target, before)
-
-
-def test_a_remote_store_that_is_gone_hides_nothing_of_the_disk(tmp_path: Path) -> None:
-    """However often it fails, what the disk holds is found, also beside pages that it lacks, read and written."""
-    config = ServerStoreConfig(path=str(tmp_path), budget=64 << 20, remote=f"redis+unix://{tmp_path / 'nothing'}")
-    tier = BlockingTier(ServerStore.open(config, {"server": "sglang 0.5.23"}, [PageFormat(PAGE_BYTES)]), readers=2)
-    for n in range(1, NUM_PAGES + 1):
-        assert tier.write(NAMES[:n], PAGE_BYTES, lambda i, page: page.fill(i)) == [True] * n
-        assert tier.find([*NAMES[:n], b"absent"], until_gap=True) == [True] * n + [False]
-        assert tier.read([*NAMES[:n], b"absent"], PAGE_BYTES, lambda i, page: None) == [True] * n + [False]
-    assert tier.close()

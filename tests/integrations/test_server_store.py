@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from hicache.disk.health import LIMITS
 from hicache.errors import ConfigError
 from hicache.integrations.config import ServerStoreConfig, server_store_config
 from hicache.integrations.lmcache.stores import KindStore
-from hicache.integrations.server_store import ReadOnlyStore, ServerStore
+from hicache.integrations.server_store import ServerStore
 from hicache.integrations.versions import require_version
-from hicache.storage import ChainStore, PageFormat, StoreError, describe
+from hicache.storage import PageFormat, StoreError, describe
 from memory_store import MemoryPageStore
 
 PAGE_BYTES = 4096
@@ -28,7 +27,7 @@ IDENTITY = {"server": "vllm 0.32", "model": "m", "dtype": "bfloat16", "layout": 
 def opened(
     path: Path, salt: str = "", formats: tuple[PageFormat, ...] = FORMATS, writes: bool = True, **changed: Any
 ) -> ServerStore:
-    settings = {name: changed.pop(name) for name in ("budget", "key_file", "remote") if name in changed}
+    settings = {name: changed.pop(name) for name in ("budget", "key_file") if name in changed}
     config = ServerStoreConfig(path=str(path), salt=salt, **settings)
     return ServerStore.open(config, {**IDENTITY, **changed}, formats, writes=writes)
 
@@ -44,36 +43,6 @@ def get(server: ServerStore, name: bytes) -> bool:
     [found] = server.store.get_into(server.keys([name]), [page])
     assert not found or page.tobytes() == name.ljust(PAGE_BYTES, b".")
     return found
-
-
-def test_servers_on_two_machines_share_a_store_behind_their_disks(tmp_path: Path) -> None:
-    """What one stored the other reads, of the same identity and salt alone; each keeps a disk of its own."""
-    remote = f"lmdb://{tmp_path / 'remote'}?budget=8MiB"
-    with closing(opened(tmp_path / "a", remote=remote)) as first:
-        assert put(first, b"page") == [True] and get(first, b"page") and first.can_write
-    with closing(opened(tmp_path / "b", remote=remote)) as second:
-        assert get(second, b"page") and not get(second, b"other") and put(second, b"other") == [True]
-    with closing(opened(tmp_path / "c", salt="tenant", remote=remote)) as tenant:
-        assert not get(tenant, b"page")
-    with closing(opened(tmp_path / "a")) as alone:
-        assert get(alone, b"page") and not get(alone, b"other")
-
-
-def test_a_rank_that_does_not_write_reads_the_remote_store_too(tmp_path: Path) -> None:
-    """Ranks of latent attention hit together what only the remote store has, and one of them writes to it."""
-    remote = f"lmdb://{tmp_path / 'remote'}?budget=8MiB"
-    with closing(opened(tmp_path / "a", remote=remote)) as first:
-        assert put(first, b"page") == [True]
-    with closing(opened(tmp_path / "b", remote=remote, writes=False)) as reader:
-        assert get(reader, b"page") and not get(reader, b"other") and not reader.can_write
-
-
-def test_a_remote_store_that_cannot_be_opened_leaves_the_disk_free(tmp_path: Path) -> None:
-    """The server does not start, and the next attempt may write."""
-    with pytest.raises(StoreError, match="/dev/null"):
-        opened(tmp_path, remote="lmdb:///dev/null/pages")
-    with closing(opened(tmp_path)) as again:
-        assert again.can_write
 
 
 @pytest.mark.parametrize(
@@ -142,14 +111,6 @@ def test_damaged_files_are_not_served(tmp_path: Path, caplog: pytest.LogCaptureF
     second.close()
 
 
-def test_a_remote_store_is_written_to_beside_a_disk_that_is_not() -> None:
-    """A disk that takes nothing, damaged or another process's, does not keep its chain from writing again after a
-    failure."""
-    chain = ChainStore([ReadOnlyStore(None), MemoryPageStore(PAGE_BYTES)])
-    assert chain.reopen() and not chain.stats().read_only
-    assert not ChainStore([ReadOnlyStore(None)]).reopen()
-
-
 def test_operators_read_it_like_any_other(tmp_path: Path) -> None:
     """The subfolder is a whole store, whose identity names the server."""
     first = opened(tmp_path)
@@ -168,6 +129,7 @@ def test_operators_read_it_like_any_other(tmp_path: Path) -> None:
         ({"path": "x", "bugdet": 1}, r"the tier: unknown setting bugdet; known are path, budget"),
         ({"path": "x", "budget": "much"}, r"budget='much'"),
         ({"path": "x", "readers": 0}, r"readers=0 is below 1"),
+        ({"path": "x", "remote": "redis://host"}, r"the tier: unknown setting remote"),
         ([], r"the tier is not a mapping"),
     ],
 )
@@ -201,7 +163,7 @@ def test_untested_releases_are_refused() -> None:
 
 def test_lmcaches_store_goes_on_writing_when_it_is_full(tmp_path: Path) -> None:
     """However often there is no room for an object, or for some of several, it is no failure: what fits is stored."""
-    server = ServerStore(tmp_path, ChainStore([MemoryPageStore(PAGE_BYTES)]), "", can_write=True)
+    server = ServerStore(tmp_path, MemoryPageStore(PAGE_BYTES), "", can_write=True)
     kind, large = KindStore(server), np.zeros(PAGE_BYTES + 1, np.uint8)
     for _ in range(LIMITS.max_failures + 1):
         assert kind.write([b"large"], [large], lag=0) == [False]

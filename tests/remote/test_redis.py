@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 
 import redis_server
-from hicache.storage import ChainStore, PageCipher, PageFormat, PageStore, StoreError, chain, open_store
+from hicache.storage import PageCipher, PageFormat, PageStore, StoreError, open_store
 from hicache.storage.conformance import FORMATS, IDENTITY, SMALL_BYTES, MakeStore, StoreConformance, page
-from memory_store import MemoryPageStore
 from redis_server import Babbler, CuttingProxy, RedisServer, free_port, running
 
 pytestmark = [pytest.mark.remote, pytest.mark.skipif(redis_server.MISSING != "", reason=redis_server.MISSING)]
@@ -131,29 +130,6 @@ def test_a_connection_that_the_server_closed_between_calls_costs_nothing(server:
     server.start()
     assert store.put(list(PAGES.items())) == [True] * 8 and found_in(store) == list(PAGES)
     store.close()
-
-
-@pytest.mark.parametrize("pause_s", [math.inf, 0])
-def test_a_chain_leaves_out_a_server_that_is_gone(
-    server: RedisServer, pause_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other stores are used, and their caller sees no error; after the pause the server is asked again."""
-    monkeypatch.setattr(chain, "PAUSE_S", pause_s)
-    first, behind = MemoryPageStore(1 << 20), opened(server)
-    both, keys = ChainStore([first, behind]), list(PAGES)
-    first.put(list(PAGES.items())[:4])
-    behind.put(list(PAGES.items()))
-    assert found_in(both) == keys
-    server.kill()
-    for _ in range(3):
-        assert found_in(both) == keys[:4] and both.contains(keys) == [True] * 4 + [False] * 4
-        assert both.put([(b"new", page(0))]) == [True]
-    assert both.thread_read_errors() == 0
-    assert (both.stats().read_errors, both.stats().write_errors) == ((4, 0) if pause_s else (24, 3))
-    server.start()
-    both.put(list(PAGES.items()))
-    assert behind.contains(keys) == [not pause_s] * 8
-    both.close()
 
 
 @pytest.mark.parametrize(("timeout_s", "wait_s"), [(0.2, math.inf), (1e6, 0.2)], ids=["timeout", "deadline"])

@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from hicache.storage import ChainStore, LmdbPageStore, open_store
+from hicache.storage import LmdbPageStore
 from hicache.storage.conformance import MakeStore, StoreConformance
 from memory_store import MemoryPageStore
 from own_store import opener
@@ -31,26 +30,6 @@ class TestMemory(StoreConformance):
     @pytest.fixture
     def make_store(self) -> MakeStore:
         return partial(opener, "own-store://?budget=16MiB")
-
-
-class TestChain(StoreConformance):
-    @pytest.fixture
-    def make_store(self, tmp_path: Path) -> MakeStore:
-        url = ",".join(f"lmdb://{tmp_path / name}?budget=16MiB" for name in ("near", "far"))
-        return partial(open_store, url)
-
-
-def test_a_chain_reads_what_one_of_its_stores_lacks() -> None:
-    """Of one batch each page comes from the first store that has it; what all lack is a miss of the last."""
-    near, far = MemoryPageStore(BUDGET_BYTES), MemoryPageStore(BUDGET_BYTES)
-    pages = {b"%d" % n: np.full(16, n, np.uint8) for n in range(4)}
-    near.put([(b"0", pages[b"0"]), (b"1", np.full(16, 9, np.uint8))])
-    far.put([(key, pages[key]) for key in (b"1", b"2")])
-    chain, buffers = ChainStore([near, far]), [np.zeros(16, np.uint8) for _ in pages]
-    assert chain.contains(list(pages)) == chain.get_into(list(pages), buffers) == [True, True, True, False]
-    assert [buffer[0] for buffer in buffers[:3]] == [0, 9, 2]
-    assert (chain.stats().hits, chain.stats().misses) == (3, 1)
-    assert chain.put([(b"3", pages[b"3"])]) == near.contains([b"3"]) == far.contains([b"3"]) == [True]
 
 
 class Overwriting(MemoryPageStore):

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache.storage import ChainStore, LmdbPageReader, LmdbPageStore, StoreCorrupt, StoreError, chain, verify
+from hicache.storage import LmdbPageReader, LmdbPageStore, StoreCorrupt, StoreError, verify
 from hicache.storage.slot_file import SlotFile
-from memory_store import MemoryPageStore
 from storage_pages import (
     budget_of,
     found_numbers,
@@ -170,19 +169,6 @@ def test_failed_writes_of_the_index(tmp_path: Path) -> None:
     assert found_numbers(store, range(12)) == {*range(8), 10, 11}
     store.check()
     store.close()
-
-
-def test_a_chain_writes_again_to_a_disk_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile the store behind it takes the pages, so nobody else would have the disk reopened."""
-    monkeypatch.setattr(chain, "PAUSE_S", 0)
-    disk, behind = open_store(tmp_path), MemoryPageStore(1 << 20)
-    both, data = ChainStore([disk, behind]), slots_path(tmp_path)
-    kept = exchange(list(descriptors_of(data)), data, os.O_RDONLY)
-    assert put_numbers(both, range(3)) == [True] * 3 and found_numbers(disk, range(3)) == set()
-    assert disk.stats().read_only and not both.stats().read_only and both.reopen()
-    restore(kept)
-    assert put_numbers(both, [3]) == [True] and found_numbers(disk, range(4)) == {3}
-    both.close()
 
 
 def spoil_one_page(key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

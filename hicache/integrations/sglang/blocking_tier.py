@@ -21,7 +21,7 @@ from hicache.disk import DiskTier, FindDone, FindJob, Limits, ReadDone, ReadJob,
 from hicache.disk.health import LIMITS
 from hicache.disk.io_queue import D, IoQueue, J, Outcomes
 from hicache.integrations.server_store import ServerStore
-from hicache.storage import ChainStore, LmdbPageStore, PageBuffer, evict
+from hicache.storage import LmdbPageStore, PageBuffer, evict
 
 log = logging.getLogger(__name__)
 
@@ -154,8 +154,6 @@ class BlockingTier:
     def clear(self, within_s: float) -> bool:
         """Remove all pages of the disk; False when that takes longer than `within_s`, and goes on, or fails."""
         store = self.server.store
-        if isinstance(store, ChainStore):
-            store = store.stores[0]
         if not isinstance(store, LmdbPageStore):
             return False
         thread = threading.Thread(target=evict, args=(store, 0), name="hicache-clear", daemon=True)

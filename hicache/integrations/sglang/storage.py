@@ -166,8 +166,6 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         for tier in self._tiers:
             if tier.server.can_write and not tier.clear(_CLEAR_S):
                 log.warning("the pages in %s are not removed yet", tier.server.path)
-        if self._config.remote:
-            log.warning("clear is for the disk: pages in the remote store stay, for other servers share them")
 
     def close(self) -> bool:
         """False: a medium does not answer, and its store stays open; a later call tries again."""

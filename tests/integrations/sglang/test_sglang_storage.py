@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from disk_case import Gate, failing, wait_until
+from disk_case import Gate, failing
 from hicache.errors import ConfigError
 from hicache.integrations.sglang.host_pages import host_pages
 from hicache.storage import StoreError, describe
@@ -289,20 +289,6 @@ def test_generic_calls_clear_and_statistics(tmp_path: Path) -> None:
         assert backend.get_stats().backup_pgs == []
         backend.clear()
         assert not backend.exists("a") and backend.set("a", pages[0])
-
-
-def test_clearing_leaves_the_remote_store_to_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """`clear` empties the disk, says that the pages behind it stay, and they are served."""
-    remote = f"lmdb://{tmp_path / 'remote'}?budget=64MiB"
-    with Server(Case(tmp_path / "disk", v1=False, extra={"remote": remote})) as server:
-        page = torch.randn(server.host.get_dummy_flat_data_page().shape).to(server.host.dtype)
-        assert server.backend.set("a", page)
-        [folder] = (tmp_path / "disk").iterdir()
-        server.backend.clear()
-        assert "pages in the remote store stay" in caplog.text and "not removed" not in caplog.text
-        wait_until(lambda: server.backend.exists("a"))  # a thread writes it there
-        assert torch.equal(server.backend.get("a", server.host.get_dummy_flat_data_page()), page)
-    assert describe(folder).entries == 0
 
 
 @pytest.mark.parametrize(
