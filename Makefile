@@ -12,7 +12,7 @@ WORKERS ?= 2
 TYPECHECK := build/typecheck
 PACKAGE := build/package
 
-.PHONY: demo serve test test-busy test-long test-remote test-integrations check bench docs clean
+.PHONY: demo serve test test-busy test-long test-servers test-all check bench docs clean
 
 demo: $(STAMP)
 	$(VENV)/bin/hicache demo $(ARGS)
@@ -30,13 +30,13 @@ test-busy: $(STAMP)
 test-long: $(STAMP)
 	HICACHE_TEST_PROFILE=thorough $(PY) -m pytest -m "long and not remote" -n $(WORKERS) $(ARGS)
 
-# Stores on other machines, against their servers on this one.
-test-remote: $(STAMP)
-	ARGS="$(ARGS)" .ci/remote $(PY)
+# Stores on other machines against their servers on this one, and the plug-ins against the code of theirs: SERVERS="remote vllm"
+# chooses, MARKS=smoke runs the telling tests alone.
+test-servers: $(STAMP)
+	ARGS="$(ARGS)" $(PYTHON) .ci/servers $(SERVERS)
 
-# Against the code of the servers, each in an environment of its own. SERVERS="vllm lmcache" chooses some.
-test-integrations:
-	.ci/integrations $(PYTHON) $(SERVERS)
+test-all: $(STAMP)
+	PYTHON=$(PYTHON) .ci/all
 
 # The package as it installs: kernels/, storage/ and bench/ stand inside hicache/, so mypy sees a tree of links.
 check: $(STAMP)

@@ -1,7 +1,7 @@
 """Programs in interpreters of their own, forked from one that has imported the library (fork_server.py).
 
-They see what a fresh interpreter would, but for the modules that are imported already: a test of imports, or of a signal
-in the middle of one, takes `subprocess`.
+They see what a fresh interpreter would, but for the modules that are imported already: a test of imports, or of a
+signal in the middle of one, takes `subprocess`.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ class Program:
         self.stdout: IO[str] | None = None
         self.stderr: IO[str] | None = None
         with contextlib.ExitStack() as theirs:
-            files = [
-                self._file(n, given, theirs) for n, given in zip(("stdin", "stdout", "stderr"), (stdin, stdout, stderr))
-            ]
+            standard = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+            files = [self._file(*item, theirs) for item in standard.items()]
             request = {
                 "code": code,
                 "name": name,

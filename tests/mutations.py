@@ -1,0 +1,138 @@
+"""Whether the tests notice a wrong line: changes one at a time in a copy of the tree, and runs the default tests on it.
+
+    python tests/mutations.py             all of them; status 1 where more than two go unnoticed
+    python tests/mutations.py 3 17        some, by their number
+
+Tests of the mutated package run first, and a run ends at its first failure: a mutation that is noticed costs seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_UNNOTICED = 2
+PACKAGES = ("kernels", "storage", "bench")
+
+
+class Mutation(NamedTuple):
+    """`right` stands in `file` once and becomes `wrong`; `tests` run first."""
+
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+TREE, TRANSFER, STORE = "tests/tree", "tests/transfer", "tests/storage"
+MUTATIONS = (
+    # Tree
+    Mutation("hicache/tree/core.py", "if last_len < node.num_tokens:", "if last_len > node.num_tokens:", TREE),
+    Mutation("hicache/tree/core.py", "return length - length % self.page_size", "return length", TREE),
+    Mutation("hicache/tree/core.py", "if (tier is DEVICE and child.is_loading) or (", "if (", TREE),
+    Mutation("hicache/tree/core.py", "if confirmed and (above.parent", "if (above.parent", TREE),
+    Mutation("hicache/tree/core.py", "lower.page_keys[:cut_pages], lower",
+             "lower.page_keys[: cut_pages + 1], lower", TREE),
+    Mutation("hicache/tree/core.py", "        self._lose_shared(node)\n        return self._lose(",
+             "        return self._lose(", TREE),
+    Mutation("hicache/tree/accounts.py", "above.locks = 0 if component.at_node_end else below.locks",
+             "above.locks = 0", TREE),
+    Mutation("hicache/tree/share.py", "if inserted.accepted_len < len(tokens) or not", "if not", TREE),
+    Mutation("hicache/tree/components/mamba.py", "return held and length == node.num_tokens", "return held", TREE),
+    Mutation("hicache/tree/components/swa.py", "+ length if held else 0", "+ length if held else self._run_len", TREE),
+    # Eviction
+    Mutation("hicache/tree/core.py", "self.split_suffix(node, node.num_tokens - num",
+             "self.split_prefix(node, num", TREE),
+    Mutation("hicache/tree/orders.py", "if self._current.get(node) == sequence:", "if node in self._current:", TREE),
+    Mutation("hicache/tree/orders.py", "self._others.victim() or self._expected.victim()",
+             "self._expected.victim() or self._others.victim()", TREE),
+    Mutation("hicache/tree/accounts.py", "            account.touch(node.parent)\n", "            pass\n", TREE),
+    Mutation("hicache/tree/components/full.py", "return not node.children_on[tier]", "return True", TREE),
+    Mutation("hicache/flow/host_eviction.py", "if num_pages > self.capacity(component):",
+             "if not num_pages:", "tests/flow"),
+    Mutation("hicache/flow/device_eviction.py", "            self._save(node, component)\n", "", "tests/flow"),
+    # Transfer
+    Mutation("hicache/transfer/plan.py", "skip = max(0, start - position)", "skip = 0", TRANSFER),
+    Mutation("hicache/transfer/plan.py", "breaks |= later % rows_per_chunk == 0",
+             "breaks |= later % rows_per_chunk == 1", TRANSFER),
+    Mutation("hicache/transfer/counter.py", "if i >= 0 and self._owner[i % len(self._ring)] == i]",
+             "if i >= 0]", TRANSFER),
+    Mutation("hicache/transfer/cpu.py", "self._counter.fail(load_id, TransferError(str(error)))", "pass", TRANSFER),
+    Mutation("hicache/transfer/load_queue.py", "and first.num_queued >= num_layers:",
+             "and first.num_queued:", TRANSFER),
+    # Store
+    Mutation("storage/slot_file.py", "_CHECKSUM.unpack_from(raw, end)[0] != xxhash", "0 and xxhash", STORE),
+    Mutation("storage/lmdb_writer.py", "            self._sync_group()\n            with", "            with", STORE),
+    Mutation("storage/index.py",
+             "            self._txn.delete(_TICK.pack(entry.tick), db=self._recency)\n            self._txn.put(",
+             "            self._txn.put(", STORE),
+    Mutation("storage/rebuild.py", "if one.key not in newest or newest[one.key] < one:",
+             "if one.key not in newest:", STORE),
+    # Codec
+    Mutation("storage/header.py", "(_KEY_LENGTH.pack(len(key)), key, fields)", "(fields,)", STORE),
+    Mutation("storage/header.py", "(self.namespace == namespace, ", "(True, ", STORE),
+    Mutation("storage/codec.py", 'return "frame is longer than the page" if reader.read(1) else ""',
+             'return ""', STORE),
+    Mutation("storage/codec.py", "        if not fields.encrypted:\n", "        if not fields:\n", STORE),
+)  # fmt: skip
+
+
+def copy_tree(target: Path) -> None:
+    """The files of the repository, and beside them the package as it installs."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    for name in filter(None, listed):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+    package = target / "build" / "package" / "hicache"
+    package.mkdir(parents=True)
+    for path in [*(target / "hicache").iterdir(), *(target / folder for folder in PACKAGES)]:
+        (package / path.name).symlink_to(path)
+
+
+def is_noticed(tree: Path, mutation: Mutation) -> bool:
+    """Whether a default test fails."""
+    package = tree / "build" / "package"
+    pytest = [sys.executable, "-m", "pytest", "-x", "-n", "2", "-m", "not long and not remote", "--durations=0"]
+    pytest += ["-p", "no:cacheprovider", "-o", f"pythonpath={package} . tests/support"]
+    for tests in (mutation.tests, "tests"):
+        environment = {**os.environ, "PYTHONPATH": str(package)}
+        done = subprocess.run([*pytest, tests], cwd=tree, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            print("   ", (said or done.stdout.splitlines()[-1:] or [done.stderr[-200:]])[0][:200])
+            return True
+    return False
+
+
+def main(numbers: list[int]) -> int:
+    unnoticed = []
+    with tempfile.TemporaryDirectory(prefix="hicache-mutations-") as folder:
+        copy_tree(Path(folder))
+        for number in numbers or range(1, len(MUTATIONS) + 1):
+            mutation, begin_s = MUTATIONS[number - 1], time.monotonic()
+            file = Path(folder, mutation.file)
+            text = file.read_text()
+            assert text.count(mutation.right) == 1, f"{number}: {mutation.file} no longer says {mutation.right!r} once"
+            file.write_text(text.replace(mutation.right, mutation.wrong))
+            noticed = is_noticed(Path(folder), mutation)
+            file.write_text(text)
+            verdict = f"{'noticed' if noticed else 'NOT NOTICED'} in {time.monotonic() - begin_s:.0f} s"
+            print(f"{number:3} {verdict}: {mutation.file}: {mutation.right.strip()}", flush=True)
+            if not noticed:
+                unnoticed.append(number)
+    print(f"{len(numbers or MUTATIONS) - len(unnoticed)} noticed, not {unnoticed}")
+    return int(len(unnoticed) > MAX_UNNOTICED)
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(number) for number in sys.argv[1:]]))
