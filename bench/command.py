@@ -34,7 +34,6 @@ SETS: dict[str, dict[str, list[str]]] = {
         "disk": ["--gib", "0.25", "--small-pages", "50000", "--samples", "3", "--document-tokens", "128"],
         "rows": [],
         "states": [],
-        "policy": ["--capacities", "1000", "3000"],
     },
 }
 

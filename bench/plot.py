@@ -1,9 +1,7 @@
-"""Result files as figures: the share of its ceiling that each case reaches, and for transfers also GB/s by page size.
+"""Result files as figures, `<result>-ratios.svg`: the share of its ceiling that each case reaches.
 
-    <result>-ratios.svg     a bar a case, p10 to p90 as a whisker, a mark at the case's target, a line at the ceiling
-    transfer-<machine>.svg  beside it, for a result of the transfer bench (bench.plot_transfer)
-
-The same result gives the same bytes. Needs matplotlib: `pip install 'hicache[plot]'`.
+A bar a case, p10 to p90 as a whisker, a mark at the case's target, a line at the ceiling. The same result gives the same
+bytes. Needs matplotlib: `pip install 'hicache[plot]'`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hicache.bench.common import BenchUnavailable, Case, Report, ResultError, read_report
-from hicache.bench.plot_transfer import transfer_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,13 +27,10 @@ def plot_results(results: Sequence[Path], folder: Path) -> list[Path]:
         raise BenchUnavailable("plots need matplotlib, which is not installed; pip install 'hicache[plot]'")
     figures: dict[str, Figure] = {}
     for path in results:
-        report = read_report(path)
-        drawn = {f"{path.stem}-ratios.svg": ratio_figure(report)}
-        if report.bench == "transfer":
-            drawn[f"transfer-{report.machine}.svg"] = transfer_figure(report)
-        for name in drawn.keys() & figures.keys():
+        name = f"{path.stem}-ratios.svg"
+        if name in figures:
             raise ResultError(f"{path} and another result would both be drawn as {name}; plot them into two folders")
-        figures |= drawn
+        figures[name] = ratio_figure(read_report(path))
     folder.mkdir(parents=True, exist_ok=True)
     return [_write(figure, folder / name) for name, figure in figures.items()]
 

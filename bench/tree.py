@@ -4,11 +4,8 @@
     evict.<policy>.<leaves>  one eviction: name the victim, take it out, account for it; .spread: dearest over cheapest
     chunk.*                  committing one chunk of a prompt of a million tokens; .growth: last chunks / first chunks
     hash.*                   pages hashed, for each page of a prompt that was matched, split, extended and named again
-    cache.*                  calls of RadixCache, over the same calls of a peer
-    replay.*                 a request of a trace through a prefix cache, over the same through a peer's
 
-Everything runs on the CPU, in one thread, with the garbage collector off as in timeit; it is on while a trace is
-replayed. The peer is SGLang, where `--sglang` names its wheel or folder.
+Everything runs on the CPU, in one thread, with the garbage collector off as in timeit.
 """
 
 from __future__ import annotations
@@ -19,17 +16,12 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
-from hicache.bench.caches import add_calls
 from hicache.bench.common import BenchUnavailable, Case, Report, interleave, percentile
-from hicache.bench.peers import SGLang
-from hicache.bench.policy import read_trace, synthetic_trace
-from hicache.bench.replay import add_replays
 from hicache.tree import DEVICE, FULL, PageHasher, RadixTree
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
@@ -48,8 +40,6 @@ _BATCH = 200
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=101, help="timed rounds (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=1_000_000, help="of the chunked prompt")
-    parser.add_argument("--sglang", type=Path, metavar="PATH", help="wheel or folder of SGLang, to compare with")
-    parser.add_argument("--trace", type=Path, help="JSON lines with hash_ids (default: a small synthetic trace)")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
@@ -62,14 +52,6 @@ def run(args: argparse.Namespace, report: Report) -> None:
         _evictions(report, policy, max(5, args.samples // 5))
     _chunks(report, args.prompt_tokens)
     _hashing(report)
-    peer = None if args.sglang is None else SGLang(args.sglang)
-    with _no_collection():
-        add_calls(report, peer, args.samples)
-    blocks, source = (synthetic_trace(), "synthetic trace") if args.trace is None else (read_trace(args.trace), "trace")
-    add_replays(report, blocks, peer, source)
-    # The folders are this machine's own business.
-    for path in filter(None, (args.sglang, args.trace)):
-        report.command = report.command.replace(str(path), path.name)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.bench.policy import synthetic_trace
 from hicache.cli import main
 from hicache.errors import ConfigError
 from hicache.replay.calibration import costs_of
@@ -22,7 +21,7 @@ from hicache.replay.nodes import NodeSettings, optimal_of_nodes, replay_nodes
 from hicache.replay.simulation import ReplaySettings, optimal, replay
 from hicache.replay.sweep import cases_of, sweep
 from hicache.replay.trace import read_trace
-from replay_case import trace_of
+from replay_case import synthetic_trace, trace_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = {"prefill_tokens_per_s": 1000.0, "bytes_per_token": 100.0, "load_bytes_per_s": 50_000.0}

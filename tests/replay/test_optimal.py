@@ -9,13 +9,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from hicache.bench.policy import synthetic_trace
 from hicache.replay.cache import ReplaySettings
 from hicache.replay.optimal import optimal_hits
 from hicache.replay.simulation import replay
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
-from replay_case import trace_of
+from replay_case import synthetic_trace, trace_of
 
 Prefix = tuple[int, ...]
 

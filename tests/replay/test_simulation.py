@@ -7,13 +7,12 @@ import random
 import numpy as np
 import pytest
 
-from hicache.bench.policy import synthetic_trace
 from hicache.errors import ConfigError
 from hicache.replay.cache import BlockHits, CacheSimulation, ReplaySettings
 from hicache.replay.simulation import ReplayResult, optimal, replay
 from hicache.replay.trace import Trace, TraceRequest, read_trace
 from hicache.tree.policy import ORDERS
-from replay_case import CONVERSATION, SESSIONS, trace_of
+from replay_case import CONVERSATION, SESSIONS, synthetic_trace, trace_of
 
 Prefix = tuple[int, ...]
 

@@ -14,6 +14,35 @@ CONVERSATION = SHARED / "mooncake_conversation.jsonl"
 SESSIONS = SHARED / "agent_sessions.jsonl.gz"
 
 
+def synthetic_trace(num_requests: int = 2_000, seed: int = 0) -> list[Tokens]:
+    """Chats over a few system prompts. A turn repeats the chat and adds blocks of its own; some repeat or replace the
+    turn before, and now and then a chat is taken up again that was long silent."""
+    dice = np.random.default_rng(seed)
+    next_id = 0
+
+    def fresh(most: int) -> Tokens:
+        nonlocal next_id
+        start, next_id = next_id, next_id + int(dice.integers(1, most + 1))
+        return np.arange(start, next_id)
+
+    systems = [fresh(8) for _ in range(20)]
+    chats: list[list[Tokens]] = []
+    requests = []
+    for _ in range(num_requests):
+        turn = dice.random()
+        if turn < 0.4 or not chats:
+            chats.append([systems[min(int(dice.zipf(1.5)), len(systems)) - 1]])
+            chat = chats[-1]
+        else:
+            chat = chats[-1 - int(dice.exponential(150)) % len(chats)]
+            if turn < 0.5 and len(chat) > 1:
+                chat.pop()
+        if turn < 0.9:
+            chat.append(fresh(32))
+        requests.append(np.concatenate(chat))
+    return requests
+
+
 def trace_of(*prompts: list[int] | Tokens, block_tokens: int = 4) -> Trace:
     """A request a second, all blocks whole."""
     requests = [
