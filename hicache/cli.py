@@ -4,7 +4,7 @@ An error is one line on stderr and a status.
 
 A command is a module with `add_flags(parser)` and `run(flags)`. It is imported by name when it is called, since the
 imports of `demo`, `serve` and `plan` take seconds and need packages that the others do not. This module imports the
-standard library and `hicache.terminal` only, so that Ctrl-C works from the start.
+standard library and `hicache.console` only, so that Ctrl-C works from the start.
 
 Exit status: 0 done, 1 the demo's outcome is not identical, the server's engine failed, a store has faults or a
 benchmark regressed, 2 wrong input or an unusable file, 130 interrupted, 141 the output's reader is gone.
@@ -23,12 +23,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
-from hicache.terminal import printable
+from hicache.console import printable
 
 _WRONG_INPUT_STATUS = 2
 _INTERRUPTED_STATUS = 130
 _BROKEN_PIPE_STATUS = 141  # as the shell gives for a program that a closed pipe ended
-_SERVE_PACKAGES = ("transformers", "rich", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "jinja2")
+_SERVE_PACKAGES = ("transformers", "fastapi", "starlette", "pydantic", "uvicorn", "jinja2")
 _EXTRAS = {**dict.fromkeys(_SERVE_PACKAGES, "serve"), "matplotlib": "replay"}
 _INTERRUPTED = "hicache: interrupted; what was stored stays"
 

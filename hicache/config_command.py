@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hicache.config import SECTIONS, VARIABLES, EngineConfig, Variable
+from hicache.console import columns
 from hicache.settings import settings_of
-from hicache.terminal import printable
 
 _REQUIRED = "device_tokens"
 _PLACEHOLDER = 1 << 30  # for device_tokens where it is not given: large enough for every page size
@@ -41,9 +41,9 @@ def run(flags: argparse.Namespace) -> int:
     if flags.json:
         print(json.dumps({"settings": _object(settings), "environment": _object(variables)}))
     else:
-        print(_table(("setting", "value", "from"), settings))
+        print(columns([("setting", "value", "from"), *map(_cells, settings)]))
         print()
-        print(_table(("environment", "value", "from"), variables))
+        print(columns([("environment", "value", "from"), *map(_cells, variables)]))
     return 0
 
 
@@ -84,11 +84,6 @@ def _object(rows: Sequence[_Row]) -> dict[str, dict[str, object]]:
     return found
 
 
-def _table(titles: tuple[str, str, str], rows: Sequence[_Row]) -> str:
-    """Aligned columns, without what a terminal would obey."""
-    cells = [titles]
-    for row in rows:
-        source = f"{row.source}; computed from {row.computed_from}" if row.computed_from else row.source
-        cells.append((printable(row.name), printable(row.text), printable(source)))
-    widths = [max(len(line[column]) for line in cells) + 2 for column in (0, 1)]
-    return "\n".join(f"{name:<{widths[0]}}{text:<{widths[1]}}{source}" for name, text, source in cells)
+def _cells(row: _Row) -> tuple[str, str, str]:
+    source = f"{row.source}; computed from {row.computed_from}" if row.computed_from else row.source
+    return row.name, row.text, source

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 
+from hicache.console import parse_bytes, sized
 from hicache.errors import ConfigError
-from hicache.sizes import parse_bytes
-from hicache.terminal import sized
 
 INT64_MAX = (1 << 63) - 1
 _SCHEME = r"[a-z][a-z0-9+.-]*://"

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from hicache.sizes import parse_bytes
+from hicache.console import parse_bytes
 from hicache.storage.base import StoreError
 
 SCHEME = r"[a-z][a-z0-9+.-]*(?=://)"

@@ -26,9 +26,9 @@ LEVELS = (
     ("flow", "replay"),
     ("tree", "alloc", "device", "transfer", "host", "disk"),
     ("layout",),
-    ("config", "settings", "store_config", "metrics", "terminal"),
+    ("config", "settings", "store_config", "metrics"),
     ("kernels", "storage"),
-    ("sizes",),
+    ("console",),
     ("errors", "public_names"),
 )
 RANKS = {unit: len(LEVELS) - level for level, units in enumerate(LEVELS) for unit in units}

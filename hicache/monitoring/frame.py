@@ -10,8 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hicache.console import printable
 from hicache.monitoring.readings import Change, History, Reading
-from hicache.terminal import printable
 
 _NONE = "-"
 

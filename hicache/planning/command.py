@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from rich.console import Console
 
 from hicache.config import EngineConfig
+from hicache.console import progress
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
 from hicache.planning.hits import HitRow, hit_rows
 from hicache.planning.memory import MemoryPlan, Wanted, plan_memory
@@ -119,7 +119,7 @@ def run(flags: argparse.Namespace) -> int:
     memory = plan_memory(model, gpu, _wanted(flags))
     machine = Machine(gpu, flags.gpus, flags.disk_rate, flags.compute_share)
     times = Times(model, memory, machine)
-    with Console(stderr=True).status("replaying the trace"):
+    with progress("replaying the trace"):
         hits = () if trace is None else tuple(hit_rows(trace, memory.tiers, flags.policy))
     plan = Plan(
         model=model,
@@ -134,7 +134,7 @@ def run(flags: argparse.Namespace) -> int:
     if flags.json:
         print(json.dumps(plan.to_json()))
     else:
-        show(plan.to_json(), Console())
+        show(plan.to_json())
     return 0
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hicache.console import parse_bytes
 from hicache.errors import ConfigError
-from hicache.sizes import parse_bytes
 
 _GIB = 1 << 30
 _ECC = 15 / 16  # what error correction leaves of GDDR6; HBM has room of its own for it

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
-
+from hicache.console import counted, print_table, progress
 from hicache.errors import ConfigError
 from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
 from hicache.replay.calibration import costs_of
@@ -27,7 +22,6 @@ from hicache.replay.simulation import ReplayResult
 from hicache.replay.sweep import Case, cases_of, sweep
 from hicache.replay.trace import Trace, read_trace
 from hicache.settings import Number, Size, Whole, as_flag
-from hicache.terminal import printable
 from hicache.tree.policy import ORDERS
 
 UNLIMITED = "unlimited"
@@ -118,14 +112,14 @@ def run(flags: argparse.Namespace) -> int:
     trace = read_trace(flags.trace, flags.block_tokens)
     nodes = NodeSettings(flags.nodes, flags.router, flags.remote_blocks)
     cases = cases_of(_settings(flags, trace.block_tokens), flags.policies, None if nodes == NodeSettings() else nodes)
-    with _progress(len(cases) * len(trace.requests)) as on_progress:
-        results = sweep(trace, cases, costs, flags.processes, on_progress)
+    total = len(cases) * len(trace.requests)
+    with progress("replay") as step:
+        results = sweep(trace, cases, costs, flags.processes, lambda num_done: step(num_done, total))
     if flags.json is not None:
         _write_json(flags.json, trace, results)
     if flags.report is not None:
         write_report(flags.report, trace, results)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(_table(trace, cases, results))
+    _print(trace, cases, results)
     return 0
 
 
@@ -161,55 +155,39 @@ def _sizes(flags: argparse.Namespace, tier: str, block_tokens: int) -> tuple[int
     return tuple(dict.fromkeys(sizes))
 
 
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar on stderr, where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    parts = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("replay", total=total)
-        yield lambda count: progress.update(task, completed=count)
-
-
-def _table(trace: Trace, cases: Sequence[Case], results: Sequence[ReplayResult]) -> Table:
+def _print(trace: Trace, cases: Sequence[Case], results: Sequence[ReplayResult]) -> None:
     """A row a case; columns of tiers that no case has are left out."""
+    tiers = [tier for tier in _TIERS if tier == "device" or any(vars(c.settings)[f"{tier}_blocks"] != 0 for c in cases)]
+    hit_tiers = [*tiers, "remote"] if any(case.nodes and case.nodes.remote_blocks != 0 for case in cases) else tiers
+    if len(hit_tiers) == 1:
+        hit_tiers = []  # the hit rate is that of the tier
+    headings = ["policy", *(f"{tier} blocks" for tier in tiers), "hit rate", *(f"of {tier}" for tier in hit_tiers)]
+    headings += ["of optimal", "tokens saved"]
+    has_nodes = any(case.nodes is not None for case in cases)
+    headings += ["busiest node"] if has_nodes else []
+    headings += ["TTFT mean, s", "p50", "p99"] if any(result.costs is not None for result in results) else []
+    best = {c.settings.total_blocks: r.hit_rate for c, r in zip(cases, results, strict=True) if c.row != "policy"}
+
+    def rows() -> Iterator[list[str] | None]:
+        for case, result in zip(cases, results, strict=True):
+            optimum = best[result.settings.total_blocks]
+            row = [result.name, *(_size(vars(case.settings)[f"{tier}_blocks"]) for tier in tiers)]
+            row += [f"{result.hit_rate:.4f}", *(f"{result.tier_hit_rates.get(tier, 0.0):.4f}" for tier in hit_tiers)]
+            row += [f"{result.hit_rate / optimum:.3f}" if optimum else "", f"{result.tokens_saved:,}"]
+            if has_nodes:
+                row.append(f"{result.imbalance:.2f}" if isinstance(result, NodesResult) else "")
+            times = result.to_json().get("ttft_s", {})
+            yield row + [f"{times[name]:.3f}" for name in ("mean", "p50", "p99") if name in times]
+            if case.row == "optimal":
+                yield None
+
     num_blocks, num_requests = trace.num_blocks, len(trace.requests)
     title = f"{trace.name}: {num_requests:,} requests, {num_blocks:,} blocks of {trace.block_tokens} tokens"
-    table = Table(title=printable(title), title_justify="left")
-    tiers = [tier for tier in _TIERS if tier == "device" or any(vars(c.settings)[f"{tier}_blocks"] != 0 for c in cases)]
-    has_costs = any(result.costs is not None for result in results)
-    for tier in tiers:
-        table.add_column(f"{tier} blocks", justify="right")
-    table.add_column("policy")
-    hit_tiers = [*tiers, "remote"] if any(case.nodes and case.nodes.remote_blocks != 0 for case in cases) else tiers
-    rates = ["hit rate", *(f"of {tier}" for tier in hit_tiers if len(hit_tiers) > 1), "of optimal", "tokens saved"]
-    has_nodes = any(case.nodes is not None for case in cases)
-    for name in [
-        *rates,
-        *(["busiest node"] if has_nodes else ()),
-        *(("TTFT mean, s", "p50", "p99") if has_costs else ()),
-    ]:
-        table.add_column(name, justify="right")
-    rows = list(zip(cases, results, strict=True))
-    best = {case.settings.total_blocks: result.hit_rate for case, result in rows if case.row != "policy"}
-    for case, result in rows:
-        optimum = best[result.settings.total_blocks]
-        row = [_size(vars(case.settings)[f"{tier}_blocks"]) for tier in tiers]
-        row += [result.name, f"{result.hit_rate:.4f}"]
-        row += [f"{result.tier_hit_rates.get(tier, 0.0):.4f}" for tier in hit_tiers if len(hit_tiers) > 1]
-        row += [f"{result.hit_rate / optimum:.3f}" if optimum else "", f"{result.tokens_saved:,}"]
-        if has_nodes:
-            row.append(f"{result.imbalance:.2f}" if isinstance(result, NodesResult) else "")
-        times = result.to_json().get("ttft_s", {})
-        row += [f"{times[name]:.3f}" for name in ("mean", "p50", "p99") if name in times]
-        table.add_row(*row, end_section=case.row == "optimal")
-    return table
+    print_table(headings, rows(), title=title)
 
 
 def _size(blocks: int | None) -> str:
-    return UNLIMITED if blocks is None else f"{blocks:,}" if blocks else ""
+    return "" if blocks == 0 else counted(blocks)
 
 
 def _require_folder(flag: str, path: Path) -> None:

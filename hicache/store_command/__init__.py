@@ -7,13 +7,13 @@ import json
 import sys
 from collections.abc import Callable
 
+from hicache.console import printable
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.settings import Size, Whole, as_flag
 from hicache.store_command import commands
-from hicache.store_command.console import LogCapture, ProgressBars
 from hicache.store_command.import_export import STREAM
+from hicache.store_command.reporting import LogCapture, Steps
 from hicache.store_config import MAX_STORE_BYTES
-from hicache.terminal import printable
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Run one subcommand; returns the exit status. Raises what the subcommand raises."""
     with LogCapture() as log, CalmInterrupt() as calm:
-        progress = ProgressBars(calm, wanted=not flags.json)
+        progress = Steps(calm, wanted=not flags.json)
         outcome: commands.Outcome = flags.run_command(commands.Task(flags, progress, log))
     for message in log.messages:
         print(printable(f"hicache: warning: {' '.join(message.split())}"), file=sys.stderr)

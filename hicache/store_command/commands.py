@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hicache.console import columns, printable, sized
 from hicache.disk.secret import cipher_of
 from hicache.errors import ConfigError
 from hicache.storage import (
@@ -31,7 +32,6 @@ from hicache.storage import (
 )
 from hicache.storage.store_files import read_record
 from hicache.store_command.archive import ArchiveReader, ArchiveWriter
-from hicache.store_command.console import LogCapture, ProgressBars, columns
 from hicache.store_command.import_export import (
     STREAM,
     ImportLimits,
@@ -40,8 +40,8 @@ from hicache.store_command.import_export import (
     open_target,
     source,
 )
+from hicache.store_command.reporting import LogCapture, Steps
 from hicache.store_config import DiskConfig
-from hicache.terminal import printable, sized
 
 _SUMMARY_FIELDS = ("server", "model", "dtype", "layout")  # of an identity
 
@@ -51,7 +51,7 @@ class Task:
     """One call: the flags, where to show progress, and what the store logged so far."""
 
     flags: argparse.Namespace
-    progress: ProgressBars
+    progress: Steps
     log: LogCapture
 
     @property

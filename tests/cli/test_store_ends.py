@@ -18,7 +18,6 @@ from hicache.storage import describe
 from storage_pages import found_numbers, open_store, put_numbers
 from store_cli_case import LEAN, child, spawn
 
-NO_RICH = LEAN.replace("import sys;", "import sys; sys.modules['rich'] = None;")
 LARGE_PAGE_BYTES, LARGE_PAGES = 256 << 10, 300
 
 
@@ -56,12 +55,6 @@ def test_a_terminal_sees_a_bar(path: Path) -> None:
     assert "verifying" in shown and "100%" in shown
     status, out, shown = on_a_terminal("verify", path, "--json")
     assert (status, json.loads(out)["pages"], shown) == (0, 20, "")
-
-
-def test_without_rich_there_is_text_alone(path: Path, tmp_path: Path) -> None:
-    """Where rich and transformers are missing, verbs work, without a bar, on a terminal too."""
-    assert on_a_terminal("verify", path, code=NO_RICH) == (0, child("verify", path), "")
-    assert "20 pages" in child("export", path, tmp_path / "a", code=NO_RICH)
 
 
 def test_an_archive_is_not_for_a_terminal(path: Path, tmp_path: Path) -> None:

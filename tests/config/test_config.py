@@ -33,7 +33,7 @@ from hicache.settings import (
     Whole,
     settings_of,
 )
-from hicache.sizes import parse_bytes
+from hicache.console import parse_bytes
 from hicache.tree.policy import ORDERS
 
 LAYOUT = PoolLayout((BufferSpec("k", torch.uint8, (2, 8), "token", (0, 1)),), 4)

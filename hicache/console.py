@@ -1,0 +1,200 @@
+"""What people write and read in a terminal: sizes, figures, plain columns, tables and bars of progress.
+
+One place for all commands, benchmarks and messages. It stands below the stores, whose URLs have sizes too, and imports
+rich where a table or a bar is made: the command line must take Ctrl-C while it still loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+from typing import IO, TYPE_CHECKING, TypeAlias
+
+from hicache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+Step: TypeAlias = Callable[[int, "int | None"], None]
+
+NONE = "-"  # of a figure that is not known
+_NO_TERMINAL_COLUMNS = 1_000  # nothing folds the lines of a file or a pipe
+_NAME_COLUMNS = 20  # which a narrow terminal leaves to the names
+_SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNORECASE | re.ASCII)
+_MAX_SHOWN = 80
+_BINARY = ("KiB", "MiB", "GiB", "TiB")
+_DECIMAL = ("", "k", "M", "G", "T")
+
+
+def parse_bytes(text: str) -> int:
+    """'512MiB', '2GB', '100000' -> bytes; decimal and binary units. A fraction of a unit is rounded down to bytes."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise _not_a_size(text)
+    digits, letter, binary, byte = match.groups()
+    # K alone and KiB are 1024; KB is 1000.
+    base = 1000 if byte and not binary else 1024
+    try:
+        exact = Fraction(digits) * Fraction(base) ** " KMGT".index(letter.upper() or " ")
+    except ValueError:  # of more than 4300 digits
+        raise _not_a_size(text) from None
+    if (binary and not letter) or (not letter and exact.denominator != 1):
+        raise _not_a_size(text)
+    return math.floor(exact)
+
+
+def _not_a_size(text: str) -> ConfigError:
+    shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return ConfigError(f"{shown!r} is not a size in bytes; write it like 512MiB, 2GB or 1000000")
+
+
+def printable(text: str) -> str:
+    r"""`text` with escapes such as `\x1b` or `\ud800` in place of characters that are not printable.
+
+    These are control characters, line breaks among them, characters that change the direction of writing, and those
+    that cannot be encoded.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def sized(num_bytes: int) -> str:
+    """`3.2 GiB (3435973836 bytes)`: readable, and exact. Below 1 KiB the bytes alone."""
+    if num_bytes < 1024:
+        return f"{num_bytes} bytes"
+    power = min(len(_BINARY), (num_bytes.bit_length() - 1) // 10)
+    return f"{num_bytes / 1024**power:.1f} {_BINARY[power - 1]} ({num_bytes} bytes)"
+
+
+def gib(num_bytes: int) -> str:
+    """`1,234.50`, for columns of GiB."""
+    return f"{num_bytes / (1 << 30):,.2f}"
+
+
+def scaled(value: float, unit: str = "") -> str:
+    """`950`, `12.3 k`, with a unit `12.3 GB`: decimal, as rates have it."""
+    power = 0
+    while abs(value) >= 999.5 and power < len(_DECIMAL) - 1:
+        value, power = value / 1000, power + 1
+    digits = f"{value:.1f}" if power or value % 1 else f"{value:.0f}"
+    return f"{digits} {_DECIMAL[power]}{unit}".rstrip()
+
+
+def counted(number: int | None) -> str:
+    """`1,234`; None: without a limit."""
+    return "unlimited" if number is None else f"{number:,}"
+
+
+def percent(share: float | None) -> str:
+    """`12.3%`."""
+    return NONE if share is None else f"{share:.1%}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """`1,234.5`, for columns of milliseconds."""
+    return NONE if seconds is None else f"{1000 * seconds:,.1f}"
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 5 s`, `2 h 3 min`, `5 d 2 h`."""
+    for large, size, small, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {large} {int(seconds % size // part)} {small}"
+    return f"{max(0, int(seconds))} s"
+
+
+def columns(rows: Iterable[Sequence[object]]) -> str:
+    """Rows of plain text, one per line, each column as wide as its widest cell, without control characters."""
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
+    lines = ("".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[RenderableType] | None] = (),
+    *,
+    title: str = "",
+    framed: bool = True,
+) -> Table:
+    """Names left, in the first column, and figures right. A row None begins a new section. Texts are shown as they are.
+
+    `framed`: with lines, else to stand beside other tables.
+    """
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=_text(title) if title else None, title_justify="left")
+    if framed:
+        made.box, made.padding = box.SIMPLE, (0, 1, 0, 0)
+    else:
+        made.box, made.pad_edge, made.padding, made.header_style = None, False, (0, 2, 0, 0), "bold underline"
+    rows = list(rows)
+    names_width = max((len(row[0]) for row in rows if row is not None and isinstance(row[0], str)), default=0)
+    made.add_column(_text(headings[0]), overflow="fold", min_width=min(names_width, _NAME_COLUMNS))
+    for heading in headings[1:]:
+        made.add_column(_text(heading), justify="right", no_wrap=True)
+    for row in rows:
+        if row is None:
+            made.add_section()
+        else:
+            made.add_row(*(_text(cell) if isinstance(cell, str) else cell for cell in row))
+    return made
+
+
+def console(file: IO[str] | None = None) -> Console:
+    """The console of a file, stdout by default. Only a terminal folds lines. A reader that is gone: BrokenPipeError."""
+    from rich.console import Console
+
+    class Raising(Console):
+        def on_broken_pipe(self) -> None:  # rich would exit with status 1
+            raise BrokenPipeError
+
+    made = Raising(file=file)
+    if not made.is_terminal:
+        made.width = _NO_TERMINAL_COLUMNS
+    return made
+
+
+def print_table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[RenderableType] | None],
+    *,
+    title: str = "",
+    notes: Iterable[str] = (),
+    file: IO[str] | None = None,
+) -> None:
+    """Print a table, and `notes` below it, a line each."""
+    out = console(file)
+    out.print(table(headings, rows, title=title))
+    for note in notes:
+        out.print(_text(note))
+
+
+@contextlib.contextmanager
+def progress(what: str, *, wanted: bool = True) -> Iterator[Step]:
+    """A bar on stderr, where that is a terminal. Yields what takes the steps done and the steps in all, None where that
+    is not known."""
+    if not wanted or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    parts = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*parts, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _text(text: str) -> Text:
+    """Text without markup and without what a terminal would obey."""
+    from rich.text import Text
+
+    return Text(printable(text))
