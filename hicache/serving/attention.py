@@ -30,10 +30,9 @@ from hicache.device.swa import SWAKVPool
 from hicache.errors import UnsupportedModel
 from hicache.kernels.pool_attention import AttentionRule, PoolQueries, pool_attention
 from hicache.layout import ModelGeometry
-from hicache.serving.graphs import DecodeBatch
 from hicache.serving.long_extend import MIN_QUERIES, long_extend, suits
 
-Attention = Literal["auto", "triton", "flashinfer", "torch"]
+Attention = Literal["auto", "triton", "torch"]
 NAME = "hicache"
 
 
@@ -72,11 +71,10 @@ class SlotAttention:
     """The attention of one runner's passes. Called by the model's forward, on the scheduler thread.
 
     The runner calls `begin` before each pass. `geometry` names the layers that see a window or chunks. `name`: of the
-    attention function that layers call. `long_queries`: a chunk with so many queries is a span of its own.
+    attention function that layers call.
     """
 
     name = NAME
-    long_queries = MIN_QUERIES
 
     def __init__(self, pool: KVCache, geometry: ModelGeometry) -> None:
         self._pool, self._kernels = pool, kernel_choice(pool.device)
@@ -95,10 +93,6 @@ class SlotAttention:
         """The next pass is `slot_pass`."""
         self.slot_pass = slot_pass
 
-    def begin_replay(self, batch: DecodeBatch, lengths: Sequence[int]) -> None:
-        """A CUDA graph that captured a pass over `batch` is replayed next, for sequences of `lengths`. Nothing to do:
-        the kernels read lengths on the device."""
-
     def layer(self, is_sliding: bool) -> SlotLayer:
         """An attention layer's part of the `Cache` of a pass."""
         return SlotLayer(is_sliding)
@@ -108,8 +102,10 @@ class SlotAttention:
     ) -> torch.Tensor:
         """Store the new rows of a layer, unless it reads another's, and attend. All are [B, heads, n, dim], B * n
         tokens in the order of the pass; returns [B, n, heads, v_dim]."""
-        source = self._sources[layer]
-        keys, values = self._store(layer, key, value)
+        pool, source = self._pool, self._sources[layer]
+        if source == layer:
+            pool.set_kv_buffer(layer, self.slot_pass.new_slots, token_rows(key), token_rows(value))
+        keys, values = pool.get_key_buffer(source), pool.get_value_buffer(source)
         rows, outs, slot_map = token_rows(query), [], self._slot_map(source)
         for span in self.slot_pass.spans:
             part = rows[span.start : span.end]
@@ -124,13 +120,6 @@ class SlotAttention:
     def rule(self, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> AttentionRule:
         chunk = self._chunk if layer in self._chunked else 0
         return AttentionRule(scale, self._windows.get(layer, 0), softcap or 0.0, sinks, chunk)
-
-    def _store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new rows of a layer, unless it reads another's. The buffers that it reads."""
-        pool, source = self._pool, self._sources[layer]
-        if source == layer:
-            pool.set_kv_buffer(layer, self.slot_pass.new_slots, token_rows(key), token_rows(value))
-        return pool.get_key_buffer(source), pool.get_value_buffer(source)
 
     def _slot_map(self, layer: int) -> torch.Tensor | None:
         if layer not in self._swa_layers:
@@ -253,15 +242,14 @@ def spans_of(
     counts: Sequence[int],
     num_splits: tuple[int, int],
     host_lengths: Sequence[int] = (),
-    long_queries: int = MIN_QUERIES,
 ) -> tuple[QuerySpan, ...]:
     """Launches for sequences with `counts` queries each, those with one query first: one for these, one for each with
-    at least `long_queries`, and one for the others between them.
+    at least `MIN_QUERIES`, and one for the others between them.
 
     `rows`, `lengths` int32 [S], `query_starts` int32 [S + 1], on the pool's device. `num_splits`: of sequences with one
     query, and of others. `host_lengths`: `lengths`, unless every sequence has one query.
     """
-    kinds = [0 if count == 1 else 1 + (i + 1) * (count >= long_queries) for i, count in enumerate(counts)]
+    kinds = [0 if count == 1 else 1 + (i + 1) * (count >= MIN_QUERIES) for i, count in enumerate(counts)]
     spans, end = [], 0
     for kind, group in itertools.groupby(kinds):
         first, end = end, end + len(list(group))

@@ -61,16 +61,10 @@ class _Captured:
 
 class DecodeGraphs:
     """Owned by the scheduler thread. `decode` computes a batch without waiting for the device and without reading
-    values of tensors on the host. `before_replay(batch, lengths)` is called before each replay, outside of captures;
-    `lengths`: of the sequences of the batch, padding included."""
+    values of tensors on the host."""
 
-    def __init__(
-        self,
-        context: PassContext,
-        decode: Callable[[DecodeBatch], torch.Tensor],
-        before_replay: Callable[[DecodeBatch, Sequence[int]], None],
-    ) -> None:
-        self._context, self._decode, self._before_replay = context, decode, before_replay
+    def __init__(self, context: PassContext, decode: Callable[[DecodeBatch], torch.Tensor]) -> None:
+        self._context, self._decode = context, decode
         self._last_layers = last_layers(context.pool)
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None  # the memory that all graphs share
@@ -88,7 +82,6 @@ class DecodeGraphs:
         for i, chunk in enumerate(chunks):
             words[:, i] = chunk.tokens[chunk.start], chunk.start, chunk.lease.row
         captured.batch.words.copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
-        self._before_replay(captured.batch, (words[1] + 1).tolist())
         captured.graph.replay()
         return captured.logits[: len(chunks)].clone()
 

@@ -18,7 +18,6 @@ from hicache.engine import Lease
 from hicache.errors import ShapeError, UnsupportedModel
 from hicache.layout import ModelGeometry
 from hicache.serving.attention import Attention, SlotAttention
-from hicache.serving.flashinfer_attention import FlashInferAttention, require_flashinfer
 from hicache.serving.latent import LatentSlotAttention
 from hicache.serving.padded_passes import PaddedPasses
 from hicache.serving.passes import Chunk, ForwardEngine, PassContext, Passes
@@ -33,13 +32,13 @@ class ModelRunner:
     Called on the scheduler thread only. It owns no request.
 
     `attention`: "triton" reads the pool's slots in place, in kernels (their torch twins without a GPU); "torch" is
-    transformers' own over gathered keys; "flashinfer" reads slots with flashinfer's kernels; "auto": triton on CUDA for
-    models that hand their attention over. With attention over slots on CUDA, `use_graphs` replays decode passes from
-    CUDA graphs, and `compiled` lets torch.compile fuse what they capture. `max_mask_entries`: with "torch", a chunk
-    whose mask would have more entries runs in several passes.
+    transformers' own over gathered keys; "auto": triton on CUDA for models that hand their attention over. With
+    attention over slots on CUDA, `use_graphs` replays decode passes from CUDA graphs, and `compiled` lets torch.compile
+    fuse what they capture. `max_mask_entries`: with "torch", a chunk whose mask would have more entries runs in several
+    passes.
 
-    Raises ShapeError if the engine was built for another model or device, ConfigError if flashinfer is missing or has
-    no CUDA device, UnsupportedModel if the model cannot run with the attention.
+    Raises ShapeError if the engine was built for another model or device, UnsupportedModel if the model cannot run with
+    the attention.
     """
 
     def __init__(
@@ -57,8 +56,6 @@ class ModelRunner:
         _check_pools(context)
         if attention == "auto" and context.device.type != "cuda":
             attention = "torch"
-        if attention == "flashinfer":
-            require_flashinfer(context.device)
         if attention != "torch":
             hands_over = hands_attention_over(model, geometry)
             if attention != "auto" and not hands_over:
@@ -69,7 +66,7 @@ class ModelRunner:
         self._passes: Passes = (
             PaddedPasses(context, max_mask_entries)
             if attention == "torch"
-            else SlotPasses(context, _slot_attention(context, attention), use_graphs=use_graphs, compiled=compiled)
+            else SlotPasses(context, _slot_attention(context), use_graphs=use_graphs, compiled=compiled)
         )
 
     @torch.inference_mode()
@@ -98,9 +95,7 @@ class ModelRunner:
         return self.forward([Chunk(lease, tokens, start, end)])[0]
 
 
-def _slot_attention(context: PassContext, attention: Attention) -> SlotAttention:
-    if attention == "flashinfer":
-        return FlashInferAttention(context.pool, context.geometry)
+def _slot_attention(context: PassContext) -> SlotAttention:
     kind = SlotAttention if context.geometry.latent is None else LatentSlotAttention
     return kind(context.pool, context.geometry)
 

@@ -38,7 +38,7 @@ class SlotPasses:
         if compiled:
             self._decode_model = _compiled(context.model.forward)
         if use_graphs and context.device.type == "cuda" and context.states is None:
-            self._graphs = DecodeGraphs(context, self.decode_batch, attention.begin_replay)
+            self._graphs = DecodeGraphs(context, self.decode_batch)
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         context = self._context
@@ -82,10 +82,7 @@ class SlotPasses:
         decode_splits = num_splits(self._kv_heads * n, context.device, decoding=True)
         splits = (decode_splits, num_splits(self._kv_heads * num_tiles, context.device, decoding=False))
         ends = [chunk.end for chunk in chunks]
-        spans = spans_of(
-            context.table, rows.int(), query_starts.int(), lengths.int(), counts, splits, ends,
-            self._attention.long_queries,
-        )  # fmt: skip
+        spans = spans_of(context.table, rows.int(), query_starts.int(), lengths.int(), counts, splits, ends)
         self._attention.begin(SlotPass(context.table[token_rows, positions].long(), spans))
         batch = n if context.states is not None else 1
         states = None

@@ -18,7 +18,6 @@ import torch
 from hicache.errors import OutOfMemory, UnsupportedModel
 from hicache.layout import LayerKind, ModelGeometry
 from hicache.serving.attention import Attention
-from hicache.serving.flashinfer_attention import require_flashinfer
 from hicache.serving.padded_passes import attention_kernel
 from hicache.serving.positions import stretched_beyond
 from hicache.serving.recorded import SUPPORTED, recorded_geometry
@@ -52,14 +51,12 @@ _MAX_DIFFERENCE = 0.001
 
 def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
     """The geometry of `model`, a transformers causal language model, served with `attention` (see `ModelRunner`).
-    Raises UnsupportedModel with the reason, ConfigError if flashinfer is missing or has no CUDA device.
+    Raises UnsupportedModel with the reason.
 
     The model must not be used elsewhere meanwhile: its configuration and weights are changed and restored.
     """
     name, config, kinds = type(model).__name__, model.config.get_text_config(), _examined(model)
     attention_kernel(model)
-    if attention == "flashinfer":
-        require_flashinfer(model.device)
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
@@ -69,15 +66,11 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
             num_tokens, bounds = trial_length(config), _bounds(config, kinds)
             recorded = recorded_geometry(model, kinds, **bounds)
             is_wide = model.dtype == torch.float32
-            if not is_wide or attention == "flashinfer":
-                Trial(model, num_tokens).served_difference(
-                    recorded, attention
-                )  # raises if it does not run in its own dtype
+            if not is_wide:  # raises if it does not run in its own dtype
+                Trial(model, num_tokens).served_difference(recorded, attention)
             stack.enter_context(float32_weights(model))
-            judged: Attention = "triton" if attention == "flashinfer" else attention  # flashinfer has no float32
-            reason = _difference_reason(
-                Trial(model, num_tokens), recorded if is_wide else recorded_geometry(model, kinds, **bounds), judged
-            )
+            geometry = recorded if is_wide else recorded_geometry(model, kinds, **bounds)
+            reason = _difference_reason(Trial(model, num_tokens), geometry, attention)
     except (UnsupportedModel, OutOfMemory, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -64,7 +64,7 @@ def test_a_capture_that_fails_spoils_nothing() -> None:
 
     with tiny_engine(model) as engine:
         context = PassContext(model, engine, geometry_of(model))
-        graphs = DecodeGraphs(context, decode, lambda batch, lengths: None)
+        graphs = DecodeGraphs(context, decode)
         tokens = prompt(5, seed=1)
         with engine.acquire(CacheRequest("a", tokens)) as lease:
             assert graphs.run([Chunk(lease, tokens, 4, 5)]) is None

@@ -26,7 +26,6 @@ from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
 from hicache.replay.recorder import TraceRecorder
 from hicache.serving.attention import Attention
-from hicache.serving.flashinfer_attention import require_flashinfer
 from hicache.serving.models import LoadedModel, device_named, load_local, random_model
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
@@ -81,8 +80,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="tokens of a step (default 8192)")
     running.add_argument(
         "--attention", choices=get_args(Attention), default="auto",
-        help="triton, flashinfer: in place over the pool's slots; torch: over gathered keys (default: triton on CUDA "
-        "where it can)",
+        help="triton: in place over the pool's slots; torch: over gathered keys (default: triton on CUDA where it can)",
     )  # fmt: skip
     running.add_argument("--compile", action="store_true", help="let torch.compile fuse decoding on CUDA")
     running.add_argument("--seed", type=as_flag(Whole("a seed")), default=0, help="of the random model (default 0)")
@@ -142,8 +140,6 @@ def _checked_key(given: str | None) -> str:
 
 def _loaded(flags: argparse.Namespace, basis: EngineConfig) -> LoadedModel:
     device, dtype = device_named(basis.device), model_dtype(basis)
-    if flags.attention == "flashinfer":
-        require_flashinfer(device)
     if flags.model is not None:
         return load_local(flags.model, dtype, device)
     return random_model(flags.seed, torch.float32 if dtype == "auto" else dtype, device)
