@@ -2,7 +2,7 @@
 
 A `Counter` and a `Histogram` belong to one thread, which writes them without a lock or a name look-up. Threads that
 count the same event ask the registry for one each; `snapshot` adds them up, and asks for what is kept elsewhere.
-docs/metrics.md lists every metric; `serving/server/metric_names.py` says how Prometheus sees them.
+docs/metrics.md says how they are named here and in Prometheus.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, TypeAlias, TypedDict
 
 Pressure = Literal["low", "medium", "high", "critical"]
@@ -67,11 +68,13 @@ def memory_pressure(utilization: float) -> Pressure:
 @dataclass(frozen=True)
 class MetricInfo:
     """What a metric is. `unit`: one of `UNITS`, the end of its name. A state is one of the numbers in `help`, a flag 0
-    or 1, a ratio in [0, 1]."""
+    or 1, a ratio in [0, 1]. `family`, `labels`: of its series in Prometheus, where several metrics are one family."""
 
     type: MetricType
     unit: str
     help: str
+    family: str
+    labels: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -144,40 +147,54 @@ class Metrics:
     """The registry of one engine: every name with its type, unit and help text.
 
     Metrics are registered while the engine is built; `snapshot` is for any thread, at any time. Names are
-    `part.what_unit`: `prefetch.bytes`, `restore.declined_loads`, `disk.read_only_flag`. Raises ValueError where a name
-    is malformed, ends in no unit, has no help text, or was registered as something else.
+    `part.what_unit`: `prefetch.bytes`, `restore.declined_loads`, `disk.read_only_flag`. Prometheus calls it by its
+    `family` and labels, `admit_hit_tokens{tier="host"}`, or by its name where it has none. Raises ValueError where a
+    name is malformed, ends in no unit, has no help text, or was registered as something else.
     """
 
     def __init__(self) -> None:
         self._series: dict[str, _Series] = {}
         self._reads: list[Callable[[], Mapping[str, float]]] = []
 
-    def counter(self, name: str, help: str) -> Counter:
+    def counter(self, name: str, help: str, family: str = "", **labels: str) -> Counter:
         """A new counter for `name`, one for each thread that counts."""
-        series, counter = self._owned(name, "counter", help), Counter()
+        series, counter = self._owned(_info(name, "counter", help, family, labels), name), Counter()
         # A new list, since a snapshot in another thread may iterate over the present one.
         series.counters = [*series.counters, counter]
         return counter
 
-    def histogram(self, name: str, help: str) -> Histogram:
+    def histogram(self, name: str, help: str, family: str = "", **labels: str) -> Histogram:
         """A new histogram for `name`, of bytes or seconds, one for each thread that observes."""
         bounds = {"bytes": BYTES_BOUNDS, "seconds": SECONDS_BOUNDS}.get(_unit_of(name))
         if bounds is None:
             raise ValueError(f"metric {name}: histograms are of bytes or seconds")
-        series, histogram = self._owned(name, "histogram", help), Histogram(bounds)
+        series, histogram = self._owned(_info(name, "histogram", help, family, labels), name), Histogram(bounds)
         series.histograms = [*series.histograms, histogram]
         return histogram
 
-    def gauge(self, name: str, help: str, read: Callable[[], float]) -> None:
-        """A value that `read` returns, called in the thread of each snapshot."""
-        self.read_from({name: ("gauge", help)}, lambda: {name: read()})
+    def movement(self, name: str, of_bytes: str, of_seconds: str, **labels: str) -> tuple[Histogram, Histogram]:
+        """Histograms of the bytes and the seconds of one copy between tiers, with their help texts."""
+        return (
+            self.histogram(f"{name}.bytes", of_bytes, "movement_bytes", **labels),
+            self.histogram(f"{name}.seconds", of_seconds, "movement_seconds", **labels),
+        )
 
-    def read_from(self, metrics: Mapping[str, tuple[MetricType, str]], read: Callable[[], Mapping[str, float]]) -> None:
-        """Counters and gauges, by name their type and help text, that are kept elsewhere: `read` returns them all."""
+    def gauge(self, name: str, help: str, read: Callable[[], float], family: str = "", **labels: str) -> None:
+        """A value that `read` returns, called in the thread of each snapshot."""
+        self.read_from({name: ("gauge", help)}, lambda: {name: read()}, {name: (family, labels)})
+
+    def read_from(
+        self,
+        metrics: Mapping[str, tuple[MetricType, str]],
+        read: Callable[[], Mapping[str, float]],
+        families: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType({}),
+    ) -> None:
+        """Counters and gauges, by name their type and help text, that are kept elsewhere: `read` returns them all.
+        `families`: by name the family and labels of those that have one."""
         for name, (type_, help) in metrics.items():
             if name in self._series:
                 raise ValueError(f"metric {name} is registered already")
-            self._series[name] = _Series(_info(name, type_, help))
+            self._series[name] = _Series(_info(name, type_, help, *families.get(name, ("", {}))))
         self._reads = [*self._reads, read]
 
     def snapshot(self) -> dict[str, MetricValue]:
@@ -193,9 +210,9 @@ class Metrics:
         """What each metric is by name, sorted."""
         return {name: series.info for name, series in sorted(self._series.copy().items())}
 
-    def _owned(self, name: str, type_: MetricType, help: str) -> _Series:
+    def _owned(self, info: MetricInfo, name: str) -> _Series:
         """The series of a metric whose values threads own."""
-        info, series = _info(name, type_, help), self._series.get(name)
+        series = self._series.get(name)
         if series is None:
             series = self._series[name] = _Series(info)
         elif series.info != info or series.is_read:
@@ -215,9 +232,9 @@ def _unit_of(name: str) -> str:
     return found[1]
 
 
-def _info(name: str, type_: MetricType, help: str) -> MetricInfo:
+def _info(name: str, type_: MetricType, help: str, family: str, labels: Mapping[str, str]) -> MetricInfo:
     if _NAME.fullmatch(name) is None:
         raise ValueError(f"metric {name!r}: names are dotted and in lower case, like disk.file_bytes")
     if not help:
         raise ValueError(f"metric {name}: the help text must say what it is")
-    return MetricInfo(type_, _unit_of(name), help)
+    return MetricInfo(type_, _unit_of(name), help, family or name.replace(".", "_"), labels)

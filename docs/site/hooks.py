@@ -3,26 +3,37 @@
 reference/     a page for each package that has public names, from `hicache/__init__.pyi` and the docstrings
 decisions/     listed by their titles
 repository/    files outside of docs/ that a page links to, as they are
+
+The comments `<!-- families -->`, `<!-- metrics: PARTS -->` and `<!-- models -->` become tables of what the code has.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
+import sys
+import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from hicache import DiskConfig, build_engine
+from hicache.metrics import MetricInfo
+
 ROOT = Path(__file__).resolve().parent.parent.parent
+_TABLE = re.compile(r"<!-- (families|metrics|models)(?:: ([\w ]+))? -->")
 _LINK = re.compile(r"(\]\()(?!https?:|#)([^)\s#]+)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the sections of the navigation that are folders."""
+    sys.path.append(str(ROOT / "tests" / "support"))  # of the tables
     pages = {
         "decisions": [f"decisions/{path.name}" for path in sorted((ROOT / "docs/decisions").glob("*.md"))],
         "reference": [f"reference/{name}.md" for name in _public_names()],
@@ -44,14 +55,67 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links that leave docs/ to the copies."""
+    """Put the tables of the code in, and point links that leave docs/ to the copies."""
     folder = os.path.dirname(page.file.src_uri)
 
     def moved(link: re.Match[str]) -> str:
         outside = _outside(folder, link[2])
         return link[0] if outside is None else link[1] + os.path.relpath(_place_of(outside), folder or ".")
 
-    return _LINK.sub(moved, markdown)
+    return _LINK.sub(moved, _TABLE.sub(lambda found: _TABLES[found[1]](found[2] or ""), markdown))
+
+
+def _table(header: str, rows: list[str]) -> str:
+    return "\n".join([header, "|---" * (header.count("|") - 1) + "|", *rows])
+
+
+@functools.cache
+def _metrics() -> dict[str, MetricInfo]:
+    """Those of engines with windows, states and all tiers."""
+    from component_case import STATES, WINDOWS, config
+    from memory_store import MemoryPageStore
+
+    found: dict[str, MetricInfo] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for model in (WINDOWS, STATES):
+            disk = DiskConfig(path=f"{folder}/{model.window}", budget_bytes=1 << 26)
+            with build_engine(config(disk=disk), model, remote=MemoryPageStore(1 << 20)) as engine:
+                found |= engine.describe()
+    return dict(sorted(found.items()))
+
+
+def _metrics_table(parts: str) -> str:
+    rows = [
+        f"| `{name}` | {info.type} | {info.help} |"
+        for name, info in _metrics().items()
+        if name.partition(".")[0] in parts.split()
+    ]
+    return _table("| metric | type | |", rows)
+
+
+def _families_table(_: str) -> str:
+    members: dict[str, list[str]] = defaultdict(list)
+    for name, info in _metrics().items():
+        if info.labels:
+            total = "_total" if info.type == "counter" else ""
+            members[f"hicache_{info.family}{total}{{{','.join(info.labels)}}}"].append(f"`{name}`")
+    rows = [f"| `{family}` | {', '.join(metrics)} |" for family, metrics in sorted(members.items())]
+    return _table("| family | metrics |", rows)
+
+
+def _models_table(_: str) -> str:
+    from family_table import FAMILIES, UNTRIED
+
+    rows = [f"| `{row}` | {family.kind or 'refused'} | {family.reason} |" for row, family in FAMILIES.items()]
+    rows += [f"| `{row}` | not tried | {reason} |" for row, reason in UNTRIED.items()]
+    return _table("| family | verdict | refused because |", sorted(rows, key=lambda row: row.replace("`", "")))
+
+
+_TABLES: dict[str, Callable[[str], str]] = {
+    "families": _families_table,
+    "metrics": _metrics_table,
+    "models": _models_table,
+}
 
 
 def _public_names() -> dict[str, list[str]]:

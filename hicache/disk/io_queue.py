@@ -263,8 +263,14 @@ class IoQueue(Generic[J, D]):
 
     def register(self, metrics: Metrics) -> None:
         """Enter what is counted here, as `disk.reads_*` or `disk.writes_*`."""
-        named = {f"{self._tier}.{self.name}_{name}": described for name, described in _METRICS.items()}
-        metrics.read_from(named, lambda: dict(zip(named, self._numbers(), strict=True)))
+        named, labels = f"{self._tier}.{self.name}_", {"direction": self.name.removesuffix("s")}
+        families = {f"{named}{name}": (f"{self._tier}_{name}", labels) for name in _METRICS}
+        families[f"{named}state"] = (f"{self._tier}_breaker_state", labels)
+        metrics.read_from(
+            {f"{named}{name}": described for name, described in _METRICS.items()},
+            lambda: {f"{named}{name}": value for name, value in zip(_METRICS, self._numbers(), strict=True)},
+            families,
+        )
 
     def _numbers(self) -> tuple[float, ...]:
         """Of `_METRICS`."""

@@ -136,7 +136,8 @@ class DiskTier:
         self.reads.register(metrics)
         self.writes.register(metrics)
         described = {f"{self.name}.{metric}": about for metric, about in _TIER_METRICS.items()}
-        metrics.read_from(described, self._numbers)
+        families = {f"{self.name}.used_ratio": ("tier_used_ratio", {"tier": self.name})}
+        metrics.read_from(described, self._numbers, families)
 
     def _numbers(self) -> dict[str, float]:
         """Of `_TIER_METRICS`."""

@@ -37,6 +37,13 @@ _REFUSALS: dict[type[ResourceExhausted], tuple[str, str]] = {
     TransferBusy: ("transfer_busy", "as many loads are in flight as may be"),
     PrefetchPending: ("prefetch_pending", "its prefetch had not ended"),
 }
+_REFUSED = "admissions refused for now"
+_HITS = {
+    "device": "were on the device",
+    "host": "were loaded from the host",
+    "disk": "a prefetch had brought from the disk",
+    "remote": "a prefetch had brought from the remote tier",
+}
 
 
 class Admit:
@@ -50,16 +57,12 @@ class Admit:
         self._requests = count("admit.requests", "requests admitted, each time anew after it was released")
         self._prompt = count("admit.prompt_tokens", "tokens of admitted prompts: those hit and those to be computed")
         self._hits = [
-            count("admit.device_hit_tokens", "tokens of admitted prompts that were on the device"),
-            count("admit.host_hit_tokens", "tokens of admitted prompts that were loaded from the host"),
-            count("admit.disk_hit_tokens", "tokens of admitted prompts that a prefetch had brought from the disk"),
-            count(
-                "admit.remote_hit_tokens", "tokens of admitted prompts that a prefetch had brought from the remote tier"
-            ),
+            count(f"admit.{tier}_hit_tokens", f"tokens of admitted prompts that {how}", "admit_hit_tokens", tier=tier)
+            for tier, how in _HITS.items()
         ]
         self._computed = count("admit.computed_tokens", "tokens of admitted prompts that no tier provided")
         self._refused = {
-            error: count(f"admit.{reason}_attempts", f"admissions refused for now: {why}")
+            error: count(f"admit.{reason}_attempts", f"{_REFUSED}: {why}", "admit_refused_attempts", reason=reason)
             for error, (reason, why) in _REFUSALS.items()
         }
         self._expectations: dict[str, Expectation] = {}

@@ -49,8 +49,8 @@ class Backup(CopyMovement[_Copy]):
         super().__init__()
         self._context, self._host_eviction, self._persists = context, host_eviction, tuple(persists)
         count = context.metrics.counter
-        self._bytes = context.metrics.histogram("backup.bytes", "bytes of a copy from device to host")
-        self._seconds = context.metrics.histogram("backup.seconds", "time that copy took")
+        help, labels = "bytes of a copy from device to host", {"movement": "backup", "direction": "device_to_host"}
+        self._bytes, self._seconds = context.metrics.movement("backup", help, "time that copy took", **labels)
         context.metrics.gauge("backup.queued_copies", "copies to the host in flight", self.num_in_flight)
         self._failures = count("backup.failures", "copies to the host that failed; their nodes stayed on the device")
         self._skipped = count("backup.skipped_tokens", "tokens not backed up because the host had no page to give")

@@ -30,6 +30,7 @@ _READ_RATES = {
     DISK: ("cost.read_bytes_per_second", "disk"),
     REMOTE: ("cost.remote_read_bytes_per_second", "remote tier"),
 }
+_FAMILY = "movement_bytes_per_second"
 
 
 class TransferRate:
@@ -132,8 +133,10 @@ class CostModel:
         gauge = metrics.gauge
         for store, rate in self._reads.items():
             name, of = _READ_RATES[store]
-            gauge(name, f"measured rate of one reader of the {of}", rate.bytes_per_s)
-        gauge("cost.load_bytes_per_second", "measured rate of loads to the device", self._loads.bytes_per_s)
+            labels = {"movement": "read", "direction": f"{store.name.lower()}_to_host"}
+            gauge(name, f"measured rate of one reader of the {of}", rate.bytes_per_s, _FAMILY, **labels)
+        help, labels = "measured rate of loads to the device", {"movement": "load", "direction": "host_to_device"}
+        gauge("cost.load_bytes_per_second", help, self._loads.bytes_per_s, _FAMILY, **labels)
         help = f"estimated speed of prefill over the first {_GAUGED_TOKENS} tokens; 0: unknown, or unwanted"
         gauge(
             "cost.prefill_tokens_per_second",

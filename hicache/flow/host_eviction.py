@@ -18,11 +18,13 @@ class HostEviction:
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
-        count = context.metrics.counter
-        self._demoted = count(
-            "evict.host_demoted_tokens", "tokens evicted from the host that device or disk still hold"
+        self._demoted, self._lost = (
+            context.metrics.counter(f"evict.host_{outcome}_tokens", help, "evict_tokens", tier="host", outcome=outcome)
+            for outcome, help in (
+                ("demoted", "tokens evicted from the host that device or disk still hold"),
+                ("lost", "tokens evicted from the host that no other tier holds"),
+            )
         )
-        self._lost = count("evict.host_lost_tokens", "tokens evicted from the host that no other tier holds")
 
     def capacity(self, component: CacheComponent) -> int:
         """Host pages of a component that are free or evictable."""

@@ -52,9 +52,13 @@ class Persist:
         self._locked_pages = dict.fromkeys(context.by_name, 0)
         self._waiting: deque[TreeNode] = deque()
         name = _METRICS[store]
-        count, histogram, gauge = context.metrics.counter, context.metrics.histogram, context.metrics.gauge
-        self._bytes = histogram(f"{name}.bytes", "bytes, before compression, of pages of a job that the store took")
-        self._seconds = histogram(f"{name}.seconds", "time that job took the writer, its share of a batch")
+        count, gauge = context.metrics.counter, context.metrics.gauge
+        moved, took = (
+            "bytes, before compression, of pages of a job that the store took",
+            "time that job took the writer",
+        )
+        labels = {"movement": "write", "direction": f"host_to_{store.name.lower()}"}
+        self._bytes, self._seconds = context.metrics.movement(name, moved, f"{took}, its share of a batch", **labels)
         self._failures = count(f"{name}.failed_pages", "pages that the store did not take")
         gauge(f"{name}.queued_nodes", "nodes that wait, unlocked, for their turn to be written", self._waiting.__len__)
         gauge(f"{name}.queued_jobs", "jobs that wait for room in the writer's queue", self._backlog.__len__)

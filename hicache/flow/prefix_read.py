@@ -24,6 +24,7 @@ from hicache.flow.cost import CostModel
 from hicache.flow.disk_prefix import DiskPrefix, Found
 from hicache.flow.host_eviction import HostEviction
 from hicache.flow.read_state import Batch, PrefixRead
+from hicache.metrics import Histogram
 from hicache.tree.node import DEVICE, DISK, FULL, HOST, REMOTE, Component, Store, TreeNode
 
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
@@ -42,13 +43,12 @@ class PrefixReads:
         self._reads: dict[int, PrefixRead] = {}
         # Of reads that ended, by number and batch: what a stalled thread has. A find has no pages.
         self._left: dict[tuple[int, int], Batch | None] = {}
-        count, histogram = context.metrics.counter, context.metrics.histogram
-        moved, took = (
-            "bytes of verified pages that a job read from the store to the host",
-            "time that job took a reader",
-        )
-        self._bytes = {store: histogram(f"{_METRICS[store]}.bytes", moved) for store in context.stores}
-        self._seconds = {store: histogram(f"{_METRICS[store]}.seconds", took) for store in context.stores}
+        count, moved = context.metrics.counter, "bytes of verified pages that a job read from the store to the host"
+        self._bytes, self._seconds = dict[Store, Histogram](), dict[Store, Histogram]()
+        for store in context.stores:
+            labels = {"movement": "read", "direction": f"{store.name.lower()}_to_host"}
+            both = context.metrics.movement(_METRICS[store], moved, "time that job took a reader", **labels)
+            self._bytes[store], self._seconds[store] = both
         self._lost = count("prefetch.lost_pages", "pages a store announced and could not give back verified")
         self._landed = count("prefetch.landed_tokens", "tokens that prefetches added to the host tier")
         self._refused = count("prefetch.refused_jobs", "jobs not started because the readers' queue was full")

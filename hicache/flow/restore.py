@@ -22,24 +22,30 @@ from hicache.tree.node import DEVICE, FULL, HOST, TreeNode, joined
 log = logging.getLogger(__name__)
 
 
+_DECISIONS = {
+    "accepted": "load, estimated to be faster than recomputation",
+    "declined": "recompute, estimated to be faster than loading",
+    "unmeasured": "load, while one of the two speeds was unknown",
+}
+
+
 class Restore(CopyMovement[Load]):
     def __init__(self, context: EngineContext, cost: CostModel) -> None:
         super().__init__()
         self._context, self._cost = context, cost
         self._estimates_s = (0.0, 0.0)
         count, gauge = context.metrics.counter, context.metrics.gauge
-        self._bytes = context.metrics.histogram("restore.bytes", "bytes of a load from host to device")
-        self._seconds = context.metrics.histogram("restore.seconds", "time that load took")
+        help, labels = "bytes of a load from host to device", {"movement": "load", "direction": "host_to_device"}
+        self._bytes, self._seconds = context.metrics.movement("restore", help, "time that load took", **labels)
         self._estimated_s = count(
             "restore.estimated_seconds", "what loads were estimated to take, where that was known"
         )
         self._timed_s = count("restore.timed_seconds", "time of the loads whose exposed time was measured")
         self._exposed_s = count("restore.exposed_seconds", "of that, what a forward pass stood still for")
         self._failures = count("restore.failures", "loads that failed; their nodes stayed on the host")
-        self._accepted = count("restore.accepted_loads", "decisions to load, estimated to be faster than recomputation")
-        self._declined = count("restore.declined_loads", "decisions to recompute, estimated to be faster than loading")
-        self._unmeasured = count(
-            "restore.unmeasured_loads", "decisions to load, while one of the two speeds was unknown"
+        self._accepted, self._declined, self._unmeasured = (
+            count(f"restore.{decision}_loads", f"decisions to {what}", "restore_gate_loads", decision=decision)
+            for decision, what in _DECISIONS.items()
         )
         gauge("restore.last_load_seconds", "the last estimate of a load", lambda: self._estimates_s[0])
         gauge("restore.last_compute_seconds", "and of recomputing the same tokens", lambda: self._estimates_s[1])

@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hicache import CacheEngine, CacheRequest, build_engine
 from hicache.metrics import HistogramValue, MetricValue, flattened
-from hicache.serving.server.metric_names import series_of
 from hicache.serving.server.prometheus import EngineCollector
 from hicache.store_config import DiskConfig
 from toy_model import GEOMETRY, compute, config
@@ -111,21 +110,21 @@ def test_prometheus_reads_the_same(served: tuple[CacheEngine, dict[str, int]]) -
     }
     assert len(samples) == sum(len(family.samples) for family in families.values())
     for name, info in engine.describe().items():
-        series, value = series_of(name), values[name]
-        family, labels = families[series.family], frozenset(series.labels.items())
+        exposed, value = f"hicache_{info.family}", values[name]
+        family, labels = families[exposed], frozenset(info.labels.items())
         assert family.type == info.type and family.documentation
         if not isinstance(value, HistogramValue):
-            assert samples.pop((series.family + "_total" * (info.type == "counter"), labels)) == value, name
+            assert samples.pop((exposed + "_total" * (info.type == "counter"), labels)) == value, name
             continue
-        assert samples.pop((f"{series.family}_sum", labels)) == value.sum
-        assert samples.pop((f"{series.family}_count", labels)) == value.count
+        assert samples.pop((f"{exposed}_sum", labels)) == value.sum
+        assert samples.pop((f"{exposed}_count", labels)) == value.count
         below = 0
         for bound, count in zip((*value.bounds, np.inf), value.counts, strict=True):
             below += count
             (bucket,) = [
                 key
                 for key in samples
-                if key[0] == f"{series.family}_bucket" and labels < key[1] and float(dict(key[1])["le"]) == bound
+                if key[0] == f"{exposed}_bucket" and labels < key[1] and float(dict(key[1])["le"]) == bound
             ]
             assert samples.pop(bucket) == below
     assert not samples

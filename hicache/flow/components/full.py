@@ -34,9 +34,13 @@ class FullAttention(CacheComponent):
         self._slots: BaseTokenToKVPoolAllocator = (
             allocator.full_attn_allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else allocator
         )
-        count = base.metrics.counter
-        self._demoted = count("evict.device_demoted_tokens", "tokens evicted from the device that the host holds")
-        self._lost = count("evict.device_lost_tokens", "tokens evicted from the device that the host does not hold")
+        self._demoted, self._lost = (
+            base.metrics.counter(f"evict.device_{outcome}_tokens", help, "evict_tokens", tier="device", outcome=outcome)
+            for outcome, help in (
+                ("demoted", "tokens evicted from the device that the host holds"),
+                ("lost", "tokens evicted from the device that the host does not hold"),
+            )
+        )
 
     def alloc(self, num_slots: int) -> torch.Tensor:
         """`num_slots` free slots, in whole device pages, without window slots."""

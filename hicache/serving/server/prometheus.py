@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -12,7 +12,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from hicache.metrics import HistogramValue, MetricInfo, MetricValue
-from hicache.serving.server.metric_names import Series, series_of
 
 _OUTCOMES = ("stop", "length", "abort", "timeout", "error")
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
@@ -63,35 +62,36 @@ class ServerMetrics:
 
 
 class EngineCollector(Collector):
-    """The engine's metrics at the time of a scrape, under the names of `metric_names`.
+    """The engine's metrics at the time of a scrape: `hicache_`, the family, `_total` for counters.
 
     `metrics`: `CacheEngine.metrics`, or what it returned lately; `described`: `CacheEngine.describe()`.
     """
 
     def __init__(self, metrics: Callable[[], Mapping[str, MetricValue]], described: Mapping[str, MetricInfo]) -> None:
         self._metrics, self._described = metrics, described
-        self._series = {name: series_of(name) for name in described}
+        self._members: dict[str, list[MetricInfo]] = {}
+        for info in described.values():
+            self._members.setdefault(info.family, []).append(info)
 
     def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
+        families = {family: _family(members) for family, members in self._members.items()}
         for name, value in self._metrics().items():
-            series = self._series[name]
-            family = families.get(series.family)
-            if family is None:
-                family = families[series.family] = _family(series, self._described[name])
-            _add(family, list(series.labels.values()), value)
-        yield from families.values()
+            info = self._described[name]
+            _add(families[info.family], list(info.labels.values()), value)
+        yield from (family for family in families.values() if family.samples)
 
     def describe(self) -> list[Metric]:
         """No family twice, and nothing is collected for it at registration."""
-        first = {series.family: (series, self._described[name]) for name, series in self._series.items()}
-        return [_family(series, info) for series, info in first.values()]
+        return [_family(members) for members in self._members.values()]
 
 
-def _family(series: Series, info: MetricInfo) -> Metric:
+def _family(members: Sequence[MetricInfo]) -> Metric:
+    """Its help text is that of its members; where they differ, each with its labels."""
+    first, helps = members[0], {", ".join(info.labels.values()): info.help for info in members}
+    help = first.help if len({*helps.values()}) == 1 else "; ".join(f"{of}: {text}" for of, text in helps.items())
     kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-    kind: Callable[..., Metric] = kinds[info.type]
-    return kind(series.family, series.help or info.help, labels=list(series.labels))
+    kind: Callable[..., Metric] = kinds[first.type]
+    return kind(f"hicache_{first.family}", help, labels=list(first.labels))
 
 
 def _add(family: Metric, labels: list[str], value: MetricValue) -> None:
