@@ -1,17 +1,15 @@
-"""Reads the figures of a running server from its `/metrics`."""
+"""Reads the figures of a running server from its `/metrics.json`."""
 
 from __future__ import annotations
 
 import http.client
+import json
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from hicache.errors import NoServer, NotOurServer
-from hicache.monitoring.figures import figures
 from hicache.monitoring.readings import Reading
 
 _TIMEOUT_S = 5.0
@@ -32,23 +30,23 @@ class MetricsClient:
         """Raises NoServer where nothing answers, NotOurServer where something else does."""
         text = self._text()
         try:
-            found = figures(text_string_to_metric_families(text))
-        except (ValueError, IndexError):
-            raise NotOurServer(self.server, "its /metrics are not in Prometheus' text format") from None
+            found = {str(name): float(value) for name, value in json.loads(text)["figures"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise NotOurServer(self.server, "its /metrics.json is something else") from None
         if _OURS not in found:
-            raise NotOurServer(self.server, "its /metrics are those of something else")
+            raise NotOurServer(self.server, "its /metrics.json has other figures")
         return Reading(time.monotonic(), found)
 
     def _text(self) -> str:
         try:
             if urllib.parse.urlsplit(self.server).scheme not in ("http", "https"):
                 raise ValueError("the address begins with neither http:// nor https://")
-            with urllib.request.urlopen(f"{self.server}/metrics", timeout=_TIMEOUT_S) as response:
+            with urllib.request.urlopen(f"{self.server}/metrics.json", timeout=_TIMEOUT_S) as response:
                 content: bytes = response.read(_MAX_BYTES)
             return content.decode(errors="replace")
         except urllib.error.HTTPError as error:
             error.close()
-            raise NotOurServer(self.server, f"it answers /metrics with status {error.code}") from None
+            raise NotOurServer(self.server, f"it answers /metrics.json with status {error.code}") from None
         except urllib.error.URLError as error:
             raise NoServer(self.server, _reason(error.reason)) from None
         except (OSError, ValueError, http.client.InvalidURL) as error:

@@ -1,6 +1,6 @@
 """What `hicache top` and the page at `/dashboard` show, and the metrics that it comes from.
 
-`FIGURES` is the only table of metric names for both. This module imports prometheus_client alone.
+`FIGURES` is the only table of metric names for both. The server finds their values.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from prometheus_client.core import Metric
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 TIERS = ("device", "host", "disk")
 _MOVES = {

@@ -23,8 +23,7 @@ from hicache.monitoring.figures import FIGURES
 from hicache.monitoring.frame import frame
 from hicache.monitoring.readings import History, Reading
 
-NAMES = {figure: series.name for figure, series in FIGURES.items()}
-OURS = f"{NAMES['requests.running']} 3\n{NAMES['requests.waiting']} 4\n"
+OURS = '{"time_s": 1.0, "figures": {"requests.running": 3, "requests.waiting": 4}}'
 _WAIT_S = 60.0
 
 
@@ -90,14 +89,14 @@ def test_a_port_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("status", "text", "reason"),
     [
-        (404, "not here", "it answers /metrics with status 404"),
-        (500, OURS, "it answers /metrics with status 500"),
-        (200, "<!DOCTYPE html><p>Welcome", "not in Prometheus' text format"),
-        (200, '{"a": 1}', "not in Prometheus' text format"),
-        (200, 'x{a="b", ="c"} 1', "not in Prometheus' text format"),
-        (200, "vllm:num_requests_running 1\n", "are those of something else"),
-        (200, "", "are those of something else"),
-        (200, f"{NAMES['requests.running']} NaN\n", "are those of something else"),
+        (404, "not here", "with status 404"),
+        (500, OURS, "with status 500"),
+        (200, "<!DOCTYPE html><p>Welcome", "is something else"),
+        (200, '{"a": 1}', "is something else"),
+        (200, '{"figures": []}', "is something else"),
+        (200, "[" * 100_000, "is something else"),
+        (200, "", "is something else"),
+        (200, '{"figures": {"a": 1}}', "other figures"),
     ],
 )
 def test_another_server_is_one_line(status: int, text: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +125,7 @@ def test_a_server_that_speaks_no_http(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/metrics", "/dashboard"])
 def test_every_address_of_a_server_will_do(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With or without a scheme or a route, the address leads to /metrics; `--once` prints the requests, status 0."""
+    """With or without a scheme or a route, the address leads to the figures; `--once` prints the requests, status 0."""
     with http_server(200, OURS) as (host, port):
         assert main(["top", "--once", f"{host}:{port}{path}"]) == 0
     assert "running 3   waiting 4" in capsys.readouterr().out
@@ -143,7 +142,7 @@ def test_a_server_that_goes_away_and_comes_back() -> None:
             wait_for_line(process.stdout, "running 3   waiting 4")
             first.close()
             wait_for_line(process.stdout, f"no server at http://{host}:{port}: Connection refused; trying again")
-            with http_server(200, OURS.replace(" 4", " 5"), port=port):
+            with http_server(200, OURS.replace("4", "5"), port=port):
                 wait_for_line(process.stdout, "running 3   waiting 5")
                 process.send_signal(signal.SIGINT)
                 assert process.wait(_WAIT_S) == 0
