@@ -28,7 +28,7 @@ from hicache.console import printable
 _WRONG_INPUT_STATUS = 2
 _INTERRUPTED_STATUS = 130
 _BROKEN_PIPE_STATUS = 141  # as the shell gives for a program that a closed pipe ended
-_SERVE_PACKAGES = ("transformers", "fastapi", "starlette", "pydantic", "uvicorn", "jinja2")
+_SERVE_PACKAGES = ("transformers", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "jinja2")
 _EXTRAS = {**dict.fromkeys(_SERVE_PACKAGES, "serve"), "matplotlib": "replay"}
 _INTERRUPTED = "hicache: interrupted; what was stored stays"
 
