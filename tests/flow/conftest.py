@@ -1,4 +1,4 @@
-"""The clock and the store of the tests of prefetches."""
+"""The clock and the stores of the tests of the disk tier and of prefetches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import functools
 import pytest
 
 import hicache.stores
-from disk_case import Clock
+from disk_case import Clock, TroubledStore
 from hicache.disk import DiskTier
+from hicache.storage import LmdbPageStore
 from prefetch_case import PacedStore
 
 
@@ -23,3 +24,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def store(clock: Clock) -> PacedStore:
     return PacedStore(clock)
+
+
+@pytest.fixture
+def stores(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[TroubledStore]:
+    """The stores on disk of engines that are built from here on, newest last: they fail when told to."""
+    stores: list[TroubledStore] = []
+
+    def troubled(*args: object, **settings: object) -> TroubledStore:
+        stores.append(TroubledStore(LmdbPageStore(*args, **settings)))  # type: ignore[arg-type]
+        return stores[-1]
+
+    monkeypatch.setattr(hicache.stores, "LmdbPageStore", troubled)
+    return stores

@@ -2,49 +2,47 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from disk_case import PATIENCE_S, TroubledStore, failing, wait_until
+from disk_case import Clock, Gate, TroubledStore, failing
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
 from hicache.errors import ConfigError
 from hicache.storage import PageStore
 from hicache.stores import num_remote_readers
 from memory_store import MemoryPageStore
-from toy_model import GEOMETRY, config, serve
+from toy_model import GEOMETRY, config, serve, settled, until_ready
+from toy_model import prompt as prompt_of
+from waiting import BOUND_S, eventually
 
 PROMPT_LEN, CACHED_LEN = 90, 88  # pages of 8 tokens
 BUDGET = 1 << 20
 
 
 def prompt(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 50, PROMPT_LEN)
+    return prompt_of(seed, PROMPT_LEN)
 
 
 def engine_over(shared: PageStore | None, disk: PageStore | None = None, **changes: object) -> CacheEngine:
-    advanced = AdvancedConfig(disk_io_timeout_s=0.2, disk_reopen_backoff_s=1e-3, disk_max_reopen_backoff_s=1e-3)
-    changes = {"prefetch_mode": "wait_complete", "advanced": advanced, **changes}
-    return build_engine(config(**changes), GEOMETRY, store=disk, remote=shared)
+    return build_engine(config(**{"prefetch_mode": "wait_complete", **changes}), GEOMETRY, store=disk, remote=shared)
+
+
+def fill(shared: PageStore | None, disk: PageStore | None, tokens: np.ndarray) -> None:
+    """Have stores hold the pages of a prompt, by an engine that ends."""
+    with engine_over(shared, disk) as engine:
+        ask(engine, "fill", tokens)
 
 
 def ask(engine: CacheEngine, name: str, tokens: np.ndarray, namespace: str = "") -> Hit:
     """Prefetch and serve a request: what it reuses is compared with what was computed."""
-    handle = engine.prefetch(name, tokens, namespace)
-    wait_until(lambda: (engine.poll(), handle.ready)[1])
+    until_ready(engine, engine.prefetch(name, tokens, namespace))
     hit = serve(engine, name, tokens, namespace).hit
     assert engine.inspect.backup is not None
     engine.inspect.backup.wait()  # copies in flight hold slots
     engine.poll()
     return hit
-
-
-def settled(engine: CacheEngine) -> None:
-    engine.flush()
-    engine.check()
 
 
 def test_what_one_engine_computed_another_finds(device: str) -> None:
@@ -53,7 +51,7 @@ def test_what_one_engine_computed_another_finds(device: str) -> None:
     with engine_over(shared, device=device) as first, engine_over(shared, device=device) as second:
         assert ask(first, "a", prompt(0)) == Hit() and ask(first, "t", prompt(1), "tenant") == Hit()
         settled(first)
-        assert second.lookup(prompt(0), disk_wait_s=PATIENCE_S).remote == CACHED_LEN
+        assert second.lookup(prompt(0), disk_wait_s=BOUND_S).remote == CACHED_LEN
         assert ask(second, "b", prompt(0)) == Hit(remote=CACHED_LEN)
         assert ask(second, "c", prompt(0)) == Hit(device=CACHED_LEN)
         assert ask(second, "d", prompt(1)) == Hit()
@@ -67,14 +65,10 @@ def test_what_one_engine_computed_another_finds(device: str) -> None:
 def test_the_disk_is_asked_first_and_takes_what_the_remote_tier_gave(device: str) -> None:
     """A prompt of which the disk has the beginning comes from both; afterwards the disk has all of it."""
     shared, disk = MemoryPageStore(BUDGET), MemoryPageStore(BUDGET)
-    with engine_over(shared, device=device) as other:
-        ask(other, "a", prompt(0))
-        settled(other)
-    with engine_over(None, disk, device=device) as alone:
-        ask(alone, "b", prompt(0)[:41])
-        settled(alone)
+    fill(shared, None, prompt(0))
+    fill(None, disk, prompt(0)[:41])
     with engine_over(shared, disk, device=device) as both:
-        held = both.lookup(prompt(0), disk_wait_s=PATIENCE_S)
+        held = both.lookup(prompt(0), disk_wait_s=BOUND_S)
         assert (held.disk, held.remote, held.disk_known) == (40, CACHED_LEN - 40, True)
         assert ask(both, "c", prompt(0)) == Hit(disk=40, remote=CACHED_LEN - 40)
         settled(both)
@@ -90,18 +84,16 @@ def test_a_prompt_that_leaves_another_in_the_middle_of_a_node_finds_nothing_of_i
     with engine_over(shared, disk, device=device) as engine:
         ask(engine, "a", tokens)
         settled(engine)
-        assert engine.lookup(shorter, disk_wait_s=PATIENCE_S).disk == 0
+        assert engine.lookup(shorter, disk_wait_s=BOUND_S).disk == 0
         assert ask(engine, "b", shorter) == Hit(device=16)
         settled(engine)
 
 
 @pytest.mark.parametrize("verb", ["contains", "get_into", "put"])
-def test_a_failing_remote_tier_costs_its_hits_alone(verb: str) -> None:
+def test_a_failing_remote_tier_costs_its_hits_alone(verb: str, clock: Clock) -> None:
     """Whatever it fails at, the disk serves on, the failures are counted, and it is used again when it works."""
     remote, disk = TroubledStore(MemoryPageStore(BUDGET)), MemoryPageStore(BUDGET)
-    with engine_over(remote) as other:
-        ask(other, "a", prompt(0))
-        settled(other)
+    fill(remote, None, prompt(0))
     with engine_over(remote, disk) as engine:
         remote.trouble = failing(OSError("no route to host"), verb)
         for seed in (0, 1, 2, 3, 4):
@@ -113,41 +105,43 @@ def test_a_failing_remote_tier_costs_its_hits_alone(verb: str) -> None:
         assert stats["remote.reads_failures"] + stats["remote.writes_failures"] > 0
         assert stats["disk.reads_failures"] + stats["disk.writes_failures"] == 0
         remote.trouble = lambda verb: None
-        wait_until(lambda: ask(engine, "d", prompt(5)).tokens + remote.inner.stats().entries > 11 + CACHED_LEN)
+        clock.now_s += 3600
+        stored = remote.stats().entries
+        assert ask(engine, "d", prompt(0)).tokens == CACHED_LEN
+        ask(engine, "e", prompt(5))
         settled(engine)
-
-
-@pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    """Opens at the end, so that no thread stays behind."""
-    event = threading.Event()
-    yield event
-    event.set()
+        assert remote.stats().entries > stored
 
 
 @pytest.mark.parametrize("verb", ["contains", "get_into", "put"])
-def test_a_hung_remote_tier_holds_nobody_up(verb: str, gate: threading.Event) -> None:
+def test_a_hung_remote_tier_holds_nobody_up(verb: str, clock: Clock) -> None:
     """What the disk has of a prompt is served while the remote tier does not answer, and what the hung call uses is
     used by nobody else until it returns."""
-    remote, disk = TroubledStore(MemoryPageStore(BUDGET)), MemoryPageStore(BUDGET)
-    with engine_over(remote) as other:
-        ask(other, "a", prompt(0))
-        settled(other)
-    with engine_over(None, disk) as alone:
-        ask(alone, "b", prompt(0)[:41])
-        settled(alone)
-    with engine_over(remote, disk) as engine:
-        remote.trouble = lambda called: gate.wait(PATIENCE_S) if called == verb else None
-        hit = ask(engine, "c", prompt(0))
+    remote, disk, gate = TroubledStore(MemoryPageStore(BUDGET)), MemoryPageStore(BUDGET), Gate(verb)
+    fill(remote, None, prompt(0))
+    fill(None, disk, prompt(0)[:41])
+    hung = "writes" if verb == "put" else "reads"
+    with engine_over(remote, disk, advanced=AdvancedConfig(disk_io_timeout_s=1e9)) as engine:
+        remote.trouble = gate
+        handle = engine.prefetch("c", prompt(0))
+        if verb != "put":
+            eventually(lambda: engine.poll() or gate.held > 0, engine.stats)
+            assert not handle.ready
+            clock.now_s += 11
+        until_ready(engine, handle)
+        hit = serve(engine, "c", prompt(0)).hit
         assert hit == (Hit(disk=40, remote=CACHED_LEN - 40) if verb == "put" else Hit(disk=40))
+        if verb == "put":
+            eventually(lambda: engine.poll() or gate.held > 0, engine.stats)
+            clock.now_s += 11
+        assert engine.inspect.backup is not None
+        engine.inspect.backup.wait()
         for seed in (1, 2, 3, 4):
             assert ask(engine, f"d{seed}", prompt(seed)) == Hit()
-        wait_until(lambda: (engine.poll(), disk.stats().entries == 5 * 11)[1])
-        hung = "writes" if verb == "put" else "reads"
-        wait_until(lambda: (engine.poll(), engine.stats()[f"remote.{hung}_stalled_jobs"] > 0)[1])
+        eventually(lambda: engine.poll() or disk.stats().entries == 5 * 11, engine.stats)
+        assert engine.stats()[f"remote.{hung}_stalled_jobs"] > 0
         assert engine.stats()[f"disk.{hung}_stalled_jobs"] == 0
-        gate.set()
-        remote.trouble = lambda called: None
+        gate.open()
         settled(engine)
 
 
@@ -164,31 +158,26 @@ def test_ranks_of_the_same_kv_have_one_writer(tmp_path: Path) -> None:
         assert reader.stats()["remote.put_pages"] == 0 and "remote_persist.bytes" not in reader.stats()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"remote": RemoteConfig(url="redis://x"), "host_bytes": 0}, "the remote tier needs host pages"),
-        ({"remote": RemoteConfig(url="redis://x"), "model_id": ""}, "the remote tier needs model_id"),
-        ({"remote": {"url": "redis://x"}}, "is not a RemoteConfig"),
-    ],
-)
-def test_settings_that_cannot_be(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        config(**changes)
-
-
-def test_one_remote_store_at_a_time() -> None:
-    """Neither a URL beside a store of one's own nor an empty one."""
-    with pytest.raises(ConfigError, match="give one of them"):
-        engine_over(MemoryPageStore(BUDGET), remote=RemoteConfig(url="redis://x"))
-    with pytest.raises(ConfigError, match="remote url is empty"):
+def test_settings_that_cannot_be() -> None:
+    """The remote tier needs host pages and a model's identity, its settings are of their class, and there is one."""
+    url = RemoteConfig(url="redis://:secret@host")
+    for changes, setting in (
+        ({"remote": url, "host_bytes": 0}, "host"),
+        ({"remote": url, "model_id": ""}, "model_id"),
+        ({"remote": {"url": "redis://x"}}, "RemoteConfig"),
+    ):
+        with pytest.raises(ConfigError, match=setting):
+            config(**changes)
+    with pytest.raises(ConfigError):
+        engine_over(MemoryPageStore(BUDGET), remote=url)
+    with pytest.raises(ConfigError, match="url"):
         RemoteConfig(url="")
-    assert "secret" not in repr(RemoteConfig(url="redis://:secret@host"))
+    assert "secret" not in repr(url)
 
 
-@pytest.mark.parametrize(
-    ("url", "num_readers"),
-    [
+def test_as_many_threads_read_as_fill_the_link() -> None:
+    """One where a single connection takes many requests at a time, otherwise four, or as many as the setting says."""
+    for url, num_readers in (
         ("mooncake://master:50051?replicas=2", 1),
         ("REDIS://host", 1),
         ("rediss://host", 1),
@@ -197,8 +186,6 @@ def test_one_remote_store_at_a_time() -> None:
         ("lmdb:///mnt/pages", 4),
         ("redis://host,s3://bucket", 4),
         ("own-store://redis://host", 4),
-    ],
-)
-def test_as_many_threads_read_as_fill_the_link(url: str, num_readers: int) -> None:
-    assert num_remote_readers(RemoteConfig(url=url)) == num_readers
-    assert num_remote_readers(RemoteConfig(url=url, reader_threads=3)) == 3
+    ):
+        assert num_remote_readers(RemoteConfig(url=url)) == num_readers
+        assert num_remote_readers(RemoteConfig(url=url, reader_threads=3)) == 3

@@ -1,4 +1,4 @@
-"""A toy model with windows or recurrent layers whose true KV and states are functions of the prefix alone.
+"""The toy model with windows or recurrent layers, whose true KV and states are functions of the prefix alone.
 
 `compute` first reads what a forward pass would read and compares it with the truth: full rows of the whole prefix,
 window rows of the last window, and the state, which must have consumed exactly the tokens before the pass.
@@ -6,20 +6,24 @@ window rows of the last window, and the state, which must have consumed exactly 
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-
 import numpy as np
+import pytest
 import torch
 
-from hicache import CacheEngine, EngineConfig, HybridReqToTokenPool, Lease, ModelGeometry, SWAKVPool
+from hicache import CacheEngine, CacheRequest, EngineConfig, HybridReqToTokenPool, Lease, ModelGeometry, SWAKVPool
 from hicache.layout import StateGeometry
 from toy_model import config as plain_config
+from toy_model import prefix_hashes, values_of
 
 WINDOW = 12
+FULL = ModelGeometry(3, 2, 4)
 WINDOWS = ModelGeometry(3, 2, 4, layer_kinds=("full", "window", "window"), window=WINDOW)
 STATE = StateGeometry(((5, 3),), (2, 3, 4), torch.float32, torch.float32)
 STATES = ModelGeometry(4, 2, 4, layer_kinds=("recurrent", "full", "recurrent", "full"), state=STATE)
+MODELS = {"full": FULL, "window": WINDOWS, "hybrid": STATES}
+EACH_MODEL = [pytest.param(model, id=kind) for kind, model in MODELS.items()]
+WITH_COMPONENTS = EACH_MODEL[1:]
+POLICIES = ("write_through", "write_through_selective", "write_back")
 
 
 def config(**changes: object) -> EngineConfig:
@@ -34,31 +38,19 @@ def config(**changes: object) -> EngineConfig:
     return plain_config(**{**values, **changes})
 
 
-def _numbers(what: str, tokens: np.ndarray, namespace: str, shape: Sequence[int]) -> torch.Tensor:
-    digest = hashlib.sha256(what.encode() + namespace.encode() + b"|" + tokens.astype("<i8").tobytes())
-    rng = np.random.default_rng(int.from_bytes(digest.digest()[:8], "little"))
-    return torch.from_numpy(rng.standard_normal(tuple(shape), dtype=np.float32))
-
-
-def rows(layer: int, tokens: np.ndarray, namespace: str, start: int, end: int) -> torch.Tensor:
-    """Keys and values of positions [start, end): float32 [n, 2, heads, dim]."""
-    made = [_numbers(f"kv{layer}", tokens[: at + 1], namespace, (2, 2, 4)) for at in range(start, end)]
-    return torch.stack(made) if made else torch.empty(0, 2, 2, 4)
-
-
 def state(layer: int, tokens: np.ndarray, namespace: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Conv window and temporal state after `tokens`; zero before the first."""
-    shapes = (STATE.conv[0], STATE.temporal)
     if not len(tokens):
-        return torch.zeros(shapes[0]), torch.zeros(shapes[1])
-    conv, temporal = (_numbers(f"{n}{layer}", tokens, namespace, shape) for n, shape in enumerate(shapes))
-    return conv, temporal
+        return torch.zeros(STATE.conv[0]), torch.zeros(STATE.temporal)
+    last = prefix_hashes(tokens, namespace)[-1:]
+    return values_of(last, 100 + layer, STATE.conv[0])[0], values_of(last, 200 + layer, STATE.temporal)[0]
 
 
 def verify(engine: CacheEngine, lease: Lease, tokens: np.ndarray, length: int, geometry: ModelGeometry) -> None:
     """What a pass that starts at `length` would read is the truth."""
     engine.begin_forward([lease])
     pool, device = engine.pool, engine.pool.device
+    hashes = prefix_hashes(tokens[:length], lease.namespace)
     for layer, kind in enumerate(geometry.kinds):
         if kind == "recurrent":
             assert isinstance(engine.req_to_token, HybridReqToTokenPool)
@@ -74,7 +66,7 @@ def verify(engine: CacheEngine, lease: Lease, tokens: np.ndarray, length: int, g
         if isinstance(pool, SWAKVPool) and pool.layers_mapping[layer][1]:
             slots = pool.translate_loc_from_full_to_swa(slots)
             assert bool((slots > 0).all()), "a window slot that is needed is gone"
-        truth = rows(layer, tokens, lease.namespace, start, length)
+        truth = values_of(hashes[start:], layer, (2, 2, 4))
         assert torch.equal(torch.stack([keys[slots], values[slots]], 1).cpu(), truth)
 
 
@@ -83,7 +75,7 @@ def compute(
 ) -> None:
     """A forward pass over [start, end): read and compare, then store."""
     verify(engine, lease, tokens, start, geometry)
-    pool = engine.pool
+    pool, hashes = engine.pool, prefix_hashes(tokens[:end], lease.namespace)[start:]
     for layer, kind in enumerate(geometry.kinds):
         if kind == "recurrent":
             assert isinstance(engine.req_to_token, HybridReqToTokenPool)
@@ -92,5 +84,34 @@ def compute(
             conv, temporal = state(layer, tokens[:end], lease.namespace)
             held.conv[0][index], held.temporal[index] = conv.to(pool.device), temporal.to(pool.device)
             continue
-        truth = rows(layer, tokens, lease.namespace, start, end).to(pool.device)
+        truth = values_of(hashes, layer, (2, 2, 4)).to(pool.device)
         pool.set_kv_buffer(layer, lease.slots_of(start, end), truth[:, 0], truth[:, 1])
+
+
+def prefill(
+    engine: CacheEngine,
+    lease: Lease,
+    tokens: np.ndarray,
+    geometry: ModelGeometry,
+    end: int | None = None,
+    chunk: int = 1 << 30,
+) -> None:
+    """Compute and commit what is not cached up to `end`, in chunks that stop where the engine says."""
+    start, end = lease.cached_len, len(tokens) if end is None else end
+    while start < end:
+        stop = engine.next_stop(lease, start, min(end, start + chunk))
+        if stop > lease.length:
+            engine.flush()  # a backup in flight locks its source
+            engine.extend(lease, stop - lease.length)
+        compute(engine, lease, tokens, start, stop, geometry)
+        engine.commit(lease, tokens[:stop])
+        start = stop
+
+
+def serve(engine: CacheEngine, name: str, tokens: np.ndarray, geometry: ModelGeometry, chunk: int = 1 << 30) -> Lease:
+    """One whole request, and the end of all that it began."""
+    with engine.acquire(CacheRequest(name, tokens, reserve_tokens=chunk)) as lease:
+        prefill(engine, lease, tokens, geometry, chunk=chunk)
+    engine.flush()
+    engine.check()
+    return lease

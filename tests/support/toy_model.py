@@ -1,19 +1,23 @@
 """A model whose KV is a known function of the whole prefix, so that any wrong reuse shows in the values.
 
-The KV of a position is drawn from a generator seeded with a digest of (namespace, all tokens up to it). A request that
-is given another request's bytes, a stale slot or a page in the wrong place reads values that nothing else has.
+The KV of a position is a hash of (namespace, all tokens up to it). A request that is given another request's bytes, a
+stale slot or a page in the wrong place reads values that nothing else has.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from hicache import AdvancedConfig, CacheEngine, CacheRequest, EngineConfig, Lease, ModelGeometry
+from hicache import AdvancedConfig, CacheEngine, CacheRequest, EngineConfig, Lease, ModelGeometry, Prefetch
+from waiting import eventually
 
 GEOMETRY = ModelGeometry(layer_num=3, head_num=2, head_dim=4)
+_ODD, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 
 
 def config(**changes: object) -> EngineConfig:
@@ -33,15 +37,33 @@ def config(**changes: object) -> EngineConfig:
     return EngineConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def prompt(seed: int, length: int = 60) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 50, length)
+
+
+def prefix_hashes(tokens: np.ndarray, namespace: str = "") -> np.ndarray:
+    """A number for each position that depends on all tokens up to it: uint64 [len]."""
+    powers = np.cumprod(np.full(len(tokens), _ODD))
+    space = int.from_bytes(hashlib.sha256(namespace.encode()).digest()[:8], "little")
+    return _mixed(np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * powers) ^ np.uint64(space) ^ powers)
+
+
+def values_of(hashes: np.ndarray, what: int, shape: Sequence[int]) -> torch.Tensor:
+    """What a model computes of kind `what` at positions of these hashes: float32 [len, *shape]."""
+    elements = np.arange(math.prod(shape), dtype=np.uint64) + np.uint64((what + 1) << 32)
+    bits = _mixed(hashes[:, None] ^ _mixed(elements))
+    return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32)).view(len(hashes), *shape)
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    mixed = (numbers ^ (numbers >> np.uint64(30))) * _MIX
+    return mixed ^ (mixed >> np.uint64(29))
+
+
 def expected_kv(tokens: np.ndarray, namespace: str = "") -> torch.Tensor:
     """True KV of every position: float32 [len, layers, 2, heads, dim]."""
-    digest, rows = hashlib.sha256(namespace.encode()), []
     shape = (GEOMETRY.layer_num, 2, GEOMETRY.head_num, GEOMETRY.head_dim)
-    for token in tokens.tolist():
-        digest.update(int(token).to_bytes(8, "little"))
-        seed = int.from_bytes(digest.digest()[:8], "little")
-        rows.append(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32))
-    return torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, *shape))
+    return values_of(prefix_hashes(tokens, namespace), 0, shape)
 
 
 def compute(engine: CacheEngine, lease: Lease, tokens: np.ndarray, start: int, end: int) -> None:
@@ -61,16 +83,30 @@ def read(engine: CacheEngine, lease: Lease, length: int) -> torch.Tensor:
     return torch.stack(layers, 1).cpu()
 
 
-def serve(engine: CacheEngine, request_id: str, tokens: np.ndarray, namespace: str = "", extra: int = 0) -> Lease:
-    """One whole request: admit, compare what was reused, compute the rest, decode `extra` tokens, commit, release."""
-    with engine.acquire(CacheRequest(request_id, tokens, namespace)) as lease:
-        truth = expected_kv(tokens, namespace)
-        assert torch.equal(read(engine, lease, lease.cached_len), truth[: lease.cached_len])
+def serve(engine: CacheEngine, request_id: str, tokens: np.ndarray, namespace: str = "", **hints: int) -> Lease:
+    """One whole request: admit, compare what was reused, compute the rest, commit, release."""
+    with engine.acquire(CacheRequest(request_id, tokens, namespace, **hints)) as lease:  # type: ignore[arg-type]
+        truth = expected_kv(tokens[: lease.cached_len], namespace)
+        assert torch.equal(read(engine, lease, lease.cached_len), truth)
         compute(engine, lease, tokens, lease.cached_len, len(tokens))
         engine.commit(lease, tokens)
-        if extra:
-            longer = np.concatenate([tokens, np.arange(extra) + 1000])
-            engine.extend(lease, extra)
-            compute(engine, lease, longer, len(tokens), len(longer))
-            engine.commit(lease, longer)
     return lease
+
+
+def until_ready(engine: CacheEngine, *handles: Prefetch) -> None:
+    """Poll until these are ready; what has been read so far stays within all accounts."""
+
+    def ready() -> bool:
+        engine.poll()
+        engine.check()
+        return all(handle.ready for handle in handles)
+
+    eventually(ready, engine.stats)
+
+
+def settled(engine: CacheEngine) -> None:
+    """After everything in flight has ended, every account holds and nothing is left that a request held."""
+    engine.flush()
+    engine.check()
+    stats = engine.stats()
+    assert stats["device.protected_tokens"] == stats["engine.leases"] == 0
