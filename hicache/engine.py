@@ -25,7 +25,7 @@ from hicache.flow.admit import Admit
 from hicache.flow.backup import Backup
 from hicache.flow.check import check_engine
 from hicache.flow.commit import Commit
-from hicache.flow.completion import Agreement, Completion, single_rank
+from hicache.flow.completion import Movement, land
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
@@ -60,9 +60,7 @@ class CacheEngine:
     `ForeignLease` for a lease that the engine does not hold, `NotRunning` before `start` and after `close`.
     """
 
-    def __init__(
-        self, context: EngineContext, agree: Agreement = single_rank, events: EventPublisher | None = None
-    ) -> None:
+    def __init__(self, context: EngineContext, events: EventPublisher | None = None) -> None:
         self._context, self._events = context, events
         self._leases: dict[str, Lease] = {}
         host_eviction = HostEviction(context)
@@ -75,7 +73,7 @@ class CacheEngine:
         self._admit = Admit(context, self._restore, eviction, self._backup)
         self._commit = Commit(context, self._restore, eviction, self._backup, self._persists)
         movements = (self._backup, self._restore, *self._persists, self._prefetcher)
-        self._completion = Completion([movement for movement in movements if movement is not None], agree)
+        self._movements: list[Movement] = [movement for movement in movements if movement is not None]
         self._running = self._closed = False
         self._finalizer: weakref.finalize[..., CacheEngine] | None = None
         register_usage(context, lambda: len(self._leases))
@@ -205,7 +203,7 @@ class CacheEngine:
     def poll(self) -> None:
         """Land what has finished. Call it once a step; it never blocks."""
         self._require_running()
-        self._completion.poll()
+        land(self._movements)
         if self._prefetcher is not None:
             self._prefetcher.step()
         if self._events is not None:
@@ -337,7 +335,7 @@ class CacheEngine:
             if self._backup:
                 self._backup.wait()
             self._restore.wait()
-            if self._completion.poll():
+            if land(self._movements):
                 continue
             is_writing = any(persist.is_busy() for persist in self._persists)
             if not (is_writing or (self._prefetcher and self._prefetcher.is_busy())):

@@ -1,16 +1,14 @@
-"""The reads or the writes of a store's tier: waiting jobs by class, outcomes in submission order, threads and breaker.
-
-A job is named by its queue class and its number within the class, counted from 1 in the order of submission.
-"""
+"""The reads or the writes of a store's tier: waiting jobs by class, outcomes, threads and breaker."""
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
@@ -22,7 +20,7 @@ J = TypeVar("J", bound=Job)
 D = TypeVar("D")
 
 Outcomes: TypeAlias = "queue.SimpleQueue[tuple[Queued[J, D], D | Stalled]]"
-_UNORDERED = -1  # the queue class of jobs whose outcomes have a queue of their own; it goes first
+_FIRST = -1  # the queue class of jobs that go before all others, and whose outcomes have a queue of their own
 
 _METRICS: dict[str, tuple[MetricType, str]] = {
     "state": ("gauge", "the breaker of reads or writes: 0 closed, 1 half open, 2 open"),
@@ -37,8 +35,8 @@ _METRICS: dict[str, tuple[MetricType, str]] = {
 
 @dataclass(frozen=True, order=True)
 class Queued(Generic[J, D]):
-    """A job on its way. Lower classes go first, within a class lower numbers. `num_bytes`: of its pages. `outcomes`:
-    where its outcomes go."""
+    """A job on its way. Lower classes go first, within a class those submitted first, which have lower numbers.
+    `num_bytes`: of its pages. `outcomes`: where its outcomes go."""
 
     queue_class: int
     number: int
@@ -110,47 +108,6 @@ class JobQueue(Generic[J, D]):
         return item
 
 
-class OutcomeOrder(Generic[D]):
-    """Outcomes of one queue class, put in any order and taken in submission order. Scheduler thread.
-
-    A job's outcome is its answer, or `Stalled` where its thread has not returned in time. The answer of a stalled job
-    takes the place of its `Stalled` as long as that was not taken; afterwards it is taken as a late answer.
-
-        (0, taken]          outcomes were taken
-        (taken, finished]   every job has an outcome, which can be taken
-        (0, released]       no thread uses the jobs' pages any more; released <= finished
-    """
-
-    def __init__(self) -> None:
-        self.finished = self.released = 0
-        self._taken = 0
-        self._outcomes: dict[int, D | Stalled] = {}
-        self._stalled: set[int] = set()
-        self._late: dict[int, D] = {}
-
-    def put(self, number: int, outcome: D | Stalled) -> None:
-        if isinstance(outcome, Stalled):
-            self._stalled.add(number)
-            self._outcomes[number] = outcome
-        else:
-            self._stalled.discard(number)
-            pending = self._outcomes if number > self._taken else self._late
-            pending[number] = outcome
-        while self.finished + 1 in self._outcomes:
-            self.finished += 1
-        self.released = min([self.finished, *(stalled - 1 for stalled in self._stalled)])
-
-    def take(self, finished: int) -> list[D | Stalled]:
-        """The outcomes of jobs up to number `finished` that were not taken yet."""
-        found = [self._outcomes.pop(number) for number in range(self._taken + 1, finished + 1)]
-        self._taken = max(self._taken, finished)
-        return found
-
-    def take_late(self, released: int) -> list[D]:
-        """The late answers of jobs up to number `released` that were not taken yet."""
-        return [self._late.pop(number) for number in sorted(self._late) if number <= released]
-
-
 class IoQueue(Generic[J, D]):
     """Owned by the scheduler thread; the worker threads take from `jobs` and call `answer` and `refuse`.
 
@@ -162,7 +119,6 @@ class IoQueue(Generic[J, D]):
         self,
         name: str,
         capacity: int,
-        num_classes: int,
         unserved: Callable[[J], D],
         limits: Limits,
         clock: Callable[[], float],
@@ -172,9 +128,7 @@ class IoQueue(Generic[J, D]):
         self.breaker = Breaker(name, limits, clock, tier)
         self.jobs: JobQueue[J, D] = JobQueue(capacity)
         self._outcomes: Outcomes[J, D] = queue.SimpleQueue()
-        self._orders: list[OutcomeOrder[D]] = [OutcomeOrder() for _ in range(num_classes)]
-        self._finished = (0,) * (2 * num_classes)
-        self._submitted = [0] * num_classes
+        self._order = itertools.count()
         self._unserved, self._limits, self._clock = unserved, limits, clock
         self._threads: list[tuple[threading.Thread, Watchdog[Queued[J, D]]]] = []
         self._counting = threading.Lock()
@@ -192,22 +146,18 @@ class IoQueue(Generic[J, D]):
             thread.start()
 
     def submit(self, job: J) -> bool:
-        """Queue a job under the next number of its class, or refuse it when no thread would do it. False: the queue is
-        full; the job has no number."""
-        queue_class = job.queue_class
+        """Queue a job, or refuse it when no thread would do it. False: the queue is full."""
         num_bytes = sum(page.nbytes for page in job.pages)
-        item = Queued(queue_class, self._submitted[queue_class] + 1, job, num_bytes, self._outcomes)
+        item = Queued(job.queue_class, next(self._order), job, num_bytes, self._outcomes)
         if self.refuses():
             self.refuse(item)
-        elif not self.jobs.offer(item):
-            return False
-        self._submitted[queue_class] += 1
-        return True
+            return True
+        return self.jobs.offer(item)
 
-    def submit_unordered(self, job: J) -> Outcomes[J, D] | None:
+    def submit_first(self, job: J) -> Outcomes[J, D] | None:
         """Queue a job before all others; its outcomes come through the returned queue. None: the queue is full."""
         outcomes: Outcomes[J, D] = queue.SimpleQueue()
-        return outcomes if self.jobs.offer(Queued(_UNORDERED, 0, job, 0, outcomes)) else None
+        return outcomes if self.jobs.offer(Queued(_FIRST, 0, job, 0, outcomes)) else None
 
     def refuses(self) -> bool:
         """Whether a job submitted now would not be done: the breaker is open, or no thread is left."""
@@ -221,10 +171,11 @@ class IoQueue(Generic[J, D]):
     def answer(self, item: Queued[J, D], answer: D) -> None:
         item.outcomes.put((item, answer))
 
-    def finished(self) -> tuple[int, ...]:
-        """For each class, the number up to which every job has an outcome; then, for each class, the number up to which
-        no thread uses the jobs' pages: below a stalled job's number until its thread returned. 0: none. Ranks agree on
-        element-wise minima of these vectors."""
+    def poll(self) -> list[D | Stalled]:
+        """The outcomes since the last call, as they came, after a look for stalled threads. Never blocks.
+
+        A job whose thread does not return in time has two: `Stalled`, and its answer once no thread uses its pages.
+        """
         for _, watchdog in self._threads:
             if watchdog.stalls_at_s < math.inf and self._clock() > watchdog.stalls_at_s:
                 token = watchdog.report(self._announce)
@@ -234,22 +185,9 @@ class IoQueue(Generic[J, D]):
         if len(self.jobs) and self.refuses():
             for item in self.jobs.clear():
                 self.refuse(item)
-        if not self._outcomes.empty():
-            while not self._outcomes.empty():
-                item, outcome = self._outcomes.get()
-                self._orders[item.queue_class].put(item.number, outcome)
-            finished = [order.finished for order in self._orders]
-            self._finished = (*finished, *(order.released for order in self._orders))
-        return self._finished
-
-    def take(self, through: Sequence[int]) -> list[D | Stalled]:
-        """The outcomes up to these numbers, class by class in submission order; then late answers of stalled jobs."""
-        num_classes = len(self._orders)
         found: list[D | Stalled] = []
-        for order, finished in zip(self._orders, through[:num_classes], strict=True):
-            found += order.take(finished)
-        for order, released in zip(self._orders, through[num_classes:], strict=True):
-            found += order.take_late(released)
+        while not self._outcomes.empty():
+            found.append(self._outcomes.get()[1])
         return found
 
     def stop(self, deadline_s: float) -> bool:

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 from hicache.disk.health import LIMITS, Breaker, BreakerToken, Limits, Watchdog
 from hicache.disk.io_queue import IoQueue, Outcomes, Queued
-from hicache.disk.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, WriteDone, WriteJob
+from hicache.disk.jobs import FindDone, FindJob, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.metrics import Metrics, MetricType
 from hicache.storage.base import PageStore, StoreError
 
@@ -125,9 +125,9 @@ class DiskTier:
         self._late_lookup: Outcomes[FindJob | ReadJob, FindDone | ReadDone] | None = None
         self._closing: _Closing | None = None
         self.reads: IoQueue[FindJob | ReadJob, FindDone | ReadDone]
-        self.reads = IoQueue("reads", queue_jobs, len(ReadClass), _unserved_read, limits, clock, name)
+        self.reads = IoQueue("reads", queue_jobs, _unserved_read, limits, clock, name)
         self.writes: IoQueue[WriteJob, WriteDone]
-        self.writes = IoQueue("writes", queue_jobs, 1, _unserved_write, limits, clock, name)
+        self.writes = IoQueue("writes", queue_jobs, _unserved_write, limits, clock, name)
         self.reads.add_threads(readers, self._read_loop)
         self.writes.add_threads(1, self._write_loop)
 
@@ -174,7 +174,7 @@ class DiskTier:
             return FindDone(_LOOKUP, 0)
         if self.reads.refuses() or (self._late_lookup is not None and self._late_lookup.empty()):
             return None
-        self._late_lookup = outcomes = self.reads.submit_unordered(FindJob(_LOOKUP, tuple(keys), others=tuple(others)))
+        self._late_lookup = outcomes = self.reads.submit_first(FindJob(_LOOKUP, tuple(keys), others=tuple(others)))
         if outcomes is None:
             return None
         try:

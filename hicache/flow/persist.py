@@ -89,11 +89,10 @@ class Persist:
         if not self._waiting and not self._tier.writes.refuses():
             self.store([at for at in path if self._unstored(at)])
 
-    def finished(self) -> Sequence[int]:
-        return self._tier.writes.finished()
-
-    def complete(self, through: Sequence[int]) -> None:
-        for done in self._tier.writes.take(through):
+    def poll(self) -> bool:
+        """Enter what the writer has answered, and send what waits; whether there was an answer."""
+        outcomes = self._tier.writes.poll()
+        for done in outcomes:
             write = self._writes[done.ticket]
             was_settled = write.is_settled
             if isinstance(done, Stalled):
@@ -109,6 +108,7 @@ class Persist:
             for node in reversed(self._waiting.popleft().path()):
                 self._send(node)
         self._push()
+        return bool(outcomes)
 
     @property
     def num_waiting(self) -> int:

@@ -157,11 +157,11 @@ class Prefetcher:
         if claimants:
             self._num_claimed, self._retry_s = self._claimed(), _RETRY_S
 
-    def finished(self) -> Sequence[int]:
-        return self._reads.finished()
-
-    def complete(self, through: Sequence[int]) -> None:
-        for read, done in self._reads.take(through):
+    def poll(self) -> bool:
+        """Enter what the readers have answered; whether there was an answer."""
+        answered = False
+        for read, done in self._reads.poll():
+            answered = True
             landed, was_known = read.landed_end, read.found is not None
             self._reads.apply(read, done)
             self._claim(read, read.landed_end - landed)
@@ -175,7 +175,9 @@ class Prefetcher:
             self._stop_unwanted(read)
             if read.is_done:
                 self._end_read(read)
-        self._num_claimed = self._claimed()
+        if answered:
+            self._num_claimed = self._claimed()
+        return answered
 
     def step(self) -> None:
         """Decide anew who waits, and start what was postponed. Once a poll; costs nothing where nobody waits."""

@@ -90,15 +90,11 @@ class PrefixReads:
         """Read no further. What readers hold comes back through `apply`."""
         read.cancelled.set()
 
-    def finished(self) -> Sequence[int]:
-        return [number for _, tier in self._tiers for number in tier.reads.finished()]
-
-    def take(self, through: Sequence[int]) -> Iterator[tuple[PrefixRead, FindDone | ReadDone | Stalled]]:
-        """The answers up to these numbers, each to be applied before the next is taken. Late ones of stalled threads
-        are dealt with here."""
-        step = len(through) // len(self._tiers)
-        for index, (_, tier) in enumerate(self._tiers):
-            for done in tier.reads.take(through[index * step : (index + 1) * step]):
+    def poll(self) -> Iterator[tuple[PrefixRead, FindDone | ReadDone | Stalled]]:
+        """What the readers have answered, each to be applied before the next is taken. Answers for reads that ended,
+        of stalled threads, are dealt with here."""
+        for _, tier in self._tiers:
+            for done in tier.reads.poll():
                 late = (done.ticket, done.batch)
                 if late in self._left:
                     self._free(self._left.pop(late))

@@ -25,7 +25,7 @@ def disk() -> Iterator[DiskTier]:
 
 
 def poll(disk: DiskTier, lookups: Lookups) -> None:
-    for done in disk.reads.take(disk.reads.finished()):
+    for done in disk.reads.poll():
         assert isinstance(done, FindDone)
         lookups.answered(done)
 

@@ -153,11 +153,11 @@ def blank(count: int) -> tuple[np.ndarray, ...]:
 
 
 def take_reads(disk: DiskTier) -> list:
-    return disk.reads.take(disk.reads.finished())
+    return disk.reads.poll()
 
 
 def take_writes(disk: DiskTier) -> list:
-    return disk.writes.take(disk.writes.finished())
+    return disk.writes.poll()
 
 
 def wait_for_reads(disk: DiskTier, count: int) -> list:

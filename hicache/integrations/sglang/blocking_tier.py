@@ -123,7 +123,7 @@ class BlockingTier:
                 keys = self.server.keys(names[start : start + _FIND_KEYS])
                 answer = self._tier.find((), self._limits.io_timeout_s, keys)
                 if answer is None:
-                    self._tier.reads.finished()  # looks for stalled threads
+                    self._tier.reads.poll()  # looks for stalled threads
                     break
                 held += answer.others
                 if until_gap and not all(answer.others):
@@ -235,7 +235,7 @@ class BlockingTier:
 
 
 def _submit(jobs: IoQueue[J, D], job: J) -> Outcomes[J, D]:
-    outcomes = jobs.submit_unordered(job)
+    outcomes = jobs.submit_first(job)
     assert outcomes is not None, "more jobs than the queue takes"
     return outcomes
 
@@ -246,6 +246,6 @@ def _await(jobs: IoQueue[J, D], outcomes: Outcomes[J, D]) -> D | None:
         try:
             _, outcome = outcomes.get(timeout=_LOOK_S)
         except queue.Empty:
-            jobs.finished()  # looks for stalled threads, and refuses what waits behind them
+            jobs.poll()  # looks for stalled threads, and refuses what waits behind them
             continue
         return None if isinstance(outcome, Stalled) else outcome

@@ -112,7 +112,7 @@ class LinkerDisk:
     def poll(self) -> None:
         """Take answers, submit what waits."""
         self._poll_reads()
-        for answer in self.tier.writes.take(self.tier.writes.finished()):
+        for answer in self.tier.writes.poll():
             if not isinstance(answer, Stalled):
                 self._written(answer)
         while self._unwritten and self._submit_write():
@@ -158,8 +158,7 @@ class LinkerDisk:
         return True
 
     def _poll_reads(self) -> None:
-        reads = self.tier.reads
-        for answer in reads.take(reads.finished()):
+        for answer in self.tier.reads.poll():
             if isinstance(answer, ReadDone):
                 self._read_done(answer)
             elif isinstance(answer, Stalled) and answer.ticket in self._reads:

@@ -230,14 +230,14 @@ class HiCacheTier(SecondaryTierManager):
 
     def _poll(self) -> None:
         """Take what the disk's threads have answered."""
-        for read in self._disk.reads.take(self._disk.reads.finished()):
+        for read in self._disk.reads.poll():
             if isinstance(read, FindDone):
                 self._lookups.answered(read)
             elif isinstance(read, ReadDone):
                 self._read(read)
             elif read.batch < 0:
                 self._lookups.stalled(read.ticket)
-        for written in self._disk.writes.take(self._disk.writes.finished()):
+        for written in self._disk.writes.poll():
             if isinstance(written, WriteDone):
                 self._written(written)
 
