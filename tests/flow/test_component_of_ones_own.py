@@ -5,27 +5,27 @@ Here it is the last hidden state of a cached prefix. The toy model knows the tru
 
 from __future__ import annotations
 
-import hashlib
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from component_case import STATES, WINDOWS, compute, config, verify
-from disk_case import wait_until
+from component_case import EACH_MODEL, FULL, POLICIES, STATES, WINDOWS, compute, config, verify
+from disk_case import Gate
 from hicache import CacheEngine, CacheRequest, DiskConfig, Hit, Lease, ModelGeometry, build_engine
 from hicache.errors import ConfigError, InvalidArgument, InvariantError, ResourceExhausted, TransferError
 from hicache.transfer.counter import NUM_PRODUCERS
-from hicache.tree import DEVICE, FULL, TreeNode
+from hicache.tree import DEVICE, TreeNode
+from hicache.tree import FULL as FULL_KV
 from memory_store import MemoryPageStore
 from own_component import cache, tree
 from own_component.cache import LastHidden
-from toy_model import GEOMETRY
+from toy_model import prefix_hashes, prompt, settled, until_ready, values_of
 
-PAGE = 8
-MODELS = [pytest.param(GEOMETRY, id="full"), pytest.param(WINDOWS, id="windows"), pytest.param(STATES, id="states")]
+PAGE, WHOLE = 8, 56  # tokens of a page, and of the whole pages of a prompt
+# Each model with a policy.
+ROWS = [pytest.param(*row.values, policy, id=row.id) for row, policy in zip(EACH_MODEL, POLICIES, strict=True)]
 
 
 class OneRow(LastHidden):
@@ -36,20 +36,14 @@ class TwoRows(LastHidden):
     NUM_ROWS = 2
 
 
-def prompt(seed: int, length: int = 61) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 50, length)
-
-
 def continued(tokens: np.ndarray, seed: int = 99) -> np.ndarray:
     """The next turn of a conversation."""
-    return np.concatenate([tokens, prompt(seed, 9)])
+    return np.concatenate([tokens[:WHOLE], prompt(seed, 9)])
 
 
 def hidden(tokens: np.ndarray, namespace: str) -> torch.Tensor:
     """The last hidden state after `tokens`, float32 `[HIDDEN]`."""
-    digest = hashlib.sha256(namespace.encode() + b"|" + tokens.astype("<i8").tobytes()).digest()
-    rng = np.random.default_rng(int.from_bytes(digest[:8], "little"))
-    return torch.from_numpy(rng.standard_normal(LastHidden.HIDDEN, dtype=np.float32))
+    return values_of(prefix_hashes(tokens, namespace)[-1:], 300, (LastHidden.HIDDEN,))[0]
 
 
 def prefill(engine: CacheEngine, lease: Lease, tokens: np.ndarray, model: ModelGeometry) -> None:
@@ -110,8 +104,7 @@ def test_it_is_two_files() -> None:
     assert not {name for name in ours if name.split(".")[1] in {"engine", "factory", "transfer", "host", "disk"}}
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "policy"), ROWS)
 def test_it_comes_back_from_device_and_host(device: str, model: ModelGeometry, policy: str) -> None:
     """What a commit was offered is read by the request that continues its prefix, from the device, and from the host
     after others took the device; another tenant reads nothing."""
@@ -119,17 +112,17 @@ def test_it_comes_back_from_device_and_host(device: str, model: ModelGeometry, p
     with build_engine(settings, model, components=[LastHidden]) as engine:
         first = prompt(1)
         assert serve(engine, "a", first, model) == (Hit(), False)
-        assert serve(engine, "b", continued(first[:56]), model) == (Hit(device=56), True)
+        assert serve(engine, "b", continued(first), model) == (Hit(device=WHOLE), True)
         assert engine.stats()["restore.bytes"] == 0
         assert serve(engine, "other", first, model, "tenant") == (Hit(), False)
         for n in (2, 3, 4):
             serve(engine, f"c{n}", prompt(n), model)
-        assert not node_of(engine, first[:56]).holds("last_hidden", DEVICE)
-        hit, found = serve(engine, "d", continued(first[:56], 98), model)
-        assert hit.host > 0 and hit.device + hit.host == 56 and found
+        assert not node_of(engine, first[:WHOLE]).holds("last_hidden", DEVICE)
+        hit, found = serve(engine, "d", continued(first, 98), model)
+        assert hit.host > 0 and hit.device + hit.host == WHOLE and found
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", EACH_MODEL)
 def test_it_is_evicted_and_loaded_alone(device: str, model: ModelGeometry) -> None:
     """Two rows serve many prompts whose pages stay on the device: a row is evicted alone, and is the only thing
     that a load brings back."""
@@ -139,7 +132,7 @@ def test_it_is_evicted_and_loaded_alone(device: str, model: ModelGeometry) -> No
             serve(engine, f"a{n}", prompt(n), model)
         stats = engine.stats()
         assert stats["evict.hidden_states"] > 0 and stats["evict.device_demoted_tokens"] == 0
-        assert serve(engine, "b", continued(prompt(1)[:56]), model) == (Hit(device=56), True)
+        assert serve(engine, "b", continued(prompt(1)), model) == (Hit(device=WHOLE), True)
         moved = engine.stats()["restore.bytes"] - stats["restore.bytes"]
         assert moved == engine.component(LastHidden).host.page_bytes == 4 * LastHidden.HIDDEN
 
@@ -147,19 +140,20 @@ def test_it_is_evicted_and_loaded_alone(device: str, model: ModelGeometry) -> No
 def test_nodes_are_split_for_pages_and_not_for_it(device: str) -> None:
     """A row belongs to the end of its node, so its eviction splits none. Since a match may end without a hidden state,
     a long node that loses pages loses its last ones alone."""
-    with build_engine(config(device=device, device_tokens=1024), GEOMETRY, components=[TwoRows]) as engine:
+    with build_engine(config(device=device, device_tokens=1024), FULL, components=[TwoRows]) as engine:
         for n in range(1, 5):
-            serve(engine, f"a{n}", prompt(n), GEOMETRY)
+            serve(engine, f"a{n}", prompt(n), FULL)
         assert engine.stats()["evict.hidden_states"] == 2 and engine.stats()["tree.nodes"] == 4
-    with build_engine(config(device=device, host_bytes=0, page_size=8), GEOMETRY, components=[LastHidden]) as engine:
+    with build_engine(config(device=device, host_bytes=0, page_size=8), FULL, components=[LastHidden]) as engine:
         first = prompt(1, 97)
-        serve(engine, "a", first, GEOMETRY)
-        serve(engine, "b", prompt(2, 50), GEOMETRY)
-        assert serve(engine, "c", first, GEOMETRY) == (Hit(device=72), False)
+        serve(engine, "a", first, FULL)
+        serve(engine, "b", prompt(2, 50), FULL)
+        assert serve(engine, "c", first, FULL) == (Hit(device=72), False)
 
 
-@pytest.mark.parametrize("own_store", [False, True], ids=["lmdb", "own store"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "own_store"), [(FULL, True), (WINDOWS, False), (STATES, True)], ids=["full", "window", "hybrid"]
+)
 def test_it_comes_back_from_disk_after_a_restart(
     device: str, model: ModelGeometry, own_store: bool, tmp_path: Path
 ) -> None:
@@ -171,102 +165,93 @@ def test_it_comes_back_from_disk_after_a_restart(
     with build_engine(settings, model, [LastHidden], store) as engine:
         serve(engine, "a", first, model)
     with build_engine(settings, model, [LastHidden], store) as engine:
-        longer = continued(first[:56])
-        handle = engine.prefetch("b", longer)
-        wait_until(lambda: (engine.poll(), handle.ended)[1])
-        assert serve(engine, "b", longer, model) == (Hit(disk=56), True)
-        engine.flush()
-        engine.check()
+        longer = continued(first)
+        until_ready(engine, engine.prefetch("b", longer))
+        assert serve(engine, "b", longer, model) == (Hit(disk=WHOLE), True)
 
 
 def test_no_request_waits_for_it_or_is_refused() -> None:
     """With its only row in use, a prompt whose hidden state is on the host is served without it, and a commit keeps
     none; when the row is free again, it is loaded."""
-    with build_engine(config(device_tokens=512), GEOMETRY, components=[OneRow]) as engine:
+    with build_engine(config(device_tokens=512), FULL, components=[OneRow]) as engine:
         first, second, third = prompt(1), prompt(2), prompt(3)
-        serve(engine, "a", first, GEOMETRY)
-        serve(engine, "b", second, GEOMETRY)  # takes the row
-        with engine.acquire(CacheRequest("reader", continued(second[:56]))) as reader:
-            assert reuse(engine, reader, continued(second[:56]), GEOMETRY)
-            assert serve(engine, "c", continued(first[:56]), GEOMETRY) == (Hit(device=56), False)
-            assert serve(engine, "d", third, GEOMETRY) == (Hit(), False)
+        serve(engine, "a", first, FULL)
+        serve(engine, "b", second, FULL)  # takes the row
+        with engine.acquire(CacheRequest("reader", continued(second))) as reader:
+            assert reuse(engine, reader, continued(second), FULL)
+            assert serve(engine, "c", continued(first), FULL) == (Hit(device=WHOLE), False)
+            assert serve(engine, "d", third, FULL) == (Hit(), False)
             assert engine.stats()["commit.skipped_states"] == 2
-            assert reuse(engine, reader, continued(second[:56]), GEOMETRY)  # nobody wrote to it meanwhile
-        assert not node_of(engine, third[:56]).holds("last_hidden", DEVICE)
-        evict(engine, second[:56], "last_hidden")
-        assert serve(engine, "e", continued(first[:56], 97), GEOMETRY) == (Hit(device=56), True)
+            assert reuse(engine, reader, continued(second), FULL)  # nobody wrote to it meanwhile
+        assert not node_of(engine, third[:WHOLE]).holds("last_hidden", DEVICE)
+        evict(engine, second[:WHOLE], "last_hidden")
+        assert serve(engine, "e", continued(first, 97), FULL) == (Hit(device=WHOLE), True)
 
 
 def test_the_row_of_the_prefix_before_is_not_counted_on() -> None:
     """The only evictable row belongs to the end of what the device has of a prompt, and is pinned while the rest is
     loaded: the prompt is served without the hidden state of its end."""
-    with build_engine(config(device_tokens=512), GEOMETRY, components=[TwoRows]) as engine:
+    with build_engine(config(device_tokens=512), FULL, components=[TwoRows]) as engine:
         first, second = prompt(1), prompt(2)
-        serve(engine, "a", first[:41], GEOMETRY)
-        serve(engine, "b", first, GEOMETRY)
-        evict(engine, first[:56], FULL)
-        serve(engine, "c", second, GEOMETRY)
-        with engine.acquire(CacheRequest("reader", continued(second[:56]))) as reader:
-            assert reuse(engine, reader, continued(second[:56]), GEOMETRY)
-            assert serve(engine, "d", continued(first[:56]), GEOMETRY) == (Hit(device=40, host=16), False)
-        evict(engine, second[:56], "last_hidden")
-        assert serve(engine, "e", continued(first[:56], 98), GEOMETRY) == (Hit(device=56), True)
+        serve(engine, "a", first[:41], FULL)
+        serve(engine, "b", first, FULL)
+        evict(engine, first[:WHOLE], FULL_KV)
+        serve(engine, "c", second, FULL)
+        with engine.acquire(CacheRequest("reader", continued(second))) as reader:
+            assert reuse(engine, reader, continued(second), FULL)
+            assert serve(engine, "d", continued(first), FULL) == (Hit(device=40, host=16), False)
+        evict(engine, second[:WHOLE], "last_hidden")
+        assert serve(engine, "e", continued(first, 98), FULL) == (Hit(device=WHOLE), True)
 
 
 def test_no_request_waits_for_a_busy_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """While as many loads of hidden states are in flight as there may be, another prompt is served without its own."""
-    with build_engine(config(device_tokens=512), GEOMETRY, components=[LastHidden]) as engine:
+    with build_engine(config(device_tokens=512), FULL, components=[LastHidden]) as engine:
         prompts = [prompt(n) for n in range(NUM_PRODUCERS + 1)]
         for n, tokens in enumerate(prompts):
-            serve(engine, f"a{n}", tokens, GEOMETRY)
-            evict(engine, tokens[:56], "last_hidden")
-        mover, gate = engine.component(LastHidden).transfer.mover, threading.Event()  # type: ignore[attr-defined]
+            serve(engine, f"a{n}", tokens, FULL)
+            evict(engine, tokens[:WHOLE], "last_hidden")
+        mover, gate = engine.component(LastHidden).transfer.mover, Gate("scatter")
         scatter = mover.scatter
-        monkeypatch.setattr(mover, "scatter", lambda *given: (gate.wait(60), scatter(*given)))
+        monkeypatch.setattr(mover, "scatter", lambda *given: (gate("scatter"), scatter(*given)))
         leases = [engine.acquire(CacheRequest(f"b{n}", tokens)) for n, tokens in enumerate(prompts)]
-        assert not reuse(engine, leases[-1], prompts[-1], GEOMETRY)
+        assert not reuse(engine, leases[-1], prompts[-1], FULL)
         engine.check()
-        gate.set()
-        assert all(reuse(engine, *given, GEOMETRY) for given in zip(leases[:-1], prompts, strict=False))
+        gate.open()
+        assert all(reuse(engine, *given, FULL) for given in zip(leases[:-1], prompts, strict=False))
         for lease in leases:
             engine.release(lease)
-        engine.flush()
-        engine.check()
+        settled(engine)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_failed_load_of_it_is_told(model: ModelGeometry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_of_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reader gets `TransferError` before and after the failure has landed, its row is free again, and a retry
     works."""
-    with build_engine(config(), model, components=[LastHidden]) as engine:
+    with build_engine(config(), FULL, components=[LastHidden]) as engine:
         first, component = prompt(1), engine.component(LastHidden)
         for n in range(1, 5):
-            serve(engine, f"a{n}", prompt(n), model)
-
-        def broken(*_: object) -> None:
-            raise RuntimeError("the link is down")
-
+            serve(engine, f"a{n}", prompt(n), FULL)
         with monkeypatch.context() as patch:
-            patch.setattr(component.transfer.mover, "scatter", broken)  # type: ignore[attr-defined]
+            patch.setattr(component.transfer.mover, "scatter", lambda *_: 1 / 0)
             lease = engine.acquire(CacheRequest("b", first))
             for _ in range(2):
                 engine.begin_forward([lease])
-                with pytest.raises(TransferError, match="the link is down"):
+                with pytest.raises(TransferError):
                     component.read(lease)
                 engine.flush()
                 engine.check()
             engine.release(lease)
             engine.check()
-        assert serve(engine, "c", first, model)[1]
+        assert serve(engine, "c", first, FULL)[1]
 
 
 def test_check_finds_a_row_that_nobody_owns() -> None:
     """A row that left the tree and was not freed is a violation that `engine.check` names."""
-    with build_engine(config(), GEOMETRY, components=[LastHidden]) as engine:
-        serve(engine, "a", prompt(1), GEOMETRY)
-        node = node_of(engine, prompt(1)[:56])
+    with build_engine(config(), FULL, components=[LastHidden]) as engine:
+        serve(engine, "a", prompt(1), FULL)
+        node = node_of(engine, prompt(1)[:WHOLE])
         row = engine.inspect.context.tree.detach(node, "last_hidden", DEVICE).value
-        with pytest.raises(InvariantError, match="hidden states: 7 free"):
+        with pytest.raises(InvariantError, match="hidden states"):
             engine.check()
         engine.component(LastHidden).free(row)
         engine.check()
@@ -274,21 +259,20 @@ def test_check_finds_a_row_that_nobody_owns() -> None:
 
 def test_components_are_found_by_class_and_told_apart_by_name() -> None:
     """Two of one name are refused; an engine gives a component by its class, and says when it has none."""
-    with pytest.raises(ConfigError, match="full, last_hidden, last_hidden; give each a name of its own"):
-        build_engine(config(), GEOMETRY, components=[OneRow, TwoRows])
-    with build_engine(config(), GEOMETRY, components=[OneRow]) as engine:
+    with pytest.raises(ConfigError, match="last_hidden"):
+        build_engine(config(), FULL, components=[OneRow, TwoRows])
+    with build_engine(config(), FULL, components=[OneRow]) as engine:
         assert isinstance(engine.component(LastHidden), OneRow)
-        with pytest.raises(InvalidArgument, match="no TwoRows; give it to build_engine"):
+        with pytest.raises(InvalidArgument, match="TwoRows"):
             engine.component(TwoRows)
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("seed", range(2))
-def test_random_requests(device: str, policy: str, model: ModelGeometry, seed: int) -> None:
+@pytest.mark.parametrize("component", [LastHidden, TwoRows])
+@pytest.mark.parametrize(("model", "policy"), ROWS)
+def test_random_requests(device: str, policy: str, model: ModelGeometry, component: type[LastHidden]) -> None:
     """Whatever requests come and end in between, every hidden state that is read is the true one, and every account
     holds."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(component.NUM_ROWS)
     stems, found = [prompt(n, 64) for n in range(4)], 0
     live: dict[str, tuple[Lease, np.ndarray]] = {}
     settings = config(
@@ -298,7 +282,7 @@ def test_random_requests(device: str, policy: str, model: ModelGeometry, seed: i
         host_bytes=int(rng.choice([20, 40])) * 8 * 256,
         mamba_size=14,
     )
-    with build_engine(settings, model, components=[TwoRows if seed else LastHidden]) as engine:
+    with build_engine(settings, model, components=[component]) as engine:
         for step in range(60):
             stem = stems[rng.integers(len(stems))][: rng.integers(1, 9) * PAGE]
             tokens = np.concatenate([stem, rng.integers(0, 2, rng.integers(1, 3)), rng.integers(0, 50, 3)])
@@ -318,6 +302,5 @@ def test_random_requests(device: str, policy: str, model: ModelGeometry, seed: i
                 engine.poll()
         for name in live:
             engine.cancel(name)
-        engine.flush()
-        engine.check()
+        settled(engine)
         assert found

@@ -8,7 +8,7 @@ import pytest
 from hicache import CacheEngine, CacheRequest, build_engine
 from toy_model import GEOMETRY, compute, config, serve
 
-POLICIES = ["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
+POLICIES = ["lru", "mru", "slru"]  # a list, a heap that keeps the oldest, and one of segments
 TOKENS = np.arange(1, 33)  # as many as four host pages
 
 

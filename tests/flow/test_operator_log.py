@@ -9,17 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disk_case import TroubledStore, wait_until
+from disk_case import TroubledStore
 from hicache import build_engine
 from hicache.storage import LmdbPageStore, PageFormat
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config, serve
+from toy_model import prompt as prompt_of
+from waiting import eventually
 
 PAGE_BYTES = 8 * 192
 
 
-def prompt(seed: int, length: int = 65) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 50, length)
+def prompt(seed: int) -> np.ndarray:
+    return prompt_of(seed, 65)
 
 
 def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
@@ -49,7 +51,9 @@ def test_a_load_that_does_not_pay(caplog: pytest.LogCaptureFixture) -> None:
         for n in range(12):
             serve(engine, f"r{n}", prompt(n % 2))
             engine.flush()
-        assert engine.stats()["restore.declined_loads"] > 1
+        stats = engine.stats()
+        assert stats["restore.declined_loads"] > 1
+        assert stats["restore.last_load_seconds"] > stats["restore.last_compute_seconds"] > 0
     (line,) = lines(caplog, "computed again")
     assert "prefill_tokens_per_s" in line
 
@@ -66,7 +70,7 @@ def test_a_share_that_is_exhausted(caplog: pytest.LogCaptureFixture) -> None:
         handles = []  # a claim goes with its handle
         for seed in range(4):
             handles.append(engine.prefetch(f"p{seed}", prompt(seed)))
-            wait_until(lambda: engine.poll() or not engine.stats()["prefetch.queued_reads"])
+            eventually(lambda: engine.poll() or not engine.stats()["prefetch.queued_reads"])
         assert engine.stats()["prefetch.postponed_requests"] > 1
     (line,) = lines(caplog, "prefetches wait")
     assert "prefetch_host_share=0.25 allows 7" in line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disk_case import Clock, page_keys, wait_until
+from disk_case import Clock, page_keys
 from hicache import AdvancedConfig, CacheRequest
 from hicache.config import PrefetchMode
 from prefetch_case import (
@@ -16,9 +16,11 @@ from prefetch_case import (
     fill,
     measure_disk,
     tokens_of,
-    until,
     until_found,
+    until_landed,
 )
+from toy_model import settled, until_ready
+from waiting import eventually
 
 
 def test_who_waits_for_others_counts_their_reads(store: PacedStore) -> None:
@@ -33,7 +35,7 @@ def test_who_waits_for_others_counts_their_reads(store: PacedStore) -> None:
         until_found(engine, store, first, second)
         assert (first.ready, second.ready) == (False, True)
         store.allow()
-        until(engine, first, second)
+        until_ready(engine, first, second)
         assert admitted(engine, "a", prompts[1]) == 192
 
 
@@ -58,7 +60,7 @@ def test_requests_for_the_same_pages_share_one_read(
             engine.cancel(str(cancelled))
         assert [handle.ready for handle in handles] == [n == cancelled for n in range(4)]
         store.allow()
-        until(engine, *handles)
+        until_ready(engine, *handles)
         assert set(store.landed.values()) == {1}
         assert set(store.landed) == set(page_keys(engine, same[:192]) + page_keys(engine, fork[:192]))
         for n, tokens in enumerate(prompts):
@@ -67,8 +69,7 @@ def test_requests_for_the_same_pages_share_one_read(
                 assert handles[n].landed_tokens == handles[n].found_tokens == whole
                 with engine.acquire(CacheRequest(str(n), tokens)) as lease:
                     assert lease.cached_len == whole
-        engine.flush()
-        engine.check()
+        settled(engine)
 
 
 def test_a_read_goes_no_further_than_somebody_wants(store: PacedStore) -> None:
@@ -85,10 +86,9 @@ def test_a_read_goes_no_further_than_somebody_wants(store: PacedStore) -> None:
             for name in gone:
                 engine.cancel(name)
             store.allow(4)
-            until(engine, *handles.values())
+            until_ready(engine, *handles.values())
             store.allow()
-            engine.flush()
-            engine.check()
+            settled(engine)
             assert sum(store.landed.values()) <= (2 if len(gone) == 2 else 8 + 2)
             assert handles["short"].landed_tokens == (48 if len(gone) == 1 else 0)
 
@@ -109,7 +109,7 @@ def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, c
             assert engine.stats()["prefetch.claimed_pages"] <= 30
             return [handle.landed_tokens for handle in handles.values()]
 
-        wait_until(lambda: sum(landed()) == 30 * PAGE)
+        eventually(lambda: sum(landed()) == 30 * PAGE)
         assert handles[0].ended and not handles[1].ready
         for n in (0, 1):
             if leaves == "acquire":
@@ -119,8 +119,8 @@ def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, c
                 engine.cancel(str(n))
             del handles[n]
             clock.now_s += 0.051
-            wait_until(lambda: landed()[0] == 192)
-        until(engine, handles[2])
+            eventually(lambda: landed()[0] == 192)
+        until_ready(engine, handles[2])
         stats = engine.stats()
         assert stats["prefetch.postponed_requests"] >= 2 and stats["prefetch.retries"] >= 2
         assert admitted(engine, "2", prompts[2]) == 192
@@ -135,12 +135,11 @@ def test_nobody_waits_for_room_that_nobody_will_make(store: PacedStore) -> None:
         for host_pages, share, landed in ((200, 0.05, 24), (17, 0.5, 16), (17, 1.0, 16), (200, 0.0, 0)):
             with engine_of(store, prefetch_host_share=share, host_bytes=host_pages * PAGE * 192) as engine:
                 handle = engine.prefetch("a", tokens, mode=mode)  # type: ignore[arg-type]
-                until(engine, handle)
+                until_ready(engine, handle)
                 assert handle.landed_tokens == landed * PAGE
                 with engine.acquire(CacheRequest("a", tokens)) as lease:
                     assert lease.hit.disk == landed * PAGE
-                engine.flush()
-                engine.check()
+                settled(engine)
 
 
 def test_a_full_read_queue_delays_and_loses_nothing(store: PacedStore, clock: Clock) -> None:
@@ -157,7 +156,7 @@ def test_a_full_read_queue_delays_and_loses_nothing(store: PacedStore, clock: Cl
             engine.check()
             return all(handle.landed_tokens == 192 for handle in handles)
 
-        wait_until(all_landed)
+        eventually(all_landed)
         assert engine.stats()["prefetch.refused_jobs"] > 0
         assert set(store.landed.values()) == {1}
         for n, tokens in enumerate(prompts):
@@ -173,10 +172,10 @@ def test_a_locked_host_is_tried_again(store: PacedStore, clock: Clock) -> None:
         taken = host.alloc(host.available())
         assert taken is not None
         handle = engine.prefetch("a", tokens)
-        wait_until(lambda: engine.poll() or handle.ready)
+        eventually(lambda: engine.poll() or handle.ready)
         assert handle.landed_tokens == 0 and not handle.ended
         host.free(taken)
         clock.now_s += 0.06
-        wait_until(lambda: engine.poll() or handle.landed_tokens == 192)
+        until_landed(engine, handle, 192)
         assert engine.stats()["prefetch.retries"] > 0
         assert admitted(engine, "a", tokens) == 192

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from hicache import build_engine
 from hicache.config import AdvancedConfig, EngineConfig
 from hicache.device import (
     AscendMLAPagedTokenToKVPool,
@@ -37,57 +39,8 @@ from hicache.storage import LmdbPageStore, PageFormat
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SIZE, LAYERS, START = 76, 3, 2  # tokens, layers, and the first layer's global id
-
-
-def mha(page: int = 4, dtype: torch.dtype = BF16, **extra: int | bool) -> Callable[[str], tuple[SlotSpace, ...]]:
-    return lambda device: (
-        MHATokenToKVPool(SIZE, page, dtype, 2, 8, LAYERS, device, False, start_layer=START, **extra).slot_spaces
-    )
-
-
-def mla(page: int = 4, dtype: torch.dtype = BF16) -> Callable[[str], tuple[SlotSpace, ...]]:
-    return lambda device: (
-        MLATokenToKVPool(SIZE, page, dtype, 24, 8, LAYERS, device, False, start_layer=START).slot_spaces
-    )
-
-
-def nsa(page: int, dtype: torch.dtype = BF16, **extra: int) -> Callable[[str], tuple[SlotSpace, ...]]:
-    return lambda device: (
-        NSATokenToKVPool(SIZE, page, dtype, 24, 8, LAYERS, device, False, start_layer=START, **extra).slot_spaces
-    )
-
-
-def double_sparse(device: str) -> tuple[SlotSpace, ...]:
-    return DoubleSparseTokenToKVPool(SIZE, 4, BF16, 2, 8, LAYERS, device, 3, False, start_layer=START).slot_spaces
-
-
-def ascend_mha(device: str) -> tuple[SlotSpace, ...]:
-    return AscendTokenToKVPool(SIZE, 4, F16, 2, 8, LAYERS, device, False, start_layer=START).slot_spaces
-
-
-def ascend_mla(device: str) -> tuple[SlotSpace, ...]:
-    return AscendMLAPagedTokenToKVPool(SIZE, 4, BF16, 24, 8, LAYERS, device, False, start_layer=START).slot_spaces
-
-
-def quantized(kv_dtype: str) -> Callable[[str], tuple[SlotSpace, ...]]:
-    return lambda device: (
-        QuantizedKVCache(
-            SIZE, 4, BF16, 2, 8, LAYERS, device, False, v_head_dim=12, start_layer=START, kv_dtype=kv_dtype
-        ).slot_spaces
-    )
-
-
-def swa(dtype: torch.dtype = BF16) -> Callable[[str], tuple[SlotSpace, ...]]:
-    return lambda device: SWAKVPool(SIZE, SIZE - 8, 4, dtype, 2, 8, [0, 1, 4], [2, 6], device).slot_spaces
-
-
-def mamba(device: str) -> MambaPool:
-    shape = Mamba2StateShape.create(1, 16, 1, 4, 4, 5, 4)
-    return MambaPool(12, Mamba2CacheParams(shape, [1, 3, 4]), device)
-
-
-def hybrid(**extra: int | bool) -> Callable[[str], tuple[SlotSpace, ...]]:
-    return lambda device: HybridLinearKVPool(SIZE, BF16, 4, 2, 8, [2, 7], device, mamba(device), **extra).slot_spaces
+COMMON = {"size": SIZE, "page_size": 4, "dtype": BF16, "layer_num": LAYERS, "enable_memory_saver": False}
+HEADS, LATENT = {"head_num": 2, "head_dim": 8}, {"kv_lora_rank": 24, "qk_rope_head_dim": 8}
 
 
 @dataclass(frozen=True)
@@ -98,29 +51,51 @@ class Case:
     host_page: int = 16
 
 
+def pool(kind: type, host_page: int = 16, **settings: Any) -> Case:
+    values = {**COMMON, "start_layer": START, **settings}
+    return Case(lambda device: kind(**values, device=device).slot_spaces, host_page)
+
+
+def swa(dtype: torch.dtype) -> Case:
+    return Case(lambda device: SWAKVPool(SIZE, SIZE - 8, 4, dtype, 2, 8, [0, 1, 4], [2, 6], device).slot_spaces)
+
+
+def mamba(device: str) -> MambaPool:
+    shape = Mamba2StateShape.create(1, 16, 1, 4, 4, 5, 4)
+    return MambaPool(12, Mamba2CacheParams(shape, [1, 3, 4]), device)
+
+
+def hybrid(**extra: Any) -> Case:
+    return Case(
+        lambda device: HybridLinearKVPool(SIZE, BF16, 4, 2, 8, [2, 7], device, mamba(device), **extra).slot_spaces
+    )
+
+
 POOLS = {
-    "mha bf16": Case(mha()),
-    "mha page 1": Case(mha(page=1)),
-    "mha fp8 e4m3": Case(mha(dtype=E4M3)),
-    "mha fp8 e5m2": Case(mha(dtype=E5M2)),
-    "mha fp32, values narrower": Case(mha(dtype=F32, v_head_dim=5)),
-    "mla": Case(mla()),
-    "mla fp8": Case(mla(dtype=E4M3)),
-    "nsa": Case(nsa(4)),
-    "nsa, device page is host page": Case(nsa(16)),
-    "nsa, device page of one": Case(nsa(1), host_page=8),
-    "nsa fp8, wider rows": Case(nsa(8, dtype=E4M3, kv_cache_dim=41)),
-    "double sparse": Case(double_sparse),
-    "ascend mha": Case(ascend_mha),
-    "ascend mla": Case(ascend_mla),
-    "quantized int8": Case(quantized("int8")),
-    "quantized fp8": Case(quantized("fp8")),
-    "swa": Case(swa()),
-    "swa fp8": Case(swa(E4M3)),
+    "mha bf16": pool(MHATokenToKVPool, **HEADS),
+    "mha page 1": pool(MHATokenToKVPool, **HEADS, page_size=1),
+    "mha fp8 e4m3": pool(MHATokenToKVPool, **HEADS, dtype=E4M3),
+    "mha fp8 e5m2": pool(MHATokenToKVPool, **HEADS, dtype=E5M2),
+    "mha fp32, values narrower": pool(MHATokenToKVPool, **HEADS, dtype=F32, v_head_dim=5),
+    "mla": pool(MLATokenToKVPool, **LATENT),
+    "mla fp8": pool(MLATokenToKVPool, **LATENT, dtype=E4M3),
+    "nsa": pool(NSATokenToKVPool, **LATENT),
+    "nsa, device page is host page": pool(NSATokenToKVPool, **LATENT, page_size=16),
+    "nsa, device page of one": pool(NSATokenToKVPool, 8, **LATENT, page_size=1),
+    "nsa fp8, wider rows": pool(NSATokenToKVPool, **LATENT, page_size=8, dtype=E4M3, kv_cache_dim=41),
+    "double sparse": pool(DoubleSparseTokenToKVPool, **HEADS, heavy_channel_num=3),
+    "ascend mha": pool(AscendTokenToKVPool, **HEADS, dtype=F16),
+    "ascend mla": pool(AscendMLAPagedTokenToKVPool, **LATENT),
+    "quantized int8": pool(QuantizedKVCache, **HEADS, v_head_dim=12, kv_dtype="int8"),
+    "quantized fp8": pool(QuantizedKVCache, **HEADS, v_head_dim=12, kv_dtype="fp8"),
+    "swa": swa(BF16),
+    "swa fp8": swa(E4M3),
     "mamba": Case(lambda device: mamba(device).slot_spaces),
-    "hybrid linear": Case(hybrid()),
-    "hybrid linear mla": Case(hybrid(use_mla=True, kv_lora_rank=24, qk_rope_head_dim=8)),
+    "hybrid linear": hybrid(),
+    "hybrid linear mla": hybrid(use_mla=True, **LATENT),
 }
+# Each pool with one of the kernels; families that share a layout take both.
+ROWS = [(name, ("torch", "triton")[n % 2]) for n, name in enumerate(POOLS)]
 
 # [layer][buffer][row] -> bytes
 Rows = list[list[list[bytes]]]
@@ -236,7 +211,7 @@ def one_round_trip(space: SlotSpace, host_page: int, device: str, path: Path) ->
         host.close()
 
 
-@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize(("name", "kernels"), ROWS, indirect=["kernels"])
 def test_bytes_come_back(device: str, kernels: str, name: str, tmp_path: Path) -> None:
     """Random bytes of a pool are in host pages as its layout says, survive the disk and arrive at other slots; all
     other slots and pages stay as they were."""
@@ -248,10 +223,22 @@ def test_bytes_come_back(device: str, kernels: str, name: str, tmp_path: Path) -
 
 
 def test_host_pages_are_whole_device_pages() -> None:
-    """A host page that is no whole number of device pages is refused where rows belong to pages, with both settings,
+    """A host page that is no whole number of device pages is refused where rows belong to pages, with the setting,
     and accepted where every row belongs to a token."""
-    (space,) = nsa(8)("cpu")
-    with pytest.raises(ConfigError, match=r"page_size=8 tokens, and 12 tokens .* set host_page_size to a multiple"):
+    (space,) = pool(NSATokenToKVPool, **LATENT, page_size=8).build("cpu")
+    with pytest.raises(ConfigError, match="host_page_size"):
         HostPagePool(space.layout, 12, 1 << 20, pin=False)
-    (space,) = mla(8)("cpu")
+    (space,) = pool(MLATokenToKVPool, **LATENT, page_size=8).build("cpu")
     assert space.layout.page_bytes(12) == 12 * LAYERS * 32 * 2
+
+
+def test_a_pool_that_does_not_fit_the_settings() -> None:
+    """Each setting that disagrees with a given pool is named, and pools of several slot spaces are refused."""
+    good = {"device_tokens": SIZE, "host_bytes": 0, "page_size": 4}
+    mla = MLATokenToKVPool(**COMMON, **LATENT, device="cpu")
+    build_engine(EngineConfig(**good), mla).close()
+    for setting, value in (("device_tokens", 40), ("page_size", 2), ("dtype", "float16")):
+        with pytest.raises(ConfigError, match=setting):
+            build_engine(EngineConfig(**{**good, setting: value}), mla)
+    with pytest.raises(ConfigError):
+        build_engine(EngineConfig(**good), SWAKVPool(SIZE, SIZE - 8, 4, BF16, 2, 8, [0], [1], "cpu"))

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from disk_case import Clock, TroubledStore, wait_until
+from disk_case import Clock, TroubledStore
 from hicache import AdvancedConfig, CacheEngine, EngineConfig, Prefetch, build_engine
 from memory_store import MemoryPageStore
-from toy_model import GEOMETRY, config, serve
+from toy_model import GEOMETRY, config, prompt, serve, settled, until_ready
+from waiting import BOUND_S, eventually
 
 PAGE = 8
 SLOW, FAST = 1000.0, 0.001  # seconds of a call that reads two pages
@@ -43,7 +44,7 @@ class PacedStore(TroubledStore):
     def get_into(self, keys, buffers, *, deadline_s=math.inf):  # type: ignore[no-untyped-def]
         self.sizes.append(len(keys))
         self.held += 1
-        assert self._allowed.acquire(timeout=10)
+        assert self._allowed.acquire(timeout=BOUND_S)
         self.held -= 1
         self.clock.now_s += self.read_s * len(keys) / 2
         ok = super().get_into(keys, buffers, deadline_s=deadline_s)
@@ -53,7 +54,7 @@ class PacedStore(TroubledStore):
 
 def tokens_of(seed: int, length: int = 193) -> np.ndarray:
     """24 whole pages, which are read by three jobs."""
-    return np.random.default_rng(seed).integers(0, 50, length)
+    return prompt(seed, length)
 
 
 def settings(**changes: object) -> EngineConfig:
@@ -76,26 +77,21 @@ def fill(store: PacedStore, *prompts: np.ndarray) -> None:
     store.landed.clear()
 
 
-def until(engine: CacheEngine, *handles: Prefetch) -> None:
-    """Poll until they are ready; what has been read so far stays within all accounts."""
-
-    def ready() -> bool:
-        engine.poll()
-        engine.check()
-        return all(handle.ready for handle in handles)
-
-    wait_until(ready)
-
-
 def until_found(engine: CacheEngine, store: PacedStore, *handles: Prefetch) -> None:
     """Poll until the store has told what it holds for these, and the first read is held."""
-    wait_until(lambda: engine.poll() or (all(handle.found_tokens for handle in handles) and store.held == 1))
+    eventually(
+        lambda: engine.poll() or (all(handle.found_tokens for handle in handles) and store.held == 1), engine.stats
+    )
+
+
+def until_landed(engine: CacheEngine, handle: Prefetch, num_tokens: int) -> None:
+    eventually(lambda: engine.poll() or handle.landed_tokens == num_tokens, engine.stats)
 
 
 def measure_disk(engine: CacheEngine, store: PacedStore, tokens: np.ndarray, read_s: float) -> None:
     """Let a prefetch that nobody gives up show how long reads take."""
     store.read_s = read_s
-    until(engine, engine.prefetch("measure", tokens, mode="wait_complete"))
+    until_ready(engine, engine.prefetch("measure", tokens, mode="wait_complete"))
     engine.cancel("measure")
 
 
@@ -115,8 +111,7 @@ def asked(store: PacedStore, read_s: float) -> Iterator[tuple[CacheEngine, Prefe
 def admitted(engine: CacheEngine, name: str, tokens: np.ndarray) -> int:
     """Serve the request, comparing every byte that it reuses; returns its tokens from disk."""
     hit = serve(engine, name, tokens).hit
-    engine.flush()
-    engine.check()
+    settled(engine)
     assert engine.inspect.prefetcher is not None and not engine.inspect.prefetcher.is_busy()
     assert engine.stats()["host.free_pages"] + engine.stats()["host.evictable_tokens"] / PAGE == 199
     return hit.disk

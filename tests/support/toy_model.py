@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,9 +84,9 @@ def read(engine: CacheEngine, lease: Lease, length: int) -> torch.Tensor:
     return torch.stack(layers, 1).cpu()
 
 
-def serve(engine: CacheEngine, request_id: str, tokens: np.ndarray, namespace: str = "", **hints: int) -> Lease:
+def serve(engine: CacheEngine, request_id: str, tokens: np.ndarray, namespace: str = "", **hints: Any) -> Lease:
     """One whole request: admit, compare what was reused, compute the rest, commit, release."""
-    with engine.acquire(CacheRequest(request_id, tokens, namespace, **hints)) as lease:  # type: ignore[arg-type]
+    with engine.acquire(CacheRequest(request_id, tokens, namespace, **hints)) as lease:
         truth = expected_kv(tokens[: lease.cached_len], namespace)
         assert torch.equal(read(engine, lease, lease.cached_len), truth)
         compute(engine, lease, tokens, lease.cached_len, len(tokens))
