@@ -26,7 +26,7 @@ FEW_BYTES = 64 << 10  # of one program's rows: 32 registers per thread at 16 war
 STAGING_BYTES = 128 << 20
 _WORDS_PER_PROGRAM = 2048
 _MAX_COLS = 256
-_SCAN_ROWS = 256  # rows that a program scans for rows at risk: few programs, as there are usually none
+SCAN_ROWS = 256  # rows that a program scans for rows at risk: few programs, as there are usually none
 _SAVE_SPLITS = 64  # programs that share the buffers of such a block
 
 
@@ -240,13 +240,13 @@ class TiledCopy:
         staging = torch.empty(group * buffer_bytes, dtype=torch.uint8, device=self._device).view(WORDS[self._width])
         found = torch.empty(num_rows, dtype=torch.int64, device=self._device)
         cols = min(power_of_two(self._widest), _MAX_COLS)
-        rows = max(1, min(_SCAN_ROWS, _WORDS_PER_PROGRAM // cols))
+        rows = max(1, min(SCAN_ROWS, _WORDS_PER_PROGRAM // cols))
         blocks, sizes = cdiv(num_rows, rows), {"WIDEST": self._widest, "ROWS": rows, "COLS": cols, "ALIGN": self._align}
         for first in range(0, num_buffers, group):
             members = min(group, num_buffers - first)
-            _save_kernel[(cdiv(num_rows, _SCAN_ROWS), min(members, _SAVE_SPLITS))](
+            _save_kernel[(cdiv(num_rows, SCAN_ROWS), min(members, _SAVE_SPLITS))](
                 staging, found, self._stamps, self._table, source, num_rows, self._generation, first, members,
-                SCAN=_SCAN_ROWS, **sizes,
+                SCAN=SCAN_ROWS, **sizes,
             )  # fmt: skip
             _copy_kernel[(blocks, members, cdiv(self._widest, cols))](
                 staging, found, self._table, target, num_rows, first, **sizes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import os
 import re
@@ -30,72 +29,75 @@ SURFACE = """
 """
 
 
-def test_every_name_is_at_the_front_door() -> None:
-    """Each name is an attribute of the package, listed in `__all__`, and documented."""
-    for name in SURFACE.split():
-        assert name in hicache.__all__, name
-        item = getattr(hicache, name)
-        if inspect.isclass(item) or inspect.isfunction(item):  # a kernel is neither
-            assert item.__doc__, f"{name} has no docstring"
-    assert hicache.DSATokenToKVPool is hicache.NSATokenToKVPool
-
-
-def test_every_error_is_at_the_front_door() -> None:
-    """What public calls raise can be caught by a name of the package: all errors of the engine and of its stores."""
+def test_the_surface_is_at_the_front_door() -> None:
+    """Each name, and each error that public calls raise, is listed in `__all__` and documented."""
     kinds = {
         name
         for module in (errors, base)
         for name, item in vars(module).items()
         if inspect.isclass(item) and issubclass(item, Exception) and item.__module__ == module.__name__
     }
-    assert {"TransferError", "StoreLocked"} <= kinds <= set(hicache.__all__)
-    assert all(getattr(hicache, name).__doc__ for name in kinds)
-
-
-# What using a name may not load. Every public name belongs to one group.
-STORES = {"lmdb", "zstandard", "cryptography"}
-LOADS_NOT = {
-    "ConfigError EngineConfig": {"torch", "numpy", "triton", *STORES},
-    "StoreError": {"torch", "triton"},
-    "ModelGeometry RadixKey get_eviction_strategy": {"triton", *STORES},
-    "RadixCache SWARadixCache MambaRadixCache": STORES,
-    "MHATokenToKVPool ReqToTokenPool plan_capacity TokenToKVPoolAllocator alloc_token_slots paged_attention_forward "
-    "LayerTransferCounter": STORES,
-}
-
-
-@pytest.mark.parametrize("names", LOADS_NOT)
-def test_a_name_loads_what_it_needs(names: str) -> None:
-    """`import hicache` loads nothing else; a public name loads its module, and neither a store nor Triton nor torch
-    where it has no use for them; what was loaded once is the same object."""
-    code = (
-        "import sys, hicache\n"
-        "print(sorted({name.split('.')[0] for name in sys.modules}))\n"
-        f"for name in {names.split()}:\n"
-        "    assert getattr(hicache, name) is getattr(hicache, name) is vars(hicache)[name]\n"
-        "print(sorted({name.split('.')[0] for name in sys.modules}))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    before, after = (set(ast.literal_eval(line)) for line in run.stdout.splitlines())
-    assert not before & {"torch", "numpy", "yaml", "triton", *STORES}
-    assert "hicache" in after and not after & LOADS_NOT[names]
-
-
-def test_names_are_listed_before_they_are_loaded() -> None:
-    """`dir` and `__all__` name the whole surface, `import *` brings it, and an unknown name is an AttributeError."""
-    code = (
-        "import sys, hicache\n"
-        "assert set(hicache.__all__) < set(dir(hicache)) and 'torch' not in sys.modules\n"
-        "from hicache import *\n"
-        "assert all(globals()[name] is getattr(hicache, name) for name in hicache.__all__)\n"
-        "print(hicache.__version__)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert run.stdout == f"{hicache.__version__}\n"
-    with pytest.raises(AttributeError, match="module 'hicache' has no attribute 'Nothing'"):
+    assert {"TransferError", "StoreLocked"} <= kinds
+    for name in {*SURFACE.split(), *kinds}:
+        assert name in hicache.__all__, name
+        item = getattr(hicache, name)
+        if inspect.isclass(item) or inspect.isfunction(item):  # a kernel is neither
+            assert item.__doc__, f"{name} has no docstring"
+    assert hicache.DSATokenToKVPool is hicache.NSATokenToKVPool
+    with pytest.raises(AttributeError):
         _ = hicache.Nothing  # type: ignore[attr-defined]
-    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+    with pytest.raises(ImportError):
         from hicache import Nothing  # type: ignore[attr-defined]  # noqa: F401
+
+
+IMPORTS = """
+import os, sys
+
+STORES = {"lmdb", "zstandard", "cryptography"}
+
+def use(names, without):
+    for name in names.split():
+        assert getattr(hicache, name) is getattr(hicache, name) is vars(hicache)[name]
+    loaded = without & {name.split(".")[0] for name in sys.modules if sys.modules[name] is not None}
+    assert not loaded, (names, loaded)
+
+import hicache
+use("", {"torch", "numpy", "yaml", "triton", *STORES})
+assert set(hicache.__all__) < set(dir(hicache))
+if not (child := os.fork()):
+    use("StoreError", {"torch", "triton"})
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+use("ConfigError EngineConfig", {"torch", "numpy", "triton", *STORES})
+use("ModelGeometry RadixKey get_eviction_strategy", {"triton", *STORES})
+sys.modules["triton"] = None  # from here on as where it is not installed
+use("RadixCache SWARadixCache MambaRadixCache", STORES)
+use("MHATokenToKVPool ReqToTokenPool plan_capacity TokenToKVPoolAllocator alloc_token_slots", STORES)
+use("paged_attention_forward LayerTransferCounter", STORES)
+from hicache import *
+assert all(globals()[name] is getattr(hicache, name) for name in hicache.__all__)
+
+import torch
+from hicache.kernels import alloc_decode, alloc_extend, page_copy, store_kv
+one, out = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+alloc_decode.alloc_decode(one, one, one, out, 4, "torch")
+assert out.item() == 4
+try:
+    alloc_decode.alloc_decode(one, one, one, out, 4, "triton")
+except ImportError as error:
+    print(hicache.__version__, error)
+"""
+
+
+def test_a_name_loads_what_it_needs(tmp_path: Path) -> None:
+    """`import hicache` loads nothing else; a public name loads its module, and neither a store nor Triton nor torch
+    where it has no use for them. Without Triton every name comes and the torch twins work; a launch names Triton."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(hicache.__version__) and "needs Triton" in run.stdout
 
 
 PROGRAM = """
@@ -125,18 +127,10 @@ def test_type_checkers_see_the_names(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     run = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "program.py"],
-        cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": str(tmp_path / "path")},
-        capture_output=True,
-        text=True,
-        timeout=600,
+        cwd=tmp_path, env={**os.environ, "MYPYPATH": str(tmp_path / "path")}, capture_output=True, text=True,
         check=False,
-    )
+    )  # fmt: skip
     found = [line.split(": ", 1)[1] for line in run.stdout.splitlines() if line.startswith("program.py")]
-    assert [re.sub(r" +\[.*", "", line) for line in found] == [
-        'note: Revealed type is "hicache.engine.CacheEngine"',
-        'error: Incompatible types in assignment (expression has type "int", variable has type "RadixCache")',
-        'error: Incompatible types in assignment (expression has type "int", variable has type "str")',
-        'error: Argument 2 to "serve" has incompatible type "str"; expected "CacheRequest"',
-        'error: Module has no attribute "Nothing"',
-    ], run.stdout
+    assert [re.findall(r"\[[\w-]+\]$|hicache[\w.]+CacheEngine", line) for line in found] == [
+        ["hicache.engine.CacheEngine"], ["[assignment]"], ["[assignment]"], ["[arg-type]"], ["[attr-defined]"],
+    ], run.stdout  # fmt: skip

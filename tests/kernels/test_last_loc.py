@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from cases import refused
 from hicache.kernels.last_loc import get_last_loc_torch, get_last_loc_triton, last_loc
 
 
@@ -35,8 +36,10 @@ def test_no_requests_and_a_view_of_a_table(device: str, kernels: str) -> None:
     assert last_loc(table, rows, lens, kernels).tolist() == [53, 20]
 
 
-def test_counts_that_differ_are_named() -> None:
-    """Rows and lengths of two batches raise ValueError with both numbers."""
-    one, two = torch.ones(1, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="1 rows for 2 prefix_lens"):
-        last_loc(torch.zeros(3, 3, dtype=torch.int32), one, two, "torch")
+def test_counts_that_differ_are_refused() -> None:
+    one, two, table = torch.ones(1, dtype=torch.int64), torch.ones(2, dtype=torch.int64), torch.zeros(3, 3).int()
+    refused(
+        ValueError,
+        lambda: last_loc(table, one, two, "torch"),
+        lambda: last_loc(table, one, one, "cuda"),
+    )

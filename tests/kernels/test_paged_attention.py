@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from cases import pairwise, refused
 from hicache.kernels.paged_attention import contiguous_to_paged, paged_attention_forward, paged_to_contiguous
 
 
@@ -23,12 +24,10 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
-@pytest.mark.parametrize("seq_len", [1, 5])
-def test_pages_give_what_the_tokens_give(device: str, page_size: int, heads: int, kv_heads: int, seq_len: int) -> None:
+@pairwise(page_size=[1, 4, 16], num_heads=[(4, 4), (6, 2), (3, 1)], seq_len=[1, 5])
+def test_pages_give_what_the_tokens_give(device: str, page_size: int, num_heads: tuple[int, int], seq_len: int) -> None:
     """Each request attends to its own tokens up to its own position, wherever its pages are; the rest is not read."""
-    generator = torch.Generator().manual_seed(page_size + heads)
+    (heads, kv_heads), generator = num_heads, torch.Generator().manual_seed(page_size)
     lens = torch.tensor([17, 5, 1, 32])
     pages_each = [-(-int(n) // page_size) for n in lens]
     order = torch.randperm(sum(pages_each) + 3, generator=generator) + 1
@@ -61,14 +60,19 @@ def test_formats_convert_both_ways(tokens: int, row: tuple[int, ...]) -> None:
     for t in range(tokens):
         whole[int(table[t // 4]), t % 4] = x[t]
     assert torch.equal(paged, whole) and torch.equal(paged_to_contiguous(paged, table, tokens), x)
-    with pytest.raises(ValueError, match="need one dimension of at least 4"):
-        paged_to_contiguous(paged, table, 13)
 
 
-def test_wrong_arguments_are_named() -> None:
-    """Heads, sizes and tables that do not fit raise ValueError with both shapes."""
-    q, k, table, lens = torch.zeros(1, 1, 4, 8), torch.zeros(9, 3, 8), torch.zeros(1, 2).long(), torch.ones(1).long()
-    with pytest.raises(ValueError, match="kv heads that divide"):
-        paged_attention_forward(q, k, k, table, lens, 4)
-    with pytest.raises(ValueError, match="for each of 1 requests"):
-        paged_attention_forward(q, k[:, :2], k[:, :2], table, torch.ones(2).long(), 4)
+def test_wrong_arguments_are_refused() -> None:
+    """Heads, sizes and tables that do not fit raise ValueError."""
+    q, k, table, lens = torch.zeros(1, 1, 4, 8), torch.zeros(9, 2, 8), torch.zeros(1, 2).long(), torch.ones(1).long()
+    paged = torch.zeros(6, 4, 1)
+    refused(
+        ValueError,
+        lambda: paged_attention_forward(q[:, :, :3], k, k, table, lens, 4),
+        lambda: paged_attention_forward(q[..., :4], k, k, table, lens, 4),
+        lambda: paged_attention_forward(q, k, k[:8], table, lens, 4),
+        lambda: paged_attention_forward(q, k, k, table, lens.repeat(2), 4),
+        lambda: paged_attention_forward(q, k, k, table.repeat(2, 1), lens, 4),
+        lambda: paged_to_contiguous(paged, torch.tensor([5, 0, 3]), 13),
+        lambda: paged_to_contiguous(paged, torch.tensor([[5, 0, 3]]), 3),
+    )

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from cases import pairwise, refused
 from hicache.kernels.pool_attention import MAX_SPLITS, AttentionRule, PoolQueries, num_splits, pool_attention
 
 # Of the output's largest value: one rounding of the weights and one of the output in 16 bits.
@@ -89,53 +90,53 @@ def check(case: Case, rule: AttentionRule, device: str, kernels: str, splits: in
     assert error < TOLERANCE[case.query.dtype], f"relative error {error:.2g}"
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8])
-@pytest.mark.parametrize(("heads", "kv_heads", "dk", "dv"), [(8, 2, 16, 16), (7, 1, 32, 16), (3, 3, 40, 24)])
-def test_one_token_per_sequence(
-    device: str, kernels: str, splits: int, heads: int, kv_heads: int, dk: int, dv: int
+SINKS = torch.tensor([-1.0, 0.0, 2.0, 9.0, 0.5, -3.0, 1.0, 4.0])
+RULES = {
+    "all": {"scale": 0.3},
+    "window of 1": {"scale": 0.25, "window": 1},
+    "window of 17": {"scale": 0.25, "window": 17},
+    "window of 4000": {"scale": 0.25, "window": 4000},
+    "chunks of 1": {"scale": 0.25, "chunk": 1},
+    "chunks of 17": {"scale": 0.25, "chunk": 17},
+    "soft cap": {"scale": 2.0, "window": 20, "softcap": 3.0},
+    "sinks": {"scale": 0.3, "sinks": SINKS},
+}
+# (tokens of each sequence, how many of them are new): one each, over parts of a block of keys, whole ones and more;
+# prompts with and without a prefix, over tiles that are not full; and both.
+PASSES = {
+    "decode": ([1, 32, 70, 33], [1] * 4),
+    "prompts": ([11, 37], [11, 7]),
+    "both": ([70, 9], [1, 9]),
+}
+
+
+@pairwise(
+    rule=list(RULES),
+    tokens=list(PASSES),
+    shape=[(8, 2, 16, 16), (5, 1, 32, 16), (2, 2, 40, 24)],
+    splits=[1, 4],
+    dtype=[torch.float32, torch.float16],
+)
+def test_each_token_attends_to_what_its_rule_lets_it_see(
+    device: str, kernels: str, rule: str, tokens: str, shape: tuple[int, int, int, int], splits: int, dtype: torch.dtype
 ) -> None:
-    """Decode: sequences of one token, of less than a block, of whole blocks and of more, with any number of splits."""
-    case = Case([1, 5, 64, 130, 33], [1] * 5, heads, kv_heads, dk, dv, torch.float32)
-    check(case, AttentionRule(dk**-0.5), device, kernels, splits)
+    """Decode, extend and both, behind windows, chunks, soft caps and sinks, give plain attention, however split."""
+    case = Case(*PASSES[tokens], *shape, dtype)
+    given = dict(RULES[rule])
+    if "sinks" in given:
+        given["sinks"] = SINKS[: shape[0]]
+    check(case, AttentionRule(**given), device, kernels, splits)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("news", [[1, 40, 64, 7], [130, 1, 3, 70]])
-def test_new_tokens_behind_a_prefix(device: str, kernels: str, splits: int, news: list[int]) -> None:
-    """Extend: decodes and prompts in one pass, with and without a prefix, over tiles that are not full."""
-    case = Case([130, 40, 100, 71], news, 6, 2, 16, 16, torch.float32)
-    check(case, AttentionRule(0.3), device, kernels, splits)
-
-
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("window", [1, 5, 33, 4000])
-def test_windows(device: str, kernels: str, splits: int, window: int) -> None:
-    case = Case([130, 40, 100], [1, 40, 37], 4, 2, 16, 16, torch.float32)
-    check(case, AttentionRule(0.25, window=window), device, kernels, splits)
-
-
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("chunk", [1, 16, 33, 4000])
-def test_chunks(device: str, kernels: str, splits: int, chunk: int) -> None:
-    case = Case([130, 40, 100], [1, 40, 37], 4, 2, 16, 16, torch.float32)
-    check(case, AttentionRule(0.25, chunk=chunk), device, kernels, splits)
-
-
-@pytest.mark.parametrize("splits", [1, 4])
-def test_soft_caps_and_sinks(device: str, kernels: str, splits: int) -> None:
-    case = Case([70, 40, 100], [1, 40, 37], 4, 2, 16, 16, torch.float32)
-    sinks = torch.tensor([-1.0, 0.0, 2.0, 9.0])
-    check(case, AttentionRule(2.0, window=20, softcap=3.0, sinks=sinks), device, kernels, splits)
-
-
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
-def test_wide_heads(device: str, kernels: str, dtype: torch.dtype, dim: int) -> None:
-    if device == "cpu" and kernels == "triton" and (dim > 64 or dtype == torch.bfloat16):
-        pytest.skip("the interpreter has no products of bfloat16, and takes long for wide heads")
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_wide_heads(kernels: str, dtype: torch.dtype, dim: int) -> None:
+    """Tiles of every head size fit the device. (The interpreter takes long for them, and multiplies no bfloat16.)"""
     case = Case([150, 90], [1, 33], 8, 2, dim, dim, dtype)
-    check(case, AttentionRule(dim**-0.5), device, kernels, splits=2)
-    check(case, AttentionRule(dim**-0.5), device, kernels, splits=1)
+    for splits in (1, 2):
+        check(case, AttentionRule(dim**-0.5), "cuda", kernels, splits)
 
 
 def test_slot_map_and_strided_query(device: str, kernels: str) -> None:
@@ -153,10 +154,14 @@ def test_slot_map_and_strided_query(device: str, kernels: str) -> None:
     torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_heads_that_do_not_group_are_refused(kernels: str) -> None:
+def test_heads_that_do_not_group_are_refused() -> None:
     case = Case([5], [1], 3, 2, 16, 16, torch.float32)
-    with pytest.raises(ValueError, match="3 query heads are no multiple of 2 key heads"):
-        pool_attention(case.query, case.keys, case.values, case.queries("cpu", 1), AttentionRule(1.0), kernels)
+    queries = case.queries("cpu", 1)
+    refused(
+        ValueError,
+        lambda: pool_attention(case.query, case.keys, case.values, queries, AttentionRule(1.0), "torch"),
+        lambda: pool_attention(case.query[:, :2], case.keys, case.values, queries, AttentionRule(1.0), "cuda"),
+    )
 
 
 @pytest.mark.gpu

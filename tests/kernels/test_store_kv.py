@@ -2,55 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from cases import pairwise, refused
 from hicache.kernels.store_kv import store_kv, store_rows
+from kernel_case import as_bytes, random_bits
 
 SHAPES = [((2, 8), (2, 8)), ((3, 5), (3, 5)), ((1, 24), (1, 16)), ((8, 192), (8, 128)), ((1, 1), (1, 3))]
 
 
-def bits(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random bit patterns of a dtype (NaNs and denormals too), so that only a copy of bytes comes through."""
-    generator = torch.Generator().manual_seed(seed)
-    row_bytes = shape[-1] * dtype.itemsize
-    return torch.randint(0, 256, (*shape[:-1], row_bytes), dtype=torch.uint8, generator=generator).view(dtype)
-
-
-def as_bytes(x: torch.Tensor) -> list[int]:
-    return x.cpu().contiguous().view(torch.uint8).flatten().tolist()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-@pytest.mark.parametrize(("k_row", "v_row"), SHAPES)
+@pytest.mark.parametrize("rows", SHAPES)
 def test_rows_land_at_their_slots(
-    device: str, kernels: str, dtype: torch.dtype, k_row: tuple[int, ...], v_row: tuple[int, ...]
+    device: str, kernels: str, dtype: torch.dtype, rows: tuple[tuple[int, ...], ...]
 ) -> None:
     """Each named slot holds its new row, bit for bit, and every other slot what it held before."""
-    slots, num_tokens = 40, 19
-    loc = torch.randperm(slots, generator=torch.Generator().manual_seed(1))[:num_tokens]
-    k, v = bits(num_tokens, *k_row, dtype=dtype, seed=2), bits(num_tokens, *v_row, dtype=dtype, seed=3)
-    k_buffer, v_buffer = bits(slots, *k_row, dtype=dtype, seed=4), bits(slots, *v_row, dtype=dtype, seed=5)
-    expected = []
-    for rows, buffer in ((k, k_buffer), (v, v_buffer)):
-        lines = list(buffer.clone())
-        for t, slot in enumerate(loc.tolist()):
-            lines[slot] = rows[t]
-        expected.append(as_bytes(torch.stack(lines)))
-    on = [x.to(device) for x in (k, v, k_buffer, v_buffer)]
+    loc = torch.randperm(40, generator=torch.Generator().manual_seed(1))[:19]
+    given = [random_bits(19, *row, dtype=dtype, seed=2 + i) for i, row in enumerate(rows)]
+    buffers = [random_bits(40, *row, dtype=dtype, seed=4 + i) for i, row in enumerate(rows)]
+    expected = [as_bytes(buffer).clone() for buffer in buffers]
+    for x, whole in zip(given, expected, strict=True):
+        whole[loc] = as_bytes(x)
+    on = [x.to(device) for x in (*given, *buffers)]
     store_kv(*on, loc.to(device), kernels)
-    assert [as_bytes(on[2]), as_bytes(on[3])] == expected
+    assert all(torch.equal(as_bytes(x), whole) for x, whole in zip(on[2:], expected, strict=True))
 
 
 def test_rows_of_a_wider_tensor(device: str, kernels: str) -> None:
     """Keys and values that are slices of one projection are stored right, from int32 slots too."""
-    qkv = bits(6, 3, 4, 10, dtype=torch.bfloat16, seed=1).to(device)
+    qkv = random_bits(6, 3, 4, 10, dtype=torch.bfloat16, seed=1).to(device)
     k, v = qkv[:, 1], qkv[:, 2]
     buffers = [torch.zeros(9, 4, 10, dtype=torch.bfloat16, device=device) for _ in range(2)]
     loc = torch.tensor([8, 1, 3, 2, 7, 5], dtype=torch.int32, device=device)
     store_kv(k, v, *buffers, loc, kernels)
     for rows, buffer in zip((k, v), buffers, strict=True):
-        assert as_bytes(buffer.cpu()[loc.cpu().long()]) == as_bytes(rows)
+        assert torch.equal(as_bytes(buffer[loc.long()]), as_bytes(rows))
         assert not buffer[[0, 4, 6]].any()
 
 
@@ -63,22 +52,15 @@ def test_one_buffer_alone(device: str, kernels: str) -> None:
     assert buffer.tolist() == [[0] * 3, [4, 5, 6], [0] * 3, [0] * 3, [1, 2, 3], [0] * 3]
 
 
-def test_wrong_rows_are_named() -> None:
-    """Rows of another shape or dtype raise ValueError with both shapes, and nothing is written."""
-    buffer, loc = torch.zeros(4, 2, 3), torch.tensor([1, 2])
-    for rows in (torch.ones(2, 2, 4), torch.ones(3, 2, 3), torch.ones(2, 2, 3, dtype=torch.int32)):
-        with pytest.raises(ValueError, match=r"rows .* for 2 slots of a buffer of \(2, 3\) of torch.float32"):
-            store_kv(torch.ones(2, 2, 3), rows, buffer, buffer, loc, "torch")
-    assert not buffer.any()
-
-
 CASTS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32]
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("stored", CASTS)
-@pytest.mark.parametrize("scales", [(None, None), (0.37, "tensor"), ("tensor", None)])
+@pairwise(
+    source=[torch.float32, torch.bfloat16, torch.float16],
+    stored=CASTS,
+    scales=[(None, None), (0.37, "tensor"), ("tensor", None)],
+)
 def test_rows_are_scaled_bounded_and_rounded_once(
     device: str, kernels: str, source: torch.dtype, stored: torch.dtype, scales: tuple[float | str | None, ...]
 ) -> None:
@@ -96,7 +78,7 @@ def test_rows_are_scaled_bounded_and_rounded_once(
     inputs = k.to(device), v.to(device)
     store_kv(*inputs, *buffers, loc.to(device), kernels, *given)
     for x, old, buffer, number in zip(inputs, kept, buffers, numbers, strict=True):
-        assert as_bytes(x) == as_bytes(old)
+        assert torch.equal(as_bytes(x), as_bytes(old))
         wide = old.float()
         if number is not None:  # float32 of a quotient of float32 numbers in double precision is the rounded quotient
             wide = (wide.double() / torch.tensor(number, dtype=torch.float32).double()).float()
@@ -114,15 +96,6 @@ def test_one_buffer_alone_with_a_scale(device: str, kernels: str) -> None:
     assert buffer.float()[[4, 1]].tolist() == [[0.5, 1, 448], [-2, 0.25, 4]] and not buffer.float()[[0, 2, 3, 5]].any()
 
 
-def test_wrong_scales_are_named() -> None:
-    """A scale of more than one element raises ValueError, and so do keys and values of two types."""
-    buffer, loc, rows = torch.zeros(4, 2, 3), torch.tensor([1, 2]), torch.ones(2, 2, 3)
-    with pytest.raises(ValueError, match=r"v: a scale of \(2,\)"):
-        store_kv(rows, rows, buffer, buffer, loc, "torch", v_scale=torch.ones(2))
-    with pytest.raises(ValueError, match="both need one dtype"):
-        store_kv(rows, rows.half(), buffer, buffer, loc, "torch")
-
-
 @pytest.mark.parametrize("scale", [None, 2.0])
 def test_keys_or_values_alone(device: str, kernels: str, scale: float | None) -> None:
     """`only` stores the one it names and leaves the other buffer, whatever the rows' sizes."""
@@ -134,3 +107,25 @@ def test_keys_or_values_alone(device: str, kernels: str, scale: float | None) ->
         number = scale or 1.0
         assert buffers[0][loc].eq(1 / number if only == "k" else 0).all() and not buffers[0][[0, 2]].any()
         assert buffers[1][loc].eq(8 / number if only == "v" else 0).all() and not buffers[1][[0, 2]].any()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Rows of another shape, dtype or device, and scales of several elements, raise ValueError; nothing is written."""
+    buffer, loc, rows = torch.zeros(4, 2, 3), torch.tensor([1, 2]), torch.ones(2, 2, 3)
+
+    def store(k: torch.Tensor, v: torch.Tensor, kernels: str = "torch", **given: torch.Tensor) -> Callable[[], None]:
+        return lambda: store_kv(k, v, buffer, buffer, loc, kernels, **given)
+
+    refused(
+        ValueError,
+        store(rows, torch.ones(2, 2, 4)),
+        store(torch.ones(3, 2, 3), rows),
+        store(rows, rows.int()),
+        store(rows, rows.half()),
+        store(rows, rows, v_scale=torch.ones(2)),
+        store(rows, rows, k_scale=torch.ones(1, device="meta")),
+        store(rows, rows, "cuda"),
+        lambda: store_kv(rows, rows, buffer, buffer.half(), loc, "torch"),
+        lambda: store_rows(torch.ones(2, 3, 2).transpose(1, 2), buffer, loc, "triton"),
+    )
+    assert not buffer.any()

@@ -5,78 +5,60 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cases import pairwise, refused
 from hicache.kernels import tiled_copy
 from hicache.kernels.tiled_copy import TiledCopy, tile_bytes_for
+from kernel_case import as_bytes, random_bits
 
 SLOTS = 60
 # (rows of each buffer, dtype): alike and 16-byte aligned; unlike; odd bytes.
-POOLS = [
-    ([(2, 64)] * 4, torch.bfloat16),
-    ([(3, 8), (3, 5), (1, 300)], torch.float32),
-    ([(7,), (1, 13)], torch.uint8),
-    ([(2, 8), (2, 24)], torch.float8_e4m3fn),
-]
+POOLS = {
+    "alike": ([(2, 64)] * 4, torch.bfloat16),
+    "unlike": ([(3, 8), (3, 5), (1, 300)], torch.float32),
+    "odd": ([(7,), (1, 13)], torch.uint8),
+    "fp8": ([(2, 8), (2, 24)], torch.float8_e4m3fn),
+}
+FRONT, BACK = torch.arange(0, 29), torch.arange(30, 59)
+# Targets and sources.
+ORDERS = {
+    "apart": (BACK, FRONT),
+    "up": (FRONT + 1, FRONT),
+    "down": (FRONT, FRONT + 1),
+    "ring": (FRONT, FRONT.roll(1)),
+    "in place": (FRONT, FRONT),
+    "one to many": (BACK, torch.full_like(BACK, 31)),
+    "random": (torch.arange(37) * 23 % SLOTS, torch.arange(37) * 7 % 41),
+}
 
 
 def buffers_of(rows: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for row in rows:
-        raw = torch.randint(
-            0, 256, (SLOTS, *row[:-1], row[-1] * dtype.itemsize), dtype=torch.uint8, generator=generator
-        )
-        made.append(raw.view(dtype).to(device))
-    return made
+    return [random_bits(SLOTS, *row, dtype=dtype, seed=i).to(device) for i, row in enumerate(rows)]
 
 
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.cpu().contiguous().view(torch.uint8)
+def check_move(mover: TiledCopy, buffers: list[torch.Tensor], target: torch.Tensor, source: torch.Tensor) -> None:
+    """Each buffer ends as if its rows had been copied out first."""
+    expected = [as_bytes(b).clone() for b in buffers]
+    for b in expected:
+        b[target.long().cpu()] = b[source.long().cpu()].clone()
+    mover.move(target, source)
+    assert all(torch.equal(as_bytes(b), e) for b, e in zip(buffers, expected, strict=True))
 
 
-def oracle(buffers: list[torch.Tensor], target: torch.Tensor, source: torch.Tensor) -> list[torch.Tensor]:
-    moved = [as_bytes(b).clone() for b in buffers]
-    for b in moved:
-        b[target.long()] = b[source.long()].clone()
-    return moved
-
-
-def orders() -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Targets and sources: apart, shifted by one either way, a ring, in place, one to many, at random."""
-    generator = torch.Generator().manual_seed(2)
-    front, back = torch.arange(0, 29), torch.arange(30, 59)
-    return [
-        ("apart", back, front),
-        ("up", front + 1, front),
-        ("down", front, front + 1),
-        ("ring", front, front.roll(1)),
-        ("in place", front, front),
-        ("one to many", back, torch.full_like(back, 31)),
-        (
-            "random",
-            torch.randperm(SLOTS, generator=generator)[:37],
-            torch.randint(0, SLOTS, (37,), generator=generator),
-        ),
-    ]
-
-
-@pytest.mark.parametrize("path", ["few", "many", "many in groups"])
-@pytest.mark.parametrize(("rows", "dtype"), POOLS)
+@pairwise(path=["few", "many", "many in groups"], pool=list(POOLS), order=list(ORDERS))
 def test_moves_read_all_before_they_write(
-    device: str, kernels: str, path: str, rows: list[tuple[int, ...]], dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    device: str, kernels: str, path: str, pool: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However sources and targets overlap, each buffer ends as if copied first, by either kernel, in any grouping."""
+    monkeypatch.setattr(tiled_copy, "SCAN_ROWS", 32)
     if path != "few":
         monkeypatch.setattr(tiled_copy, "FEW_BYTES", 0)
     if path == "many in groups":
         monkeypatch.setattr(tiled_copy, "STAGING_BYTES", 5000)
-    buffers = buffers_of(rows, dtype, device)
+    buffers = buffers_of(*POOLS[pool], device)
     mover = TiledCopy(buffers, kernels)
-    for index, (name, target, source) in enumerate(orders()):
-        expected = oracle(buffers, target, source)
-        width = torch.int32 if index % 2 else torch.int64
-        mover.move(target.to(device, width), source.to(device, width))
-        assert all(torch.equal(as_bytes(b), e) for b, e in zip(buffers, expected, strict=True)), name
+    target, source = ORDERS[order]
+    for dtype in (torch.int64, torch.int32):
+        check_move(mover, buffers, target.to(device, dtype), source.to(device, dtype))
 
 
 def test_slots_of_a_wider_buffer(device: str, kernels: str) -> None:
@@ -97,10 +79,8 @@ def test_sizes_around_a_power_of_two(device: str, kernels: str, tile_bytes: int)
     buffers = buffers_of([(2, 40)] * 2, torch.bfloat16, device)
     mover = TiledCopy(buffers, kernels, tile_bytes)
     for n in (0, 1, 2, 3, 15, 16, 17):
-        target, source = torch.arange(n), torch.arange(n) + 20 - n
-        expected = oracle(buffers, target, source)
-        mover.move(target.to(device), source.to(device))
-        assert all(torch.equal(as_bytes(b), e) for b, e in zip(buffers, expected, strict=True)), n
+        target = torch.arange(n, device=device)
+        check_move(mover, buffers, target, target + 20 - n)
 
 
 def test_wide_rows_go_in_wide_tiles() -> None:
@@ -109,16 +89,21 @@ def test_wide_rows_go_in_wide_tiles() -> None:
     assert [tile_bytes_for(n) for n in strides] == [128, 128, 256, 256, 512, 512]
 
 
-def test_wrong_arguments_are_named() -> None:
-    """Moves of unequal numbers, buffers of unequal slots or with gaps in a row raise ValueError."""
+def test_wrong_arguments_are_refused() -> None:
+    """Moves of unequal numbers, buffers of unequal slots or with gaps in a row, and unknown kernels."""
     buffer = torch.zeros(4, 2, 3)
     one, two = torch.tensor([1]), torch.tensor([1, 2])
-    with pytest.raises(ValueError, match=r"targets \(1,\).*sources \(2,\)"):
-        TiledCopy([buffer], "torch").move(one, two)
-    with pytest.raises(ValueError, match=r"buffers of \[3, 4\] slots"):
-        TiledCopy([buffer, buffer[:3]], "torch")
-    with pytest.raises(ValueError, match="need contiguous rows"):
-        TiledCopy([buffer.transpose(1, 2)], "torch")
+    refused(
+        ValueError,
+        lambda: TiledCopy([buffer], "torch").move(one, two),
+        lambda: TiledCopy([buffer], "torch").move(one[None], one[None]),
+        lambda: TiledCopy([buffer], "torch").move(one.to("meta"), one),
+        lambda: TiledCopy([buffer, buffer[:3]], "torch"),
+        lambda: TiledCopy([], "torch"),
+        lambda: TiledCopy([buffer.transpose(1, 2)], "torch"),
+        lambda: TiledCopy([buffer[:, 0, 0]], "torch"),
+        lambda: TiledCopy([buffer], "cuda"),
+    )
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from cases import refused
 from hicache.kernels.write_req_to_token import write_req_to_token_pool
 
 
@@ -27,7 +28,7 @@ def write(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_requests", "longest"), [(1, 5), (7, 600), (3, 1500), (140, 9)])
+@pytest.mark.parametrize(("num_requests", "longest"), [(1, 5), (7, 200), (2, 1100), (130, 3)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_prefix_then_new_slots(device: str, kernels: str, num_requests: int, longest: int, dtype: torch.dtype) -> None:
     """Row r holds its prefix's slots and then its new ones, and the rest of the table what it held before."""
@@ -55,16 +56,16 @@ def test_no_requests(device: str, kernels: str) -> None:
     assert table.eq(1).all()
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_what_does_not_fit_is_named(kernels: str) -> None:
+def test_what_does_not_fit_is_refused() -> None:
     """Too few slots, a prefix without slots, and rows that are too short raise ValueError and write nothing."""
-    table = torch.zeros(3, 8, dtype=torch.int32)
-    slots = torch.arange(1, 9)
-    for prefix, pre, seq, new, message in (
-        (slots[:2], [2], [5], slots[:2], "2 new slots for 3 new tokens"),
-        (slots[:1], [2], [5], slots[:3], r"\(slots, tokens\) \[\(1, 2\)\] are too short"),
-        (slots[:2], [2], [9], slots[:7], "rows have 8 columns for sequences of 9"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            write(table, [1], [prefix], pre, seq, new, kernels)
+    table, slots = torch.zeros(3, 8, dtype=torch.int32), torch.arange(1, 9)
+    refused(
+        ValueError,
+        lambda: write(table, [1], [slots[:2]], [2], [5], slots[:2], "torch"),
+        lambda: write(table, [1], [slots[:2]], [2], [5], slots[:4], "torch"),
+        lambda: write(table, [1], [slots[:1]], [2], [5], slots[:3], "torch"),
+        lambda: write(table, [1], [slots[:2]], [2], [9], slots[:7], "torch"),
+        lambda: write(table, [1, 2], [slots[:2]], [2], [5], slots[:3], "torch"),
+        lambda: write(table, [1], [slots[:2]], [2], [5], slots[:3], "cuda"),
+    )
     assert not table.any()

@@ -1,53 +1,132 @@
-"""Pools of random rows, and host pages of theirs as plain bytes."""
+"""Pools of random rows, and what moves of their pages leave on both sides, in plain bytes."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
+from hicache.kernels.page_copy import PageMover
+from kernel_case import random_bits
+
 BF16, F32, U8 = torch.bfloat16, torch.float32, torch.uint8
-# For each layer, the (row shape, dtype) of each buffer.
+Buffers = list[list[torch.Tensor]]
+# For each layer, the (row shape, dtype, tokens that share a row) of each buffer.
 POOLS = {
-    "mha": [[((2, 16), BF16), ((2, 16), BF16)]] * 3,
-    "odd rows of fp8": [[((1, 7), U8), ((1, 7), U8)]] * 3,
-    "k and v differ": [[((2, 12), BF16), ((2, 8), BF16)]] * 3,
-    "interleaved sizes": [[((6,), F32), ((3,), F32), ((6,), F32)]] * 2,
-    "long rows": [[((9, 128), F32), ((8, 128), BF16)]],
-    "latent": [[((1, 72), BF16)]] * 4,
-    "layers differ": [[((2, 8), BF16), ((2, 8), BF16)], [((1, 5), U8)], [((2, 8), BF16), ((2, 8), BF16)]],
+    "mha": [[((2, 16), BF16, 1), ((2, 16), BF16, 1)]] * 3,
+    "odd rows of fp8": [[((1, 7), U8, 1), ((1, 7), U8, 1)]] * 3,
+    "k and v differ": [[((2, 12), BF16, 1), ((2, 8), BF16, 1)]] * 3,
+    "interleaved sizes": [[((6,), F32, 1), ((3,), F32, 1), ((6,), F32, 1)]] * 2,
+    "long rows": [[((9, 128), F32, 1), ((8, 128), BF16, 1)]],
+    "latent": [[((1, 72), BF16, 1)]] * 4,
+    "layers differ": [[((2, 8), BF16, 1)] * 2, [((1, 5), U8, 1)], [((2, 8), BF16, 1)] * 2],
+    "rows of device pages": [[((2, 6), U8, 1), ((52,), U8, 4)]] * 3,
+    "spans differ": [[((2, 6), U8, 1), ((39,), U8, 3)]] * 2 + [[((39,), U8, 3), ((2, 6), U8, 1)]],
 }
+# Which layers a call moves, of how many there are.
+LAYERS = {"all": lambda n: (0, n), "upper half": lambda n: (n // 2, n - n // 2), "last": lambda n: (n - 1, 1)}
 
 
-def random_bytes(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=U8, generator=torch.Generator().manual_seed(seed))
+class Copier(Protocol):
+    """What moves pages between a pool and host pages: `ZeroCopyMover`, or a `PageMover` by way of staging."""
+
+    def store(self, slots: torch.Tensor, pages: torch.Tensor, first_layer: int, num_layers: int) -> None: ...
+
+    def load(self, pages: torch.Tensor, slots: torch.Tensor, first_layer: int, num_layers: int) -> None: ...
 
 
-def build(name: str, slots: int, device: str) -> list[list[torch.Tensor]]:
-    """Buffers of random bits, `[slots, ...row]`."""
-    pool = []
-    for index, layer in enumerate(POOLS[name]):
-        buffers = []
-        for b, (shape, dtype) in enumerate(layer):
-            width = shape[-1] * dtype.itemsize
-            buffers.append(random_bytes(slots, *shape[:-1], width, seed=10 * index + b).view(dtype).to(device))
-        pool.append(buffers)
-    return pool
+class Pool:
+    """Buffers on a device with random bits, `slots` of them, and the tokens that share a row of each (`spans`)."""
+
+    def __init__(self, buffers: Buffers, device: str, spans: list[list[int]] | None = None) -> None:
+        self.device, self.spans = device, spans or [[1] * len(layer) for layer in buffers]
+        self.buffers = [[b.to(device) for b in layer] for layer in buffers]
+        self.num_layers = len(buffers)
+        self.page = max(span for layer in self.spans for span in layer)  # tokens of a device page
+        self.num_pages = len(buffers[0][0]) * self.spans[0][0] // self.page
+
+    @classmethod
+    def named(cls, name: str, device_pages: int, device: str) -> Pool:
+        page = max(span for layer in POOLS[name] for *_, span in layer)
+        buffers = [
+            [
+                random_bits(device_pages * page // span, *shape, dtype=dtype, seed=10 * index + b)
+                for b, (shape, dtype, span) in enumerate(layer)
+            ]
+            for index, layer in enumerate(POOLS[name])
+        ]
+        return cls(buffers, device, [[span for *_, span in layer] for layer in POOLS[name]])
+
+    def mover(self, page_tokens: int, kernels: str) -> PageMover:
+        return PageMover(self.buffers, page_tokens, kernels, self.spans)  # type: ignore[arg-type]
+
+    def slots(self, device_pages: torch.Tensor) -> torch.Tensor:
+        """The slots of whole device pages, in order."""
+        return (device_pages[:, None] * self.page + torch.arange(self.page)).reshape(-1)
+
+    def rows(self) -> list[list[list[bytes]]]:
+        """[layer][buffer][row] -> its bytes."""
+        return [[[bytes(row.view(U8).flatten().tolist()) for row in b.cpu()] for b in layer] for layer in self.buffers]
+
+    def ids(self, layer: int, buffer: int, slots: list[int]) -> list[int]:
+        """The rows of a buffer that hold `slots`, each once."""
+        span = self.spans[layer][buffer]
+        return [slot // span for slot in slots if slot % span == 0]
+
+    def host_pages(self, slots: list[int], page_tokens: int, first: int, count: int) -> list[bytes]:
+        """The layers' part of each page: [layer][buffer][row]."""
+        rows = self.rows()
+        return [
+            b"".join(
+                rows[layer][b][i]
+                for layer in range(first, first + count)
+                for b in range(len(rows[layer]))
+                for i in self.ids(layer, b, slots[start : start + page_tokens])
+            )
+            for start in range(0, len(slots), page_tokens)
+        ]
 
 
-def rows_of(pool: list[list[torch.Tensor]]) -> list[list[list[bytes]]]:
-    """[layer][buffer][slot] -> the bytes of a row."""
-    return [[[bytes(row.view(U8).flatten().tolist()) for row in b.cpu()] for b in layer] for layer in pool]
+def page_bytes(host: torch.Tensor) -> list[bytes]:
+    """Host pages once the devices have written them."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return [bytes(row) for row in host.cpu().tolist()]
 
 
-def host_pages(
-    rows: list[list[list[bytes]]], slots: list[int], page_tokens: int, first: int, count: int
-) -> list[bytes]:
-    """The group's part of each page: [layer][buffer][token][row]."""
-    pages = []
-    for p in range(len(slots) // page_tokens):
-        tokens = slots[p * page_tokens : (p + 1) * page_tokens]
-        pages.append(b"".join(b[s] for layer in rows[first : first + count] for b in layer for s in tokens))
-    return pages
+def pinned(host: torch.Tensor, device: str) -> torch.Tensor:
+    """`host` where a pool on `device` can reach it."""
+    return host.pin_memory() if device == "cuda" else host
 
 
-def page_bytes(staging: torch.Tensor) -> list[bytes]:
-    return [bytes(row) for row in staging.cpu().tolist()]
+def check_store_and_load(
+    copier: Copier, pool: Pool, mover: PageMover, host: torch.Tensor, num_pages: int, layers: str = "all"
+) -> None:
+    """Rows of `num_pages` pages at random slots reach random host pages, and come back at other slots; all other rows
+    and bytes stay."""
+    generator = torch.Generator().manual_seed(num_pages)
+    first, count = LAYERS[layers](pool.num_layers)
+    begin, size = mover.group_bytes(0, first), mover.group_bytes(first, count)
+    order = torch.randperm(pool.num_pages, generator=generator)
+    of_pool = num_pages * mover.page_tokens // pool.page
+    source, target = pool.slots(order[:of_pool]), pool.slots(order[-of_pool:])
+    pages = torch.randperm(len(host), generator=generator)[:num_pages]
+    rows, before = pool.rows(), page_bytes(host)
+
+    copier.store(source.to(pool.device), pages.to(pool.device), first, count)
+    after = list(before)
+    for page, part in zip(
+        pages.tolist(), pool.host_pages(source.tolist(), mover.page_tokens, first, count), strict=True
+    ):
+        after[page] = before[page][:begin] + part + before[page][begin + size :]
+    assert page_bytes(host) == after != before
+    assert pool.rows() == rows
+
+    copier.load(pages.to(pool.device), target.to(pool.device), first, count)
+    for layer in range(first, first + count):
+        for b, of_buffer in enumerate(rows[layer]):
+            moved = [of_buffer[i] for i in pool.ids(layer, b, source.tolist())]
+            for i, row in zip(pool.ids(layer, b, target.tolist()), moved, strict=True):
+                of_buffer[i] = row
+    assert pool.rows() == rows
+    assert page_bytes(host) == after
