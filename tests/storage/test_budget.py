@@ -1,87 +1,28 @@
-"""The bytes on the disk stay within the budget, whatever is written and whoever reads meanwhile."""
+"""The files of a store stay within its budget, whatever is written, and the least recently used pages go for it."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hicache.storage import PageBuffer, describe, evict
+from hicache.storage import LmdbPageStore, PageBuffer, StoreError, describe, evict
 from storage_pages import (
+    PAGE_BYTES,
     blocks_bytes,
     budget_of,
     found_numbers,
     key_of,
     open_store,
     page_of,
+    put_numbers,
+    slots_path,
 )
 
-PAGE_BYTES = 96 << 10  # above the size from which pages are compressed beside the writer
-NUM_BUDGETED = 100  # pages of the budget
-
-
-def mixed_page(number: int) -> PageBuffer:
-    """Random bytes up to a place that the number decides, zeros behind: values of many sizes."""
-    page = page_of(number, PAGE_BYTES)
-    page[(number * 2654435761) % PAGE_BYTES :] = 0
-    return page
-
-
-def right(number: int, buffer: PageBuffer) -> bool:
-    return np.array_equal(buffer, mixed_page(number))
-
-
-@pytest.mark.parametrize("num_pages", [700, pytest.param(4000, marks=pytest.mark.long)])
-def test_blocks_stay_within_the_budget(tmp_path: Path, num_pages: int) -> None:
-    """Many times the budget is written while readers hold transactions: the blocks of the files, sampled all the time,
-    never pass the budget by 5 %, every put is taken, and what is read is right.
-    """
-    budget_bytes = budget_of(NUM_BUDGETED, PAGE_BYTES)
-    store = open_store(tmp_path, page_bytes=PAGE_BYTES, budget_bytes=budget_bytes)
-    done, failures, samples, newest = threading.Event(), list[object](), list[int](), [0]
-
-    def guarded(body: Callable[[], None]) -> None:
-        try:
-            while not done.wait(0.001):
-                body()
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    def sample() -> None:
-        samples.append(blocks_bytes(tmp_path))
-
-    def read() -> None:
-        numbers = [max(0, newest[0] - 5 * i) for i in range(6)]
-        buffers = [np.empty(PAGE_BYTES, dtype=np.uint8) for _ in numbers]
-        hits = store.get_into([key_of(n) for n in numbers], buffers)
-        assert all(right(n, buffer) for n, buffer, hit in zip(numbers, buffers, hits, strict=True) if hit)
-
-    threads = [threading.Thread(target=guarded, args=(body,)) for body in (sample, read, read)]
-    for thread in threads:
-        thread.start()
-    written_bytes = 0
-    try:
-        for first in range(0, num_pages, 10):
-            items = [(key_of(n), mixed_page(n)) for n in range(first, first + 10)]
-            assert store.put(items) == [True] * 10
-            written_bytes = store.stats().put_bytes_stored
-            newest[0] = first + 9
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join(60)
-    assert not failures and len(samples) > 20
-    assert max(samples) <= 1.05 * budget_bytes and written_bytes > 3 * NUM_BUDGETED * PAGE_BYTES * num_pages // 700
-    stats = store.stats()
-    assert stats.write_errors == stats.read_errors == stats.corrupt == 0 and stats.evicted > num_pages // 2
-    store.check()
-    store.close()
+LARGE_BYTES = 96 << 10  # above the size from which pages are compressed beside the writer
 
 
 @pytest.mark.long
@@ -112,27 +53,14 @@ def test_a_million_small_pages(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_call_of_many_groups(tmp_path: Path) -> None:
-    """A call of many commits, compressed ahead of them in threads, stores each page under its key, and again
-    afterwards."""
-    store = open_store(tmp_path, page_bytes=PAGE_BYTES)
-    for first in (0, 200):
-        numbers = range(first, first + 200)
-        assert store.put([(key_of(n), page_of(n, PAGE_BYTES)) for n in numbers]) == [True] * 200
-        assert found_numbers(store, numbers, PAGE_BYTES) == set(numbers)
-    store.check()
-    store.close()
-
-
 def test_a_call_larger_than_the_budget(tmp_path: Path) -> None:
-    """Of a call that does not fit the budget the head stays, and the answer says so."""
-    budget_bytes = budget_of(NUM_BUDGETED, PAGE_BYTES)
-    store = open_store(tmp_path, page_bytes=PAGE_BYTES, budget_bytes=budget_bytes)
-    numbers = range(160)
-    stored = store.put([(key_of(n), page_of(n, PAGE_BYTES)) for n in numbers])
+    """Of a call of many commits, compressed ahead of them in threads, that does not fit the budget the head stays, and
+    the answer says so."""
+    store = open_store(tmp_path, page_bytes=LARGE_BYTES, budget_bytes=budget_of(50, LARGE_BYTES))
+    stored = put_numbers(store, range(80), LARGE_BYTES)
     kept = stored.count(True)
-    assert 60 < kept <= 112 and stored == [True] * kept + [False] * (160 - kept)
-    assert found_numbers(store, numbers, PAGE_BYTES) == set(range(kept))
+    assert 30 < kept <= 56 and stored == [True] * kept + [False] * (80 - kept)
+    assert found_numbers(store, range(80), LARGE_BYTES) == set(range(kept))
     store.check()
     store.close()
 
@@ -140,19 +68,59 @@ def test_a_call_larger_than_the_budget(tmp_path: Path) -> None:
 def test_pages_that_fill_the_tables_first(tmp_path: Path) -> None:
     """Of pages that compress to next to nothing the tables of a store with slots are full before the slots: the oldest
     go, every put is taken, and deleting and evicting work."""
-    page_bytes, budget_bytes = 256 << 10, 20 << 20
+    page_bytes, budget_bytes = 64 << 10, 4 << 20
     with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=budget_bytes)) as store:
         page = np.zeros(page_bytes, dtype=np.uint8)
-        for first in range(0, 4_600, 200):
+        for first in range(0, 1000, 100):
             items = []
-            for n in range(first, first + 200):
+            for n in range(first, first + 100):
                 items.append((key_of(n), page.copy()))
                 items[-1][1][:8] = np.frombuffer(n.to_bytes(8, "little"), dtype=np.uint8)
-            assert store.put(items) == [True] * 200
+            assert store.put(items) == [True] * 100
             assert store.stats().file_bytes <= 1.05 * budget_bytes
         stats = store.stats()
-        assert 0 < stats.evicted < 4_600 and stats.write_errors == 0
-        assert store.get_into([key_of(4_500)], [page]) == [True] and int.from_bytes(page[:8], "little") == 4_500
-        assert store.delete([key_of(n) for n in range(4_500, 4_600)]) == 100
+        assert 0 < stats.evicted < 1000 and stats.write_errors == 0
+        assert store.get_into([key_of(930)], [page]) == [True] and int.from_bytes(page[:8], "little") == 930
+        assert store.delete([key_of(n) for n in range(900, 1000)]) == 100
         store.check()
         assert evict(store, 0) > 0 and store.stats().entries == 0
+
+
+@pytest.mark.parametrize("way", ["evicted to 1 MiB", "evicted to nothing", "opened with a smaller budget"])
+def test_a_store_is_made_smaller(tmp_path: Path, way: str) -> None:
+    """Evicting, and opening with a smaller budget, drop the oldest pages, give their space back at once, and leave a
+    valid store of at most that size, which takes pages."""
+    store: LmdbPageStore = open_store(tmp_path)
+    for first in range(0, 200, 10):
+        assert all(put_numbers(store, range(first + 9, first - 1, -1)))  # the first of a call is used last
+    with pytest.raises(StoreError):
+        evict(store, -1)
+    to_bytes = {"evicted to nothing": 0}.get(way, 1 << 20)
+    if way == "opened with a smaller budget":
+        store.close()
+        store = open_store(tmp_path, budget_bytes=to_bytes)
+    else:
+        assert evict(store, to_bytes) == 200 - store.stats().entries
+    stats = store.stats()
+    assert stats.evicted == 200 - stats.entries and (stats.entries > 40 if to_bytes else stats.entries == 0)
+    assert max(stats.file_bytes, blocks_bytes(tmp_path) - (64 << 10)) <= max(to_bytes, 64 << 10)
+    assert found_numbers(store, range(200)) == set(range(200 - stats.entries, 200))
+    assert store.put([(key_of(500), page_of(500))]) == [True]
+    store.check()
+    store.close()
+
+
+def test_space_comes_back(tmp_path: Path) -> None:
+    """The space of deleted pages is free at once, and compacting cuts the files behind the last page; every other page
+    is kept."""
+    with contextlib.closing(open_store(tmp_path)) as store:
+        put_numbers(store, range(60))
+        before_bytes = blocks_bytes(tmp_path)
+        assert store.delete([key_of(n) for n in range(0, 60, 2)]) == 30
+        assert max(blocks_bytes(tmp_path), store.stats().file_bytes) < before_bytes - 25 * PAGE_BYTES
+        store.delete([key_of(n) for n in range(1, 30, 2)])
+        assert store.compact() >= 0
+        assert slots_path(tmp_path).stat().st_size < 33 * (PAGE_BYTES + 4096 + 64)
+        assert found_numbers(store, range(60)) == set(range(31, 60, 2))
+        assert put_numbers(store, [200]) == [True]
+        store.check()
