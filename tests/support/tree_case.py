@@ -130,6 +130,17 @@ class ComponentDicts:
         first = len(pages) - (1 if component == MAMBA else node.num_tokens // self.page)
         return iter(self.prefixes(node.namespace, pages)[first:])
 
+    def contents(self) -> dict[tuple[Component, Tier], dict[Prefix, int]]:
+        """What the tree holds of each component on each tier, by prefix."""
+        found: dict[tuple[Component, Tier], dict[Prefix, int]] = {key: {} for key in self.held}
+        for node in self.tree.nodes():
+            for name in self.names:
+                for tier in Tier:
+                    if node.holds(name, tier):
+                        ids = self.first_of_pages(name, tier, node.held(name, tier))
+                        found[name, tier].update(zip(self.pages_of(node, name), ids, strict=True))
+        return found
+
     def drop(self, node: TreeNode, component: Component, tier: Tier) -> None:
         dropped = self.tree.drop(node, component, tier)
         num_windows = sum((released.component, released.tier) == (SWA, DEVICE) for released in dropped)

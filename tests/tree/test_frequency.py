@@ -27,12 +27,6 @@ def hits(requests: Sequence[Tokens], policy: str, capacity: int) -> int:
     return num_hits
 
 
-def blocks_of(path: Path) -> list[Tokens]:
-    if not path.exists():
-        pytest.skip(f"{path.name} is not part of the repository")
-    return [request.blocks for request in read_trace(path).requests]
-
-
 def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted() -> None:
     """Against a model that keeps every use of every prompt for ever. No prompt is a part of another."""
     dice, tree = random.Random(1), RadixTree(1, PageHasher(b"identity", 1), policy="auto")
@@ -74,7 +68,7 @@ def _number(node) -> int:  # type: ignore[no-untyped-def]
 def multi_turn(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
     """Chats over a few system prompts, of which some are alive at a time."""
     systems, chats, requests = [fresh(8) for _ in range(5)], [], []
-    for _ in range(1500):
+    for _ in range(800):
         if len(chats) < 60 or dice.random() < 1 / 8:
             if len(chats) == 60:
                 chats.pop(int(dice.integers(60)))
@@ -95,20 +89,20 @@ def one_shot(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[
         np.concatenate([documents[int(dice.choice(100, p=shares / shares.sum()))], fresh(3)])
         if dice.random() < 0.5
         else fresh(int(dice.integers(20, 100)))
-        for _ in range(1200)
+        for _ in range(600)
     ]
 
 
 def scans(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
     """A loop over more than fits, beside prompts that come often."""
     loop, often = [fresh(30) for _ in range(120)], [fresh(30) for _ in range(20)]
-    return [loop[n % 120] if dice.random() < 0.6 else often[int(dice.integers(20))] for n in range(1200)]
+    return [loop[n % 120] if dice.random() < 0.6 else often[int(dice.integers(20))] for n in range(600)]
 
 
 def shifting(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
-    """What is popular changes every 300 requests."""
+    """What is popular changes every 150 requests."""
     documents = [fresh(25) for _ in range(400)]
-    return [np.concatenate([documents[(int(dice.zipf(1.3)) + n // 300 * 37) % 400], fresh(2)]) for n in range(2000)]
+    return [np.concatenate([documents[(int(dice.zipf(1.3)) + n // 150 * 37) % 400], fresh(2)]) for n in range(900)]
 
 
 def drifting(dice: np.random.Generator, fresh: Callable[[int], Tokens]) -> list[Tokens]:
@@ -133,12 +127,12 @@ def generated(shape: Callable[..., list[Tokens]], seed: int) -> list[Tokens]:
     return shape(np.random.default_rng(seed), fresh)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("shape", [multi_turn, one_shot, scans, shifting, drifting])
 def test_it_hits_no_less_than_lru(shape: Callable[..., list[Tokens]], seed: int) -> None:
     """At most 2 % less at any capacity; the replay ends with a check of the tree."""
     requests = generated(shape, seed)
-    for capacity in (300, 1000, 3000):
+    for capacity in (300, 1000):
         assert hits(requests, "auto", capacity) >= 0.98 * hits(requests, "lru", capacity), capacity
 
 
@@ -163,13 +157,18 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(log._evicted) <= 8 * 50 + 20
 
 
-def test_on_conversations_it_hits_twice_as_much_as_lru() -> None:
-    requests = blocks_of(CONVERSATION)
-    for capacity, least in ((1000, 1.8), (3000, 2.0), (10000, 1.05)):
-        assert hits(requests, "auto", capacity) >= least * hits(requests, "lru", capacity), capacity
-
-
-def test_on_agents_it_hits_as_much_as_lru() -> None:
-    requests = blocks_of(SESSIONS)
-    for capacity in (4000, 8000, 16000, 32000):
-        assert hits(requests, "auto", capacity) >= 0.99 * hits(requests, "lru", capacity), capacity
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("trace", "least"),
+    [
+        (CONVERSATION, {1000: 1.8, 3000: 2.0, 10000: 1.05}),
+        (SESSIONS, {4000: 0.99, 8000: 0.99, 16000: 0.99, 32000: 0.99}),
+    ],
+)
+def test_of_real_requests_it_hits_at_least_as_much_as_lru(trace: Path, least: dict[int, float]) -> None:
+    """On conversations twice as much, on agents as much."""
+    if not trace.exists():
+        pytest.skip(f"{trace.name} is not part of the repository")
+    requests = [request.blocks for request in read_trace(trace).requests]
+    for capacity, ratio in least.items():
+        assert hits(requests, "auto", capacity) >= ratio * hits(requests, "lru", capacity), capacity

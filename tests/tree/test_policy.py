@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.errors import ConfigError
@@ -34,7 +33,8 @@ def play(name: str, leaves_only: bool, events: list[Event]) -> World:
         assert world.order.victim() is victim, "asking changes nothing"
         expected = world.oracle.by_rank()
         assert len(world.order) == len(expected)
-        assert sorted(node.id for node in world.order) == sorted(node.id for node in expected)
+        assert set(world.order) == set(expected)
+        assert name != "lru" or list(world.order) == expected, "the recency list reads oldest first"
         assert all((node in world.order) == (not locks_of(node)) for node in world.held)
     return world
 
@@ -44,7 +44,6 @@ def play(name: str, leaves_only: bool, events: list[Event]) -> World:
 @given(
     events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 1000), st.integers(0, 1000)), max_size=60),
 )
-@settings(max_examples=40, deadline=None)
 def test_every_victim_is_the_one_that_sorting_all_nodes_finds(
     name: str, leaves_only: bool, events: list[Event]
 ) -> None:
@@ -70,21 +69,12 @@ def test_long_histories_agree_with_sorting(name: str, leaves_only: bool) -> None
     assert len(set(evicted)) == len(evicted)
 
 
-def test_the_recency_list_reads_oldest_first() -> None:
-    """Iteration gives the order in which the nodes would be evicted."""
-    dice = random.Random(5)
-    world = World("lru", True)
-    for _ in range(300):
-        getattr(world, dice.choice(EVENTS))(dice.randrange(1000), 0)
-        assert list(world.order) == world.oracle.by_rank()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_tree_names_the_lowest_evictable_node(name: str) -> None:
     """In a real tree the victim is, before each eviction, a node of lowest priority among the unlocked leaves."""
     dice, tree = random.Random(name), RadixTree(1, PageHasher(b"identity", 1), policy=name)
     rank, locked, evictions = get_eviction_strategy(name.upper()), [], 0
-    for _ in range(600):
+    for _ in range(250):
         tokens = np.array([dice.randrange(3) for _ in range(dice.randrange(1, 9))])
         match = tree.match(tokens)
         node = tree.node_at(match, match.device_len)
@@ -108,7 +98,7 @@ def test_the_tree_names_the_lowest_evictable_node(name: str) -> None:
             tree.drop(victim, FULL, DEVICE)
             evictions += 1
         tree.check()
-    assert evictions > 100
+    assert evictions > 60
 
 
 def test_a_raised_priority_counts_at_once() -> None:
@@ -152,10 +142,10 @@ class CountedRank(EvictionStrategy):
 def test_a_heap_stays_as_small_as_what_it_holds() -> None:
     """Whatever is locked, unlocked and used without an eviction in between, entries stay at most two a node."""
     order = PriorityHeap(CountedRank(), lambda node: True)
-    nodes = [TreeNode() for _ in range(200)]
+    nodes = [TreeNode() for _ in range(80)]
     for node in nodes:
         order.insert(node)
-    for turn in range(50):
+    for turn in range(30):
         for node in nodes[turn % 7 :]:
             node.touch()
             if turn % 2:
@@ -174,14 +164,14 @@ def test_a_heap_stays_small_where_nodes_keep_growing_and_losing_children() -> No
     """The bound holds though most nodes leave the heap again and again, and come back when they become leaves."""
     inner: set[TreeNode] = set()
     order = PriorityHeap(get_eviction_strategy("lru"), lambda node: node not in inner)
-    nodes = [TreeNode() for _ in range(100)]
+    nodes = [TreeNode() for _ in range(50)]
     for node in nodes:
         order.insert(node)
     for _ in range(20):
-        inner.update(nodes[:99])
-        assert order.victim() is nodes[99]
+        inner.update(nodes[:-1])
+        assert order.victim() is nodes[-1]
         inner.clear()
-        for node in nodes[:99]:
+        for node in nodes[:-1]:
             order.on_leaf(node)
         for node in nodes * 3:
             node.touch()
@@ -189,7 +179,7 @@ def test_a_heap_stays_small_where_nodes_keep_growing_and_losing_children() -> No
             assert order.num_entries <= 2 * len(order) + 20
 
 
-@pytest.mark.parametrize("num_nodes", [64, 512, 4096])
+@pytest.mark.parametrize("num_nodes", [64, 1024])
 def test_the_cost_of_an_event_grows_with_the_logarithm_of_the_nodes(num_nodes: int) -> None:
     """Locks, uses and victims take at most 4 log2(n) comparisons each on average, at every size."""
     rank = CountedRank()
@@ -237,25 +227,18 @@ def test_what_is_not_evictable_is_tested_once() -> None:
     assert order.victim() is nodes[40] and len(order) == 100
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_names_are_known_in_any_case(name: str) -> None:
-    """A name finds the same policy however it is written."""
-    for written in (name, name.upper(), name.title()):
-        node = TreeNode()
-        assert type(get_eviction_strategy(written)) is type(get_eviction_strategy(name))
-        assert np.array_equal(get_eviction_strategy(written).get_priority(node), np.squeeze(RANKS[name](node)))
-        assert type(make_order(written, FULL, DEVICE, lambda node: True)) is type(
-            make_order(name, FULL, DEVICE, lambda node: True)
-        )
-
-
-@pytest.mark.parametrize("ask", [get_eviction_strategy, lambda name: make_order(name, FULL, DEVICE, lambda node: True)])
-def test_an_unknown_name_is_refused_with_the_names_there_are(ask: Callable[[str], object]) -> None:
-    """ConfigError, which is a ValueError, names what was asked for and every policy."""
-    with pytest.raises(ConfigError) as refused:
-        ask("arc")
-    assert isinstance(refused.value, ValueError)
-    assert "'arc'" in str(refused.value) and "fifo, filo, lfu, lru, mru, priority, slru" in str(refused.value)
+def test_names_are_known_in_any_case() -> None:
+    """A name finds the same policy however it is written; an unknown one is refused with all that there are."""
+    for name in NAMES:
+        orders = [
+            make_order(written, FULL, DEVICE, lambda node: True) for written in (name, name.upper(), name.title())
+        ]
+        assert len({type(order) for order in orders}) == 1
+        ranks = [get_eviction_strategy(written).get_priority(TreeNode()) for written in (name, name.title())]
+        assert np.shape(ranks[0]) == np.shape(ranks[1]) == np.shape(np.squeeze(RANKS[name](TreeNode())))
+    for ask in (get_eviction_strategy, lambda name: make_order(name, FULL, DEVICE, lambda node: True)):
+        with pytest.raises(ConfigError, match="fifo, filo, lfu, lru, mru, priority, slru"):
+            ask("arc")
 
 
 def test_the_protected_segment_starts_where_it_is_told_to() -> None:

@@ -32,7 +32,7 @@ from page_life import DROPPED, EDGES, Edge
 from tree_case import ComponentDicts, Copies
 
 SPACES = st.sampled_from(["", "tenant"])
-KINDS = {"swa": (SWA,), "mamba": (MAMBA,), "both": (SWA, MAMBA)}
+KINDS = {"full": (), "swa": (SWA,), "mamba": (MAMBA,), "both": (SWA, MAMBA)}
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 ASKED = st.lists(st.integers(0, 2), max_size=7)
 
@@ -59,10 +59,12 @@ class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
         accepted = self.accepted(all_prefixes, [run for load in self.loads for run in load.runs.values()])
         assert result.accepted_len == accepted * self.page
         adopted = {at for dup in result.duplicates if dup.adopts_window for at in range(dup.start, dup.end)}
+        theirs = {dup.start + at: slot for dup in result.duplicates for at, slot in enumerate(dup.value.tolist())}
         full, windows = self.held[FULL, DEVICE], self.held[SWA, DEVICE]
         for at, prefix in enumerate(all_prefixes[:accepted]):
             first = at * self.page
             was_there = prefix in full
+            assert theirs.get(first) == full.get(prefix)
             full.setdefault(prefix, int(slots[first]))
             if self.swa and at >= unmapped:
                 assert (first in adopted) == (was_there and prefix not in windows)
@@ -252,10 +254,8 @@ class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
             return
         self.tree.check()
         self.lives.look()
-        for name in self.names:
-            for tier in Tier:
-                values = [self.first_of_pages(name, tier, value) for value in self.tree.values(name, tier)]
-                assert sorted(itertools.chain(*values)) == sorted(self.held[name, tier].values()), (name, tier)
+        for (name, tier), held in self.contents().items():
+            assert held == self.held[name, tier], (name, tier)
 
     def teardown(self) -> None:
         """Everything can be unlocked and evicted, to the last node."""
@@ -278,15 +278,10 @@ class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
         self.edges.update(self.lives.seen)
 
 
-def test_components_against_dicts() -> None:
-    """No run of the machine finds a difference, and the runs take edges of the table of states alone."""
-    run_state_machine_as_test(ComponentsAgainstDicts, settings=settings(max_examples=200, stateful_step_count=40))
-    assert ComponentsAgainstDicts.edges <= EDGES | DROPPED
-
-
-@pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_components_against_dicts_for_long() -> None:
-    """The same machine over many more and longer runs."""
-    many = settings(max_examples=3000, stateful_step_count=60, derandomize=False)
+@pytest.mark.parametrize("factor", [8, pytest.param(20, marks=pytest.mark.long)])
+def test_components_against_dicts(factor: int) -> None:
+    """No run of the machine finds a difference, and the runs take each edge of the table of states, and no other."""
+    many = settings(max_examples=factor * settings.default.max_examples, stateful_step_count=40)
     run_state_machine_as_test(ComponentsAgainstDicts, settings=many)
+    assert ComponentsAgainstDicts.edges == EDGES | DROPPED
