@@ -212,18 +212,21 @@ def test_operators_carry_pages_of_all_sizes(tmp_path: Path, cipher: PageCipher |
         get(store, [7, 3])
         live_bytes = store.stats().live_bytes
     target = tmp_path / "b"
-    open_mixed(target, cipher=cipher).close()
+    with contextlib.closing(open_mixed(target, cipher=cipher)) as copy:
+        put(copy, [29])  # is present when the others come, and is used then, first
     with (
         contextlib.closing(open_existing(tmp_path / "a")) as store,
         contextlib.closing(open_existing(target)) as copy,
     ):
         carried = list(pages(store))
         assert [key for key, _ in carried[-2:]] == [key_of(3), key_of(7)]
-        assert put_values(copy, carried) == [True] * 30 and list(pages(copy)) == carried
+        assert put_values(copy, carried) == [True] * 30
+        assert [key for key, _ in pages(copy)] == [key for key, _ in carried]
         stats = copy.stats()
         assert (stats.live_bytes, stats.raw_bytes) == (live_bytes, sum(size_of(n) for n in range(30)))
-        assert stats.put_bytes_raw == stats.raw_bytes
-        assert (verify(copy).pages, verify(copy).faults) == (30, ())
+        assert (stats.puts, stats.put_bytes_raw) == (29, stats.raw_bytes - size_of(29))
+        report = verify(copy, repair=True)
+        assert (report.pages, report.bytes, report.faults) == (30, live_bytes, ())
     with contextlib.closing(LmdbPageReader(target, cipher=cipher)) as reader:
         assert get(reader, range(31)) == list(range(30))
     with contextlib.closing(open_existing(target, cipher=cipher)) as copy:
