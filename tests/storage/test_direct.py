@@ -19,9 +19,7 @@ from hicache.storage.slot_file import MIN_DIRECT_BYTES, SlotFile
 from storage_pages import (
     forget_cached,
     found_numbers,
-    key_of,
     open_store,
-    page_of,
     put_numbers,
     slots_path,
 )
@@ -62,7 +60,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> File:
     return File(tmp_path_factory.mktemp("direct") / "data")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples * 3)
 @given(
     block=st.integers(0, FILE_BYTES // ALIGNMENT),
     length=st.integers(1, FILE_BYTES),
@@ -145,16 +143,13 @@ def test_a_sync_beside_a_write_leaves_the_rest_to_the_next(tmp_path: Path, monke
 
 @pytest.mark.parametrize("kind", ["random", "normal"])
 def test_long_pages_come_back_from_disk(tmp_path: Path, kind: str) -> None:
-    """Cold and warm, one by one and in batches, while more are written: every page to the last byte."""
-    page_bytes = 2 * MIN_DIRECT_BYTES
-    with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=256 << 20)) as store:
-        for start in range(0, 40, 10):
-            put_numbers(store, range(start, start + 10), page_bytes, kind)
-            forget_cached(slots_path(tmp_path))
-            for number in range(0, start + 10, 7):
-                assert found_numbers(store, [number], page_bytes, kind) == {number}
-            assert found_numbers(store, range(start + 10), page_bytes, kind) == set(range(start + 10))
-        buffer = np.empty(page_bytes, dtype=np.uint8)
-        assert store.get_into([key_of(3)], [buffer]) == [True]
-        np.testing.assert_array_equal(buffer, page_of(3, page_bytes, kind))
-        store.check()
+    """Cold and warm, one by one and in batches, before and while more are written: every page to the last byte."""
+    settings = {"page_bytes": 2 * MIN_DIRECT_BYTES, "budget_bytes": 64 << 20}
+    for stop in (4, 8):
+        with contextlib.closing(open_store(tmp_path, **settings)) as store:
+            for numbers in ([0], range(stop)):
+                forget_cached(slots_path(tmp_path))
+                assert found_numbers(store, numbers, 2 * MIN_DIRECT_BYTES, kind) == set(numbers) & set(range(stop - 4))
+            put_numbers(store, range(stop), 2 * MIN_DIRECT_BYTES, kind)
+            assert found_numbers(store, range(stop), 2 * MIN_DIRECT_BYTES, kind) == set(range(stop))
+            store.check()
