@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from disk_case import wait_until
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Lease, build_engine
 from hicache.errors import ResourceExhausted
 from storage_pages import forget_cached
 from toy_model import GEOMETRY, config
+from waiting import eventually
 
 BLKIO = Path("/sys/fs/cgroup/blkio")
 STANDSTILL_S = 120.0
@@ -89,7 +89,7 @@ def freezer(request: pytest.FixtureRequest, mount: Path) -> Iterator[Freezer]:
 
     yield Freezer("reads", mount, freeze_reads, thaw_reads)
     thaw_reads()
-    wait_until(lambda: not (group / "cgroup.procs").read_text())
+    eventually(lambda: not (group / "cgroup.procs").read_text())
     group.rmdir()
 
 
@@ -139,7 +139,7 @@ def serve(engine: CacheEngine, number: int) -> None:
     tokens = np.random.default_rng(number).integers(0, 5000, 100)
     handle = engine.prefetch(f"r{number}", tokens)
     # A request is served sooner than a reader begins: until one is stalled, each waits for something to read.
-    wait_until(lambda: engine.poll() or handle.found_tokens or handle.ended or stalled_jobs(engine))
+    eventually(lambda: engine.poll() or handle.found_tokens or handle.ended or stalled_jobs(engine))
     engine.lookup(tokens)
     while (lease := admitted(engine, CacheRequest(f"r{number}", tokens))) is None:
         engine.poll()
@@ -195,7 +195,7 @@ def main(path: str, kind: str) -> None:
     sys.stdin.readline()
     disk = engine.inspect.context.disk
     assert disk is not None
-    wait_until(disk.close)
+    eventually(disk.close)
     engine.close()
     again = engine_at(path)
     again.check()

@@ -15,25 +15,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 
-import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 import hicache
 from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
-from toy_model import GEOMETRY, config, serve
+from toy_model import GEOMETRY, config, prompt, serve
 from transfer_case import before_each_move
+from waiting import BOUND_S
 
 PACKAGE = Path(hicache.__file__).parent
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 # What a step may call of C: sizes and ends of containers, and whether a queue is empty, which takes no lock.
 HARMLESS = {"len", "next", "all", "deque.extend", "SimpleQueue.empty"}
 LOOKS = {"done", "is_set"}  # whether an operation has ended, and the event that says so
-
-
-def prompt(seed: int, length: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 50, length)
 
 
 class Operations(TorchFunctionMode):
@@ -102,7 +98,7 @@ def ends_while_locks_are_held(engine: CacheEngine, patience_s: float) -> bool:
             lock.release()
 
 
-def costs_of_a_step(engine: CacheEngine, patience_s: float = 20.0) -> list[str]:
+def costs_of_a_step(engine: CacheEngine, patience_s: float = BOUND_S) -> list[str]:
     """What a step did that it should not have done."""
     with Operations() as operations:
         calls = Calls(engine.poll)
@@ -138,7 +134,7 @@ def test_a_step_of_an_idle_engine_costs_nothing(device: str, with_disk: bool, tm
 def test_a_step_beside_transfers_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a backup is in flight, steps look at it and do no more; the step after its end completes it."""
     gate = threading.Event()
-    before_each_move(monkeypatch, lambda: gate.wait(60))
+    before_each_move(monkeypatch, lambda: gate.wait(BOUND_S))
     with build_engine(config(), GEOMETRY) as engine:
         try:
             serve(engine, "a", prompt(1, 64))

@@ -20,52 +20,48 @@ def _device(engine: CacheEngine, number: int) -> int:
     return engine.lookup(_prompt(number)).device
 
 
-def _host(engine: CacheEngine, number: int) -> int:
-    found = engine.lookup(_prompt(number))
-    return found.device + found.host
+def _serve(engine: CacheEngine, *numbers: int) -> None:
+    for number in numbers:
+        serve(engine, str(number), _prompt(number))
+        engine.flush()
 
 
+@pytest.mark.parametrize("expected", range(3))
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_device_keeps_what_is_expected(policy: str) -> None:
+def test_the_device_keeps_what_is_expected(policy: str, expected: int) -> None:
     """Each of three prompts on a device that is full of them survives if it is expected and they are not, whichever
     would have gone first; where nothing else is left, it goes too."""
-    for expected in range(3):
-        with build_engine(config(device_tokens=100, host_bytes=0, eviction_policy=policy), GEOMETRY) as engine:
-            for number in range(3):
-                serve(engine, str(number), _prompt(number))
-            engine.expect("queued", _prompt(expected))
-            serve(engine, "new", np.arange(500, 564))  # as many tokens as the other two
-            engine.check()
-            assert all((_device(engine, number) == 28) == (number == expected) for number in range(3))
-            serve(engine, "big", np.arange(600, 696))
-            assert _device(engine, expected) < 28
-            engine.cancel("queued")
-            engine.check()
+    with build_engine(config(device_tokens=100, host_bytes=0, eviction_policy=policy), GEOMETRY) as engine:
+        _serve(engine, 0, 1, 2)
+        engine.expect("queued", _prompt(expected))
+        serve(engine, "new", np.arange(500, 564))  # as many tokens as the other two
+        engine.check()
+        assert all((_device(engine, number) == 28) == (number == expected) for number in range(3))
+        serve(engine, "big", np.arange(600, 696))
+        assert _device(engine, expected) < 28
+        engine.cancel("queued")
+        engine.check()
 
 
+@pytest.mark.parametrize("expected", range(3))
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_host_keeps_what_is_expected(policy: str) -> None:
+def test_the_host_keeps_what_is_expected(policy: str, expected: int) -> None:
     """Of a host that is full, what a queued request expects goes last."""
-    for expected in range(3):
-        host_bytes = 12 * 8 * 192 + 2 * 8 * 192
-        with build_engine(config(device_tokens=40, host_bytes=host_bytes, eviction_policy=policy), GEOMETRY) as engine:
-            for number in range(3):
-                serve(engine, str(number), _prompt(number))
-                engine.flush()
-            engine.expect("queued", _prompt(expected))
-            for number in (3, 4):
-                serve(engine, str(number), _prompt(number))
-                engine.flush()
-            engine.check()
-            assert _host(engine, expected) >= 24, f"{expected} was evicted"
+    settings = config(device_tokens=40, host_bytes=14 * 8 * 192, eviction_policy=policy)
+    with build_engine(settings, GEOMETRY) as engine:
+        _serve(engine, 0, 1, 2)
+        engine.expect("queued", _prompt(expected))
+        _serve(engine, 3, 4)
+        engine.check()
+        found = engine.lookup(_prompt(expected))
+        assert found.device + found.host >= 24
 
 
 def test_an_expectation_ends_with_its_request() -> None:
     """After `cancel`, and after `acquire` and `release`, the least recently used goes first again; two requests that
     expect one prefix both count."""
     with build_engine(config(device_tokens=100, host_bytes=0), GEOMETRY) as engine:
-        for number in range(3):
-            serve(engine, str(number), _prompt(number))
+        _serve(engine, 0, 1, 2)
         for name in ("one", "two"):
             engine.expect(name, _prompt(0))
         engine.cancel("one")
@@ -89,9 +85,7 @@ def test_an_expectation_follows_what_came_meanwhile() -> None:
         serve(engine, "other", np.concatenate([_prompt(0)[:8], _prompt(7)[:16]]))  # splits the head
         serve(engine, "whole", _prompt(0))
         engine.expect("queued", _prompt(0))
-        for number in (1, 2, 3, 4):
-            serve(engine, "filler", _prompt(number))
-            engine.check()
+        _serve(engine, 1, 2, 3, 4)
         assert _device(engine, 0) == 28
         engine.cancel("queued")
         engine.check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from hicache.store_config import DiskConfig
 from toy_model import GEOMETRY, compute, config
 
 PAGE, TOKEN_BYTES = 8, 192
+Served = tuple[CacheEngine, dict[str, int]]
 MOVEMENTS = ("restore", "backup", "prefetch", "persist")
 
 
@@ -43,10 +43,12 @@ def grown(before: dict[str, MetricValue], after: dict[str, MetricValue], engine:
     return True
 
 
-@pytest.fixture(params=["write_through", "write_back"])
-def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[CacheEngine, dict[str, int]]]:
+@pytest.fixture(scope="module", params=["write_through", "write_back"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[CacheEngine, dict[str, int]]]:
     """An engine after a random run, and what the leases said."""
-    disk = DiskConfig(path=tmp_path / "store", budget_bytes=1 << 26)
+    disk = DiskConfig(path=str(tmp_path_factory.mktemp("disk") / "store"), budget_bytes=1 << 26)
     settings = {"host_bytes": 26 * PAGE * TOKEN_BYTES, "write_policy": request.param, "disk": disk}
     asked = {"requests": 0, "prompt": 0, "device": 0, "host": 0, "disk": 0}
     with build_engine(config(**settings), GEOMETRY) as engine:
@@ -69,7 +71,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Cac
         yield engine, asked
 
 
-def test_tokens_and_bytes_are_conserved(served: tuple[CacheEngine, dict[str, int]]) -> None:
+def test_tokens_and_bytes_are_conserved(served: Served) -> None:
     """Tokens hit and computed are the tokens asked for; a movement's bytes are those of its tokens; what came to the
     host is there or was evicted."""
     engine, asked = served
@@ -97,7 +99,7 @@ def test_tokens_and_bytes_are_conserved(served: tuple[CacheEngine, dict[str, int
     assert gated >= values["restore.bytes"].count  # type: ignore[union-attr]
 
 
-def test_prometheus_reads_the_same(served: tuple[CacheEngine, dict[str, int]]) -> None:
+def test_prometheus_reads_the_same(served: Served) -> None:
     """The exposition parses, and has each metric once, under its name and labels, with its type and value."""
     engine, _ = served
     registry, values = CollectorRegistry(), engine.metrics()

@@ -6,17 +6,13 @@ loads and `observe_prefill`.
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from disk_case import Clock
-from hicache import CacheRequest, EngineConfig, build_engine
+from disk_case import Clock, Gate
+from hicache import CacheRequest, build_engine
 from hicache.config import PrefetchMode
 from hicache.errors import PrefetchPending
 from hicache.layout import ModelGeometry
-from hicache.serving.request import Request
-from hicache.serving.scheduler import Scheduler
 from prefetch_case import (
     FAST,
     PAGE,
@@ -32,9 +28,8 @@ from prefetch_case import (
     until_found,
     until_landed,
 )
-from serving_case import geometry_of, plain_greedy, prompt, tiny_llama, tiny_runner
 from toy_model import GEOMETRY, serve, settled, until_ready
-from waiting import BOUND_S, eventually
+from waiting import eventually
 
 
 @pytest.mark.parametrize("mode", ["best_effort", "wait_complete", None])
@@ -57,22 +52,6 @@ def test_the_first_request_after_a_restart_uses_what_lies_on_disk(mode: Prefetch
             store.allow()
             assert lease.hit.disk == (0 if mode == "best_effort" else 192)
         settled(engine)
-
-
-def test_a_server_that_restarts_answers_from_disk(store: PacedStore) -> None:
-    """The scheduler's first request after a restart, with default settings, takes every whole page from the disk, and
-    gets the tokens of the model without a cache."""
-    model, tokens = tiny_llama(device="cpu"), prompt(300, seed=1)
-    values = {"device_tokens": 512, "page_size": 4, "host_page_size": 16, "max_context_len": 1024, "model_id": "tiny"}
-    settings = EngineConfig.from_dict({**values, "dtype": "float32", "max_requests": 8, "host_bytes": "1MiB"})
-    for disk_tokens in (0, 288):
-        with build_engine(settings, geometry_of(model), store=store) as engine:
-            scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=64)
-            [output] = scheduler.run([Request("a", tokens, 4)])
-            assert output.hit.disk == disk_tokens and output.tokens == plain_greedy(model, tokens, 4)
-            # A pass that waits for a load does not count.
-            assert (engine.stats()["cost.prefill_tokens_per_second"] > 0) == (disk_tokens == 0)
-            settled(engine)
 
 
 def test_a_fast_disk_is_waited_for(store: PacedStore) -> None:
@@ -164,14 +143,13 @@ def test_a_remote_store_is_asked_for_many_pages_at_once(read_s: float, sizes: li
     assert sorted(store.sizes) == sizes
 
 
-@pytest.mark.parametrize("silent", ["contains", "get_into"])
-@pytest.mark.parametrize("speed", [None, 500.0])
+@pytest.mark.parametrize(("silent", "speed"), [("contains", None), ("get_into", 500.0)])
 def test_without_rates_a_wait_is_bounded(silent: str, speed: float | None, store: PacedStore, clock: Clock) -> None:
     """While the disk's rate is unknown and nothing lands, a request waits for as long as computing would take: at
     an assumed 1000 tokens a second where none was measured."""
-    tokens, opened = tokens_of(1), threading.Event()
+    tokens = tokens_of(1)
     fill(store, tokens)
-    store.trouble = lambda verb: verb != silent or opened.wait(BOUND_S)
+    gate = store.trouble = Gate(silent)
     with engine_of(store) as engine:
         if speed is not None:
             engine.observe_prefill(1000, 1000 / speed)
@@ -184,7 +162,7 @@ def test_without_rates_a_wait_is_bounded(silent: str, speed: float | None, store
             assert handle.ready == ready
         assert engine.stats()["prefetch.gave_up_requests"] == 1
         assert engine.acquire(CacheRequest("a", tokens)).cached_len == 0
-        opened.set()
+        gate.open()
 
 
 def test_an_old_rate_is_forgotten(store: PacedStore, clock: Clock) -> None:

@@ -39,8 +39,7 @@ def test_who_waits_for_others_counts_their_reads(store: PacedStore) -> None:
         assert admitted(engine, "a", prompts[1]) == 192
 
 
-@pytest.mark.parametrize("mode", ["auto", "wait_complete"])
-@pytest.mark.parametrize("cancelled", [None, 0, 1])
+@pytest.mark.parametrize(("mode", "cancelled"), [("auto", None), ("auto", 0), ("wait_complete", 1)])
 def test_requests_for_the_same_pages_share_one_read(
     mode: PrefetchMode, cancelled: int | None, store: PacedStore
 ) -> None:
@@ -126,20 +125,32 @@ def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, c
         assert admitted(engine, "2", prompts[2]) == 192
 
 
-def test_nobody_waits_for_room_that_nobody_will_make(store: PacedStore) -> None:
+@pytest.mark.parametrize(
+    ("mode", "host_pages", "share", "landed"),
+    [
+        ("auto", 200, 0.05, 24),
+        ("wait_complete", 200, 0.05, 24),
+        ("timeout", 17, 0.5, 16),
+        ("auto", 17, 1.0, 16),
+        ("wait_complete", 17, 1.0, 16),
+        ("timeout", 200, 0.0, 0),
+        ("auto", 200, 0.0, 0),
+    ],
+)
+def test_nobody_waits_for_room_that_nobody_will_make(
+    mode: PrefetchMode, host_pages: int, share: float, landed: int, store: PacedStore
+) -> None:
     """A prompt may exceed the share while it is the only one. Larger than the host, it gets what fits and does not wait
     for more; a share of 0 reads nothing."""
     tokens = tokens_of(1)
     fill(store, tokens)
-    for mode in ("auto", "wait_complete", "timeout"):
-        for host_pages, share, landed in ((200, 0.05, 24), (17, 0.5, 16), (17, 1.0, 16), (200, 0.0, 0)):
-            with engine_of(store, prefetch_host_share=share, host_bytes=host_pages * PAGE * 192) as engine:
-                handle = engine.prefetch("a", tokens, mode=mode)  # type: ignore[arg-type]
-                until_ready(engine, handle)
-                assert handle.landed_tokens == landed * PAGE
-                with engine.acquire(CacheRequest("a", tokens)) as lease:
-                    assert lease.hit.disk == landed * PAGE
-                settled(engine)
+    with engine_of(store, prefetch_host_share=share, host_bytes=host_pages * PAGE * 192) as engine:
+        handle = engine.prefetch("a", tokens, mode=mode)
+        until_ready(engine, handle)
+        assert handle.landed_tokens == landed * PAGE
+        with engine.acquire(CacheRequest("a", tokens)) as lease:
+            assert lease.hit.disk == landed * PAGE
+        settled(engine)
 
 
 def test_a_full_read_queue_delays_and_loses_nothing(store: PacedStore, clock: Clock) -> None:
@@ -151,7 +162,7 @@ def test_a_full_read_queue_delays_and_loses_nothing(store: PacedStore, clock: Cl
         handles = [engine.prefetch(str(n), tokens) for n, tokens in enumerate(prompts)]
 
         def all_landed() -> bool:
-            clock.now_s += 1e-3
+            clock.now_s += 0.06  # longer than until a read is tried again
             engine.poll()
             engine.check()
             return all(handle.landed_tokens == 192 for handle in handles)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import priority_write
-from hicache import CacheEngine, CacheRequest, Lease, build_engine
+from hicache import CacheEngine, build_engine
 from hicache.flow.write_policy import POLICIES
 from hicache.tree import FULL, HOST
 from priority_write import PriorityWriteThrough
-from toy_model import GEOMETRY, compute, config, expected_kv, read
+from toy_model import GEOMETRY, config, expected_kv, prompt, serve
 
 NAME, PAGE = "write_through_priority", 8
 
@@ -22,19 +22,11 @@ def own_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, NAME, lambda config: PriorityWriteThrough(minimum=1))
 
 
-def prompt(seed: int, length: int = 61) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 50, length)
-
-
-def serve(engine: CacheEngine, name: str, tokens: np.ndarray, priority: int) -> Lease:
-    """One request of that priority; what it reuses is compared with what was computed."""
-    with engine.acquire(CacheRequest(name, tokens, priority=priority)) as lease:
-        assert torch.equal(read(engine, lease, lease.cached_len), expected_kv(tokens[: lease.cached_len]))
-        compute(engine, lease, tokens, lease.cached_len, len(tokens))
-        engine.commit(lease, tokens)
+def use(engine: CacheEngine, name: str, tokens: np.ndarray, priority: int) -> None:
+    """One request of that priority, and the end of what it began."""
+    serve(engine, name, tokens, priority=priority)
     engine.flush()
     engine.check()
-    return lease
 
 
 def on_host(engine: CacheEngine) -> set[tuple[int, ...]]:
@@ -70,24 +62,12 @@ def test_it_decides_which_pages_reach_the_host(device: str) -> None:
     with build_engine(config(device=device, write_policy=NAME), GEOMETRY) as engine:
         high, low = prompt(1), prompt(2)
         longer = np.concatenate([high[:40], prompt(3, 21)])
-        serve(engine, "low", low, priority=0)
+        use(engine, "low", low, priority=0)
         assert on_host(engine) == set() and engine.stats()["backup.bytes"] == 0
-        serve(engine, "high", high, priority=1)
-        serve(engine, "continued", longer, priority=0)
+        use(engine, "high", high, priority=1)
+        use(engine, "continued", longer, priority=0)
         assert on_host(engine) == prefixes(high)
-        serve(engine, "again", longer, priority=1)
+        use(engine, "again", longer, priority=1)
         assert on_host(engine) == prefixes(high) | prefixes(longer)
         page_bytes = engine.inspect.context.full.host.page_bytes
         assert engine.stats()["backup.bytes"] == len(prefixes(high) | prefixes(longer)) * page_bytes
-
-
-def test_what_it_wanted_outlives_the_device(device: str) -> None:
-    """Once others took the device, the prompt of high priority comes back from the host with its values, and that of
-    low priority is computed again."""
-    with build_engine(config(device=device, write_policy=NAME), GEOMETRY) as engine:
-        serve(engine, "high", prompt(1), priority=1)
-        serve(engine, "low", prompt(2), priority=0)
-        for seed in range(3, 6):  # the device holds two prompts
-            serve(engine, f"r{seed}", prompt(seed), priority=0)
-        assert serve(engine, "high again", prompt(1), priority=1).hit.host == 56
-        assert serve(engine, "low again", prompt(2), priority=0).cached_len == 0
