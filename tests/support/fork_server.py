@@ -44,6 +44,9 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         os.dup2(file, target)
         if file > 2:
             os.close(file)
+    # Those that there are believe that they can seek where this server's own can.
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     if request["new_session"]:
         os.setsid()
     os.environ.clear()
