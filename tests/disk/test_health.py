@@ -23,11 +23,9 @@ from disk_case import (
     failing,
     num_held,
     pages,
-    take_reads,
-    troubled_tier,
+    started_tier,
     wait_for_reads,
     wait_for_writes,
-    wait_until,
 )
 from hicache.disk import (
     DiskTier,
@@ -45,6 +43,7 @@ from hicache.disk import (
 from hicache.disk.health import Breaker
 from hicache.metrics import Metrics
 from hicache.storage import StoreError, StoreLocked
+from waiting import eventually
 
 LIMITS = Limits(reopen_backoff_s=1, max_reopen_backoff_s=6, max_failures=3)
 
@@ -83,7 +82,6 @@ def test_a_breaker_opens_and_closes_after_its_backoff(caplog: pytest.LogCaptureF
     assert breaker.state is State.CLOSED and (breaker.opens, breaker.failures) == (6, 12)
     levels = [record.levelname for record in caplog.records]
     assert levels == ["WARNING", *["INFO", "WARNING"] * 5, "INFO", "INFO"]
-    assert "stops reads: broken; it tries again in 1 s" in caplog.text
     breaker.failed(breaker.admit(), "full", at_once=True)  # type: ignore[arg-type]
     clock.now_s += 1
     assert breaker.admit() is not None
@@ -130,8 +128,7 @@ def test_failing_writes_stop_and_resume(error: Exception, calls_until_open: int,
     """Whatever a put raises is a failed write; after so many the store is not called until the backoff is over, then it
     is reopened, and pages written from then on are found. Reads go on meanwhile."""
     clock = Clock()
-    disk, store = troubled_tier(tmp_path / "s", clock=clock)
-    disk.start()
+    disk, store = started_tier(tmp_path / "s", clock=clock)
     keys, data = pages(1, 2)
     asked = 0
 
@@ -167,8 +164,7 @@ def test_failing_writes_stop_and_resume(error: Exception, calls_until_open: int,
 def test_a_store_that_cannot_be_reopened_is_not_used_for_longer(tmp_path: Path) -> None:
     """While `reopen` fails, no page is put, and the backoff doubles."""
     clock = Clock()
-    disk, store = troubled_tier(tmp_path / "s", clock=clock)
-    disk.start()
+    disk, store = started_tier(tmp_path / "s", clock=clock)
     keys, data = pages(1, 1)
     store.trouble = failing(OSError(errno.ENOSPC, "no space"), "put")
     reopen, store.inner.reopen = store.inner.reopen, lambda: False  # type: ignore[method-assign]
@@ -191,22 +187,16 @@ def test_failing_reads_are_misses_and_resume(tmp_path: Path) -> None:
     """Reads that raise are misses; after three the store is not called, by finds neither; after the backoff a find
     passes, and the read behind it decides."""
     clock = Clock()
-    disk, store = troubled_tier(tmp_path / "s", clock=clock)
-    disk.start()
     keys, data = pages(1, 2)
-    disk.writes.submit(WriteJob(0, keys, data))
-    wait_for_writes(disk, 1)
+    disk, store = started_tier(tmp_path / "s", keys, data, clock=clock)
 
     def read() -> ReadDone:
         disk.reads.submit(FindJob(1, keys))
         disk.reads.submit(ReadJob(1, 0, keys, blank(2), threading.Event()))
-        wait_until(lambda: len(answers.extend(take_reads(disk)) or answers) == 2)
-        done = [answer for answer in answers if isinstance(answer, ReadDone)]
-        found.extend(answer.num_pages for answer in answers if isinstance(answer, FindDone))
-        answers.clear()
-        return done[0]
+        find, done = wait_for_reads(disk, 2)
+        found.append(find.num_pages)
+        return done
 
-    answers: list = []
     found: list[int] = []
     store.trouble = failing(OSError(errno.EIO, "I/O error"), "get_into")
     assert [read() for _ in range(4)] == [ReadDone(1, 0, (False, False), asked=2)] * 3 + [
@@ -215,9 +205,8 @@ def test_failing_reads_are_misses_and_resume(tmp_path: Path) -> None:
     assert found == [2, 2, 2, 0] and num_held(disk, keys, PATIENCE_S) is None
     clock.now_s += 1
     assert num_held(disk, keys, PATIENCE_S) == 2
-    assert (
-        read().asked == 2 and num_held(disk, keys, PATIENCE_S) is None
-    )  # the find's success does not close the breaker
+    # The find's success does not close the breaker.
+    assert read().asked == 2 and num_held(disk, keys, PATIENCE_S) is None
     clock.now_s += 1
     assert num_held(disk, keys, PATIENCE_S) is None
     clock.now_s += 1
@@ -228,8 +217,7 @@ def test_failing_reads_are_misses_and_resume(tmp_path: Path) -> None:
 
 def test_reads_that_the_medium_refuses_count_as_failures(tmp_path: Path) -> None:
     """Misses because the medium cannot be read are told from misses of absent pages by the store's count of errors."""
-    disk, store = troubled_tier(tmp_path / "s", clock=Clock())
-    disk.start()
+    disk, store = started_tier(tmp_path / "s", clock=Clock())
     keys, _ = pages(1, 2)
     for n in range(5):
         disk.reads.submit(ReadJob(n, 0, keys, blank(2), threading.Event()))
@@ -247,8 +235,7 @@ def test_reads_that_the_medium_refuses_count_as_failures(tmp_path: Path) -> None
 def test_a_read_that_ran_out_of_time_is_no_failure_if_it_brought_pages(tmp_path: Path) -> None:
     """However often; one that brought nothing by its deadline, or failed before, is."""
     clock = Clock()
-    disk, store = troubled_tier(tmp_path / "s", clock=clock)
-    disk.start()
+    disk, store = started_tier(tmp_path / "s", clock=clock)
     errors = itertools.count()
     store.inner.thread_read_errors = lambda: next(errors)  # type: ignore[method-assign]
 
@@ -275,27 +262,24 @@ def test_a_stalled_read_is_announced_and_the_others_go_on(readers: int, tmp_path
     """A read under way for longer than io_timeout_s is announced once; reads that wait behind it are misses; its late
     answer comes when its thread returns, with the bytes; then reads resume."""
     clock = Clock()
-    disk, store = troubled_tier(tmp_path / "s", clock=clock, readers=readers)
-    disk.start()
     keys, data = pages(1, 2)
-    disk.writes.submit(WriteJob(0, keys, data))
-    wait_for_writes(disk, 1)
+    disk, store = started_tier(tmp_path / "s", keys, data, clock=clock, readers=readers)
     gate = store.trouble = Gate("get_into")
     targets = [blank(2) for _ in range(readers + 1)]
     for n in range(readers + 1):
         disk.reads.submit(ReadJob(n, n, keys, targets[n], threading.Event()))
-    wait_until(lambda: gate.held == readers)
+    eventually(lambda: gate.held == readers)
     clock.now_s += 10
-    assert take_reads(disk) == []
+    assert disk.reads.poll() == []
     clock.now_s += 0.1
-    announced = take_reads(disk)
+    announced = disk.reads.poll()
     assert sorted(announced[:readers], key=lambda a: a.ticket) == [Stalled(n, n) for n in range(readers)]
     assert announced[readers:] == [ReadDone(readers, readers, (False, False))]
-    assert take_reads(disk) == [] and num_held(disk, keys, PATIENCE_S) is None
+    assert disk.reads.poll() == [] and num_held(disk, keys, PATIENCE_S) is None
     for pause_s in (0, 5):  # after its delay too: no thread is left that could try
         clock.now_s += pause_s
         disk.reads.submit(FindJob(9, keys))
-        assert take_reads(disk) == [FindDone(9, 0)]
+        assert disk.reads.poll() == [FindDone(9, 0)]
     gate.open()
     late = wait_for_reads(disk, readers)
     assert sorted(late, key=lambda a: a.ticket) == [ReadDone(n, n, (True, True), asked=2) for n in range(readers)]
@@ -308,27 +292,43 @@ def test_a_stalled_read_is_announced_and_the_others_go_on(readers: int, tmp_path
     assert disk.close() and disk_threads() == []
 
 
+def test_a_stalled_write_is_announced_and_holds_up_no_read(tmp_path: Path) -> None:
+    """A write under way for longer than io_timeout_s is announced once, those behind it are not done, and reads go on;
+    its answer comes when its thread returns."""
+    clock, (keys, data) = Clock(), pages(1, 2)
+    disk, store = started_tier(tmp_path / "s", keys, data, clock=clock)
+    gate = store.trouble = Gate("put")
+    disk.writes.submit(WriteJob(1, keys, data))
+    eventually(lambda: gate.held == 1)
+    disk.writes.submit(WriteJob(2, keys, data))
+    clock.now_s += 10.1
+    assert disk.writes.poll() == [Stalled(1, 0), WriteDone(2, (False, False))]
+    disk.reads.submit(FindJob(3, keys))
+    assert wait_for_reads(disk, 1) == [FindDone(3, 2)] and disk.writes.poll() == []
+    gate.open()
+    assert wait_for_writes(disk, 1) == [WriteDone(1, (True, True))]
+    disk.close()
+
+
 def test_closing_leaves_a_stalled_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """close() waits for a stalled thread for `close_s` and returns False; the store stays open and the memory of the
     thread's pages mapped until it returns; then closing succeeds."""
-    disk, store = troubled_tier(tmp_path / "s", close_s=0.05)
-    disk.start()
     keys, data = pages(1, 2)
-    disk.writes.submit(WriteJob(0, keys, data))
-    wait_for_writes(disk, 1)
+    disk, store = started_tier(tmp_path / "s", keys, data, close_s=0.05)
     gate = store.trouble = Gate("get_into")
     arena = np.zeros((4, 4096), np.uint8)
     disk.reads.submit(ReadJob(1, 0, keys, (arena[1], arena[3]), threading.Event()))
-    wait_until(lambda: gate.held == 1)
+    eventually(lambda: gate.held == 1)
     assert disk.close() is False
-    assert "a thread is stalled in it" in caplog.text and disk_threads() == ["hicache-disk-reads-0"]
+    assert "a thread is stalled in it" in caplog.text
+    eventually(lambda: disk_threads() == ["hicache-disk-reads-0"], disk_threads)
     assert store.inner.contains(keys) == [True, True]
     del arena
     gc.collect()
     gate.open()
     [answer] = wait_for_reads(disk, 1)
     assert answer.ok == (True, True)
-    wait_until(lambda: disk_threads() == [])
+    eventually(lambda: disk_threads() == [])
     assert disk.close(PATIENCE_S) is True
     with pytest.raises(StoreError):
         store.inner.contains(keys)
@@ -336,8 +336,7 @@ def test_closing_leaves_a_stalled_thread(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_only_the_thread_that_could_not_read_is_at_fault(tmp_path: Path) -> None:
     """Of two simultaneous reads, only the one that the medium refused counts as failed, whichever ends first."""
-    disk, store = troubled_tier(tmp_path / "s", clock=Clock(), readers=2)
-    disk.start()
+    disk, store = started_tier(tmp_path / "s", clock=Clock(), readers=2)
     (lost, absent), _ = pages(1, 2)
     refused, judged = threading.Event(), threading.Event()
     errors = threading.local()
@@ -367,32 +366,28 @@ def test_only_the_thread_that_could_not_read_is_at_fault(tmp_path: Path) -> None
 def test_a_lookup_waits_no_longer_than_its_argument(tmp_path: Path) -> None:
     """While the store does not answer, `contains` returns None, and only the first call waits; when the store has
     answered, `contains` returns the number of pages again."""
-    disk, store = troubled_tier(tmp_path / "s", clock=Clock(), readers=1)
-    disk.start()
     keys, data = pages(1, 2)
-    disk.writes.submit(WriteJob(0, keys, data))
-    wait_for_writes(disk, 1)
+    disk, store = started_tier(tmp_path / "s", keys, data, clock=Clock(), readers=1)
     gate = store.trouble = Gate("contains")
     assert num_held(disk, keys, 0.01) is None
-    wait_until(lambda: gate.held == 1)
+    eventually(lambda: gate.held == 1)
     assert num_held(disk, keys, math.inf) is None, "this call would never return if it waited"
-    assert gate.held == 1 and take_reads(disk) == []
+    assert gate.held == 1 and disk.reads.poll() == []
     gate.open()
-    wait_until(lambda: num_held(disk, keys, PATIENCE_S) == 2)
+    eventually(lambda: num_held(disk, keys, PATIENCE_S) == 2)
     assert num_held(disk, (), 0) == 0
     disk.close()
 
 
 def test_closing_ends_later_when_the_close_of_the_store_stalls(tmp_path: Path) -> None:
     """close() returns although the store's does not; a later call finishes, and the path is free."""
-    disk, store = troubled_tier(tmp_path / "s", close_s=0.05)
-    disk.start()
+    disk, store = started_tier(tmp_path / "s", close_s=0.05)
     let_go, close = threading.Event(), store.inner.close
     store.inner.close = lambda: (let_go.wait(PATIENCE_S), close())[1]  # type: ignore[method-assign]
     assert disk.close() is False and disk.close() is False
     with pytest.raises(StoreLocked):
-        troubled_tier(tmp_path / "s")
+        started_tier(tmp_path / "s")
     let_go.set()
-    wait_until(disk.close)
-    again, _ = troubled_tier(tmp_path / "s")
+    eventually(disk.close)
+    again, _ = started_tier(tmp_path / "s")
     again.close()

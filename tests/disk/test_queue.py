@@ -13,9 +13,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disk_case import Clock, Gate, blank, pages, troubled_tier, wait_for_reads, wait_for_writes, wait_until
-from hicache.disk import FindJob, ReadClass, ReadDone, ReadJob, WriteDone, WriteJob
+from disk_case import PATIENCE_S, Clock, Gate, blank, num_held, pages, started_tier, wait_for_reads, wait_for_writes
+from hicache.disk import FindDone, FindJob, ReadClass, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.disk.io_queue import JobQueue, Queued
+from waiting import eventually
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=30), st.integers(1, 20), st.integers(0, 40))
@@ -41,12 +42,11 @@ def test_a_queue_keeps_class_then_number(offers: list[tuple[int, int]], capacity
 def test_reads_that_somebody_waits_for_go_first(tmp_path: Path) -> None:
     """One reader: urgent jobs go before background jobs, finds before reads, and jobs of one class in submission
     order."""
-    disk, store = troubled_tier(tmp_path / "s")
+    disk, store = started_tier(tmp_path / "s")
     gate = store.trouble = Gate("contains")
     keys = [pages(n, 1)[0] for n in range(9)]
-    disk.start()
     disk.reads.submit(FindJob(0, keys[0]))
-    wait_until(lambda: gate.held == 1)
+    eventually(lambda: gate.held == 1)
 
     def read(n: int, batch: int, urgent: bool) -> ReadJob:
         queue_class = ReadClass.URGENT_READ if urgent else ReadClass.BACKGROUND_READ
@@ -73,11 +73,8 @@ def test_unwanted_pages_are_not_read(tmp_path: Path) -> None:
     """A read that was cancelled or whose deadline has passed is answered without calling the store; the next job is
     read; a cancel takes effect between two parts of a batch, and the pages read before it are kept."""
     clock = Clock()
-    disk, store = troubled_tier(tmp_path / "s", clock=clock)
-    disk.start()
     keys, data = pages(1, 8)
-    disk.writes.submit(WriteJob(0, keys, data))
-    wait_for_writes(disk, 1)
+    disk, store = started_tier(tmp_path / "s", keys, data, clock=clock)
     never, cancelled, halfway = threading.Event(), threading.Event(), threading.Event()
     cancelled.set()
     targets = [blank(8) for _ in range(4)]
@@ -103,11 +100,8 @@ def test_unwanted_pages_are_not_read(tmp_path: Path) -> None:
 def test_a_deadline_that_comes_during_a_batch_ends_it(tmp_path: Path) -> None:
     """A deadline that passes while a job is read ends it between two parts."""
     clock = Clock()
-    disk, store = troubled_tier(tmp_path / "s", clock=clock)
-    disk.start()
     keys, data = pages(1, 8)
-    disk.writes.submit(WriteJob(0, keys, data))
-    wait_for_writes(disk, 1)
+    disk, store = started_tier(tmp_path / "s", keys, data, clock=clock)
 
     def trouble(verb: str) -> None:
         clock.now_s += 1.0
@@ -121,8 +115,7 @@ def test_a_deadline_that_comes_during_a_batch_ends_it(tmp_path: Path) -> None:
 
 def test_pages_behind_a_gap_are_not_read(tmp_path: Path) -> None:
     """A missing page ends its batch: the pages behind it would be useless."""
-    disk, store = troubled_tier(tmp_path / "s")
-    disk.start()
+    disk, store = started_tier(tmp_path / "s")
     keys, data = pages(1, 8)
     disk.writes.submit(WriteJob(0, keys[:1] + keys[2:], data[:1] + data[2:]))
     wait_for_writes(disk, 1)
@@ -134,12 +127,11 @@ def test_pages_behind_a_gap_are_not_read(tmp_path: Path) -> None:
 
 def test_writes_that_wait_are_put_together(tmp_path: Path) -> None:
     """Jobs submitted while the writer is busy go into one put, in order, and each is answered for its own pages."""
-    disk, store = troubled_tier(tmp_path / "s", queue_jobs=10)
+    disk, store = started_tier(tmp_path / "s", queue_jobs=10)
     gate = store.trouble = Gate("put")
-    disk.start()
     jobs = [WriteJob(n, *pages(n, n + 1), batch=n) for n in range(5)]
     disk.writes.submit(jobs[0])
-    wait_until(lambda: gate.held == 1)
+    eventually(lambda: gate.held == 1)
     for job in jobs[1:]:
         disk.writes.submit(job)
     put, left_out = store.inner.put, (jobs[2].keys[0], jobs[4].keys[3])
@@ -157,13 +149,12 @@ def test_writes_that_wait_are_put_together(tmp_path: Path) -> None:
 
 def test_a_group_is_bounded_and_told_the_lag(tmp_path: Path) -> None:
     """A put takes at most a maximum of bytes; `lag` is the fullness of the queue behind it."""
-    disk, store = troubled_tier(tmp_path / "s", queue_jobs=20, full_bytes=96 << 20)
+    disk, store = started_tier(tmp_path / "s", queue_jobs=20, full_bytes=96 << 20)
     store.inner.put = lambda items, lag, deadline_s=0: [True] * len(items)  # type: ignore[method-assign, assignment]
     gate = store.trouble = Gate("put")
-    disk.start()
     keys, data = pages(1, 1)
     disk.writes.submit(WriteJob(0, keys, data))
-    wait_until(lambda: gate.held == 1)
+    eventually(lambda: gate.held == 1)
     many = data * 6144  # 24 MiB: ten are below the bound of 256 MiB, eleven above it
     for n in range(12):
         disk.writes.submit(WriteJob(1 + n, keys * len(many), many))
@@ -174,30 +165,54 @@ def test_a_group_is_bounded_and_told_the_lag(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_pages_are_read_into_the_memory_that_was_given(tmp_path: Path) -> None:
-    """The store gets the caller's own buffers, so pages are not copied on the way."""
-    disk, store = troubled_tier(tmp_path / "s")
-    disk.start()
-    seen: list[int] = []
+def test_written_pages_are_read_back(tmp_path: Path) -> None:
+    """Every batch that was written is found up to its first absent key, and read byte for byte, under its own ticket;
+    the store gets the caller's own buffers, so pages are not copied on the way."""
+    disk, store = started_tier(tmp_path / "s", readers=3)
+    seen = set[int]()
     get_into, put = store.inner.get_into, store.inner.put
-    store.inner.get_into = lambda keys, buffers, **limits: (
-        seen.extend(map(id, buffers)) or get_into(keys, buffers, **limits)
-    )  # type: ignore
-    store.inner.put = lambda items, **limits: seen.extend(id(page) for _, page in items) or put(items, **limits)  # type: ignore
-    keys, data = pages(1, 5)
-    disk.writes.submit(WriteJob(0, keys, data))
-    wait_for_writes(disk, 1)
-    target = blank(5)
-    disk.reads.submit(ReadJob(1, 0, keys, target, threading.Event()))
-    wait_for_reads(disk, 1)
-    assert seen == [*map(id, data), *map(id, target)]
+    store.inner.get_into = lambda keys, buffers, **of_call: (  # type: ignore[method-assign]
+        seen.update(map(id, buffers)) or get_into(keys, buffers, **of_call)
+    )
+    store.inner.put = lambda items, **of_call: (  # type: ignore[method-assign]
+        seen.update(id(page) for _, page in items) or put(items, **of_call)
+    )
+    batches = [pages(n, 5) for n in range(8)]
+    for ticket, (keys, data) in enumerate(batches):
+        assert disk.writes.submit(WriteJob(ticket, keys, data))
+    assert {(done.ticket, done.ok) for done in wait_for_writes(disk, 8)} == {(n, (True,) * 5) for n in range(8)}
+    targets = [blank(5) for _ in batches]
+    for ticket, (keys, _) in enumerate(batches):
+        assert disk.reads.submit(FindJob(ticket, (*keys, b"missing" * 4, keys[0])))
+        assert disk.reads.submit(ReadJob(ticket, 7, keys, targets[ticket], threading.Event()))
+    results = wait_for_reads(disk, 16)
+    assert {done.ticket: done.num_pages for done in results if isinstance(done, FindDone)} == dict.fromkeys(range(8), 5)
+    assert {(done.ticket, done.batch, done.ok) for done in results if isinstance(done, ReadDone)} == {
+        (n, 7, (True,) * 5) for n in range(8)
+    }
+    assert seen == {id(page) for pages in (*targets, *(data for _, data in batches)) for page in pages}
+    for (_, data), got in zip(batches, targets, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(data, got, strict=True))
+    disk.store.check()
     disk.close()
+
+
+def test_close_finishes_what_was_queued(tmp_path: Path) -> None:
+    """A full queue refuses jobs; those that it accepted are in the store when the tier has closed."""
+    disk, _ = started_tier(tmp_path / "s", queue_jobs=10, starts=False)
+    batches = [pages(n, 4) for n in range(12)]
+    accepted = [disk.writes.submit(WriteJob(n, *batch)) for n, batch in enumerate(batches)]
+    assert accepted == [True] * 10 + [False] * 2
+    disk.start()
+    disk.close()
+    again, _ = started_tier(tmp_path / "s")
+    assert [num_held(again, keys, PATIENCE_S) for keys, _ in batches] == [4] * 10 + [0] * 2
+    again.close()
 
 
 def test_a_closed_tier_refers_to_no_page_of_its_jobs(tmp_path: Path) -> None:
     """Their memory may be unmapped, even while the tier itself is kept."""
-    disk, _ = troubled_tier(tmp_path / "s")
-    disk.start()
+    disk, _ = started_tier(tmp_path / "s")
     keys, written = pages(1, 2)
     into = blank(2)
     alive = [weakref.ref(page) for page in (*written, *into)]

@@ -7,15 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hicache.disk import DiskTier, Limits
 from hicache.engine import CacheEngine
-from hicache.storage import LmdbPageStore, PageBuffer, PageFormat, PageStore, StoreStats
+from hicache.storage import LmdbPageStore, PageBuffer, PageFormat, PageStore
+from waiting import BOUND_S, eventually
 
 PAGE_BYTES = 4096
-PATIENCE_S = 20.0
+wait_until = eventually
+PATIENCE_S = BOUND_S
 
 
 class Clock:
@@ -29,21 +32,14 @@ class Clock:
 
 
 class TroubledStore:
-    """Passes everything on to `inner`. `trouble(verb)` runs before each call and may raise or wait; `calls` lists
-    what got through: the verb and its keys, of puts the lag too."""
+    """A `PageStore` that passes everything on to `inner`. `trouble(verb)` runs before each call that reads or writes,
+    and may raise or wait; `calls` lists what got through: the verb and its keys, `lags` those of puts."""
 
     def __init__(self, inner: PageStore) -> None:
         self.inner = inner
         self.trouble: Callable[[str], object] = lambda verb: None
         self.calls: list[tuple[str, tuple[bytes, ...]]] = []
         self.lags: list[float] = []
-
-    @property
-    def page_sizes(self) -> tuple[int, ...]:
-        return self.inner.page_sizes
-
-    def register_memory(self, memory: PageBuffer) -> None:
-        self.inner.register_memory(memory)
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         self._begin("contains", keys)
@@ -62,33 +58,13 @@ class TroubledStore:
         self.lags.append(lag)
         return self.inner.put(items, lag=lag, deadline_s=deadline_s)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self.inner.touch(keys)
-
     def reopen(self) -> bool:
         self._begin("reopen", ())
         return self.inner.reopen()
 
-    def delete(self, keys: Sequence[bytes]) -> int:
-        return self.inner.delete(keys)
-
-    def stats(self) -> StoreStats:
-        return self.inner.stats()
-
-    def thread_read_errors(self) -> int:
-        return self.inner.thread_read_errors()
-
-    def check(self) -> None:
-        self.inner.check()
-
-    def compact(self) -> int:
-        return self.inner.compact()
-
-    def sync(self) -> None:
-        self.inner.sync()
-
-    def close(self) -> None:
-        self.inner.close()
+    def __getattr__(self, name: str) -> Any:
+        """What is never troubled."""
+        return getattr(self.inner, name)
 
     def verbs(self, verb: str) -> int:
         return sum(name == verb for name, _ in self.calls)
@@ -108,7 +84,7 @@ class Gate:
     def __call__(self, verb: str) -> None:
         if verb in self._verbs:
             self.held += 1
-            assert self._opened.wait(60)
+            assert self._opened.wait(BOUND_S)
 
     def open(self) -> None:
         self._opened.set()
@@ -124,20 +100,26 @@ def failing(error: Exception, *verbs: str) -> Callable[[str], None]:
     return trouble
 
 
-def troubled_tier(
+def started_tier(
     path: Path,
+    keys: Sequence[bytes] = (),
+    data: Sequence[np.ndarray] = (),
     *,
     clock: Callable[[], float] = time.monotonic,
     readers: int = 1,
     queue_jobs: int = 64,
     full_bytes: int = 1 << 40,
     close_s: float = 30.0,
+    starts: bool = True,
 ) -> tuple[DiskTier, TroubledStore]:
-    """A tier over a troubled store of 4 KiB pages; start it before use."""
+    """A tier over a troubled store of 4 KiB pages, which has some."""
     inner = LmdbPageStore(path, identity={"model": "toy"}, formats=[PageFormat(PAGE_BYTES)], budget_bytes=8 << 20)
+    assert all(inner.put(list(zip(keys, data, strict=True))))
     store = TroubledStore(inner)
     limits = Limits(io_timeout_s=10, reopen_backoff_s=1, max_reopen_backoff_s=6, close_s=close_s)
     tier = DiskTier(store, readers=readers, queue_jobs=queue_jobs, full_bytes=full_bytes, limits=limits, clock=clock)
+    if starts:
+        tier.start()
     return tier, store
 
 
@@ -152,38 +134,21 @@ def blank(count: int) -> tuple[np.ndarray, ...]:
     return tuple(np.zeros(PAGE_BYTES, np.uint8) for _ in range(count))
 
 
-def take_reads(disk: DiskTier) -> list:
-    return disk.reads.poll()
-
-
-def take_writes(disk: DiskTier) -> list:
-    return disk.writes.poll()
-
-
 def wait_for_reads(disk: DiskTier, count: int) -> list:
     """The next `count` outcomes of reads."""
-    return _wait_for(lambda: take_reads(disk), count)
+    return _wait_for(disk.reads.poll, count)
 
 
 def wait_for_writes(disk: DiskTier, count: int) -> list:
     """The next `count` outcomes of writes."""
-    return _wait_for(lambda: take_writes(disk), count)
+    return _wait_for(disk.writes.poll, count)
 
 
-def _wait_for(take: Callable[[], list], count: int) -> list:
+def _wait_for(poll: Callable[[], list], count: int) -> list:
     found: list = []
-    deadline_s = time.monotonic() + PATIENCE_S
-    while len(found) < count and time.monotonic() < deadline_s:
-        found.extend(take())
+    eventually(lambda: found.extend(poll()) or len(found) >= count, lambda: found)
     assert len(found) == count, found
     return found
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.0005)
 
 
 def disk_threads() -> list[str]:
