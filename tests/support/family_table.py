@@ -1,12 +1,12 @@
 """Every causal language model family of transformers, and whether it is served: data.
 
-`docs/models.md` shows these rows and the tests hold them. `family_case` makes the models.
+docs/models.md shows these rows and the tests hold them. `family_case` makes the models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 WINDOW = 12
@@ -14,12 +14,12 @@ WINDOW = 12
 
 @dataclass(frozen=True)
 class Family:
-    """`kind`: "full", "window" or "hybrid" for a family that is served; "" for one that is refused with `reason` in the
-    message. `changes`: of its configuration."""
+    """`kind`: "full", "window", "chunked" or "hybrid" for a family that is served; "" for one that is refused with
+    `reason` in the message. `changes`: of its configuration."""
 
-    kind: str = ""
-    reason: str = ""
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    kind: str
+    reason: str
+    changes: Mapping[str, Any]
 
 
 # The version of transformers with these families, and the families of which there is no small model.
@@ -35,392 +35,244 @@ _LIKE_BERT: dict[str, Any] = {"is_decoder": True}
 _LIKE_ROBERTA: dict[str, Any] = {"is_decoder": True, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 _LIKE_BART: dict[str, Any] = {
     "d_model": 32,
-    "decoder_layers": 2,
-    "encoder_layers": 2,
-    "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "decoder_ffn_dim": 48,
-    "encoder_ffn_dim": 48,
+    **dict.fromkeys(("decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), 48),
 }
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
-FAMILIES: dict[str, Family] = {
-    "afmoe": Family("window"),
-    "apertus": Family("full"),
-    "arcee": Family("full"),
-    "aria_text": Family("full"),
-    "axk1": Family("full", changes=_LATENT),
-    "axk2": Family(reason="layers of type indexed_attention"),
-    "bailing_hybrid": Family("hybrid", changes={**_LATENT, "layer_types": ["linear_attention", "full_attention"] * 2}),
-    "bamba": Family("hybrid", changes={"attn_layer_indices": [1, 3]}),
-    "bart": Family(reason="no way to be told positions", changes=_LIKE_BART),
-    "beam": Family("window"),
-    "bert": Family("full", changes=_LIKE_BERT),
-    "bert-generation": Family("full", changes=_LIKE_BERT),
-    "big_bird": Family("full", changes=_LIKE_BERT),
-    "bigbird_pegasus": Family(reason="no way to be told positions", changes=_LIKE_BART),
-    "biogpt": Family("full"),
-    "bitnet": Family("full"),
-    "blenderbot": Family(reason="no way to be told positions", changes=_LIKE_BART),
-    "blenderbot-small": Family(reason="no way to be told positions", changes=_LIKE_BART),
-    "bloom": Family(reason="no way to be told positions"),
-    "camembert": Family(reason="does not number positions from 0", changes=_LIKE_ROBERTA),
-    "codegen": Family("full", changes={"rotary_dim": 4}),
-    "cohere": Family("full"),
-    "cohere2": Family("window"),
-    "cohere2_moe": Family("window"),
-    "cohere_compass_text": Family(
+
+def _rows(names: str, kind: str = "", reason: str = "", **changes: Any) -> dict[str, Family]:
+    """Families that differ in nothing here; or one that differs from its defaults in what stands after its comma."""
+    rows = [names] if "," in names else names.split()
+    return dict.fromkeys(rows, Family(kind, reason, changes))
+
+
+_ALL = (
+    _rows(
+        "apertus arcee aria_text biogpt bitnet cohere ctrl diffllama ernie4_5 ernie4_5_moe falcon flex_olmo fuyu "
+        "gemma glm glm4 glm4_moe got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared "
+        "helium hrm_text hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe llama minimax_m2 ministral3 mixtral "
+        "moss_transcribe_diarize nanochat olmo olmo2 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 "
+        "qwen3_moe seed_oss solar_open stablelm starcoder2 xglm",
         "full",
-        changes={
-            "layer_types": ["full_attention", "full_attention"],
-            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    _rows("bert bert-generation big_bird electra ernie megatron-bert rembert roc_bert", "full", **_LIKE_BERT),
+    _rows("axk1 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 youtu", "full", **_LATENT),
+    _rows("codegen gptj", "full", rotary_dim=4),
+    _rows("hunyuan_v1_dense hunyuan_v1_moe", "full", head_dim=8),
+    _rows(
+        "cohere_compass_text",
+        "full",
+        layer_types=["full_attention"] * 2,
+        rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    _rows(
+        "dbrx",
+        "full",
+        d_model=32,
+        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        max_seq_len=512,
+    ),
+    _rows("deepseek_v2", "full", num_experts_per_tok=2, **_LATENT),
+    _rows("emu3", "full", pad_token_id=0, bos_token_id=1),
+    _rows(
+        "git",
+        "full",
+        vision_config={**_VISION, "image_size": 8, "patch_size": 4},
+    ),
+    _rows("nemotron", "full", num_key_value_heads=2, head_dim=8),
+    _rows(
+        "phi4_multimodal",
+        "full",
+        vision_config=_VISION,
+        audio_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 8,
+            "input_size": 16,
         },
     ),
-    "cpmant": Family(reason="no way to be told positions"),
-    "ctrl": Family("full"),
-    "cwm": Family("window", changes={"bos_token_id": 1}),
-    "data2vec-text": Family(reason="does not number positions from 0", changes=_LIKE_ROBERTA),
-    "dbrx": Family(
+    _rows("smollm3", "full", num_hidden_layers=4),  # the fourth has no position embedding
+    _rows("doge, within keep_window_size", "full"),
+    _rows("lfm2, full attention alone", "full"),
+    _rows(
+        "llama, rope_type=dynamic",
         "full",
-        changes={
-            "d_model": 32,
-            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-            "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
-            "max_seq_len": 512,
-        },
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
     ),
-    "deepseek_v2": Family("full", changes={**_LATENT, "num_experts_per_tok": 2}),
-    "deepseek_v3": Family("full", changes=_LATENT),
-    "deepseek_v32": Family(reason="layers of type indexed_attention"),
-    "deepseek_v4": Family(reason="layers of type compressed_sparse_attention, heavily_compressed_attention"),
-    "diffllama": Family("full"),
-    "doge": Family(reason="best keys alone, a choice that rounding makes", changes={"keep_window_size": 12}),
-    "dots1": Family(
+    _rows("mistral, without a window", "full", sliding_window=None),
+    _rows(
+        "phi3, rope_type=longrope",
+        "full",
+        max_position_embeddings=512,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.5, 2.0, 2.5],
+            "long_factor": [3.0, 5.0, 7.0, 9.0],
+        },
+        original_max_position_embeddings=128,
+    ),
+    _rows(
+        "afmoe beam cohere2 cohere2_moe exaone4 exaone_moe flint gemma2 gemma3 gemma3_text gemma4 gemma4_unified "
+        "gemma4_unified_assistant gpt_oss granite_swa granitemoe_swa kolibri1 mistral olmo3 vaultgemma",
         "window",
-        changes={
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "layer_types": _ALTERNATING,
-            "sliding_window": 12,
-        },
     ),
-    "dots3_note": Family(reason="vary from layer to layer", changes={"num_key_value_heads": 4}),
-    "dots3_note_text": Family(reason="vary from layer to layer", changes={"num_key_value_heads": 4}),
-    "electra": Family("full", changes=_LIKE_BERT),
-    "emu3": Family("full", changes={"pad_token_id": 0, "bos_token_id": 1}),
-    "ernie": Family("full", changes=_LIKE_BERT),
-    "ernie4_5": Family("full"),
-    "ernie4_5_moe": Family("full"),
-    "exaone4": Family("window"),
-    "exaone_moe": Family("window"),
-    "falcon": Family("full"),
-    "falcon_h1": Family("hybrid", changes={"mamba_d_head": 8, "mamba_n_heads": 4}),
-    "falcon_mamba": Family(reason="recurrent layers alone"),
-    "flex_olmo": Family("full"),
-    "flint": Family("window"),
-    "fuyu": Family("full"),
-    "gemma": Family("full"),
-    "gemma2": Family("window"),
-    "gemma3": Family("window"),
-    "gemma3_text": Family("window"),
-    "gemma3n": Family(
+    _rows(
+        "gemma3n gemma3n_text",
         "window",
-        changes={
-            "num_kv_shared_layers": 2,
-            "layer_types": _ALTERNATING,
-            "activation_sparsity_pattern": [0.0, 0.0, 0.0, 0.0],
-            "laurel_rank": 8,
-        },
+        num_kv_shared_layers=2,
+        layer_types=_ALTERNATING,
+        activation_sparsity_pattern=[0.0] * 4,
+        laurel_rank=8,
     ),
-    "gemma3n_text": Family(
+    _rows("laguna mellum", "window", layer_types=_ALTERNATING),
+    _rows("cwm", "window", bos_token_id=1),
+    _rows(
+        "dots1",
         "window",
-        changes={
-            "num_kv_shared_layers": 2,
-            "layer_types": _ALTERNATING,
-            "activation_sparsity_pattern": [0.0, 0.0, 0.0, 0.0],
-            "laurel_rank": 8,
-        },
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        layer_types=_ALTERNATING,
+        sliding_window=WINDOW,
     ),
-    "gemma4": Family("window"),
-    "gemma4_text": Family(
+    _rows(
+        "gemma4_text",
         "window",
-        changes={
-            "layer_types": [*_ALTERNATING, *_ALTERNATING],
-            "num_hidden_layers": 8,
-            "num_kv_shared_layers": 3,
-            "global_head_dim": 16,
-        },
+        layer_types=[*_ALTERNATING, *_ALTERNATING],
+        num_hidden_layers=8,
+        num_kv_shared_layers=3,
+        global_head_dim=16,
     ),
-    "gemma4_unified": Family("window"),
-    "gemma4_unified_assistant": Family("window"),
-    "gemma4_unified_text": Family(
-        "window", changes={"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 16}
+    _rows("gemma4_unified_text", "window", attention_k_eq_v=True, num_global_key_value_heads=1, global_head_dim=16),
+    _rows("mimo_v2_flash", "window", v_head_dim=4),
+    _rows("ministral", "window", head_dim=8),
+    _rows("modernbert-decoder", "window", pad_token_id=1, bos_token_id=0, eos_token_id=2),
+    _rows(
+        "qwen2, windows in some layers",
+        "window",
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=2,
     ),
-    "git": Family(
-        "full",
-        changes={
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 8,
-                "patch_size": 4,
-            }
-        },
-    ),
-    "glm": Family("full"),
-    "glm4": Family("full"),
-    "glm4_moe": Family("full"),
-    "glm4_moe_lite": Family("full", changes=_LATENT),
-    "glm_moe_dsa": Family(reason="layers of type indexed_attention"),
-    "got_ocr2": Family("full"),
-    "gpt-sw3": Family("full"),
-    "gpt2": Family("full"),
-    "gpt_bigcode": Family("full"),
-    "gpt_neo": Family(
-        reason="other results over a cached prefix",
-        changes={"attention_types": [[["global", "local"], 2]], "window_size": 12, "num_layers": 4},
-    ),
-    "gpt_neox": Family("full"),
-    "gpt_neox_japanese": Family(reason="view size is not compatible"),
-    "gpt_oss": Family("window"),
-    "gptj": Family("full", changes={"rotary_dim": 4}),
-    "granite": Family("full"),
-    "granite_swa": Family("window"),
-    "granitemoe": Family("full"),
-    "granitemoe_swa": Family("window"),
-    "granitemoehybrid": Family("hybrid", changes={"layer_types": ["mamba", "attention", "mamba", "attention"]}),
-    "granitemoeshared": Family("full"),
-    "helium": Family("full"),
-    "hrm_text": Family("full"),
-    "hunyuan_v1_dense": Family("full", changes={"head_dim": 8}),
-    "hunyuan_v1_moe": Family("full", changes={"head_dim": 8}),
-    "hy_v3": Family("full"),
-    "hy_v4": Family(reason="layers of type indexed_attention"),
-    "hyperclovax": Family("full"),
-    "inkling2_text": Family(reason="layers of type hybrid_sliding"),
-    "inkling_text": Family(reason="layers of type hybrid_sliding"),
-    "internlm3": Family("full"),
-    "iquestcoder": Family("full"),
-    "jais2": Family("full"),
-    "jamba": Family(
-        reason="other results over a cached prefix", changes={"attn_layer_period": 2, "attn_layer_offset": 1}
-    ),
-    "jetmoe": Family("full"),
-    "kimi_linear": Family("hybrid", changes={**_LATENT, "layer_types": ["linear_attention", "full_attention"] * 2}),
-    "kolibri1": Family("window"),
-    "laguna": Family("window", changes={"layer_types": _ALTERNATING}),
-    "lfm2": Family("hybrid", changes={"layer_types": ["conv", "full_attention", "conv", "full_attention"]}),
-    "lfm2_moe": Family("hybrid", changes={"layer_types": ["conv", "full_attention", "conv", "full_attention"]}),
-    "lfm3": Family("hybrid"),
-    "llama": Family("full"),
-    "llama4": Family("chunked", changes={"attention_chunk_size": 16}),
-    "llama4_text": Family("chunked", changes={"attention_chunk_size": 16}),
-    "longcat_flash": Family("full", changes=_LATENT),
-    "mamba": Family(reason="recurrent layers alone"),
-    "mamba2": Family(
-        reason="recurrent layers alone", changes={"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8}
-    ),
-    "marian": Family(
-        reason="no way to be told positions", changes={**_LIKE_BART, "pad_token_id": 1, "decoder_start_token_id": 1}
-    ),
-    "mbart": Family(reason="no way to be told positions", changes=_LIKE_BART),
-    "megatron-bert": Family("full", changes=_LIKE_BERT),
-    "mellum": Family("window", changes={"layer_types": _ALTERNATING}),
-    "mimo_v2_flash": Family("window", changes={"v_head_dim": 4}),
-    "minicpm3": Family("full", changes=_LATENT),
-    "minimax": Family(reason="uses cache of its own"),
-    "minimax_m2": Family("full"),
-    "minimax_m3_vl_text": Family(
-        reason="layers of type minimax_m3_sparse",
-        changes={"layer_types": ["full_attention", "minimax_m3_sparse", "full_attention", "minimax_m3_sparse"]},
-    ),
-    "ministral": Family("window", changes={"head_dim": 8}),
-    "ministral3": Family("full"),
-    "mistral": Family("window"),
-    "mixtral": Family("full"),
-    "mllama": Family(
-        reason="layers that attend to another input",
-        changes={"cross_attention_layers": [1], "bos_token_id": 0, "pad_token_id": 0},
-    ),
-    "modernbert-decoder": Family("window", changes={"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}),
-    "moshi": Family(reason="other results over a cached prefix"),
-    "moss_transcribe_diarize": Family("full"),
-    "mpt": Family(reason="no way to be told positions"),
-    "musicgen": Family(reason="no way to be told positions"),
-    "musicgen_melody": Family(reason="no way to be told positions"),
-    "mvp": Family(reason="no way to be told positions", changes=_LIKE_BART),
-    "nanochat": Family("full"),
-    "nemotron": Family("full", changes={"num_key_value_heads": 2, "head_dim": 8}),
-    "nemotron_h": Family(reason="other results over a cached prefix", changes={"n_groups": 2}),
-    "olmo": Family("full"),
-    "olmo2": Family("full"),
-    "olmo3": Family("window"),
-    "olmo_hybrid": Family("hybrid"),
-    "olmoe": Family("full"),
-    "openai-gpt": Family(reason="no key-value cache"),
-    "opt": Family("full"),
-    "pegasus": Family(reason="no way to be told positions", changes=_LIKE_BART),
-    "persimmon": Family("full"),
-    "phi": Family("full"),
-    "phi3": Family("full"),
-    "phi4_multimodal": Family(
-        "full",
-        changes={
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-            },
-            "audio_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_blocks": 1,
-                "num_attention_heads": 2,
-                "ext_pw_out_channel": 32,
-                "depthwise_separable_out_channel": 32,
-                "nemo_conv_channels": 8,
-                "input_size": 16,
-            },
-        },
-    ),
-    "phimoe": Family("full"),
-    "plbart": Family(reason="no way to be told positions", changes=_LIKE_BART),
-    "prophetnet": Family(
-        reason="no way to be told positions",
-        changes={
-            "decoder_ffn_dim": 48,
-            "num_decoder_layers": 2,
-            "num_encoder_layers": 2,
-            "num_decoder_attention_heads": 4,
-            "num_encoder_attention_heads": 4,
-        },
-    ),
-    "qwen2": Family("full"),
-    "qwen2_moe": Family("full"),
-    "qwen3": Family("full"),
-    "qwen3_5": Family("hybrid"),
-    "qwen3_5_moe": Family("hybrid"),
-    "qwen3_5_moe_text": Family("hybrid"),
-    "qwen3_5_text": Family("hybrid"),
-    "qwen3_moe": Family("full"),
-    "qwen3_next": Family("hybrid"),
-    "qwen4_exp": Family(
-        reason="layers of type indexed_attention",
-        changes={
-            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-            "ple_layer_ids": [],
-            "hc_lowrank": 8,
-            "ngram_vocab_size_base": 100,
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 8,
-            "indexer_budget": 8,
-            "indexer_compress_ratio": 4,
-        },
-    ),
-    "qwen4_exp_text": Family(
-        reason="layers of type indexed_attention",
-        changes={
-            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-            "ple_layer_ids": [],
-            "hc_lowrank": 8,
-            "ngram_vocab_size_base": 100,
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 8,
-            "indexer_budget": 8,
-            "indexer_compress_ratio": 4,
-        },
-    ),
-    "recurrent_gemma": Family(reason="layers of type sliding_attention beside linear_attention"),
-    "reformer": Family(
-        reason="no key-value cache",
-        changes={"is_decoder": True, "axial_pos_embds_dim": (16, 16), "attention_head_size": 8},
-    ),
-    "rembert": Family("full", changes=_LIKE_BERT),
-    "roberta": Family(reason="does not number positions from 0", changes=_LIKE_ROBERTA),
-    "roberta-prelayernorm": Family(reason="does not number positions from 0", changes=_LIKE_ROBERTA),
-    "roc_bert": Family("full", changes=_LIKE_BERT),
-    "roformer": Family(reason="no way to be told positions"),
-    "rwkv": Family(reason="no key-value cache"),
-    "seed_oss": Family("full"),
-    "smollm3": Family("full", changes={"num_hidden_layers": 4}),  # the fourth has no position embedding
-    "solar_open": Family("full"),
-    "stablelm": Family("full"),
-    "starcoder2": Family("full"),
-    "trocr": Family(reason="no way to be told positions"),
-    "vaultgemma": Family("window"),
-    "whisper": Family(reason="no way to be told positions", changes={**_LIKE_BART, "pad_token_id": 1}),
-    "xglm": Family("full"),
-    "xlm": Family(reason="no key-value cache"),
-    "xlm-roberta": Family(reason="does not number positions from 0", changes=_LIKE_ROBERTA),
-    "xlm-roberta-xl": Family(reason="does not number positions from 0", changes=_LIKE_ROBERTA),
-    "xlnet": Family(
-        reason="no key-value cache", changes={"d_head": 8, "d_model": 32, "n_head": 4, "n_layer": 2, "d_inner": 48}
-    ),
-    "xlstm": Family(reason="no key-value cache"),
-    "xmod": Family(
-        reason="does not number positions from 0",
-        changes={**_LIKE_ROBERTA, "default_language": "en_XX", "languages": ["en_XX"]},
-    ),
-    "youtu": Family("full", changes=_LATENT),
-    "zamba": Family(
-        reason="other results over a cached prefix",
-        changes={
-            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
-            "n_mamba_heads": 2,
-            "num_key_value_heads": 4,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-        },
-    ),
-    "zamba2": Family(
-        reason="other results over a cached prefix",
-        changes={
-            "num_hidden_layers": 4,
-            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
-        },
-    ),
-    "zaya": Family("hybrid", changes={"num_experts_per_tok": 1}),
-    # The same families otherwise.
-    "bert, is_decoder=False": Family(reason="is not causal"),
-    "doge, within keep_window_size": Family("full"),
-    "falcon, alibi=True": Family(reason="attention biases (alibi)", changes={"alibi": True}),
-    "gemma3_text, use_bidirectional_attention=True": Family(
-        reason="is not causal", changes={"use_bidirectional_attention": True}
-    ),
-    "lfm2, full attention alone": Family("full"),
-    "llama, rope_type=dynamic": Family(
-        "full", changes={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
-    ),
-    "mistral, without a window": Family("full", changes={"sliding_window": None}),
-    "nemotron_h, without a minimum time step": Family("hybrid", changes={"n_groups": 2, "time_step_min": 1e-30}),
-    "phi3, rope_type=longrope": Family(
-        "full",
-        changes={
-            "max_position_embeddings": 512,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0, 1.5, 2.0, 2.5],
-                "long_factor": [3.0, 5.0, 7.0, 9.0],
-            },
-            "original_max_position_embeddings": 128,
-        },
-    ),
-    "qwen2, windows in some layers": Family(
-        "window", changes={"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
-    ),
-    "zamba2, without a minimum time step": Family(
+    _rows("llama4 llama4_text", "chunked", attention_chunk_size=16),
+    _rows("lfm3 olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next", "hybrid"),
+    _rows("bailing_hybrid kimi_linear", "hybrid", layer_types=["linear_attention", "full_attention"] * 2, **_LATENT),
+    _rows("lfm2 lfm2_moe", "hybrid", layer_types=["conv", "full_attention"] * 2),
+    _rows("bamba", "hybrid", attn_layer_indices=[1, 3]),
+    _rows("falcon_h1", "hybrid", mamba_d_head=8, mamba_n_heads=4),
+    _rows("granitemoehybrid", "hybrid", layer_types=["mamba", "attention"] * 2),
+    _rows("zaya", "hybrid", num_experts_per_tok=1),
+    _rows("nemotron_h, without a minimum time step", "hybrid", n_groups=2, time_step_min=1e-30),
+    _rows(
+        "zamba2, without a minimum time step",
         "hybrid",
-        changes={
-            "num_hidden_layers": 4,
-            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
-            "time_step_min": 1e-30,
-        },
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        time_step_min=1e-30,
     ),
-}
+    _rows(
+        "bart bigbird_pegasus blenderbot blenderbot-small mbart mvp pegasus plbart",
+        reason="no way to be told positions",
+        **_LIKE_BART,
+    ),
+    _rows("bloom cpmant mpt musicgen musicgen_melody roformer trocr", reason="no way to be told positions"),
+    _rows(
+        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl",
+        reason="does not number positions from 0",
+        **_LIKE_ROBERTA,
+    ),
+    _rows("axk2 deepseek_v32 glm_moe_dsa hy_v4", reason="layers of type indexed_attention"),
+    _rows("openai-gpt rwkv xlm xlstm", reason="no key-value cache"),
+    _rows("dots3_note dots3_note_text", reason="vary from layer to layer", num_key_value_heads=4),
+    _rows("falcon_mamba mamba", reason="recurrent layers alone"),
+    _rows("inkling2_text inkling_text", reason="layers of type hybrid_sliding"),
+    _rows(
+        "qwen4_exp qwen4_exp_text",
+        reason="layers of type indexed_attention",
+        layer_types=["linear_attention", "full_attention"] * 2,
+        ple_layer_ids=[],
+        hc_lowrank=8,
+        ngram_vocab_size_base=100,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_budget=8,
+        indexer_compress_ratio=4,
+    ),
+    _rows("deepseek_v4", reason="layers of type compressed_sparse_attention, heavily_compressed_attention"),
+    _rows("doge", reason="best keys alone, a choice that rounding makes", keep_window_size=12),
+    _rows(
+        "gpt_neo",
+        reason="other results over a cached prefix",
+        attention_types=[[["global", "local"], 2]],
+        window_size=12,
+        num_layers=4,
+    ),
+    _rows("gpt_neox_japanese", reason="view size is not compatible"),
+    _rows("jamba", reason="other results over a cached prefix", attn_layer_period=2, attn_layer_offset=1),
+    _rows("mamba2", reason="recurrent layers alone", num_heads=8, head_dim=8, n_groups=2, state_size=8),
+    _rows("marian", reason="no way to be told positions", pad_token_id=1, decoder_start_token_id=1, **_LIKE_BART),
+    _rows("minimax", reason="uses cache of its own"),
+    _rows(
+        "minimax_m3_vl_text",
+        reason="layers of type minimax_m3_sparse",
+        layer_types=["full_attention", "minimax_m3_sparse"] * 2,
+    ),
+    _rows(
+        "mllama",
+        reason="layers that attend to another input",
+        cross_attention_layers=[1],
+        bos_token_id=0,
+        pad_token_id=0,
+    ),
+    _rows("moshi", reason="other results over a cached prefix"),
+    _rows("nemotron_h", reason="other results over a cached prefix", n_groups=2),
+    _rows(
+        "prophetnet",
+        reason="no way to be told positions",
+        decoder_ffn_dim=48,
+        num_decoder_layers=2,
+        num_encoder_layers=2,
+        num_decoder_attention_heads=4,
+        num_encoder_attention_heads=4,
+    ),
+    _rows("recurrent_gemma", reason="layers of type sliding_attention beside linear_attention"),
+    _rows("reformer", reason="no key-value cache", axial_pos_embds_dim=(16, 16), attention_head_size=8, **_LIKE_BERT),
+    _rows("whisper", reason="no way to be told positions", pad_token_id=1, **_LIKE_BART),
+    _rows("xlnet", reason="no key-value cache", d_head=8, d_model=32, n_head=4, n_layer=2, d_inner=48),
+    _rows(
+        "xmod",
+        reason="does not number positions from 0",
+        default_language="en_XX",
+        languages=["en_XX"],
+        **_LIKE_ROBERTA,
+    ),
+    _rows(
+        "zamba",
+        reason="other results over a cached prefix",
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        n_mamba_heads=2,
+        num_key_value_heads=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+    ),
+    _rows(
+        "zamba2",
+        reason="other results over a cached prefix",
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+    ),
+    _rows("bert, is_decoder=False", reason="is not causal"),
+    _rows("falcon, alibi=True", reason="attention biases (alibi)", alibi=True),
+    _rows("gemma3_text, use_bidirectional_attention=True", reason="is not causal", use_bidirectional_attention=True),
+)
+FAMILIES = dict(sorted((row, family) for rows in _ALL for row, family in rows.items()))

@@ -81,8 +81,8 @@ def decode(runner: ModelRunner, leases: Sequence[Lease], tokens: Sequence[int]) 
     return runner.forward(chunks)
 
 
-def tiny_engine(model: Any, **settings: Any) -> CacheEngine:
-    """An engine with pages of 16 tokens (4 on the device) for `model`; not started."""
+def tiny_engine(model: Any, geometry: ModelGeometry | None = None, **settings: Any) -> CacheEngine:
+    """An engine with pages of 16 tokens (4 on the device) for `model`, whose geometry may be known; not started."""
     defaults: dict[str, Any] = {
         "device_tokens": 512,
         "page_size": 4,
@@ -97,7 +97,7 @@ def tiny_engine(model: Any, **settings: Any) -> CacheEngine:
         "host_bytes": 0,
         "advanced": {"transfer_chunk_tokens": 64, "staging_bytes": 1 << 20},
     }
-    return build_engine(EngineConfig.from_dict({**defaults, **settings}), geometry_of(model))
+    return build_engine(EngineConfig.from_dict({**defaults, **settings}), geometry or geometry_of(model))
 
 
 def token_bytes(model: Any) -> int:
