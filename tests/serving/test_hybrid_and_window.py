@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,23 @@ from hicache.serving.scheduler import Scheduler
 from hybrid_case import tiny_gemma, tiny_mistral, tiny_qwen3_next
 from serving_case import VOCAB, geometry_of, plain_greedy, prompt, shared, tiny_runner
 
-ROOMY = {"max_position_embeddings": 4096}
-MODELS = [
-    pytest.param(lambda **changes: shared(tiny_qwen3_next, **changes), id="qwen3_next"),
-    pytest.param(lambda **changes: shared(tiny_gemma, 40, **changes), id="gemma3"),
-    pytest.param(lambda **changes: shared(tiny_mistral, 40, **changes), id="mistral"),
-    pytest.param(lambda **changes: shared(tiny_family, "gemma4_text", **{**ROOMY, **changes}), id="gemma4_text"),
-    pytest.param(lambda **changes: shared(tiny_family, "llama4_text", **{**ROOMY, **changes}), id="llama4_text"),
-    pytest.param(lambda **changes: shared(tiny_family, "falcon_h1", **{**ROOMY, **changes}), id="falcon_h1"),
-    pytest.param(lambda **changes: shared(tiny_family, "lfm2", **{**ROOMY, **changes}), id="lfm2"),
-    pytest.param(lambda **changes: shared(tiny_family, "deepseek_v3", **{**ROOMY, **changes}), id="deepseek_v3"),
-    pytest.param(lambda **changes: shared(tiny_family, "kimi_linear", **{**ROOMY, **changes}), id="kimi_linear"),
-]
+MODELS: dict[str, Callable[..., Any]] = {
+    "qwen3_next": partial(shared, tiny_qwen3_next),
+    "gemma3": partial(shared, tiny_gemma, 40),
+    "mistral": partial(shared, tiny_mistral, 40),
+    **{
+        row: partial(shared, tiny_family, row, max_position_embeddings=4096)
+        for row in ("gemma4_text", "llama4_text", "falcon_h1", "lfm2", "deepseek_v3", "kimi_linear")
+    },
+}
+
+
+def models(by_default: str) -> pytest.MarkDecorator:
+    """Each model; by default, those named."""
+    marks = {name: () if name in by_default.split() else pytest.mark.long for name in MODELS}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
 TURNS = 3
 
 
@@ -57,10 +63,10 @@ def serve(scheduler: Scheduler, name: str, tokens: np.ndarray, max_new_tokens: i
     return output
 
 
-@pytest.mark.parametrize("make", MODELS)
-def test_conversations_have_the_tokens_of_no_cache(make: Callable[..., Any]) -> None:
+@models("qwen3_next gemma3 llama4_text deepseek_v3")
+def test_conversations_have_the_tokens_of_no_cache(name: str) -> None:
     """Three conversations of three turns, more than the device holds: all tokens are those without a cache."""
-    model = make()
+    model = MODELS[name]()
     with engine_for(model) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=64)
         prompts = [prompt(150, seed) for seed in range(3)]
@@ -78,10 +84,10 @@ def test_conversations_have_the_tokens_of_no_cache(make: Callable[..., Any]) -> 
         assert engine.stats()["restore.bytes"] > 0
 
 
-@pytest.mark.parametrize("make", MODELS)
-def test_concurrent_requests_have_the_tokens_of_no_cache(make: Callable[..., Any]) -> None:
+@models("mistral gemma4_text falcon_h1 lfm2")
+def test_concurrent_requests_have_the_tokens_of_no_cache(name: str) -> None:
     """Four concurrent requests with a common prefix, in chunks, with preemptions when slots run out."""
-    model = make()
+    model = MODELS[name]()
     prefix = prompt(90, 1)
     prompts = [np.concatenate([prefix, prompt(20 + 5 * n, n + 2)]) for n in range(6)]
     with engine_for(model, device_tokens=480, window_tokens=384, mamba_size=20) as engine:
@@ -96,17 +102,18 @@ def test_concurrent_requests_have_the_tokens_of_no_cache(make: Callable[..., Any
         assert stats["engine.leases"] == stats["device.protected_tokens"] == 0
 
 
-@pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("page_size", [1, 64])
-def test_the_same_prompt_again_hits(make: Callable[..., Any], page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "page_size"), [("kimi_linear", 1), ("qwen3_next", 64), ("gemma3", 1), ("mistral", 64)]
+)
+def test_the_same_prompt_again_hits(name: str, page_size: int) -> None:
     """1024 tokens served twice: the second request hits all but the last page, for any page size, with the same
     tokens."""
-    model = make(max_position_embeddings=2048)
+    model = MODELS[name]()
     settings = {"page_size": page_size, "host_page_size": 64, "host_bytes": 0, "device_tokens": 2560}
     with engine_for(model, **settings, mamba_chunk_tokens=64, mamba_track_interval=256, window_tokens=2048) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine))
         tokens = prompt(1024, 3)
-        first, second = (serve(scheduler, name, tokens, 4) for name in ("first", "second"))
+        first, second = (serve(scheduler, which, tokens, 4) for which in ("first", "second"))
         assert first.cached_len == 0 and first.tokens == second.tokens
         is_hybrid = bool(geometry_of(model).recurrent_layers)
         assert second.cached_len == (960 if is_hybrid or page_size == 64 else 1023)

@@ -11,17 +11,15 @@ import pytest
 import torch
 
 from hicache.engine import CacheEngine, CacheRequest, Lease
-from hicache.errors import ShapeError
 from hicache.kernels.pool_attention import AttentionRule, PoolQueries, pool_attention
-from hicache.serving.attention import Attention, SlotAttention, SlotPass
+from hicache.serving.attention import SlotAttention, SlotPass
 from hicache.serving.long_extend import MIN_QUERIES, long_extend, suits
 from hicache.serving.runner import Chunk, ModelRunner
 from hicache.serving.warm_up import warm_up
 from hybrid_case import tiny_mistral, tiny_qwen3_next
-from serving_case import decode, geometry_of, plain_logits, prompt, shared, tiny_engine, tiny_llama, tiny_runner
+from serving_case import geometry_of, plain_logits, prompt, shared, tiny_engine, tiny_llama, tiny_runner
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
-KINDS = [("sdpa", "torch"), ("eager", "torch"), ("sdpa", "triton")]
 
 
 def _prefill(runner: ModelRunner, engine: CacheEngine, name: str, tokens: np.ndarray) -> Lease:
@@ -29,99 +27,6 @@ def _prefill(runner: ModelRunner, engine: CacheEngine, name: str, tokens: np.nda
     runner.prefill(lease, tokens, lease.cached_len, len(tokens))
     engine.commit(lease, tokens)
     return lease
-
-
-@pytest.mark.parametrize(("kernel", "attention"), KINDS)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
-def test_chunked_prefill_gives_the_logits_of_one_whole_forward(
-    kernel: str, attention: Attention, heads: int, kv_heads: int
-) -> None:
-    """However a prompt is cut into chunks, the last logits of each chunk are those of a forward over all tokens so
-    far."""
-    model = shared(tiny_llama, heads=heads, kv_heads=kv_heads, kernel=kernel)
-    tokens = prompt(150, seed=1)
-    expected = plain_logits(model, tokens)
-    with tiny_engine(model) as engine:
-        runner = tiny_runner(model, engine, attention)
-        for number, ends in enumerate([(150,), (1, 150), (64, 65, 150), (7, 71, 100, 149, 150)]):
-            lease = engine.acquire(CacheRequest(f"r{number}", tokens, namespace=f"n{number}"))
-            start = 0
-            for end in ends:
-                logits = runner.prefill(lease, tokens, start, end)
-                torch.testing.assert_close(logits, expected[end - 1], **TOLERANCE)
-                start = end
-            engine.release(lease)
-
-
-def test_prefill_behind_a_prefix_of_another_request() -> None:
-    """A prompt whose prefix another request computed gives the logits of computing all of it."""
-    model = shared(tiny_llama)
-    first, second = prompt(100, seed=2), prompt(120, seed=3)
-    second[:100] = first
-    with tiny_engine(model) as engine:
-        runner = tiny_runner(model, engine)
-        engine.release(_prefill(runner, engine, "first", first))
-        lease = engine.acquire(CacheRequest("second", second))
-        assert lease.cached_len == 100 // engine.page_size * engine.page_size > 0
-        logits = runner.prefill(lease, second, lease.cached_len, 120)
-        torch.testing.assert_close(logits, plain_logits(model, second)[-1], **TOLERANCE)
-
-
-def test_a_chunk_with_a_large_mask_runs_in_several_passes() -> None:
-    """A maximum of mask entries changes the number of passes, not the logits."""
-    model = shared(tiny_llama)
-    tokens = prompt(130, seed=4)
-    with tiny_engine(model) as engine:
-        runner = ModelRunner(model, engine, geometry_of(model), max_mask_entries=130 * 9)  # 9 rows per pass
-        lease = engine.acquire(CacheRequest("r", tokens))
-        runner.prefill(lease, tokens, 0, 50)
-        logits = runner.prefill(lease, tokens, 50, 130)
-        torch.testing.assert_close(logits, plain_logits(model, tokens)[-1], **TOLERANCE)
-
-
-@pytest.mark.parametrize(("kernel", "attention"), KINDS)
-@pytest.mark.parametrize("lengths", [(40,), (33, 33), (1, 80, 17, 64)])
-def test_batched_decode_gives_the_logits_of_each_request_alone(
-    kernel: str, attention: Attention, lengths: tuple[int, ...]
-) -> None:
-    """Requests of different lengths decoded in one batch get the logits that each gets alone, for several steps."""
-    model = shared(tiny_llama, kernel=kernel)
-    with tiny_engine(model) as engine:
-        runner = tiny_runner(model, engine, attention)
-        # A long request leaves stale slots in the first row; they must not be read.
-        engine.release(_prefill(runner, engine, "before", prompt(200, seed=9)))
-        sequences = [prompt(length, seed=10 + i).tolist() for i, length in enumerate(lengths)]
-        leases = [_prefill(runner, engine, f"r{i}", np.array(s)) for i, s in enumerate(sequences)]
-        decoded = []
-        for step in range(20):
-            for i, sequence in enumerate(sequences):
-                sequence.append((7 * step + i) % 97)
-                engine.extend(leases[i], 1)
-            decoded.append(decode(runner, leases, [sequence[-1] for sequence in sequences]))
-        for i, sequence in enumerate(sequences):
-            logits = torch.stack([step[i] for step in decoded])
-            torch.testing.assert_close(logits, plain_logits(model, sequence)[-20:], **TOLERANCE)
-
-
-@pytest.mark.parametrize("attention", ["torch", "triton"])
-def test_prompts_and_decodes_in_one_call_give_the_logits_of_each_alone(attention: Attention) -> None:
-    """One call over chunks of prompts, with and without a prefix, and requests that decode, in any order."""
-    model = shared(tiny_llama)
-    lengths, news = (40, 90, 17, 64, 70), (1, 30, 17, 1, 5)
-    with tiny_engine(model) as engine:
-        runner = tiny_runner(model, engine, attention)
-        sequences = [prompt(length, seed=20 + i) for i, length in enumerate(lengths)]
-        leases = [engine.acquire(CacheRequest(f"r{i}", tokens)) for i, tokens in enumerate(sequences)]
-        for lease, tokens, new in zip(leases, sequences, news, strict=True):
-            if new < len(tokens):
-                runner.prefill(lease, tokens, 0, len(tokens) - new)
-        chunks = [
-            Chunk(lease, tokens, len(tokens) - new, len(tokens))
-            for lease, tokens, new in zip(leases, sequences, news, strict=True)
-        ]
-        assert [chunk.is_decode for chunk in chunks] == [True, False, False, True, False]
-        for row, tokens in zip(runner.forward(chunks), sequences, strict=True):
-            torch.testing.assert_close(row, plain_logits(model, tokens)[-1], **TOLERANCE)
 
 
 def test_a_pass_has_one_launch_for_all_chunks_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,40 +89,6 @@ def _decoded_behind_loads(**options: bool) -> list[list[int]]:
             engine.release(lease)
         engine.check()
     return [tokens[length:] for tokens, length in zip(sequences, lengths, strict=True)]
-
-
-def test_decoded_tokens_serve_as_a_prefix() -> None:
-    """The KV of decoded tokens serves as the prefix of the next prompt."""
-    model = shared(tiny_llama)
-    sequence = prompt(30, seed=5).tolist()
-    with tiny_engine(model) as engine:
-        runner = tiny_runner(model, engine)
-        lease = _prefill(runner, engine, "first", np.array(sequence))
-        for step in range(40):
-            sequence.append(step)
-            engine.extend(lease, 1)
-            decode(runner, [lease], sequence[-1:])
-        engine.commit(lease, np.array(sequence))
-        engine.release(lease)
-        longer = np.array([*sequence, 1, 2, 3])
-        lease = engine.acquire(CacheRequest("second", longer))
-        assert lease.hit.device == 68  # whole pages of 4 of the 70 stored
-        logits = runner.prefill(lease, longer, 68, len(longer))
-        torch.testing.assert_close(logits, plain_logits(model, longer)[-1], **TOLERANCE)
-
-
-def test_a_prefill_outside_the_lease_is_refused() -> None:
-    """A range without slots in the lease raises ShapeError before anything runs."""
-    model = shared(tiny_llama)
-    with tiny_engine(model) as engine:
-        runner = tiny_runner(model, engine)
-        tokens = prompt(40, seed=6)
-        lease = engine.acquire(CacheRequest("r", tokens[:30]))
-        for start, end in [(0, 31), (5, 5), (-1, 4)]:
-            with pytest.raises(ShapeError, match="30 slots"):
-                runner.prefill(lease, tokens, start, end)
-        with pytest.raises(ShapeError, match="at least one chunk"):
-            runner.forward([])
 
 
 @pytest.mark.gpu

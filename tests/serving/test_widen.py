@@ -10,11 +10,11 @@ import torch
 from family_case import tiny_family
 from hicache.serving.widen import float32_weights
 
-ROWS = ["llama", "gpt2", "qwen3_next", "mixtral", "bamba", "gpt_oss", "phimoe"]
 
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    ("row", "dtype"),
+    [("gpt2", torch.float16), ("qwen3_next", torch.bfloat16), ("bamba", torch.float16), ("gpt_oss", torch.bfloat16)],
+)
 @torch.inference_mode()
 def test_a_widened_model_is_its_float32_copy(row: str, dtype: torch.dtype) -> None:
     """Logits are those of a copy with every weight in float32, and at most one layer is in float32 at a time."""

@@ -138,7 +138,7 @@ class Pools:
         state_dtype: torch.dtype | None = None,
         keep_windows: bool = False,
     ) -> None:
-        self.page_size, self.begun = page_size, 0
+        self.geometry, self.page_size, self.begun = geometry, page_size, 0
         heads, state, args = (geometry.head_num, geometry.head_dim), geometry.state, (num_tokens, page_size, dtype)
         self.req_to_token = ReqToTokenPool(requests, num_tokens, DEVICE, False)
         self.allocator: PagedTokenToKVPoolAllocator | SWATokenToKVPoolAllocator
@@ -209,10 +209,12 @@ class Pools:
             lease.held_len += short
 
     def free_windows(self, lease: Lease, end: int) -> None:
-        """Free the window slots of the whole pages of [0, end), after overwriting their KV with NaN."""
+        """Free the window slots of the whole pages of [0, end), after overwriting their KV with NaN. Nothing happens
+        without windows."""
+        if not isinstance(self.pool, SWAKVPool):
+            return
         slots = lease.slots_of(0, end // self.page_size * self.page_size)
         peers = self.windows.translate_loc_from_full_to_swa(slots)
-        assert isinstance(self.pool, SWAKVPool)
         for layer_id, (_, in_window_space) in self.pool.layers_mapping.items():
             for buffer in self.pool.layer_buffers(layer_id) if in_window_space else ():
                 buffer[peers[peers > 0]] = float("nan")
