@@ -5,15 +5,25 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from disk_case import Clock
-from hicache import CacheEngine, CallbackFailed, ConfigError, InvalidTokens, TransferError
+from hicache import CallbackFailed, ConfigError, InvalidTokens, TransferError
 from hicache.kernels.page_copy import PageMover
 from hicache.serving import Request, RequestOutput, SamplingParams, Scheduler
-from serving_case import plain_greedy, prompt, shared, tiny_engine, tiny_llama, tiny_runner, token_bytes
+from serving_case import (
+    assert_released,
+    plain_greedy,
+    prompt,
+    shared,
+    tiny_engine,
+    tiny_llama,
+    tiny_runner,
+    token_bytes,
+)
 
 
 def _drain(scheduler: Scheduler) -> dict[str, RequestOutput]:
@@ -21,18 +31,9 @@ def _drain(scheduler: Scheduler) -> dict[str, RequestOutput]:
     return {output.request_id: output for output in scheduler.run()}
 
 
-def _assert_released(engine: CacheEngine) -> None:
-    """Every row is free, and every slot is free or evictable."""
-    engine.flush()
-    engine.check()
-    stats = engine.stats()
-    assert stats["engine.leases"] == stats["device.protected_tokens"] == 0
-    assert stats["device.free_tokens"] + stats["device.evictable_tokens"] == engine.pool.size
-    assert engine.req_to_token.available_size() == engine.req_to_token.size
-
-
 def test_tokens_are_streamed_as_they_are_chosen() -> None:
-    """`on_token` gets every token of a request once, in order, before its output; a preemption repeats none."""
+    """`on_token` gets every token of a request once, in order, before its output. When decoding exceeds the device, the
+    youngest request is preempted, and goes on later with the same tokens, none of them repeated."""
     model = shared(tiny_llama)
     streams: dict[str, list[int]] = {f"r{i}": [] for i in range(4)}
     with tiny_engine(model, device_tokens=176) as engine:
@@ -46,8 +47,8 @@ def test_tokens_are_streamed_as_they_are_chosen() -> None:
                 outputs[output.request_id] = output
                 assert len(streams[output.request_id]) == 60
             assert all(len(stream) <= lengths[name] + 1 for name, stream in streams.items())
-        _assert_released(engine)
-    assert sum(output.preemptions for output in outputs.values()) > 0
+        assert_released(engine)
+    assert sum(output.preemptions for output in outputs.values()) > 0 == outputs["r0"].preemptions
     for i, (name, stream) in enumerate(streams.items()):
         assert tuple(stream) == outputs[name].tokens == plain_greedy(model, prompt(40, seed=i), 60, stream)
 
@@ -77,7 +78,7 @@ def test_a_higher_priority_takes_the_place_of_a_lower(limit: str) -> None:
         for name, seed in (("high", 2), ("equal", 3)):
             scheduler.submit(Request(name, prompt(70, seed=seed), 30, priority=1))
         outputs = _drain(scheduler)
-        _assert_released(engine)
+        assert_released(engine)
     assert list(outputs) == ["high", "equal", "low"]
     assert [output.preemptions for output in outputs.values()] == [0, 0, 1]
     assert outputs["low"].tokens == plain_greedy(model, prompt(60, seed=1), 20)
@@ -99,14 +100,16 @@ def test_what_queued_requests_need_is_evicted_last(host_tokens: int) -> None:
         for i, tokens in enumerate(needed):
             scheduler.submit(Request(f"needed {i}", np.concatenate([tokens, prompt(5, seed=30 + i)]), 3))
         outputs = _drain(scheduler)
-        _assert_released(engine)
+        assert_released(engine)
         assert engine.stats()["admit.expected_requests"] == 0
     for i in range(2):
         assert outputs[f"needed {i}"].cached_len == 64, outputs[f"needed {i}"]
 
 
-@pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective", "write_back"])
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0, top_k=30, top_p=0.95, seed=5)], ids=str)
+@pytest.mark.parametrize(
+    ("write_policy", "params"),
+    [("write_through", SamplingParams()), ("write_back", SamplingParams(1.0, top_k=30, top_p=0.95, seed=5))],
+)
 def test_a_preempted_request_resumes_from_the_host(write_policy: str, params: SamplingParams) -> None:
     """A request that is preempted in the middle of its answer, and whose slots are taken, loads its pages from the host
     and goes on with the tokens of a run that was not preempted."""
@@ -124,7 +127,7 @@ def test_a_preempted_request_resumes_from_the_host(write_policy: str, params: Sa
         scheduler.submit(Request("high", prompt(150, seed=2), 40, priority=1))
         before = engine.stats()["admit.host_hit_tokens"]
         outputs = _drain(scheduler)
-        _assert_released(engine)
+        assert_released(engine)
         resumed = engine.stats()["admit.host_hit_tokens"] - before
     assert outputs["low"].preemptions == 1 and list(outputs) == ["high", "low"]
     assert resumed >= 64, "pages beyond the prompt came from the host"
@@ -163,7 +166,7 @@ def test_a_failed_load_concerns_its_own_request(monkeypatch: pytest.MonkeyPatch)
                 engine.check()
             assert failures[0] == 0
         outputs |= _drain(scheduler)
-        _assert_released(engine)
+        assert_released(engine)
     assert isinstance(outputs["fails"].error, TransferError)
     assert outputs["retries"].tokens == plain_greedy(model, cached["retries"], 5)
     assert outputs["decodes"].tokens == plain_greedy(model, prompt(20, seed=6), 60, outputs["decodes"].tokens)
@@ -184,12 +187,16 @@ def test_a_deadline_ends_a_request_at_any_stage() -> None:
         for _ in range(6):
             assert not scheduler.step()
         clock.now_s += 5.0
-        assert {output.request_id for output in scheduler.step()} == {"decodes", "prefills", "waits"}
+        ended = {output.request_id: output for output in scheduler.step()}
+        assert {name: output.finish_reason for name, output in ended.items()} == dict.fromkeys(
+            ("waits", "decodes", "prefills"), "timeout"
+        )
         engine.check()
         outputs = _drain(scheduler)
-        _assert_released(engine)
+        assert_released(engine)
     assert outputs["goes on"].tokens == plain_greedy(model, prompt(30, seed=3), 10)
-    assert 0 < len(stream) < 40
+    assert 0 < len(stream) < 40 and tuple(stream) == ended["decodes"].tokens
+    assert tuple(stream) == plain_greedy(model, prompt(10, seed=1), len(stream))
 
 
 def test_a_request_that_ended_before_its_deadline_is_forgotten() -> None:
@@ -208,25 +215,6 @@ def test_a_request_that_ended_before_its_deadline_is_forgotten() -> None:
 class _Stream:
     def __call__(self, token: int) -> None:
         """Take a token."""
-
-
-def test_a_deadline_keeps_the_tokens() -> None:
-    """The output of a request that timed out has the tokens that were streamed, and its reason."""
-    model = shared(tiny_llama)
-    stream: list[int] = []
-    with tiny_engine(model) as engine:
-        clock = Clock()
-        scheduler = Scheduler(engine, tiny_runner(model, engine), clock=clock)
-
-        def slow(token: int) -> None:
-            stream.append(token)
-            clock.now_s += 1.0
-
-        scheduler.submit(Request("r", prompt(10, seed=1), 40, deadline_s=6.5), slow)
-        output = _drain(scheduler)["r"]
-        _assert_released(engine)
-    assert output.finish_reason == "timeout" and len(stream) == 7
-    assert tuple(stream) == output.tokens == plain_greedy(model, prompt(10, seed=1), 7)
 
 
 def test_callers_may_abort_and_submit_from_on_token() -> None:
@@ -257,7 +245,7 @@ def test_callers_may_abort_and_submit_from_on_token() -> None:
         while scheduler.num_unfinished:
             outputs |= {output.request_id: output for output in scheduler.step()}
             engine.check()
-        _assert_released(engine)
+        assert_released(engine)
     reasons = {name: output.finish_reason for name, output in outputs.items()}
     assert reasons == {"self": "abort", "other": "abort", "waits": "abort", "stays": "length", "new": "length"}
     assert len(streams["self"]) == 3 and 0 < len(streams["other"]) < 30
@@ -285,7 +273,7 @@ def test_a_finished_answer_stays_in_the_cache_and_an_aborted_one_does_not() -> N
             assert output.tokens == tuple(tokens) and output.finish_reason == ("abort" if seed else "stop")
             turn = np.concatenate([prompt(32, seed=seed), np.array(tokens)])
             hits[output.finish_reason] = scheduler.run([Request("next", turn, 1)])[0].hit.device
-        _assert_released(engine)
+        assert_released(engine)
     assert hits == {"stop": 68, "abort": 32}  # whole pages of 71 tokens with KV, and those of the prompt
 
 
@@ -302,7 +290,7 @@ def test_a_callback_that_raises_ends_its_request_alone() -> None:
         scheduler.submit(Request("broken", prompt(20, seed=2), 8), broken)
         scheduler.submit(Request("last", prompt(20, seed=3), 8, SamplingParams(1.0, seed=4)))
         outputs = _drain(scheduler)
-        _assert_released(engine)
+        assert_released(engine)
         alone = scheduler.run([Request("alone", prompt(20, seed=3), 8, SamplingParams(1.0, seed=4))])[0]
     error = outputs["broken"].error
     assert isinstance(error, CallbackFailed) and isinstance(error.__cause__, KeyError)
@@ -311,21 +299,36 @@ def test_a_callback_that_raises_ends_its_request_alone() -> None:
     assert outputs["last"].tokens == alone.tokens
 
 
+WRONG: list[tuple[type, dict[str, Any]]] = [
+    *((Request, {"deadline_s": value}) for value in (0.0, -1.0, float("nan"))),
+    *((Request, fields) for fields in ({"priority": "high"}, {"max_new_tokens": 0}, {"tokens": prompt(0, seed=0)})),
+    *((SamplingParams, fields) for fields in ({"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"seed": -1})),
+]
+
+
+@pytest.mark.parametrize(("kind", "wrong"), WRONG, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_wrong_settings_of_a_request_are_refused(kind: type, wrong: dict[str, Any]) -> None:
+    """ConfigError names what is wrong: a prompt of nothing, nothing to generate, a deadline that is no time to come, a
+    priority that is no whole number, sampling out of range."""
+    fields = {"request_id": "r", "tokens": prompt(3, seed=0), "max_new_tokens": 1} if kind is Request else {}
+    (name,) = wrong
+    with pytest.raises(ConfigError, match="prompt" if name == "tokens" else name):
+        kind(**{**fields, **wrong})
+
+
 def test_a_request_that_cannot_be_served_is_refused_at_once() -> None:
-    """A deadline of zero, below it or that is no number, and a priority that is no whole number raise ConfigError; a
-    token that is none raises InvalidTokens at submission. Nothing is queued, and the next request is served."""
+    """A token that is none raises InvalidTokens at submission, an id in use and a scheduler that could compute nothing
+    ConfigError. Nothing is queued, and the next request is served."""
     model = shared(tiny_llama)
-    for deadline_s in (0.0, -1.0, float("nan")):
-        with pytest.raises(ConfigError, match="deadline_s"):
-            Request("r", prompt(3, seed=0), 1, deadline_s=deadline_s)
-    with pytest.raises(ConfigError, match="priority='high'"):
-        Request("r", prompt(3, seed=0), 1, priority="high")  # type: ignore[arg-type]
     with tiny_engine(model) as engine:
+        with pytest.raises(ConfigError, match="chunk_tokens"):
+            Scheduler(engine, tiny_runner(model, engine), chunk_tokens=0)
         scheduler = Scheduler(engine, tiny_runner(model, engine))
         with pytest.raises(InvalidTokens):
             scheduler.submit(Request("r", np.array([3, -1]), 2))
         assert scheduler.num_unfinished == 0 and not scheduler.step()
-        assert scheduler.run([Request("r", prompt(20, seed=1), 2)])[0].tokens == plain_greedy(
-            model, prompt(20, seed=1), 2
-        )
-        _assert_released(engine)
+        scheduler.submit(Request("r", prompt(20, seed=1), 2))
+        with pytest.raises(ConfigError, match="'r'"):
+            scheduler.submit(Request("r", prompt(3, seed=0), 1))
+        assert _drain(scheduler)["r"].tokens == plain_greedy(model, prompt(20, seed=1), 2)
+        assert_released(engine)

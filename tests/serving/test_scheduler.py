@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import itertools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,23 @@ import pytest
 import torch
 
 from hicache.engine import CacheEngine, CacheRequest
-from hicache.errors import ConfigError, OutOfSlots, PromptTooLong, TransferError
+from hicache.errors import OutOfSlots, PromptTooLong
 from hicache.kernels.page_copy import PageMover
 from hicache.serving.request import Request, RequestOutput
 from hicache.serving.sampling import SamplingParams
 from hicache.serving.scheduler import Scheduler
 from hicache.transfer.counter import LayerTransferCounter
-from serving_case import plain_greedy, prompt, shared, tiny_engine, tiny_llama, tiny_runner, token_bytes
+from serving_case import (
+    assert_released,
+    plain_greedy,
+    prompt,
+    shared,
+    tiny_engine,
+    tiny_llama,
+    tiny_runner,
+    token_bytes,
+)
+from waiting import BOUND_S
 
 PAGE = 16
 
@@ -47,23 +58,13 @@ def _serve(engine: CacheEngine, scheduler: Scheduler, requests: list[Request]) -
     return outputs
 
 
-def _assert_released(engine: CacheEngine) -> None:
-    """Every row is free, and every slot is free or evictable."""
-    engine.flush()
-    engine.check()
-    assert engine.req_to_token.available_size() == engine.req_to_token.size
-    stats = engine.stats()
-    assert stats["device.free_tokens"] + stats["device.evictable_tokens"] == engine.pool.size
-
-
-@pytest.mark.parametrize("chunk_tokens", [24, 8192])
-def test_answers_through_three_tiers_are_those_without_a_cache(tmp_path: Path, chunk_tokens: int) -> None:
+def test_answers_through_three_tiers_are_those_without_a_cache(tmp_path: Path) -> None:
     """Growing conversations over tiers too small for them hit in all three, and every token is that of no cache."""
     model = shared(tiny_llama)
     prompts = [prompt(length, seed=i) for i, length in enumerate([90, 70, 150, 110, 60])]
     tiers = {"device": 0, "host": 0, "disk": 0}
     with _tiers(model, tmp_path, device=192, host=256) as engine:
-        scheduler = _scheduler(engine, model, chunk_tokens=chunk_tokens)
+        scheduler = _scheduler(engine, model, chunk_tokens=24)
         for turn in range(4):
             for i in range(5) if turn % 2 == 0 else reversed(range(5)):
                 (output,) = _serve(engine, scheduler, [Request(f"{i}.{turn}", prompts[i], 6)]).values()
@@ -73,38 +74,8 @@ def test_answers_through_three_tiers_are_those_without_a_cache(tmp_path: Path, c
                 for tier in tiers:
                     tiers[tier] += getattr(output.hit, tier)
                 prompts[i] = np.concatenate([prompts[i], output.tokens, prompt(5, seed=turn)])
-        _assert_released(engine)
+        assert_released(engine)
     assert all(tokens >= PAGE for tokens in tiers.values()), tiers
-
-
-def test_many_requests_at_a_time(tmp_path: Path) -> None:
-    """Twelve requests with two shared prefixes, submitted at once to a device that holds three: all tokens are
-    right."""
-    model = shared(tiny_llama)
-    prefixes = [prompt(64, seed=1), prompt(48, seed=2)]
-    prompts = [np.concatenate([prefixes[i % 2], prompt(3 + 7 * i, seed=20 + i)]) for i in range(12)]
-    with _tiers(model, tmp_path, device=352, host=512, max_requests=6) as engine:
-        scheduler = _scheduler(engine, model, chunk_tokens=40)
-        requests = [Request(f"r{i}", tokens, 4 + i) for i, tokens in enumerate(prompts)]
-        outputs = _serve(engine, scheduler, requests)
-        _assert_released(engine)
-    for i, tokens in enumerate(prompts):
-        output = outputs[f"r{i}"]
-        assert output.tokens == plain_greedy(model, tokens, 4 + i, output.tokens)
-        assert output.finish_reason == "length"
-    assert sum(output.cached_len for output in outputs.values()) > 0
-
-
-def test_a_second_process_finds_the_first_ones_pages(tmp_path: Path) -> None:
-    """After a restart with the same directory the prompt hits on disk, and the tokens are the same."""
-    model = shared(tiny_llama)
-    tokens = prompt(100, seed=3)
-    outputs = []
-    for _ in range(2):
-        with _tiers(model, tmp_path, device=256, host=256) as engine:
-            outputs.append(_serve(engine, _scheduler(engine, model), [Request("r", tokens, 5)])["r"])
-    assert outputs[0].hit.disk == 0 and outputs[1].hit.disk == 96
-    assert outputs[0].tokens == outputs[1].tokens == plain_greedy(model, tokens, 5)
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch() -> None:
@@ -121,30 +92,6 @@ def test_sampled_tokens_do_not_depend_on_the_batch() -> None:
     assert len({output.tokens for output in batched.values()}) == 6
 
 
-def test_a_full_device_preempts_the_youngest_request(tmp_path: Path) -> None:
-    """When decoding exceeds the device, the youngest request is preempted and later continues with the same tokens."""
-    model = shared(tiny_llama)
-    prompts = [prompt(40, seed=i) for i in range(4)]
-    with _tiers(model, tmp_path, device=176, host=512) as engine:
-        requests = [Request(f"r{i}", tokens, 60) for i, tokens in enumerate(prompts)]
-        outputs = _serve(engine, _scheduler(engine, model), requests)
-        _assert_released(engine)
-    assert sum(output.preemptions for output in outputs.values()) > 0
-    assert outputs["r0"].preemptions == 0
-    for i, tokens in enumerate(prompts):
-        assert outputs[f"r{i}"].tokens == plain_greedy(model, tokens, 60, outputs[f"r{i}"].tokens)
-
-
-def test_requests_without_a_row_wait_in_order_of_arrival() -> None:
-    """With one row in the request table, requests run one after the other in order of arrival."""
-    model = shared(tiny_llama)
-    with tiny_engine(model, max_requests=1) as engine:
-        outputs = _scheduler(engine, model).run([Request(f"r{i}", prompt(30, seed=i), 3) for i in range(4)])
-        _assert_released(engine)
-    assert [output.request_id for output in outputs] == ["r0", "r1", "r2", "r3"]
-    assert outputs[3].tokens == plain_greedy(model, prompt(30, seed=3), 3)
-
-
 def test_a_prompt_that_never_fits_fails_alone() -> None:
     """A request too long for the device or the request table fails with PromptTooLong; the others are served."""
     model = shared(tiny_llama)
@@ -156,7 +103,7 @@ def test_a_prompt_that_never_fits_fails_alone() -> None:
             Request("fits", prompt(60, seed=4), 4),
         ]
         outputs = _serve(engine, _scheduler(engine, model), requests)
-        _assert_released(engine)
+        assert_released(engine)
     settings = {"device": "device_tokens", "table": "max_context_len", "grows": "device_tokens"}
     for name, setting in settings.items():
         assert outputs[name].finish_reason == "error"
@@ -179,68 +126,11 @@ def test_an_eos_token_ends_generation() -> None:
     assert output.tokens == answer[: answer.index(end) + 1]
 
 
-def test_an_aborted_request_releases_everything(tmp_path: Path) -> None:
-    """A request aborted while waiting, in prefill or in decode releases all slots, and the others continue."""
-    model = shared(tiny_llama)
-    with _tiers(model, tmp_path, device=192, host=256) as engine:
-        scheduler = _scheduler(engine, model, chunk_tokens=16, max_running=2)
-        for name, length in [("decodes", 20), ("prefills", 120), ("waits", 50), ("stays", 40)]:
-            scheduler.submit(Request(name, prompt(length, seed=length), 30))
-        while engine.stats()["engine.leases"] < 2:  # prefetches from the empty disk end first
-            scheduler.step()
-        for _ in range(4):
-            scheduler.step()
-        assert scheduler.num_unfinished == 4
-        assert [scheduler.abort(name) for name in ("decodes", "prefills", "waits", "nobody")] == [True] * 3 + [False]
-        engine.check()
-        outputs = {output.request_id: output for output in scheduler.run()}
-        _assert_released(engine)
-    assert {name: output.finish_reason for name, output in outputs.items()} == {
-        "decodes": "abort",
-        "prefills": "abort",
-        "waits": "abort",
-        "stays": "length",
-    }
-    started = outputs["decodes"].tokens
-    assert 0 < len(started) < 30 and started == plain_greedy(model, prompt(20, seed=20), len(started))
-    assert outputs["prefills"].tokens == outputs["waits"].tokens == ()
-    assert outputs["stays"].tokens == plain_greedy(model, prompt(40, seed=40), 30, outputs["stays"].tokens)
-
-
-def test_a_failed_load_is_retried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If loading a prefix fails once, the request starts over and its tokens are right; twice, this request fails."""
-    model = shared(tiny_llama, device="cpu")
-    tokens = prompt(100, seed=6)
-    scatter, failures = PageMover.scatter, [0]
-
-    def failing(*args: Any, **kwargs: Any) -> None:
-        if failures[0] > 0:
-            failures[0] -= 1
-            raise RuntimeError("the link is down")
-        scatter(*args, **kwargs)
-
-    monkeypatch.setattr(PageMover, "scatter", failing)
-    with _tiers(model, tmp_path, device=256, host=256) as engine:
-        scheduler = _scheduler(engine, model)
-        scheduler.run([Request("first", tokens, 2)])
-        for name, num_failures in (("once", 1), ("twice", 2)):
-            engine.flush()
-            _evict_all(engine, scheduler, name)
-            failures[0] = num_failures
-            output = scheduler.run([Request(name, tokens, 5)])[0]
-            if name == "once":
-                assert output.tokens == plain_greedy(model, tokens, 5)
-            else:
-                assert isinstance(output.error, TransferError) and output.finish_reason == "error"
-            assert failures[0] == 0
-            _assert_released(engine)
-
-
 def test_a_request_does_not_join_a_load_that_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward pass may raise before the failed copy has ended; the retry waits for its end and loads anew."""
+    """A forward pass may raise before the failed copy has ended; until then the retry waits, and then it loads anew."""
     model = shared(tiny_llama, device="cpu")
     tokens = prompt(100, seed=6)
-    scatter, fail, failures = PageMover.scatter, LayerTransferCounter.fail, [0]
+    scatter, fail, failures, lingered = PageMover.scatter, LayerTransferCounter.fail, [0], threading.Event()
 
     def failing(*args: Any, **kwargs: Any) -> None:
         if failures[0] > 0:
@@ -250,59 +140,35 @@ def test_a_request_does_not_join_a_load_that_has_failed(tmp_path: Path, monkeypa
 
     def fail_and_linger(*args: Any) -> None:
         fail(*args)
-        time.sleep(0.2)  # the copying thread is preempted before the copy ends
+        assert lingered.wait(BOUND_S)
 
     monkeypatch.setattr(PageMover, "scatter", failing)
     monkeypatch.setattr(LayerTransferCounter, "fail", fail_and_linger)
     with _tiers(model, tmp_path, device=256, host=256) as engine:
         scheduler = _scheduler(engine, model)
-        scheduler.run([Request("first", tokens, 2)])
-        engine.flush()
-        _evict_all(engine, scheduler, "other")
+        for name, other in (("first", tokens), ("other", prompt(250, seed=5))):
+            scheduler.run([Request(name, other, 2)])
+            engine.flush()
         failures[0] = 1
-        output = scheduler.run([Request("retried", tokens, 5)])[0]
-        assert output.tokens == plain_greedy(model, tokens, 5)
+        scheduler.submit(Request("retried", tokens, 5))
+        while not engine.stats()["admit.transfer_busy_attempts"]:
+            assert not scheduler.step(), "it ended"
         assert failures[0] == 0
-        _assert_released(engine)
-
-
-def _evict_all(engine: CacheEngine, scheduler: Scheduler, name: str) -> None:
-    """Fill the device with another prompt."""
-    output = scheduler.run([Request(f"other {name}", prompt(250, seed=len(name)), 2)])[0]
-    assert output.finish_reason == "length"
-    engine.flush()
+        lingered.set()
+        assert scheduler.run()[0].tokens == plain_greedy(model, tokens, 5)
+        assert_released(engine)
 
 
 def test_a_stalled_request_fails_after_the_timeout() -> None:
     """If no running request could free slots for a waiting one, it fails after the timeout instead of hanging."""
     model = shared(tiny_llama)
     with tiny_engine(model, device_tokens=128) as engine:
-        scheduler = _scheduler(engine, model, stall_timeout_s=0.01)
+        scheduler = _scheduler(engine, model, stall_timeout_s=60.0, clock=itertools.count(step=10.0).__next__)
         lease = engine.acquire(CacheRequest("not the scheduler's", prompt(100, seed=1)))
         output = scheduler.run([Request("r", prompt(60, seed=2), 2)])[0]
         engine.release(lease)
-        _assert_released(engine)
+        assert_released(engine)
     assert output.finish_reason == "error" and isinstance(output.error, OutOfSlots)
-
-
-def test_invalid_requests_are_refused() -> None:
-    """An empty prompt, nothing to generate, a duplicate id and invalid parameters raise ConfigError that names them."""
-    model = shared(tiny_llama)
-    with pytest.raises(ConfigError, match="at least one token"):
-        Request("r", np.empty(0, dtype=np.int64), 1)
-    with pytest.raises(ConfigError, match="max_new_tokens=0"):
-        Request("r", prompt(3, seed=0), 0)
-    for wrong in ({"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"seed": -1}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            SamplingParams(**wrong)
-    with tiny_engine(model) as engine:
-        scheduler = _scheduler(engine, model)
-        scheduler.submit(Request("r", prompt(3, seed=0), 1))
-        with pytest.raises(ConfigError, match="'r' is in use"):
-            scheduler.submit(Request("r", prompt(3, seed=0), 1))
-        with pytest.raises(ConfigError, match="chunk_tokens=0"):
-            _scheduler(engine, model, chunk_tokens=0)
-        scheduler.abort_all()
 
 
 def test_the_auditors_time_is_not_counted() -> None:

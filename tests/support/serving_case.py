@@ -100,6 +100,16 @@ def tiny_engine(model: Any, geometry: ModelGeometry | None = None, **settings: A
     return build_engine(EngineConfig.from_dict({**defaults, **settings}), geometry or geometry_of(model))
 
 
+def assert_released(engine: CacheEngine) -> None:
+    """Every row is free, and every slot is free or evictable."""
+    engine.flush()
+    engine.check()
+    stats = engine.stats()
+    assert stats["engine.leases"] == stats["device.protected_tokens"] == 0
+    assert stats["device.free_tokens"] + stats["device.evictable_tokens"] == engine.pool.size
+    assert engine.req_to_token.available_size() == engine.req_to_token.size
+
+
 def token_bytes(model: Any) -> int:
     """KV bytes of one token in float32."""
     config = model.config
