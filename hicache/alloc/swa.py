@@ -174,10 +174,6 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             raise DoubleFree(f"slots {pages[:8].tolist()}… are freed twice in one call")
         self._free_windows(pages)
 
-    def alloc_full(self, need_size: int) -> torch.Tensor | None:
-        """`need_size` unmapped full slots, for tokens that no window reaches; None when short."""
-        return self.full_attn_allocator.alloc(need_size)
-
     def alloc_window(self, full_slots: torch.Tensor) -> bool:
         """Map unmapped full slots, whole pages of them, to new window slots; False when window slots are short.
 
