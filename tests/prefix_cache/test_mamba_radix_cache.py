@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from hicache import (
-    CacheInitParams,
     EvictParams,
     EvictResult,
     InsertParams,
@@ -21,10 +16,8 @@ from hicache import (
     checkpoint_len,
     release_kv_cache,
 )
-from hicache.errors import ConfigError, InvariantError, OutOfRows, OutOfSlots, OutOfStates, ShapeError
-from hicache.tree.node import DEVICE, MAMBA
-from mamba_case import checkpoint, free, node_of, prefill
-from prefix_case import Request, Toy, full_cache, key, mamba_cache, matched, recurrence
+from hicache.errors import OutOfStates, ShapeError
+from prefix_case import Request, Toy, free, key, mamba_cache, matched, node_of, recurrence
 
 
 def put(cache: MambaRadixCache, tokens: list[int]) -> InsertResult:
@@ -79,7 +72,7 @@ def test_a_deeper_state_is_never_used() -> None:
     cache = mamba_cache(4096, columns=1100, chunk=64)
     toy, tokens = Toy(cache), [i % 7 for i in range(1008)]
     req = Request(tokens)
-    prefill(toy, req)
+    toy.prefill(req)
     release_kv_cache(req, cache)
     assert matched(cache, tokens) == 1008 and matched(cache, tokens[:1007]) == 0
     again = Request(tokens)
@@ -103,7 +96,7 @@ def test_copies_go_where_the_request_wants_them() -> None:
     cache = mamba_cache()
     toy, pool = Toy(cache), cache.req_to_token_pool.mamba_pool
     req = Request([1, 2, 3])
-    prefill(toy, req)
+    toy.prefill(req)
     release_kv_cache(req, cache)
     asked = RadixKey([1, 2, 3, 4])
     new = Request([1, 2, 3, 4])
@@ -217,99 +210,3 @@ def test_states_are_evicted_by_their_own_recency() -> None:
     assert cache.evict(EvictParams(0, mamba_num=5)) == EvictResult(4, 0, 1)
     assert free(cache) == (64, 12)
     cache.sanity_check()
-
-
-def test_what_cannot_be_kept_is_refused_at_once() -> None:
-    """A table without states, checkpoints without the second state, and bigrams raise with the setting to change."""
-    plain, hybrid = full_cache(), mamba_cache()
-    allocator = plain.token_to_kv_pool_allocator
-    with pytest.raises(ConfigError, match="ReqToTokenPool has no states"):
-        MambaRadixCache(CacheInitParams(False, plain.req_to_token_pool, allocator, 1))
-    with pytest.raises(ConfigError, match="table was built without it"):
-        MambaRadixCache(CacheInitParams(False, hybrid.req_to_token_pool, allocator, 1, enable_mamba_extra_buffer=True))
-    with pytest.raises(ConfigError, match="is_eagle=True"):
-        mamba_cache(is_eagle=True)
-
-
-def test_sanity_check_finds_planted_faults() -> None:
-    """States that two nodes hold, and states that are free, are named in one error."""
-    cache = mamba_cache()
-    for tokens in ([1, 2], [3, 4], [5, 6]):
-        put(cache, tokens)
-    one, two, three = (node_of(cache, tokens) for tokens in ([1, 2], [3, 4], [5, 6]))
-    two.holdings[MAMBA][DEVICE].value = one.mamba_value
-    cache.req_to_token_pool.mamba_pool.free(three.mamba_value)
-    with pytest.raises(InvariantError) as caught:
-        cache.sanity_check()
-    assert "two nodes hold one state" in str(caught.value) and "of the tree are free" in str(caught.value)
-
-
-def test_the_tree_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    """The text names states and who holds them, and sums up both kinds."""
-    cache = mamba_cache()
-    put(cache, [1, 2])
-    put(cache, [1, 2, 3])
-    cache.evict(EvictParams(0, mamba_num=1))
-    lines = cache.pretty_print().splitlines()
-    assert capsys.readouterr().out.splitlines() == lines
-    assert [line.split("] ", 1)[1] for line in lines[1:3]] == ["2 [1, 2] r=0 mr=0 mv=None", "1 [3] r=0 mr=0 mv=[2]"]
-    assert lines[-1] == "#full_tokens: 3, #mamba_num: 1"
-
-
-def check_hit_and_continue(page: int, extra_buffer: bool, chunk: int, seed: int) -> int:
-    """One random history; returns how many tokens were hit."""
-    rng = random.Random(seed)
-    cache = mamba_cache(48 * page, num_states=7, page_size=page, extra_buffer=extra_buffer, chunk=chunk)
-    toy, hits = Toy(cache), 0
-    prompts = [[rng.randint(0, 1) for _ in range(rng.randint(1, 10 * page))]]
-    for _ in range(25):
-        base = rng.choice(prompts)
-        tokens = base[: rng.randint(0, len(base))] + [rng.randint(0, 1) for _ in range(rng.randint(1, 3 * page))]
-        req = Request(tokens)
-        try:
-            hits += toy.admit(req)
-            stops = {rng.randint(1, len(tokens)), checkpoint_len(len(tokens), chunk, page), req.branching_len or 0}
-            for end in [*sorted(stop for stop in stops if req.kv_committed_len < stop < len(tokens)), len(tokens)]:
-                toy.extend(req, end)
-                if extra_buffer and rng.random() < 0.5:
-                    checkpoint(toy, req)
-                if rng.random() < 0.8:
-                    cache.cache_unfinished_req(req, chunked=end < len(tokens))
-                else:
-                    req.prefix_indices = toy.row(req, 0, end)
-            for token in range(rng.randint(0, 4)):
-                toy.decode(req, token % 2)
-            # The state of whoever hit and went on is that of computing from nothing.
-            assert req.mamba_pool_idx is not None
-            assert toy.state(req.mamba_pool_idx) == recurrence(req.tokens[: req.kv_committed_len])
-            prompts.append(req.tokens)
-        except (OutOfSlots, OutOfRows, OutOfStates):
-            pass
-        if req.req_pool_idx is None and req.kv_committed_len:
-            toy.refuse(req)
-        release_kv_cache(req, cache, is_insert=rng.random() < 0.9)
-        if rng.random() < 0.3:
-            cache.evict(EvictParams(rng.randint(0, 8 * page), mamba_num=rng.randint(0, 3)))
-        matched(cache, tokens[: rng.randint(0, len(tokens))])
-        cache.sanity_check()
-    assert cache.full_protected_size() == 0 == cache.mamba_protected_size()
-    cache.evict(EvictParams(1 << 20))
-    assert free(cache) == (48 * page, 7)
-    return hits
-
-
-@given(page=st.sampled_from([1, 4]), extra_buffer=st.booleans(), chunk=st.sampled_from([1, 4, 6]), seed=st.integers(0))
-@example(page=1, extra_buffer=False, chunk=4, seed=0)
-def test_hit_and_continue_is_compute_from_nothing(page: int, extra_buffer: bool, chunk: int, seed: int) -> None:
-    """Over random prompts, stops, splits and evictions, a state that was hit and gone on from is what the recurrence
-    makes of the whole prefix, and so is every state in the tree."""
-    hits = check_hit_and_continue(page, extra_buffer, chunk, seed)
-    assert hits > 0 or seed != 0
-
-
-@pytest.mark.long
-def test_many_hits_and_continues() -> None:
-    """The same over a thousand histories."""
-    rng = random.Random(0)
-    for seed in range(1000):
-        check_hit_and_continue(rng.choice([1, 4, 16]), rng.random() < 0.5, rng.choice([1, 4, 6, 64]), seed)

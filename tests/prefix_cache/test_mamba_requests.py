@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from hicache import (
     MambaRadixCache,
     checkpoint_len,
     release_kv_cache,
 )
-from mamba_case import checkpoint, free, node_of, prefill
-from prefix_case import Request, Toy, mamba_cache, matched, nodes_of, recurrence
+from prefix_case import Request, Toy, free, mamba_cache, matched, node_of, nodes_of, recurrence
 
 
 def states_of(cache: MambaRadixCache, tokens: list[int]) -> list[int]:
     """At which lengths of a prompt the tree has states."""
-    return [
-        node.depth_tokens
-        for node, path in nodes_of(cache)
-        if node.mamba_value is not None and path == tokens[: len(path)]
-    ]
+    held = [(node.depth_tokens, path) for node, path in nodes_of(cache) if node.mamba_value is not None]
+    return [depth for depth, path in held if path == tokens[: len(path)]]
 
 
 def test_a_finished_request_donates_its_state() -> None:
@@ -48,22 +43,6 @@ def test_a_finished_request_donates_its_state() -> None:
     cache.sanity_check()
 
 
-def test_a_state_that_exists_is_not_stored_twice() -> None:
-    """Where the tree has the state of a prefix, the one that comes later is freed."""
-    cache = mamba_cache()
-    toy = Toy(cache)
-    reqs = [Request([1, 2, 3, 4]) for _ in range(2)]
-    for req in reqs:
-        toy.admit(req)
-        toy.extend(req, 4)
-    release_kv_cache(reqs[0], cache)
-    kept = node_of(cache, [1, 2, 3, 4]).mamba_value
-    release_kv_cache(reqs[1], cache)
-    assert torch.equal(node_of(cache, [1, 2, 3, 4]).mamba_value, kept)  # type: ignore[arg-type]
-    assert free(cache) == (60, 11) and cache.total_size() == (4, 1)
-    cache.sanity_check()
-
-
 @pytest.mark.parametrize("chunk", [4, 64])
 def test_the_end_is_exact_at_any_length(chunk: int) -> None:
     """A request that ends after 101 tokens leaves its state at 101, whatever the chunk size, and the next turn hits
@@ -71,12 +50,12 @@ def test_the_end_is_exact_at_any_length(chunk: int) -> None:
     cache = mamba_cache(512, chunk=chunk)
     toy = Toy(cache)
     req = Request(list(range(90)))
-    prefill(toy, req)
+    toy.prefill(req)
     for token in range(11):
         toy.decode(req, token)
     release_kv_cache(req, cache)
     turn = Request([*req.tokens, 500, 501])
-    assert prefill(toy, turn) == 101
+    assert toy.prefill(turn) == 101
     release_kv_cache(turn, cache)
     cache.sanity_check()
 
@@ -90,7 +69,7 @@ def test_pages_keep_no_state_of_an_unaligned_end() -> None:
     toy.admit(req)
     stop = checkpoint_len(101, 32, 16)
     toy.extend(req, stop)
-    checkpoint(toy, req)
+    toy.checkpoint(req)
     toy.extend(req, 101)
     cache.cache_unfinished_req(req)
     assert stop == 96 and req.cache_protected_len == 96 and req.mamba_last_track_seqlen is None
@@ -107,9 +86,7 @@ def test_pages_keep_no_state_of_an_unaligned_end() -> None:
     cache.sanity_check()
 
 
-@pytest.mark.parametrize("extra_buffer", [False, True])
-@pytest.mark.parametrize("page", [1, 4])
-@pytest.mark.parametrize("prompt_len", [1000, 1003])
+@pytest.mark.parametrize(("extra_buffer", "page", "prompt_len"), [(False, 1, 1003), (True, 4, 1000), (True, 4, 1003)])
 def test_the_same_prompt_hits(extra_buffer: bool, page: int, prompt_len: int) -> None:
     """Asked again, all but at most a chunk and a token of it come from the cache, with either way to stop."""
     cache = mamba_cache(4096, page_size=page, extra_buffer=extra_buffer, columns=1100, chunk=64)
@@ -122,7 +99,7 @@ def test_the_same_prompt_hits(extra_buffer: bool, page: int, prompt_len: int) ->
         if hit_len < stop:
             toy.extend(req, stop)
             if extra_buffer:
-                checkpoint(toy, req)
+                toy.checkpoint(req)
             else:
                 cache.cache_unfinished_req(req, chunked=True)
         toy.extend(req, prompt_len)
@@ -140,7 +117,7 @@ def test_every_chunk_leaves_a_state() -> None:
     cache = mamba_cache(1 << 15, columns=10_100, chunk=64)
     toy, tokens = Toy(cache), [i % 13 for i in range(10_000)]
     req = Request(tokens)
-    prefill(toy, req, chunk=8192)
+    toy.prefill(req, chunk=8192)
     release_kv_cache(req, cache)
     assert states_of(cache, tokens) == [8192, 10_000]
     for more, hit_len in ((tokens[:9000], 8192), ([*tokens, 1, 2], 10_000), (tokens, 8192)):
@@ -164,7 +141,7 @@ def test_decoding_is_cached_by_two_states_in_turns() -> None:
     for token in range(20):
         toy.decode(req, token)
         if req.kv_committed_len % interval == 0:
-            checkpoint(toy, req)
+            toy.checkpoint(req)
         assert req.mamba_pool_idx is not None and req.mamba_checkpoint_idx is not None
         used.add(frozenset((int(req.mamba_pool_idx), int(req.mamba_checkpoint_idx))))
         assert toy.state(req.mamba_pool_idx) == recurrence(req.tokens[: req.kv_committed_len])
@@ -179,11 +156,11 @@ def test_checkpoints_are_kept_while_decoding() -> None:
     cache = mamba_cache(256, num_states=12, page_size=1, extra_buffer=True)
     toy = Toy(cache)
     req = Request(list(range(10)))
-    prefill(toy, req)
+    toy.prefill(req)
     for token in range(12):
         toy.decode(req, token)
         if req.kv_committed_len % 6 == 0:
-            checkpoint(toy, req)
+            toy.checkpoint(req)
             cache.cache_unfinished_req(req)
             toy.check_readable(req, req.kv_committed_len)
     assert states_of(cache, req.tokens) == [10, 12, 18] and req.cache_protected_len == 18
@@ -198,7 +175,7 @@ def test_without_a_free_state_nothing_is_stored() -> None:
     cache = mamba_cache(num_states=1)
     toy = Toy(cache)
     req = Request(list(range(12)))
-    prefill(toy, req, chunk=5)
+    toy.prefill(req, chunk=5)
     assert cache.total_size() == (0, 0) and req.cache_protected_len == 0 and req.last_node is cache.root_node
     toy.decode(req, 5)
     release_kv_cache(req, cache)
@@ -209,37 +186,12 @@ def test_without_a_free_state_nothing_is_stored() -> None:
     req = Request(list(range(12)))
     toy.admit(req)
     toy.extend(req, 8)
-    checkpoint(toy, req)
+    toy.checkpoint(req)
     toy.extend(req, 12)
     cache.cache_unfinished_req(req)
     assert cache.total_size() == (0, 0) and req.mamba_last_track_seqlen == 8
     release_kv_cache(req, cache)
     assert states_of(cache, req.tokens) == [8, 12] and free(cache) == (52, 0)
-    cache.sanity_check()
-
-
-@pytest.mark.parametrize("extra_buffer", [False, True])
-@pytest.mark.parametrize("disable", [False, True])
-def test_a_request_that_is_called_off_leaves_nothing(extra_buffer: bool, disable: bool) -> None:
-    """Slots, states and row of a request that is not inserted are free again, at any point of its life."""
-    cache = mamba_cache(extra_buffer=extra_buffer, disable=disable)
-    toy = Toy(cache)
-    for stage in range(4):
-        req = Request(list(range(10)))
-        toy.admit(req)
-        if stage > 0:
-            toy.extend(req, 6)
-            req.prefix_indices = toy.row(req, 0, 6)
-        if stage > 1 and extra_buffer:
-            checkpoint(toy, req)
-        if stage > 2:
-            toy.extend(req, 10)
-            toy.decode(req, 1)
-        if req.req_pool_idx is None:
-            toy.refuse(req)
-        release_kv_cache(req, cache, is_insert=False)
-        assert free(cache) == (64, 12) and cache.req_to_token_pool.available_size() == 8
-        assert req.mamba_pool_idx is None is req.mamba_checkpoint_idx
     cache.sanity_check()
 
 
@@ -253,7 +205,7 @@ def test_the_end_frees_the_states_that_the_tree_does_not_take(is_insert: bool) -
         req = Request(list(range(10)))
         toy.admit(req, limit=0)
         toy.extend(req, 8)
-        checkpoint(toy, req)
+        toy.checkpoint(req)
         toy.extend(req, 10)
         cache.cache_finished_req(req, is_insert)
         assert req.mamba_pool_idx is None is req.mamba_checkpoint_idx
@@ -269,7 +221,7 @@ def test_a_checkpoint_ahead_of_its_tokens_waits() -> None:
     req = Request(list(range(10)))
     toy.admit(req)
     toy.extend(req, 8)
-    checkpoint(toy, req)
+    toy.checkpoint(req)
     req.fill_ids = req.fill_ids[:7]
     cache.cache_unfinished_req(req, chunked=True)
     assert cache.total_size() == (0, 0) and req.mamba_last_track_seqlen == 8

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hicache import (
-    CacheInitParams,
     EvictParams,
     EvictResult,
     InsertParams,
@@ -15,8 +14,7 @@ from hicache import (
     SWARadixCache,
     release_kv_cache,
 )
-from hicache.errors import ConfigError, InvariantError
-from prefix_case import Request, Toy, full_cache, key, matched, swa_cache
+from prefix_case import Request, Toy, key, matched, swa_cache
 
 
 def put(cache: SWARadixCache, tokens: list[int], **more: int) -> InsertResult:
@@ -208,66 +206,3 @@ def test_requests_free_their_windows(page: int) -> None:
     assert cache.full_protected_size() == 0 == cache.swa_protected_size()
     cache.evict(EvictParams(99 * page))
     assert sizes(cache) == (40 * page, 0, 16 * page, 0)
-
-
-def test_a_disabled_cache_keeps_nothing() -> None:
-    """Nothing matches or stays, and a request's full and window slots are freed."""
-    cache = swa_cache(32, 32, page_size=4, disable=True)
-    toy = Toy(cache)
-    req = Request(list(range(9)))
-    assert toy.admit(req) == 0
-    toy.extend(req, 9)
-    cache.cache_unfinished_req(req)
-    assert req.prefix_indices.tolist() == toy.row(req, 0, 9).tolist()
-    release_kv_cache(req, cache)
-    assert cache.insert(InsertParams(RadixKey([1, 2]))) == InsertResult(0) and sizes(cache) == (32, 0, 32, 0)
-    assert cache.inc_lock_ref(cache.root_node) is None and cache.evict(EvictParams(1, 1)) == EvictResult()
-
-
-def test_bigrams_have_windows_too() -> None:
-    """A cache of bigrams holds one full and one window slot fewer than tokens, and frees the last with the request."""
-    cache = swa_cache(32, 32, window=4, is_eagle=True)
-    toy = Toy(cache)
-    req = Request(list(range(9)))
-    toy.admit(req)
-    toy.extend(req, 9)
-    cache.cache_unfinished_req(req)
-    assert req.cache_protected_len == 8
-    release_kv_cache(req, cache)
-    assert sizes(cache) == (24, 8, 24, 8) and matched(cache, [*range(6), 99]) == 5
-    cache.sanity_check()
-
-
-def test_what_has_no_windows_is_refused() -> None:
-    """Without a window, or over an allocator that does not pair slots, there is no such cache."""
-    plain = full_cache()
-    allocator, table = plain.token_to_kv_pool_allocator, plain.req_to_token_pool
-    with pytest.raises(ConfigError, match="sliding_window_size=None"):
-        SWARadixCache(CacheInitParams(False, table, None, 1))
-    with pytest.raises(ConfigError, match="TokenToKVPoolAllocator has no window slots"):
-        SWARadixCache(CacheInitParams(False, table, allocator, 1, sliding_window_size=4))
-
-
-def test_sanity_check_finds_lost_windows() -> None:
-    """Window slots that went behind the tree's back, and tombstones that have some, are named."""
-    cache = swa_cache(32, 32, window=2)
-    put(cache, [1, 2, 3, 4], swa_evicted_seqlen=2)
-    slots = cache.match_prefix(key([1, 2, 3, 4])).device_indices
-    cache.token_to_kv_pool_allocator.move_window(slots[2:3], slots[:1])
-    with pytest.raises(InvariantError) as caught:
-        cache.sanity_check()
-    assert len(caught.value.violations) == 2 and "1 of 2 tokens have windows" in str(caught.value)
-
-
-def test_the_tree_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    """The text names locks of full and window slots and tombstones, and sums up both."""
-    cache = swa_cache(32, 32, window=2)
-    put(cache, [1, 2, 3, 4], swa_evicted_seqlen=2)
-    cache.inc_lock_ref(cache.match_prefix(key([1, 2, 3, 4])).last_device_node)
-    lines = cache.pretty_print().splitlines()
-    assert capsys.readouterr().out.splitlines() == lines
-    assert [line.split("] ", 1)[1] for line in lines[1:3]] == [
-        "2 [1, 2] r=1 sr=0 ts=True",
-        "2 [3, 4] r=1 sr=1 ts=False",
-    ]
-    assert lines[-1] == "#full_tokens: 4, #swa_tokens: 2"

@@ -8,12 +8,14 @@ and lies in a real pool. So what a cache hands out can be compared with what com
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from hicache import (
     CacheInitParams,
     HybridReqToTokenPool,
+    InsertParams,
     Mamba2CacheParams,
     Mamba2StateShape,
     MambaRadixCache,
@@ -28,6 +30,7 @@ from hicache import (
     TreeNode,
     alloc_for_decode,
     alloc_for_extend,
+    release_kv_cache,
 )
 
 Cache = RadixCache | SWARadixCache | MambaRadixCache
@@ -80,11 +83,11 @@ class Batch:
 
     @property
     def seq_lens(self) -> torch.Tensor:
-        return self.seq_lens_cpu
+        return self.seq_lens_cpu.to(self.tree_cache.device)
 
     @property
     def req_pool_indices(self) -> torch.Tensor:
-        return torch.tensor([req.req_pool_idx for req in self.reqs])
+        return torch.tensor([req.req_pool_idx for req in self.reqs], device=self.tree_cache.device)
 
     @property
     def extend_lens(self) -> list[int]:
@@ -96,11 +99,11 @@ class Batch:
 
 
 def full_cache(
-    num_tokens: int = 64, page_size: int = 1, rows: int = 8, columns: int = 512, **more: object
+    num_tokens: int = 64, page_size: int = 1, rows: int = 8, columns: int = 512, device: str = "cpu", **more: object
 ) -> RadixCache:
     """A RadixCache over real pools of `num_tokens`."""
-    allocator = _single(num_tokens, page_size)
-    return RadixCache(_params(ReqToTokenPool(rows, columns, "cpu", False), allocator, page_size, more))
+    allocator = _plain(num_tokens, page_size, device)
+    return RadixCache(_params(ReqToTokenPool(rows, columns, device, False), allocator, page_size, more))
 
 
 def swa_cache(
@@ -130,13 +133,13 @@ def mamba_cache(
         enable_mamba_extra_buffer=extra_buffer,
     )
     settings = {"enable_mamba_extra_buffer": extra_buffer, "mamba_cache_chunk_size": chunk, **more}
-    return MambaRadixCache(_params(table, _single(num_tokens, page_size), page_size, settings))
+    return MambaRadixCache(_params(table, _plain(num_tokens, page_size, "cpu"), page_size, settings))
 
 
-def _single(num_tokens: int, page_size: int) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
+def _plain(num_tokens: int, page_size: int, device: str) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
     if page_size == 1:
-        return TokenToKVPoolAllocator(num_tokens, torch.bfloat16, "cpu", None, True)
-    return PagedTokenToKVPoolAllocator(num_tokens, page_size, torch.bfloat16, "cpu", None, True)
+        return TokenToKVPoolAllocator(num_tokens, torch.bfloat16, device, None, True)
+    return PagedTokenToKVPoolAllocator(num_tokens, page_size, torch.bfloat16, device, None, True)
 
 
 def _params(table: object, allocator: object, page_size: int, more: dict[str, object]) -> CacheInitParams:
@@ -146,6 +149,26 @@ def _params(table: object, allocator: object, page_size: int, more: dict[str, ob
 
 def key(tokens: list[int], extra_key: str | None = None) -> MatchPrefixParams:
     return MatchPrefixParams(RadixKey(tokens, extra_key))
+
+
+def free(cache: Cache) -> tuple[int, ...]:
+    """Slots that nobody has, and window slots or states where the cache has them."""
+    allocator = cache.token_to_kv_pool_allocator
+    if isinstance(cache, SWARadixCache):
+        return allocator.full_available_size(), allocator.swa_available_size()
+    if isinstance(cache, MambaRadixCache):
+        return allocator.available_size(), cache.req_to_token_pool.mamba_pool.available_size()
+    return (allocator.available_size(),)
+
+
+def insert(cache: Cache, tokens: list[int], extra_key: str | None = None, **more: Any) -> int:
+    """Insert without a request; returns how many tokens were held before."""
+    return cache.insert(InsertParams(RadixKey(tokens, extra_key), **more)).prefix_len
+
+
+def node_of(cache: Cache, tokens: list[int], extra_key: str | None = None) -> TreeNode:
+    """Where the match of `tokens` ends."""
+    return cache.match_prefix(key(tokens, extra_key)).last_device_node
 
 
 def nodes_of(cache: Cache) -> list[tuple[TreeNode, list[int]]]:
@@ -196,6 +219,33 @@ class Toy:
         req.kv_committed_len = req.kv_allocated_len = len(req.prefix_indices)
         self.check_readable(req, len(req.prefix_indices))
         return len(req.prefix_indices)
+
+    def prefill(self, req: Request, chunk: int = 1 << 20) -> int:
+        """Admit a request and compute its prompt by chunks, keeping each; returns how long the hit was."""
+        hit_len, end = self.admit(req), len(req.tokens)
+        while req.kv_committed_len < end:
+            here = min(req.kv_committed_len + chunk, end)
+            self.extend(req, here)
+            self.cache.cache_unfinished_req(req, chunked=here < end)
+            self.check_readable(req, here)
+            self.cache.sanity_check()
+        return hit_len
+
+    def serve(self, tokens: list[int], chunk: int = 1 << 20, new: int = 0, **more: Any) -> int:
+        """A request from its start to its end, `new` decoded tokens included; returns how long its hit was."""
+        req = Request(tokens, **more)
+        hit_len = self.prefill(req, chunk)
+        for token in range(new):
+            self.decode(req, token)
+        release_kv_cache(req, self.cache)
+        self.cache.sanity_check()
+        return hit_len
+
+    def checkpoint(self, req: Request) -> None:
+        """What a runner with the extra buffer does where a forward of it ends."""
+        self.cache.req_to_token_pool.checkpoint([req])
+        req.mamba_last_track_seqlen = req.kv_committed_len
+        req.prefix_indices = self.row(req, 0, req.kv_committed_len)
 
     def refuse(self, req: Request) -> None:
         """Undo `admit` for a request that got no row."""

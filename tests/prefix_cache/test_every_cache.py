@@ -1,0 +1,253 @@
+"""What holds for each kind of prefix cache: of full attention, with sliding windows, and with recurrent states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hicache import (
+    CacheInitParams,
+    EvictParams,
+    EvictResult,
+    InsertParams,
+    MambaRadixCache,
+    RadixCache,
+    RadixKey,
+    SWARadixCache,
+    TokenToKVPoolAllocator,
+    TreeNode,
+    available_and_evictable_str,
+    release_kv_cache,
+)
+from hicache.errors import ConfigError, InvariantError
+from hicache.tree.node import DEVICE, FULL, MAMBA
+from prefix_case import Cache, Request, Toy, free, full_cache, insert, key, mamba_cache, matched, node_of, swa_cache
+
+Make = Callable[..., Cache]
+KINDS: list[Make] = [full_cache, swa_cache, mamba_cache]
+TREE = (
+    "match_prefix insert evict inc_lock_ref dec_lock_ref cache_unfinished_req cache_finished_req evictable_size "
+    "protected_size total_size all_values_flatten pretty_print reset take_events sanity_check root_node "
+    "available_and_evictable_str is_chunk_cache is_tree_cache supports_swa supports_mamba"
+)
+NODE = (
+    "key value children parent lock_ref hit_count priority last_access_time hash_value evicted backuped host_value "
+    "host_ref_counter"
+)
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_trees_and_nodes_answer_to_the_names(make: Make) -> None:
+    """Every tree says what kind it is, every node has the field's attributes, and climbing ends at the root."""
+    cache = make()
+    for name in TREE.split():
+        getattr(cache, name)
+    assert cache.is_tree_cache() and not cache.is_chunk_cache()
+    assert (cache.supports_swa(), cache.supports_mamba()) == (make is swa_cache, make is mamba_cache)
+    for name in NODE.split():
+        getattr(cache.root_node, name)
+    assert not cache.root_node.evicted and TreeNode().evicted
+
+
+def test_texts_for_messages() -> None:
+    """A tree says what is available and evictable of each kind; the function of batches asks the tree."""
+    plain = full_cache()
+    plain.token_to_kv_pool_allocator.alloc(4)
+    insert(plain, [1, 2, 3, 4])
+    for text in (plain.available_and_evictable_str(), available_and_evictable_str(plain)):
+        assert text == "60 tokens available, 4 evictable"
+    for cache, numbers in ((swa_cache(64, 48), "48 64 48 0 0"), (mamba_cache(64, 12), "64 0 12 0")):
+        words = "".join(c if c.isdigit() else " " for c in cache.available_and_evictable_str())
+        assert words.split() == numbers.split()
+    assert "0 evictable" in RadixCache.create_simulated().available_and_evictable_str()
+
+
+def test_the_tree_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    """The text, printed and returned, has a line a node, below its parent, with its tokens, what each kind holds and
+    who locks it, and the sums."""
+    plain, windows, states = full_cache(), swa_cache(32, 32, window=2), mamba_cache()
+    insert(plain, [1, 2, 3])
+    insert(plain, [1, 2, 4, 5], "tenant")
+    plain.inc_lock_ref(node_of(plain, [1, 2]))
+    slots = windows.token_to_kv_pool_allocator.alloc(4)
+    windows.token_to_kv_pool_allocator.free_swa(slots[:2])
+    insert(windows, [1, 2, 3, 4], value=slots, swa_evicted_seqlen=2)
+    windows.inc_lock_ref(node_of(windows, [1, 2, 3, 4]))
+    for tokens, state in (([1, 2], 1), ([1, 2, 3], 2)):
+        insert(states, tokens, value=torch.tensor(tokens), mamba_value=torch.tensor([state]))
+    states.req_to_token_pool.mamba_pool.alloc(2)
+    states.evict(EvictParams(0, mamba_num=1))
+    for cache, indents, expected in (
+        (plain, [0, 2, 4, 2], ["2 [1, 2] r=1", "1 [3] r=0", "4 [1, 2, 4, 5] extra_key='tenant' r=0", "#tokens: 7"]),
+        (
+            windows,
+            [0, 2, 4],
+            ["2 [1, 2] r=1 sr=0 ts=True", "2 [3, 4] r=1 sr=1 ts=False", "#full_tokens: 4, #swa_tokens: 2"],
+        ),
+        (states, [0, 2, 4], ["2 [1, 2] r=0 mr=0 mv=None", "1 [3] r=0 mr=0 mv=[2]", "#full_tokens: 3, #mamba_num: 1"]),
+    ):
+        text = cache.pretty_print()
+        assert capsys.readouterr().out == text + "\n"
+        lines = [line.split("] ", 1) for line in text.splitlines()]
+        assert [len(line[0]) - len(line[0].lstrip()) for line in lines[:-1]] == indents
+        assert [line[-1] for line in lines[1:]] == expected
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_disabled_cache_keeps_nothing(make: Make) -> None:
+    """Nothing matches, stays, is locked or evicted; a request continues from its own slots, by chunks, and all that it
+    holds is freed with it."""
+    cache = make(32, page_size=4, disable=True)
+    before = free(cache), cache.req_to_token_pool.available_size()
+    assert Toy(cache).serve(list(range(10)), chunk=3, new=2) == 0 == matched(cache, list(range(10)))
+    assert cache.insert(InsertParams(RadixKey([1, 2]), mamba_value=torch.tensor([1]))).prefix_len == 0
+    assert (free(cache), cache.req_to_token_pool.available_size()) == before and cache.total_size() in (0, (0, 0))
+    assert cache.inc_lock_ref(cache.root_node) in (0, None) and cache.dec_lock_ref(cache.root_node) == 0
+    assert cache.evict(EvictParams(1, 1, 1)) == EvictResult()
+
+
+@pytest.mark.parametrize("disable", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("make", [*KINDS, lambda **more: mamba_cache(extra_buffer=True, **more)])
+def test_a_request_that_is_called_off_leaves_nothing(make: Make, page_size: int, disable: bool) -> None:
+    """Not inserted: the tree keeps what it held before, everything else is free again, at any point of its life."""
+    cache = make(page_size=page_size, disable=disable)
+    toy, tokens = Toy(cache), list(range(3 * page_size))
+    toy.serve(tokens)
+    before, held, rows = free(cache), cache.total_size(), cache.req_to_token_pool.available_size()
+    for stage in range(4):
+        req = Request([*tokens, *range(50, 50 + 2 * page_size + 1)])
+        hit_len = toy.admit(req)
+        assert hit_len == (0 if disable else 3 * page_size)
+        if stage > 0:
+            toy.extend(req, hit_len + 1)
+            req.prefix_indices = toy.row(req, 0, hit_len + 1)
+        if stage > 1 and isinstance(cache, MambaRadixCache) and cache.enable_mamba_extra_buffer:
+            toy.checkpoint(req)
+        if stage > 2:
+            toy.extend(req, len(req.tokens))
+            for _ in range(3):
+                toy.decode(req, 1)
+            # A step that got slots and was called off, and one that was not even begun.
+            req.kv_committed_len -= 2
+        if req.req_pool_idx is None:
+            toy.refuse(req)
+        release_kv_cache(req, cache, is_insert=False)
+        assert (free(cache), cache.req_to_token_pool.available_size()) == (before, rows)
+        assert cache.total_size() == held and cache.protected_size() == 0
+        assert req.req_pool_idx is None is req.mamba_pool_idx is req.mamba_checkpoint_idx
+    cache.sanity_check()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("make", KINDS)
+def test_a_request_that_adds_no_page_raises_its_prefix(make: Make, ends: bool) -> None:
+    """A request whose own tokens fill no page lends its priority to the prefix it used, as it grows and as it ends, and
+    prefixes of a lower priority are evicted first; one that leaves nothing lends nothing."""
+    cache = make(page_size=4, eviction_policy="priority")
+    toy = Toy(cache)
+    toy.serve(list(range(8)), priority=1)
+    toy.serve(list(range(50, 58)), priority=2)
+    for priority, leaves in ((9, False), (5, True)):
+        req = Request([*range(8), 99, 98], priority=priority)
+        assert toy.admit(req) == 8
+        toy.extend(req, 10)
+        if leaves and not ends:
+            cache.cache_unfinished_req(req)
+        release_kv_cache(req, cache, is_insert=leaves and ends)
+        assert node_of(cache, list(range(8))).priority == (5 if leaves else 1)
+    cache.evict(EvictParams(1))
+    assert [matched(cache, tokens) for tokens in (list(range(8)), list(range(50, 58)))] == [8, 0]
+    cache.sanity_check()
+
+
+def test_bigrams_keep_the_last_token() -> None:
+    """With bigrams the last token of what is cached stays the request's own, with its window, through chunks, and is
+    freed with it."""
+    for cache in (full_cache(64, 1, is_eagle=True), full_cache(64, 4, is_eagle=True), swa_cache(64, is_eagle=True)):
+        toy, req = Toy(cache), Request(list(range(13)))
+        toy.admit(req)
+        for end in (8, 9, 13):
+            toy.extend(req, end)
+            cache.cache_unfinished_req(req, chunked=end < 13)
+            assert req.cache_protected_len == (end - 1) // cache.page_size * cache.page_size
+            assert req.prefix_indices.tolist() == toy.row(req, 0, end).tolist()
+            cache.sanity_check()
+        release_kv_cache(req, cache)
+        assert cache.total_size() in (12, (12, 12)) and free(cache)[0] + 12 == 64
+        assert matched(cache, list(range(13))) == 12 and matched(cache, [*range(9), 99]) == 8
+
+
+def test_what_a_cache_cannot_keep_is_refused() -> None:
+    """A cache without what its kind needs, of unknown policies or of pages of no token raises and names the setting."""
+    plain, hybrid = full_cache(), mamba_cache()
+    allocator, table = plain.token_to_kv_pool_allocator, plain.req_to_token_pool
+    states = hybrid.req_to_token_pool
+    for build, setting in (
+        (lambda: SWARadixCache(CacheInitParams(False, table, None, 1)), "sliding_window_size"),
+        (lambda: SWARadixCache(CacheInitParams(False, table, allocator, 1, sliding_window_size=4)), "SWATokenToKV"),
+        (lambda: MambaRadixCache(CacheInitParams(False, table, allocator, 1)), "HybridReqToTokenPool"),
+        (
+            lambda: MambaRadixCache(CacheInitParams(False, states, allocator, 1, enable_mamba_extra_buffer=True)),
+            "enable_mamba_extra_buffer",
+        ),
+        (lambda: mamba_cache(is_eagle=True), "is_eagle"),
+        (lambda: full_cache(eviction_policy="best"), "eviction_policy"),
+        (lambda: RadixCache.create_simulated(page_size=0), "page_size"),
+    ):
+        with pytest.raises(ConfigError, match=setting):
+            build()
+
+
+def test_sanity_check_finds_planted_faults() -> None:
+    """Every fault is in one error: broken counts; slots held twice, free, or that do not exist; window slots that went
+    behind the tree's back; states that two nodes hold, or that are free."""
+    plain = full_cache(16)
+    allocator = plain.token_to_kv_pool_allocator
+    slots = allocator.alloc(8)
+    insert(plain, [1, 2, 3, 4], value=slots[:4])
+    insert(plain, [5, 6], value=slots[2:4])
+    insert(plain, [7, 8], value=torch.tensor([99, 0]))
+    allocator.free(slots[:1])
+    node_of(plain, [5, 6]).holdings[FULL][DEVICE].locks = 1
+    windows = swa_cache(32, 32, window=2)
+    pair = windows.token_to_kv_pool_allocator
+    slots = pair.alloc(4)
+    pair.free_swa(slots[:2])
+    insert(windows, [1, 2, 3, 4], value=slots, swa_evicted_seqlen=2)
+    pair.move_window(slots[2:3], slots[:1])
+    states = mamba_cache()
+    pool = states.req_to_token_pool.mamba_pool
+    for tokens in ([1, 2], [3, 4], [5, 6]):
+        insert(states, tokens, value=states.token_to_kv_pool_allocator.alloc(2), mamba_value=pool.alloc(1))
+    node_of(states, [3, 4]).holdings[MAMBA][DEVICE].value = node_of(states, [1, 2]).mamba_value
+    pool.free(node_of(states, [5, 6]).mamba_value)
+    for cache, faults in (
+        (
+            plain,
+            [
+                "the account says",
+                "[3, 4] of the tree are held more than once",
+                "[1] of the tree are free",
+                "do not exist",
+            ],
+        ),
+        (windows, ["1 of 2 tokens have windows, holds=False", "1 of 2 tokens have windows, holds=True"]),
+        (states, ["two nodes hold one state", "of the tree are free"]),
+    ):
+        with pytest.raises(InvariantError) as caught:
+            cache.sanity_check()
+        assert [fault for fault in faults if fault not in str(caught.value)] == []
+
+
+def test_an_allocator_may_be_a_stand_in() -> None:
+    """A real allocator without a table, and none at all, serve inserts and evictions."""
+    allocator = TokenToKVPoolAllocator(8, torch.bfloat16, "cpu", None, True)
+    for cache in (RadixCache.create_simulated(mock_allocator=allocator), RadixCache.create_simulated()):
+        insert(cache, [1, 2, 3], value=allocator.alloc(3))
+        cache.sanity_check()
+        assert cache.match_prefix(key([1, 2, 3])).device_indices.device == cache.device == torch.device("cpu")
+        assert cache.evict(EvictParams(2)) == EvictResult(3)
+    assert allocator.available_size() == 5
