@@ -1,5 +1,4 @@
-"""The wheel holds the package as it is imported, and importing it needs no optional library; the sdist holds what its
-tests need."""
+"""The wheel holds the package and works without the repository; the sdist holds what its tests need."""
 
 from __future__ import annotations
 
@@ -9,53 +8,81 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "shared")
 SOURCES = {"hicache": "hicache", "kernels": "hicache/kernels", "storage": "hicache/storage", "bench": "hicache/bench"}
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+INSTALLED = """
+import sys
+site, *arguments = sys.argv[1:]
+sys.path.insert(0, site)
+sys.argv[1:] = arguments
+import hicache, hicache.kernels, hicache.storage
+assert all(module.__file__.startswith(site) for module in (hicache, hicache.kernels, hicache.storage))
+from hicache.bench.common import BenchUnavailable, repository
+try:
+    repository("tests/support")
+except BenchUnavailable:
+    from hicache.cli import main
+    sys.exit(main())
+"""
 
 
-def _python(code: str, cwd: Path, arguments: Sequence[str] = ()) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+class Built(NamedTuple):
+    """Roots of the unpacked distributions."""
+
+    sdist: Path
+    wheel: Path
+
+
+def python(cwd: Path, *arguments: object) -> str:
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built by the project's own build backend from a copy of the tree, without a network."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Both, built by the project's own build backend from a copy of the tree, without a network."""
     pytest.importorskip("setuptools", minversion="77", reason="the build backend of pyproject.toml is not installed")
-    source = tmp_path_factory.mktemp("source")
-    for folder in SOURCES:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(ROOT / name, source / name)
-    out = tmp_path_factory.mktemp("wheel")
-    _python("import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])", source, [str(out)])
-    (built,) = out.glob("*.whl")
-    return built
-
-
-@pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sdist, built from a copy of the tree without what git ignores, and unpacked: its root."""
-    pytest.importorskip("setuptools", minversion="77", reason="the build backend of pyproject.toml is not installed")
-    source, out = tmp_path_factory.mktemp("tree") / "hicache", tmp_path_factory.mktemp("sdist")
+    source, out = tmp_path_factory.mktemp("tree") / "hicache", tmp_path_factory.mktemp("built")
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*MADE))
-    _python("import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])", source, [str(out)])
-    (built,) = out.glob("*.tar.gz")
-    with tarfile.open(built) as archive:
-        archive.extractall(out, filter="data")
-    return next(path for path in out.iterdir() if path.is_dir())
+    for build in ("build_sdist", "build_wheel"):
+        python(source, "-c", BUILD, build, out)
+    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
+        archive.extractall(out / "sdist", filter="data")
+    with zipfile.ZipFile(next(out.glob("*.whl"))) as archive:
+        archive.extractall(out / "wheel")
+    return Built(next((out / "sdist").iterdir()), out / "wheel")
 
 
-def test_the_sdist_holds_what_its_tests_need(sdist: Path) -> None:
+def test_every_package_is_listed() -> None:
+    """pyproject.toml lists the folders that have modules, each as it installs, and files that exist."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {
+        "/".join((place, *path.parent.relative_to(ROOT / folder).parts))
+        for folder, place in SOURCES.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert sorted(listed["packages"]) == sorted(folder.replace("/", ".") for folder in folders)
+    data = {path.relative_to(ROOT / "hicache").as_posix() for path in (ROOT / "hicache").rglob("*.*")}
+    data = {path for path in data if not path.endswith((".py", ".pyc"))}
+    assert set(listed["package-data"]["hicache"]) == data
+
+
+@pytest.mark.long
+def test_the_sdist_holds_what_its_tests_need(built: Built) -> None:
     """Every file of the repository that git keeps is in it, and tests that read the tree pass from it."""
     kept = {
         path.relative_to(ROOT).as_posix()
@@ -64,101 +91,42 @@ def test_the_sdist_holds_what_its_tests_need(sdist: Path) -> None:
         if path.is_file() and "__pycache__" not in path.parts
     }
     kept |= {path.name for path in ROOT.iterdir() if path.is_file() and path.suffix in (".md", ".toml", ".in")}
-    found = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
+    found = {path.relative_to(built.sdist).as_posix() for path in built.sdist.rglob("*") if path.is_file()}
     assert kept | {"Makefile", "LICENSE"} <= found, sorted(kept - found)
     tests = ["tests/test_layering.py", "tests/bench/test_common.py", "tests/test_surface.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *tests]
-    run = subprocess.run(command, cwd=sdist, capture_output=True, text=True, timeout=240, check=False)
-    assert run.returncode == 0, run.stdout[-4000:]
+    python(built.sdist, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *tests)
 
 
-def test_the_metadata_says_what_it_is_for(wheel: Path) -> None:
-    """Whoever looks for it finds it: the metadata has classifiers, and none that contradicts the licence's field."""
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
-        lines = archive.read(name).decode().splitlines()
-    classifiers = [line for line in lines if line.startswith("Classifier: ")]
-    assert any("Artificial Intelligence" in line for line in classifiers)
-    assert any("Typed" in line for line in classifiers)
-    assert not any("License ::" in line for line in classifiers)
-
-
-def _expected_files() -> set[str]:
-    files = set()
-    for folder, place in SOURCES.items():
-        files |= {f"{place}/{path.relative_to(ROOT / folder).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
-    return files
-
-
-def test_the_wheel_holds_every_module_under_one_name(wheel: Path) -> None:
-    """Each source file is in the wheel below hicache/, and nothing else is at its top level."""
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name for name in names if name.endswith(".py")} == _expected_files()
-    assert {"hicache/py.typed", "hicache/__init__.pyi", "hicache/serving/server/dashboard.html"} <= set(names)
+@pytest.mark.long
+def test_the_wheel_holds_the_package_under_one_name(built: Built) -> None:
+    """Each source file and no result is below hicache/, nothing else at the top; licence, command and classifiers."""
+    names = {path.relative_to(built.wheel).as_posix() for path in built.wheel.rglob("*") if path.is_file()}
+    modules = {
+        f"{place}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, place in SOURCES.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert {name for name in names if name.endswith(".py")} == modules
+    assert {"hicache/py.typed", "hicache/__init__.pyi", "hicache/serving/server/dashboard.html"} <= names
     assert not [name for name in names if name.startswith("hicache/bench/") and not name.endswith(".py")]
-    tops = {name.split("/")[0] for name in names}
-    assert tops == {"hicache", next(top for top in tops if top.endswith(".dist-info"))}
+    (info,) = (path for path in built.wheel.iterdir() if path.name != "hicache")
+    assert info.suffix == ".dist-info"
+    assert (info / "licenses/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert "hicache = hicache.cli:main" in (info / "entry_points.txt").read_text()
+    metadata = (info / "METADATA").read_text().splitlines()
+    assert {"License-Expression: Apache-2.0", "Requires-Python: >=3.10"} <= set(metadata)
+    classifiers = [line for line in metadata if line.startswith("Classifier: ")]
+    assert classifiers and not any("License ::" in line for line in classifiers)
 
 
-def test_the_wheel_names_its_licence_and_its_command(wheel: Path) -> None:
-    """The metadata carries the licence text and the entry point of the command line."""
-    with zipfile.ZipFile(wheel) as archive:
-        (info,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
-        assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-        assert "hicache = hicache.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
-        metadata = archive.read(f"{info}/METADATA").decode()
-    assert "License-Expression: Apache-2.0" in metadata
-    assert "Requires-Python: >=3.10" in metadata
+@pytest.mark.long
+def test_an_installed_wheel_has_the_benches(built: Built, tmp_path: Path) -> None:
+    """`hicache bench` of a wheel, away from the repository, lists and runs benches and compares what they wrote."""
 
+    def hicache(*arguments: object) -> list[str]:
+        return python(tmp_path, "-c", INSTALLED, built.wheel, *arguments).splitlines()
 
-def test_kernels_and_storage_import_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    """An unpacked wheel serves hicache.kernels and hicache.storage from inside itself, not from the checkout."""
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import hicache, hicache.kernels, hicache.storage;"
-        "print(hicache.__file__, hicache.kernels.__file__, hicache.storage.__file__, sep='\\n')"
-    )
-    found = _python(code, tmp_path, [str(tmp_path)]).splitlines()
-    places = ("hicache", "hicache/kernels", "hicache/storage")
-    assert [Path(file) for file in found] == [tmp_path / place / "__init__.py" for place in places]
-
-
-def test_an_installed_wheel_has_the_benches(wheel: Path, tmp_path: Path) -> None:
-    """`hicache bench` of a wheel, away from the repository, lists and runs benches and compares what they wrote; what
-    needs the repository says so in one line."""
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-
-    def hicache(*arguments: str) -> subprocess.CompletedProcess[str]:
-        code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from hicache.cli import main; sys.exit(main())"
-        command = [sys.executable, "-c", code, str(tmp_path / "site"), *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-
-    listed = hicache("bench", "list")
-    assert listed.returncode == 0 and {"transfer", "disk"} <= {line.split()[0] for line in listed.stdout.splitlines()}
-    done = hicache("bench", "run", "states", "--device", "cpu", "--samples", "1")
-    assert done.returncode == 0, done.stderr
-    result = tmp_path / done.stdout.splitlines()[-1]
+    assert {"transfer", "disk"} <= {line.split()[0] for line in hicache("bench", "list")}
+    result = tmp_path / hicache("bench", "run", "states", "--device", "cpu", "--samples", "1")[-1]
     assert result.parent == tmp_path / "bench-results" and json.loads(result.read_text())["commit"] == "unknown"
-    same = hicache("bench", "compare", str(result), str(result.parent / result.name))
-    assert same.returncode == 0 and "regressed" not in same.stdout.splitlines()[-1]
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from hicache.bench.common import repository\n"
-        "try: repository('tests/support')\n"
-        "except Exception as error: print(type(error).__name__, error)"
-    )
-    assert _python(code, tmp_path, [str(tmp_path / "site")]).startswith("BenchUnavailable tests/support is in the repo")
-
-
-def test_the_front_door_opens_without_triton(tmp_path: Path) -> None:
-    """Every public name comes where Triton cannot be imported, which pip installs on Linux alone."""
-    code = (
-        "import sys\n"
-        "sys.modules['triton'] = None\n"
-        "import hicache\n"
-        "from hicache import *\n"
-        "assert CacheEngine is hicache.CacheEngine and hicache.tree\n"
-        "print(hicache.__name__)"
-    )
-    assert _python(code, tmp_path) == "hicache"
+    assert "regressed" not in hicache("bench", "compare", result, result)[-1]
