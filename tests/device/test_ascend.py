@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from device_case import check_copies_and_moves, check_description, normal
-from hicache.device import AscendMLAPagedTokenToKVPool, AscendTokenToKVPool, MLATokenToKVPool, ascend
-from hicache.errors import ConfigError, ShapeError
+from device_case import normal, pool_of
+from hicache.device import ascend
 
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 
-def mha_of(device: str = "cpu", dtype: torch.dtype = BF16, **extra: int) -> AscendTokenToKVPool:
-    return AscendTokenToKVPool(
-        size=30, page_size=4, dtype=dtype, head_num=2, head_dim=8, layer_num=3, device=device,
-        enable_memory_saver=False, **extra,
-    )  # fmt: skip
-
-
-def mla_of(device: str = "cpu", dtype: torch.dtype = BF16, **extra: int) -> AscendMLAPagedTokenToKVPool:
-    return AscendMLAPagedTokenToKVPool(
-        size=30, page_size=4, dtype=dtype, kv_lora_rank=24, qk_rope_head_dim=8, layer_num=3, device=device,
-        enable_memory_saver=False, **extra,
-    )  # fmt: skip
+mha_of = functools.partial(pool_of, "ascend mha", size=30)
+mla_of = functools.partial(pool_of, "ascend mla", size=30)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, E4M3])
 def test_keys_and_values_by_page(device: str, kernels: str, dtype: torch.dtype) -> None:
     """Slot s is token s % page_size of page s // page_size; keys and values of all layers are one tensor."""
-    pool = mha_of(device, dtype)
+    pool = mha_of(device, dtype=dtype)
     loc = torch.tensor([30, 4, 17], device=device)
     k, v = (normal(3, 2, 8, seed=n).to(device) for n in (1, 2))
     pool.set_kv_buffer(1, loc, k, v, k_scale=0.5)
@@ -48,7 +38,7 @@ def test_keys_and_values_by_page(device: str, kernels: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [BF16, E4M3])
 def test_latent_rows_by_page(device: str, kernels: str, dtype: torch.dtype) -> None:
     """Rows stored whole or in two parts are in their pages, and read in two parts again."""
-    pool = mla_of(device, dtype)
+    pool = mla_of(device, dtype=dtype)
     loc, other = torch.tensor([30, 4], device=device), torch.tensor([9, 17], device=device)
     nope, rope = normal(2, 1, 24, seed=1).to(device), normal(2, 1, 8, seed=2).to(device)
     rows = torch.cat((nope, rope), dim=-1)
@@ -64,7 +54,7 @@ def test_latent_rows_by_page(device: str, kernels: str, dtype: torch.dtype) -> N
     keys, values = pool.get_kv_buffer(2)
     assert torch.equal(keys.float().cpu(), whole) and torch.equal(values.float().cpu(), whole[..., :24])
     assert pool.kv_buffer.shape == (3, 9, 4, 32) and keys.data_ptr() == pool.kv_buffer[2].data_ptr()
-    assert isinstance(pool, MLATokenToKVPool)
+    assert pool.layer_buffers(2)[0].shape[0] == 36  # whole pages
 
 
 class NpuCaches:
@@ -111,29 +101,3 @@ def test_the_vendors_package_serves_its_devices_only(monkeypatch: pytest.MonkeyP
     pool = mha_of()
     pool.set_kv_buffer(0, torch.tensor([4]), normal(1, 2, 8), normal(1, 2, 8))
     assert pool.kv_buffer.any()
-
-
-def test_copies_and_moves(device: str) -> None:
-    """CPU copies and moves go by slot, whatever the order of the tensor."""
-    check_copies_and_moves(mha_of(device, start_layer=2), device)
-    check_copies_and_moves(mla_of(device, start_layer=2), device)
-
-
-def test_they_describe_themselves() -> None:
-    """Layout, addresses and bytes are those of rows by slot; pages are whole."""
-    for pool in (mha_of(start_layer=2), mla_of(start_layer=2)):
-        check_description(pool)
-        assert pool.layer_buffers(2)[0].shape[0] == 36
-
-
-def test_wrong_input_is_named() -> None:
-    """Rows and sizes that do not fit raise an error with both shapes."""
-    k = normal(2, 2, 8)
-    with pytest.raises(ShapeError, match=r"cache_v is \(2, 2, 4\) .* takes \(2, 2, 8\)"):
-        mha_of().set_kv_buffer(0, torch.tensor([4, 5]), k, k[..., :4])
-    with pytest.raises(ShapeError, match=r"cache_k is \(2, 2, 8\) .* takes \(2, 1, 32\)"):
-        mla_of().set_kv_buffer(0, torch.tensor([4, 5]), k, None)
-    with pytest.raises(ConfigError, match="v_head_dim=4: keys and values share a tensor, set it to head_dim=8"):
-        mha_of(v_head_dim=4)
-    with pytest.raises(ConfigError, match="page_size=0"):
-        AscendMLAPagedTokenToKVPool(8, 0, BF16, 8, 8, 1, "cpu", False)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from device_case import Recorder, check_description, fill, normal, scatter_pages
+from device_case import fill, normal, pool_of, scatter_pages
 from hicache.device import DSATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
-from hicache.errors import ConfigError, ShapeError
 
 BF16, F32, U8, E4M3 = torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn
 PAGE = 4
-
-
-def pool_of(device: str = "cpu", page_size: int = PAGE, **extra: int) -> NSATokenToKVPool:
-    return NSATokenToKVPool(
-        size=32, page_size=page_size, dtype=BF16, kv_lora_rank=24, qk_rope_head_dim=8, layer_num=2, device=device,
-        enable_memory_saver=False, **extra,
-    )  # fmt: skip
 
 
 def held(pool: NSATokenToKVPool, layer_id: int, slot: int) -> tuple[bytes, bytes, bytes]:
@@ -40,7 +31,7 @@ def everything(pool: NSATokenToKVPool) -> list[list[tuple[bytes, bytes, bytes]]]
 def test_quantised_keys_are_found_by_page(device: str, kernels: str) -> None:
     """Keys quantised by the pool, and keys and scales brought along, read back in sequence order, close to what went
     in; latent rows are untouched."""
-    pool = pool_of(device)
+    pool = pool_of("nsa", device)
     pages = torch.tensor([7, 2, 5], dtype=torch.int32, device=device)
     loc = (pages.long()[:, None] * PAGE + torch.arange(PAGE, device=device)).reshape(-1)[:10]
     x = normal(10, 128, seed=3).to(device)
@@ -52,7 +43,7 @@ def test_quantised_keys_are_found_by_page(device: str, kernels: str) -> None:
     assert torch.equal(factor[:, 0], x.float().abs().amax(1) / torch.full((10,), 448.0, device=device))
     assert torch.equal(keys, (x.float() / factor).to(E4M3).view(U8))
     assert torch.all((keys.view(E4M3).float() * factor - x.float()).abs() <= x.float().abs() / 16 + factor / 512)
-    other = pool_of(device)
+    other = pool_of("nsa", device)
     other.set_index_k_scale_buffer(1, loc, keys.view(E4M3), factor)
     assert torch.equal(other.get_index_k_with_scale_buffer(1), pool.get_index_k_with_scale_buffer(1))
     assert not pool.kv_buffer.any() and not pool.get_index_k_with_scale_buffer(0).any()
@@ -60,7 +51,7 @@ def test_quantised_keys_are_found_by_page(device: str, kernels: str) -> None:
 
 def test_a_page_of_64_is_8192_bytes_and_256() -> None:
     """At page 64 a page is 8192 bytes of keys and then 256 of scales; the alias is the class."""
-    pool = pool_of(page_size=64)
+    pool = pool_of("nsa", page_size=64)
     assert pool.index_k_with_scale_buffer[0].shape == (2, 8192 + 256)
     pool.set_index_k_scale_buffer(0, torch.tensor([65]), torch.full((1, 128), 9, dtype=U8), torch.tensor([[0.25]]))
     row = pool.get_index_k_with_scale_buffer(0)[1]
@@ -71,7 +62,7 @@ def test_a_page_of_64_is_8192_bytes_and_256() -> None:
 
 def test_latent_rows_are_those_of_mla(device: str, kernels: str) -> None:
     """Two-part rows go in and out beside index keys; a wider row keeps what lies behind its parts."""
-    pool = pool_of(device, kv_cache_dim=40)
+    pool = pool_of("nsa", device, kv_cache_dim=40)
     loc = torch.tensor([9, 4], device=device)
     rows, nope, rope = (normal(2, 1, n, seed=n).to(device) for n in (40, 24, 8))
     pool.set_kv_buffer(0, loc, rows, rows)
@@ -84,7 +75,7 @@ def test_latent_rows_are_those_of_mla(device: str, kernels: str) -> None:
 def test_copies_and_moves_go_by_token(device: str) -> None:
     """A copy of ten tokens, two and a half pages, and a move of single tokens carry the latent row, the index key and
     the scale of each, and touch no other token of any page."""
-    pool = pool_of(device, start_layer=3)
+    pool = pool_of("nsa", device, start_layer=3)
     fill(pool)
     expected = everything(pool)
     source, target = scatter_pages(pool, 10, device)
@@ -100,49 +91,3 @@ def test_copies_and_moves_go_by_token(device: str) -> None:
         for new, row in zip(tgt.tolist(), [layer[slot] for slot in src.tolist()], strict=True):
             layer[new] = row
     assert everything(pool) == expected
-
-
-def test_it_describes_itself() -> None:
-    """Index keys have a row a page in the layout, and their share in the bytes of a token and of a page."""
-    pool = pool_of(start_layer=3)
-    check_description(pool)
-    assert [(s.name, s.per) for s in pool.layout.buffers] == [("kv", "token"), ("index_k", "page")]
-    assert pool.layout.token_bytes == 2 * (32 * 2 + 132)
-    assert pool.layout.page_bytes(3 * PAGE) == 2 * 3 * PAGE * (32 * 2 + 132)
-    assert pool.layout.spans_of(3) == (1, PAGE)
-
-
-def test_getters_wait_for_their_layer() -> None:
-    """Every getter of index keys waits for its layer by dense index; stores do not."""
-    pool, counter = pool_of(start_layer=5), Recorder()
-    pool.register_layer_transfer_counter(counter)
-    pages = torch.tensor([1])
-    pool.set_index_k_buffer(5, torch.tensor([4]), normal(1, 128))
-    assert counter.layers == []
-    pool.get_index_k_with_scale_buffer(5)
-    pool.get_index_k_continuous(6, 1, pages)
-    pool.get_index_k_scale_continuous(5, 1, pages)
-    assert counter.layers == [0, 1, 0]
-
-
-def test_wrong_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys, scales, pages, slots and sizes that do not fit raise an error with both shapes, and nothing is stored."""
-    monkeypatch.setenv("HICACHE_DEBUG", "1")
-    pool, loc, keys = pool_of(), torch.tensor([4, 5]), torch.ones(2, 128).to(E4M3)
-    with pytest.raises(ShapeError, match=r"index_k is \(2, 64\) .* takes \(2, 128\)"):
-        pool.set_index_k_scale_buffer(0, loc, keys[:, :64], torch.ones(2))
-    with pytest.raises(ShapeError, match=r"index_k_scale is \(3,\) of torch.float32, the pool takes \(2,\)"):
-        pool.set_index_k_scale_buffer(0, loc, keys, torch.ones(3))
-    with pytest.raises(ShapeError, match=r"index_k of torch.float8_e4m3fn is already"):
-        pool.set_index_k_buffer(0, loc, keys)
-    with pytest.raises(ShapeError, match=r"index_k is \(2, 64\) .* takes \(2, 128\)"):
-        pool.set_index_k_buffer(0, loc, torch.ones(2, 64))
-    with pytest.raises(ShapeError, match=r"slots -1..5"):
-        pool.set_index_k_buffer(0, torch.tensor([-1, 5]), torch.ones(2, 128))
-    with pytest.raises(ShapeError, match=r"seq_len=9 tokens .* these pages hold 8"):
-        pool.get_index_k_continuous(0, 9, torch.tensor([1, 2]))
-    with pytest.raises(ConfigError, match="index_head_dim=64"):
-        pool_of(index_head_dim=64)
-    with pytest.raises(ConfigError, match="kv_cache_dim=31 is below kv_lora_rank"):
-        pool_of(kv_cache_dim=31)
-    assert not pool.get_index_k_with_scale_buffer(0).any()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from device_case import Recorder, check_copies_and_moves, check_description, normal
+from device_case import normal, pool_of
 from hicache.device import QuantizedKVCache
-from hicache.errors import ConfigError, ShapeError
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Half a step of int8 at the row's scale, as a share of the row's largest magnitude; of fp8, of each element.
@@ -15,11 +14,8 @@ STEP = {"int8": 0.5 / 127, "fp8": 1 / 16}
 KINDS = ["int8", "fp8"]
 
 
-def pool_of(device: str = "cpu", kv_dtype: str = "int8", dtype: torch.dtype = F32, **extra: int) -> QuantizedKVCache:
-    return QuantizedKVCache(
-        size=32, page_size=4, dtype=dtype, head_num=2, head_dim=8, layer_num=3, device=device,
-        enable_memory_saver=False, v_head_dim=12, kv_dtype=kv_dtype, **extra,
-    )  # fmt: skip
+def quantized(device: str = "cpu", kind: str = "int8", dtype: torch.dtype = F32) -> QuantizedKVCache:
+    return pool_of(kind, device, dtype=dtype)
 
 
 def close(got: torch.Tensor, rows: torch.Tensor, kind: str) -> bool:
@@ -33,7 +29,7 @@ def close(got: torch.Tensor, rows: torch.Tensor, kind: str) -> bool:
 def test_what_is_stored_is_read_within_a_step(device: str, kernels: str, kind: str, dtype: torch.dtype) -> None:
     """Reads give the model's dtype within half a step of what was stored, whole or by slot alike; other slots read as
     zero; the raw pair is number and scale."""
-    pool = pool_of(device, kind, dtype)
+    pool = quantized(device, kind, dtype)
     loc = torch.tensor([30, 4, 17], device=device)
     k, v = normal(3, 2, 8, seed=1, dtype=dtype).to(device), normal(3, 2, 12, seed=2, dtype=dtype).to(device)
     pool.set_kv_buffer(1, loc, k, v)
@@ -57,7 +53,7 @@ def test_what_is_stored_is_read_within_a_step(device: str, kernels: str, kind: s
 def test_later_writes_change_no_earlier_token(device: str, kernels: str, kind: str) -> None:
     """A token a million times larger, stored later, and a small head beside a large one, cost no other token or head
     a bit."""
-    pool = pool_of(device, kind)
+    pool = quantized(device, kind)
     first, later = torch.tensor([4, 5], device=device), torch.tensor([6, 7], device=device)
     k, v = normal(2, 2, 8, seed=1, dtype=F32).to(device), normal(2, 2, 12, seed=2, dtype=F32).to(device)
     k[:, 1] *= 1e-6
@@ -71,7 +67,7 @@ def test_later_writes_change_no_earlier_token(device: str, kernels: str, kind: s
 
 def test_scales_divide_and_inputs_stay(device: str, kernels: str) -> None:
     """The caller's scales divide before the pool's own are taken; rows and scales keep their values."""
-    pool, plain = pool_of(device), pool_of(device)
+    pool, plain = quantized(device), quantized(device)
     loc = torch.tensor([9, 8], device=device)
     k, v = normal(2, 2, 8, seed=1).to(device), normal(2, 2, 12, seed=2, dtype=F16).to(device)
     before = k.clone(), v.clone()
@@ -79,50 +75,3 @@ def test_scales_divide_and_inputs_stay(device: str, kernels: str) -> None:
     assert torch.equal(k, before[0]) and torch.equal(v, before[1])
     plain.set_kv_buffer(2, loc, k.float() * 2, v.float() / 4)
     assert all(torch.equal(a, b) for a, b in zip(pool.layer_buffers(2), plain.layer_buffers(2), strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_copies_and_moves(device: str, kind: str) -> None:
-    """CPU copies and moves carry scales with their numbers."""
-    check_copies_and_moves(pool_of(device, kind, start_layer=2), device)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_describes_itself(kind: str) -> None:
-    """Layout, addresses and bytes cover numbers and scales; int8 and fp8 pages are never taken for one another."""
-    pool = pool_of(kv_dtype=kind, start_layer=4)
-    check_description(pool)
-    assert [spec.name for spec in pool.layout.buffers] == ["k", "v", "k_scale", "v_scale"]
-    assert pool.layout.token_bytes == 3 * 2 * (8 + 12 + 4 + 4)
-    assert len({pool_of(kv_dtype=k).layout.digest() for k in KINDS}) == 2
-
-
-def test_getters_wait_for_their_layer() -> None:
-    """Every way of reading waits for its layer; stores do not."""
-    pool, counter = pool_of(start_layer=5), Recorder()
-    pool.register_layer_transfer_counter(counter)
-    pool.set_kv_buffer(5, torch.tensor([4]), normal(1, 2, 8), normal(1, 2, 12))
-    assert counter.layers == []
-    pool.get_key_buffer(5)
-    pool.get_value_buffer(6)
-    pool.get_kv_rows(7, torch.tensor([4]))
-    pool.get_quantized_buffer(6)
-    pool.get_kv_buffer(5)
-    assert counter.layers == [0, 1, 2, 1, 0]
-
-
-def test_wrong_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, slots and settings that do not fit raise an error with both shapes, and nothing is stored."""
-    monkeypatch.setenv("HICACHE_DEBUG", "1")
-    pool, k, v = pool_of(), normal(2, 2, 8), normal(2, 2, 12)
-    with pytest.raises(ShapeError, match=r"cache_v is \(2, 2, 8\) .* takes \(2, 2, 12\)"):
-        pool.set_kv_buffer(0, torch.tensor([4, 5]), k, k)
-    with pytest.raises(ShapeError, match=r"slots 4..36 are outside the pool's 0..35"):
-        pool.set_kv_buffer(0, torch.tensor([4, 36]), k, v)
-    with pytest.raises(ShapeError, match="need int64 or int32"):
-        pool.get_kv_rows(0, torch.tensor([4.0]))
-    with pytest.raises(ConfigError, match="kv_dtype='int4': choose 'int8' or 'fp8'"):
-        pool_of(kv_dtype="int4")
-    with pytest.raises(ConfigError, match="set it to the model's"):
-        pool_of(dtype=torch.float8_e4m3fn)
-    assert not any(b.any() for b in pool.layer_buffers(0))

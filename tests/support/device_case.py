@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from hicache import device as pools
 from hicache.device import KVCache
+
+# The pool class and the sizes of its rows.
+KINDS: dict[str, tuple[type[KVCache], dict[str, object]]] = {
+    "mha": (pools.MHATokenToKVPool, {"head_num": 2, "head_dim": 8, "v_head_dim": 5}),
+    "lazy mha": (pools.MHATokenToKVPool, {"head_num": 2, "head_dim": 8, "v_head_dim": 5, "lazy": True}),
+    "mla": (pools.MLATokenToKVPool, {"kv_lora_rank": 24, "qk_rope_head_dim": 8}),
+    "nsa": (pools.NSATokenToKVPool, {"kv_lora_rank": 24, "qk_rope_head_dim": 8}),
+    "double sparse": (pools.DoubleSparseTokenToKVPool, {"head_num": 2, "head_dim": 8, "heavy_channel_num": 3}),
+    "ascend mha": (pools.AscendTokenToKVPool, {"head_num": 2, "head_dim": 8}),
+    "ascend mla": (pools.AscendMLAPagedTokenToKVPool, {"kv_lora_rank": 24, "qk_rope_head_dim": 8}),
+    "int8": (pools.QuantizedKVCache, {"head_num": 2, "head_dim": 8, "v_head_dim": 12, "kv_dtype": "int8"}),
+    "fp8": (pools.QuantizedKVCache, {"head_num": 2, "head_dim": 8, "v_head_dim": 12, "kv_dtype": "fp8"}),
+}
+
+
+def pool_of(kind: str, device: str = "cpu", **given: object) -> Any:
+    """A pool of 3 layers and 32 tokens, in pages of 4, but for what is given."""
+    pool_class, sizes = KINDS[kind]
+    common = {"size": 32, "page_size": 4, "dtype": torch.bfloat16, "layer_num": 3, "enable_memory_saver": False}
+    return pool_class(**{**common, "device": device, **sizes, **given})
 
 
 class Recorder:
@@ -46,41 +69,3 @@ def snapshot(pool: KVCache) -> list[list[torch.Tensor]]:
 
 def same(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> bool:
     return all(torch.equal(x, y) for i, j in zip(a, b, strict=True) for x, y in zip(i, j, strict=True))
-
-
-def check_copies_and_moves(pool: KVCache, device: str) -> None:
-    """CPU copies come back at other slots, and moves read before they write, in every buffer of every layer, of pools
-    whose rows all belong to tokens."""
-    fill(pool)
-    before = snapshot(pool)
-    source, target = scatter_pages(pool, 10, device)
-    copy = pool.get_cpu_copy(source)
-    assert len(copy) == pool.layer_num and all(x.device.type == "cpu" for layer in copy for c in layer for x in c)
-    pool.load_cpu_copy(copy, target)
-    for layer in before:
-        for buffer in layer:
-            buffer[target] = buffer[source].clone()
-    assert same(snapshot(pool), before)
-    tgt, src = torch.cat((source[1:], source[:1])), source
-    pool.move_kv_cache(tgt, src)
-    for layer in before:
-        for buffer in layer:
-            buffer[tgt] = buffer[src].clone()
-    assert same(snapshot(pool), before)
-
-
-def check_description(pool: KVCache) -> None:
-    """The layout tells names, dtypes, shapes and bytes of the tensors; addresses and bytes a page are theirs."""
-    layout = pool.layout
-    assert layout.layers == pool.layer_ids and layout.device_page_size == pool.page_size
-    total = 0
-    for layer_id in pool.layer_ids:
-        specs, buffers = layout.specs_of(layer_id), pool.layer_buffers(layer_id)
-        assert [(s.dtype, s.shape) for s in specs] == [(b.dtype, tuple(b.shape[1:])) for b in buffers]
-        total += sum(b.nbytes for b in buffers)
-    assert pool.mem_usage == total / (1 << 30)
-    kinds = list(zip(*(pool.layer_buffers(layer_id) for layer_id in pool.layer_ids), strict=True))
-    pointers, lengths, page_bytes = pool.get_contiguous_buf_infos()
-    assert pointers == [b.data_ptr() for kind in kinds for b in kind]
-    assert lengths == [b.nbytes for kind in kinds for b in kind]
-    assert sum(page_bytes) == layout.page_bytes(pool.page_size)
