@@ -11,6 +11,7 @@ from hicache import CacheEngine, CacheRequest, DiskConfig, EngineConfig, Lease, 
 from hicache.device import Row, RowPool
 from hicache.device.base import HasLayerId
 from hicache.kernels.store_kv import Scale, store_kv
+from waiting import eventually
 
 SIZE, PAGE, LAYERS = 512, 16, 2
 KEY_HEADS, KEY_DIM, VALUE_HEADS, VALUE_DIM = 4, 8, 2, 12
@@ -111,8 +112,7 @@ def test_its_rows_come_back_from_host_and_disk(device: str, tmp_path: Path) -> N
     pool = AsymmetricKVPool(device)
     with build_engine(config(pool, tmp_path), pool) as engine:
         handle = engine.prefetch("again", prompt(1))
-        while not handle.ready:
-            engine.poll()
+        eventually(lambda: engine.poll() or handle.ready)
         with engine.acquire(CacheRequest("again", prompt(1))) as lease:
             assert lease.hit.disk == CACHED_LEN
             check_cached(engine, pool, lease, 1)

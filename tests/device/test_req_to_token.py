@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import refused
 from hicache.device import ReqToTokenPool
 from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
 
@@ -53,24 +55,17 @@ def test_a_request_keeps_its_row() -> None:
     pool.check()
 
 
-def test_a_stale_row_of_a_request_is_refused() -> None:
-    """A request that names a row that is not allocated raises, and no other request gets a row."""
+def test_rows_that_are_not_allocated_are_refused() -> None:
+    """A row freed twice, named twice, never allocated, or 0, raises DoubleFree; a request with such a row gets none,
+    and no other request either. Nothing changes."""
     pool, fresh = table(), Request()
-    with pytest.raises(InvariantError, match=r"rows \[2\]"):
-        pool.alloc([fresh, Request(2)])
-    assert fresh.req_pool_idx is None and pool.available_size() == 4
-
-
-def test_double_frees_are_refused() -> None:
-    """A row freed twice, named twice, never allocated, or 0, raises DoubleFree and changes nothing."""
-    pool = table()
     rows = pool.alloc(3)
     assert rows is not None
     pool.free(rows[0])
-    for bad in (rows[0], [rows[1], rows[1]], [rows[2], rows[0]], 0, 9, Request(), Request(rows[0])):
-        with pytest.raises(DoubleFree):
-            pool.free(bad)
-        assert pool.available_size() == 2
+    bad = (rows[0], [rows[1], rows[1]], [rows[2], rows[0]], 0, 9, Request(), Request(rows[0]))
+    refused(DoubleFree, *(functools.partial(pool.free, what) for what in bad))
+    refused(InvariantError, lambda: pool.alloc([fresh, Request(rows[0])]))
+    assert fresh.req_pool_idx is None and pool.available_size() == 2
     pool.free(rows[1:])
     assert pool.available_size() == 4
     pool.check()
@@ -115,23 +110,26 @@ def test_slots_past_the_end_are_refused() -> None:
     """Slots beyond the row, or for a row that is not allocated, raise ShapeError and write nothing."""
     pool = table(2, 4)
     pool.alloc(1)
-    for row, start, n in ((1, 3, 2), (1, -1, 1), (2, 0, 1), (0, 0, 1)):
-        with pytest.raises(ShapeError):
-            pool.set_token_loc(row, start, torch.arange(1, n + 1))
+    wrong = ((1, 3, 2), (1, -1, 1), (2, 0, 1), (0, 0, 1))
+    refused(
+        ShapeError, *(functools.partial(pool.set_token_loc, row, at, torch.arange(1, n + 1)) for row, at, n in wrong)
+    )
     assert not pool.req_to_token.any() and not pool.req_lens.any()
-    with pytest.raises(ConfigError, match="max_requests"):
-        table(0)
+    refused(ConfigError, lambda: table(0), lambda: table(2, 0))
 
 
 def test_check_names_every_violation() -> None:
-    """`check` lists rows that are free twice, outside, and both free and taken."""
+    """`check` lists rows that are free twice, outside, and both free and taken or neither, and row 0 in use."""
     pool = table()
     pool.alloc(2)
+    pool._taken[0] = True
     pool.free_rows += [1, 3, 0]
-    with pytest.raises(
-        InvariantError, match=r"1 rows are free more than once; free rows \[0\] .*; rows \[1\] are both"
-    ):
+    with pytest.raises(InvariantError) as caught:
         pool.check()
+    assert len(caught.value.violations) == 4
+    pool = table()
+    pool.free_rows.pop()
+    refused(InvariantError, pool.check)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["rows", "requests", "free", "clear"]), st.integers(0, 4)), max_size=25))
