@@ -2,9 +2,10 @@
 
 An error is one line on stderr and a status.
 
-A command is a module with `add_flags(parser)` and `run(flags)`. It is imported by name when it is called, since the
-imports of `demo`, `serve` and `plan` take seconds and need packages that the others do not. This module imports the
-standard library and `hicache.console` only, so that Ctrl-C works from the start.
+A command is a module with `run(flags)`, and one with `add_flags(parser)`, often the same. They are imported by name
+when it is called, since the imports of `demo` and `serve` take seconds and need packages that the others, and
+`--help`, do not. This module imports the standard library and `hicache.console` only, so that Ctrl-C works from the
+start.
 
 Exit status: 0 done, 1 the demo's outcome is not identical, the server's engine failed, a store has faults or a
 benchmark regressed, 2 wrong input or an unusable file, 130 interrupted, 141 the output's reader is gone.
@@ -28,8 +29,8 @@ from hicache.console import printable
 _WRONG_INPUT_STATUS = 2
 _INTERRUPTED_STATUS = 130
 _BROKEN_PIPE_STATUS = 141  # as the shell gives for a program that a closed pipe ended
-_SERVE_PACKAGES = ("transformers", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "jinja2")
-_EXTRAS = {**dict.fromkeys(_SERVE_PACKAGES, "serve"), "matplotlib": "replay"}
+_SERVE_PACKAGES = ("transformers", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client")
+_EXTRAS = {**dict.fromkeys(_SERVE_PACKAGES, "serve"), "jinja2": "replay", "matplotlib": "replay"}
 _INTERRUPTED = "hicache: interrupted; what was stored stays"
 
 
@@ -37,6 +38,7 @@ class _Command(NamedTuple):
     module: str
     help: str
     description: str
+    flags: str = ""  # the module with `add_flags`, where it is another
 
 
 _COMMANDS = {
@@ -45,12 +47,14 @@ _COMMANDS = {
         "long conversations through device, host and disk, checked against a run without a cache",
         "Serve long documents over many turns with a device tier far too small for them, so that turns come back from "
         "device, host and disk; then serve the same prompts without any cache and compare every token.",
+        "hicache.serving.demo_flags",
     ),
     "serve": _Command(
         "hicache.serving.server.command",
         "a server with OpenAI's interface over one cache",
         "Serve completions and chats of a transformers model over HTTP, as clients of OpenAI expect, with a cache over "
         "device, host and disk. Without MODEL, a small random model is served.",
+        "hicache.serving.server.flags",
     ),
     "plan": _Command(
         "hicache.planning.command",
@@ -109,9 +113,7 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
     for name, command in _COMMANDS.items():
         flags = commands.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
         if name == called:
-            module = importlib.import_module(command.module)
-            module.add_flags(flags)
-            flags.set_defaults(run=module.run)
+            importlib.import_module(command.flags or command.module).add_flags(flags)
     return parser
 
 
@@ -125,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             with _interrupt_ends_the_process():
                 parser = _parser(next(iter(arguments), None))
             flags = parser.parse_args(arguments)
-            return int(flags.run(flags))
+            with _interrupt_ends_the_process():
+                module = importlib.import_module(_COMMANDS[flags.command].module)
+            return int(module.run(flags))
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()

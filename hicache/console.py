@@ -148,7 +148,7 @@ def table(
     return made
 
 
-def console(file: IO[str] | None = None) -> Console:
+def new_console(file: IO[str] | None = None) -> Console:
     """The console of a file, stdout by default. Only a terminal folds lines. A reader that is gone: BrokenPipeError."""
     from rich.console import Console
 
@@ -171,7 +171,7 @@ def print_table(
     file: IO[str] | None = None,
 ) -> None:
     """Print a table, and `notes` below it, a line each."""
-    out = console(file)
+    out = new_console(file)
     out.print(table(headings, rows, title=title))
     for note in notes:
         out.print(_text(note))

@@ -1,6 +1,6 @@
 """`hicache plan`: what a model's tiers hold on given hardware, when loading pays, and the settings to start with.
 
-    presets   configurations of known models         gpus     rates of known GPUs
+    presets   known models                           gpus     rates of known GPUs
     model     geometry, weights, work of a prefill    memory   tokens of each tier and the engine's settings
     times     loading beside computing                hits     hit rates of a trace
     report    tables                                  command  flags and JSON

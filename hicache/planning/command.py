@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from hicache.config import EngineConfig
 from hicache.console import progress
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
 from hicache.planning.hits import HitRow, hit_rows
 from hicache.planning.memory import MemoryPlan, Wanted, plan_memory
-from hicache.planning.model import PlannedModel, read_model
-from hicache.planning.presets import PRESETS
+from hicache.planning.presets import PRESETS, PlannedModel
 from hicache.planning.report import show
 from hicache.planning.times import COMPUTE_SHARE, LengthTimes, Machine, Times
 from hicache.replay.trace import read_trace
@@ -112,10 +110,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Print the plan; returns 0."""
-    transformers.utils.logging.set_verbosity_error()
     trace = None if flags.trace is None else read_trace(flags.trace)
     gpu = _gpu(flags)
-    model = read_model(flags.model, flags.weight_bytes)
+    model = _model(flags)
     memory = plan_memory(model, gpu, _wanted(flags))
     machine = Machine(gpu, flags.gpus, flags.disk_rate, flags.compute_share)
     times = Times(model, memory, machine)
@@ -171,6 +168,15 @@ def _serve(flags: argparse.Namespace, memory: MemoryPlan) -> str:
     if start.disk is not None:
         given |= {"--disk-path": start.disk.path, "--disk-budget-bytes": start.disk.budget_bytes}
     return shlex.join(["hicache", "serve", model, *(str(part) for pair in given.items() for part in pair)])
+
+
+def _model(flags: argparse.Namespace) -> PlannedModel:
+    """A known model, or that of a configuration: reading one needs transformers."""
+    if flags.model in PRESETS and not Path(flags.model).exists():
+        known = PRESETS[flags.model]
+        return dataclasses.replace(known, weight_bytes=flags.weight_bytes or known.weight_bytes)
+    read: PlannedModel = importlib.import_module("hicache.planning.model").read_model(flags.model, flags.weight_bytes)
+    return read
 
 
 def _gpu(flags: argparse.Namespace) -> Gpu:

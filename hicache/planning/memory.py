@@ -17,7 +17,7 @@ from hicache.config import EngineConfig
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.layout import ModelGeometry
 from hicache.planning.gpus import Gpu
-from hicache.planning.model import PlannedModel
+from hicache.planning.presets import PlannedModel
 from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT
 from hicache.sizing import (
     MAX_TOKENS,

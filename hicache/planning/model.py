@@ -5,23 +5,21 @@ The model is built on the device "meta", which has shapes and no numbers, and on
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hicache.errors import ConfigError, HiCacheError
 from hicache.layout import ModelGeometry
 from hicache.planning.prefill import PrefillWork
-from hicache.planning.presets import PRESETS
+from hicache.planning.presets import PRESETS, PlannedModel
 from hicache.serving.models import UNLIMITED
 from hicache.serving.positions import position_limit
 from hicache.serving.recorded import NUM_TOKENS
@@ -33,26 +31,13 @@ _GROUP = 128
 _STATE_FLOPS = 6  # of an element of a state and a token: decayed, updated and read, a multiplication and addition each
 
 
-@dataclass(frozen=True)
-class PlannedModel:
-    """A model without weights. `num_active`: weights that a token is multiplied with, the head left out;
-    `weight_bytes`: of all; `max_context_len`: positions that it has."""
-
-    name: str
-    geometry: ModelGeometry
-    num_weights: int
-    num_active: int
-    weight_bytes: int
-    max_context_len: int
-    work: PrefillWork
-
-
 def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
-    """The model of a transformers `config.json`, a folder with one, or a name of `PRESETS`. `weight_bytes`: None: as
-    the folder's safetensors say, or the configuration's quantisation and dtype.
+    """The model of a transformers `config.json`, or of a folder with one. `weight_bytes`: None: as the folder's
+    safetensors say, or the configuration's quantisation and dtype.
 
     Raises ConfigError where it is none, with a message of one line, UnsupportedModel where it cannot be served.
     """
+    logging.set_verbosity_error()
     values, path = _values(given)
     try:
         model = _without_weights(values)
@@ -73,7 +58,7 @@ def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
     if weight_bytes is None:
         weight_bytes = _indexed_bytes(path) or _counted_bytes(model, values.get("quantization_config"), given)
     return PlannedModel(
-        name=given if path is None else str(path.parent.resolve().name if path.name == "config.json" else path.stem),
+        name=path.parent.resolve().name if path.name == "config.json" else path.stem,
         geometry=geometry,
         num_weights=sum(weight.numel() for weight in model.parameters()),
         num_active=num_active,
@@ -83,11 +68,9 @@ def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
     )
 
 
-def _values(given: str) -> tuple[dict[str, Any], Path | None]:
-    """The configuration's values, and its file; None for a preset."""
+def _values(given: str) -> tuple[dict[str, Any], Path]:
+    """The configuration's values, and its file."""
     path = Path(given)
-    if not path.exists() and given in PRESETS:
-        return copy.deepcopy(PRESETS[given]), None
     path = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -157,10 +140,8 @@ def _work(config: Any, geometry: ModelGeometry, num_active: int, head: Any) -> P
     )
 
 
-def _indexed_bytes(path: Path | None) -> int:
+def _indexed_bytes(path: Path) -> int:
     """Bytes of the tensors in the safetensors files beside a configuration; 0 where there are none."""
-    if path is None:
-        return 0
     single, index = path.with_name("model.safetensors"), path.with_name("model.safetensors.index.json")
     try:
         if single.exists():

@@ -1,67 +1,82 @@
-"""Configurations of known models: what geometry and work follow from, as in the `config.json` that each publishes."""
+"""A model as the planner knows it, and known models: what transformers makes of the `config.json` that each publishes.
+
+Written down, so that a plan for one of them needs no transformers. A test makes them again from the configurations.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
-_LLAMA = {"model_type": "llama", "dtype": "bfloat16", "vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128}
-_QWEN3 = {
-    "model_type": "qwen3",
-    "dtype": "bfloat16",
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-}
+import torch
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": _LLAMA
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 131072,
-    },
-    "llama-3.1-70b": _LLAMA
-    | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "max_position_embeddings": 131072,
-    },
-    "qwen3-8b": _QWEN3
-    | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
-    "qwen3-32b": _QWEN3
-    | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
-    "deepseek-v3": {  # the other sizes are the defaults of transformers
-        "model_type": "deepseek_v3",
-        "dtype": "bfloat16",
-        "max_position_embeddings": 163840,
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    },
-    "gemma-3-27b": {
-        "model_type": "gemma3_text",
-        "dtype": "bfloat16",
-        "vocab_size": 262208,
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "sliding_window": 1024,
-        "max_position_embeddings": 131072,
-    },
-    "gpt-oss-120b": {  # the other sizes are the defaults of transformers
-        "model_type": "gpt_oss",
-        "dtype": "bfloat16",
-        "quantization_config": {"quant_method": "mxfp4"},
-    },
-    "qwen3-next-80b-a3b": {
-        "model_type": "qwen3_next",
-        "dtype": "bfloat16",
-        "max_position_embeddings": 262144,
-    },
-}
+from hicache.layout import LatentGeometry, ModelGeometry, StateGeometry
+from hicache.planning.prefill import PrefillWork
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model without weights. `num_active`: weights that a token is multiplied with, the head left out;
+    `weight_bytes`: of all; `max_context_len`: positions that it has."""
+
+    name: str
+    geometry: ModelGeometry
+    num_weights: int
+    num_active: int
+    weight_bytes: int
+    max_context_len: int
+    work: PrefillWork
+
+
+_BF16 = torch.bfloat16
+_STATE = StateGeometry(((8192, 4),), (32, 128, 128), torch.bfloat16, torch.float32)
+_MODELS = (
+    PlannedModel(
+        "llama-3.1-8b",
+        ModelGeometry(32, 8, 128, dtype=_BF16),
+        8_030_261_248, 6_979_321_856, 16_060_522_496, 131072,
+        PrefillWork(13_958_643_712, 1_050_673_152, 524_288),
+    ),
+    PlannedModel(
+        "llama-3.1-70b",
+        ModelGeometry(80, 8, 128, dtype=_BF16),
+        70_553_706_496, 68_451_041_280, 141_107_412_992, 131072,
+        PrefillWork(136_902_082_560, 2_101_346_304, 2_621_440),
+    ),
+    PlannedModel(
+        "qwen3-8b",
+        ModelGeometry(36, 8, 128, dtype=_BF16),
+        8_190_735_360, 6_945_767_424, 16_381_470_720, 40960,
+        PrefillWork(13_891_534_848, 1_244_659_712, 589_824),
+    ),
+    PlannedModel(
+        "qwen3-32b",
+        ModelGeometry(64, 8, 128, dtype=_BF16),
+        32_762_123_264, 31_205_621_760, 65_524_246_528, 40960,
+        PrefillWork(62_411_243_520, 1_555_824_640, 2_097_152),
+    ),
+    PlannedModel(
+        "deepseek-v3",
+        ModelGeometry(61, 1, 576, dtype=_BF16, latent=LatentGeometry(512, 64)),
+        671_026_404_352, 35_697_917_952, 672_880_769_024, 163840,
+        PrefillWork(71_395_835_904, 1_853_358_080, 4_997_120),
+    ),
+    PlannedModel(
+        "gemma-3-27b",
+        ModelGeometry(62, 16, 128, layer_kinds=((*("window",) * 5, "full") * 11)[:62], window=1024, dtype=_BF16),
+        27_009_346_304, 25_598_361_600, 54_018_692_608, 131072,
+        PrefillWork(51_196_723_200, 2_819_260_416, 163_840, 851_968, window=1024),
+    ),
+    PlannedModel(
+        "gpt-oss-120b",
+        ModelGeometry(36, 8, 64, layer_kinds=("window", "full") * 18, window=128, dtype=_BF16),
+        116_829_156_672, 4_551_966_720, 63_767_435_904, 131072,
+        PrefillWork(9_103_933_440, 1_158_266_880, 294_912, 294_912, window=128),
+    ),
+    PlannedModel(
+        "qwen3-next-80b-a3b",
+        ModelGeometry(48, 2, 256, layer_kinds=(*("recurrent",) * 3, "full") * 12, state=_STATE, dtype=_BF16),
+        79_674_391_296, 3_251_208_192, 159_348_782_592, 262144,
+        PrefillWork(6_615_662_592, 622_329_856, 196_608),
+    ),
+)  # fmt: skip
+PRESETS = {model.name: model for model in _MODELS}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hicache.planning.gpus import Gpu
 from hicache.planning.memory import MemoryPlan
-from hicache.planning.model import PlannedModel
+from hicache.planning.presets import PlannedModel
 
 # What prefill of an 8B model reaches of an H200's rate (docs/performance.md: 23 800 tokens/s over 32k tokens).
 COMPUTE_SHARE = 0.55

@@ -1,25 +1,23 @@
-"""`hicache demo` as a user meets it: its outcome, wrong input in one line, and death in the middle."""
+"""`hicache demo` as a user meets it, and what every command does without the packages of the extras."""
 
 from __future__ import annotations
 
-import argparse
+import http.server
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 
+from cli_case import refused
 from family_case import save_model
-from hicache.bench import common
-from hicache.bench import demo as bench_demo
 from hicache.cli import main
+from storage_pages import open_store, put_numbers
 
 SMALL = ["--documents", "4", "--turns", "2", "--document-tokens", "600", "--chunk", "256", "--max-new-tokens", "4"]
 
@@ -32,64 +30,38 @@ def _demo(tmp_path: Path, *flags: str) -> dict[str, Any]:
     return results
 
 
-def _spawn(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "hicache.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def _one_line(text: str) -> str:
-    """The single line of an error message."""
-    lines = text.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("hicache: error: "), text
-    return lines[0]
-
-
-def test_demo_figures(tmp_path: Path) -> None:
-    """A demo is identical, hits every tier, accounts for every prompt token and writes every figure promised."""
-    results = _demo(tmp_path)
-    assert results["identical"] is True and results["compared_with_recompute"] is True
-    assert results["requests"] == 8 == len(results["turns"])
-    assert set(results["hit_tokens"]) == {"device", "host", "disk"}
-    assert all(tokens > 0 for tokens in results["hit_tokens"].values()), results["hit_tokens"]
-    assert sum(results["hit_tokens"].values()) + results["computed_tokens"] == results["prompt_tokens"]
-    assert set(results["ttft_ms"]) == {"cached", "recompute"} and min(results["ttft_ms"].values()) > 0
-    assert set(results["bytes_moved"]) == {"device_to_host", "host_to_device", "host_to_disk", "disk_to_host"}
-    assert all(size > 0 for size in results["bytes_moved"].values())
-    assert results["device"] == "cpu" and results["seconds"] > 0
-    assert results["pages"]["mismatched"] == 0 and results["pages"]["compared"] > 0
-    assert all(len(turn["tokens"]) == 4 for turn in results["turns"])
-    # The tiers are as small as they claim: none of the upper two holds the working set.
-    sizes = results["sizes"]
-    assert (
-        sizes["device_tokens"] < sizes["working_set_tokens"] / 2 and sizes["host_tokens"] < sizes["working_set_tokens"]
-    )
-
-
 def test_a_second_demo_finds_the_first_ones_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --disk, a second run finds all first turns on disk and verifies them; another model is refused."""
+    """A demo is identical, hits every tier, accounts for every prompt token and writes every figure promised. With
+    --disk, a second run finds all first turns on disk and verifies them; another model is refused."""
     store = str(tmp_path / "store")
     first = _demo(tmp_path, "--disk", store)
+    assert first["identical"] is True and first["compared_with_recompute"] is True
+    assert first["requests"] == 8 == len(first["turns"])
+    assert set(first["hit_tokens"]) == {"device", "host", "disk"}
+    assert all(tokens > 0 for tokens in first["hit_tokens"].values()), first["hit_tokens"]
+    assert sum(first["hit_tokens"].values()) + first["computed_tokens"] == first["prompt_tokens"]
+    assert set(first["ttft_ms"]) == {"cached", "recompute"} and min(first["ttft_ms"].values()) > 0
+    assert set(first["bytes_moved"]) == {"device_to_host", "host_to_device", "host_to_disk", "disk_to_host"}
+    assert all(size > 0 for size in first["bytes_moved"].values())
+    assert first["device"] == "cpu" and first["seconds"] > 0
+    assert first["pages"]["mismatched"] == 0 and first["pages"]["compared"] > 0
+    assert all(len(turn["tokens"]) == 4 for turn in first["turns"])
+    sizes = first["sizes"]  # none of the upper two holds the working set
+    assert 2 * sizes["device_tokens"] < sizes["working_set_tokens"] > sizes["host_tokens"]
     second = _demo(tmp_path, "--disk", store)
     assert first["first_turns"]["hit_tokens"]["disk"] == 0
     assert all(turn["hit_tokens"]["disk"] > 0 for turn in second["turns"] if turn["turn"] == 1)
     assert second["identical"] and second["pages"]["unrecorded"] == 0 < second["pages"]["compared"]
     assert [turn["tokens"] for turn in first["turns"]] == [turn["tokens"] for turn in second["turns"]]
-    capsys.readouterr()
-    assert main(["demo", *SMALL, "--disk", store, "--seed", "1"]) == 2
-    assert "made for something else" in _one_line(capsys.readouterr().err)
-    assert main(["demo", *SMALL, "--disk", store, "--host-page-size", "32"]) == 2
-    assert "page_tokens" in _one_line(capsys.readouterr().err)
-    assert _demo(tmp_path, "--disk", store)["first_turns"]["hit_tokens"]["disk"] > 0
+    assert "model" in refused(capsys, "demo", *SMALL, "--disk", store, "--seed", "1")
+    assert "page_tokens" in refused(capsys, "demo", *SMALL, "--disk", store, "--host-page-size", "32")
 
 
-def test_sampled_concurrent_and_without_baseline(tmp_path: Path) -> None:
-    """Sampling and several requests at a time keep the outcome identical; without a baseline none is claimed."""
+def test_sampled_and_concurrent(tmp_path: Path) -> None:
+    """Sampling and several requests at a time keep the outcome identical."""
     results = _demo(tmp_path, "--sample", "--top-p", "0.9", "--concurrency", "3")
     assert results["identical"] is True
     assert len({tuple(turn["tokens"]) for turn in results["turns"]}) > 1
-    results = _demo(tmp_path, "--no-baseline")
-    assert results["compared_with_recompute"] is False and results["ttft_ms"]["recompute"] is None
 
 
 def test_own_documents_and_recorded_sessions(tmp_path: Path) -> None:
@@ -105,151 +77,101 @@ def test_own_documents_and_recorded_sessions(tmp_path: Path) -> None:
 
 def test_flags_go_before_the_sizes_that_the_demo_chooses(tmp_path: Path) -> None:
     """--host-ratio replaces the demo's host_bytes; settings of the disk apply to the demo's own store; without a host
-    tier it keeps no store of its own."""
+    tier it keeps no store of its own. Without a baseline no comparison is claimed."""
     results = _demo(tmp_path, "--no-baseline", "--host-ratio", "1.5", "--disk-level", "0", "--dtype", "auto")
     sizes = results["sizes"]
     assert sizes["device_tokens"] < sizes["host_tokens"] <= 1.5 * sizes["device_tokens"] + 64
-    moved = results["bytes_moved"]
-    assert moved["host_to_disk"] > 0
+    assert results["bytes_moved"]["host_to_disk"] > 0
+    assert results["compared_with_recompute"] is False and results["ttft_ms"]["recompute"] is None
     results = _demo(tmp_path, "--no-baseline", "--host-bytes", "0")
     assert results["sizes"]["host_tokens"] == 0 == results["bytes_moved"]["host_to_disk"]
 
 
-BAD = {
-    "unknown flag": (["--flavour", "mild"], "--flavour"),
-    "no abbreviations": (["--docu", "4"], "--docu"),
-    "a word for a number": (["--turns", "many"], "--turns"),
-    "no turns": (["--turns", "0"], "--turns: 0 is below 1"),
-    "nothing to generate": (["--max-new-tokens", "0"], "--max-new-tokens"),
-    "negative temperature": (["--temperature", "-1"], "temperature"),
-    "missing document": (["--input", "{tmp}/missing.txt"], "missing.txt"),
-    "malformed session": (["--session", "{tmp}/bad.jsonl"], "bad.jsonl:2"),
-    "missing model": (["--model", "{tmp}/missing"], "model"),
-    "no model in the directory": (["--model", "{tmp}"], "model"),
-    "unwritable results": (["--json", "{tmp}/no/such/dir.json"], "--json"),
-    "device below a page": (["--device-tokens", "10"], "device_tokens"),
-    "host below a page": (["--host-bytes", "4096"], "host_bytes"),
-    "page that divides nothing": (["--page-size", "48"], "page_size"),
-    "page of nothing": (["--host-page-size", "0"], "host_page_size"),
-    "no size": (["--host-bytes", "12Q"], "12Q"),
-    "no host for the disk": (["--host-bytes", "0", "--disk", "{tmp}/store"], "host_bytes"),
-    "two sizes for the host": (["--host-bytes", "1MiB", "--host-ratio", "1"], "host_ratio"),
-    "prompt longer than the device": (["--device-tokens", "448"], "device_tokens"),
-    "prompt longer than the table": (["--max-context-len", "448"], "max_context_len"),
-    "prompt longer than the model": (["--document-tokens", "400000"], "--document-tokens"),
-    "unknown dtype": (["--dtype", "float7"], "dtype"),
-    "unknown device": (["--device", "abacus"], "device"),
-    "device that is not there": (["--device", "cuda:77"], "device"),
-    "missing settings": (["--config", "{tmp}/missing.yaml"], "missing.yaml"),
-    "disk that is a file": (["--disk", "{tmp}/bad.jsonl"], "disk path"),
-}
+def test_a_local_model_is_served_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--model takes a directory with a model and its tokenizer, in its own geometry, and the outcome is identical; one
+    that the runner cannot serve is refused before anything is served."""
+    import transformers as hf
 
-
-@pytest.mark.parametrize("case", BAD)
-def test_wrong_input_is_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit status 2 and one line on stderr that names the culprit; nothing is served, nothing is left behind."""
-    (tmp_path / "bad.jsonl").write_text('{"input": "fine"}\n{"output": "no input"}\n')
-    flags, culprit = BAD[case]
-    before = sorted(tmp_path.iterdir())
-    try:
-        status = main(["demo", *SMALL, *(flag.format(tmp=tmp_path) for flag in flags)])
-    except SystemExit as exit:
-        status = int(str(exit.code))
-    out, err = capsys.readouterr()
-    assert status == 2
-    assert culprit in _one_line(err)
-    assert "1.1" not in out
-    assert sorted(tmp_path.iterdir()) == before
-
-
-_SIZE = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-
-
-def test_a_local_model_is_served(tmp_path: Path) -> None:
-    """--model takes a directory with a model and its tokenizer, in its own geometry, and the outcome is identical."""
-    save_model(tmp_path / "model", hf.Qwen2Config(**_SIZE, **_HEADS, initializer_range=0.2))
+    size = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    save_model(tmp_path / "model", hf.Qwen2Config(**size, **heads, initializer_range=0.2))
     results = _demo(tmp_path, "--model", str(tmp_path / "model"))
     assert results["model"] == "model" and results["identical"] is True
     assert all(tokens > 0 for tokens in results["hit_tokens"].values()), results["hit_tokens"]
+    save_model(tmp_path / "bloom", hf.BloomConfig(vocab_size=260, hidden_size=32, n_layer=2, n_head=4))
+    assert "positions" in refused(capsys, "demo", *SMALL, "--model", tmp_path / "bloom")
 
 
-def test_an_unsupported_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A local model that the runner cannot serve is refused with the reason, before anything is served."""
-    save_model(tmp_path, hf.BloomConfig(vocab_size=260, hidden_size=32, n_layer=2, n_head=4))
-    capsys.readouterr()
-    assert main(["demo", *SMALL, "--model", str(tmp_path)]) == 2
-    assert "has no way to be told positions" in _one_line(capsys.readouterr().err)
+# In an interpreter of its own: what the extras bring is not there.
+WITHOUT_EXTRAS = """
+import contextlib, io, json, sys
+for name in "transformers fastapi starlette pydantic uvicorn prometheus_client jinja2 matplotlib".split():
+    sys.modules[name] = None
+from hicache.cli import main
+
+def call(*arguments):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(arguments)
+        except SystemExit as left:
+            status = left.code or 0
+    return status, out.getvalue(), err.getvalue()
+
+print(json.dumps([call(*line) for line in json.loads(sys.argv[1])]))
+"""
+STORE_VERBS = ("stat", "ls", "verify", "compact", "evict", "export", "import")
+HELP = [[], *([name] for name in ("demo", "serve", "plan", "top", "store", "replay", "bench", "config"))]
 
 
-def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """--version and --help leave with 0; help shows the demo's own flags and the engine's."""
-    for flags, words in (
-        (["--version"], ["hicache 0."]),
-        (["demo", "--help"], ["--session", "--device-tokens", "--disk"]),
-    ):
-        with pytest.raises(SystemExit) as exit:
-            main(flags)
-        assert not exit.value.code
-        out = capsys.readouterr().out
-        assert all(word in out for word in words)
+def test_what_works_without_the_extras(tmp_path: Path) -> None:
+    """Without the packages of all extras every --help, `top`, `plan` of a known model, `replay` and `store` work; what
+    needs a package names its extra in one line."""
+    store = open_store(tmp_path / "store")
+    put_numbers(store, range(2))
+    store.close()
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n' * 2)
 
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"time_s": 1.0, "figures": {"requests.running": 3, "requests.waiting": 4}}')
 
-def test_the_command_exits_with_its_status() -> None:
-    """Run as a process, wrong flags give status 2 and one line, without a traceback."""
-    process = _spawn("demo", "--flavour", "mild")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 2 and not out
-    assert "--flavour" in _one_line(err) and "--help" in err
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
 
-
-def test_without_the_serve_extra_it_says_what_to_install() -> None:
-    """Where transformers is missing, the demo names the extra in one line, and the rest of the command still works."""
-    code = "import sys; sys.modules['transformers'] = None; from hicache.cli import main; sys.exit(main(sys.argv[1:]))"
-    run = subprocess.run([sys.executable, "-c", code, "demo"], capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 2
-    assert "pip install 'hicache[serve]'" in _one_line(run.stderr)
-
-
-def _run_into(number: signal.Signals, store: Path, num_pages: int) -> tuple[int, str]:
-    """Start a demo over `store`, send the signal once it has computed `num_pages` pages more; status and stderr."""
-    sidecar = store / "kv-audit.jsonl"
-    before = len(sidecar.read_bytes().splitlines()) if sidecar.exists() else 0
-    process = _spawn("demo", *SMALL, "--turns", "40", "--no-baseline", "--disk", str(store))
-    deadline_s = time.monotonic() + 120
-    while not sidecar.exists() or len(sidecar.read_bytes().splitlines()) < before + num_pages:
-        assert process.poll() is None and time.monotonic() < deadline_s, process.communicate()
-        time.sleep(0.005)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=120)
-    return process.returncode, err
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
-def test_a_demo_that_dies_leaves_a_store_that_serves(number: signal.Signals, tmp_path: Path) -> None:
-    """Killed or interrupted in the middle: the next run over the same directory opens it, hits it, and is identical."""
-    status, err = _run_into(number, tmp_path / "store", 20)
-    if number == signal.SIGINT:
-        assert status == 130 and "Traceback" not in err and "interrupted" in err
-    else:
-        assert status == -number
-    results = _demo(tmp_path, "--disk", str(tmp_path / "store"))
-    assert results["identical"] is True
-    assert results["first_turns"]["hit_tokens"]["disk"] > 0
-    assert results["pages"]["mismatched"] == 0 < results["pages"]["compared"]
-
-
-@pytest.mark.long
-def test_killed_again_and_again(tmp_path: Path) -> None:
-    """Many kills at different moments over one store: never an error, never a wrong byte or token, and nothing lost of
-    what a run before had finished."""
-    store = tmp_path / "store"
-    for run, num_pages in enumerate((1, 2, 5, 9, 14, 3, 20, 1)):
-        _run_into(signal.SIGKILL, store, num_pages)
-        results = _demo(tmp_path, "--disk", str(store))
-        assert results["identical"] is True
-        # The first kill may come before the first page is on disk.
-        assert not run or results["first_turns"]["hit_tokens"]["disk"] > 0
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        helps = [[*name, "--help"] for name in [*HELP, *(["store", verb] for verb in STORE_VERBS)]]
+        works = {
+            "hicache 0.": ["--version"],
+            "running 3": ["top", "--once", f"127.0.0.1:{server.server_port}"],
+            "--device-tokens": ["plan", "--model", "llama-3.1-8b", "--gpu", "h100"],
+            "unlimited": ["replay", str(trace), "--processes", "1"],
+            "2 pages": ["store", "export", str(tmp_path / "store"), str(tmp_path / "archive")],
+        }
+        needs = {
+            "serve": [["demo"], ["serve"], ["plan", "--gpu", "h100", "--model", str(tmp_path)]],
+            "replay": [["replay", str(trace), "--report", str(tmp_path / "report.html")]],
+        }
+        lines = [*helps, *works.values(), *(line for group in needs.values() for line in group)]
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_EXTRAS, json.dumps(lines)], stdout=subprocess.PIPE, text=True, check=True
+        )
+        server.shutdown()
+    results = iter(json.loads(done.stdout))
+    for line in helps:
+        status, out, err = next(results)
+        assert (status, err) == (0, "") and " ".join(["usage: hicache", *line[:-1]]) in out, line
+    for words, line in works.items():
+        status, out, err = next(results)
+        assert (status, err) == (0, "") and words in out, line
+    for extra, group in needs.items():
+        for line in group:
+            status, out, err = next(results)
+            assert (status, out, len(err.splitlines())) == (2, "", 1) and f"hicache[{extra}]" in err, line
 
 
 @pytest.mark.long
@@ -272,20 +194,3 @@ def test_the_demo_on_a_gpu(tmp_path: Path) -> None:
     assert all(first["hit_tokens"].values())
     assert second["first_turns"]["hit_tokens"]["disk"] > 0
     assert os.path.getsize(tmp_path / "store" / "index.mdb") > 0
-
-
-def test_the_benchmark_records_the_demos_figures(tmp_path: Path) -> None:
-    """The benchmark's cases are the demo's own results: shares of the tiers, ratio of the medians, identical."""
-    report = common.Report.start("demo", torch.device("cpu"), "test", "test")
-    size = ["--documents", "3", "--turns", "2", "--document-tokens", "600"]
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    bench_demo.add_arguments(parser)
-    bench_demo.run(parser.parse_args(size), report)
-    cases = {case.name: case for case in report.cases}
-    assert cases["demo.identical"].met is True
-    ttft = cases["demo.ttft"]
-    assert ttft.samples == 3 and ttft.ratio == ttft.value / cases["demo.ttft.recompute"].value
-    shares = [cases[f"demo.hit.{tier}"].value for tier in ("device", "host", "disk")]
-    assert 0 < sum(shares) < 1
-    assert common.read_report(report.write(tmp_path)).cases == report.cases

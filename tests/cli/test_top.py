@@ -9,22 +9,22 @@ import os
 import pty
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from cli_case import refused
 from hicache.cli import main
 from hicache.monitoring.figures import FIGURES
 from hicache.monitoring.frame import frame
 from hicache.monitoring.readings import History, Reading
+from programs import command
+from waiting import eventually
 
 OURS = '{"time_s": 1.0, "figures": {"requests.running": 3, "requests.waiting": 4}}'
-_WAIT_S = 60.0
 
 
 @contextlib.contextmanager
@@ -51,64 +51,21 @@ def http_server(status: int, text: str, kind: str = "text/plain", port: int = 0)
             thread.join()
 
 
-def error_of(url: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that `hicache top` ends with, status 2."""
-    assert main(["top", url]) == 2
-    captured = capsys.readouterr()
-    (line,) = captured.err.splitlines()
-    assert captured.out == "" and line.startswith("hicache: error: ")
-    return line
+ANSWERS = [(404, "not here"), (500, OURS), (200, "<!DOCTYPE html><p>Welcome"), (200, '{"a": 1}'), (200, "[" * 100_000)]
+ANSWERS += [(200, ""), (200, '{"figures": []}'), (200, '{"figures": {"a": 1}}')]
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://[::1",
-        "ftp://127.0.0.1/",
-        "file:///etc/passwd",
-        "http://",
-        "http://a b:1",
-        "http://127.0.0.1:port",
-        "\x1b[2J",
-    ],
-)
-def test_a_wrong_address_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is no address of a server ends with status 2 and one line that says what to give, without control codes."""
-    line = error_of(url, capsys)
-    assert "the address that 'hicache serve' prints" in line and line.isprintable()
-
-
-def test_a_port_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 2 and one line with the address and the system's reason."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        assert error_of(url, capsys).startswith(f"hicache: error: no server at {url}: Connection refused; ")
-
-
-@pytest.mark.parametrize(
-    ("status", "text", "reason"),
-    [
-        (404, "not here", "with status 404"),
-        (500, OURS, "with status 500"),
-        (200, "<!DOCTYPE html><p>Welcome", "is something else"),
-        (200, '{"a": 1}', "is something else"),
-        (200, '{"figures": []}', "is something else"),
-        (200, "[" * 100_000, "is something else"),
-        (200, "", "is something else"),
-        (200, '{"figures": {"a": 1}}', "other figures"),
-    ],
-)
-def test_another_server_is_one_line(status: int, text: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What answers, and is no hicache server, ends with status 2 and one line that says why."""
+@pytest.mark.parametrize(("status", "text"), ANSWERS, ids=[f"{status}-{text[:9]}" for status, text in ANSWERS])
+def test_another_server_is_one_line(status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What answers, and is no hicache server, ends with status 2 and one line that names it."""
     with http_server(status, text) as (host, port):
-        line = error_of(f"{host}:{port}", capsys)
-    assert f"http://{host}:{port} is no hicache server: " in line and reason in line
+        assert f"http://{host}:{port} is no hicache server: " in refused(capsys, "top", f"{host}:{port}")
 
 
-def test_a_server_that_speaks_no_http(capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 2 and one line."""
+def test_an_address_where_no_server_speaks_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A port where nobody listens, and a server that speaks no HTTP: one line with the address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
         def greet() -> None:
             connection, _ = listener.accept()
@@ -118,9 +75,9 @@ def test_a_server_that_speaks_no_http(capsys: pytest.CaptureFixture[str]) -> Non
 
         thread = threading.Thread(target=greet)
         thread.start()
-        line = error_of(f"http://127.0.0.1:{listener.getsockname()[1]}", capsys)
+        assert f"{url} is no hicache server: " in refused(capsys, "top", url)
         thread.join()
-    assert "it does not speak HTTP" in line
+    assert f"no server at {url}: " in refused(capsys, "top", url)
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/metrics", "/dashboard"])
@@ -131,50 +88,50 @@ def test_every_address_of_a_server_will_do(path: str, capsys: pytest.CaptureFixt
     assert "running 3   waiting 4" in capsys.readouterr().out
 
 
-def test_a_server_that_goes_away_and_comes_back() -> None:
+def test_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
     """While nothing answers, the last figures stay with a line that says so; then the new ones are shown. Ctrl-C ends
     it with status 0."""
+    out = tmp_path / "out"
     with contextlib.ExitStack() as first:
         host, port = first.enter_context(http_server(200, OURS))
-        command = [sys.executable, "-m", "hicache.cli", "top", f"{host}:{port}", "--interval", "0.1"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            wait_for_line(process.stdout, "running 3   waiting 4")
+        with out.open("w") as file:
+            program = command("top", f"{host}:{port}", "--interval", "0.1", stdout=file)
+        with program:
+            shows(out.read_text, "running 3   waiting 4")
             first.close()
-            wait_for_line(process.stdout, f"no server at http://{host}:{port}: Connection refused; trying again")
+            shows(out.read_text, f"no server at http://{host}:{port}: Connection refused; trying again")
             with http_server(200, OURS.replace("4", "5"), port=port):
-                wait_for_line(process.stdout, "running 3   waiting 5")
-                process.send_signal(signal.SIGINT)
-                assert process.wait(_WAIT_S) == 0
+                shows(out.read_text, "running 3   waiting 5")
+                program.send_signal(signal.SIGINT)
+                assert program.wait() == 0
 
 
-def wait_for_line(stream: io.TextIOBase, expected: str) -> None:
-    assert any(expected in line for line in stream), expected
+def shows(read: Callable[[], str], expected: str) -> None:
+    eventually(lambda: expected in read(), read)
 
 
 def test_a_terminal_gets_its_screen_back() -> None:
     """On a terminal the view has a screen of its own, in place; Ctrl-C leaves it and shows the cursor again."""
     ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    seen = bytearray()
+
+    def read() -> str:
+        with contextlib.suppress(OSError):  # there is nothing, or the other side is closed
+            seen.extend(os.read(ours, 65536))
+        return seen.decode(errors="replace")
+
     with http_server(200, OURS) as (host, port):
-        command = [sys.executable, "-m", "hicache.cli", "top", f"{host}:{port}", "--interval", "0.1"]
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
-        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
-            os.close(theirs)
-            seen = read_until(ours, b"", b"waiting 4")
-            process.send_signal(signal.SIGINT)
-            seen = read_until(ours, seen, b"\x1b[?25h")
-            assert process.wait(_WAIT_S) == 0
+        arguments = ("top", f"{host}:{port}", "--interval", "0.1")
+        with command(*arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as program:
+            shows(read, "waiting 4")
+            program.send_signal(signal.SIGINT)
+            shows(read, "\x1b[?25h")
+            assert program.wait() == 0
     os.close(ours)
+    os.close(theirs)
     assert b"\x1b[?1049h" in seen and b"\x1b[?1049l" in seen
-
-
-def read_until(fd: int, seen: bytes, expected: bytes) -> bytes:
-    """What came until the terminal got this."""
-    end_s = time.monotonic() + _WAIT_S
-    while expected not in seen:
-        assert time.monotonic() < end_s, seen
-        seen += os.read(fd, 65536)
-    return seen
 
 
 def reading(time_s: float, start_time_s: float = 1.0, **figures: float) -> Reading:

@@ -15,7 +15,7 @@ from family_case import save_model, tiny_config
 from hicache import EngineConfig
 from hicache.cli import main
 from hicache.planning.presets import PRESETS
-from hicache.serving.server import command as serve
+from hicache.serving.server import flags as serve
 from server_case import serving
 
 TINY = ("--gpu", "270MiB", "--host-memory", "2MiB", "--max-running", "2", "--max-context-len", "256")

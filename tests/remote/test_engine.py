@@ -17,12 +17,12 @@ import pytest
 
 import redis_server
 import s3_server
+from disk_case import wait_until
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
 from hicache.bench import mooncake_server
 from hicache.storage import PageFormat, open_store
 from hicache.tree import REMOTE
 from toy_model import GEOMETRY, config, serve
-from waiting import eventually
 
 pytestmark = pytest.mark.remote
 
@@ -77,7 +77,7 @@ def engine_at(url: str) -> CacheEngine:
 def ask(engine: CacheEngine, name: str, tokens: np.ndarray) -> Hit:
     """Prefetch and serve a request: what it reuses is compared with what was computed."""
     handle = engine.prefetch(name, tokens)
-    eventually(lambda: (engine.poll(), handle.ready)[1])
+    wait_until(lambda: (engine.poll(), handle.ready)[1])
     hit = serve(engine, name, tokens).hit
     assert engine.inspect.backup is not None
     engine.inspect.backup.wait()  # copies in flight hold slots
@@ -121,11 +121,11 @@ def test_a_server_that_hangs_and_one_that_dies_cost_hits_alone(server: Server) -
         for seed in (1, 7, 8):
             assert ask(engine, f"c{seed}", prompt(seed)).tokens in (0, CACHED_LEN)
         troubled = ("stalled_jobs", "failures", "refused_jobs")
-        eventually(
+        wait_until(
             lambda: (engine.poll(), sum(engine.stats()[f"remote.{io}_{t}"] for io in QUEUES for t in troubled))[1] > 0
         )
         server.thaw()
-        eventually(lambda: (engine.poll(), not engine.inspect.context.stores[REMOTE].reads.refuses())[1])
+        wait_until(lambda: (engine.poll(), not engine.inspect.context.stores[REMOTE].reads.refuses())[1])
         engine.flush()
         engine.check()
         server.kill()

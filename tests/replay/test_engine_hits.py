@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from disk_case import wait_until
 from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
 from hicache.replay.cache import WRITE_POLICIES, BlockHits, CacheSimulation, ReplaySettings
 from hicache.tree.policy import ORDERS
 from toy_model import GEOMETRY, config
-from waiting import eventually
 
 TOKEN_BYTES = 192
 NO_LIMIT = 8 << 20  # of the disk, in bytes
@@ -23,7 +23,7 @@ def serve(engine: CacheEngine, request_id: str, blocks: list[int]) -> BlockHits:
     """One request, alone: a token behind the blocks is computed and not committed, for the engine computes the last."""
     tokens = np.array([*blocks, 1 << 20])
     handle = engine.prefetch(request_id, tokens)
-    eventually(lambda: engine.poll() or handle.ended)
+    wait_until(lambda: engine.poll() or handle.ended)
     lease = engine.acquire(CacheRequest(request_id, tokens))
     hit = lease.hit
     engine.flush()

@@ -60,8 +60,9 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
 def _serve(address: str, owner: int) -> dict[str, Any]:
     """Serve until the process `owner` ends. Returns in forked children only, with the request of their program."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(address)
+    listener.bind(f"{address}.new")
     listener.listen(64)
+    os.rename(f"{address}.new", address)  # who sees it can connect
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     selector.register(os.pidfd_open(owner), selectors.EVENT_READ, owner)

@@ -17,12 +17,11 @@ from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from disk_case import TroubledStore
+from disk_case import TroubledStore, wait_until
 from hicache.disk import Limits
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.sglang.releases import RELEASE
 from hicache.integrations.sglang.storage import HiCacheDisk
-from waiting import eventually
 
 WAIT_S = 60.0
 LAYERS, HEADS, HEAD_DIM, SLOTS = 3, 2, 16, 256
@@ -194,7 +193,7 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        eventually(self.threads_live)  # one may not have started yet; one that ended stays so
+        wait_until(self.threads_live)  # one may not have started yet; one that ended stays so
         self.controller.detach_storage_backend()
         self._patches.close()
 

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import transformers
@@ -25,7 +25,6 @@ from hicache.errors import ConfigError
 from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
 from hicache.replay.recorder import TraceRecorder
-from hicache.serving.attention import Attention
 from hicache.serving.models import LoadedModel, device_named, load_local, random_model
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
@@ -37,54 +36,11 @@ from hicache.serving.server.prompts import PromptEncoder, ServedModel
 from hicache.serving.server.sizes import engine_config, first_config, max_len, model_dtype
 from hicache.serving.support import check_supported
 from hicache.serving.warm_up import warm_up
-from hicache.settings import Number, Size, Whole, as_flag
 
 _RANDOM_NAME = "random"
 _CLOSE_S = 5  # for connections that do not read the end of their answer
-_COUNT = as_flag(Whole("a count", 1, 1 << 20))
-_PORT = as_flag(Whole("a port", 0, 65535))
-_SECONDS = as_flag(Number("seconds", 0, 1e9))
-_TIMEOUT_S = as_flag(Number("seconds", 0.001, 1e9))
-_BYTES = as_flag(Size("bytes", 1024))
 
 log = logging.getLogger(__name__)
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `hicache serve`; the engine's are in a group of their own."""
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="directory of a transformers model (default: a small random one)"
-    )
-    server = parser.add_argument_group("server")
-    server.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
-    )
-    server.add_argument("--port", type=_PORT, default=8000, help="port to listen on; 0: any free one (default 8000)")
-    server.add_argument("--api-key", metavar="KEY", help="key that clients must send; safer in HICACHE_API_KEY")
-    server.add_argument(
-        "--served-model-name", metavar="NAME", help="what clients call the model (default: its directory)"
-    )
-    server.add_argument("--max-queued", type=_COUNT, default=256, help="prompts that wait; more get 429 (default 256)")
-    server.add_argument(
-        "--request-timeout-s", type=_TIMEOUT_S, default=600.0, metavar="SECONDS",
-        help="longest time of a request, from its arrival to its last token (default 600)",
-    )  # fmt: skip
-    server.add_argument(
-        "--grace-s", type=_SECONDS, default=30.0, metavar="SECONDS",
-        help="on SIGTERM, how long running requests may take to finish (default 30)",
-    )  # fmt: skip
-    server.add_argument("--max-body-bytes", type=_BYTES, default=16 << 20, metavar="SIZE", help="default 16MiB")
-    server.add_argument("--record", type=Path, metavar="FILE", help="write a trace of the requests for hicache replay")
-    running = parser.add_argument_group("scheduler")
-    running.add_argument("--max-running", type=_COUNT, default=32, help="requests that run at a time (default 32)")
-    running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="tokens of a step (default 8192)")
-    running.add_argument(
-        "--attention", choices=get_args(Attention), default="auto",
-        help="triton: in place over the pool's slots; torch: over gathered keys (default: triton on CUDA where it can)",
-    )  # fmt: skip
-    running.add_argument("--compile", action="store_true", help="let torch.compile fuse decoding on CUDA")
-    running.add_argument("--seed", type=as_flag(Whole("a seed")), default=0, help="of the random model (default 0)")
-    EngineConfig.add_flags(parser, "engine (sizes are chosen by the model and the memory unless given)")
 
 
 @dataclasses.dataclass(frozen=True)

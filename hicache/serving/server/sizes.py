@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -12,8 +12,10 @@ from hicache.config import EngineConfig
 from hicache.errors import OutOfMemory
 from hicache.host.memory import RESERVE_BYTES, available_bytes
 from hicache.layout import ModelGeometry
-from hicache.serving.models import LoadedModel
 from hicache.sizing import MAX_TOKENS, largest_device_tokens, row_bytes
+
+if TYPE_CHECKING:
+    from hicache.serving.models import LoadedModel  # the planner needs no transformers
 
 CUDA_SHARE = 0.8  # of the memory that the weights leave; activations take the rest
 _CPU_SHARE = 0.25

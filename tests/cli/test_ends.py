@@ -1,0 +1,281 @@
+"""How commands meet terminals, pipes and full disks, and how they end when they are interrupted or killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_case import output
+from hicache.cli import main
+from hicache.storage import describe
+from programs import PIPE, Program, command
+from storage_pages import found_numbers, open_store, put_numbers
+from waiting import eventually
+
+DEMO = ["demo", "--documents", "4", "--turns", "2", "--document-tokens", "600"]
+DEMO += ["--chunk", "256", "--max-new-tokens", "4"]
+
+
+@pytest.fixture(name="path")
+def a_store(tmp_path: Path) -> Path:
+    store = open_store(tmp_path / "store")
+    put_numbers(store, range(20))
+    store.close()
+    return tmp_path / "store"
+
+
+def ended(program: Program) -> tuple[int | None, str, str]:
+    """Status, output and errors."""
+    with program:
+        out, err = program.communicate()
+    return program.returncode, out, err
+
+
+def interrupted(program: Program) -> None:
+    status, _, err = ended(program)
+    assert status == 130 and len(err.splitlines()) == 1 and "interrupted" in err, err
+
+
+def on_a_terminal(*arguments: object) -> tuple[int, str, str]:
+    """Status, output, and what a terminal on the standard error shows."""
+    ours, theirs = pty.openpty()
+    program = command(*arguments, stderr=theirs, env={**os.environ, "TERM": "xterm-256color"})
+    os.close(theirs)
+    shown = bytearray()
+    with contextlib.suppress(OSError):  # the other side is closed
+        while some := os.read(ours, 4096):
+            shown += some
+    os.close(ours)
+    status, out, _ = ended(program)
+    return status or 0, out, shown.decode()
+
+
+def test_a_terminal_sees_a_bar(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bar is drawn on a terminal at the standard error, and the report is the same; with --json none is."""
+    status, out, shown = on_a_terminal("store", "verify", path)
+    assert (status, out) == (0, output(capsys, "store", "verify", path))
+    assert "verifying" in shown and "100%" in shown
+    status, out, shown = on_a_terminal("store", "verify", path, "--json")
+    assert (status, json.loads(out)["pages"], shown) == (0, 20, "")
+
+
+def test_an_archive_is_not_for_a_terminal(path: Path, tmp_path: Path) -> None:
+    """Neither is one written to a terminal nor read from one."""
+    ours, theirs = pty.openpty()
+    for arguments, stream in ((("export", path, "-"), "stdout"), (("import", tmp_path / "new", "-"), "stdin")):
+        status, _, err = ended(command("store", *arguments, **{stream: theirs}))
+        assert status == 2 and "terminal" in err, err
+    os.close(ours)
+    os.close(theirs)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", ["store stat {}", "store ls {} --json", "store export {} -", "plan --gpu 80GiB --model qwen3-8b"]
+)
+def test_an_output_that_takes_nothing(arguments: str, path: Path) -> None:
+    """On a closed pipe, as under `| head`, silence and status 141; on a full device one line and status 2."""
+    words = arguments.format(path).split()
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = command(*words, stdout=writing)
+    os.close(writing)
+    assert ended(program) == (141, "", "")
+    if "stat" in words:
+        with open("/dev/full", "wb") as full:
+            assert ended(command(*words, stdout=full)) == (2, "", "hicache: error: No space left on device\n")
+
+
+def test_no_output_at_all() -> None:
+    """With its output and its errors closed, a process ends with the status that it would have."""
+    for flags, status in ((["--show"], 0), ([], 2)):
+        line = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-m", "hicache.cli", "config", *flags]
+        assert subprocess.run(line, check=False).returncode == status
+
+
+def without_space(*arguments: object, max_bytes: int) -> str:
+    """The line with which `hicache store` fails where no file may pass `max_bytes`."""
+    code = f"""import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({max_bytes}, {max_bytes}))
+from hicache.cli import main
+sys.exit(main())"""
+    status, out, err = ended(Program(code, "store", *arguments))
+    assert (status, out, len(err.splitlines())) == (2, "", 1), err
+    return err
+
+
+def test_an_existing_file_stays_until_the_new_one_is_whole(path: Path, tmp_path: Path) -> None:
+    """--force replaces a file by an archive, which its owner alone may read; one that fails half-way leaves it as it
+    was, and nothing beside it. An import that finds no space leaves a whole store with what came before."""
+    target = tmp_path / "a"
+    target.write_text("old")
+    assert main(["store", "export", str(path), str(target), "--force"]) == 0
+    whole = target.read_bytes()
+    assert whole.startswith(b"manifest.json") and target.stat().st_mode & 0o777 == 0o600
+    assert str(target) in without_space("export", path, target, "--force", max_bytes=64 << 10)
+    assert target.read_bytes() == whole
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "store"]
+    without_space("import", tmp_path / "b", target, max_bytes=250_000)
+    assert main(["store", "verify", str(tmp_path / "b")]) == 0
+    assert 0 < describe(tmp_path / "b").entries < 20
+
+
+# An export that waits for its standard input after the third page.
+HELD_EXPORT = """
+import sys
+from hicache.cli import main
+from hicache.store_command.archive import ArchiveWriter
+
+class Held(ArchiveWriter):
+    def add(self, key, value):
+        super().add(key, value)
+        if self.num_entries == 3:
+            print("held", flush=True)
+            sys.stdin.read()
+
+import hicache.store_command.commands as commands
+commands.ArchiveWriter = Held
+sys.exit(main())
+"""
+
+
+def test_an_interrupted_export_leaves_nothing(path: Path, tmp_path: Path) -> None:
+    """Ctrl-C in the middle of an export: status 130, one line, no archive, nothing beside it, the store is whole."""
+    program = Program(HELD_EXPORT, "store", "export", path, tmp_path / "a", stdin=PIPE)
+    assert program.stdout is not None and program.stdout.readline() == "held\n"
+    assert list(tmp_path.glob(".a.*"))
+    program.send_signal(signal.SIGINT)
+    interrupted(program)
+    assert [p.name for p in tmp_path.iterdir()] == ["store"]
+    assert main(["store", "verify", str(path)]) == 0
+
+
+def test_an_interrupted_import_keeps_what_it_took(path: Path, tmp_path: Path) -> None:
+    """Ctrl-C in the middle of an import: status 130, the pages that came before are in the store, which is whole."""
+    assert main(["store", "export", str(path), str(tmp_path / "a")]) == 0
+    data = (tmp_path / "a").read_bytes()
+    half = len(data) // 2
+    reading, writing = os.pipe()
+    program = command("store", "import", tmp_path / "new", "-", stdin=reading)
+    os.close(reading)
+    with open(writing, "wb", buffering=0) as archive:
+        archive.write(data[:half])
+        eventually(lambda: (tmp_path / "new" / "store.json").exists() or program.poll() is not None)
+        program.send_signal(signal.SIGINT)
+        with contextlib.suppress(BrokenPipeError):  # unless it has ended, it waits for the rest
+            archive.write(data[half : half + 40_000])
+    interrupted(program)
+    num_pages = describe(tmp_path / "new").entries
+    assert 0 < num_pages < 20
+    assert main(["store", "verify", str(tmp_path / "new")]) == 0
+    again = open_store(tmp_path / "new")
+    assert len(found_numbers(again, range(20))) == num_pages
+    again.close()
+
+
+# Ctrl-C at the moment when a module is being loaded: the worst ones to be raised in.
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+# As a shell leaves it for a command in the foreground, or in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler if sys.argv.pop(1) == "heard" else signal.SIG_IGN)
+sys.meta_path.insert(0, Interrupt())
+from hicache.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("yaml", ["config", "--show"]),
+        ("torch", ["store", "stat", "x"]),
+        ("transformers", ["demo"]),
+        *(
+            pytest.param(module, arguments, marks=pytest.mark.long)
+            for module, arguments in (
+                ("numpy", ["store", "stat", "x"]),
+                ("hicache.store_command.commands", ["store", "stat", "x"]),
+                ("torch.nn", ["demo"]),
+                ("hicache.serving.runner", ["demo"]),
+                ("tokenizers", ["demo"]),
+            )
+        ),
+    ],
+)
+def test_an_interrupt_while_modules_load(module: str, arguments: list[str]) -> None:
+    """Ctrl-C while the command still loads what it needs: status 130 and one line, as at any other time. Started in the
+    background of a shell, which ignores Ctrl-C for it, the command is not ended by one."""
+    line = [sys.executable, "-c", INTERRUPTED_IMPORT, "heard", module, *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "hicache: interrupted; what was stored stays\n")
+    if module == "yaml":
+        line[3] = "ignored"
+        assert subprocess.run(line, capture_output=True, check=False).returncode == 0
+
+
+def demo(tmp_path: Path, *flags: str) -> dict[str, Any]:
+    """The results of a demo that must succeed."""
+    assert main([*DEMO, "--json", str(tmp_path / "out.json"), *flags]) == 0
+    results: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
+    return results
+
+
+def run_into(number: signal.Signals, store: Path, num_pages: int) -> tuple[int | None, str]:
+    """Start a demo over `store`, send the signal once it has computed `num_pages` pages more; status and errors."""
+    sidecar = store / "kv-audit.jsonl"
+
+    def computed() -> int:
+        return len(sidecar.read_bytes().splitlines()) if sidecar.exists() else 0
+
+    wanted = computed() + num_pages
+    program = command(*DEMO, "--turns", "40", "--no-baseline", "--disk", store, stdout=PIPE)
+    eventually(lambda: computed() >= wanted or program.poll() is not None)
+    program.send_signal(number)
+    status, _, err = ended(program)
+    return status, err
+
+
+def test_an_interrupted_demo_leaves_a_store_that_serves(tmp_path: Path) -> None:
+    """Ctrl-C in the middle is status 130 and one line; the next run over the same directory opens it, hits it, and is
+    identical."""
+    status, err = run_into(signal.SIGINT, tmp_path / "store", 20)
+    assert status == 130 and "Traceback" not in err and "interrupted" in err
+    results = demo(tmp_path, "--disk", str(tmp_path / "store"))
+    assert results["identical"] is True and results["first_turns"]["hit_tokens"]["disk"] > 0
+    assert results["pages"]["mismatched"] == 0 < results["pages"]["compared"]
+
+
+@pytest.mark.long
+def test_killed_again_and_again(tmp_path: Path) -> None:
+    """Many kills at different moments over one store: never an error, never a wrong byte or token, and nothing lost of
+    what a run before had finished."""
+    for run, num_pages in enumerate((1, 2, 5, 9, 14, 3, 20, 1)):
+        assert run_into(signal.SIGKILL, tmp_path / "store", num_pages)[0] == -signal.SIGKILL
+        results = demo(tmp_path, "--disk", str(tmp_path / "store"))
+        assert results["identical"] is True
+        # The first kill may come before the first page is on disk.
+        assert not run or results["first_turns"]["hit_tokens"]["disk"] > 0
+
+
+def test_texts_of_the_environment_that_are_none(path: Path) -> None:
+    """HICACHE_DISK_KEY that is no text is no key, and no part of it is shown; where the output takes ASCII alone, the
+    report is in ASCII."""
+    code = "import os, sys; os.environb[b'HICACHE_DISK_KEY'] = bytes([255, 254]); from hicache.cli import main; main()"
+    _, out, err = ended(Program(code, "store", "verify", path))
+    assert out == "" and len(err.splitlines()) == 1 and "HICACHE_DISK_KEY" in err and "\udcff" not in err

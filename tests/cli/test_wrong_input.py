@@ -1,0 +1,263 @@
+"""Wrong input to any command is status 2 and one line that names the flag, the setting or the file."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import tarfile
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from cli_case import output, refused
+from hicache.storage import describe
+from storage_pages import open_store, put_numbers
+
+HUGE = "9999999999999999999999"
+ESCAPES = "\x1b[2J\x1b]0;mine\x07 \x9b31m \u202e \r\n\ud800 end"
+
+
+def sealed(record: bytes) -> bytes:
+    """An archive without pages around a manifest."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name, content in (("manifest.json", record), ("end.json", b'{"pages": 0}')):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+def archive(identity: object = None, page_bytes: object = 4096, **settings: object) -> bytes:
+    formats = [{"page_bytes": page_bytes, "filter": {"kind": "none"}}]
+    record = {"format": 1, "identity": identity or {"model": "m"}}
+    record["settings"] = {"budget_bytes": 8 << 20, "durability": "relaxed", "level": 1, "formats": formats, **settings}
+    canonical = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+    return sealed(json.dumps({**record, "xxh3_64": xxhash.xxh3_64_hexdigest(canonical)}).encode())
+
+
+FILTER = {"kind": "byte_shuffle", "element_bytes": 10**30}
+FILES = {
+    "file": b"neither an archive nor a key",
+    "other/store.json": b"something else" * 1000,
+    "archive": archive(),
+    "deep": sealed(b"[" * 100_000),
+    "size.true": archive(page_bytes=True),
+    "model.true": archive({"model": True}),
+    "budget.int64": archive(budget_bytes=10**30),
+    "budget.less": archive(budget_bytes=-1),
+    "level.99": archive(level=99),
+    "filter.int64": archive(formats=[{"page_bytes": 4096, "filter": FILTER}]),
+    "durability": archive(durability="\x1b[2J"),
+    "budget.large": archive(budget_bytes=1 << 40),
+    "page.large": archive(page_bytes=1 << 30),
+    "bad.jsonl": b'{"input": "fine"}\n{"output": "no input"}\n',
+    "surrogate.jsonl": b'{"input": "\\ud800"}\n',
+    "deep.jsonl": b"[" * 100_000,
+    "broken.yaml": b"{a: [\n",
+    "bytes.yaml": b"\xff\xfe\x00",
+    "float.yaml": b"host_bytes: 1.5e+9\n",
+    "trace.jsonl": b'{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n' * 3,
+    "cut.jsonl": b'{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n{"timestamp": ',
+    "no rates.json": b"[]",
+    "model/config.json": b'{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99}',
+}
+DEMO = "demo --documents 1 --turns 1 --document-tokens 600 --chunk 256 --max-new-tokens 1 --no-baseline"
+PLAN = "plan --model {tmp}/model --gpu 1GiB --host-memory 2MiB --max-running 2 --max-context-len 256"
+
+# What every row adds to the command, and what the line names.
+TABLES: dict[str, list[tuple[str, str]]] = {
+    "": [("", "COMMAND"), ("polish", "polish")],
+    DEMO: [
+        ("--flavour mild", "--flavour"),
+        ("--docu 4", "--docu"),
+        ("--turns many", "--turns"),
+        ("--turns 0", "--turns"),
+        (f"--seed {HUGE}", "--seed"),
+        (f"--device-tokens {HUGE}", "device_tokens"),
+        ("--temperature -1", "temperature"),
+        ("--temperature inf", "--temperature"),
+        ("--top-p nan", "--top-p"),
+        ("--input {tmp}/missing.txt", "missing.txt"),
+        ("--input {long}", "{long}"),
+        ("--session {tmp}/bad.jsonl", "bad.jsonl:2"),
+        ("--session {tmp}/surrogate.jsonl", "surrogate.jsonl:1"),
+        ("--session {tmp}/deep.jsonl", "deep.jsonl:1"),
+        ("--model {tmp}/missing", "model"),
+        ("--model {tmp}", "model"),
+        ("--json {tmp}/no/where.json", "--json"),
+        ("--device-tokens 10", "device_tokens"),
+        ("--device-tokens 192", "device_tokens"),
+        ("--max-context-len 192", "max_context_len"),
+        ("--document-tokens 400000", "--document-tokens"),
+        ("--host-bytes 4096", "host_bytes"),
+        ("--host-bytes 12Q", "12Q"),
+        ("--host-bytes 0 --disk {tmp}/new", "host_bytes"),
+        ("--host-bytes 1MiB --host-ratio 1", "host_ratio"),
+        ("--page-size 48", "page_size"),
+        ("--host-page-size 0", "host_page_size"),
+        ("--dtype float7", "dtype"),
+        ("--device abacus", "device"),
+        ("--device cuda:77", "device"),
+        ("--config {tmp}/missing.yaml", "missing.yaml"),
+        ("--config {tmp}/broken.yaml", "broken.yaml"),
+        ("--config {tmp}/bytes.yaml", "bytes.yaml"),
+        ("--config {tmp}/float.yaml", "host_bytes"),
+        ("--disk {tmp}/file", "disk path"),
+        ("--disk {tmp}/new --disk-key-file {tmp}/\udcff", "key_file"),
+    ],
+    "serve": [("--kv-events udp://x", "kv_events")],
+    "config": [
+        ("", "--show"),
+        ("--show --flavour mild", "--flavour"),
+        ("--show --disk-readers 3", "--disk-readers"),
+        ("--show --page-size 48", "page_size"),
+        ("--show --disk-level 3", "path"),
+        ("--show --disk-path /x", "model_id"),
+        ("--show --config {tmp}/missing.yaml", "missing.yaml"),
+        ("--show --config {tmp}/broken.yaml", "broken.yaml"),
+    ],
+    "store": [
+        ("", "COMMAND"),
+        ("polish {tmp}/store", "polish"),
+        ("stat", "DIR"),
+        ("stat {tmp}/none", "{tmp}/none"),
+        ("stat {long}", "{long}"),
+        ("stat {tmp}/\udcff\x1b[2J", "{tmp}/"),
+        ("verify {tmp}/empty", "{tmp}/empty"),
+        ("verify {tmp}/other", "{tmp}/other"),
+        ("verify {tmp}/store --rep", "--rep"),
+        ("verify {tmp}/store --key-file {tmp}/none", "key_file"),
+        ("verify {tmp}/store --key-file {tmp}/file", "holds no key"),
+        ("ls {tmp}/file", "{tmp}/file"),
+        ("ls {tmp}/store --limit 0", "--limit"),
+        ("ls {tmp}/store --limit few", "--limit"),
+        (f"ls {{tmp}}/store --limit {HUGE}", "--limit"),
+        ("compact ''", "disk path"),
+        ("evict {tmp}/store", "--to"),
+        ("evict {tmp}/store --to 12Q", "--to"),
+        ("evict {tmp}/store --to -1", "--to"),
+        ("evict {tmp}/store --to 64.9", "--to"),
+        ("evict {tmp}/store --to 999999999TB", "--to"),
+        ("export {tmp}/store {tmp}/file", "--force"),
+        ("export {tmp}/store {tmp}/empty --force", "{tmp}/empty"),
+        ("export {tmp}/store {tmp}/no/where", "{tmp}/no/where"),
+        ("export {tmp}/store {long}", "{long}"),
+        ("export {tmp}/store - --json", "--json"),
+        ("import {tmp}/store {tmp}/none", "{tmp}/none"),
+        ("import {tmp}/new {long}", "{long}"),
+        ("import {tmp}/new {tmp}/file", "{tmp}/file"),
+        ("import {tmp}/new {tmp}/empty", "{tmp}/empty"),
+        ("import {tmp}/new {tmp}/archive --budget 1000TB", "--budget"),
+        *((f"import {{tmp}}/new {{tmp}}/{name}", name) for name in ("deep", "size.true", "model.true")),
+        *((f"import {{tmp}}/new {{tmp}}/{name}", name) for name in ("budget.int64", "budget.less", "filter.int64")),
+        ("import {tmp}/new {tmp}/level.99", "level=99"),
+        ("import {tmp}/new {tmp}/durability", "durability"),
+        ("import {tmp}/new {tmp}/budget.large", "--max-budget"),
+        ("import {tmp}/new {tmp}/page.large", "--max-page"),
+    ],
+    "replay {tmp}/trace.jsonl": [
+        ("--device-blocks 0", "--device-blocks"),
+        ("--device-blocks -4", "--device-blocks"),
+        ("--device-blocks many", "--device-blocks"),
+        ("--device-tokens 511", "--device-tokens"),
+        ("--device-tokens 5120 --device-blocks 10", "--device-blocks"),
+        ("--disk-blocks 10", "host_blocks"),
+        ("--policies lru,newest", "newest"),
+        ("--policies ''", "--policies"),
+        ("--write-policy never", "--write-policy"),
+        ("--json no/such/folder/out.json", "--json"),
+        ("--report no/such/folder/out.html", "--report"),
+        ("--nodes 0", "--nodes"),
+        ("--nodes 5000", "nodes=5000"),
+        ("--nodes 2 --router random", "--router"),
+        ("--remote-blocks -1", "--remote-blocks"),
+        ("--remote-blocks 10", "host_blocks"),
+        ("--load-bytes-per-s 5GB", "--prefill-tokens-per-s"),
+        ("--load-bytes-per-s 5GB --prefill-tokens-per-s 9", "--bytes-per-token"),
+        ("--calibration {tmp}/none.json", "none.json"),
+        ("--calibration '{tmp}/no rates.json'", "no rates.json"),
+    ],
+    "replay": [("{tmp}/none.jsonl", "none.jsonl"), ("{tmp}/cut.jsonl --json {tmp}/file", "line 2")],
+    PLAN: [
+        ("--gpu h900", "--gpu"),
+        ("--gpu 0", "--gpu"),
+        ("--gpu 700MiB --weight-bytes 800MiB", "--gpus 2"),
+        ("--model nowhere", "--model"),
+        ("--host-memory=-5", "--host-memory"),
+        ("--disk=-1GiB", "--disk"),
+        ("--weight-bytes 0", "--weight-bytes"),
+        ("--gpus 0", "--gpus"),
+        ("--compute-share 1.5", "--compute-share"),
+        ("--dtype int3", "--dtype"),
+        ("--trace nowhere.jsonl", "nowhere.jsonl"),
+        ("--trace {tmp}/trace.jsonl --policy novel", "novel"),
+    ],
+    "top": [
+        ("", "URL"),
+        *((url, "hicache serve") for url in ("http://[::1", "ftp://127.0.0.1/", "file:///etc/passwd", "http://")),
+        *((url, "hicache serve") for url in ("'http://a b:1'", "http://127.0.0.1:port", "\x1b[2J")),
+        ("http://127.0.0.1:1 --interval 0", "--interval"),
+    ],
+}
+ROWS = [(command, row, culprit) for command, rows in TABLES.items() for row, culprit in rows]
+
+
+@pytest.fixture(scope="module", name="folder")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wrong")
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    (folder / "empty").mkdir()
+    store = open_store(folder / "store")
+    put_numbers(store, range(3))
+    store.close()
+    return folder
+
+
+def state(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("command", "row", "culprit"), ROWS, ids=[f"{c.split(' ')[0]} {r[:40]}" for c, r, _ in ROWS])
+def test_wrong_input_is_one_line(
+    command: str, row: str, culprit: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line with the flag, setting or file, nothing on the output; no file appears, goes or changes."""
+    names = {"tmp": str(folder), "long": "a" * 5000}
+    before = state(folder)
+    assert culprit.format(**names) in refused(capsys, *shlex.split(f"{command} {row}".format(**names)))
+    assert state(folder) == before and not (folder / "new" / "store.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "flags", "budget_bytes"),
+    [
+        (archive(budget_bytes=1 << 40), ("--budget", "16MiB"), 16 << 20),
+        (archive(budget_bytes=100 << 20), ("--max-budget", "100MiB"), 100 << 20),
+        (archive(page_bytes=300 << 20, budget_bytes=8 << 30), ("--max-page", "300MiB"), 8 << 30),
+    ],
+    ids=["budget", "max-budget", "max-page"],
+)
+def test_flags_allow_what_an_archive_asks_for(
+    data: bytes, flags: tuple[str, str], budget_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--max-budget and --max-page allow as much and no more; with --budget it does not matter what the archive asks."""
+    (tmp_path / "archive").write_bytes(data)
+    output(capsys, "store", "import", tmp_path / "new", tmp_path / "archive", *flags)
+    assert describe(tmp_path / "new").budget_bytes == budget_bytes
+
+
+def test_texts_of_a_store_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Control characters, line breaks and lone surrogates in names and values of an identity are printed as escapes, in
+    the report and in errors, and add no line."""
+    for name, identity in (("plain", None), ("evil", {"model": "m", ESCAPES: ESCAPES})):
+        (tmp_path / name).write_bytes(archive(identity))
+        output(capsys, "store", "import", tmp_path / f"{name}.store", tmp_path / name)
+    plain, evil = (output(capsys, "store", "stat", tmp_path / f"{name}.store") for name in ("plain", "evil"))
+    assert len(evil.splitlines()) == len(plain.splitlines()) + 1 and evil.isascii()
+    assert all(line.isprintable() for line in evil.splitlines()) and "\\x1b[2J" in evil and "\\ud800" in evil
+    assert "\\x1b[2J" in refused(capsys, "store", "import", tmp_path / "plain.store", tmp_path / "evil")

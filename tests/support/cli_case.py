@@ -1,0 +1,44 @@
+"""`hicache` commands in this process: their status, output and errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hicache.cli import main
+
+
+def outcome(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Status, output and errors of `hicache ARGUMENTS`."""
+    capsys.readouterr()
+    try:
+        status = main([*map(str, arguments)])
+    except SystemExit as exit:
+        status = int(str(exit.code or 0))
+    return status, *capsys.readouterr()
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    """What the command prints that must end with `status` and without errors."""
+    ended, out, err = outcome(capsys, *arguments)
+    assert (ended, err) == (status, ""), err
+    return out
+
+
+def stats(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> dict[str, Any]:
+    """The one JSON object that the command prints with --json."""
+    out = output(capsys, *arguments, "--json", status=status)
+    assert len(out.splitlines()) == 1
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line with which the command refuses: status 2, nothing on its output, nothing that a terminal obeys."""
+    status, out, err = outcome(capsys, *arguments)
+    assert (status, out) == (2, ""), (status, out, err)
+    (line,) = err.splitlines()
+    assert line.startswith("hicache: error: ") and line.isascii() and line.isprintable(), line
+    return line
