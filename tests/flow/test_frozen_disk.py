@@ -1,15 +1,13 @@
 """A disk that really stalls: a file system that is frozen under the store, or a device that answers no reads.
 
 Run as a program, this file is the serving process. The test freezes the disk and thaws it when the process says that it
-has served, or when it has said nothing for so long that it must be standing still.
+has served, or when it has said nothing for so long that it must be standing still (waiting.BOUND_S).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -22,12 +20,12 @@ import pytest
 
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Lease, build_engine
 from hicache.errors import ResourceExhausted
+from programs import PIPE, program
 from storage_pages import forget_cached
 from toy_model import GEOMETRY, config
 from waiting import eventually
 
 BLKIO = Path("/sys/fs/cgroup/blkio")
-STANDSTILL_S = 120.0
 NUM_STORED, NUM_SERVED, NUM_BEATS = 60, 40, 200
 
 
@@ -97,29 +95,25 @@ def freezer(request: pytest.FixtureRequest, mount: Path) -> Iterator[Freezer]:
 def test_serving_goes_on_while_the_disk_stalls(freezer: Freezer) -> None:
     """While the disk answers no write, or no read, a job is stalled in it, requests are served to their end, another
     thread runs, lookup and stats return, and so does close; when it answers again, closing ends and the store opens."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, __file__, str(freezer.mount / "store"), freezer.kind]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=Path(__file__).parent) as child:
-        assert child.stdin is not None and child.stdout is not None
-        said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        lines = itertools.chain(map(str.strip, child.stdout), ["ended"])
-        threading.Thread(target=lambda: [said.put(line) for line in lines], daemon=True).start()
+    said: list[str] = []
+    with program(__file__, freezer.mount / "store", freezer.kind, stdin=PIPE) as child:
+
+        def until(word: str, tell: str = "") -> None:
+            print(tell, end="", file=child.stdin, flush=True)
+            eventually(lambda: word in said or child.poll() is not None, lambda: said)
+            assert word in said, f"the process ended after {said}"
+
+        reader = threading.Thread(target=lambda: [said.append(line.strip()) for line in child.stdout], daemon=True)
+        reader.start()
         try:
-            assert said.get(timeout=STANDSTILL_S) == "ready"
+            until("ready")
             freezer.freeze(child.pid)
-            child.stdin.write("frozen\n")
-            child.stdin.flush()
-            assert said.get(timeout=STANDSTILL_S) == "served"
-            assert said.get(timeout=STANDSTILL_S) == "closed"
+            until("served", "frozen\n")  # else it stands still
+            until("closed")
             freezer.thaw()
-            child.stdin.write("thawed\n")
-            child.stdin.flush()
-            assert said.get(timeout=STANDSTILL_S) == "whole"
-        except queue.Empty:
-            pytest.fail("the process stood still while the disk was stalled")
+            until("whole", "thawed\n")
         finally:
             freezer.thaw()
-            child.kill()
 
 
 def engine_at(path: str) -> CacheEngine:
