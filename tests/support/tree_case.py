@@ -25,6 +25,7 @@ from hicache.tree import (
     TreeComponent,
     TreeNode,
 )
+from hicache.tree.accounts import Expectation
 from hicache.tree.key import Tokens, pack_tokens
 from page_life import DROPPED, PageLives
 
@@ -51,6 +52,7 @@ class ComponentDicts:
         names = (FULL, SWA, MAMBA)
         self.held: dict[tuple[Component, Tier], dict[Prefix, int]] = {(n, tier): {} for n in names for tier in Tier}
         self.locked: list[tuple[TreeNode, Tier]] = []
+        self.expected: list[Expectation] = []
         self.prompts: list[tuple[str, list[int]]] = []  # that were committed or prefetched
         self.backups: list[Copies] = []  # in flight, oldest first
         self.loads: list[Copies] = []

@@ -225,6 +225,17 @@ class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
     def unlock(self, which: int) -> None:
         self.tree.unlock(*self.locked.pop(which % len(self.locked)))
 
+    @rule(space=SPACES, pages=ASKED)
+    def expect(self, space: str, pages: list[int]) -> None:
+        """A queued request expects what is held of its prefix."""
+        match = self.matched(space, pages)
+        self.expected.append(self.tree.expect(self.tree.node_at(match, match.full_len)))
+
+    @precondition(lambda self: self.expected)
+    @rule(which=st.integers(0, 100))
+    def forget_one(self, which: int) -> None:
+        self.tree.forget(self.expected.pop(which % len(self.expected)))
+
     @rule(tier=st.sampled_from(list(Tier)))
     def drop_copies(self, tier: Tier) -> None:
         """All that the other tier holds too, and nobody has locked, leaves `tier`."""
@@ -267,6 +278,10 @@ class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
             self.end_load(ok=True)
         for node, tier in self.locked:
             self.tree.unlock(node, tier)
+        for expectation in self.expected:
+            self.tree.forget(expectation)
+        holdings = [holding for node in self.tree.nodes() for pair in node.holdings.values() for holding in pair]
+        assert not any(holding.locks or holding.expected for holding in holdings)
         self.tree.check()
         self.lives.look()
         for tier in Tier:
