@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import pytest
 from browser_case import BROWSER, Page, browser_page
 from hicache.monitoring.client import MetricsClient
 from hicache.monitoring.figures import TIERS
-from server_case import SECRET, TINY, Server, serving
+from server_case import KEY, SECRET, TINY, Server, serving
+from waiting import eventually
 
-KEY = "Rhododendron"
 PAGE = Path(__file__).resolve().parents[2] / "hicache" / "serving" / "server" / "dashboard.html"
 # The table of all figures: text by name.
 SHOWN = (
@@ -33,14 +32,15 @@ def ask(server: Server, num_prompts: int) -> None:
 
 def wait_until_equal(page: Page, server: Server) -> Mapping[str, float]:
     """Until the page has every figure that the server exports, and no other; returns them."""
-    end_s = time.monotonic() + 60
-    while True:
-        exported = {name: round(value, 3) for name, value in MetricsClient(server.root).read().figures.items()}
-        shown = {name: float(text.replace(",", "")) for name, text in page.value(SHOWN).items()}
-        if shown == exported:
-            return exported
-        assert time.monotonic() < end_s, (shown, exported)
-        time.sleep(0.2)
+
+    def shown() -> Mapping[str, float]:
+        return {name: float(text.replace(",", "")) for name, text in page.value(SHOWN).items()}
+
+    def exported() -> Mapping[str, float]:
+        return {name: round(value, 3) for name, value in MetricsClient(server.root).read().figures.items()}
+
+    eventually(lambda: shown() == exported(), lambda: (shown(), exported()))
+    return exported()
 
 
 def test_the_page_names_no_other_address() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,32 +12,20 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache.cli import main
+from hicache.console import scaled
 from hicache.monitoring.client import MetricsClient
 from hicache.monitoring.figures import FIGURES, TIERS
 from hicache.monitoring.readings import Reading
-from server_case import SECRET, TINY, Server, serving
+from server_case import Server
+from waiting import eventually
 
 T = TypeVar("T")
-KEY = "Rhododendron"
 GRAFANA = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "hicache.json"
 ADDED_BY_PROMETHEUS = {"job", "instance"}
 # Of PromQL in an expression: a metric with its selector, and the labels that are kept.
 SELECTOR = re.compile(r"(hicache_\w+)\{([^}]*)\}")
 MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"([^"]*)"')
 GROUPING = re.compile(r"\bby \(([^)]*)\)")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With three tiers and a key, after requests that hit."""
-    folder = tmp_path_factory.mktemp("server")
-    flags = ("--device-tokens", "4096", "--host-bytes", "8MiB", "--disk-path", str(folder / "disk"))
-    with serving(folder, *TINY, *flags, api_key=KEY) as server:
-        for _ in range(2):
-            server.client(KEY).completions.create(model="random", prompt=f"{SECRET} " * 60, max_tokens=4)
-        server.wait_idle()
-        server.wait_for_at_least("hicache_admit_hit_tokens_total", 1)
-        yield server
 
 
 def samples(server: Server) -> dict[str, list[dict[str, str]]]:
@@ -52,12 +39,15 @@ def samples(server: Server) -> dict[str, list[dict[str, str]]]:
 
 def during(server: Server, act: Callable[[], T]) -> tuple[Reading, T]:
     """What `act` returns, and a reading that did not change meanwhile: copies may still be under way."""
-    client, end_s = MetricsClient(server.url), time.monotonic() + 60
-    while time.monotonic() < end_s:
+    client = MetricsClient(server.url)
+
+    def attempt() -> tuple[Reading, T] | None:
         before, result = client.read(), act()
-        if client.read().figures == before.figures:
-            return before, result
-    raise AssertionError("the figures never settle")
+        return (before, result) if client.read().figures == before.figures else None
+
+    found = eventually(attempt)
+    assert found is not None
+    return found
 
 
 def test_a_server_exports_every_figure(server: Server) -> None:
@@ -78,7 +68,8 @@ def test_top_prints_what_the_server_exports(server: Server, capsys: pytest.Captu
         rate = reading.hit_rate(tier)
         assert rate is not None
         assert any(re.match(rf"{tier} .* {rate:.1%}$", line.rstrip()) for line in lines), lines
-    assert any(re.match(rf"reused +- +{reading.get('tokens.reused'):.0f}\b", line) for line in lines), lines
+    reused = re.escape(scaled(reading.get("tokens.reused")))
+    assert any(re.match(rf"reused +- +{reused}\b", line) for line in lines), lines
 
 
 def test_the_page_gets_the_same_figures_without_a_key(server: Server) -> None:

@@ -6,19 +6,23 @@ import asyncio
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
+import pytest
 
 from server_case import SECRET, TINY, serving
 
-NUM_REQUESTS = 300
+if TYPE_CHECKING:
+    import openai
+
 NUM_CLIENTS = 8
 STEMS = [f"{SECRET} {stem} " * 6 for stem in "abcd"]
 
 
 async def one(client: openai.AsyncOpenAI, choice: random.Random) -> str:
     """A random request; returns how it ended. A third of the clients go away at some moment."""
+    import openai
+
     prompt = choice.choice(STEMS)[: choice.randint(1, 90)] + str(choice.randint(0, 3))
     arguments: dict[str, Any] = {
         "model": "random",
@@ -54,16 +58,19 @@ async def _read(call: Any, streams: bool, num_events: int) -> str:
     return str(answer.choices[0].finish_reason)
 
 
-def test_random_requests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_requests", [60, pytest.param(1000, marks=pytest.mark.long)])
+def test_random_requests(num_requests: int, tmp_path: Path) -> None:
     """Ended, aborted, cut off, timed out or refused: at the end nothing runs, nothing waits, no slot is held, and the
     check of the engine finds nothing."""
+    import openai
+
     sizes = ("--device-tokens", "256", "--host-bytes", "1MiB", "--max-context-len", "8192")
     limits = ("--max-running", "4", "--max-queued", "12", "--request-timeout-s", "1")
     disk = ("--disk-path", str(tmp_path / "disk"), "--model-id", "tiny")
 
     async def clients(url: str) -> Counter[str]:
         ends: Counter[str] = Counter()
-        numbers = iter(range(NUM_REQUESTS))
+        numbers = iter(range(num_requests))
 
         async def work() -> None:
             async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
@@ -76,11 +83,14 @@ def test_random_requests(tmp_path: Path) -> None:
     with serving(tmp_path, *TINY, *sizes, *limits, *disk) as server:
         free_tokens = server.metric("hicache_device_free_tokens")
         ends = asyncio.run(clients(server.url))
-        assert sum(ends.values()) == NUM_REQUESTS
+        assert sum(ends.values()) == num_requests
         server.wait_idle()
         server.wait_for("hicache_engine_leases", 0)
         server.wait_for("hicache_device_protected_tokens", 0)
         evictable_tokens = server.metric('hicache_tier_evictable_tokens{tier="device"}')
         assert server.metric("hicache_device_free_tokens") + evictable_tokens == free_tokens
         assert not {"internal_error", "engine_failed"} & ends.keys(), ends
-        assert ends["context_length_exceeded"] and server.metric("hicache_generation_tokens_total")
+        assert server.metric("hicache_generation_tokens_total")
+        with pytest.raises(openai.BadRequestError) as too_long:
+            server.client().completions.create(model="random", prompt=SECRET, max_tokens=5000)
+        assert too_long.value.code == "context_length_exceeded"

@@ -10,16 +10,16 @@ import os
 import select
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from waiting import BOUND_S, eventually
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
 )
 _FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
-_WAIT_S = 120.0
 _ABOVE_FD = 10  # the protocol's descriptors are 3 and 4 in the browser, so ours must be others
 
 
@@ -53,10 +53,9 @@ class Page:
 
     def wait_for(self, expression: str) -> None:
         """Until the expression is true."""
-        end_s = time.monotonic() + _WAIT_S
-        while not self.value(expression):
-            assert time.monotonic() < end_s, (expression, self.errors, self.value("document.body.innerText"))
-            time.sleep(0.1)
+        eventually(
+            lambda: self.value(expression), lambda: (expression, self.errors, self.value("document.body.innerText"))
+        )
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         self._last_id += 1
@@ -81,7 +80,7 @@ class Page:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            assert select.select([self._from], [], [], _WAIT_S)[0], "the browser does not answer"
+            assert select.select([self._from], [], [], BOUND_S)[0], "the browser does not answer"
             news = os.read(self._from, 1 << 20)
             assert news, "the browser has ended"
             self._buffer += news

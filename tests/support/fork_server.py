@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -98,6 +99,7 @@ def _serve(address: str, owner: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    importlib.import_module(sys.argv[3])
     _request = _serve(sys.argv[1], int(sys.argv[2]))
     _code = compile(_request["code"], _request["name"], "exec")
     # The program is __main__, in whose namespace nothing of this file is left.

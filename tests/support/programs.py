@@ -27,14 +27,21 @@ PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
 
 
 @functools.cache
-def _address() -> str:
-    """The socket of the fork server of this run, which the first who asks starts. It ends with the run."""
+def _address(module: str) -> str:
+    """The socket of the fork server of this run that has imported `module`, which the first who asks starts. It ends
+    with the run."""
     folder = Path(os.environ[ADDRESS])
-    address = folder / "socket"
+    address = folder / module
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not address.exists():
-            command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(address), folder.name]
+            command = [
+                sys.executable,
+                str(Path(__file__).with_name("fork_server.py")),
+                str(address),
+                folder.name,
+                module,
+            ]
             server = subprocess.Popen(command, stdin=DEVNULL, start_new_session=True)
             eventually(lambda: address.exists() or server.poll() is not None)
             assert server.poll() is None, "the fork server ended"
@@ -55,6 +62,7 @@ class Program:
         cwd: Path | str | None = None,
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
+        module: str = "hicache",
     ) -> None:
         self.returncode: int | None = None
         self.stdin: IO[str] | None = None
@@ -73,7 +81,7 @@ class Program:
                 "new_session": start_new_session,
             }
             self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._connection.connect(_address())
+            self._connection.connect(_address(module))
             socket.send_fds(self._connection, [json.dumps(request).encode() + b"\n"], files)
         self.pid = int(self._connection.recv(64))
 
@@ -149,7 +157,9 @@ def program(file: str, *arguments: object, **settings: Any) -> Program:
 
 
 def command(*arguments: object, **settings: Any) -> Program:
-    """`hicache ARGUMENTS`."""
+    """`hicache ARGUMENTS`. A server's imports take seconds, and are in a fork server of their own."""
+    if arguments[0] == "serve":
+        settings["module"] = "hicache.serving.server.command"
     return Program("import sys; from hicache.cli import main; sys.exit(main())", *arguments, **settings)
 
 

@@ -7,27 +7,28 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
+import programs
+from waiting import BOUND_S, eventually
 
-_WAIT_S = _END_S = 60.0
+if TYPE_CHECKING:
+    import openai
+
 # In every prompt of the tests: no log may have it.
 SECRET = "Xylophon"
+KEY, FULL = "sk-right-1", 6  # of the server that tests share: its key, and prompts that run or wait
 TINY = ("--host-page-size", "16", "--page-size", "4", "--chunk-tokens", "64", "--prefetch-mode", "wait_complete")
 
 
 class Server:
     """A running server. `log`: what it wrote on stderr so far."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str, stderr: Path) -> None:
+    def __init__(self, process: programs.Program, url: str, stderr: Path) -> None:
         self.process, self.url, self._stderr = process, url, stderr
         self.root = url.removesuffix("/v1")
         self.host, self.port = "127.0.0.1", int(self.root.rsplit(":", 1)[1])
@@ -38,23 +39,22 @@ class Server:
 
     @property
     def log_lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log.splitlines()]
+        return [json.loads(line) for line in self.log.splitlines(keepends=True) if line.endswith("\n")]
 
     def wait_for_line(self, **fields: Any) -> dict[str, Any]:
         """The first line of the log with these fields; a request's is written when its response is complete."""
-        end_s = time.monotonic() + _WAIT_S
-        while time.monotonic() < end_s:
-            for line in self.log.splitlines(keepends=True):
-                if line.endswith("\n") and fields.items() <= (found := json.loads(line)).items():
-                    return dict(found)
-            time.sleep(0.05)
-        raise AssertionError(f"no line with {fields}\n{self.log[-4000:]}")
+        found = eventually(
+            lambda: [line for line in self.log_lines if fields.items() <= line.items()], lambda: self.log
+        )
+        return found[0]
 
     def client(self, api_key: str = "any") -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url, api_key=api_key, max_retries=0, timeout=_END_S)
+        import openai
+
+        return openai.OpenAI(base_url=self.url, api_key=api_key, max_retries=0, timeout=BOUND_S)
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.root + path, timeout=_END_S) as response:
+        with urllib.request.urlopen(self.root + path, timeout=BOUND_S) as response:
             return str(response.read().decode())
 
     def status(self, path: str) -> int:
@@ -72,42 +72,31 @@ class Server:
 
     def wait_for(self, name: str, value: float) -> None:
         """Until the metric has the value."""
-        self._wait(name, lambda found: found == value)
+        eventually(lambda: self.metric(name) == value, lambda: (name, self.metric(name), self.log))
 
     def wait_for_at_least(self, name: str, value: float) -> None:
-        self._wait(name, lambda found: found >= value)
+        eventually(lambda: self.metric(name) >= value, lambda: (name, self.metric(name), self.log))
 
     def wait_idle(self) -> None:
         """Until no request runs or waits."""
         self.wait_for("hicache_requests_queued", 0)
         self.wait_for("hicache_requests_running", 0)
 
-    def _wait(self, name: str, is_right: Callable[[float], bool]) -> None:
-        end_s = time.monotonic() + _WAIT_S
-        while not is_right(found := self.metric(name)):
-            assert time.monotonic() < end_s, f"{name} is {found}\n{self.log[-4000:]}"
-            time.sleep(0.05)
-
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send the signal; returns the exit status."""
         self.process.send_signal(number)
-        return self.process.wait(_END_S)
+        return self.process.wait(BOUND_S)
 
 
 @contextlib.contextmanager
 def serving(folder: Path, *flags: str, api_key: str = "") -> Iterator[Server]:
     """A server on a free port of the loopback. At the end it is told to stop, its check of the engine finds nothing,
     and no line of its log has a prompt's text or the key."""
-    stderr = folder / "stderr"
-    with stderr.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hicache.cli", "serve", "--port", "0", *flags],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env={**os.environ, "HICACHE_API_KEY": api_key},
-        )
-    try:
+    stderr, environment = folder / "stderr", {**os.environ, "HICACHE_API_KEY": api_key}
+    with (
+        stderr.open("w") as errors,
+        programs.command("serve", "--port", "0", *flags, stderr=errors, env=environment) as process,
+    ):
         assert process.stdout is not None
         line = process.stdout.readline()
         assert " on http://" in line, stderr.read_text()
@@ -117,8 +106,3 @@ def serving(folder: Path, *flags: str, api_key: str = "") -> Iterator[Server]:
             assert server.end() == 0, server.log
         assert SECRET not in server.log and (not api_key or api_key not in server.log)
         assert all(server.log_lines)
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()

@@ -1,0 +1,23 @@
+"""The server that tests share which leave it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from server_case import FULL, KEY, SECRET, Server, serving
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With three tiers, `KEY` and `FULL` places, after requests that hit."""
+    folder = tmp_path_factory.mktemp("server")
+    limits = ("--max-running", "2", "--max-queued", str(FULL - 2), "--max-body-bytes", "1MiB", "--chunk-tokens", "256")
+    sizes = ("--device-tokens", "131072", "--host-bytes", "64MiB", "--disk-path", str(folder / "disk"))
+    with serving(folder, *limits, *sizes, api_key=KEY) as server:
+        for _ in range(2):
+            server.client(KEY).completions.create(model="random", prompt=f"{SECRET} " * 60, max_tokens=4)
+        server.wait_for_at_least("hicache_admit_hit_tokens_total", 1)
+        server.wait_idle()
+        yield server
