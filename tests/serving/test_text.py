@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import tokenizers
 import transformers as hf
 from hypothesis import given
@@ -101,13 +102,9 @@ def test_chat_formats() -> None:
     messages = [{"role": "user", "content": "hi<|x|>"}]
     assert ByteTokenizer().encode_chat(messages)[:2] == [ByteTokenizer.bos_id, ByteTokenizer.start_id]
     tokenizer = byte_level()
-    for template, reason in ((None, "no chat template"), ("{{ raise_exception('never') }}", "never")):
+    for template in (None, "{{ raise_exception('never') }}"):
         tokenizer._tokenizer.chat_template = template
-        try:
+        with pytest.raises(ConfigError):
             tokenizer.encode_chat(messages)
-        except ConfigError as error:
-            assert reason in str(error)
-        else:
-            raise AssertionError("it was taken")
     tokenizer._tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}>"
     assert tokenizer.decode(tokenizer.encode_chat(messages)) == "user:hi<|x|>>"

@@ -102,20 +102,14 @@ def test_unusable_inputs_are_refused_by_name(tmp_path: Path) -> None:
     """Missing, binary and empty files, sessions without a usable turn and invalid shapes raise ConfigError."""
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty").write_text(" \n")
-    for name, words in (("missing", "No such file"), ("binary", "not UTF-8"), ("empty", "empty"), (".", "directory")):
-        with pytest.raises(ConfigError, match=words):
+    for name in ("missing", "binary", "empty", "."):
+        with pytest.raises(ConfigError, match=name):
             own_documents([str(tmp_path / name)], DocumentShape(), BYTES)
     with pytest.raises(ConfigError, match="--max-prompt-tokens"):
         recorded_session(_session(tmp_path / "s.jsonl", '{"input": "too long"}'), None, 3, BYTES)
     for wrong in ({"documents": 0}, {"turns": 0}, {"document_tokens": 100}):
         with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", "-")):
             DocumentShape(**wrong)
-
-
-def test_bytes_are_tokens() -> None:
-    """Text is unchanged by encoding and decoding; special ids decode to nothing."""
-    text = "naïve — 日本\n\x00"
-    assert BYTES.decode([256, *BYTES.encode(text), 259]) == text
 
 
 def test_a_random_model_is_fixed_by_its_seed() -> None:
