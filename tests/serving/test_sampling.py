@@ -35,7 +35,7 @@ def test_frequencies_are_the_softmax() -> None:
 
 
 def test_a_batch_samples_what_each_row_draws_alone() -> None:
-    """Greedy rows, and rows with every mixture of cuts, over vocabularies of odd sizes and with equal logits: each draws
+    """Greedy rows, and rows with any mixture of cuts, over vocabularies of odd sizes and with equal logits: each draws
     the twin's token of its seed and step."""
     rng = np.random.default_rng(2)
     for vocab in (1, 2, 33, 1000):
