@@ -4,13 +4,13 @@ them. Sizes are smaller on the CPU; each correction is named where it is made.""
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from device_case import Layer, Request
 from hicache import (
     CacheRequest,
     EngineConfig,
@@ -36,18 +36,6 @@ from hicache.plot import MemorySample, plot_memory_usage
 from hicache.tensor_cache import HiCache
 
 HEADS, DIM = 2, 16
-
-
-@dataclass
-class Layer:
-    layer_id: int
-
-
-@dataclass(eq=False)
-class Request:
-    req_pool_idx: int | None = None
-    mamba_pool_idx: torch.Tensor | None = None
-    mamba_checkpoint_idx: torch.Tensor | None = None
 
 
 def kv(tokens: int, device: str, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:

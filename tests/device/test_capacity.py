@@ -182,11 +182,8 @@ def test_bad_plans_are_refused() -> None:
 @pytest.mark.parametrize("page", [1, 4])
 def test_allocators_tell_how_full_they_are(page: int) -> None:
     """Total, used, utilisation, pages and free pages follow what is allocated; levels change above their limits."""
-    allocator: TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator
-    if page == 1:
-        allocator = TokenToKVPoolAllocator(100, BF16, "cpu", None, True)
-    else:
-        allocator = PagedTokenToKVPoolAllocator(100 * page + 3, page, BF16, "cpu", None, True)
+    sizes = (100, BF16) if page == 1 else (100 * page + 3, page, BF16)
+    allocator = (TokenToKVPoolAllocator if page == 1 else PagedTokenToKVPoolAllocator)(*sizes, "cpu", None, True)
     seen = []
     for _ in range(20):
         seen.append(allocator.check_memory_pressure())
@@ -198,10 +195,6 @@ def test_allocators_tell_how_full_they_are(page: int) -> None:
     assert allocator.check_memory_pressure() == "critical"
     allocator.clear()
     assert allocator.get_stats()["utilization"] == 0.0 and allocator.get_stats()["free_pages"] == 100
-
-
-def test_pressure_limits() -> None:
-    """The limits themselves belong to the lower level."""
     levels = {0.0: "low", 0.7: "low", 0.71: "medium", 0.85: "medium", 0.86: "high", 0.95: "high", 0.951: "critical"}
     assert {u: memory_pressure(u) for u in levels} == levels
 

@@ -101,6 +101,8 @@ def test_its_rows_come_back_from_host_and_disk(device: str, tmp_path: Path) -> N
     """What a model stored in a pool of one's own is read back from the host after its eviction from the device, and by
     a second engine from disk."""
     pool = AsymmetricKVPool(device)
+    token_bytes = (KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM) * 2 + 4
+    assert pool.layout.page_bytes(64) == 64 * LAYERS * token_bytes
     with build_engine(config(pool, tmp_path), pool) as engine:
         for seed in range(4):  # the device holds two and a half of these prompts
             serve(engine, pool, seed)
@@ -118,19 +120,3 @@ def test_its_rows_come_back_from_host_and_disk(device: str, tmp_path: Path) -> N
             check_cached(engine, pool, lease, 1)
         engine.flush()
         engine.check()
-
-
-def test_its_layout_decides_the_bytes_of_a_page(device: str) -> None:
-    """A host page has all rows of its tokens in all layers, and every other method follows from the rows too."""
-    pool = AsymmetricKVPool(device)
-    token_bytes = (KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM) * 2 + 4
-    assert pool.layout.page_bytes(64) == 64 * LAYERS * token_bytes
-    assert pool.mem_usage == (SIZE + PAGE) * LAYERS * token_bytes / (1 << 30)
-    source, target = torch.arange(16, 26, device=device), torch.arange(40, 50, device=device)
-    k, v = (x[:10] for x in keys_and_values(7, 1, pool.device))
-    pool.set_kv_buffer(1, source, k, v)
-    pool.load_cpu_copy(pool.get_cpu_copy(source), target)
-    pool.move_kv_cache(source.flip(0), source)
-    assert torch.equal(pool.get_key_buffer(1)[target], k) and torch.equal(pool.get_value_buffer(1)[target], v)
-    assert torch.equal(pool.get_key_buffer(1)[source], k.flip(0))
-    assert torch.equal(pool.get_importance(1)[target], pool.get_importance(1)[source].flip(0))

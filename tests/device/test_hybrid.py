@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import refused
-from device_case import Recorder
+from device_case import Layer, Recorder, Request
 from hicache.device import (
     HybridLinearKVPool,
     HybridReqToTokenPool,
@@ -24,18 +22,6 @@ from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
 ATTENTION, LINEAR = [3, 7], [0, 1, 2, 4]
 SHAPE = Mamba2StateShape.create(1, 16, 1, 2, 8, 4, 4)
 F32 = torch.float32
-
-
-@dataclass(eq=False)
-class Request:
-    req_pool_idx: int | None = None
-    mamba_pool_idx: torch.Tensor | None = field(default=None)
-    mamba_checkpoint_idx: torch.Tensor | None = field(default=None)
-
-
-@dataclass
-class Layer:
-    layer_id: int
 
 
 def params() -> Mamba2CacheParams:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from cases import refused
-from device_case import pool_of
+from device_case import Layer, pool_of
 from hicache.errors import OutOfMemory, ShapeError
 
 BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-@dataclass
-class Layer:
-    layer_id: int
 
 
 def random_kv(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,13 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import refused
+from device_case import Request
 from hicache.device import ReqToTokenPool
 from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
-
-
-@dataclass(eq=False)
-class Request:
-    req_pool_idx: int | None = None
 
 
 def table(size: int = 4, length: int = 16, device: str = "cpu") -> ReqToTokenPool:

@@ -17,10 +17,12 @@ LIMITS = {"int8": 127.0, "fp8": 448.0}
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def filled(slots: int, heads: int, dim: int, kind: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data and scales of which every element is 3."""
-    data = torch.full((slots, heads, dim), 3, dtype=STORED[kind], device=device)
-    return data, torch.full((slots, heads), 3.0, device=device)
+def filled(
+    slots: int, heads: int, dims: tuple[int, int], kind: str, device: str
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Data and scales of keys and values of which every element is 3."""
+    data = tuple(torch.full((slots, heads, dim), 3, dtype=STORED[kind], device=device) for dim in dims)
+    return data, tuple(torch.full((slots, heads), 3.0, device=device) for _ in dims)
 
 
 def numbers(data: torch.Tensor, kind: str) -> torch.Tensor:
@@ -45,8 +47,7 @@ def test_each_head_is_rounded_at_its_own_scale(
     loc = torch.randperm(slots, generator=torch.Generator().manual_seed(1))[:tokens]
     rows = [spread(tokens, heads, dim, dtype=dtype, seed=dim) for dim in (k_dim, v_dim)]
     rows[0][4, 0] = 0
-    stores = [filled(slots, heads, dim, kind, device) for dim in (k_dim, v_dim)]
-    data, scales = (stores[0][0], stores[1][0]), (stores[0][1], stores[1][1])
+    data, scales = filled(slots, heads, (k_dim, v_dim), kind, device)
     quantise_kv(*(x.to(device) for x in rows), data, scales, loc.to(device), kernels)
     others = [slot for slot in range(slots) if slot not in loc.tolist()]
     for x, values, scale in zip(rows, data, scales, strict=True):
@@ -88,16 +89,16 @@ def test_ties_go_to_even(device: str, kernels: str) -> None:
     halves = torch.arange(-126, 127).float() + 0.5
     x = torch.cat([halves, torch.tensor([127.0, -0.0, 0.49999997])]).view(1, 1, -1).to(device)
     loc = torch.zeros(1, dtype=torch.int64, device=device)
-    data, scale = filled(1, 1, x.shape[2], "int8", device)
-    quantise_kv(x, x, (data, data.clone()), (scale, scale.clone()), loc, kernels)
-    assert scale.item() == 1.0 and data.flatten().tolist() == [round(v) for v in x.flatten().tolist()]
+    data, scales = filled(1, 1, (x.shape[2],) * 2, "int8", device)
+    quantise_kv(x, x, data, scales, loc, kernels)
+    assert scales[0].item() == 1.0 and data[0].flatten().tolist() == [round(v) for v in x.flatten().tolist()]
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(448.0).sort().values
     middles = (values[1:] + values[:-1]) / 2
     y = torch.cat([middles, middles * (1 + 2.0**-20), torch.tensor([31.6, 448.0])]).view(1, 1, -1)
     y = y.clamp(-448, 448)
-    data, scale = filled(1, 1, y.shape[2], "fp8", device)
-    quantise_kv(y.to(device), y.to(device), (data, data.clone()), (scale, scale.clone()), loc, kernels)
-    assert scale.item() == 1.0 and torch.equal(data.cpu(), y.to(torch.float8_e4m3fn).view(torch.uint8))
+    data, scales = filled(1, 1, (y.shape[2],) * 2, "fp8", device)
+    quantise_kv(y.to(device), y.to(device), data, scales, loc, kernels)
+    assert scales[0].item() == 1.0 and torch.equal(data[0].cpu(), y.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -109,8 +110,7 @@ def test_slices_of_a_projection(device: str, kernels: str, kind: str) -> None:
     loc = torch.tensor([8, 1, 3, 2, 7, 5], dtype=torch.int32, device=device)
     results = []
     for pair in ((k, v), (k.contiguous(), v.contiguous())):
-        stores = [filled(9, 4, 10, kind, device) for _ in range(2)]
-        data, scales = (stores[0][0], stores[1][0]), (stores[0][1], stores[1][1])
+        data, scales = filled(9, 4, (10, 10), kind, device)
         quantise_kv(*pair, data, scales, loc, kernels)
         quantise_kv(k[:0], v[:0], data, scales, loc[:0], kernels)
         results.append([x.cpu() for x in (*data, *scales)])
@@ -127,8 +127,7 @@ def test_hardware_and_arithmetic_round_alike(kind: str, monkeypatch: pytest.Monk
     for native, kernels in ((True, "triton"), (False, "triton"), (False, "torch")):
         if not native:
             monkeypatch.setattr(quant, "native_floats", lambda device: False)
-        stores = [filled(300, 8, 128, kind, "cuda") for _ in range(2)]
-        data, scales = (stores[0][0], stores[1][0]), (stores[0][1], stores[1][1])
+        data, scales = filled(300, 8, (128, 128), kind, "cuda")
         quantise_kv(x, x, data, scales, loc, kernels)
         results.append([*data, *scales, *dequantise_kv(data, scales, loc, BF16, kernels)])
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
@@ -136,8 +135,8 @@ def test_hardware_and_arithmetic_round_alike(kind: str, monkeypatch: pytest.Monk
 
 def test_wrong_arguments_are_refused() -> None:
     """Rows, data and scales that do not fit raise ValueError, and store nothing."""
-    data, scale = filled(4, 2, 6, "int8", "cpu")
-    pair, scales = (data, data), (scale, scale)
+    pair, scales = filled(4, 2, (6, 6), "int8", "cpu")
+    data, scale = pair[0], scales[0]
     x, loc = torch.ones(2, 2, 6), torch.tensor([1, 2])
     wrong = [
         (x, x[..., :4], pair, scales, loc, "torch"),

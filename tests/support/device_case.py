@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,22 @@ def pool_of(kind: str, device: str = "cpu", **given: object) -> Any:
     pool_class, sizes = KINDS[kind]
     common = {"size": 32, "page_size": 4, "dtype": torch.bfloat16, "layer_num": 3, "enable_memory_saver": False}
     return pool_class(**{**common, "device": device, **sizes, **given})
+
+
+@dataclass
+class Layer:
+    """What a model passes in place of a layer's id."""
+
+    layer_id: int
+
+
+@dataclass(eq=False)
+class Request:
+    """What the request tables know of a request."""
+
+    req_pool_idx: int | None = None
+    mamba_pool_idx: torch.Tensor | None = None
+    mamba_checkpoint_idx: torch.Tensor | None = None
 
 
 class Recorder:
