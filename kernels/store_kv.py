@@ -10,6 +10,7 @@ names a slot more than once (padding at slot 0), it gets one of the rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -23,43 +24,6 @@ _WORDS_PER_PROGRAM = 1024
 _VALUES_PER_PROGRAM = 4096
 _LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-
-
-@jit
-def _store_rows(source, source_stride, target, target_stride, slot, t, mask, ROW: tl.constexpr, COLS: tl.constexpr):
-    for start in tl.static_range(0, ROW, COLS):
-        column = start + tl.arange(0, COLS)
-        inside = mask[:, None] & (column < ROW)[None, :]
-        row = tl.load(source + t[:, None] * source_stride + column[None, :], mask=inside)
-        tl.store(target + slot[:, None] * target_stride + column[None, :], row, mask=inside)
-
-
-@jit(do_not_specialize=["num_tokens", "first"], do_not_specialize_on_alignment=["loc"])
-def _store_kv_kernel(  # noqa: PLR0917 - Triton binds constants by position
-    k,
-    v,
-    k_buffer,
-    v_buffer,
-    loc,
-    num_tokens,
-    first,
-    k_stride,
-    v_stride,
-    k_buffer_stride,
-    v_buffer_stride,
-    K_ROW: tl.constexpr,
-    V_ROW: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    # Program (b, i) stores the keys (first + i = 0) or values (1) of tokens [b*TOKENS, (b+1)*TOKENS).
-    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    mask = t < num_tokens
-    slot = tl.load(loc + t, mask=mask, other=0).to(tl.int64)
-    if first + tl.program_id(1) == 0:
-        _store_rows(k, k_stride, k_buffer, k_buffer_stride, slot, t, mask, K_ROW, COLS)
-    else:
-        _store_rows(v, v_stride, v_buffer, v_buffer_stride, slot, t, mask, V_ROW, COLS)
 
 
 @jit
@@ -105,7 +69,7 @@ def _divided(x, scale, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @jit
-def _cast_rows(
+def _store_rows(
     source,
     source_stride,
     target,
@@ -120,17 +84,22 @@ def _cast_rows(
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """`target[slot] = cast(source[t] / scale)`; `target` holds bytes where FORMAT names an fp8 format."""
+    """`target[slot] = cast(source[t] / scale)`. `target` holds bytes where FORMAT names an fp8 format; where it is
+    "words", both hold words, which are copied."""
     for start in tl.static_range(0, ROW, COLS):
         column = start + tl.arange(0, COLS)
         inside = mask[:, None] & (column < ROW)[None, :]
-        x = tl.load(source + t[:, None] * source_stride + column[None, :], mask=inside, other=0).to(tl.float32)
+        x = tl.load(source + t[:, None] * source_stride + column[None, :], mask=inside, other=0)
+        if FORMAT != "words":
+            x = x.to(tl.float32)
         if SCALE == "number":
             x = _divided(x, scale, FORMAT, NATIVE)
         elif SCALE == "tensor":
             x = _divided(x, tl.load(scale).to(tl.float32), FORMAT, NATIVE)
         to = target + slot[:, None] * target_stride + column[None, :]
-        if FORMAT == "e4m3":
+        if FORMAT == "words":
+            tl.store(to, x, mask=inside)
+        elif FORMAT == "e4m3":
             tl.store(to, to_e4m3(x, NATIVE) if NATIVE else _or_nan(x, to_e4m3(_bounded(x, 448.0), False)), mask=inside)
         elif FORMAT == "e5m2":
             tl.store(
@@ -143,7 +112,7 @@ def _cast_rows(
 
 
 @jit(do_not_specialize=["num_tokens", "first"], do_not_specialize_on_alignment=["loc"])
-def _cast_kv_kernel(  # noqa: PLR0917 - Triton binds constants by position
+def _store_kv_kernel(  # noqa: PLR0917 - Triton binds constants by position
     k,
     v,
     k_buffer,
@@ -171,9 +140,13 @@ def _cast_kv_kernel(  # noqa: PLR0917 - Triton binds constants by position
     mask = t < num_tokens
     slot = tl.load(loc + t, mask=mask, other=0).to(tl.int64)
     if first + tl.program_id(1) == 0:
-        _cast_rows(k, k_stride, k_buffer, k_buffer_stride, k_scale, slot, t, mask, K_ROW, COLS, K_SCALE, FORMAT, NATIVE)
+        _store_rows(
+            k, k_stride, k_buffer, k_buffer_stride, k_scale, slot, t, mask, K_ROW, COLS, K_SCALE, FORMAT, NATIVE
+        )
     else:
-        _cast_rows(v, v_stride, v_buffer, v_buffer_stride, v_scale, slot, t, mask, V_ROW, COLS, V_SCALE, FORMAT, NATIVE)
+        _store_rows(
+            v, v_stride, v_buffer, v_buffer_stride, v_scale, slot, t, mask, V_ROW, COLS, V_SCALE, FORMAT, NATIVE
+        )
 
 
 def _rows(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -186,53 +159,23 @@ def _rows(x: torch.Tensor, name: str) -> torch.Tensor:
     return x.as_strided((x.shape[0], inner), (x.stride(0), 1))
 
 
-def _launch(rows: list[torch.Tensor], buffers: list[torch.Tensor], loc: torch.Tensor, parts: range) -> None:
-    """Launch over `parts` of one or two pairs of rows and buffer; each `[n, row elements]`, one dtype."""
-    itemsize = rows[0].element_size()
-    facts = [n for x in (*rows, *buffers) for n in (x.data_ptr(), x.stride(0) * itemsize, x.shape[1] * itemsize)]
-    width = widest_word(*facts)
-    words = [x.shape[1] * itemsize // width for x in rows]
-    strides = [x.stride(0) * itemsize // width for x in (*rows, *buffers)]
-    views = [_as_words(x, width) for x in (*rows, *buffers)]
-    cols = min(power_of_two(max(words)), _WORDS_PER_PROGRAM)
-    tokens = max(1, min(16, _WORDS_PER_PROGRAM // cols))
-    loc = loc.contiguous()
-    num_tokens, pairs = loc.numel(), len(rows)
-    with torch.cuda.device_of(loc):
-        _store_kv_kernel[(cdiv(num_tokens, tokens), len(parts))](
-            views[0],
-            views[pairs - 1],
-            views[pairs],
-            views[-1],
-            loc,
-            num_tokens,
-            parts.start,
-            strides[0],
-            strides[pairs - 1],
-            strides[pairs],
-            strides[-1],
-            K_ROW=words[0],
-            V_ROW=words[-1],
-            TOKENS=tokens,
-            COLS=cols,
-            num_warps=4,
-        )
-
-
-def _launch_cast(
-    rows: list[torch.Tensor], buffers: list[torch.Tensor], scales: list[Scale], loc: torch.Tensor, parts: range
+def _launch(
+    rows: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    scales: Sequence[Scale],
+    loc: torch.Tensor,
+    parts: range,
+    form: str,
 ) -> None:
-    """As `_launch`, with a division and a conversion of each element."""
-    dtype, num_tokens = buffers[0].dtype, loc.numel()
-    if dtype in _FORMATS:
-        buffers = [x.view(torch.uint8) for x in buffers]
-    cols = min(power_of_two(max(x.shape[1] for x in rows)), _VALUES_PER_PROGRAM)
-    tokens = max(1, min(16, _VALUES_PER_PROGRAM // cols))
+    """Launch over `parts` of one or two pairs of rows and buffer, `[n, row]` each. `form`: FORMAT of `_store_rows`."""
+    per_program = _WORDS_PER_PROGRAM if form == "words" else _VALUES_PER_PROGRAM
+    cols = min(power_of_two(max(x.shape[1] for x in rows)), per_program)
+    tokens = max(1, min(16, per_program // cols))
     kinds = ["none" if scale is None else "tensor" if isinstance(scale, torch.Tensor) else "number" for scale in scales]
     numbers = [1.0 if scale is None else scale for scale in scales]
     loc = loc.contiguous()
     with torch.cuda.device_of(loc):
-        _cast_kv_kernel[(cdiv(num_tokens, tokens), len(parts))](
+        _store_kv_kernel[(cdiv(loc.numel(), tokens), len(parts))](
             rows[0],
             rows[-1],
             buffers[0],
@@ -240,7 +183,7 @@ def _launch_cast(
             numbers[0],
             numbers[-1],
             loc,
-            num_tokens,
+            loc.numel(),
             parts.start,
             rows[0].stride(0),
             rows[-1].stride(0),
@@ -250,7 +193,7 @@ def _launch_cast(
             V_ROW=rows[-1].shape[1],
             K_SCALE=kinds[0],
             V_SCALE=kinds[-1],
-            FORMAT=_FORMATS.get(dtype, ""),
+            FORMAT=form,
             NATIVE=native_floats(loc.device),
             TOKENS=tokens,
             COLS=cols,
@@ -258,9 +201,11 @@ def _launch_cast(
         )
 
 
-def _as_words(x: torch.Tensor, width: int) -> torch.Tensor:
-    """A view at the address of `x` whose element is a word; only its address and dtype are used."""
-    return x[:1].view(torch.uint8).view(WORDS[width])
+def _as_words(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`[n, row]` each, in the widest word that divides all their rows, strides and addresses."""
+    raw = [x.view(torch.uint8) for x in tensors]
+    width = widest_word(*(n for x in raw for n in (x.data_ptr(), x.stride(0), x.shape[1], int(x.storage_offset()))))
+    return [x.view(WORDS[width]) for x in raw]
 
 
 def _check(x: torch.Tensor, buffer: torch.Tensor, scale: Scale, loc: torch.Tensor, name: str) -> None:
@@ -313,12 +258,13 @@ def _store(
                 stored, buffer = stored.view(torch.uint8), buffer.view(torch.uint8)
             buffer[loc] = stored
         return
-    rows = [_rows(x, "rows") for x in rows]
-    buffers = [_rows(x, "buffer") for x in buffers]
+    rows, buffers, form = [_rows(x, "rows") for x in rows], [_rows(x, "buffer") for x in buffers], ""
     if plain:
-        _launch(rows, buffers, loc, parts)
-    else:
-        _launch_cast(rows, buffers, scales, loc, parts)
+        words, form = _as_words([*rows, *buffers]), "words"
+        rows, buffers = words[: len(rows)], words[len(rows) :]
+    elif buffers[0].dtype in _FORMATS:
+        form, buffers = _FORMATS[buffers[0].dtype], [x.view(torch.uint8) for x in buffers]
+    _launch(rows, buffers, scales, loc, parts, form)
 
 
 def store_rows(x: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, kernels: Kernels, scale: Scale = None) -> None:

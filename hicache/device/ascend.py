@@ -10,7 +10,6 @@ from types import ModuleType
 
 import torch
 
-from hicache.device.base import LayerRef
 from hicache.device.memory import allocate_zeros, allocation_region
 from hicache.device.mla import MLATokenToKVPool
 from hicache.device.rows import KVRows, Row, RowPool
@@ -112,30 +111,17 @@ class AscendMLAPagedTokenToKVPool(_NpuPool, MLATokenToKVPool):
         """Rows of a layer by page, after waiting for it."""
         return self._as_read(self.kv_buffer[self._wait_for(layer_id)])
 
-    def set_kv_buffer(
-        self,
-        layer: LayerRef,
-        loc: torch.Tensor,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor | None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-    ) -> None:
+    def _store_whole(self, index: int, loc: torch.Tensor, rows: torch.Tensor, scale: Scale) -> None:
         if self._npu is None:
-            super().set_kv_buffer(layer, loc, cache_k, cache_v, k_scale, v_scale)
-            return
-        self._check_loc(loc)
-        rows = self._as_stored(cache_k, (loc.numel(), 1, self.kv_cache_dim), k_scale, "cache_k")
-        self._cache_rows(self._npu, self._index(layer), loc, rows)
+            super()._store_whole(index, loc, rows, scale)
+        else:
+            self._cache_rows(self._npu, index, loc, self._converted(rows, scale))
 
-    def set_mla_kv_buffer(self, layer: LayerRef, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
+    def _store_parts(self, index: int, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor) -> None:
         if self._npu is None:
-            super().set_mla_kv_buffer(layer, loc, k_nope, k_rope)
-            return
-        self._check_loc(loc)
-        nope = self._part(k_nope, loc, self.kv_lora_rank, "k_nope")
-        rope = self._part(k_rope, loc, self.qk_rope_head_dim, "k_rope")
-        self._cache_rows(self._npu, self._index(layer), loc, torch.cat((nope, rope), dim=-1))
+            super()._store_parts(index, loc, nope, rope)
+        else:
+            self._cache_rows(self._npu, index, loc, torch.cat((nope, rope), dim=-1))
 
     def _cache_rows(self, npu: ModuleType, index: int, loc: torch.Tensor, rows: torch.Tensor) -> None:
         """Store `[tokens, 1, rank + rope]` by the operation for a single cache."""

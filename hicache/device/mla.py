@@ -70,19 +70,19 @@ class MLATokenToKVPool(RowPool):
     ) -> None:
         """Store whole rows `cache_k [tokens, 1, rank + rope]`, divided by `k_scale`. They contain the values; `cache_v`
         and `v_scale` are ignored."""
-        buffer = self._stored[self._index(layer)][0]
+        index = self._index(layer)
         self._check_loc(loc)
-        rows, scale = self._storable(cache_k, (loc.numel(), *buffer.shape[1:]), k_scale, "cache_k")
-        store_rows(rows, self._as_read(buffer), loc, self._kernels, scale)
+        rows, scale = self._storable(cache_k, (loc.numel(), 1, self.kv_cache_dim), k_scale, "cache_k")
+        self._store_whole(index, loc, rows, scale)
 
     def set_mla_kv_buffer(self, layer: LayerRef, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
         """Store rows given in two parts, `[tokens, 1, rank]` (or `[tokens, rank]`) and `[tokens, 1, rope]`, in one
         launch. ShapeError names the shapes given and expected."""
-        buffer = self._stored[self._index(layer)][0]
+        index = self._index(layer)
         self._check_loc(loc)
         nope = self._part(k_nope, loc, self.kv_lora_rank, "k_nope")
         rope = self._part(k_rope, loc, self.qk_rope_head_dim, "k_rope")
-        set_latent(nope, rope, buffer, loc, self._kernels)
+        self._store_parts(index, loc, nope, rope)
 
     def get_mla_kv_buffer(
         self, layer: LayerRef, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
@@ -94,6 +94,13 @@ class MLATokenToKVPool(RowPool):
         parts = get_latent(buffer, loc, self.kv_lora_rank, self.qk_rope_head_dim, self._kernels)
         nope, rope = (self._as_read(part).to(dst_dtype or self.dtype) for part in parts)
         return nope, rope
+
+    def _store_whole(self, index: int, loc: torch.Tensor, rows: torch.Tensor, scale: Scale) -> None:
+        store_rows(rows, self._as_read(self._stored[index][0]), loc, self._kernels, scale)
+
+    def _store_parts(self, index: int, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor) -> None:
+        """Parts `[tokens, 1, ...]` of `store_dtype`."""
+        set_latent(nope, rope, self._stored[index][0], loc, self._kernels)
 
     def _part(self, rows: torch.Tensor, loc: torch.Tensor, dim: int, name: str) -> torch.Tensor:
         if rows.dim() not in (2, 3):
