@@ -7,7 +7,6 @@ that failed) may have written there. So bytes are compared, and never computed b
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import random
@@ -439,7 +438,8 @@ class Tier:
 
 
 class Rig:
-    """A pool of `RIG_LAYERS` layers, a host pool and the started backend between them; host pages of 16 tokens."""
+    """A pool of `RIG_LAYERS` layers, a host pool and the started backend between them; host pages of 16 tokens. A
+    context that closes it."""
 
     def __init__(self, device_name: str, heads: int, dim: int, v_dim: int, page: int, staging: int) -> None:
         device, size, host_page = torch.device(device_name), 512, 16
@@ -457,11 +457,19 @@ class Rig:
         self.backend: TransferBackend = backend
         self.backend.start()
         self.buffers = [b for layer in range(RIG_LAYERS) for b in self.pool.layer_buffers(layer)]
-
-    def fill(self) -> None:
-        """Random contents in every buffer."""
         for buffer in self.buffers:
             buffer.normal_()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.backend.close()
+        self.host.close()
+
+    def fill(self, value: float) -> None:
+        for buffer in self.buffers:
+            buffer.fill_(value)
 
     def warm_up(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
         """Both ways once, so that nothing is compiled while a test holds the device."""
@@ -472,27 +480,3 @@ class Rig:
         """Submit a load; its id and the operation."""
         load_id = self.counter.begin()
         return load_id, self.backend.load(pages, slots, load_id)
-
-    def close(self) -> None:
-        self.backend.close()
-        self.host.close()
-
-
-@contextlib.contextmanager
-def held(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Transfers submitted within move nothing before it is left, or what it yields is called. On CUDA the current
-    stream is held ahead of them, and with it whatever makes the host wait for the device: warm up before."""
-    if device == "cuda":
-        stream_gate = StreamGate()
-        stream_gate.hold(torch.cuda.current_stream(device))
-        try:
-            yield stream_gate.open
-        finally:
-            stream_gate.open()
-        return
-    gate = threading.Event()
-    before_each_move(monkeypatch, lambda: gate.wait(60))
-    try:
-        yield gate.set
-    finally:
-        gate.set()

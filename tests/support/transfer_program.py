@@ -55,7 +55,7 @@ class Entry:
 
 
 class Program:
-    """See the module. `counts` and `history` say what happened. `tolerant`: copies may fail.
+    """See the module. `counts` say what happened. `tolerant`: copies may fail.
 
     On CUDA, something may be held back until a mistake that is looked for has done its harm. `late="poison"`: a load is
     submitted where it cannot know of what was queued before it, and that is held until the load is done.
@@ -79,7 +79,6 @@ class Program:
         self.lanes: dict[tuple[int, str], deque[TransferOp]] = {}
         self.flights: dict[str, deque[Entry]] = {"load": deque(), "store": deque()}  # submitted and not completed
         self.counts: Counter[str] = Counter()
-        self.history: list[tuple[str, list[int]]] = []
         self.tolerant, self.late, self.on_cuda = tolerant, late, device == "cuda"
         self.gates: list[StreamGate] = []
         self.patience_s = 1.0  # doubled where a gate was opened before what it waited for
@@ -177,7 +176,6 @@ class Program:
                 entry.loads.append(self._submitted(op, t, "load"))
         entry.was_read = False
         self.flights["load"].append(entry)
-        self.history.append(("load", entry.contents.tolist()))
         return True
 
     def backup(self, entry: Entry, keep: Sequence[Entry]) -> None:
@@ -197,7 +195,6 @@ class Program:
             entry.stores.append(self._submitted(op, t, "store"))
             entry.writing.append(pages)
         self.flights["store"].append(entry)
-        self.history.append(("store", entry.contents.tolist()))
 
     def _slots(self, tier: Tier, blocks: Ids) -> torch.Tensor:
         """Most often where the host knows them, else on the device."""
@@ -209,7 +206,6 @@ class Program:
         failed."""
         self._slow()
         self.counts["overlaps"] += any(entry.loads for entry in read)
-        self.history.append(("forward", [int(content) for entry in read for content in entry.contents]))
         spots: list[list[Spot]] = []
         for t, tier in enumerate(self.tiers):
             tier.counter.set_consumer({entry.load_ids[t] for entry in read if entry.load_ids} or -1)
@@ -255,7 +251,6 @@ class Program:
             assert op.done()
         for t in range(len(self.tiers)):
             self.lanes[t, kind].popleft()
-        self.history.append((f"end of {kind}", entry.contents.tolist()))
         if kind == "load":
             self._end_load(entry)
         else:

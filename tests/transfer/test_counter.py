@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hicache.errors import TransferError
-from hicache.transfer import LayerTransferCounter
+from hicache.transfer import LayerTransferCounter, counter
 from hicache.transfer.counter import NUM_PRODUCERS, CpuLayerEvents, CudaLayerEvents, LayerRoutes
+from transfer_case import StreamGate
+from waiting import eventually
 
 
-def events(device: str) -> Callable[[int], CpuLayerEvents | CudaLayerEvents]:
-    return CudaLayerEvents if device == "cuda" else CpuLayerEvents
+def make_counter(device: str, num_layers: int, producers: int = NUM_PRODUCERS) -> LayerTransferCounter:
+    return LayerTransferCounter(num_layers, CudaLayerEvents if device == "cuda" else CpuLayerEvents, producers)
 
 
-def slow_producer(device: str, counter: LayerTransferCounter, load_id: int, data: torch.Tensor) -> Iterator[None]:
-    """Fill row `layer` of `data` with layer + 1, late, and record each; beside the consumer, as a load does."""
+def record(device: str, counter: LayerTransferCounter, load_id: int) -> None:
+    """A whole load has arrived."""
+    for layer in range(counter.num_layers):
+        counter.record(load_id, layer)
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def producer(
+    device: str, counter: LayerTransferCounter, load_id: int, data: torch.Tensor
+) -> Iterator[Callable[[int], None]]:
+    """Beside the consumer, as a load does: fills row `layer` of `data` with layer + 1 and records it. Not before the
+    consumer calls what this yields and is about to wait for that layer; on CUDA the device itself is late."""
     if device == "cuda":
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -28,149 +44,115 @@ def slow_producer(device: str, counter: LayerTransferCounter, load_id: int, data
                 torch.cuda._sleep(10_000_000)
                 data[layer].fill_(layer + 1)
                 counter.record(load_id, layer)
-        yield
+        yield lambda layer: None
         stream.synchronize()
         return
+    wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def work() -> None:
-        for layer in range(counter.num_layers):
-            time.sleep(0.01)
-            data[layer].fill_(layer + 1)
-            counter.record(load_id, layer)
+        first = 0
+        while first < counter.num_layers:
+            end = wanted.get() + 1
+            for layer in range(first, end):
+                data[layer].fill_(layer + 1)
+                counter.record(load_id, layer)
+            first = max(first, end)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    yield
+    yield wanted.put
+    wanted.put(counter.num_layers - 1)
     thread.join()
 
 
-def test_the_consumer_sees_every_layer(device: str) -> None:
-    """After `wait_until(layer)` the layer's data has arrived, for each of several loads consumed at once."""
-    counter = LayerTransferCounter(4, events(device))
+@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (3,)])
+def test_the_consumer_sees_every_layer(device: str, layers: tuple[int, ...]) -> None:
+    """After `wait_until(layer)` that layer and those before it have arrived, for each of several loads consumed at
+    once; after `wait_all()`, for a forward that calls no getter, all have."""
+    counter = make_counter(device, 4)
     loads = [(counter.begin(), torch.zeros(4, 1000, device=device)) for _ in range(2)]
-    running = [slow_producer(device, counter, load_id, data) for load_id, data in loads]
-    for producer in running:
-        next(producer)
-    counter.set_consumer(tuple(load_id for load_id, _ in loads))
-    for layer in range(4):
-        counter.wait_until(layer)
-        for _, data in loads:
-            assert bool((data[layer].clone() == layer + 1).all())
-    for producer in running:
-        next(producer, None)
-
-
-def test_waiting_for_the_last_layer_covers_all(device: str) -> None:
-    """After `wait_all()` all layers have arrived, for a forward that calls no getter."""
-    counter = LayerTransferCounter(4, events(device))
-    load_id, data = counter.begin(), torch.zeros(4, 1000, device=device)
-    producer = slow_producer(device, counter, load_id, data)
-    next(producer)
-    counter.set_consumer(load_id)
-    counter.wait_all()
-    assert data.clone().sum(1).tolist() == [1000.0, 2000.0, 3000.0, 4000.0]
-    next(producer, None)
+    with contextlib.ExitStack() as running:
+        producers = [running.enter_context(producer(device, counter, load_id, data)) for load_id, data in loads]
+        counter.set_consumer(tuple(load_id for load_id, _ in loads))
+        for layer in layers:
+            for want in producers:
+                want(layer)
+            counter.wait_all() if layers == (3,) else counter.wait_until(layer)
+            for _, data in loads:
+                assert data[: layer + 1].clone().mean(1).tolist() == list(range(1, layer + 2))
 
 
 def test_finished_loads_do_not_block(device: str) -> None:
-    """Waiting returns at once for -1, for no load, and for loads whose producer carries a later load."""
-    counter = LayerTransferCounter(2, events(device))
+    """Waiting returns at once for -1, for no load, for loads whose producer carries a later load, and beside a load
+    that the batch does not consume."""
+    counter = make_counter(device, 2)
     counter.wait_until(1)
     for consumer in (-1, ()):
         counter.set_consumer(consumer)
         counter.wait_until(1)
-    first = counter.begin()
-    for load_id in (first, counter.begin(), counter.begin()):
-        for layer in range(2):
-            counter.record(load_id, layer)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    assert counter.begin() == 3
-    counter.set_consumer(first)  # its producer carries load 3 now, which nobody finishes
-    counter.wait_until(1)
+    for load_id in range(NUM_PRODUCERS):
+        assert counter.begin() == load_id
+        record(device, counter, load_id)
+    assert counter.begin() == NUM_PRODUCERS
+    for finished in (0, 1):  # the producer of 0 carries a load now that nobody finishes
+        counter.set_consumer(finished)
+        counter.wait_all()
 
 
 def test_a_producer_is_reused_only_when_finished(device: str) -> None:
-    """Three loads may be in flight; the fourth needs the first to have recorded its last layer."""
-    counter = LayerTransferCounter(2, events(device))
+    """Three loads may be in flight; the fourth needs the first to have recorded its last layer, or to have failed."""
+    counter = make_counter(device, 2)
     ids = [counter.begin() for _ in range(3)]
     assert not counter.can_begin()
     counter.record(ids[0], 0)
     assert not counter.can_begin()
-    counter.record(ids[0], 1)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    with pytest.raises(AssertionError):
+        counter.begin()
+    record(device, counter, ids[0])
+    assert counter.can_begin() and counter.begin() == 3 and not counter.can_begin()
+    counter.fail(ids[1], TransferError("the link is down"))
     assert counter.can_begin()
-
-
-def test_a_failed_load_reaches_its_consumer(device: str) -> None:
-    """`wait_until` raises the error of the load, and the producer is free again."""
-    counter = LayerTransferCounter(2, events(device))
-    load_id = counter.begin()
-    counter.fail(load_id, TransferError("the link is down"))
-    counter.set_consumer(load_id)
-    with pytest.raises(TransferError, match="the link is down"):
-        counter.wait_until(0)
-    assert counter.can_begin()
-
-
-def test_a_batch_waits_for_its_own_loads_only(device: str) -> None:
-    """A batch that consumes one load does not wait for another that never arrives."""
-    counter = LayerTransferCounter(2, events(device))
-    first, other = counter.begin(), counter.begin()
-    counter.record(first, 0)
-    counter.record(first, 1)
-    counter.set_consumer(first)
-    waited = threading.Thread(target=counter.wait_all, daemon=True)
-    waited.start()
-    waited.join(60)
-    assert not waited.is_alive()
-    counter.fail(other, TransferError("never came"))
 
 
 def test_a_failure_reaches_its_consumers_only(device: str) -> None:
-    """Of two loads one fails: a batch that consumes both gets the error at any layer, a batch that consumes the other
-    does not, and the next load of the same producer succeeds."""
-    counter = LayerTransferCounter(2, events(device))
+    """Of two loads one fails: a batch that consumes both gets the error at any layer, however many loads began since,
+    until it is forgotten; a batch that consumes the other does not, and the next load of the producer succeeds."""
+    counter = make_counter(device, 2)
     good, bad = counter.begin(), counter.begin()
-    counter.record(good, 0)
-    counter.record(good, 1)
     counter.record(bad, 0)
-    counter.fail(bad, TransferError("the link is down"))
-    counter.set_consumer({good, bad})
-    for layer in range(2):
-        with pytest.raises(TransferError, match="the link is down"):
-            counter.wait_until(layer)
-    counter.set_consumer(good)
-    counter.wait_all()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    for _ in range(NUM_PRODUCERS):  # the last of them takes the producer of the failed load
-        assert counter.can_begin()
-        load_id = counter.begin()
-        counter.record(load_id, 0)
-        counter.record(load_id, 1)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        counter.set_consumer(load_id)
-        counter.wait_all()
-
-
-def test_a_failure_outlives_its_producer(device: str) -> None:
-    """A batch that consumes a failed load gets its error however many loads began since."""
-    counter = LayerTransferCounter(1, events(device))
-    bad = counter.begin()
-    counter.fail(bad, TransferError("the link is down"))
-    for _ in range(NUM_PRODUCERS):
-        counter.record(counter.begin(), 0)
-        if device == "cuda":
-            torch.cuda.synchronize()
+    record(device, counter, good)
     counter.set_consumer(bad)
+    counter.fail(bad, TransferError("the link is down"))
     with pytest.raises(TransferError, match="the link is down"):
+        counter.wait_until(0)  # the consumer was there before
+    for _ in range(NUM_PRODUCERS + 1):
+        counter.set_consumer({good, bad})
+        for layer in range(2):
+            with pytest.raises(TransferError, match="the link is down"):
+                counter.wait_until(layer)
+        counter.set_consumer(good)
+        counter.wait_all()
+        assert counter.can_begin()
+        load_id = counter.begin()  # the last but one takes the producer of the failed load
+        record(device, counter, load_id)
+        counter.set_consumer(load_id)
         counter.wait_all()
     counter.forget(bad)  # no batch reads it any more
     counter.set_consumer(bad)
     counter.wait_all()
+
+
+def test_work_beside_the_forward_has_its_own_loads(device: str) -> None:
+    """Within `consuming` other loads are waited for, and afterwards those of the forward again."""
+    counter = make_counter(device, 1)
+    good, bad = counter.begin(), counter.begin()
+    counter.fail(bad, TransferError("the link is down"))
+    record(device, counter, good)
+    counter.set_consumer(bad)
+    with counter.consuming([good]):
+        counter.wait_all()
+    with pytest.raises(TransferError):
+        counter.wait_all()
 
 
 def test_each_layer_is_routed_to_its_own_counter() -> None:
@@ -192,30 +174,54 @@ def test_each_layer_is_routed_to_its_own_counter() -> None:
     assert asked == [("full", 0), ("window", 0), ("full", 1), ("window", 1)]
 
 
-def test_time_that_a_consumer_stands_still_is_exposed(device: str) -> None:
-    """A consumer that comes before its layers is exposed, at most for the load's time, and one that comes after them is
-    not. Once its producer has begun another load, nothing is known of a load."""
-    counter, data = LayerTransferCounter(4, events(device), producers=1), torch.zeros(4, 1000, device=device)
-    waited = arrived = False
-    for attempt in range(1000):
-        load_id, comes_first, begin_s = counter.begin(), attempt % 8 < 4, time.perf_counter()
-        producer = slow_producer(device, counter, load_id, data)
-        next(producer)
+def test_time_that_a_consumer_stands_still_is_exposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer that comes before its layer is exposed for as long as it waits, and one that comes after it is not.
+    Once its producer has begun another load, nothing is known of a load."""
+    clock, readings = iter((10.0, 12.5)), list[float]()
+
+    def reading() -> float:
+        readings.append(next(clock))
+        return readings[-1]
+
+    monkeypatch.setattr(counter, "time", SimpleNamespace(perf_counter=reading))
+    loads = make_counter("cpu", 2, producers=1)
+    load_id = loads.begin()
+    loads.record(load_id, 0)
+    loads.set_consumer(load_id)
+    loads.wait_until(0)
+    assert loads.exposed_s(load_id) == 0.0 and readings == []
+    consumer = threading.Thread(target=loads.wait_all)
+    consumer.start()
+    eventually(lambda: readings)  # it has begun to wait
+    loads.record(load_id, 1)
+    consumer.join()
+    assert loads.exposed_s(load_id) == 2.5
+    loads.begin()
+    assert loads.exposed_s(load_id) is None
+
+
+@pytest.mark.gpu
+def test_time_that_a_stream_stands_still_is_exposed() -> None:
+    """The same on CUDA, by the device's clock, for one load in a few."""
+    loads, stream, exposed = make_counter("cuda", 4, producers=1), torch.cuda.Stream(), list[float | None]()
+    for comes_first in (True, True, True, True, False):
+        load_id, gate = loads.begin(), StreamGate()
+        if comes_first:
+            gate.hold(stream)
+        for layer in range(4):
+            loads.record(load_id, layer, stream)
         if not comes_first:
-            next(producer, None)
-        counter.set_consumer(load_id)
-        counter.wait_all()
-        if device == "cuda":
+            stream.synchronize()
+        loads.set_consumer(load_id)
+        loads.wait_all()
+        # The consumer stands before the layer, and stands there for a while.
+        reached = loads._ring[0]._reached  # type: ignore[union-attr]
+        eventually(lambda reached=reached: all(event.query() for event in reached.values()))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(1_000_000)
             torch.cuda.current_stream().synchronize()
-        next(producer, None)
-        exposed_s = counter.exposed_s(load_id)
-        if exposed_s is not None:  # one load in a few is timed
-            assert 0 <= exposed_s <= time.perf_counter() - begin_s
-            waited |= comes_first and exposed_s > 0
-            arrived |= not comes_first
-            assert comes_first or exposed_s == 0
-        if waited and arrived:
-            break
-    assert waited and arrived
-    counter.begin()
-    assert counter.exposed_s(load_id) is None
+        gate.open()
+        torch.cuda.synchronize()
+        exposed.append(loads.exposed_s(load_id))
+    assert exposed[1:4] == [None] * 3 and exposed[4] == 0.0
+    assert exposed[0] is not None and exposed[0] > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -11,10 +11,10 @@ import torch
 
 from hicache.errors import TransferError
 from hicache.kernels.upload import IdUploader
-from hicache.transfer import copies, cuda
+from hicache.transfer import TransferOp, copies, cuda
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.transfer.plan import Method
-from transfer_case import Rig, before_each_move, force_methods, held
+from transfer_case import Rig, StreamGate, before_each_move, force_methods
 
 
 @pytest.fixture(autouse=True)
@@ -27,15 +27,22 @@ def one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_busy_producers_refuse_another_load(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many loads in flight as producers, `can_begin` is false and `begin` is a bug; when the first has ended,
     its producer carries the next load, and its id counts as finished."""
-    rig = Rig(device, 2, 64, 64, 16, 1 << 16)
-    try:
+    with Rig(device, 2, 64, 64, 16, 1 << 16) as rig:
         slots, pages = torch.arange(16, 16 + 64, device=device), torch.arange(1, 5)
         rig.warm_up(slots, pages)
-        with held(device, monkeypatch):
+        # Until the gate opens no page moves. On CUDA nothing here may make the host wait for the device.
+        gate: StreamGate | threading.Event = StreamGate() if device == "cuda" else threading.Event()
+        if isinstance(gate, StreamGate):
+            gate.hold(torch.cuda.current_stream())
+        else:
+            before_each_move(monkeypatch, gate.wait)
+        try:
             ids, ops = zip(*(rig.load(pages, slots) for _ in range(NUM_PRODUCERS)), strict=True)
             assert not rig.counter.can_begin() and not any(op.done() for op in ops)
             with pytest.raises(AssertionError, match="without a free producer"):
                 rig.counter.begin()
+        finally:
+            gate.open() if isinstance(gate, StreamGate) else gate.set()
         for op in ops:
             op.wait()
         assert rig.counter.can_begin()
@@ -44,30 +51,6 @@ def test_busy_producers_refuse_another_load(device: str, monkeypatch: pytest.Mon
         rig.counter.set_consumer(ids[0])
         rig.counter.wait_all()  # though the load that has its producer now was not even submitted
         rig.backend.load(pages, slots, another).wait()
-    finally:
-        rig.close()
-
-
-def test_closing_finishes_what_is_in_flight(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`close()` returns when submitted loads and stores are done and their bytes have arrived."""
-    rig = Rig(device, 2, 64, 64, 16, 1 << 16)
-    try:
-        rig.fill()
-        source, target = torch.arange(16, 80, device=device), torch.arange(160, 224, device=device)
-        rig.warm_up(source, torch.arange(1, 5))
-        with held(device, monkeypatch) as let_go:
-            ops = [
-                rig.load(torch.arange(1, 5), target)[1],
-                rig.backend.store(source, torch.arange(5, 9)),
-            ]
-            assert not any(op.done() for op in ops)
-            threading.Timer(0.05, let_go).start()
-            rig.backend.close()
-            assert all(op.done() and op.error is None for op in ops)
-        assert all(torch.equal(buffer[source], buffer[target]) for buffer in rig.buffers)
-        assert torch.equal(rig.host.bytes_of[5:9], rig.host.bytes_of[1:5]) and bool(rig.host.bytes_of[5:9].any())
-    finally:
-        rig.close()
 
 
 class Fault:
@@ -84,12 +67,6 @@ class Fault:
 
     def arm(self, at: int) -> None:
         self.seen, self.at = 0, at
-
-    def during(self, action: Callable[[], object]) -> int:
-        """How much passes while `action` runs."""
-        self.arm(-1)
-        action()
-        return self.seen
 
 
 def before_each_copy_call(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
@@ -140,11 +117,12 @@ HOST_PAGE = 16
 
 
 class Scene:
-    """A rig with wide layers and known bytes in both tiers, inside and outside the destination of a copy."""
+    """A rig with known bytes in both tiers, inside and outside the destination of a copy. On CUDA with wide layers,
+    which each copy method can take."""
 
     def __init__(self, device: str) -> None:
-        self.rig = Rig(device, 16, 128, 128, HOST_PAGE, 1 << 20)
-        self.rig.fill()
+        heads, dim = (16, 128) if device == "cuda" else (2, 64)
+        self.rig, self.fault = Rig(device, heads, dim, dim, HOST_PAGE, 1 << 20), Fault()
         order = torch.from_numpy(np.random.default_rng(2).permutation(24))
         self.pages = order[:11] + 1
         self.slots = (order[:11, None] * HOST_PAGE + HOST_PAGE + torch.arange(HOST_PAGE)).reshape(-1)
@@ -157,15 +135,28 @@ class Scene:
         self.other_pages = torch.ones(len(self.host_truth), dtype=torch.bool)
         self.other_pages[self.pages] = False
 
-    def load(self) -> None:
-        self.rig.load(self.pages, self.slots)[1].wait()
+    def moments(self, action: Callable[[], tuple[int, TransferOp] | TransferOp]) -> Iterator[None]:
+        """Arms the fault for a copy at the first pass, in the middle, at the last, and once more than there are
+        producers; `action` tells how many passes there are."""
+        self.fault.arm(-1)
+        done = action()
+        (done[1] if isinstance(done, tuple) else done).wait()
+        passes = self.fault.seen
+        assert passes > 0, "the copy used another method than the test expects"
+        for at in (0, passes // 2, passes - 1, 0):
+            self.fault.arm(at)
+            yield
+            assert self.fault.seen > at
+            self.fault.arm(-1)
 
-    def store(self) -> None:
-        self.rig.backend.store(self.slots, self.pages).wait()
-
-    def poison_slots(self) -> None:
+    def load(self) -> tuple[int, TransferOp]:
         for buffer in self.rig.buffers:
             buffer[self.slots] = -9
+        return self.rig.load(self.pages, self.slots)
+
+    def store(self) -> TransferOp:
+        self.rig.host.bytes_of[self.pages] = 9
+        return self.rig.backend.store(self.slots, self.pages)
 
     def check(self, *, slots: bool, pages: bool) -> None:
         """Compare everything with the truth, the destinations of copies, `slots` and `pages`, only on request."""
@@ -176,101 +167,77 @@ class Scene:
         assert not pages or torch.equal(self.rig.host.bytes_of, self.host_truth)
 
 
-def moments(passes: int) -> tuple[int, ...]:
-    """At the first, in the middle, at the last, and once more than there are producers."""
-    assert passes > 0, "the copy used another method than the test expects"
-    return (0, passes // 2, passes - 1, 0)
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch, device: str, seam: Seam, method: Method) -> Iterator[Scene]:
+    force_methods(monkeypatch, [method])
+    scene = Scene(device)
+    with scene.rig:
+        seam(monkeypatch, scene.fault)
+        yield scene
 
 
 @pytest.mark.parametrize(("device", "seam", "method"), SEAMS)
-def test_a_failed_load_is_reported(monkeypatch: pytest.MonkeyPatch, device: str, seam: Seam, method: Method) -> None:
+def test_a_failed_load_is_reported(scene: Scene) -> None:
     """A load that raises at any point ends with an error, and its consumer gets a TransferError; bytes outside its
     destination do not change, and the next loads are complete."""
-    force_methods(monkeypatch, [method])
-    scene, fault = Scene(device), Fault()
-    rig = scene.rig
-    try:
-        seam(monkeypatch, fault)
-        passes = fault.during(scene.load)
-        for at in moments(passes):
-            scene.poison_slots()
-            fault.arm(at)
-            failed, op = rig.load(scene.pages, scene.slots)
-            op.wait()
-            assert fault.seen > at and op.done() and op.error is not None
-            for consumed in (failed, (failed,)):
-                rig.counter.set_consumer(consumed)
-                with pytest.raises(TransferError):
-                    rig.counter.wait_all()
-            scene.check(slots=False, pages=True)
-        for _ in range(NUM_PRODUCERS + 1):
-            scene.poison_slots()
-            fault.arm(-1)
-            assert rig.counter.can_begin()
-            load_id, op = rig.load(scene.pages, scene.slots)
-            rig.counter.set_consumer(load_id)
-            rig.counter.wait_all()
-            op.wait()
-            assert op.error is None
-            scene.check(slots=True, pages=True)
-    finally:
-        rig.close()
+    counter = scene.rig.counter
+    for _ in scene.moments(scene.load):
+        failed, op = scene.load()
+        op.wait()
+        assert op.done() and op.error is not None
+        for consumed in (failed, (failed,)):
+            counter.set_consumer(consumed)
+            with pytest.raises(TransferError):
+                counter.wait_all()
+        scene.check(slots=False, pages=True)
+    for _ in range(NUM_PRODUCERS + 1):
+        assert counter.can_begin()
+        load_id, op = scene.load()
+        counter.set_consumer(load_id)
+        counter.wait_all()
+        op.wait()
+        assert op.error is None
+        scene.check(slots=True, pages=True)
 
 
 @pytest.mark.parametrize(("device", "seam", "method"), SEAMS)
-def test_a_failed_store_is_reported(monkeypatch: pytest.MonkeyPatch, device: str, seam: Seam, method: Method) -> None:
+def test_a_failed_store_is_reported(scene: Scene) -> None:
     """A store that raises ends with an error; its source and all other pages do not change, and the next stores are
     complete."""
-    force_methods(monkeypatch, [method])
-    scene, fault = Scene(device), Fault()
-    rig = scene.rig
-    try:
-        seam(monkeypatch, fault)
-        passes = fault.during(scene.store)
-        for at in moments(passes):
-            rig.host.bytes_of[scene.pages] = 9
-            fault.arm(at)
-            op = rig.backend.store(scene.slots, scene.pages)
-            op.wait()
-            assert fault.seen > at and op.done() and op.error is not None
-            scene.check(slots=True, pages=False)
-            fault.arm(-1)
-            op = rig.backend.store(scene.slots, scene.pages)
-            op.wait()
-            assert op.error is None
-            scene.check(slots=True, pages=True)
-    finally:
-        rig.close()
+    for _ in scene.moments(scene.store):
+        op = scene.store()
+        op.wait()
+        assert op.done() and op.error is not None
+        scene.check(slots=True, pages=False)
+    op = scene.store()
+    op.wait()
+    assert op.error is None
+    scene.check(slots=True, pages=True)
 
 
 @pytest.mark.parametrize(("device", "seam", "method"), SEAMS)
-def test_a_failure_does_not_affect_other_transfers(
-    monkeypatch: pytest.MonkeyPatch, device: str, seam: Seam, method: Method
-) -> None:
+def test_a_failure_does_not_affect_other_transfers(scene: Scene) -> None:
     """Of three loads submitted at once the second fails: the first and the third complete for their consumers."""
-    force_methods(monkeypatch, [method])
-    scene, fault = Scene(device), Fault()
-    rig = scene.rig
-    try:
-        seam(monkeypatch, fault)
-        parts = list(zip(scene.pages.tensor_split(3), scene.slots.view(-1, HOST_PAGE).tensor_split(3), strict=True))
-        passes = [fault.during(lambda at=at: rig.load(at[0], at[1].reshape(-1))[1].wait()) for at in parts]
-        scene.poison_slots()
-        fault.arm(passes[0] + passes[1] // 2)
-        loads = [rig.load(pages, slots.reshape(-1)) for pages, slots in parts]
-        for number, (load_id, op) in enumerate(loads):
-            rig.counter.set_consumer(load_id)
-            if number == 1:
-                with pytest.raises(TransferError):
-                    rig.counter.wait_all()
-                op.wait()
-                assert op.error is not None
-                continue
+    rig, fault = scene.rig, scene.fault
+    parts = list(zip(scene.pages.tensor_split(3), scene.slots.view(-1, HOST_PAGE).tensor_split(3), strict=True))
+    passes = []
+    for pages, slots in parts:
+        fault.arm(-1)
+        rig.load(pages, slots.reshape(-1))[1].wait()
+        passes.append(fault.seen)
+    for buffer in rig.buffers:
+        buffer[scene.slots] = -9
+    fault.arm(passes[0] + passes[1] // 2)
+    loads = [rig.load(pages, slots.reshape(-1)) for pages, slots in parts]
+    for number, (load_id, op) in enumerate(loads):
+        rig.counter.set_consumer(load_id)
+        if number == 1:
+            with pytest.raises(TransferError):
+                rig.counter.wait_all()
+        else:
             rig.counter.wait_all()
             rows = parts[number][1].reshape(-1)
             assert all(torch.equal(b[rows], kept[rows]) for b, kept in zip(rig.buffers, scene.truth, strict=True))
-            op.wait()
-            assert op.error is None
-        scene.check(slots=False, pages=True)
-    finally:
-        rig.close()
+        op.wait()
+        assert (op.error is not None) == (number == 1)
+    scene.check(slots=False, pages=True)

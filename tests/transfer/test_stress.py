@@ -1,14 +1,13 @@
-"""Transfers under stress: thousands of overlapping loads and stores over tiny tiers, with forwards beside them.
+"""Transfers under stress: overlapping loads and stores over tiny tiers, with forwards beside them.
 
 `transfer_program` is the program and holds the truth; the second half of this file plants mistakes that the program
-must find.
+must find. By default copies on the CPU are as late as they may be (`CopiesWhenNeeded`), so that whoever does not wait
+comes too early, each time; the long runs let their threads run freely.
 """
 
 from __future__ import annotations
 
-import random
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -18,7 +17,7 @@ from hicache.kernels.page_copy import PageMover
 from hicache.transfer import LayerTransferCounter, TransferOp, cuda
 from hicache.transfer.cpu import CpuOp
 from hicache.transfer.plan import Method
-from transfer_case import LAYOUTS, CopiesWhenNeeded, Lanes, Move, at_each_move, before_each_move, force_methods
+from transfer_case import LAYOUTS, CopiesWhenNeeded, Lanes, Move, at_each_move, force_methods
 from transfer_program import Program
 
 METHODS: list[Method] = ["unstaged", "strided", "batched", "zero_copy"]
@@ -34,7 +33,7 @@ PLACES = [
 SMALL = [name for name in LAYOUTS if name != "mha, wide"]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def many_switches() -> Iterator[None]:
     """Threads take turns every few instructions, not every few milliseconds."""
     before = sys.getswitchinterval()
@@ -43,33 +42,17 @@ def many_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def go_by(monkeypatch: pytest.MonkeyPatch, methods: Sequence[Method]) -> None:
-    if methods:
-        force_methods(monkeypatch, methods)
-
-
-def dawdle(monkeypatch: pytest.MonkeyPatch, device: str, longest_s: float = 1e-2) -> None:
-    """CPU: copies stop for a random moment before each layer, so that forwards and further copies run beside them: most
-    often a short one, now and then one that outlasts a forward. On CUDA the device is as late as the program makes
-    it."""
-    if device == "cpu":
-        rng = random.Random(1)
-        before_each_move(monkeypatch, lambda: time.sleep(rng.random() ** 16 * longest_s))
-
-
 def stress(program: Program, steps: int) -> None:
+    """Run the program. Unless copies may fail, much must have moved, and much of it at the same time."""
     try:
         program.run(steps)
     finally:
         program.close()
-
-
-def check_it_was_stress(program: Program, steps: int) -> None:
-    """Enough moved, and much of it at the same time."""
     counts = program.counts
-    assert counts["load"] > steps // 5 and counts["store"] > steps // 5 and counts["forwards"] > steps // 5, counts
-    assert counts["overlaps"] > steps // 20, "hardly a forward ran beside a load that it consumed"
-    assert counts["most at once"] >= 3 * len(program.tiers), counts
+    if not program.tolerant:
+        assert counts["load"] > steps // 5 and counts["store"] > steps // 5 and counts["forwards"] > steps // 5, counts
+        assert counts["overlaps"] > steps // 20, "hardly a forward ran beside a load that it consumed"
+        assert counts["most at once"] >= 3 * len(program.tiers), counts
 
 
 @pytest.mark.parametrize(("device", "staging_bytes", "methods"), PLACES)
@@ -79,51 +62,31 @@ def test_every_byte_is_where_it_should_be(
 ) -> None:
     """For every layout, forwards beside overlapping loads and stores read the truth layer by layer, completed stores
     have written it to the host, and in the end every row and every page is as its last writer left it."""
-    go_by(monkeypatch, methods)
-    dawdle(monkeypatch, device)
-    program = Program(LAYOUTS[name], device, 1, staging_bytes=staging_bytes)
-    stress(program, 300)
-    check_it_was_stress(program, 300)
-
-
-@pytest.mark.parametrize("name", ["mha", "swa"])
-@pytest.mark.parametrize("tolerant", [False, True])
-def test_the_program_is_that_of_its_seed(name: str, tolerant: bool) -> None:
-    """However late copies are, a seed submits the same loads, stores and forwards, which complete and fail in the same
-    order; another seed gives another program."""
-    histories = []
-    for seed, needed in ((7, False), (7, True), (8, False)):
-        with pytest.MonkeyPatch.context() as patch:
-            if tolerant:
-                fail_now_and_then(patch, 0.06)
-            if needed:
-                CopiesWhenNeeded(patch)
-            else:
-                dawdle(patch, "cpu")
-            program = Program(LAYOUTS[name], "cpu", seed, tolerant=tolerant)
-            stress(program, 120)
-            histories.append((program.history, program.counts))
-    assert histories[0] == histories[1] != histories[2]
+    if methods:
+        force_methods(monkeypatch, methods)
+    CopiesWhenNeeded(monkeypatch)
+    stress(Program(LAYOUTS[name], device, 1, staging_bytes=staging_bytes), 100 if device == "cpu" else 300)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("methods", [("strided",), ("batched",), ("zero_copy",), METHODS])
 @pytest.mark.parametrize("staging_bytes", [1 << 16, 1 << 20, 1 << 24])
-@pytest.mark.parametrize("submit_s", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("methods", "submit_s"),
+    [(("strided",), 0.0), (("batched",), 1.0), (("zero_copy",), 0.0), (METHODS, 0.0), (METHODS, 1.0)],
+)
 def test_wide_pages_on_cuda(
     monkeypatch: pytest.MonkeyPatch, staging_bytes: int, submit_s: float, methods: Sequence[Method]
 ) -> None:
     """The same for pages whose layers are as wide as a large model's, through a ring of one page a buffer and more, by
     each copy method and by all of them in turn, with loads that are queued at once and step by step."""
-    go_by(monkeypatch, methods)
+    force_methods(monkeypatch, methods)
     monkeypatch.setattr(cuda, "_SUBMIT_S", submit_s)
     monkeypatch.setattr(cuda, "_AHEAD", 1)
-    program = Program(LAYOUTS["mha, wide"], "cuda", 2, staging_bytes=staging_bytes)
-    stress(program, 200)
-    check_it_was_stress(program, 200)
+    stress(Program(LAYOUTS["mha, wide"], "cuda", 2, staging_bytes=staging_bytes), 200)
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("many_switches")
 @pytest.mark.parametrize(("device", "staging_bytes", "methods"), PLACES)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("seed", range(10, 13))
@@ -131,12 +94,10 @@ def test_every_byte_for_longer(
     monkeypatch: pytest.MonkeyPatch, device: str, staging_bytes: int, methods: Sequence[Method], name: str, seed: int
 ) -> None:
     """The same, thousands of transfers a run."""
+    if methods:
+        force_methods(monkeypatch, methods)
     steps = 600 if (device, name) == ("cpu", "mha, wide") else 5000
-    go_by(monkeypatch, methods)
-    dawdle(monkeypatch, device)
-    program = Program(LAYOUTS[name], device, seed, staging_bytes=staging_bytes)
-    stress(program, steps)
-    check_it_was_stress(program, steps)
+    stress(Program(LAYOUTS[name], device, seed, staging_bytes=staging_bytes), steps)
 
 
 def fail_now_and_then(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
@@ -152,7 +113,6 @@ def fail_now_and_then(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
 
 def amid_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str, steps: int) -> None:
     force_methods(monkeypatch, METHODS)
-    dawdle(monkeypatch, device)
     fail_now_and_then(monkeypatch, 0.06)
     program = Program(LAYOUTS[name], device, 3, tolerant=True)
     stress(program, steps)
@@ -164,10 +124,12 @@ def amid_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str, steps
 def test_failures_stay_with_their_transfers(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
     """Each random failure is reported by its operation and, for a load, to exactly the forwards that consume it; all
     other bytes are the truth, and loads never run out of producers."""
-    amid_failures(monkeypatch, device, name, 250)
+    CopiesWhenNeeded(monkeypatch)
+    amid_failures(monkeypatch, device, name, 120 if device == "cpu" else 250)
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("many_switches")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_many_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
     """The same, longer."""
@@ -178,10 +140,10 @@ def test_many_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str) 
 def test_closing_finishes_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
     """After `close()` every submitted operation is done without an error and all its bytes have arrived."""
     force_methods(monkeypatch, METHODS)
-    dawdle(monkeypatch, device, 2e-2)
+    CopiesWhenNeeded(monkeypatch)
     program = Program(LAYOUTS[name], device, 5)
     try:
-        program.run(60)
+        program.run(40)
         pending: list[TransferOp] = []
         while len(pending) < 2:
             program.serve()
