@@ -16,7 +16,7 @@ import torch
 
 from hicache.alloc.on_host import ascending, joined
 from hicache.alloc.owned import OwnedPages
-from hicache.config import debug_checks
+from hicache.config import debug_checks, kernel_choice
 from hicache.errors import ConfigError, InvariantError, ShapeError
 from hicache.metrics import PoolStats, Pressure, memory_pressure, pool_stats
 
@@ -76,6 +76,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         self.num_pages = size // page_size
         self._kvcache = kvcache
         self._debug = debug_checks()
+        self._kernels = kernel_choice(self.device)
         self._group: list[torch.Tensor] | None = None
         self._released: list[torch.Tensor] = []
         self._num_released = 0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache.alloc.base import AllocatorState, BaseTokenToKVPoolAllocator, SlotStore
+from hicache.alloc.base import AllocatorState, BaseTokenToKVPoolAllocator
 from hicache.alloc.on_host import are_runs, distinct, slots_of
-from hicache.config import kernel_choice
 from hicache.errors import InvariantError, ShapeError
 from hicache.kernels.alloc_decode import alloc_decode
 from hicache.kernels.alloc_extend import alloc_extend
@@ -67,20 +67,14 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     so counts their pages from lengths.
     """
 
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: str | torch.device,
-        kvcache: SlotStore | None,
-        need_sort: bool,
-    ) -> None:
+    def clear(self) -> None:
         self._tallies: list[_Tally] = []
         self._group_runs: list[torch.Tensor] = []
-        super().__init__(size, page_size, dtype, device, kvcache, need_sort)
-        self._kernels = kernel_choice(self.device)
-        self._offsets = torch.arange(page_size, dtype=torch.int64, device=self.device)
+        super().clear()
+
+    @cached_property
+    def _offsets(self) -> torch.Tensor:
+        return torch.arange(self.page_size, dtype=torch.int64, device=self.device)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """All slots of `need_size / page_size` pages, in page order. ShapeError unless that is a whole number."""
@@ -172,10 +166,6 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         elif runs:
             self._give(torch.cat(runs))
         super().free_group_end()
-
-    def clear(self) -> None:
-        self._tallies, self._group_runs = [], []
-        super().clear()
 
     def restore_state(self, state: AllocatorState) -> None:
         self._tallies = []

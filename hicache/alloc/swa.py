@@ -18,7 +18,6 @@ import torch
 from hicache.alloc.base import AllocatorState, BaseTokenToKVPoolAllocator, SlotStore
 from hicache.alloc.paged import PagedTokenToKVPoolAllocator
 from hicache.alloc.token import TokenToKVPoolAllocator
-from hicache.config import kernel_choice
 from hicache.errors import DoubleFree, InvariantError, ShapeError
 from hicache.kernels.swa import translate_slots
 from hicache.metrics import PoolStats
@@ -75,7 +74,6 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._first_on_host = self._mapping_by_page[:, 0].numpy() if self._mapping_by_page.is_cpu else None
         self.size_swa = size_swa
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
-        self._kernels = kernel_choice(self.device)
         if kvcache is not None:
             kvcache.register_mapping(self.full_to_swa_index_mapping)
 
@@ -119,15 +117,10 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         new_pages = _pages(seq_lens_cpu, self.page_size) - _pages(prefix_lens_cpu, self.page_size)
         if int(new_pages.sum()) * self.page_size > self.available_size():
             return None
-        state = full.backup_state()
+        last_window_slots = self._last_window_slots(last_loc, prefix_lens)  # may raise: before anything is taken
         lens = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu)
         full_slots = full.alloc_extend(*lens, last_loc, extend_num_tokens)
-        try:
-            swa_slots = swa.alloc_extend(*lens, self._last_window_slots(last_loc, prefix_lens), extend_num_tokens)
-        except (InvariantError, ValueError):
-            full.restore_state(state)
-            raise
-        return self._mapped(full_slots, swa_slots)
+        return self._mapped(full_slots, swa.alloc_extend(*lens, last_window_slots, extend_num_tokens))
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
@@ -139,14 +132,9 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         new_pages = int(((seq_lens_cpu - 1) % self.page_size == 0).sum())
         if new_pages * self.page_size > self.available_size():
             return None
-        state = full.backup_state()
+        last_window_slots = self._last_window_slots(last_loc, seq_lens - 1)
         full_slots = full.alloc_decode(seq_lens, seq_lens_cpu, last_loc)
-        try:
-            swa_slots = swa.alloc_decode(seq_lens, seq_lens_cpu, self._last_window_slots(last_loc, seq_lens - 1))
-        except (InvariantError, ValueError):
-            full.restore_state(state)
-            raise
-        return self._mapped(full_slots, swa_slots)
+        return self._mapped(full_slots, swa.alloc_decode(seq_lens, seq_lens_cpu, last_window_slots))
 
     def free(self, free_index: torch.Tensor) -> None:
         """Free full slots and the window slots they are mapped to, if `free_swa` did not before. Raises DoubleFree."""

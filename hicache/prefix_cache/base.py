@@ -7,7 +7,7 @@ belong to the request until they are shared or freed. The tree returns what beca
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from hicache.tree.components import TreeComponent
 from hicache.tree.core import RadixTree
 from hicache.tree.events import EventLog, KVCacheEvent
 from hicache.tree.key import PageHasher, RadixKey, Tokens, TokenSource, joined_tokens, namespace_of, neighbours
-from hicache.tree.node import DEVICE, FULL, MAMBA, SWA, Component, TreeNode, joined, own
+from hicache.tree.node import DEVICE, FULL, MAMBA, SWA, Component, Tier, TreeNode, joined, own
 from hicache.tree.share import Shared, share
 
 # Blocks are identified across processes by their tokens alone.
@@ -95,23 +95,11 @@ class BasePrefixCache(ABC):
 
     def inc_lock_ref(self, node: TreeNode) -> int | None:
         """Lock the prefix that ends with `node`. Returns the growth of the evictable size in tokens, 0 or negative."""
-        if self.disable or node.is_root:
-            return 0
-        self._check_own(node)
-        account = self._tree.account(FULL, DEVICE)
-        before = account.protected
-        self._tree.lock(node, DEVICE)
-        return before - account.protected
+        return self._relock(node, self._tree.lock)
 
     def dec_lock_ref(self, node: TreeNode, swa_uuid_for_lock: int | None = None) -> int | None:
         """Undo one `inc_lock_ref`; the tree itself remembers what the lock covered. Returns as that does."""
-        if self.disable or node.is_root:
-            return 0
-        self._check_own(node)
-        account = self._tree.account(FULL, DEVICE)
-        before = account.protected
-        self._tree.unlock(node, DEVICE)
-        return before - account.protected
+        return self._relock(node, self._tree.unlock)
 
     # Requests
 
@@ -254,6 +242,15 @@ class BasePrefixCache(ABC):
     def _new_tree(self) -> RadixTree:
         hasher = PageHasher(_IDENTITY, self.page_size)
         return RadixTree(self.page_size, hasher, self._new_components(), self.eviction_policy, self._events)
+
+    def _relock(self, node: TreeNode, change: Callable[[TreeNode, Tier], None]) -> int:
+        if self.disable or node.is_root:
+            return 0
+        self._check_own(node)
+        account = self._tree.account(FULL, DEVICE)
+        before = account.protected
+        change(node, DEVICE)
+        return before - account.protected
 
     def _check_own(self, node: TreeNode) -> None:
         root = node

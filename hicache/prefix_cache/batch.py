@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from hicache.kernels.write_req_to_token import write_req_to_token_pool, write_re
 from hicache.prefix_cache.base import BasePrefixCache
 from hicache.prefix_cache.params import EvictParams
 from hicache.prefix_cache.protocols import CachedRequest, KVRequest
+from hicache.prefix_cache.slots import free_states, states_of
 
 __all__ = [
     "alloc_for_decode",
@@ -49,11 +50,8 @@ __all__ = [
 log = logging.getLogger("hicache.prefix_cache")
 
 
-class DecodeBatch(Protocol):
-    """One decode step of requests that have rows. `seq_lens`, int64 `[requests]`, do not count the new tokens."""
-
-    @property
-    def req_pool_indices(self) -> torch.Tensor: ...
+class Batch(Protocol):
+    """Requests of one step. `seq_lens`, int64 `[requests]`, are on the device, and in `seq_lens_cpu` on the host."""
 
     @property
     def seq_lens(self) -> torch.Tensor: ...
@@ -68,9 +66,16 @@ class DecodeBatch(Protocol):
     def req_to_token_pool(self) -> ReqToTokenPool: ...
 
 
-class ExtendBatch(Protocol):
+class DecodeBatch(Batch, Protocol):
+    """One decode step of requests that have rows. `seq_lens` do not count the new tokens."""
+
+    @property
+    def req_pool_indices(self) -> torch.Tensor: ...
+
+
+class ExtendBatch(Batch, Protocol):
     """A batch of prefills. Request r has slots for `prefix_lens[r]` tokens and computes `extend_lens[r]` more;
-    `seq_lens`, int64 `[requests]`, are their sums."""
+    `seq_lens` are their sums."""
 
     @property
     def reqs(self) -> Sequence[KVRequest]: ...
@@ -82,19 +87,7 @@ class ExtendBatch(Protocol):
     def extend_lens(self) -> Sequence[int]: ...
 
     @property
-    def seq_lens(self) -> torch.Tensor: ...
-
-    @property
-    def seq_lens_cpu(self) -> torch.Tensor: ...
-
-    @property
     def extend_num_tokens(self) -> int: ...
-
-    @property
-    def tree_cache(self) -> BasePrefixCache: ...
-
-    @property
-    def req_to_token_pool(self) -> ReqToTokenPool: ...
 
 
 def evict_from_tree_cache(tree: BasePrefixCache | None, num_tokens: int) -> None:
@@ -243,7 +236,7 @@ def alloc_for_extend(batch: ExtendBatch) -> tuple[torch.Tensor, torch.Tensor, li
     _check_lens(batch, prefixes, seq_lens_cpu, table.req_to_token.shape[1])
     lens_cpu = torch.tensor([list(batch.prefix_lens), list(batch.extend_lens)], dtype=torch.int64)
     prefix_lens, extend_lens = _to_device(lens_cpu, device).unbind(0)
-    newcomers = {id(req): (req, _states_of(table, req)) for req in batch.reqs if req.req_pool_idx is None}
+    newcomers = {id(req): (req, states_of(table, req)) for req in batch.reqs if req.req_pool_idx is None}
     rows = alloc_req_slots(table, batch.reqs, tree)
     try:
         if allocator.page_size == 1:
@@ -256,7 +249,7 @@ def alloc_for_extend(batch: ExtendBatch) -> tuple[torch.Tensor, torch.Tensor, li
     except (OutOfSlots, ShapeError, InvariantError, NotImplementedError):
         for req, states in newcomers.values():
             if not states:
-                _free_states(table, req)
+                free_states(table, req)
             table.free(req)
         raise
     row_ids = _to_device(torch.tensor(rows, dtype=torch.int64), device)
@@ -297,14 +290,14 @@ def release_kv_cache(request: CachedRequest, tree: BasePrefixCache, is_insert: b
     """
     row, table, allocator = request.req_pool_idx, tree.req_to_token_pool, tree.token_to_kv_pool_allocator
     if row is None:
-        _free_states(table, request)
+        free_states(table, request)
         return
     tree.cache_finished_req(request, is_insert=is_insert)
     # [0, start) was freed or kept by the tree: the committed tokens, with the page that they end in, and the locked
     # prefix, which a request cancelled right after admission has not committed. [start, allocated) is freed here.
     start = max(-(-request.kv_committed_len // allocator.page_size) * allocator.page_size, request.cache_protected_len)
     allocator.free_run(table.req_to_token[row, start : request.kv_allocated_len].to(torch.int64), start)
-    _free_states(table, request)
+    free_states(table, request)
     table.free(request)
 
 
@@ -346,24 +339,10 @@ def _extend_slots(
     return _take(tree, new_pages * page_size, take, backup_state)
 
 
-def _states_of(table: ReqToTokenPool, request: Any) -> list[torch.Tensor]:
-    """The recurrent states that a request holds: running state and, with the extra buffer, checkpoint."""
-    if not isinstance(table, HybridReqToTokenPool):
-        return []
-    held = [request.mamba_pool_idx, request.mamba_checkpoint_idx if table.enable_mamba_extra_buffer else None]
-    return [state for state in held if state is not None]
-
-
 def _missing_states(table: HybridReqToTokenPool, requests: Sequence[KVRequest]) -> int:
     """States that the requests still need, the free ones not counted."""
     per_request = 2 if table.enable_mamba_extra_buffer else 1
-    return sum(per_request - len(_states_of(table, request)) for request in requests)
-
-
-def _free_states(table: ReqToTokenPool, request: Any) -> None:
-    """Free the states that the request holds and has not donated to a tree."""
-    if isinstance(table, HybridReqToTokenPool) and _states_of(table, request):
-        table.free_mamba_cache(request)
+    return sum(per_request - len(states_of(table, request)) for request in requests)
 
 
 def _as_list(values: Sequence[int] | torch.Tensor) -> list[int]:

@@ -38,6 +38,7 @@ from hicache.prefix_cache.params import (
     MatchResult,
 )
 from hicache.prefix_cache.protocols import CachedRequest
+from hicache.prefix_cache.slots import free_states
 from hicache.tree.base import Released
 from hicache.tree.components import MambaComponent, TreeComponent
 from hicache.tree.key import TokenSource
@@ -147,11 +148,7 @@ class MambaRadixCache(BasePrefixCache):
             self._store(req, tokens, num_tokens, False, lambda: _donated_state(req))
 
     def _free_states_of(self, req: CachedRequest) -> None:
-        held = [req.mamba_pool_idx]
-        if self._table.enable_mamba_extra_buffer:
-            held.append(req.mamba_checkpoint_idx)
-        if any(state is not None for state in held):
-            self._table.free_mamba_cache(req)
+        free_states(self._table, req)
 
     def _free(self, released: list[Released]) -> None:
         super()._free(released)

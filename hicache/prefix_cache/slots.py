@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from hicache.alloc.base import BaseTokenToKVPoolAllocator
 from hicache.alloc.swa import SWATokenToKVPoolAllocator
+from hicache.device.hybrid_req import HybridReqToTokenPool
 from hicache.device.req_to_token import ReqToTokenPool
 from hicache.errors import InvariantError
 from hicache.prefix_cache.protocols import CachedRequest, SlotAllocator
@@ -149,3 +152,17 @@ def _repeated(values: torch.Tensor) -> torch.Tensor:
     ids, counts = values.unique(return_counts=True)
     several: torch.Tensor = ids[counts > 1]
     return several
+
+
+def states_of(table: ReqToTokenPool, request: Any) -> list[torch.Tensor]:
+    """The recurrent states that a request holds: running state and, with the extra buffer, checkpoint."""
+    if not isinstance(table, HybridReqToTokenPool):
+        return []
+    held = [request.mamba_pool_idx, request.mamba_checkpoint_idx if table.enable_mamba_extra_buffer else None]
+    return [state for state in held if state is not None]
+
+
+def free_states(table: ReqToTokenPool, request: Any) -> None:
+    """Free the states that the request holds and has not donated to a tree."""
+    if isinstance(table, HybridReqToTokenPool) and states_of(table, request):
+        table.free_mamba_cache(request)

@@ -241,3 +241,23 @@ def test_a_failure_does_not_affect_other_transfers(scene: Scene) -> None:
         op.wait()
         assert (op.error is not None) == (number == 1)
     scene.check(slots=False, pages=True)
+
+
+def test_the_error_is_known_when_the_consumers_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer that gets the error of a load finds it at the operation too, which may not have ended yet."""
+    with Rig("cpu", 1, 24, 24, HOST_PAGE, 1 << 16) as rig:
+        fault, submitted, found = Fault(), threading.Event(), list[Exception | None]()
+        fail = rig.counter.fail
+
+        def failing(load_id: int, error: Exception) -> None:
+            submitted.wait()
+            found.append(op.error)
+            fail(load_id, error)
+
+        monkeypatch.setattr(rig.counter, "fail", failing)
+        before_each_move(monkeypatch, fault)
+        fault.arm(2)
+        _, op = rig.load(torch.arange(1, 3), torch.arange(16, 48))
+        submitted.set()
+        op.wait()
+        assert found == [op.error] and isinstance(op.error, RuntimeError)
