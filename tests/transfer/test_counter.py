@@ -204,6 +204,8 @@ def test_time_that_a_consumer_stands_still_is_exposed(monkeypatch: pytest.Monkey
 def test_time_that_a_stream_stands_still_is_exposed() -> None:
     """The same on CUDA, by the device's clock, for one load in a few."""
     loads, stream, exposed = make_counter("cuda", 4, producers=1), torch.cuda.Stream(), list[float | None]()
+    torch.cuda._sleep(1)  # loaded before anything is held
+    torch.cuda.synchronize()
     for comes_first in (True, True, True, True, False):
         load_id, gate = loads.begin(), StreamGate()
         if comes_first:
