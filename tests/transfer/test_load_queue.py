@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hicache.errors import TransferError
@@ -31,6 +31,7 @@ def steps(load_id: int, group: int, log: Log) -> Iterator[int]:
     st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(1, LAYERS + 2))), max_size=12),
     st.booleans(),
 )
+@example([2], [(0, 2), (0, 2)], True)
 def test_layers_are_queued_in_order_and_no_later_than_asked_for(
     groups: list[int], calls: list[tuple[int, int] | None], by_time: bool
 ) -> None:
@@ -63,7 +64,8 @@ def test_layers_are_queued_in_order_and_no_later_than_asked_for(
 
 
 def test_what_is_cleared_is_never_queued() -> None:
-    """`clear` names the loads that are not wholly queued, also within a step of one of them, and their steps end."""
+    """`clear` names the loads that are not wholly queued, also within a step of one of them, and their steps end; what
+    is put then stays."""
     log: Log = []
     queue = LoadQueue()
     cleared: list[list[int]] = []
@@ -71,8 +73,9 @@ def test_what_is_cleared_is_never_queued() -> None:
     def clears() -> Iterator[int]:
         log.append((1, 0))
         cleared.append(queue.clear())
-        yield 1
-        log.append((1, 1))
+        queue.put(3, steps(3, 2, log))
+        if len(cleared) > 1:
+            yield 1
 
     queue.put(0, steps(0, LAYERS, log))
     queue.put(1, clears())
@@ -80,6 +83,8 @@ def test_what_is_cleared_is_never_queued() -> None:
     queue.queue_layers(1, 1)
     queue.queue_layers(2, LAYERS)
     assert cleared == [[1, 2]] and log[LAYERS:] == [(1, 0)]
+    queue.queue_layers(3, LAYERS)
+    assert log[LAYERS + 1 :] == [(3, layer) for layer in range(LAYERS)]
 
 
 def test_waiting_for_a_layer_has_it_queued_first(device: str) -> None:
