@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hicache.cli import main
+from cli_case import output, refused, stats
 from hicache.config import SECTIONS, VARIABLES
 from hicache.errors import ConfigError
 from hicache.settings import settings_of
@@ -27,17 +26,11 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def show(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The output of the command, which must succeed."""
-    capsys.readouterr()
-    assert main(["config", "--show", *arguments]) == 0
-    out, err = capsys.readouterr()
-    assert not err
-    return out
+    return output(capsys, "config", "--show", *arguments)
 
 
 def shown_settings(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    shown: dict[str, Any] = json.loads(show(capsys, "--json", *arguments))
-    return shown
+    return stats(capsys, "config", "--show", *arguments)
 
 
 def test_each_value_has_its_source(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -142,48 +135,10 @@ def test_a_password_in_a_url_is_not_shown(capsys: pytest.CaptureFixture[str], ur
         assert KEY not in str(caught.value)
 
 
-def test_the_list_of_flags_says_what_a_share_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """A share is a number of a range that is named, not a unit."""
-    with pytest.raises(SystemExit):
-        main(["config", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "--prefetch-host-share SHARE" in text and "(0 to 1; default 0.5)" in text and "of 1)" not in text
-
-
-BAD = {
-    "no verb": ([], "--show"),
-    "an unknown setting": (["--show", "--flavour", "mild"], "--flavour"),
-    "an old name": (["--show", "--disk-readers", "3"], "--disk-readers"),
-    "a wrong value": (["--show", "--page-size", "48"], "page_size=48"),
-    "two sizes for one tier": (["--show", "--host-bytes", "1GiB", "--host-ratio", "2"], "host_ratio=2.0"),
-    "a disk without a path": (["--show", "--disk-level", "3"], "path"),
-    "a disk without a model": (["--show", "--disk-path", "/x"], "model_id"),
-    "a disk without a host tier": (["--show", "--disk-path", "/x", "--host-bytes", "0"], "host_bytes"),
-    "a missing file": (["--show", "--config", "{tmp}/none.yaml"], "none.yaml"),
-    "a broken file": (["--show", "--config", "{tmp}/broken.yaml"], "broken.yaml"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_wrong_input_is_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit status 2, one line on stderr that names the culprit, and no table."""
-    (tmp_path / "broken.yaml").write_text("{a: [\n")
-    arguments, culprit = BAD[case]
-    try:
-        status = main(["config", *(text.format(tmp=tmp_path) for text in arguments)])
-    except SystemExit as exit:
-        status = int(str(exit.code))
-    out, err = capsys.readouterr()
-    assert (status, out, len(err.splitlines())) == (2, "", 1)
-    assert err.startswith("hicache: error: ") and culprit in err
-
-
 def test_a_wrong_variable_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable with a value that no engine would accept is refused, with the values that would do."""
     monkeypatch.setenv("HICACHE_MAMBA_SSM_DTYPE", "int8")
-    assert main(["config", "--show"]) == 2
-    out, err = capsys.readouterr()
-    assert not out and "HICACHE_MAMBA_SSM_DTYPE='int8': set it to float32 or bfloat16 or float16" in err
+    assert "HICACHE_MAMBA_SSM_DTYPE='int8'" in refused(capsys, "config", "--show")
 
 
 def test_text_of_the_file_does_not_reach_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

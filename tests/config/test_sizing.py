@@ -102,7 +102,7 @@ def test_the_dtype_is_that_of_the_model() -> None:
         assert engine.pool.dtype is torch.float16
     with build_engine(auto, pool) as engine:
         assert engine.pool is pool
-    with pytest.raises(ConfigError, match="dtype='float64': choose one of"):
+    with pytest.raises(ConfigError, match="dtype='float64'"):
         resolve(auto, dataclasses.replace(model, dtype=torch.float64), PLENTY)
 
 
@@ -140,9 +140,9 @@ def test_sizes_that_are_given_are_kept() -> None:
     setting that asked for it."""
     assert host_bytes(config(host_bytes=5 << 20), GIB, 1 << 20, PLENTY) == 5 << 20
     assert host_bytes(config(host_ratio=3.0), GIB, 1 << 20, PLENTY) == 3 * GIB
-    with pytest.raises(OutOfMemory, match="lower host_bytes to at most"):
+    with pytest.raises(OutOfMemory, match="host_bytes"):
         host_bytes(config(host_bytes=5 << 30), GIB, 1 << 20, 4 * GIB)
-    with pytest.raises(OutOfMemory, match="lower host_ratio to at most"):
+    with pytest.raises(OutOfMemory, match="host_ratio"):
         host_bytes(config(host_ratio=5.0), GIB, 1 << 20, 4 * GIB)
     none = resolve(config(host_bytes=0), MODELS["hybrid"], 0)
     assert none.host_bytes == 0 and none.host_states == 0 and none.cache_page_size == 4
@@ -161,7 +161,7 @@ def test_no_memory_is_no_host_tier(
         assert engine.lookup(tokens).device == 20 and "host.free_pages" not in engine.stats()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1 and "there is no host tier" in said[0] and "host_bytes" in said[0]
-    with pytest.raises(OutOfMemory, match="the disk tier needs a host tier: free memory, or set host_bytes"):
+    with pytest.raises(OutOfMemory, match="host_bytes"):
         build_engine(config(model_id="m", disk=DiskConfig(path=str(tmp_path / "store"))), MODELS["full"])
     assert not (tmp_path / "store").exists()
 
@@ -181,7 +181,7 @@ def test_window_slots_follow_requests_and_chunk() -> None:
     assert window_tokens(one, 200, RowBytes(full=1, window=1000)) == 2 * (200 + 16)
     assert window_tokens(config(device_tokens=1030, prefill_chunk_tokens=5000), 24, rows) == 1028
     assert window_tokens(config(window_tokens=83), 24, rows) == 80
-    with pytest.raises(ConfigError, match="raise window_tokens to at least 80"):
+    with pytest.raises(ConfigError, match="window_tokens"):
         window_tokens(config(window_tokens=79), 24, rows)
 
 

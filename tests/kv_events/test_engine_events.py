@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,13 @@ import engine_fuzz
 from block_index import BlockIndex, read_lines
 from engine_fuzz import EngineFuzz
 from hicache import CacheEngine, ConfigError, DiskConfig, EngineConfig, build_engine
+from hicache.replay.simulation import ReplaySettings, replay
+from hicache.replay.trace import read_trace
 from hicache.tree.events import block_hash
 from kv_events_case import in_memory, serve, subscribe
 from server_case import TINY, serving
 from toy_model import GEOMETRY, config
-
-_WAIT_S = 60.0
+from waiting import eventually
 
 
 class Listening(EngineFuzz):
@@ -40,12 +40,11 @@ class Listening(EngineFuzz):
 
     def settle(self) -> None:
         super().settle()
-        end_s = time.monotonic() + _WAIT_S
         disk = self.engine.inspect.context.disk
         assert disk is not None
-        while any(watchdog.is_stalled for queue in (disk.reads, disk.writes) for _, watchdog in queue._threads):
-            assert time.monotonic() < end_s
-            time.sleep(0.002)
+        eventually(
+            lambda: not any(watch.is_stalled for queue in (disk.reads, disk.writes) for _, watch in queue._threads)
+        )
         self.engine.flush()
         _wait_until_written(self.engine)
         self.index = BlockIndex()
@@ -58,14 +57,11 @@ class Listening(EngineFuzz):
 
 
 def _wait_until_written(engine: CacheEngine) -> None:
-    end_s = time.monotonic() + _WAIT_S
-    while engine.stats()["kv_events.waiting_blocks"]:
-        assert time.monotonic() < end_s
-        time.sleep(0.002)
+    eventually(lambda: not engine.stats()["kv_events.waiting_blocks"], engine.stats)
 
 
 @pytest.mark.parametrize("kind", engine_fuzz.MODELS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
 def test_a_router_holds_what_the_tiers_hold_after_any_history(kind: str, seed: int, tmp_path: Path) -> None:
     """After random requests, aborts, evictions, failed copies and disk faults, then after a second engine over the same
     store, the blocks of each medium are those of the events, with the tokens and parents that the tree has."""
@@ -94,7 +90,7 @@ def _same(history: Listening) -> None:
 def test_an_address_that_cannot_be_used_leaves_the_disk_free(tmp_path: Path) -> None:
     """The engine is not built, and the next attempt has the store."""
     settings = config(kv_events=f"file:{tmp_path}", disk=_disk(tmp_path))
-    with pytest.raises(ConfigError, match="give a file"):
+    with pytest.raises(ConfigError, match="kv_events"):
         build_engine(settings, GEOMETRY)
     with build_engine(dataclasses.replace(settings, kv_events=""), GEOMETRY) as engine:
         serve(engine, "r", range(96))
@@ -116,8 +112,7 @@ def test_what_the_store_evicts_and_what_it_kept_from_before_is_told(tmp_path: Pa
     with build_engine(settings, GEOMETRY) as engine:
         assert not _index_of(engine, tmp_path / "events").held["DISK"]
         found = engine.prefetch("again", last, mode="wait_complete")
-        while not found.ready:
-            engine.poll()
+        eventually(lambda: engine.poll() or found.ready)
         engine.cancel("again")
         index = _index_of(engine, tmp_path / "events")
         assert found.landed_tokens == 88  # the last page is never looked for
@@ -175,25 +170,31 @@ def test_a_reader_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None:
 
 
 def _available(reader: int) -> bytes:
-    time.sleep(0.001)
     try:
         return os.read(reader, 1 << 16)
     except BlockingIOError:
         return b""
 
 
-def test_a_server_tells_its_events(tmp_path: Path) -> None:
-    """`hicache serve --kv-events` writes what its requests stored, and ends the stream."""
-    stream = tmp_path / "events"
-    with serving(tmp_path, *TINY, "--kv-events", f"file:{stream}") as server:
-        prompt = list(range(100, 164))
-        server.client().completions.create(model="random", prompt=prompt, max_tokens=2)
+def test_a_server_tells_its_events_and_records_its_requests(tmp_path: Path) -> None:
+    """`hicache serve --kv-events` writes what its requests stored, and ends the stream. With --record every request is
+    in the trace with its lengths, and a repeated prompt hits in the replay."""
+    stream, recorded = tmp_path / "events", tmp_path / "trace.jsonl"
+    first, second = list(range(100, 164)), list(range(180, 244))
+    with serving(tmp_path, *TINY, "--kv-events", f"file:{stream}", "--record", str(recorded)) as server:
+        for prompt in (first, first, second):
+            server.client().completions.create(model="random", prompt=prompt, max_tokens=2, temperature=0)
         server.wait_idle()
         assert server.metric("hicache_kv_events_dropped_batches_total") == 0
+        assert server.end() == 0
     index = BlockIndex()
     batches = read_lines(stream)
     for batch in batches[:-1]:
         index.apply(batch.events)
-    told = [tokens for _, tokens in index.blocks.values()]
-    assert [token for tokens in told for token in tokens][:64] == prompt
+    told = [token for _, tokens in index.blocks.values() for token in tokens]
+    assert told[:64] == first
     assert batches[-1].events[-1] == block_index.AllBlocksCleared()
+    trace = read_trace(recorded)
+    assert [(request.input_tokens, request.output_tokens) for request in trace.requests] == [(64, 2)] * 3
+    hits = replay(trace, ReplaySettings(None)).device_tokens.tolist()
+    assert hits == [0, len(trace.requests[0].blocks) * trace.block_tokens, 0] and hits[1] > 0

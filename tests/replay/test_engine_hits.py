@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disk_case import wait_until
 from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
 from hicache.replay.cache import WRITE_POLICIES, BlockHits, CacheSimulation, ReplaySettings
 from hicache.tree.policy import ORDERS
 from toy_model import GEOMETRY, config
+from waiting import eventually
 
 TOKEN_BYTES = 192
 NO_LIMIT = 8 << 20  # of the disk, in bytes
@@ -23,7 +23,7 @@ def serve(engine: CacheEngine, request_id: str, blocks: list[int]) -> BlockHits:
     """One request, alone: a token behind the blocks is computed and not committed, for the engine computes the last."""
     tokens = np.array([*blocks, 1 << 20])
     handle = engine.prefetch(request_id, tokens)
-    wait_until(lambda: engine.poll() or handle.ended)
+    eventually(lambda: engine.poll() or handle.ended)
     lease = engine.acquire(CacheRequest(request_id, tokens))
     hit = lease.hit
     engine.flush()
@@ -34,12 +34,17 @@ def serve(engine: CacheEngine, request_id: str, blocks: list[int]) -> BlockHits:
     return BlockHits(hit.device, hit.host, hit.disk)
 
 
-@pytest.mark.parametrize(
-    ("write_policy", "has_disk"),
-    # In one eviction write_back copies several times; what is on its way to disk by then is locked on the host.
-    [case for case in product(WRITE_POLICIES, (False, True)) if case != ("write_back", True)],
-)
-@pytest.mark.parametrize("policy", sorted(ORDERS))
+# In one eviction write_back copies several times; what is on its way to disk by then is locked on the host.
+WRITING = [case for case in product(WRITE_POLICIES, (False, True)) if case != ("write_back", True)]
+# By default each order once, and each way of writing with some of them.
+CASES = [
+    pytest.param(policy, *writing, marks=() if at == number % len(WRITING) else pytest.mark.long)
+    for number, policy in enumerate(sorted(ORDERS))
+    for at, writing in enumerate(WRITING)
+]
+
+
+@pytest.mark.parametrize(("policy", "write_policy", "has_disk"), CASES)
 def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool, tmp_path: Path) -> None:
     """Pages of one token, requests one after the other, each copy ended before the next step."""
     device, host = 12, 20

@@ -130,11 +130,11 @@ def test_facts_of_the_trace_are_there(page: Page, trace: Trace) -> None:
     assert facts["time"] == "79 s"
 
 
-def test_a_hostile_name_is_text(page: Page, trace: Trace, results: list[ReplayResult]) -> None:
+def test_a_hostile_name_is_text(trace: Trace, results: list[ReplayResult]) -> None:
     """Markup in a trace's name is shown, not read, and the page is the same but for it."""
     hostile = '</title><script>alert("1")</script><img src="http://example.org/x">&$x$'
-    text = render(replace(trace, name=hostile), results)
-    assert Page(text).tags == page.tags
+    text = render(replace(trace, name=hostile), results[:1])
+    assert Page(text).tags == Page(render(trace, results[:1])).tags
     assert "example.org" in text and "<script" not in text
 
 
@@ -143,19 +143,17 @@ def test_it_is_written_whole_or_not_at_all(
 ) -> None:
     """A second report takes the place of the first at once; one that fails leaves the first and nothing else."""
     path = tmp_path / "report.html"
-    write_report(path, trace, results[:1])
-    first = path.read_bytes()
+    for text in ("first", "second"):
+        monkeypatch.setattr(report, "render", lambda trace, results, text=text: text)
+        write_report(path, trace, results)
+        assert path.read_text("utf-8") == text
     monkeypatch.setattr(report, "render", lambda trace, results: "half\ud800")  # cannot be encoded
     with pytest.raises(UnicodeError):
         write_report(path, trace, results)
-    assert path.read_bytes() == first and list(tmp_path.iterdir()) == [path]
+    assert path.read_text("utf-8") == "second" and list(tmp_path.iterdir()) == [path]
     monkeypatch.undo()
-    write_report(path, trace, results[1:2])
-    assert path.read_text("utf-8") == render(trace, results[1:2])
-    with pytest.raises(ConfigError, match="at least one result"):
+    with pytest.raises(ConfigError):
         write_report(path, trace, [])
-    with pytest.raises(OSError, match="No such file"):
-        write_report(tmp_path / "absent" / "report.html", trace, results)
 
 
 def test_what_a_sweep_lacks_is_left_out(trace: Trace) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hicache.errors import ConfigError
-from hicache.replay.cache import BlockHits, CacheSimulation, ReplaySettings
+from hicache.replay.cache import WRITE_POLICIES, BlockHits, CacheSimulation, ReplaySettings
 from hicache.replay.simulation import ReplayResult, optimal, replay
 from hicache.replay.trace import Trace, TraceRequest, read_trace
 from hicache.tree.policy import ORDERS
@@ -167,7 +169,7 @@ def test_a_partial_block_counts_for_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective"])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.long if seed > 7 else ()) for seed in range(40)])
 def test_the_tree_hits_what_single_blocks_would(seed: int, write_policy: str) -> None:
     """Each request hits as many blocks of each tier as in a cache of single blocks, tiers of all sizes included."""
     dice = random.Random(f"{seed}{write_policy}")
@@ -180,8 +182,7 @@ def test_the_tree_hits_what_single_blocks_would(seed: int, write_policy: str) ->
         cache.check()
 
 
-@pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective", "write_back"])
-@pytest.mark.parametrize("policy", sorted(ORDERS))
+@pytest.mark.parametrize(("policy", "write_policy"), list(zip(sorted(ORDERS), itertools.cycle(WRITE_POLICIES))))
 def test_tiers_add_up(policy: str, write_policy: str) -> None:
     """Whatever the order: no tier holds more than it may, tiers hit no more than the optimum of their sum, and
     unlimited ones all that came before."""
@@ -196,20 +197,10 @@ def test_tiers_add_up(policy: str, write_policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"device_blocks": 0},
-        {"device_blocks": -1},
-        {"host_blocks": -1},
-        {"disk_blocks": 1.5},
-        {"disk_blocks": 10},
-        {"policy": "newest"},
-        {"write_policy": "never"},
-        {"selective_hits": 0},
-    ],
+    "wrong", [{"disk_blocks": 1.5}, {"disk_blocks": 10}, {"host_blocks": -1}, {"selective_hits": 0}]
 )
 def test_what_no_cache_can_have_is_refused(wrong: dict[str, object]) -> None:
-    """The message names the setting."""
+    """The message names the setting. What flags can give is in tests/cli/test_wrong_input.py."""
     with pytest.raises(ConfigError, match=next(iter(wrong)).split("_")[0]):
         ReplaySettings(**{"device_blocks": 10, **wrong})  # type: ignore[arg-type]
 
@@ -229,22 +220,22 @@ def test_progress_is_told_and_may_stop_a_replay() -> None:
         replay(trace, ReplaySettings(10), stop)
 
 
-@pytest.mark.skipif(not CONVERSATION.exists(), reason="the trace is not here")
-def test_the_published_figures_of_a_chat_service() -> None:
-    """On one tier LRU and no limit hit what others measured, to four places."""
-    trace = read_trace(CONVERSATION)
-    assert (len(trace.requests), trace.block_tokens, trace.num_blocks) == (12_031, 512, 288_500)
-    expected = {1_000: 0.0445, 3_000: 0.0653, 10_000: 0.2116, 30_000: 0.3257, None: 0.3664}
-    assert {size: round(replay(trace, ReplaySettings(size)).hit_rate, 4) for size in expected} == expected
+PUBLISHED: list[tuple[Path, int, int, dict[int | None, float]]] = [
+    # a chat service
+    (CONVERSATION, 12_031, 512, {1_000: 0.0445, 3_000: 0.0653, 10_000: 0.2116, 30_000: 0.3257, None: 0.3664}),
+    # coding agents
+    (SESSIONS, 1_532, 64, {4_000: 0.4388, 8_000: 0.7376, 16_000: 0.9285, 32_000: 0.9570, None: 0.9623}),
+]
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not SESSIONS.exists(), reason="the trace is not here")
-def test_the_published_figures_of_coding_agents() -> None:
+@pytest.mark.parametrize(("path", "num_requests", "block_tokens", "expected"), PUBLISHED, ids=["chat", "agents"])
+def test_published_figures(path: Path, num_requests: int, block_tokens: int, expected: dict[int | None, float]) -> None:
     """On one tier LRU and no limit hit what others measured, to four places."""
-    trace = read_trace(SESSIONS)
-    assert (len(trace.requests), trace.block_tokens) == (1_532, 64)
-    expected = {4_000: 0.4388, 8_000: 0.7376, 16_000: 0.9285, 32_000: 0.9570, None: 0.9623}
+    if not path.exists():
+        pytest.skip("the trace is not here")
+    trace = read_trace(path)
+    assert (len(trace.requests), trace.block_tokens) == (num_requests, block_tokens)
     assert {size: round(replay(trace, ReplaySettings(size)).hit_rate, 4) for size in expected} == expected
 
 

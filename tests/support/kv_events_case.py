@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import subprocess
-import sys
-import threading
-import time
+import select
 from pathlib import Path
 
 import block_index
 from hicache import CacheEngine, CacheRequest, build_engine
 from hicache.tree import DEVICE, FULL, HOST, RadixTree
 from hicache.tree.events import block_hash
+from programs import program
 from toy_model import GEOMETRY, compute, config
-
-_WAIT_S = 180.0
+from waiting import eventually
 
 
 def in_memory(tree: RadixTree) -> dict[str, set[int]]:
@@ -36,37 +34,28 @@ def subscribe(folder: Path, *module: str) -> None:
     """Serve prompts while a subscriber of another process listens; compare what it held at the end."""
     address, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
     settings = config(kv_events=address, kv_events_replay=replay, kv_events_topic="kv", disk=None)
-    with build_engine(settings, GEOMETRY) as engine:
+    numbers = itertools.count(1)
+    with (
+        build_engine(settings, GEOMETRY) as engine,
+        program(block_index.__file__, address, replay, *module) as subscriber,
+    ):
+        assert subscriber.stdout is not None
+        stdout = subscriber.stdout
+
+        def hears() -> bool:
+            number = next(numbers)
+            serve(engine, f"r{number}", range(number * 64, number * 64 + 48))
+            # What is to be replayed must not outgrow the buffer while the subscriber starts.
+            return bool(select.select([stdout], [], [], 0.05)[0])
+
         serve(engine, "before", range(50))
-        program = [sys.executable, block_index.__file__, address, replay, *module]
-        child = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
-        try:
-            said, ready = list[str](), threading.Event()
-            reader = threading.Thread(target=_listen, args=(child, said, ready))
-            reader.start()
-            end_s, number = time.monotonic() + _WAIT_S, 0
-            while not ready.is_set() and child.poll() is None:
-                assert time.monotonic() < end_s, "the subscriber gets nothing"
-                number += 1
-                time.sleep(0.05)  # what is to be replayed must not outgrow the buffer while the child starts
-                serve(engine, f"r{number}", range(number * 64, number * 64 + 48))
-            for again in range(20):
-                serve(engine, f"a{again}", range(again * 1000, again * 1000 + 100))
-            held = in_memory(engine.inspect.context.tree)
-            engine.close()
-            assert child.wait(_WAIT_S) == 0
-        finally:
-            child.kill()
-            child.wait()
-            reader.join(_WAIT_S)
-    assert said[0] == "ready\n"
-    assert json.loads(said[1]) == {**{medium: sorted(hashes) for medium, hashes in held.items()}, "DISK": []}
+        eventually(hears)
+        assert stdout.readline() == "ready\n"
+        for again in range(20):
+            serve(engine, f"a{again}", range(again * 1000, again * 1000 + 100))
+        held = in_memory(engine.inspect.context.tree)
+        engine.close()
+        said, errors = subscriber.communicate()
+    assert subscriber.returncode == 0, errors
+    assert json.loads(said) == {**{medium: sorted(hashes) for medium, hashes in held.items()}, "DISK": []}
     assert held["GPU"] and held["CPU"]
-
-
-def _listen(child: subprocess.Popen[str], said: list[str], ready: threading.Event) -> None:
-    assert child.stdout is not None
-    with child.stdout:
-        for line in child.stdout:
-            said.append(line)
-            ready.set()
