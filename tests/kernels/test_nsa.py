@@ -24,12 +24,9 @@ def random_buffer(pages: int, page_size: int, device: str) -> torch.Tensor:
     return random_bits(pages, index_row_bytes(page_size), seed=pages).to(device)
 
 
-def with_token(buffer: torch.Tensor, slot: int, page_size: int, key: torch.Tensor, scale: torch.Tensor) -> None:
-    """Put a token's bytes where the format says."""
-    page, token = divmod(slot, page_size)
-    buffer[page, token * 128 : (token + 1) * 128] = key.view(U8)
-    start = page_size * 128 + token * 4
-    buffer[page, start : start + 4] = scale.reshape(1).view(U8)
+def parts(buffer: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the keys, bytes `[pages, page_size, 128]`, and then the scales, `[pages, page_size]`, of each page."""
+    return buffer[:, : page_size * 128].unflatten(1, (page_size, 128)), buffer[:, page_size * 128 :].view(F32)
 
 
 def keys_of(tokens: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -43,14 +40,14 @@ def keys_of(tokens: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("scale_dims", [1, 2])
 def test_keys_and_scales_land_in_their_page(device: str, kernels: str, page_size: int, scale_dims: int) -> None:
     """A page holds the keys of its tokens and then their scales; no other byte changes."""
-    pages, tokens = 5, 5 if page_size == 1 else 13
-    loc = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(1))[:tokens]
+    tokens = 5 if page_size == 1 else 13
+    loc = torch.randperm(5 * page_size, generator=torch.Generator().manual_seed(1))[:tokens]
     keys = random_bits(tokens, 128, seed=2)
     scales = torch.rand((tokens, 1)[:scale_dims], generator=torch.Generator().manual_seed(3))
-    expected = random_buffer(pages, page_size, "cpu")
+    expected = random_buffer(5, page_size, "cpu")
     on = expected.to(device, copy=True)
-    for t, slot in enumerate(loc.tolist()):
-        with_token(expected, slot, page_size, keys[t], scales[t])
+    for part, rows in zip(parts(expected, page_size), (keys, scales.view(-1)), strict=True):
+        part[loc // page_size, loc % page_size] = rows
     store_index_keys(keys.view(E4M3).to(device), scales.to(device), on, loc.to(device), page_size, kernels)
     assert torch.equal(on.cpu(), expected)
 
@@ -58,26 +55,22 @@ def test_keys_and_scales_land_in_their_page(device: str, kernels: str, page_size
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, F32])
 def test_quantised_keys_are_the_nearest(device: str, kernels: str, dtype: torch.dtype) -> None:
     """The scale is max|x|/448 to the last bit, and each key's byte is one of the fp8 values nearest to x over it."""
-    page_size, tokens = 8, 21
-    x = keys_of(tokens, dtype, seed=4)
-    loc = torch.randperm(40, generator=torch.Generator().manual_seed(5))[:tokens].to(torch.int32)
+    x, page_size = keys_of(21, dtype, seed=4), 8
+    loc = torch.randperm(40, generator=torch.Generator().manual_seed(5))[:21].to(torch.int32)
+    at = loc // page_size, loc % page_size
     buffer = random_buffer(5, page_size, "cpu")
     on = buffer.to(device, copy=True)
     quantise_index_keys(x.to(device), on, loc.to(device), page_size, kernels)
-    on = on.cpu()
-    for t, slot in enumerate(loc.tolist()):
-        page, token = divmod(slot, page_size)
-        key = on[page, token * 128 : (token + 1) * 128]
-        scale = on.view(F32)[page, page_size * 32 + token]
-        top = float(x[t].float().abs().max())
-        assert scale.item() == torch.tensor([max(top, 2.0**-100)]).div(torch.tensor([448.0])).item()
-        y = x[t].double() / scale.double()
-        distance = (y[:, None] - VALUES[None, :].double()).abs()
-        chosen = distance.gather(1, key.long()[:, None])[:, 0]
-        assert torch.all(chosen <= distance.min(1).values * (1 + 1e-6) + 1e-12)
-        assert top == 0 or VALUES[key.long()].abs().max() == 448
-        with_token(buffer, slot, page_size, key, scale)
-    assert torch.equal(on, buffer)
+    keys, scales = (part[at] for part in parts(on.cpu(), page_size))
+    top = x.float().abs().amax(1)
+    assert torch.equal(scales, top.clamp(min=2.0**-100) / torch.full_like(top, 448.0))
+    distance = ((x.double() / scales.double()[:, None])[..., None] - VALUES.double()).abs()
+    chosen = distance.gather(2, keys.long()[..., None])[..., 0]
+    assert torch.all(chosen <= distance.min(2).values * (1 + 1e-6) + 1e-12)
+    assert torch.all((VALUES[keys.long()].abs().amax(1) == 448) | (top == 0))
+    for part, rows in zip(parts(buffer, page_size), (keys, scales), strict=True):
+        part[at] = rows
+    assert torch.equal(on.cpu(), buffer)
 
 
 def test_quantising_equals_the_cast_of_torch(device: str, kernels: str) -> None:
@@ -98,19 +91,12 @@ def test_quantising_equals_the_cast_of_torch(device: str, kernels: str) -> None:
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_gathers_follow_the_pages(device: str, kernels: str, page_size: int, index: torch.dtype) -> None:
     """Keys and scales of a sequence come out in its order, cut at its length."""
-    buffer = random_buffer(7, page_size, device)
-    pages = [4, 0, 6]
+    buffer, pages = random_buffer(7, page_size, device), torch.tensor([4, 0, 6], dtype=index, device=device)
+    whole = [part.contiguous().view(U8).view(7, page_size, -1) for part in parts(buffer, page_size)]
     for tokens in {0, 1, page_size, 2 * page_size + 1, 3 * page_size}:
-        on = torch.tensor(pages, dtype=index, device=device)
-        keys = gather_index_keys(buffer, on, tokens, page_size, kernels)
-        scales = gather_index_scales(buffer, on, tokens, page_size, kernels)
-        assert keys.shape == (tokens, 128) and scales.shape == (tokens, 4) and keys.dtype == scales.dtype == U8
-        plain = buffer.cpu()
-        for t in range(tokens):
-            page, token = pages[t // page_size], t % page_size
-            assert torch.equal(keys[t].cpu(), plain[page, token * 128 : token * 128 + 128])
-            start = page_size * 128 + token * 4
-            assert torch.equal(scales[t].cpu(), plain[page, start : start + 4])
+        for gather, part in zip((gather_index_keys, gather_index_scales), whole, strict=True):
+            got = gather(buffer, pages, tokens, page_size, kernels)
+            assert got.dtype == U8 and torch.equal(got, part[pages.long()].flatten(0, 1)[:tokens])
 
 
 def test_slices_and_no_rows(device: str, kernels: str) -> None:
