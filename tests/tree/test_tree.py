@@ -159,6 +159,21 @@ def test_a_split_keeps_what_is_known_to_be_on_disk() -> None:
     ]
 
 
+def test_nothing_is_attached_where_a_backup_brings_it() -> None:
+    """What a backup in flight brings to the host is not taken from elsewhere, and arrives."""
+    tree = tree_of(MambaComponent())
+    node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5), DEVICE).node
+    tree.attach(node, MAMBA, DEVICE, torch.tensor([7]))
+    tree.insert(tree.root, np.arange(4), torch.arange(11, 15), HOST)
+    run = NodeRun([node], MAMBA, HOST)
+    tree.begin_backup(node, MAMBA, torch.tensor([8]))
+    assert not tree.attach(node, MAMBA, HOST, torch.tensor([9]))
+    assert tree.end_backup(node, MAMBA, confirmed=True) is None
+    run.detach()
+    assert node.held(MAMBA, HOST).tolist() == [8]
+    tree.check()
+
+
 def test_nothing_is_inserted_on_the_host_below_what_the_host_lacks() -> None:
     """An insertion on the host stops at once below a node that only the device holds, and changes nothing."""
     tree = tree_of()
