@@ -249,7 +249,7 @@ class CacheMachine(RuleBasedStateMachine):
             return [cache.full_evictable_size(), cache.mamba_evictable_size()]
         return [cache.evictable_size()]
 
-    @rule(blocks=BLOCKS, space=SPACES, known=st.integers(0, 6), evicted=st.integers(0, 6))
+    @rule(blocks=BLOCKS, space=SPACES, known=st.integers(0, 6), evicted=st.integers(0, 95))
     def insert(self, blocks: list[int], space: str | None, known: int, evicted: int) -> None:
         """Slots from elsewhere, as a caller with a match of its own would offer them."""
         tokens, cache = self.tokens(blocks), self.cache
@@ -268,9 +268,12 @@ class CacheMachine(RuleBasedStateMachine):
         if isinstance(cache, SWARadixCache):
             window_slots = cache.token_to_kv_pool_allocator.translate_loc_from_full_to_swa(fresh)
             self.toy.window.update(zip(window_slots.tolist(), names[known_len:], strict=True))
-            lost = min(max(known_len, evicted * self.page), len(tokens) - self.page)
+            lost = min(max(known_len, evicted % (6 * self.page)), len(tokens) - self.page)
             cache.token_to_kv_pool_allocator.free_swa(slots[known_len : max(lost, known_len)])
             cache.insert(InsertParams(space_key, slots, prev_prefix_len=known_len, swa_evicted_seqlen=lost))
+            offered = names_of(tokens, space, self.page)[max(-(-lost // self.page) * self.page, known_len) :]
+            window_of = Held(cache).window_of
+            assert all(window_of[name] for name in offered), "a tombstone did not take the window that was offered"
             return
         if state is not None:
             value = torch.tensor(recurrence(tokens), dtype=torch.float32)

@@ -43,23 +43,6 @@ def test_a_finished_request_donates_its_state() -> None:
     cache.sanity_check()
 
 
-@pytest.mark.parametrize("chunk", [4, 64])
-def test_the_end_is_exact_at_any_length(chunk: int) -> None:
-    """A request that ends after 101 tokens leaves its state at 101, whatever the chunk size, and the next turn hits
-    there."""
-    cache = mamba_cache(512, chunk=chunk)
-    toy = Toy(cache)
-    req = Request(list(range(90)))
-    toy.prefill(req)
-    for token in range(11):
-        toy.decode(req, token)
-    release_kv_cache(req, cache)
-    turn = Request([*req.tokens, 500, 501])
-    assert toy.prefill(turn) == 101
-    release_kv_cache(turn, cache)
-    cache.sanity_check()
-
-
 def test_pages_keep_no_state_of_an_unaligned_end() -> None:
     """At the end of 101 tokens in pages of 16 there is no key for the state: it is freed, with the slots behind the
     last checkpoint, and the checkpoint is stored under its own length."""
