@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -113,6 +113,16 @@ class CpuLayerEvents:
 
     def finished(self) -> bool:
         return self._recorded == self._num_layers or self._error is not None
+
+
+class LayerSink(Protocol):
+    """What a transfer backend reports the layers of its loads to; `LayerTransferCounter` says what each call means."""
+
+    def queue_on_demand(self, load_id: int, queue: Callable[[int], None]) -> None: ...
+
+    def record(self, load_id: int, layer: int, stream: torch.cuda.Stream | None = None) -> None: ...
+
+    def fail(self, load_id: int, error: Exception) -> None: ...
 
 
 LayerEvents: TypeAlias = CudaLayerEvents | CpuLayerEvents

@@ -16,7 +16,7 @@ import torch
 
 from hicache.errors import TransferError
 from hicache.kernels.page_copy import PageMover
-from hicache.transfer.counter import LayerTransferCounter
+from hicache.transfer.counter import LayerSink
 from hicache.transfer.plan import intervals
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Worker:
 class CpuTransfer:
     """See `TransferBackend`. `host`: uint8 [pages, page_bytes]; `mover` knows the device buffers."""
 
-    def __init__(self, host: torch.Tensor, mover: PageMover, counter: LayerTransferCounter) -> None:
+    def __init__(self, host: torch.Tensor, mover: PageMover, counter: LayerSink) -> None:
         self.mover, self._counter = mover, counter
         # numpy copies whole rows at the speed of memcpy; torch's index operations go element by element.
         self._host = host.numpy()

@@ -29,7 +29,7 @@ from hicache.kernels.upload import IdUploader
 from hicache.kernels.zero_copy import ZeroCopyMover
 from hicache.transfer.calibrate import measured_rates
 from hicache.transfer.copies import can_batch, copy_batched, copy_strided, need_bindings
-from hicache.transfer.counter import LayerTransferCounter
+from hicache.transfer.counter import LayerSink
 from hicache.transfer.load_queue import LoadQueue
 from hicache.transfer.plan import Ids, PageRuns, Plan, Shape, choose, intervals, next_power_of_two, page_runs, tapered
 from hicache.transfer.unstaged import SlotRuns, UnstagedCopier
@@ -138,7 +138,7 @@ class CudaTransfer:
         self,
         host: torch.Tensor,
         mover: PageMover,
-        counter: LayerTransferCounter,
+        counter: LayerSink,
         *,
         rows_per_chunk: int,
         device_page_tokens: int,
