@@ -7,6 +7,7 @@ import torch
 
 from hicache.alloc import PagedTokenToKVPoolAllocator
 from hicache.device import MHATokenToKVPool
+from kernel_case import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -109,14 +110,10 @@ def test_a_replay_waits_for_nothing() -> None:
     on_device = lens.cuda()
     hidden = torch.ones(4, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     allocator.alloc_decode(on_device, lens, last)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         slots = allocator.alloc_decode(on_device, lens, last)
         assert slots is not None
         step.load(hidden, slots)
         graph.replay()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert torch.equal(step.pool.get_value_buffer(0)[slots], hidden)

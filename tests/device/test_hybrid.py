@@ -18,6 +18,7 @@ from hicache.device import (
     SpeculativeMambaState,
 )
 from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
+from kernel_case import no_waits
 
 ATTENTION, LINEAR = [3, 7], [0, 1, 2, 4]
 SHAPE = Mamba2StateShape.create(1, 16, 1, 2, 8, 4, 4)
@@ -257,17 +258,13 @@ def test_handing_out_does_not_wait() -> None:
     pool.checkpoint([warm])
     pool.free_mamba_cache(warm)
     pool.free(warm)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         requests = [Request(), Request()]
         rows(pool, requests)
         pool.checkpoint(requests)
         for request in requests:
             pool.free_mamba_cache(request)
             pool.free(request)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     pool.check()
     assert pool.available_size() == 4 and pool.mamba_pool.available_size() == 6
 

@@ -13,6 +13,7 @@ from cases import refused
 from device_case import Recorder
 from hicache.device import Mamba2CacheParams, Mamba2StateShape, MambaPool, SpeculativeMambaState
 from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
+from kernel_case import no_waits
 
 LAYERS = [1, 4, 6]
 SHAPE = Mamba2StateShape.create(
@@ -127,16 +128,12 @@ def test_nothing_waits_for_the_device(drafts: int | None) -> None:
     """alloc, free, fork and copy of states never make the host wait."""
     pool = MambaPool(6, Mamba2CacheParams(SHAPE, LAYERS), "cuda", speculative_num_draft_tokens=drafts)
     pool.free(must(pool.fork_from(must(pool.alloc(1)))))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         slots = must(pool.alloc(2))
         forked = must(pool.fork_from(slots))
         pool.copy_from(slots, forked)
         pool.free(forked)
         pool.free(slots[0])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     pool.check()
     assert pool.available_size() == 4
 

@@ -8,7 +8,7 @@ import torch
 from cases import pairwise, refused
 from hicache.kernels import tiled_copy
 from hicache.kernels.tiled_copy import TiledCopy, tile_bytes_for
-from kernel_case import as_bytes, random_bits
+from kernel_case import as_bytes, no_waits, random_bits
 
 SLOTS = 60
 # (rows of each buffer, dtype): alike and 16-byte aligned; unlike; odd bytes.
@@ -117,10 +117,6 @@ def test_a_move_makes_no_one_wait() -> None:
         expected = [b.clone() for b in buffers]
         for b in expected:
             b[target] = b[source].clone()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             mover.move(target, source)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert all(torch.equal(b, e) for b, e in zip(buffers, expected, strict=True)), n

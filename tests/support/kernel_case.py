@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+
+
+@contextlib.contextmanager
+def no_waits() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def random_bits(*shape: int, dtype: torch.dtype = torch.uint8, seed: int) -> torch.Tensor:
