@@ -24,13 +24,12 @@ from hicache.bench.common import BenchModule, BenchUnavailable, Report
 from hicache.bench.compare import add_compare_flags, compare_command
 from hicache.bench.machine import RESULTS
 from hicache.bench.plot import plot_results
-from hicache.bench.tables import print_report, require_rich
+from hicache.console import print_table
 
 _PARTS = {"NAME", "DESCRIPTION", "add_arguments", "run"}
 SETS: dict[str, dict[str, list[str]]] = {
     "small": {
         "transfer": ["--geometry", "gqa8b", "--samples", "5"],
-        "migrate": ["--samples", "5"],
         "disk": ["--gib", "0.25", "--small-pages", "50000", "--samples", "3", "--document-tokens", "128"],
         "rows": [],
         "states": [],
@@ -137,12 +136,31 @@ def command_line(name: str, arguments: Sequence[str]) -> str:
 def run_one(module: BenchModule, arguments: Sequence[str], results: Path = RESULTS) -> Path:
     """Run one benchmark, write its file, print its table and return the file's path."""
     args = bench_parser(module, results).parse_args(arguments)
-    require_rich()
     report = Report.start(module.NAME, args.device, command_line(module.NAME, arguments), args.commit)
-    module.run(args, report)
+    try:
+        module.run(args, report)
+    except AssertionError:
+        print_report(report)  # no file is written: show what was measured until then
+        raise
     path = report.write(args.out)
     print_report(report)
     return path
+
+
+def print_report(report: Report) -> None:
+    """The cases of a result, then what their notes say."""
+    rows = []
+    for c in report.cases:
+        verdict = {None: "", True: " met", False: " MISSED"}[c.met]
+        optional = ("" if n is None else f"{n:.4g}" for n in (c.ceiling, c.ratio))
+        target = "" if c.target is None else f"{c.target:.4g}{verdict}"
+        rows.append([c.name, f"{c.value:.4g} {c.unit}", f"{c.p10:.4g}", f"{c.p90:.4g}", *optional, target])
+    print_table(
+        ("case", "value", "p10", "p90", "ceiling", "ratio", "target"),
+        rows,
+        title=f"{report.bench} on {report.machine}, commit {report.commit[:12]}",
+        notes=[f"{c.name}: {c.note}" for c in report.cases if c.note],
+    )
 
 
 def _list(benches: dict[str, BenchModule], broken: dict[str, str]) -> None:
@@ -166,7 +184,6 @@ def _run(name: str, arguments: Sequence[str], benches: dict[str, BenchModule], b
 
 def _run_set(name: str, arguments: Sequence[str], benches: dict[str, BenchModule], broken: dict[str, str]) -> None:
     """Each benchmark of a set, or each of all. A set's own sizes go to a folder of their own."""
-    require_rich()
     members = SETS.get(name, {member: [] for member in sorted({**benches, **broken})})
     results = RESULTS / name if name in SETS else RESULTS
     for member in members:

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -114,12 +115,17 @@ class Case:
         unit: str,
         *,
         better: Better = "higher",
-        ceiling: float | None = None,
+        ceiling: float | Sequence[float] | None = None,
         target: float | None = None,
         note: str = "",
     ) -> Case:
-        """The case of `values`, all in `unit`: its value is their median. A number measured once is a list of one."""
+        """The case of `values`, all in `unit`: its value is their median. A number measured once is a list of one.
+
+        `ceiling`: also what was measured beside them, whose median counts.
+        """
         median = percentile(values, 50)
+        if isinstance(ceiling, Sequence):
+            ceiling = percentile(ceiling, 50)
         return cls(
             name=name,
             value=median,
@@ -173,6 +179,35 @@ class Report:
             case = dataclasses.replace(case, note=f"{missed}; {case.note}" if case.note else missed)
         self.cases.append(case)
         return case
+
+    def case(self, name: str, values: Sequence[float], unit: str, **about: Any) -> Case:
+        """Add `Case.of(...)`."""
+        return self.add(Case.of(name, values, unit, **about))
+
+    def rate(
+        self,
+        name: str,
+        num_bytes: int,
+        seconds: Sequence[float],
+        *,
+        beside: Sequence[float] | None = None,
+        beside_bytes: int | None = None,
+        **about: Any,
+    ) -> Case:
+        """Add GB/s of runs that moved `num_bytes`. `beside`: seconds of the runs that bound them, which moved as many
+        bytes, or `beside_bytes`."""
+        if beside is not None:
+            about["ceiling"] = gb_per_s(beside_bytes or num_bytes, beside)
+        return self.case(name, gb_per_s(num_bytes, seconds), "GB/s", **about)
+
+    def time(
+        self, name: str, seconds: Sequence[float], unit: str, *, beside: Sequence[float] | None = None, **about: Any
+    ) -> Case:
+        """Add times in `unit`, s, ms or us. `beside`: seconds of the runs that bound them."""
+        per_second = {"s": 1.0, "ms": 1e3, "us": 1e6}[unit]
+        if beside is not None:
+            about["ceiling"] = [s * per_second for s in beside]
+        return self.case(name, [s * per_second for s in seconds], unit, better="lower", **about)
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **dataclasses.asdict(self)}
@@ -276,6 +311,22 @@ def interleave(
     return seconds
 
 
+def in_turns(
+    rounds: Mapping[str, Callable[[int], Mapping[str, float]]], *, samples: int, warmup: int
+) -> dict[tuple[str, str], list[float]]:
+    """By variant and part: seconds that the rounds of each variant say their parts took, in turns.
+
+    A round is given its number; those below 0 are the `warmup` first, which do not count.
+    """
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for turn in range(-warmup, samples):
+        for name, run in rounds.items():
+            for part, elapsed in run(turn).items():
+                if turn >= 0:
+                    seconds[name, part].append(elapsed)
+    return seconds
+
+
 @dataclass(frozen=True)
 class RawCopy:
     """A plain copy to be timed as a ceiling: one call of `run` fills `targets`, `num_bytes` of payload in all."""
@@ -324,10 +375,3 @@ def raw_copies(device: torch.device, num_bytes: int = 256 << 20) -> dict[str, Ra
         "both": RawCopy(both, (target, host_target)),
         "device": RawCopy(lambda: target.copy_(source), (target,)),
     }
-
-
-def measure_ceilings(device: torch.device, *, num_bytes: int = 256 << 20, samples: int = 10) -> dict[str, float]:
-    """Median GB/s of each of `raw_copies`, measured in turns now."""
-    copies = raw_copies(device, num_bytes)
-    seconds = interleave({n: c.run for n, c in copies.items()}, samples=samples, timer=timer_for(device))
-    return {name: percentile(gb_per_s(copy.num_bytes, seconds[name]), 50) for name, copy in copies.items()}

@@ -6,7 +6,7 @@
     regressed the change is for the worse by more than the threshold, and the intervals do not overlap
     improved  the same for the better
 
-Results are paired by benchmark and machine, cases by name. May import bench.common and bench.tables.
+Results are paired by benchmark and machine, cases by name. May import bench.common.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from hicache.bench.common import Case, Report, ResultError, read_report
-from hicache.bench.tables import print_table, require_rich
+from hicache.console import print_table
 
 THRESHOLD_PERCENT = 5.0
 
@@ -135,14 +135,13 @@ def _percent(text: str) -> float:
 def compare_command(flags: argparse.Namespace) -> int:
     """Print a table for each pair of results and a last line that sums up; returns 1 where a case regressed."""
     found = pairs(flags.before, flags.after, flags.across_machines)
-    require_rich()
     everything: list[Change] = []
     for before, after in found:
         rows = changes(before, after, flags.threshold / 100)
         everything += rows
         sides = [f"{r.commit[:12]} on {r.machine}" for r in (before, after)]
         headings = ("case", "before", "after", "change", "p10-p90", "better", "verdict")
-        print_table(f"{before.bench}: {' -> '.join(sides)}", headings, map(_row, rows))
+        print_table(headings, map(_row, rows), title=f"{before.bench}: {' -> '.join(sides)}")
     print(_summary(everything, flags.threshold))
     return int(any(change.verdict == "regressed" for change in everything))
 

@@ -18,17 +18,15 @@ from dataclasses import dataclass
 import torch
 
 from hicache import MHATokenToKVPool, PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from hicache.bench.common import Case, Report, gb_per_s, interleave, percentile
+from hicache.bench.common import Report, interleave
 from hicache.bench.queued import queued_timer
 from hicache.config import kernel_choice
 from hicache.kernels._triton import jit
 from hicache.kernels.alloc_decode import alloc_decode
 from hicache.kernels.alloc_extend import alloc_extend
-from hicache.kernels.last_loc import last_loc
 from hicache.kernels.page_copy import PageMover
 from hicache.kernels.store_kv import store_kv
 from hicache.kernels.tiled_copy import TiledCopy
-from hicache.kernels.write_req_to_token import write_req_to_token_pool
 
 NAME = "device"
 DESCRIPTION = "device tier: store, move, gather and scatter against a device copy; allocators against an empty launch"
@@ -38,6 +36,7 @@ ROW_BYTES = HEADS * DIM * 2
 TOKEN_BYTES = 2 * LAYERS * ROW_BYTES
 SIZES = {"2mib": 2 << 20, "64mib": 64 << 20, "512mib": 512 << 20}
 TILES = (128, 256, 512)
+TOKEN_ALLOC_US, LAUNCH_TARGET = 5.0, 1.5
 
 Run = Callable[[], object]
 
@@ -103,13 +102,13 @@ def _measure_bytes(report: Report, size: str, num_bytes: int, samples: int, devi
     runs: dict[str, Run] = {"copy": lambda: target.copy_(source), **{n: v.run for n, v in variants.items()}}
     repeat = max(1, min(20, (256 << 20) // num_bytes)) if on_cuda else 1
     seconds = interleave(runs, samples=samples, timer=queued_timer(device, repeat))
-    ceiling = percentile(gb_per_s(num_bytes, seconds["copy"]), 50)
-    report.add(Case.of(f"copy.{size}", gb_per_s(num_bytes, seconds["copy"]), "GB/s"))
+    report.rate(f"copy.{size}", num_bytes, seconds["copy"])
     for name, variant in variants.items():
         variant.verify()
         target_share = variant.target if size != "2mib" or variant.target is None else 0.6
-        values = gb_per_s(variant.num_bytes, seconds[name])
-        report.add(Case.of(f"{name}.{size}", values, "GB/s", ceiling=ceiling, target=target_share if on_cuda else None))
+        beside, target_share = seconds["copy"], target_share if on_cuda else None
+        case, moved = f"{name}.{size}", variant.num_bytes
+        report.rate(case, moved, seconds[name], beside=beside, beside_bytes=num_bytes, target=target_share)
 
 
 def _paged_slots(num_tokens: int, size: int, device: torch.device) -> torch.Tensor:
@@ -209,10 +208,6 @@ def _pool_variants(num_bytes: int, device: torch.device, tiles: bool) -> dict[st
     return variants
 
 
-def _microseconds(seconds: list[float]) -> list[float]:
-    return [s * 1e6 for s in seconds]
-
-
 def _baseline(out: torch.Tensor) -> Run:
     """An empty launch, where kernels are launched at all, and a fill of the result."""
     on_cuda = out.device.type == "cuda"
@@ -225,131 +220,46 @@ def _baseline(out: torch.Tensor) -> Run:
     return run
 
 
-@dataclass(frozen=True)
-class _Lens:
-    """Lengths of a batch on the CPU and on the device, and the last slots of its prefixes."""
-
-    before: torch.Tensor
-    after: torch.Tensor
-    device: torch.device
-
-    @property
-    def on_device(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.before.to(self.device), self.after.to(self.device)
-
-
-def _extend_lens(device: torch.device) -> _Lens:
-    """64 requests that grow from nothing by 4096 tokens."""
-    return _Lens(torch.zeros(64, dtype=torch.int64), torch.full((64,), 4096), device)
-
-
-def _decode_lens(device: torch.device) -> _Lens:
-    """256 requests at all places of a page."""
-    before = torch.arange(256) + 1000
-    return _Lens(before, before + 1, device)
-
-
-def _last_of(lens: torch.Tensor) -> torch.Tensor:
-    """Slots that end prefixes of these lengths, each in a page of its own; -1 without a prefix."""
-    pages = torch.arange(lens.numel(), device=lens.device) + 100_000
-    return torch.where(lens > 0, pages * PAGE + (lens - 1) % PAGE, -1)
-
-
 def _measure_launches(report: Report, samples: int, device: torch.device) -> None:
     """Device time of the kernels that write slots, against an empty kernel and writing the result."""
     kernels, on_cuda = kernel_choice(device), device.type == "cuda"
     free = torch.randperm(1 << 16, device=device) + 1
-    (no_prefix, seq), (before, after) = _extend_lens(device).on_device, _decode_lens(device).on_device
-    none, last = _last_of(no_prefix), _last_of(before)
+    # 64 requests that grow from nothing by 4096 tokens, and 256 at all places of a page, each in a page of its own.
+    no_prefix, none, whole = (torch.full((64,), n, device=device) for n in (0, -1, 4096))
+    before = torch.arange(256, device=device) + 1000
+    after, last = before + 1, (torch.arange(256, device=device) + 100_000) * PAGE + (before - 1) % PAGE
     slots, one_each = (torch.empty(n, dtype=torch.int64, device=device) for n in (64 * 4096, 256))
-    table = torch.zeros(257, 8192, dtype=torch.int32, device=device)
-    rows = torch.arange(1, 257, device=device)
-    prefixes = [torch.arange(4096, device=device) for _ in range(64)]
-    lens_cpu = ([4096] * 64, [8192] * 64)
-    first, whole, second = (torch.full((64,), n, device=device) for n in (4096, 8192, 4096))
-    alloc_extend(no_prefix, seq, none, free, slots, PAGE, 4096, kernels)
-    cases: dict[str, tuple[Run, torch.Tensor, float | None]] = {
+    cases: dict[str, tuple[Run, torch.Tensor]] = {
         "alloc_extend.64x4096": (
-            lambda: alloc_extend(no_prefix, seq, none, free, slots, PAGE, 4096, kernels), slots, 1.5
+            lambda: alloc_extend(no_prefix, whole, none, free, slots, PAGE, 4096, kernels), slots,
         ),
-        "alloc_decode.256": (lambda: alloc_decode(after, last, free, one_each, PAGE, kernels), one_each, 1.5),
-        "write_req_to_token.64x8192": (
-            lambda: write_req_to_token_pool(
-                table, rows[:64], range(1, 65), prefixes, first, whole, second, lens_cpu, slots, kernels
-            ),
-            table[1:65],
-            None,
-        ),
-        "last_loc.256": (lambda: last_loc(table, rows, before, kernels), one_each, None),
+        "alloc_decode.256": (lambda: alloc_decode(after, last, free, one_each, PAGE, kernels), one_each),
     }  # fmt: skip
-    for name, (launch, result, target) in cases.items():
+    for name, (launch, result) in cases.items():
         launch()
         with no_wait(device):
             launch()
-        filled = torch.empty_like(result, memory_format=torch.contiguous_format)
-        seconds = interleave(
-            {"case": launch, "base": _baseline(filled)},
-            samples=samples,
-            timer=queued_timer(device, 20),
-        )
-        base = percentile(_microseconds(seconds["base"]), 50)
-        values = _microseconds(seconds["case"])
-        report.add(
-            Case.of(f"{name}.device_us", values, "us", better="lower", ceiling=base, target=target if on_cuda else None)
-        )
+        variants = {"case": launch, "base": _baseline(torch.empty_like(result))}
+        seconds = interleave(variants, samples=samples, timer=queued_timer(device, 20))
+        beside, target = seconds["base"], LAUNCH_TARGET if on_cuda else None
+        report.time(f"{name}.device_us", seconds["case"], "us", beside=beside, target=target)
 
 
 def _measure_host(report: Report, samples: int, device: torch.device) -> None:
-    """The caller's time of whole allocator calls."""
-    on_cuda = device.type == "cuda"
-    paged = PagedTokenToKVPoolAllocator(1 << 20, PAGE, torch.bfloat16, device, None, True)
-    grow, step = _extend_lens(device), _decode_lens(device)
-    (no_prefix, seq), (before, after) = grow.on_device, step.on_device
-    none, last, state = _last_of(no_prefix), _last_of(before), paged.backup_state()
-
-    def extend() -> None:
-        paged.restore_state(state)
-        paged.alloc_extend(no_prefix, grow.before, seq, grow.after, none, 64 * 4096)
-
-    def decode() -> None:
-        paged.restore_state(state)
-        paged.alloc_decode(after, step.after, last)
-
-    for name, call, length in (("alloc_extend.64x4096", extend, 64 * 4096), ("alloc_decode.256", decode, 256)):
-        call()
-        with no_wait(device):
-            call()
-
-        def empty(length: int = length) -> None:
-            _baseline(torch.empty(length, dtype=torch.int64, device=device))()
-
-        seconds = {"case": _host_seconds(call, samples, device), "base": _host_seconds(empty, samples, device)}
-        base = percentile(_microseconds(seconds["base"]), 50)
-        values = _microseconds(seconds["case"])
-        report.add(Case.of(f"{name}.host_us", values, "us", better="lower", ceiling=base))
-    token = TokenToKVPoolAllocator(1 << 20, torch.bfloat16, device, None, True)
+    """The caller's time of an allocator's call: the mean of 100 in a row."""
+    token, seconds = TokenToKVPoolAllocator(1 << 20, torch.bfloat16, device, None, True), []
     with no_wait(device):
         token.alloc(128)
-    values = _microseconds(_host_seconds(lambda: token.alloc(128), samples, device))
-    report.add(
-        Case.of(
-            "token_alloc.128.host_us", values, "us", better="lower", ceiling=5.0, target=1.0 if on_cuda else None,
-            note="the ceiling is the bound of 5 us",
-        )
-    )  # fmt: skip
-
-
-def _host_seconds(call: Run, samples: int, device: torch.device, calls: int = 100) -> list[float]:
-    """Mean host seconds of a call, over `calls` of them in a row, per sample."""
-    seconds = []
-    for _ in range(samples + 1):
+    for _ in range(samples):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        seconds.append((time.perf_counter() - start) / calls)
-    return seconds[1:]
+        for _ in range(100):
+            token.alloc(128)
+        seconds.append((time.perf_counter() - start) / 100)
+    beside, note = [TOKEN_ALLOC_US / 1e6], f"the ceiling is the bound of {TOKEN_ALLOC_US:g} us"
+    target = 1.0 if device.type == "cuda" else None
+    report.time("token_alloc.128.host_us", seconds, "us", beside=beside, target=target, note=note)
 
 
 def _measure_frees(report: Report, samples: int, device: torch.device) -> None:
@@ -375,4 +285,4 @@ def _measure_frees(report: Report, samples: int, device: torch.device) -> None:
                 if allocator.available_size() != allocator.size:
                     raise AssertionError(f"{allocator.available_size()} of {allocator.size} tokens came back")
             allocator.check()
-            report.add(Case.of(f"free_group.{requests}.{way}.host_us", _microseconds(seconds), "us", better="lower"))
+            report.time(f"free_group.{requests}.{way}.host_us", seconds, "us")

@@ -4,7 +4,6 @@
                        same bytes of the same file by O_DIRECT, in blocks of a page in random order, 8 threads
     read.packed        the same with compressible synthetic KV: bytes of pages a second over raw bytes read a second, of
                        what its own file stores (read.raw.packed): a host keeps in memory what is read most often
-    read.trained       and with keys and values of a trained model, if one is installed (bench.trained_kv)
     pack.<data>.<filter>  bytes of a page over bytes stored
     write.<mode>       groups of pages until they are as durable as the mode says, beside plain files that get the same
                        bytes and as many fdatasync calls (bench.disk_writes)
@@ -19,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import mmap
-import os
-import shutil
 import tempfile
 import threading
 import time
@@ -33,14 +30,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, interleave, percentile
-from hicache.bench.disk_pipeline import drop_caches, measure_pipeline
-from hicache.bench.disk_writes import host_pages, measure_writes
-from hicache.bench.trained_kv import CHANNELS as TRAINED_CHANNELS
-from hicache.bench.trained_kv import MODEL as TRAINED
-from hicache.bench.trained_kv import PAGE_BYTES as TRAINED_PAGE_BYTES
-from hicache.bench.trained_kv import TOKENS as TRAINED_TOKENS
-from hicache.bench.trained_kv import trained_pages
+from hicache.bench.common import BenchUnavailable, Report, gb_per_s, interleave, percentile
+from hicache.bench.disk_pipeline import measure_pipeline
+from hicache.bench.disk_writes import measure_writes
+from hicache.bench.raw_io import drop_caches, host_pages, raw_file
 from hicache.storage import LmdbPageStore, PageBuffer, PageFormat
 from hicache.storage.codec import PageCodec
 from hicache.storage.directory import slots_file
@@ -53,7 +46,7 @@ DESCRIPTION = "disk tier: cold reads, compressed reads, writes and lookups, agai
 
 THREADS = 8
 PAGE_TOKENS, CHANNELS = 64, 1024  # of synthetic KV: segments [tokens, channels] of bf16
-TARGETS = {"read.cold": 0.90, "read.packed": 1.2, "read.trained": 1.2}
+TARGETS = {"read.cold": 0.90, "read.packed": 1.2}
 CONTAINS_MS, OPEN_S = 2.0, 1.0
 _SMALL_PAGE = 256
 _Fetch: TypeAlias = Callable[[int, PageBuffer], None]
@@ -79,16 +72,14 @@ def run(args: argparse.Namespace, report: Report) -> None:
     num_pages = int(args.gib * (1 << 30)) // page_bytes
     if num_pages < 2 * THREADS:
         raise BenchUnavailable(f"--gib {args.gib} is too little for {2 * THREADS} pages of {args.page_mib} MiB")
-    folder = Path(tempfile.mkdtemp(prefix="bench-disk-", dir=args.dir or Path.cwd()))
-    try:
+    with tempfile.TemporaryDirectory(prefix="bench-disk-", dir=args.dir or Path.cwd()) as name:
+        folder = Path(name)
         _reads(report, folder, page_bytes, num_pages, args.samples)
         for durability in ("relaxed", "commit"):
             measure_writes(report, folder, page_bytes, num_pages // 2, durability, args.samples)
         _large_store(report, folder, args.small_pages)
         tokens = args.document_tokens or (2048 if args.device.type == "cuda" else 1024)
         measure_pipeline(report, folder, args.device, tokens, args.samples)
-    finally:
-        shutil.rmtree(folder)
 
 
 def synthetic_kv(rng: np.random.Generator, page_bytes: int) -> PageBuffer:
@@ -126,10 +117,7 @@ def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, sample
         "read.cold": [rng.integers(0, 256, page_bytes, dtype=np.uint8) for _ in range(8)],
         "read.packed": [synthetic_kv(rng, page_bytes) for _ in range(8)],
     }
-    trained = trained_pages(8) if page_bytes == TRAINED_PAGE_BYTES else None
-    if trained is not None:
-        kinds["read.trained"] = trained
-    _compression(report, page_bytes, kinds)
+    _compression(report, kinds["read.packed"])
     kept: dict[str, PageBuffer] = {}
     for kind, pages in kinds.items():  # pages of one kind differ in their first bytes
         store = _open(folder / kind, page_bytes, num_pages)
@@ -187,13 +175,12 @@ def _report_reads(
     raw_bytes: int,
 ) -> None:
     """Reads of one kind beside raw ones of its file, `raw_bytes` of each page."""
-    data_of = {"read.cold": "random bytes", "read.packed": "synthetic KV, bf16", "read.trained": f"{TRAINED}, bf16"}
+    data = {"read.cold": "random bytes", "read.packed": "synthetic KV, bf16"}[kind]
     raw = gb_per_s(num_pages * raw_bytes, rounds[_raw(kind)])
-    report.add(Case.of(_raw(kind), raw, "GB/s", note=f"O_DIRECT, blocks of {raw_bytes} bytes"))
+    report.case(_raw(kind), raw, "GB/s", note=f"O_DIRECT, blocks of {raw_bytes} bytes")
     share = percentile(read, 50)
-    note = f"{data_of[kind]}, pages of {page_bytes >> 20} MiB; read from the medium: {share:.2f} of the pages' bytes"
-    values = gb_per_s(num_pages * page_bytes, rounds[kind])
-    report.add(Case.of(kind, values, "GB/s", ceiling=percentile(raw, 50), target=TARGETS[kind], note=note))
+    note = f"{data}, pages of {page_bytes >> 20} MiB; read from the medium: {share:.2f} of the pages' bytes"
+    report.rate(kind, num_pages * page_bytes, rounds[kind], ceiling=raw, target=TARGETS[kind], note=note)
 
 
 def _stored_bytes(pages: Sequence[PageBuffer]) -> int:
@@ -203,16 +190,13 @@ def _stored_bytes(pages: Sequence[PageBuffer]) -> int:
     return shortest // ALIGNMENT * ALIGNMENT
 
 
-def _compression(report: Report, page_bytes: int, kinds: Mapping[str, Sequence[PageBuffer]]) -> None:
-    """The compression ratio of the pages under each filter."""
-    shapes = {"read.packed": (PAGE_TOKENS, CHANNELS), "read.trained": (TRAINED_TOKENS, TRAINED_CHANNELS)}
-    for kind in (name for name in shapes if name in kinds):
-        by_channel = PageFilter("channel_byte_shuffle", 2, *shapes[kind])
-        for page_filter in (PageFilter(), PageFilter("byte_shuffle", 2), by_channel):
-            codec = PageCodec(PageFormat(page_bytes, page_filter), bytes(16), 1)
-            values = (codec.encode_split(b"key", page, memoryview(b"")) for page in kinds[kind])
-            ratios = [page_bytes / len(value) for value in values]
-            report.add(Case.of(f"pack.{kind.removeprefix('read.')}.{page_filter.kind}", ratios, "x"))
+def _compression(report: Report, pages: Sequence[PageBuffer]) -> None:
+    """The compression ratio of synthetic KV under each filter."""
+    by_channel = PageFilter("channel_byte_shuffle", 2, PAGE_TOKENS, CHANNELS)
+    for page_filter in (PageFilter(), PageFilter("byte_shuffle", 2), by_channel):
+        codec = PageCodec(PageFormat(len(pages[0]), page_filter), bytes(16), 1)
+        values = (codec.encode_split(b"key", page, memoryview(b"")) for page in pages)
+        report.case(f"pack.packed.{page_filter.kind}", [len(pages[0]) / len(value) for value in values], "x")
 
 
 def _warm_up(threads: Executor, fetch: _Fetch, buffers: Sequence[PageBuffer]) -> None:
@@ -247,16 +231,8 @@ def _store_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[_Fetc
 
 @contextmanager
 def _raw_reader(path: Path, stride_bytes: int, length: int) -> Iterator[_Fetch]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-
-    def fetch(i: int, into: PageBuffer) -> None:
-        if os.preadv(descriptor, [into.data[:length]], i * stride_bytes) != length:
-            raise AssertionError(f"slot {i} is cut short")
-
-    try:
-        yield fetch
-    finally:
-        os.close(descriptor)
+    with raw_file(path) as read_at:
+        yield lambda i, into: read_at(i * stride_bytes, into[:length])
 
 
 def _compare(buffers: Sequence[PageBuffer], like: PageBuffer, order: Sequence[int]) -> None:
@@ -301,11 +277,11 @@ def _large_store(report: Report, folder: Path, num_pages: int) -> None:
                 _contains(report, store, count)
             store.close()
     note = f"{num_pages} pages, caches dropped; {num_pages // 100}: {percentile(opened_s['small'], 50) * 1e3:.1f} ms"
-    report.add(Case.of("open.1m", opened_s["large"], "s", better="lower", ceiling=OPEN_S, target=1.0, note=note))
+    report.time("open.1m", opened_s["large"], "s", beside=[OPEN_S], target=1.0, note=note)
     note = f"{num_pages // 16} pages, caches dropped; the whole index is compared with its seal"
-    report.add(Case.of("open.trees", opened_s["middle"], "s", better="lower", ceiling=OPEN_S, target=1.0, note=note))
+    report.time("open.trees", opened_s["middle"], "s", beside=[OPEN_S], target=1.0, note=note)
     grown = [(resident["large"] - resident["small"]) / 1e6]
-    report.add(Case.of("open.1m.memory", grown, "MB", better="lower", note="more than opening a hundredth of it"))
+    report.case("open.1m.memory", grown, "MB", better="lower", note="more than opening a hundredth of it")
 
 
 def _contains(report: Report, store: LmdbPageStore, count: int) -> None:
@@ -317,8 +293,8 @@ def _contains(report: Report, store: LmdbPageStore, count: int) -> None:
     if store.contains(keys) != [int.from_bytes(key, "big") < count for key in keys]:
         raise AssertionError("contains does not tell what is there")
     seconds = interleave({"contains": lambda: store.contains(keys)}, samples=31)["contains"]
-    values, note = [s * 1e3 for s in seconds], f"1000 keys in {count} pages, half of them there"
-    report.add(Case.of("contains.1000", values, "ms", better="lower", ceiling=CONTAINS_MS, target=1.0, note=note))
+    note = f"1000 keys in {count} pages, half of them there"
+    report.time("contains.1000", seconds, "ms", beside=[CONTAINS_MS / 1e3], target=1.0, note=note)
 
 
 def _resident_bytes() -> int:

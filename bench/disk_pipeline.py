@@ -12,10 +12,8 @@ with the computed one, outside the timing. A helper of the disk bench.
 from __future__ import annotations
 
 import gc
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -24,7 +22,8 @@ import numpy as np
 import torch
 
 from hicache import CacheEngine, CacheRequest, EngineConfig, Lease, ModelGeometry, build_engine
-from hicache.bench.common import Case, Report, gb_per_s, percentile
+from hicache.bench.common import Report, gb_per_s, percentile
+from hicache.bench.raw_io import drop_caches
 from hicache.config import AdvancedConfig
 from hicache.store_config import DiskConfig
 
@@ -62,11 +61,9 @@ def measure_pipeline(report: Report, folder: Path, device: torch.device, tokens:
             for name, found in _round(config, prompts, truth, kind).items():
                 if turn >= 0:
                     seconds[name].append(found)
-    speeds = {name: gb_per_s(num_bytes, values) for name, values in seconds.items()}
-    legs = {name: percentile(speeds[name], 50) for name in ("disk", "link")}
-    slowest = min(legs.values())
+    legs = {name: percentile(gb_per_s(num_bytes, seconds[name]), 50) for name in ("disk", "link")}
     note = f"{documents} documents of {tokens} tokens; legs: " + ", ".join(f"{n} {v:.2f} GB/s" for n, v in legs.items())
-    report.add(Case.of("pipeline", speeds["pipeline"], "GB/s", ceiling=slowest, target=TARGET, note=note))
+    report.rate("pipeline", num_bytes, seconds["pipeline"], ceiling=min(legs.values()), target=TARGET, note=note)
 
 
 @contextmanager
@@ -123,36 +120,6 @@ def _round(config: EngineConfig, prompts: list[np.ndarray], truth: list[torch.Te
         found["link" if kind == "legs" else "pipeline"] = time.perf_counter() - start
         _compare(engine, leases, truth)
     return found
-
-
-def drop_caches(path: Path) -> None:
-    """Drop the kernel's cached pages of a file that nobody has mapped, or of all files of a store."""
-    for file in path.iterdir() if path.is_dir() else [path]:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-
-
-def in_threads(works: Sequence[Callable[[], None]]) -> None:
-    """Run all at once; the first error is raised here."""
-    errors: list[BaseException] = []
-
-    def guard(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    threads = [threading.Thread(target=guard, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def _touch(engine: CacheEngine) -> None:

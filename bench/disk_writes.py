@@ -15,18 +15,17 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from hicache.bench.common import Case, Report, gb_per_s, percentile
-from hicache.bench.disk_pipeline import drop_caches, in_threads
+from hicache.bench.common import Report
+from hicache.bench.raw_io import drop_caches, host_pages, in_threads
 from hicache.storage import LmdbPageStore, PageBuffer, PageFormat
 from hicache.storage.base import Durability
-from hicache.storage.memory import aligned_buffer
 
 TARGET = 0.85
 _GROUP_BYTES = 56 << 20  # of one commit of a store of 4 GiB or more
@@ -72,21 +71,20 @@ def measure_writes(
                 start = time.perf_counter()
                 write()
                 seconds[name].append(time.perf_counter() - start)
-    num_bytes = num_pages * page_bytes
     note = f"random bytes, groups of {per_group} pages of {page_bytes >> 20} MiB, a fdatasync each"
     for case, ceiling in ((f"write.{durability}", "raw"), (f"write.{durability}.direct", "direct")):
-        beside = percentile(gb_per_s(num_bytes, seconds[ceiling]), 50)
-        values = gb_per_s(num_bytes, seconds["store"])
-        report.add(Case.of(case, values, "GB/s", ceiling=beside, target=TARGET, note=note))
+        beside = seconds[ceiling]
+        report.rate(case, num_pages * page_bytes, seconds["store"], beside=beside, target=TARGET, note=note)
     if durability == "relaxed":
-        alone = percentile(gb_per_s(num_bytes, seconds["store"]), 50)
-        _mixed(report, folder / "write-mixed", pages, num_pages, alone, samples)
+        _mixed(report, folder / "write-mixed", pages, num_pages, seconds["store"], samples)
 
 
-def _mixed(report: Report, path: Path, pages: list[PageBuffer], num_pages: int, alone: float, samples: int) -> None:
+def _mixed(
+    report: Report, path: Path, pages: list[PageBuffer], num_pages: int, alone: Sequence[float], samples: int
+) -> None:
+    """`alone`: seconds of writing as many pages without readers."""
     written: list[float] = []
     read: list[float] = []
-    num_bytes = num_pages * len(pages[0])
     for turn in range(samples):
         with _store(path, pages, num_pages, "relaxed") as (store, write):
             write(1)
@@ -104,9 +102,8 @@ def _mixed(report: Report, path: Path, pages: list[PageBuffer], num_pages: int, 
 
             in_threads([write_beside, *readers])
             read.append(sum(counts) * len(pages[0]) / written[turn] / 1e9)
-    values = gb_per_s(num_bytes, written)
-    report.add(Case.of("mixed.write", values, "GB/s", ceiling=alone, note=f"beside {_READERS} readers"))
-    report.add(Case.of("mixed.read", read, "GB/s", note="beside one writer"))
+    report.rate("mixed.write", num_pages * len(pages[0]), written, beside=alone, note=f"beside {_READERS} readers")
+    report.case("mixed.read", read, "GB/s", note="beside one writer")
 
 
 def _read_until(
@@ -118,11 +115,6 @@ def _read_until(
         if store.get_into([_key(1, int(rng.integers(num_pages)))], [page]) != [True]:
             raise AssertionError("a page is missing")
         counts[which] += 1
-
-
-def host_pages(count: int, page_bytes: int) -> list[PageBuffer]:
-    """Memory in huge pages, like the engine's host pool."""
-    return [np.frombuffer(aligned_buffer(page_bytes), dtype=np.uint8, count=page_bytes) for _ in range(count)]
 
 
 def _aligned_pages(count: int, page_bytes: int) -> list[PageBuffer]:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from hicache import ModelGeometry
 from hicache.device import KVCache
@@ -136,6 +135,8 @@ class Forward:
     def _mask(self, num_queries: int, num_keys: int) -> torch.Tensor:
         """Aligned at the last query and key. On CUDA a mark for the flash kernel, which needs no mask in memory."""
         if self._pool.device.type == "cuda":
+            from torch.nn.attention.bias import causal_lower_right  # here, for it takes seconds
+
             return causal_lower_right(num_queries, num_keys)
         return torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
 

@@ -4,10 +4,10 @@
     sglang.*    SGLang's zero-copy storage calls, pages of 1 MiB, beside the page store
     lmcache.*   the rounds of `lmcache bench l2`, beside LMCache's adapter for files
 
-Each server has an environment of its own (`make test-integrations` makes them), and what is not installed is left out
-with a line. So there is a result file for each: integrations-lmcache-<machine>.json. From the repository:
+Each server has an environment of its own (`make test-servers` makes them), and what is not installed is left out with
+a line. So there is a result file for each: integrations-lmcache-<machine>.json. From the repository:
 
-    cd build/peers && PYTHONPATH=package lmcache/bin/python -m hicache.cli bench run integrations
+    PYTHONPATH=build/package ~/.cache/hicache/environments/lmcache-*/bin/python -m hicache.cli bench run integrations
 
 Everything is timed in turns in one process; what came back is compared with what was stored, outside the timing. Ours
 compresses and verifies; nobody drops caches.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -44,11 +43,8 @@ def run(args: argparse.Namespace, report: Report) -> None:
     for server in sorted(_PARTS.keys() - installed):
         print(f"{server}: left out, not installed here")
     if not installed:
-        raise BenchUnavailable("none of the servers is installed here; use an environment of make test-integrations")
+        raise BenchUnavailable("none of the servers is installed here; use an environment of make test-servers")
     report.bench = "-".join([NAME, *installed])
-    folder = Path(tempfile.mkdtemp(prefix="bench-integrations-", dir=args.dir or Path.cwd()))
-    try:
+    with tempfile.TemporaryDirectory(prefix="bench-integrations-", dir=args.dir or Path.cwd()) as folder:
         for server in installed:
-            _PARTS[server](report, folder / server, args.samples)
-    finally:
-        shutil.rmtree(folder)
+            _PARTS[server](report, Path(folder) / server, args.samples)

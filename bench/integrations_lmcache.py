@@ -11,7 +11,6 @@ A task is 32 objects of 256 KiB. A helper of the integrations bench.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, percentile
+from hicache.bench.common import BenchUnavailable, Report, in_turns
 from hicache.bench.disk import CHANNELS, synthetic_kv
 from hicache.bench.disk_writes import SyncedFiles
+from hicache.bench.integrations_store import WARMUP
 
 TARGET = 2.0
 _NUM_KEYS, _OBJECT_BYTES = 32, 256 << 10
-_WARMUP = 2
 
 
 @dataclass(frozen=True)
@@ -87,21 +86,17 @@ def _measure(
     report: Report, name: str, adapters: dict[str, Any], round: _Round, files: SyncedFiles, samples: int
 ) -> None:
     """One round of stores and one of loads of each adapter, in turns."""
-    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for turn in range(-_WARMUP, samples):
-        for of, adapter in adapters.items():
-            elapsed = _one_round(adapter, round, turn + _WARMUP)
-            for to, elapsed_s in (files.timed(elapsed) if of == "fs" else elapsed).items():
-                if turn >= 0:
-                    seconds[of, to].append(elapsed_s)
+    rounds = {
+        "ours": lambda turn: _one_round(adapters["ours"], round, turn + WARMUP),
+        "fs": lambda turn: files.timed(_one_round(adapters["fs"], round, turn + WARMUP)),
+    }
+    seconds = in_turns(rounds, samples=samples, warmup=WARMUP)
     num_bytes = round.in_flight * _NUM_KEYS * _OBJECT_BYTES
     tasks = f"{round.in_flight} x {_NUM_KEYS} objects of {_OBJECT_BYTES >> 10} KiB in flight"
-    note = f"{tasks}; ceiling: LMCache's fs adapter"
-    for case, ours, beside in (("store", "store", "store"), ("synced", "store", "synced"), ("load", "load", "load")):
-        ceiling = percentile(gb_per_s(num_bytes, seconds["fs", beside]), 50)
-        values = gb_per_s(num_bytes, seconds["ours", ours])
-        target = TARGET if name == "lmcache" else None
-        report.add(Case.of(f"{name}.{case}", values, "GB/s", ceiling=ceiling, target=target, note=note))
+    note, target = f"{tasks}; ceiling: LMCache's fs adapter", TARGET if name == "lmcache" else None
+    for case, ours in (("store", "store"), ("synced", "store"), ("load", "load")):
+        beside = seconds["fs", case]
+        report.rate(f"{name}.{case}", num_bytes, seconds["ours", ours], beside=beside, target=target, note=note)
 
 
 def _one_round(adapter: Any, round: _Round, turn: int) -> dict[str, float]:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,16 +21,15 @@ from unittest import mock
 import numpy as np
 import torch
 
-from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, percentile, repository
+from hicache.bench.common import BenchUnavailable, Report, in_turns, repository
 from hicache.bench.disk import synthetic_kv
-from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, PageFormat
+from hicache.bench.integrations_store import READERS, WARMUP, BareStore, require_round_trip
+from hicache.storage import PageBuffer
 
 TARGET = 0.9
 _LAYERS, _HEADS, _HEAD_DIM, _PAGE_TOKENS = 4, 8, 128, 64
 _PAGE_BYTES = 2 * _LAYERS * _HEADS * _HEAD_DIM * 2 * _PAGE_TOKENS
 _NUM_PAGES = 64
-_READERS, _PART_PAGES = 4, 8
-_WARMUP = 2
 
 
 def measure_sglang(report: Report, folder: Path, samples: int) -> None:
@@ -40,35 +38,22 @@ def measure_sglang(report: Report, folder: Path, samples: int) -> None:
 
     sglang_on_cpu.prepare()
     pool = _host_pool()
-    backend = _backend(folder / "ours", pool)
-    store = LmdbPageStore(
-        folder / "store",
-        identity={"model": "bench"},
-        formats=[PageFormat(_PAGE_BYTES, PageFilter("byte_shuffle", 2))],
-        budget_bytes=8 << 30,
-    )
     slots = torch.arange(2 * _NUM_PAGES * _PAGE_TOKENS, dtype=torch.int64)
     stored, loaded = slots[: slots.numel() // 2], slots[slots.numel() // 2 :]
     content = _content(pool, stored)
-    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    try:
-        with ThreadPoolExecutor(_READERS) as readers:
-            rounds: dict[str, Callable[[int], dict[str, float]]] = {
-                "ours": lambda turn: _backend_round(backend, pool, stored, loaded, content, turn),
-                "store": lambda turn: _store_round(store, readers, content, turn),
-            }
-            for turn in range(-_WARMUP, samples):
-                for of, run in rounds.items():
-                    for to, elapsed_s in run(turn).items():
-                        if turn >= 0:
-                            seconds[of, to].append(elapsed_s)
-    finally:
-        store.close()
-        backend.close()
+    into = [np.zeros(_PAGE_BYTES, dtype=np.uint8) for _ in content]
+    with (
+        closing(_backend(folder / "ours", pool)) as backend,
+        closing(BareStore(folder / "store", _PAGE_BYTES)) as store,
+    ):
+        rounds: dict[str, Callable[[int], dict[str, float]]] = {
+            "ours": lambda turn: _backend_round(backend, pool, stored, loaded, content, turn),
+            "store": lambda turn: store.round([key.encode() for key in _keys(turn)], content, into),
+        }
+        seconds = in_turns(rounds, samples=samples, warmup=WARMUP)
     for to in ("store", "load"):
-        ceiling = percentile(gb_per_s(_NUM_PAGES * _PAGE_BYTES, seconds["store", to]), 50)
-        values = gb_per_s(_NUM_PAGES * _PAGE_BYTES, seconds["ours", to])
-        report.add(Case.of(f"sglang.{to}", values, "GB/s", ceiling=ceiling, target=TARGET))
+        ours, beside = seconds["ours", to], seconds["store", to]
+        report.rate(f"sglang.{to}", _NUM_PAGES * _PAGE_BYTES, ours, beside=beside, target=TARGET)
 
 
 def _host_pool() -> Any:
@@ -115,7 +100,7 @@ def _backend(path: Path, pool: Any) -> Any:
         "interface_v1": 1,
         "path": str(path),
         "budget": "8GB",
-        "readers": _READERS,
+        "readers": READERS,
     }
     config = HiCacheStorageConfig(
         tp_rank=0,
@@ -156,32 +141,5 @@ def _backend_round(
     begin_s = time.perf_counter()
     get_ok = backend.batch_get_v1(keys, loaded)
     get_s = time.perf_counter() - begin_s
-    _require_equal(set_ok + get_ok, content, _content(pool, loaded))
+    require_round_trip(set_ok + get_ok, content, _content(pool, loaded))
     return {"store": set_s, "load": get_s}
-
-
-def _store_round(
-    store: LmdbPageStore, readers: ThreadPoolExecutor, content: list[PageBuffer], turn: int
-) -> dict[str, float]:
-    keys = [key.encode() for key in _keys(turn)]
-    into = [np.zeros(_PAGE_BYTES, dtype=np.uint8) for _ in keys]
-    begin_s = time.perf_counter()
-    put_ok = store.put(list(zip(keys, content, strict=True)))
-    put_s = time.perf_counter() - begin_s
-
-    def read(start: int) -> list[bool]:
-        part = slice(start, start + _PART_PAGES)
-        return store.get_into(keys[part], into[part])
-
-    begin_s = time.perf_counter()
-    get_ok = [ok for part in readers.map(read, range(0, _NUM_PAGES, _PART_PAGES)) for ok in part]
-    get_s = time.perf_counter() - begin_s
-    _require_equal(put_ok + get_ok, content, into)
-    return {"store": put_s, "load": get_s}
-
-
-def _require_equal(answers: list[bool], content: list[PageBuffer], came_back: list[PageBuffer]) -> None:
-    if not all(answers):
-        raise BenchUnavailable(f"{answers.count(False)} of {len(answers)} pages were not stored or not loaded")
-    if not all(np.array_equal(*pages) for pages in zip(content, came_back, strict=True)):
-        raise AssertionError("other bytes came back than were stored")

@@ -13,75 +13,56 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, percentile
+from hicache.bench.common import BenchUnavailable, Report, in_turns
 from hicache.bench.disk import synthetic_kv
 from hicache.bench.disk_writes import SyncedFiles
-from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, PageFormat
+from hicache.bench.integrations_store import READERS, WARMUP, BareStore, require_round_trip
 
 STORE_TARGET, FILES_TARGET = 0.9, 1.0
 _CHUNK_BYTES, _JOB_CHUNKS, _NUM_JOBS = 1 << 20, 16, 4
 _NUM_CHUNKS = _JOB_CHUNKS * _NUM_JOBS
-_READERS, _PART_CHUNKS = 4, 8  # as our tier reads
-_WARMUP = 2
 
 
 def measure_vllm(report: Report, folder: Path, samples: int) -> None:
     manager = _manager(folder)
-    store = LmdbPageStore(
-        folder / "store",
-        identity={"model": "bench"},
-        formats=[PageFormat(_CHUNK_BYTES, PageFilter("byte_shuffle", 2))],
-        budget_bytes=8 << 30,
-    )
-    try:
-        with ThreadPoolExecutor(_READERS) as readers:
-            seconds = _seconds(manager, store, readers, folder / "files", samples)
-    finally:
-        store.close()
-        manager.shutdown()
-    num_bytes = _NUM_CHUNKS * _CHUNK_BYTES
-    for name, ours, beside, target in (
+    view = np.asarray(manager.primary_tier.get_kv_memoryview()).view(np.uint8)
+    rng = np.random.default_rng(0)
+    for row in range(_NUM_CHUNKS):
+        view[row] = synthetic_kv(rng, _CHUNK_BYTES)
+    stored, loaded = list(view[:_NUM_CHUNKS]), list(view[_NUM_CHUNKS:])
+    job_ids, synced = itertools.count(), SyncedFiles(folder / "files")
+    ours, of_files = manager.secondary_tiers
+
+    def bare(turn: int) -> dict[str, float]:
+        view[_NUM_CHUNKS:] = 0
+        return store.round(_keys(turn), stored, loaded)
+
+    with closing(BareStore(folder / "store", _CHUNK_BYTES)) as store:
+        rounds: dict[str, Callable[[int], dict[str, float]]] = {
+            "ours": lambda turn: _tier_round(ours, view, job_ids, turn),
+            "files": lambda turn: synced.timed(_tier_round(of_files, view, job_ids, turn)),
+            "store": bare,
+        }
+        try:
+            seconds = in_turns(rounds, samples=samples, warmup=WARMUP)
+        finally:
+            manager.shutdown()
+    for name, part, beside, target in (
         ("store", "store", ("store", "store"), STORE_TARGET),
         ("load", "load", ("store", "load"), STORE_TARGET),
         ("store.files", "store", ("files", "store"), FILES_TARGET),
         ("store.synced", "store", ("files", "synced"), FILES_TARGET),
         ("load.files", "load", ("files", "load"), FILES_TARGET),
     ):
-        ceiling = percentile(gb_per_s(num_bytes, seconds[beside]), 50)
-        values = gb_per_s(num_bytes, seconds["ours", ours])
-        report.add(Case.of(f"vllm.{name}", values, "GB/s", ceiling=ceiling, target=target))
-
-
-def _seconds(
-    manager: Any, store: LmdbPageStore, readers: ThreadPoolExecutor, files: Path, samples: int
-) -> dict[tuple[str, str], list[float]]:
-    """Of each variant in turns, by what it does."""
-    view = np.asarray(manager.primary_tier.get_kv_memoryview()).view(np.uint8)
-    rng = np.random.default_rng(0)
-    for row in range(_NUM_CHUNKS):
-        view[row] = synthetic_kv(rng, _CHUNK_BYTES)
-    job_ids, synced = itertools.count(), SyncedFiles(files)
-    ours, of_files = manager.secondary_tiers
-    rounds: dict[str, Callable[[int], dict[str, float]]] = {
-        "ours": lambda turn: _tier_round(ours, view, job_ids, turn),
-        "files": lambda turn: synced.timed(_tier_round(of_files, view, job_ids, turn)),
-        "store": lambda turn: _store_round(store, readers, view, turn),
-    }
-    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for turn in range(-_WARMUP, samples):
-        for of, run in rounds.items():
-            for to, elapsed_s in run(turn).items():
-                if turn >= 0:
-                    seconds[of, to].append(elapsed_s)
-    return seconds
+        num_bytes = _NUM_CHUNKS * _CHUNK_BYTES
+        report.rate(f"vllm.{name}", num_bytes, seconds["ours", part], beside=seconds[beside], target=target)
 
 
 def _manager(folder: Path) -> Any:
@@ -89,7 +70,7 @@ def _manager(folder: Path) -> Any:
     from vllm.v1.kv_offload import config as of_vllm
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-    ours = {"type": "HiCacheTier", "module_path": "hicache.integrations.vllm", "readers": _READERS}
+    ours = {"type": "HiCacheTier", "module_path": "hicache.integrations.vllm", "readers": READERS}
     tiers = [
         {**ours, "path": str(folder / "ours"), "budget": "8GB"},
         {"type": "fs", "root_dir": str(folder / "files")},
@@ -112,7 +93,7 @@ def _manager(folder: Path) -> Any:
 
 
 def _keys(turn: int) -> list[bytes]:
-    return [((turn + _WARMUP) * _NUM_CHUNKS + n).to_bytes(32, "big") for n in range(_NUM_CHUNKS)]
+    return [((turn + WARMUP) * _NUM_CHUNKS + n).to_bytes(32, "big") for n in range(_NUM_CHUNKS)]
 
 
 def _tier_round(tier: Any, view: np.ndarray, job_ids: itertools.count[int], turn: int) -> dict[str, float]:
@@ -148,32 +129,5 @@ def _tier_round(tier: Any, view: np.ndarray, job_ids: itertools.count[int], turn
 
     seconds = {"store": run(tier.submit_store, 0, is_promotion=False)}
     seconds["load"] = run(tier.submit_load, _NUM_CHUNKS, is_promotion=True)
-    _require_equal(view)
+    require_round_trip([], list(view[:_NUM_CHUNKS]), list(view[_NUM_CHUNKS:]))
     return seconds
-
-
-def _store_round(store: LmdbPageStore, readers: ThreadPoolExecutor, view: np.ndarray, turn: int) -> dict[str, float]:
-    """The same with a store alone: one `put` for what our tier puts together, `get_into` on as many threads."""
-    keys = _keys(turn)
-    into: Sequence[PageBuffer] = list(view[_NUM_CHUNKS:])
-    view[_NUM_CHUNKS:] = 0
-    begin_s = time.perf_counter()
-    stored = store.put(list(zip(keys, view[:_NUM_CHUNKS], strict=True)))
-    put_s = time.perf_counter() - begin_s
-
-    def read(start: int) -> list[bool]:
-        part = slice(start, start + _PART_CHUNKS)
-        return store.get_into(keys[part], into[part])
-
-    begin_s = time.perf_counter()
-    found = [ok for part in readers.map(read, range(0, _NUM_CHUNKS, _PART_CHUNKS)) for ok in part]
-    get_s = time.perf_counter() - begin_s
-    if not (all(stored) and all(found)):
-        raise BenchUnavailable("the page store could not take all chunks")
-    _require_equal(view)
-    return {"store": put_s, "load": get_s}
-
-
-def _require_equal(view: np.ndarray) -> None:
-    if not np.array_equal(view[:_NUM_CHUNKS], view[_NUM_CHUNKS:]):
-        raise AssertionError("other bytes came back than were stored")

@@ -5,7 +5,7 @@ transfer brings the prefix layer by layer. Timed in turns, on the host's clock, 
 idle device: each half alone, both with an event per layer, and the control: both with one wait for all layers before
 the forward, which cannot overlap. `beside` is the resident forward beside the same load without waiting for it: the
 cost of sharing the machine. Outputs are compared outside the timing (bench.stage). Forwards run on a stream of their
-own, as those of servers do; `legacy_stream` is one on CUDA's default stream.
+own, as those of servers do.
 
     overlap = max(load, compute) / measured       hidden = (load + compute - measured) / min(load, compute)
 """
@@ -13,10 +13,9 @@ own, as those of servers do; `legacy_stream` is one on CUDA's default stream.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -24,10 +23,9 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from hicache.bench.common import BenchUnavailable, Case, Report, Timer, interleave, percentile, wall_timer
+from hicache.bench.common import BenchUnavailable, Report, Timer, interleave, percentile, wall_timer
 from hicache.bench.forward8b import FULL, TINY
-from hicache.bench.stage import Stage, Step, step_timer
-from hicache.bench.tables import print_report
+from hicache.bench.stage import Stage, step_timer
 from hicache.bench.transfer import Layout
 from hicache.config import EngineConfig
 from hicache.factory import build_transfer
@@ -50,7 +48,6 @@ HOST_PREFIX_TARGET = 1.02
 OVERLAP_TARGET = 0.965
 AGED_TARGET = 0.95
 LONG_COMPUTE = 1.2  # compute time over load time from which a load should add no time
-CONTROL_GAP = 0.3  # minimum hidden share that layer events add at the most balanced suffix
 
 _BUSY_CYCLES = 60_000_000  # 30 ms of device time and more: ten times what a submission may take
 _SHARE_OF_LOAD = 0.9  # matmuls beside a load end before it does
@@ -92,54 +89,33 @@ class Overlap:
     def measured(self) -> float:
         return percentile(self.together, 50)
 
-    @property
-    def imbalance(self) -> float:
-        """0 where load and compute take equally long."""
-        return abs(math.log(self.compute / self.load))
-
     def hidden(self, runs: Sequence[float]) -> list[float]:
         """The share of the shorter half that each run hid: 1 is all of it, 0 none; below 0 it took longer than both."""
         return [(self.load + self.compute - run) / min(self.load, self.compute) for run in runs]
 
-    def cases(self, order: Order, *, target: bool) -> list[Case]:
+    def report(self, report: Report, order: Order, *, target: bool) -> None:
         longer = max(self.load, self.compute)
         parts = (("load", self.load), ("compute", self.compute), ("both", self.measured))
         note = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in parts)
         prefix, name = order.prefix, f"suffix{self.num_tokens}{order.ending}"
-        shares = [longer / run for run in self.together]
+        together, beside = ([longer / run for run in runs] for runs in (self.together, self.beside))
         goal = order.target if target else None
-        control = f"one wait for all layers: {percentile(self.control, 50) * 1e3:.2f} ms"
-        beside = f"waiting for no layer: {percentile(self.beside, 50) * 1e3:.2f} ms"
-        return [
-            Case.of(f"{prefix}{name}", shares, "share", ceiling=1.0, target=goal, note=note),
-            Case.of(f"{prefix}hidden.{name}", self.hidden(self.together), "share"),
-            Case.of(f"{prefix}control.{name}", self.hidden(self.control), "share", better="lower", note=control),
-            Case.of(f"{prefix}beside.{name}", [longer / run for run in self.beside], "share", ceiling=1.0, note=beside),
-        ]
+        report.case(f"{prefix}{name}", together, "share", ceiling=1.0, target=goal, note=note)
+        report.case(f"{prefix}hidden.{name}", self.hidden(self.together), "share")
+        note = f"one wait for all layers: {percentile(self.control, 50) * 1e3:.2f} ms"
+        report.case(f"{prefix}control.{name}", self.hidden(self.control), "share", better="lower", note=note)
+        note = f"waiting for no layer: {percentile(self.beside, 50) * 1e3:.2f} ms"
+        report.case(f"{prefix}beside.{name}", beside, "share", ceiling=1.0, note=note)
 
 
-def host_prefix_case(overlaps: Sequence[Overlap], order: Order, *, target: bool) -> Case | None:
-    """What a prefix on the host adds to the shortest forward that computes clearly longer than the load; None: none."""
-    long = [o for o in overlaps if o.compute >= LONG_COMPUTE * o.load]
-    if not long:
-        return None
-    o = min(long, key=lambda overlap: overlap.num_tokens)
-    note = (
-        f"{o.num_tokens} new tokens, compute {o.compute / o.load:.2f} x transfer; the ceiling is the resident forward"
-    )
-    values, goal = [run * 1e3 for run in o.together], HOST_PREFIX_TARGET if target else None
-    return Case.of(order.host_prefix, values, "ms", better="lower", ceiling=o.compute * 1e3, target=goal, note=note)
-
-
-def check_control(overlaps: Sequence[Overlap]) -> None:
-    """AssertionError unless layer events hide clearly more than the control where load and compute are most alike."""
-    o = min(overlaps, key=lambda overlap: overlap.imbalance)
-    hidden, control = (percentile(o.hidden(runs), 50) for runs in (o.together, o.control))
-    if not hidden - control > CONTROL_GAP:
-        raise AssertionError(
-            f"{o.num_tokens} new tokens: layer events hide {hidden:.2f} of the shorter half, one wait for all layers "
-            f"{control:.2f}; the difference should be above {CONTROL_GAP}"
-        )
+def report_host_prefix(report: Report, overlaps: Sequence[Overlap], order: Order, *, target: bool) -> None:
+    """What a prefix on the host adds to the shortest forward that computes clearly longer than its load, if any."""
+    o = min((o for o in overlaps if o.compute >= LONG_COMPUTE * o.load), key=lambda o: o.num_tokens, default=None)
+    if o is None:
+        return
+    times = f"{o.num_tokens} new tokens, compute {o.compute / o.load:.2f} x transfer"
+    goal, note = HOST_PREFIX_TARGET if target else None, f"{times}; the ceiling is the resident forward"
+    report.time(order.host_prefix, o.together, "ms", beside=[o.compute], target=goal, note=note)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,32 +145,20 @@ def run(args: argparse.Namespace, report: Report) -> None:
         report.bench = "-".join([NAME, *(name.rpartition(".")[2] for name in args.orders)])
     shape, orders = FULL if on_cuda else TINY, [o for o in ORDERS if o.layout.name in (args.orders or o.layout.name)]
     with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
-        try:
-            for order in orders:
-                lengths = _some_of(suffixes) if order.layout.scattered else suffixes
-                _stage(report, Stage(shape, order.layout, prefix_tokens, device), samples, order, lengths)
-        except AssertionError:
-            print_report(report)  # no file is written: show what was measured until then
-            raise
+        for order in orders:
+            # Of scattered pages, the lengths that are measured in more ways than one.
+            lengths = [s for s in suffixes if s in RANDOM_SUFFIXES] or suffixes[:1]
+            with closing(Stage(shape, order.layout, prefix_tokens, device)) as stage:
+                _stage(report, stage, samples, order, lengths if order.layout.scattered else suffixes)
 
 
 def _stage(report: Report, stage: Stage, samples: int, order: Order, lengths: Sequence[int]) -> None:
-    """All cases of one order of pages; closes the stage."""
-    try:
-        _submit(report, stage, samples, order)
-        if not order.layout.scattered:
-            _during_load(report, stage, samples)
-            _gather(report, stage, samples, _some_of(lengths)[0])
-            _legacy_stream(report, stage, samples, _some_of(lengths)[0])
-        _overlap(report, stage, samples, order, lengths)
-        stage.rig.verify()
-    finally:
-        stage.close()
-
-
-def _some_of(suffixes: Sequence[int]) -> Sequence[int]:
-    """The lengths that are measured in more ways than one."""
-    return [s for s in suffixes if s in RANDOM_SUFFIXES] or suffixes[:1]
+    """All cases of one order of pages."""
+    _submit(report, stage, samples, order)
+    if not order.layout.scattered:
+        _during_load(report, stage, samples)
+    _overlap(report, stage, samples, order, lengths)
+    stage.rig.verify()
 
 
 def _overlap(report: Report, stage: Stage, samples: int, order: Order, lengths: Sequence[int]) -> None:
@@ -206,47 +170,8 @@ def _overlap(report: Report, stage: Stage, samples: int, order: Order, lengths: 
         runs = (tuple(seconds[name]) for name in ("together", "control", "beside"))
         overlap = Overlap(num_tokens, load, compute, *runs)
         overlaps.append(overlap)
-        for case in overlap.cases(order, target=target):
-            report.add(case)
-    host_prefix = host_prefix_case(overlaps, order, target=target)
-    if host_prefix is not None:
-        report.add(host_prefix)
-    if target:
-        check_control(overlaps)
-
-
-def _gather(report: Report, stage: Stage, samples: int, num_tokens: int) -> None:
-    """The cost of gathering rows in a forward that could read them in place."""
-    in_place, gathered = (stage.forward.suffix(num_tokens, gather=gather) for gather in (False, True))
-    stage.resident(in_place)
-    expected = stage.output
-    stage.resident(gathered)
-    if not torch.equal(stage.output, expected):
-        raise AssertionError("a forward over gathered rows is not the forward over the same rows in place")
-    variants = {"place": lambda: stage.resident(in_place), "gather": lambda: stage.resident(gathered)}
-    seconds = interleave(variants, samples=samples, warmup=1, sync=stage.sync)
-    values, ceiling = [s * 1e3 for s in seconds["gather"]], percentile(seconds["place"], 50) * 1e3
-    note = "resident; the ceiling reads the pool in place"
-    name = f"forward.gather.suffix{num_tokens}"
-    report.add(Case.of(name, values, "ms", better="lower", ceiling=ceiling, note=note))
-
-
-def _legacy_stream(report: Report, stage: Stage, samples: int, num_tokens: int) -> None:
-    """A load and the forward that waits for it, on CUDA's legacy default stream and on one of their own."""
-    if stage.device.type != "cuda":
-        return
-    step = stage.steps(stage.forward.suffix(num_tokens))["together"]
-
-    def legacy() -> None:
-        with torch.cuda.stream(torch.cuda.default_stream(stage.device)):
-            step.run()
-
-    variants = {"own": step, "legacy": Step(legacy, step.before, step.after)}
-    seconds = interleave(variants, samples=samples, warmup=1, timer=step_timer(stage.sync))
-    values, ceiling = [s * 1e3 for s in seconds["legacy"]], percentile(seconds["own"], 50) * 1e3
-    note = "with its load; the ceiling is the same on a stream of its own"
-    name = f"forward.legacy_stream.suffix{num_tokens}"
-    report.add(Case.of(name, values, "ms", better="lower", ceiling=ceiling, note=note))
+        overlap.report(report, order, target=target)
+    report_host_prefix(report, overlaps, order, target=target)
 
 
 def _submit(report: Report, stage: Stage, samples: int, order: Order) -> None:
@@ -296,8 +221,8 @@ def _time_submit(
         whole = time.perf_counter() - start
         op.wait()
         if turn >= 0:
-            submitted.append(elapsed * 1e3)
-            queued.append(whole * 1e3)
+            submitted.append(elapsed)
+            queued.append(whole)
             waited += idle
     if strict and waited:
         raise AssertionError(
@@ -305,8 +230,8 @@ def _time_submit(
         )
     note = f"returned with the device still busy: {samples - waited} of {samples}" if on_cuda else ""
     ceiling, target = SUBMIT_MS if on_cuda else None, 1.0 if strict else None
-    report.add(Case.of(name, submitted, "ms", better="lower", ceiling=ceiling, target=target, note=note))
-    report.add(Case.of(f"{name}.all_layers", queued, "ms", better="lower", note="until the last layer is queued"))
+    report.time(name, submitted, "ms", ceiling=ceiling, target=target, note=note)
+    report.time(f"{name}.all_layers", queued, "ms", note="until the last layer is queued")
 
 
 def _occupy(device: torch.device) -> torch.cuda.Event:
@@ -357,15 +282,13 @@ def _beside_load(
 
     variants = {"alone": lambda: seconds_of(count), "load": beside_load}
     seconds = interleave(variants, samples=samples, timer=lambda run: cast(float, run()))
-    each = {name: [s / count * 1e3 for s in values] for name, values in seconds.items()}
+    each = {name: [s / count for s in values] for name, values in seconds.items()}
     note = (
         f"{count} of {what} a run; the load took {percentile(loads, 50) * 1e3:.1f} ms beside them, "
         f"{percentile(alone, 50) * 1e3:.1f} alone, and outlasted them in {sum(outlasted)} of {len(outlasted)} runs"
     )
-    ceiling, target = percentile(each["alone"], 50), target if on_cuda else None
-    report.add(
-        Case.of(f"{name}.during_load", each["load"], "ms", better="lower", ceiling=ceiling, target=target, note=note)
-    )
+    target = target if on_cuda else None
+    report.time(f"{name}.during_load", each["load"], "ms", beside=each["alone"], target=target, note=note)
 
 
 def _stream_clock(device: torch.device) -> Timer:

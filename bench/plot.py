@@ -1,6 +1,6 @@
 """Result files as figures, `<result>-ratios.svg`: the share of its ceiling that each case reaches.
 
-A bar a case, p10 to p90 as a whisker, a mark at the case's target, a line at the ceiling. The same result gives the same
+A bar a case, p10 to p90 as a whisker, a mark at the target, a line at the ceiling. The same result gives the same
 bytes. Needs matplotlib: `pip install 'hicache[plot]'`.
 """
 

@@ -1,40 +1,45 @@
 """Remote stores on loopback: pages put and got through the store, beside the client's own calls with the same buffers.
 
-    <store>.put, <store>.get   random pages; the ceiling is what the store's own client does in a batch
+    <store>.put, <store>.get   random pages; the ceiling is what the store's own client does: a batch of Mooncake's
+                               library, a pipeline of redis-py with hiredis, obstore in as many threads
     mooncake.*.parts           the library's calls with two buffers a page, as the store makes them, nothing verified
-    mooncake.*.own             the same with the memory in this process: the library copies memory, without a socket
     <store>.engines            prompts that an engine in another process computed, beside the store's get
 
-Variants run in turns in one process; what came back is compared after the rounds. Servers are started and stopped here.
+Variants run in turns in one process; what came back is compared. Servers are started and stopped here. What is not
+installed is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import mmap
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from hicache.bench.common import BenchUnavailable, Case, Report, gb_per_s, interleave, percentile
-from hicache.bench.mooncake_server import MooncakeServer, missing, running
+from hicache.bench.common import BenchUnavailable, Report, in_turns, interleave, wall_timer
 from hicache.bench.remote_engines import NUM_PROMPTS, PROMPT_PAGES, measure_engines
-from hicache.bench.remote_redis import measure_redis, measure_s3
+from hicache.bench.servers import BUCKET, CREDENTIALS, MooncakeServer, RedisServer, S3Server, Server, free_port
 from hicache.storage import PageBuffer, PageFormat, PageStore, open_store
 from hicache.storage.header import HEADER_BYTES
-from hicache.storage.mooncake_client import load_mooncake
 
 NAME = "remote"
 DESCRIPTION = "remote stores on loopback: put and get, against the client's own batch calls with the same buffers"
 
 TARGET = 0.9
+_S3_THREADS = 16  # what S3PageStore has by default
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = [name for name, _ in STORES]
+    names = list(STORES)
     parser.add_argument("--stores", nargs="+", choices=names, default=names, help="default: all that are installed")
     parser.add_argument("--pages", type=int, default=64, help="of one batch (default: %(default)s)")
     parser.add_argument("--page-kib", type=int, default=1024, help="KiB of a page (default: %(default)s)")
@@ -43,31 +48,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, report: Report) -> None:
     unavailable = []
-    for name, measure in STORES:
-        if name in args.stores:
-            try:
-                measure(report, args.pages, args.page_kib << 10, args.samples)
-            except BenchUnavailable as error:
-                unavailable.append(str(error))
+    batch = Batch.of(args.pages, args.page_kib << 10)
+    for name in dict.fromkeys(args.stores):
+        server, measure = STORES[name]
+        try:
+            if reason := server.missing():
+                raise BenchUnavailable(reason)
+            measure(report, batch, args.samples)
+        except BenchUnavailable as error:
+            unavailable.append(str(error))
     if len(unavailable) == len(args.stores):
         raise BenchUnavailable("; ".join(unavailable))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Pages to put and buffers to get them into, each in one piece of memory, uint8 `[num_pages * page_bytes]`."""
+    """Random pages to put and buffers to get them into, each in one piece, uint8 `[num_pages * page_bytes]`."""
 
     source: PageBuffer
     target: PageBuffer
     page_bytes: int
 
     @classmethod
-    def of(cls, pages: Sequence[PageBuffer]) -> Batch:
-        num_bytes = sum(map(len, pages))
-        source, target = (np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8) for _ in range(2))
-        np.concatenate(pages, out=source)
-        target[:] = 0
-        return cls(source, target, len(pages[0]))
+    def of(cls, num_pages: int, page_bytes: int) -> Batch:
+        source, target = (np.frombuffer(mmap.mmap(-1, num_pages * page_bytes), np.uint8) for _ in range(2))
+        source[:] = np.random.default_rng(0).integers(0, 256, num_pages * page_bytes, dtype=np.uint8)
+        return cls(source, target, page_bytes)
 
     @property
     def pages(self) -> list[PageBuffer]:
@@ -81,6 +87,13 @@ class Batch:
     def keys(self) -> list[bytes]:
         return [b"page %d" % n for n in range(len(self.pages))]
 
+    @property
+    def note(self) -> str:
+        return f"{len(self.pages)} pages of {self.page_bytes >> 10} KiB a call"
+
+    def open(self, url: str) -> PageStore:
+        return open_store(url, identity={"model": "bench"}, formats=[PageFormat(self.page_bytes)])
+
     def calls(self, store: PageStore) -> dict[str, Callable[[], None]]:
         """`put`, `get` and `delete` of the whole batch, each of which takes every page."""
         keys, buffers, items = self.keys, self.buffers, list(zip(self.keys, self.pages, strict=True))
@@ -90,10 +103,10 @@ class Batch:
             "delete": lambda: _require(store.delete(keys) == len(keys)),
         }
 
-    def compare(self, get: Callable[[], None]) -> None:
-        self.target[:] = 0
-        get()
+    def compare(self) -> None:
+        """What was got is what was put; it is cleared."""
         _require(np.array_equal(self.source, self.target))
+        self.target[:] = 0
 
 
 def _require(holds: bool) -> None:
@@ -101,47 +114,28 @@ def _require(holds: bool) -> None:
         raise AssertionError("a page was not stored, not found, or came back changed")
 
 
-def _random_pages(num_pages: int, page_bytes: int) -> list[PageBuffer]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, 256, page_bytes, dtype=np.uint8) for _ in range(num_pages)]
-
-
-def _mooncake(report: Report, num_pages: int, page_bytes: int, samples: int) -> None:
-    if reason := missing():
-        raise BenchUnavailable(reason)
-    pool_bytes = 6 * num_pages * page_bytes + (256 << 20)
-    random = Batch.of(_random_pages(num_pages, page_bytes))
-    with running(pool_bytes) as server:
-        _beside_library(report, "", server, server, 0, random, samples)
-    with running((NUM_PROMPTS + 2) * PROMPT_PAGES << 20, lease_ms=5000) as server:  # as docs/remote.md starts it
+def _mooncake(report: Report, batch: Batch, samples: int) -> None:
+    with MooncakeServer(6 * batch.source.nbytes + (256 << 20)) as server:
+        _beside_library(report, server, batch, samples)
+    # As docs/remote.md starts it.
+    with MooncakeServer((NUM_PROMPTS + 2) * PROMPT_PAGES << 20, lease_ms=5000) as server:
         measure_engines(report, "mooncake", server.url, samples)
-    # Two pools, for the master spreads values over all memory that it has.
-    with running(0) as server, running(0) as other:
-        _beside_library(report, ".own", server, other, pool_bytes, random, samples)
-
-
-def _library(server: MooncakeServer, segment_bytes: int, batch: Batch) -> Any:
-    """A client of the library, with the batch's memory registered."""
-    library = load_mooncake().MooncakeDistributedStore()
-    master = server.url.partition("//")[2]
-    _require(library.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, 0, "tcp", "", master) == 0)
-    for memory in (batch.source, batch.target):
-        _require(library.register_buffer(memory.ctypes.data, memory.nbytes) == 0)
-    return library
 
 
 class _InParts:
     """The library's calls as the store makes them: each value a header and a page, and nothing verified."""
 
-    def __init__(self, library: Any, sources: Sequence[int], targets: Sequence[int], page_bytes: int) -> None:
-        self._library, self._page_bytes = library, page_bytes
-        self._headers = np.zeros((len(sources), HEADER_BYTES), np.uint8)
+    def __init__(self, library: Any, batch: Batch) -> None:
+        self._library, self._page_bytes = library, batch.page_bytes
+        self._headers = np.zeros((len(batch.pages), HEADER_BYTES), np.uint8)
         _require(library.register_buffer(self._headers.ctypes.data, self._headers.nbytes) == 0)
-        self.names = [f"parts {n}" for n in range(len(sources))]
+        self.names = [f"parts {n}" for n in range(len(batch.pages))]
         headers = [header.ctypes.data for header in self._headers]
-        self._sources = [list(pair) for pair in zip(headers, sources, strict=True)]
-        self._targets = [list(pair) for pair in zip(headers, targets, strict=True)]
-        self._sizes = [[HEADER_BYTES, page_bytes] for _ in sources]
+        self._sources, self._targets = (
+            [[header, page.ctypes.data] for header, page in zip(headers, pages, strict=True)]
+            for pages in (batch.pages, batch.buffers)
+        )
+        self._sizes = [[HEADER_BYTES, batch.page_bytes] for _ in headers]
 
     def put(self) -> None:
         _require(not any(self._library.batch_put_from_multi_buffers(self.names, self._sources, self._sizes)))
@@ -151,26 +145,15 @@ class _InParts:
         _require(codes == [HEADER_BYTES + self._page_bytes] * len(codes))
 
 
-def _beside_library(
-    report: Report,
-    suffix: str,
-    server: MooncakeServer,
-    server_of_library: MooncakeServer,
-    segment_bytes: int,
-    batch: Batch,
-    samples: int,
-) -> None:
-    """Store and library, each with a client of its own, which lends so much memory."""
+def _beside_library(report: Report, server: MooncakeServer, batch: Batch, samples: int) -> None:
+    """Store and library, each with a client of its own, with the batch's memory registered."""
     sizes, names = [batch.page_bytes] * len(batch.pages), [f"own {n}" for n in range(len(batch.pages))]
     sources, targets = ([page.ctypes.data for page in pages] for pages in (batch.pages, batch.buffers))
-    formats = [PageFormat(batch.page_bytes)]
-    with closing(
-        open_store(f"{server.url}?segment={segment_bytes}", identity={"model": "bench"}, formats=formats)
-    ) as st:
+    with closing(batch.open(server.url)) as store, closing(server.library()) as library:
         for memory in (batch.source, batch.target):
-            st.register_memory(memory)
-        library = _library(server_of_library, segment_bytes, batch)
-        calls, parts = batch.calls(st), _InParts(library, sources, targets, batch.page_bytes)
+            store.register_memory(memory)
+            _require(library.register_buffer(memory.ctypes.data, memory.nbytes) == 0)
+        calls, parts = batch.calls(store), _InParts(library, batch)
         variants: dict[str, Callable[[], None]] = {
             "library.put": lambda: _require(not any(library.batch_put_from(names, sources, sizes))),
             "put": calls["put"],
@@ -182,23 +165,99 @@ def _beside_library(
             "delete": calls["delete"],
         }
         seconds = interleave(variants, samples=samples)
-        where = "memory of this process, copied by the library" if suffix else "memory of another process, tcp"
-        note = f"{len(sizes)} pages of {batch.page_bytes >> 10} KiB a call; {where}"
+        note = f"{batch.note}; memory of another process, tcp"
         for verb in ("put", "get"):
-            ceiling = percentile(gb_per_s(batch.source.nbytes, seconds[f"library.{verb}"]), 50)
-            for name, target in ((verb, None if suffix else TARGET), (f"{verb}.parts", None)):
-                rates = gb_per_s(batch.source.nbytes, seconds[name])
-                report.add(
-                    Case.of(f"mooncake.{name}{suffix}", rates, "GB/s", ceiling=ceiling, target=target, note=note)
+            for name, target in ((verb, TARGET), (f"{verb}.parts", None)):
+                beside = seconds[f"library.{verb}"]
+                report.rate(
+                    f"mooncake.{name}", batch.source.nbytes, seconds[name], beside=beside, target=target, note=note
                 )
+        batch.target[:] = 0
         calls["put"]()
-        batch.compare(calls["get"])
-        library.close()
+        calls["get"]()
+        batch.compare()
 
 
-# Each measures one store, and raises BenchUnavailable where its server or its package is missing.
-STORES: tuple[tuple[str, Callable[[Report, int, int, int], None]], ...] = (
-    ("mooncake", _mooncake),
-    ("redis", measure_redis),
-    ("s3", measure_s3),
-)
+def _redis(report: Report, batch: Batch, samples: int) -> None:
+    clients, port = _client("redis", "hiredis"), free_port()
+    url = f"redis://127.0.0.1:{port}?level=0"
+    listening = RedisServer("--bind", "127.0.0.1", "--port", str(port))
+    with listening, closing(batch.open(url)) as store, closing(clients.Redis(port=port)) as client:
+        names = [key.decode() for key in batch.keys]
+
+        def pipeline(verb: str, *values: Any) -> list[Any]:
+            pipe = client.pipeline(transaction=False)
+            for arguments in zip(names, *values, strict=True):
+                getattr(pipe, verb)(*arguments)
+            return list(pipe.execute())
+
+        contents = [page.data for page in batch.pages]
+        ceilings = {"put": lambda: pipeline("set", contents), "get": lambda: pipeline("get")}
+        _put_and_get(report, "redis", batch, batch.calls(store), ceilings, client.flushdb, samples)
+        client.flushdb()
+        measure_engines(report, "redis", url, samples)
+
+
+def _s3(report: Report, batch: Batch, samples: int) -> None:
+    obstore = _client("obstore")
+    with S3Server() as server, ThreadPoolExecutor(_S3_THREADS) as threads, mock.patch.dict(os.environ, CREDENTIALS):
+        options = {"endpoint": server.endpoint, "client_options": {"allow_http": True}}
+        bucket = importlib.import_module("obstore.store").S3Store(BUCKET, **options)
+        names = [key.decode() for key in batch.keys]
+        put = partial(obstore.put, bucket, mode="create", use_multipart=False)
+        ceilings = {
+            "put": lambda: list(threads.map(put, names, batch.pages)),
+            "get": lambda: list(threads.map(lambda name: len(obstore.get(bucket, name).bytes()), names)),
+        }
+        with closing(batch.open(f"s3://{BUCKET}?endpoint={server.endpoint}&level=0")) as store:
+            _put_and_get(report, "s3", batch, batch.calls(store), ceilings, server.wipe, samples)
+
+
+def _client(*packages: str) -> Any:
+    """The first of the packages that the ceilings are measured with."""
+    try:
+        client, *_ = [importlib.import_module(name) for name in packages]
+        return client
+    except ImportError as error:
+        raise BenchUnavailable(f"{error}: pip install {' '.join(packages)}") from None
+
+
+def _put_and_get(
+    report: Report,
+    name: str,
+    batch: Batch,
+    calls: Mapping[str, Callable[[], object]],
+    ceilings: Mapping[str, Callable[[], object]],
+    wipe: Callable[[], object],
+    samples: int,
+) -> None:
+    """Each put into an empty server; each get of both, compared outside the times."""
+    clock = wall_timer()
+
+    def round_of(verb: str, of: Mapping[str, Callable[[], object]]) -> Callable[[int], dict[str, float]]:
+        def run(_: int) -> dict[str, float]:
+            if verb == "put":
+                wipe()
+            seconds = clock(of[verb])
+            if of is calls and verb == "get":
+                batch.compare()
+            return {verb: seconds}
+
+        return run
+
+    for verb in ("put", "get"):
+        rounds = {"store": round_of(verb, calls), "ceiling": round_of(verb, ceilings)}
+        seconds = in_turns(rounds, samples=samples, warmup=1)
+        beside = seconds["ceiling", verb]
+        report.rate(
+            f"{name}.{verb}", batch.source.nbytes, seconds["store", verb], beside=beside, target=TARGET, note=batch.note
+        )
+        calls["put"]()  # beside what the ceiling put last
+
+
+# Each measures one store; BenchUnavailable where a client for the ceiling is missing.
+STORES: dict[str, tuple[type[Server], Callable[[Report, Batch, int], None]]] = {
+    "mooncake": (MooncakeServer, _mooncake),
+    "redis": (RedisServer, _redis),
+    "s3": (S3Server, _s3),
+}

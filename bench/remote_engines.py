@@ -19,7 +19,7 @@ from contextlib import closing
 import numpy as np
 import torch
 
-from hicache.bench.common import Case, Report, interleave, percentile
+from hicache.bench.common import Report, interleave
 from hicache.config import EngineConfig
 from hicache.disk import identity_of
 from hicache.engine import CacheEngine, CacheRequest
@@ -63,12 +63,10 @@ def _measure(report: Report, case: str, config: EngineConfig, seeds: Sequence[in
         engine.flush()
         engine.check()
         num_bytes = num_pages * engine.inspect.context.full.host.page_bytes
-        rates, ceiling = ([num_bytes / s / 1e9 for s in seconds[variant]] for variant in ("engine", "store"))
-        note = (
-            f"{remote.reader_threads} reader(s), {num_pages} pages of another process; the ceiling is the store's get"
-        )
-        target = TARGET if remote.reader_threads == 1 else None
-        report.add(Case.of(case, rates, "GB/s", ceiling=percentile(ceiling, 50), target=target, note=note))
+        readers = remote.reader_threads
+        note = f"{readers} reader(s), {num_pages} pages of another process; the ceiling is the store's get"
+        target = TARGET if readers == 1 else None
+        report.rate(case, num_bytes, seconds["engine"], beside=seconds["store"], target=target, note=note)
 
 
 class _Direct:

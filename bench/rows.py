@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from hicache.bench.common import Case, Report, gb_per_s, percentile
+from hicache.bench.common import Report
 from hicache.bench.queued import seconds_each
 from hicache.config import kernel_choice
 from hicache.kernels.mla import get_latent, set_latent
@@ -51,11 +51,9 @@ def _measure(report: Report, cases: dict[str, tuple[Run, int]], mib: int, sample
         source, target = (torch.ones(traffic // 2, dtype=torch.uint8, device=device) for _ in range(2))
         variants[f"raw.{name}"] = partial(target.copy_, source)
     seconds = seconds_each(variants, samples=samples, device=device)
+    goal = TARGETS[mib] if device.type == "cuda" else None
     for name, (_, traffic) in cases.items():
-        ceiling = percentile(gb_per_s(traffic, seconds[f"raw.{name}"]), 50)
-        goal = TARGETS[mib] if device.type == "cuda" else None
-        values = gb_per_s(traffic, seconds[name])
-        report.add(Case.of(f"{name}.{mib}mib", values, "GB/s", ceiling=ceiling, target=goal))
+        report.rate(f"{name}.{mib}mib", traffic, seconds[name], beside=seconds[f"raw.{name}"], target=goal)
 
 
 def _slots(count: int, total: int, device: torch.device) -> torch.Tensor:

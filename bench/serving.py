@@ -26,10 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache.bench.common import Case, Report, interleave, percentile, timer_for
-from hicache.bench.disk_pipeline import drop_caches
+from hicache.bench.common import Report, interleave, percentile, timer_for
+from hicache.bench.raw_io import drop_caches, raw_read_s
 from hicache.bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
-from hicache.bench.serving_disk import raw_read_s
 from hicache.engine import CacheRequest
 from hicache.serving import Chunk, Request
 from hicache.serving.warm_up import warm_up
@@ -120,7 +119,7 @@ def _decode(report: Report, served: ServedModel, sizes: Sizes, *, compiled: bool
             step_ms = percentile(seconds, 50) * 1e3
             note = f"step {step_ms:.2f} ms; weights and KV {read / 1e9:.1f} GB at {bandwidth / 1e12:.2f} TB/s"
             name = f"serving.decode.context{sizes.context}.batch{batch}{ending}"
-            report.add(Case.of(name, shares, "share", ceiling=1.0, target=_target(served, target), note=note))
+            report.case(name, shares, "share", ceiling=1.0, target=_target(served, target), note=note)
 
 
 def _decode_steps(engine: Served, batch: int, sizes: Sizes) -> list[float]:
@@ -173,18 +172,10 @@ def _prefill(report: Report, served: ServedModel, sizes: Sizes) -> None:
             served.model(input_ids=ids, use_cache=True, logits_to_keep=1)
 
         seconds = interleave({"chunked": chunked, "plain": plain}, samples=3, warmup=1, timer=timer_for(device))
-    ceiling = num / percentile(seconds["plain"], 50)
     note = f"chunks of {sizes.chunk}; the ceiling is one forward of plain transformers with sdpa over all tokens"
-    report.add(
-        Case.of(
-            f"serving.prefill.{num}",
-            [num / s for s in seconds["chunked"]],
-            "tokens/s",
-            ceiling=ceiling,
-            target=_target(served, PREFILL_TARGET),
-            note=note,
-        )
-    )
+    rates, ceiling = ([num / s for s in seconds[kind]] for kind in ("chunked", "plain"))
+    target = _target(served, PREFILL_TARGET)
+    report.case(f"serving.prefill.{num}", rates, "tokens/s", ceiling=ceiling, target=target, note=note)
 
 
 # First tokens
@@ -226,16 +217,8 @@ def _host_case(report: Report, engine: Served, length: int) -> None:
     load, compute = _plain_copy_s(num_bytes, engine.engine.pool.device), percentile(times["device"], 50)
     first = percentile(times["host"], 50)
     note = f"load {load * 1e3:.1f} ms, compute {compute * 1e3:.1f} ms, first token {first * 1e3:.1f} ms"
-    report.add(
-        Case.of(
-            f"serving.ttft.host.prefix{length}",
-            [max(load, compute) / s for s in times["host"]],
-            "share",
-            ceiling=1.0,
-            target=_target(engine.served, HOST_TARGET),
-            note=note,
-        )
-    )
+    shares, target = [max(load, compute) / s for s in times["host"]], _target(engine.served, HOST_TARGET)
+    report.case(f"serving.ttft.host.prefix{length}", shares, "share", ceiling=1.0, target=target, note=note)
 
 
 def _plain_copy_s(num_bytes: int, device: torch.device) -> float:
@@ -243,9 +226,8 @@ def _plain_copy_s(num_bytes: int, device: torch.device) -> float:
     part = min(num_bytes, 1 << 30)
     host = torch.ones(part, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(part, dtype=torch.uint8, device=device)
-    seconds = interleave({"copy": lambda: target.copy_(host, non_blocking=True)}, samples=7, timer=timer_for(device))[
-        "copy"
-    ]
+    copy = {"copy": lambda: target.copy_(host, non_blocking=True)}
+    seconds = interleave(copy, samples=7, timer=timer_for(device))["copy"]
     return percentile(seconds, 50) * num_bytes / part
 
 
@@ -284,19 +266,11 @@ def _first_token_from_disk(report: Report, served: ServedModel, sizes: Sizes, fo
         shutil.rmtree(store, ignore_errors=True)
     pairs = ", ".join(f"{r:.2f} and {s:.2f}" for r, s in zip(raw, measured, strict=True))
     note = f"{min(hits)} to {max(hits)} tokens from disk; raw reads, first tokens: {pairs} s; computed {computed:.2f} s"
-    values, target = [r / s for r, s in zip(raw, measured, strict=True)], _target(served, DISK_TARGET)
-    report.add(Case.of(f"serving.ttft.disk.prefix{length}", values, "share", ceiling=1.0, target=target, note=note))
-    report.add(
-        Case.of(
-            f"serving.ttft.disk.prefix{length}.of_compute",
-            [s / computed for s in measured],
-            "x",
-            better="lower",
-            ceiling=1.0,
-            target=_target(served, 1.0),
-            note="first token after a restart over that of computing everything",
-        )
-    )
+    name, shares = f"serving.ttft.disk.prefix{length}", [r / s for r, s in zip(raw, measured, strict=True)]
+    report.case(name, shares, "share", ceiling=1.0, target=_target(served, DISK_TARGET), note=note)
+    note, target = "first token after a restart over that of computing everything", _target(served, 1.0)
+    of_compute = [s / computed for s in measured]
+    report.case(f"{name}.of_compute", of_compute, "x", better="lower", ceiling=1.0, target=target, note=note)
 
 
 # Conversations
@@ -325,7 +299,7 @@ def _conversations(report: Report, served: ServedModel, sizes: Sizes) -> None:
     note = f"turns of {sizes.turn} tokens and answers of {sizes.answer}; the ceiling has no host tier; "
     note += f"{declined['host']} loads were declined"
     target = _target(served, CONVERSATIONS_TARGET)
-    report.add(Case.of(name, [rates["host"]], "tokens/s", ceiling=rates["none"], target=target, note=note))
+    report.case(name, [rates["host"]], "tokens/s", ceiling=rates["none"], target=target, note=note)
 
 
 def _converse(engine: Served, sizes: Sizes, num: int, turns: int, seed: int) -> int:

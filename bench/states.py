@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from hicache.bench.common import Case, Report, gb_per_s, percentile
+from hicache.bench.common import Report
 from hicache.bench.queued import seconds_each
+from hicache.bench.rows import MIB, TARGETS
 from hicache.config import kernel_choice
 from hicache.device import Mamba2CacheParams, Mamba2StateShape, MambaPool
 from hicache.kernels.mamba import clear_states, copy_states
@@ -20,10 +21,6 @@ from hicache.kernels.swa import translate_slots
 
 NAME = "states"
 DESCRIPTION = "recurrent states copied and cleared, window slots translated, against plain copies on the device"
-
-MIB = 1 << 20
-# Target shares of a plain copy by size in MiB, on CUDA.
-TARGETS = {2: 0.6, 64: 0.85, 512: 0.85}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,11 +60,9 @@ def _states(report: Report, mib: int, samples: int, device: torch.device) -> Non
     seconds = seconds_each(variants, samples=samples, device=device)
     if any(x[:, src].any() for x in tensors):
         raise AssertionError("cleared states are not zero")
+    target = TARGETS[mib] if device.type == "cuda" else None
     for name in ("copy", "clear"):
-        ceiling = percentile(gb_per_s(num_bytes, seconds[f"raw.{name}"]), 50)
-        target = TARGETS[mib] if device.type == "cuda" else None
-        values = gb_per_s(num_bytes, seconds[name])
-        report.add(Case.of(f"state_{name}.{mib}mib", values, "GB/s", ceiling=ceiling, target=target))
+        report.rate(f"state_{name}.{mib}mib", num_bytes, seconds[name], beside=seconds[f"raw.{name}"], target=target)
 
 
 def _translation(report: Report, tokens: int, samples: int, device: torch.device) -> None:
@@ -84,5 +79,4 @@ def _translation(report: Report, tokens: int, samples: int, device: torch.device
         "raw": lambda: out.copy_(loc),
     }
     seconds = seconds_each(variants, samples=samples, device=device)
-    ceiling = percentile(gb_per_s(loc.nbytes, seconds["raw"]), 50)
-    report.add(Case.of(f"swa_translate.{tokens}", gb_per_s(loc.nbytes, seconds["translate"]), "GB/s", ceiling=ceiling))
+    report.rate(f"swa_translate.{tokens}", loc.nbytes, seconds["translate"], beside=seconds["raw"])

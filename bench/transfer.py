@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from hicache import ModelGeometry
-from hicache.bench.common import Case, Report, gb_per_s, interleave, percentile, raw_copies
+from hicache.bench.common import Report, interleave, raw_copies
 from hicache.config import AdvancedConfig, EngineConfig
 from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool
 from hicache.factory import build_transfer
@@ -196,15 +196,16 @@ def _measure(report: Report, geometry: str, layout: Layout, tokens: int, samples
         rig.close()
     targets = TARGETS if on_cuda and geometry == "gqa8b" else {}
     both = "" if layout.name == BOTH_LAYOUT else f".{layout.name}"
-    for name, plain in ceilings.items():
-        ceiling = percentile(gb_per_s(raw[plain].num_bytes, seconds[f"raw.{plain}"]), 50)
-        case = f"both.total{both}" if name == "both" else f"{name}.{layout.name}"
-        values = gb_per_s(rig.num_bytes, seconds[name])
-        report.add(Case.of(f"{case}.{geometry}", values, "GB/s", ceiling=ceiling, target=targets.get(case)))
-    solo = percentile(gb_per_s(rig.num_bytes, seconds["up"]), 50)
-    values, case = gb_per_s(rig.num_bytes // 2, rig.up_seconds[-samples:]), f"both.up{both}"
-    note = "loads beside stores of as many bytes; the ceiling is loads alone"
-    report.add(Case.of(f"{case}.{geometry}", values, "GB/s", ceiling=solo, target=targets.get(case), note=note))
+    for way, plain in ceilings.items():
+        case = f"both.total{both}" if way == "both" else f"{way}.{layout.name}"
+        beside, copied = seconds[f"raw.{plain}"], raw[plain].num_bytes
+        target = targets.get(case)
+        name = f"{case}.{geometry}"
+        report.rate(name, rig.num_bytes, seconds[way], beside=beside, beside_bytes=copied, target=target)
+    case, beside = f"both.up{both}", seconds["up"]
+    note, target = "loads beside stores of as many bytes; the ceiling is loads alone", targets.get(case)
+    half, name, loads = rig.num_bytes // 2, f"{case}.{geometry}", rig.up_seconds[-samples:]
+    report.rate(name, half, loads, beside=beside, beside_bytes=rig.num_bytes, target=target, note=note)
 
 
 def _pool(geometry: ModelGeometry | Latent, size: int, page: int, device: torch.device) -> KVCache:

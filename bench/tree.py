@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
-from hicache.bench.common import BenchUnavailable, Case, Report, interleave, percentile
+from hicache.bench.common import BenchUnavailable, Report, interleave, percentile
 from hicache.tree import DEVICE, FULL, PageHasher, RadixTree
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
@@ -103,11 +103,10 @@ def _match_and_insert(report: Report, page_size: int, samples: int) -> None:
                 {"memcmp": memcmp, "match": lambda: tree.match(asked), "insert": insert}, samples=1, warmup=0
             ).items():
                 seconds[name].extend(took)
-    ceiling = percentile(seconds["memcmp"], 50) * 1e6
+    note = f"{len(held)} tokens, ceiling: memcmp of their {held.nbytes} bytes"
     for what in ("match", "insert"):
-        name, values = f"{what}.page{page_size}", [s * 1e6 for s in seconds[what]]
-        note = f"{len(held)} tokens, ceiling: memcmp of their {held.nbytes} bytes"
-        report.add(Case.of(name, values, "us", better="lower", ceiling=ceiling, target=TARGETS[name], note=note))
+        name = f"{what}.page{page_size}"
+        report.time(name, seconds[what], "us", beside=seconds["memcmp"], target=TARGETS[name], note=note)
 
 
 def _evictions(report: Report, policy: str, samples: int) -> None:
@@ -129,20 +128,16 @@ def _evictions(report: Report, policy: str, samples: int) -> None:
                     node = tree.victim(FULL, DEVICE)
                     assert node is not None
                     tree.drop(node, FULL, DEVICE)
-                took[leaves].append((time.perf_counter() - start) / _BATCH * 1e6)
+                took[leaves].append((time.perf_counter() - start) / _BATCH)
                 for leaf in range(next_leaf, next_leaf + _BATCH):
                     tree.insert(tree.root, np.array([7, leaf]), slot, DEVICE)
             next_leaf += _BATCH
     for leaves, tree in trees.items():
         tree.check()
-        report.add(Case.of(f"evict.{policy}.{leaves}", took[leaves], "us", better="lower", note=f"{_BATCH} at a time"))
-    medians = [percentile(values, 50) for values in took.values()]
-    report.add(
-        Case.of(
-            f"evict.{policy}.spread", [max(medians)], "us", better="lower", ceiling=min(medians), target=EVICT_SPREAD,
-            note="the dearest size, over the cheapest",
-        )
-    )  # fmt: skip
+        report.time(f"evict.{policy}.{leaves}", took[leaves], "us", note=f"{_BATCH} at a time")
+    medians, note = [percentile(values, 50) for values in took.values()], "the dearest size, over the cheapest"
+    beside = [min(medians)]
+    report.time(f"evict.{policy}.spread", [max(medians)], "us", beside=beside, target=EVICT_SPREAD, note=note)
 
 
 def _engine(prompt_tokens: int, chunk: int) -> CacheEngine:
@@ -163,7 +158,7 @@ def _chunks(report: Report, prompt_tokens: int, chunk: int = 8192) -> None:
             for end in range(chunk, prompt_tokens + 1, chunk):
                 start = time.perf_counter()
                 engine.commit(lease, tokens[:end])
-                took.append((time.perf_counter() - start) * 1e6)
+                took.append(time.perf_counter() - start)
             engine.release(lease)
             engine.check()
             if engine.lookup(tokens).device != (prompt_tokens - 1) // 64 * 64 // chunk * chunk:
@@ -171,10 +166,10 @@ def _chunks(report: Report, prompt_tokens: int, chunk: int = 8192) -> None:
         rounds.append(took)
     each = [percentile([took[at] for took in rounds], 50) for at in range(len(rounds[0]))]
     tenth = max(1, len(each) // 10)
-    first, last = percentile(each[:tenth], 50), percentile(each[-tenth:], 50)
-    report.add(Case.of("chunk.commit", each, "us", better="lower", note=f"{len(each)} chunks of {chunk} tokens"))
+    last = [percentile(each[-tenth:], 50)]
+    report.time("chunk.commit", each, "us", note=f"{len(each)} chunks of {chunk} tokens")
     note = "the last tenth of the chunks, over the first tenth"
-    report.add(Case.of("chunk.growth", [last], "us", better="lower", ceiling=first, target=CHUNK_GROWTH, note=note))
+    report.time("chunk.growth", last, "us", beside=each[:tenth], target=CHUNK_GROWTH, note=note)
 
 
 def _hashing(report: Report, page_size: int = 64, pages: int = 1_500) -> None:
@@ -192,5 +187,5 @@ def _hashing(report: Report, page_size: int = 64, pages: int = 1_500) -> None:
     for at in tree.nodes():
         tree.names.of(at)
     note = f"{pages} pages of {page_size} tokens"
-    report.add(Case.of("hash.per_page", [hasher.pages_hashed / pages], "hashes", better="lower", ceiling=1.0,
-                       target=1.0, note=note))  # fmt: skip
+    hashes = [hasher.pages_hashed / pages]
+    report.case("hash.per_page", hashes, "hashes", better="lower", ceiling=1.0, target=1.0, note=note)

@@ -3,81 +3,66 @@ that hangs or dies costs hits and nothing else."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import signal
-import subprocess
+import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-import redis_server
-import s3_server
-from disk_case import wait_until
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
-from hicache.bench import mooncake_server
+from hicache.bench.servers import CREDENTIALS, MooncakeServer, RedisServer, S3Server, Server
 from hicache.storage import PageFormat, open_store
 from hicache.tree import REMOTE
+from programs import command, program
+from remote_case import with_options
 from toy_model import GEOMETRY, config, serve
+from waiting import eventually
 
 pytestmark = pytest.mark.remote
 
-PROMPT_LEN, CACHED_LEN, NUM_PROMPTS = 90, 88, 3
-SERVERS = ("redis", "s3", "mooncake")
-QUEUES = ("reads", "writes")
+PROMPT_LEN, CACHED_LEN, NUM_PROMPTS = 90, 88, 8
+SERVERS: dict[str, tuple[Callable[[], Server], Callable[[], str], str]] = {
+    "redis": (RedisServer, RedisServer.missing, "timeout=60"),
+    "s3": (S3Server, S3Server.missing, "timeout=60"),
+    "mooncake": (partial(MooncakeServer, 64 << 20), MooncakeServer.missing, "timeout=60&buffer=16MiB"),
+}
+TROUBLES = [
+    f"remote.{io}_{what}" for io in ("reads", "writes") for what in ("stalled_jobs", "failures", "refused_jobs")
+]
 
 
-class Server(NamedTuple):
-    """`freeze`, `thaw`, `kill`: of the process that holds the pages."""
-
-    url: str
-    freeze: Callable[[], object]
-    thaw: Callable[[], object]
-    kill: Callable[[], object]
-
-
-@pytest.fixture(params=SERVERS)
+@pytest.fixture
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """Calls to it wait for 5 seconds at most, but for those of Mooncake, which end as its library likes."""
-    with contextlib.ExitStack() as stack:
-        if request.param == "mooncake":
-            if missing := mooncake_server.missing():
-                pytest.skip(missing)
-            mooncake = stack.enter_context(mooncake_server.running(64 << 20))
-            assert mooncake.owner is not None
-            send = mooncake.owner.send_signal
-            stack.callback(send, signal.SIGCONT)
-            stop = (lambda: send(signal.SIGSTOP), lambda: send(signal.SIGCONT), lambda: send(signal.SIGKILL))
-            yield Server(f"{mooncake.url}?buffer=16MiB", *stop)
-            return
-        module = redis_server if request.param == "redis" else s3_server
-        if module.MISSING:
-            pytest.skip(module.MISSING)
-        for name, value in s3_server.CREDENTIALS.items():
-            monkeypatch.setenv(name, value)
-        process = stack.enter_context(module.running())
-        options = "&" if "?" in process.url else "?"
-        yield Server(f"{process.url}{options}timeout=5", process.freeze, process.thaw, process.kill)
+    make, missing, options = SERVERS[request.param]
+    if reason := missing():
+        pytest.skip(reason)
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with make() as server:
+        server.url = with_options(server.url, options)
+        yield server
 
 
 def prompt(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 50, PROMPT_LEN)
 
 
-def engine_at(url: str) -> CacheEngine:
-    advanced = AdvancedConfig(disk_io_timeout_s=0.5, disk_reopen_backoff_s=0.01)
-    remote = RemoteConfig(url=url, io_timeout_s=0.5)
+def engine_at(url: str, io_timeout_s: float = 60.0) -> CacheEngine:
+    """`io_timeout_s`: after which a call counts as stalled."""
+    advanced = AdvancedConfig(disk_io_timeout_s=io_timeout_s, disk_reopen_backoff_s=0.01)
+    remote = RemoteConfig(url=url, io_timeout_s=io_timeout_s)
     return build_engine(config(remote=remote, advanced=advanced, prefetch_mode="wait_complete"), GEOMETRY)
 
 
 def ask(engine: CacheEngine, name: str, tokens: np.ndarray) -> Hit:
     """Prefetch and serve a request: what it reuses is compared with what was computed."""
     handle = engine.prefetch(name, tokens)
-    wait_until(lambda: (engine.poll(), handle.ready)[1])
+    eventually(lambda: (engine.poll(), handle.ready)[1])
     hit = serve(engine, name, tokens).hit
     assert engine.inspect.backup is not None
     engine.inspect.backup.wait()  # copies in flight hold slots
@@ -90,59 +75,70 @@ def fill(url: str) -> None:
     with engine_at(url) as engine:
         for seed in range(NUM_PROMPTS):
             ask(engine, f"a{seed}", prompt(seed))
-        engine.flush()
+            engine.flush()  # before the next one evicts it
         engine.check()
         print(int(engine.stats()["remote.put_pages"]))
 
 
 def filled(server: Server) -> Server:
     """Another process has served every prompt."""
-    command = [sys.executable, __file__, server.url]
-    told = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent)
-    assert told.stdout.split()[-1] == str(NUM_PROMPTS * 11), told.stderr
+    with program(__file__, server.url) as other:
+        said, errors = other.communicate()
+    assert said.split()[-1:] == [str(NUM_PROMPTS * 11)], errors
     return server
 
 
+@pytest.mark.parametrize("server", ["redis", "s3", pytest.param("mooncake", marks=pytest.mark.smoke)], indirect=True)
 def test_two_processes_share_what_one_computed(server: Server) -> None:
+    """Each prompt is a hit, all but its last page."""
     with engine_at(filled(server).url) as engine:
-        for seed in range(NUM_PROMPTS):
+        for seed in range(3):
             assert ask(engine, f"b{seed}", prompt(seed)) == Hit(remote=CACHED_LEN)
         engine.flush()
         engine.check()
         assert engine.stats()["remote.corrupt_pages"] == 0
 
 
+@pytest.mark.parametrize("server", ["redis", pytest.param("s3", marks=pytest.mark.smoke), "mooncake"], indirect=True)
 def test_a_server_that_hangs_and_one_that_dies_cost_hits_alone(server: Server) -> None:
-    """In the middle of a run: requests go on, each with the values of its own tokens, the stall is counted, and what
-    comes after the server answers again is served from it."""
-    with engine_at(filled(server).url) as engine:
-        assert ask(engine, "b", prompt(0)) == Hit(remote=CACHED_LEN)
+    """In the middle of a run requests go on, each with the values of its own tokens, and the stall is counted. Once the
+    server answers again it serves hits. When it dies, requests go on too."""
+    seeds = iter(range(NUM_PROMPTS))
+
+    def hits_remotely() -> bool:
+        """A busy machine may take longer than a stall, for which there are more prompts."""
+        return ask(engine, f"b{(seed := next(seeds))}", prompt(seed)).remote == CACHED_LEN
+
+    with engine_at(filled(server).url, io_timeout_s=1.0) as engine:
+        eventually(hits_remotely)
         server.freeze()
-        for seed in (1, 7, 8):
-            assert ask(engine, f"c{seed}", prompt(seed)).tokens in (0, CACHED_LEN)
-        troubled = ("stalled_jobs", "failures", "refused_jobs")
-        wait_until(
-            lambda: (engine.poll(), sum(engine.stats()[f"remote.{io}_{t}"] for io in QUEUES for t in troubled))[1] > 0
-        )
-        server.thaw()
-        wait_until(lambda: (engine.poll(), not engine.inspect.context.stores[REMOTE].reads.refuses())[1])
+        try:
+            for seed in (next(seeds), 17, 18):
+                assert ask(engine, f"c{seed}", prompt(seed)).tokens in (0, CACHED_LEN)
+            eventually(lambda: (engine.poll(), sum(engine.stats()[name] for name in TROUBLES))[1] > 0, engine.stats)
+        finally:
+            server.thaw()
+        eventually(lambda: (engine.poll(), not engine.inspect.context.stores[REMOTE].reads.refuses())[1], engine.stats)
+        eventually(hits_remotely)
         engine.flush()
         engine.check()
         server.kill()
-        for seed in (2, 9):
+        for seed in (next(seeds), 19):
             assert ask(engine, f"d{seed}", prompt(seed)).remote in (0, CACHED_LEN)
-        assert ask(engine, "e", prompt(9)).tokens == CACHED_LEN
+        assert ask(engine, "e", prompt(19)).tokens == CACHED_LEN
         engine.check()
 
 
-@pytest.mark.skipif(bool(mooncake_server.missing()), reason=mooncake_server.missing())
+@pytest.mark.skipif(bool(MooncakeServer.missing()), reason=MooncakeServer.missing())
 def test_a_full_pool_is_written_to_when_it_has_room() -> None:
     """While every value in a Mooncake pool has a lease, pages are not stored, requests go on, and nothing counts as a
     failure, however often; what is used once there is room is stored."""
     one_hour_ms, page_bytes = 3_600_000, (1 << 20, 16 << 10, 512)
     formats = [PageFormat(num_bytes) for num_bytes in page_bytes]
-    with mooncake_server.running(16 << 20, lease_ms=one_hour_ms) as server:
-        other = open_store(server.url, identity={"model": "another"}, formats=formats)
+    with (
+        MooncakeServer(16 << 20, lease_ms=one_hour_ms) as server,
+        closing(open_store(f"{server.url}?timeout=60", identity={"model": "another"}, formats=formats)) as other,
+    ):
         keys = [b"%d" % n for n in range(1 << 16)]
         left = iter(keys)
         for num_bytes in page_bytes:
@@ -150,7 +146,7 @@ def test_a_full_pool_is_written_to_when_it_has_room() -> None:
             while any(other.put(batch)):
                 other.contains([key for key, _ in batch])
                 batch = [(key, page) for key, (_, page) in zip(left, batch, strict=False)]
-        with engine_at(server.url) as engine:
+        with engine_at(f"{server.url}?timeout=60") as engine:
             for n in range(8):
                 assert ask(engine, f"a{n}", prompt(n)) == Hit()
                 engine.flush()
@@ -162,7 +158,25 @@ def test_a_full_pool_is_written_to_when_it_has_room() -> None:
             engine.flush()
             assert engine.stats()["remote.put_pages"] == 11
             engine.check()
-        other.close()
+
+
+@pytest.mark.smoke
+@pytest.mark.skipif(RedisServer.missing() != "", reason=RedisServer.missing())
+def test_the_second_demo_hits_what_the_first_computed(tmp_path: Path) -> None:
+    """The demo in two processes over one server: both yield the same tokens."""
+    reports = []
+    with RedisServer() as server:
+        for number in range(2):
+            report = tmp_path / f"{number}.json"
+            sizes = ("--documents", 2, "--document-tokens", 512, "--turns", 2)
+            with command("demo", *sizes, "--remote", f"{server.url}?timeout=60", "--json", report) as demo:
+                _, errors = demo.communicate()
+            assert demo.returncode == 0, errors
+            reports.append(json.loads(report.read_text()))
+    first, second = reports
+    assert first["first_turns"]["hit_tokens"]["remote"] == 0 < second["first_turns"]["hit_tokens"]["remote"]
+    tokens = [[turn["tokens"] for turn in report["turns"]] for report in reports]
+    assert second["identical"] and tokens[0] == tokens[1]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,78 @@
+"""Files read past the kernel's memory, which is the ceiling of the disk tier, and what its benches share."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from hicache.storage import PageBuffer
+from hicache.storage.memory import aligned_buffer
+
+_BLOCK = 8 << 20  # a host page of 64 tokens of 8B geometry
+_THREADS = 8
+
+
+@contextmanager
+def raw_file(path: Path) -> Iterator[Callable[[int, PageBuffer], None]]:
+    """Reads what is at an offset of a file into a buffer, past the kernel's memory where the file system can."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:  # a file system in memory
+        file = os.open(path, os.O_RDONLY)
+
+    def read(offset: int, into: PageBuffer) -> None:
+        if os.preadv(file, [into.data], offset) != len(into):
+            raise AssertionError(f"the block at {offset} is cut short")
+
+    try:
+        yield read
+    finally:
+        os.close(file)
+
+
+def raw_read_s(path: Path, num_bytes: int) -> float:
+    """Seconds of reading `num_bytes` of a file in blocks of 8 MiB by 8 threads.
+
+    At most 4 GiB of it are read, and the time is extrapolated.
+    """
+    size = max(_BLOCK, min(num_bytes, 4 << 30, path.stat().st_size) // _BLOCK * _BLOCK)
+    buffers = host_pages(_THREADS, min(_BLOCK, path.stat().st_size))
+    with raw_file(path) as read_at:
+
+        def read(thread: int) -> None:
+            for offset in range(thread * _BLOCK, size, _THREADS * _BLOCK):
+                read_at(offset, buffers[thread])
+
+        start = time.perf_counter()
+        in_threads([partial(read, thread) for thread in range(_THREADS)])
+        return (time.perf_counter() - start) * num_bytes / size
+
+
+def host_pages(count: int, page_bytes: int) -> list[PageBuffer]:
+    """Memory in huge pages, like the engine's host pool."""
+    return [np.frombuffer(aligned_buffer(page_bytes), dtype=np.uint8, count=page_bytes) for _ in range(count)]
+
+
+def drop_caches(path: Path) -> None:
+    """Drop the kernel's cached pages of a file that nobody has mapped, or of all files of a store."""
+    for file in path.iterdir() if path.is_dir() else [path]:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def in_threads(works: Sequence[Callable[[], None]]) -> None:
+    """Run all at once; an error is raised here."""
+    with ThreadPoolExecutor(len(works)) as threads:
+        for done in [threads.submit(work) for work in works]:
+            done.result()

@@ -1,0 +1,264 @@
+"""Servers of the remote stores, each on this machine and alone: for the benchmarks of the stores and their tests.
+
+A server answers once it is made. `kill`, `freeze`, `thaw` and `start` are done to the process that holds the pages,
+`read` and `write` to a value that has a name; `close`, which the end of a `with` calls, leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hicache.bench.common import BenchUnavailable
+from hicache.storage.mooncake_client import load_mooncake
+
+PATIENCE_S = 60.0
+BUCKET = "pages-of-hicache"
+# Whom moto lets in.
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_REGION": "us-east-1"}
+
+Process = subprocess.Popen[bytes]
+
+
+class Server(ABC):
+    """`process` holds the pages, and `url` is that of a store in them."""
+
+    process: Process | None = None
+    url: str
+
+    @staticmethod
+    @abstractmethod
+    def missing() -> str:
+        """What has to be installed; "" if nothing."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the process, with nothing in it."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes: ...
+
+    @abstractmethod
+    def write(self, name: str, value: bytes) -> None:
+        """In place of what is there."""
+
+    def kill(self) -> None:
+        end(self.process)
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.kill()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _signal(self, number: int) -> None:
+        if self.process is not None:
+            self.process.send_signal(number)
+
+
+def end(process: Process | None) -> None:
+    """Whatever state it is in."""
+    if process is not None:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def started(command: Sequence[str], answers: Callable[[Process], bool], **settings: Any) -> Process:
+    """A process that answers. BenchUnavailable where it ends, or does not answer in a minute."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, **{**quiet, **settings})
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not answers(process):
+        if process.poll() is not None or time.monotonic() > give_up_s:
+            end(process)
+            raise BenchUnavailable(f"{Path(command[0]).name} does not start")
+        time.sleep(0.02)
+    return process
+
+
+class RedisServer(Server):
+    """Listens on a Unix socket in a folder of its own, with `arguments` elsewhere too; keeps nothing on a disk."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="hicache-redis-"))  # a path of a socket is short
+        self.socket = self.folder / "socket"
+        self.url = f"redis+unix://{self.socket}"
+        self._arguments = arguments
+        self.start()
+
+    @staticmethod
+    def missing() -> str:
+        return "" if shutil.which("redis-server") else "redis-server is not installed: apt-get install redis-server"
+
+    def start(self) -> None:
+        listen = ("--port", "0", "--unixsocket", str(self.socket))
+        command = ("redis-server", *listen, "--save", "", "--dir", str(self.folder), *self._arguments)
+        self.process = started(command, lambda _: self._run("ping") == b"PONG\n")
+
+    def ask(self, *words: str) -> str:
+        """The answer of redis-cli; AssertionError where the server refuses."""
+        answer = self._run(*words).decode(errors="replace").strip()
+        assert not answer.startswith(("ERR", "NOAUTH", "WRONGTYPE")), answer
+        return answer
+
+    def read(self, name: str) -> bytes:
+        return self._run("get", name)[:-1]
+
+    def write(self, name: str, value: bytes) -> None:
+        self._run("-x", "set", name, value=value)
+
+    def kill(self) -> None:
+        super().kill()
+        self.socket.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self.folder)
+
+    def _run(self, *words: str, value: bytes = b"") -> bytes:
+        command = ["redis-cli", "-s", str(self.socket), *words]
+        return subprocess.run(command, input=value, capture_output=True, timeout=PATIENCE_S, check=False).stdout
+
+
+class S3Server(Server):
+    """moto's server, which keeps objects in memory; after a start its bucket is there, and empty."""
+
+    def __init__(self) -> None:
+        self._port = free_port()
+        self.endpoint = f"http://127.0.0.1:{self._port}"
+        self.url = f"s3://{BUCKET}/some/prefix?endpoint={self.endpoint}"
+        self.start()
+
+    @staticmethod
+    def missing() -> str:
+        lacks = [package for package in ("moto", "obstore") if importlib.util.find_spec(package) is None]
+        return f"{' and '.join(lacks)}: not installed: pip install obstore 'moto[server]'" if lacks else ""
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
+        self.process = started(command, lambda _: self._makes_bucket())
+
+    def wipe(self) -> None:
+        self._request("POST", "/moto-api/reset")
+        assert self._makes_bucket()
+
+    def read(self, name: str) -> bytes:
+        return self._request("GET", f"/{BUCKET}/{name}")
+
+    def write(self, name: str, value: bytes) -> None:
+        self._request("PUT", f"/{BUCKET}/{name}", value)
+
+    def _makes_bucket(self) -> bool:
+        with contextlib.suppress(OSError):
+            self._request("PUT", f"/{BUCKET}")
+            return True
+        return False
+
+    def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        headers = {"Authorization": "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"}
+        request = urllib.request.Request(self.endpoint + path, body, headers, method=method)
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return bytes(answer.read())
+
+
+class MooncakeServer(Server):
+    """`master`, and `process`, a machine that lends `segment_bytes`; without any it is not started. After another
+    `start`, `process` is that one, and both lend."""
+
+    _COMMAND = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
+    _OWNER = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 0, "tcp", "", sys.argv[1])
+print("ready" if code == 0 else code, flush=True)
+sys.stdin.read()
+"""
+
+    def __init__(self, segment_bytes: int, *, lease_ms: int = 1000) -> None:
+        self._segment_bytes, self._lease_ms = segment_bytes, lease_ms
+        self._port, self._metrics_port = free_port(), free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        self.url = f"mooncake://{self.address}"
+        self._owners: list[Process] = []
+        self._client: Any = None
+        self.start_master()
+        if segment_bytes:
+            self.start()
+
+    @staticmethod
+    def missing() -> str:
+        if importlib.util.find_spec("mooncake") is None or shutil.which(MooncakeServer._COMMAND) is None:
+            return "Mooncake is not installed: pip install 'hicache[mooncake]'"
+        libraries = subprocess.run(["ldconfig", "-p"], capture_output=True, check=False).stdout
+        return "" if b"libibverbs.so.1" in libraries else "Mooncake needs libibverbs: apt-get install libibverbs1"
+
+    def start_master(self) -> None:
+        ports = (f"--rpc_port={self._port}", f"--metrics_port={self._metrics_port}")
+        hosts = ("--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1", "--logtostderr")
+        times = ("--client_ttl=2", f"--default_kv_lease_ttl={self._lease_ms}")
+        self.master = started([self._COMMAND, *ports, *hosts, *times], lambda _: self._listens())
+
+    def start(self) -> None:
+        def is_ready(owner: Process) -> bool:
+            return owner.stdout is not None and owner.stdout.readline() == b"ready\n"
+
+        command = [sys.executable, "-c", self._OWNER, self.address, str(self._segment_bytes)]
+        self.process = started(command, is_ready, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._owners.append(self.process)
+
+    def library(self, segment_bytes: int = 0) -> Any:
+        """A client of the library, which lends so much memory."""
+        client = load_mooncake().MooncakeDistributedStore()
+        assert client.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, 64 << 20, "tcp", "", self.address) == 0
+        return client
+
+    def read(self, name: str) -> bytes:
+        return bytes(self._own_client.get(name))
+
+    def write(self, name: str, value: bytes) -> None:
+        assert self._own_client.remove(name, True) == 0 and self._own_client.put(name, value) == 0
+
+    def close(self) -> None:
+        """End all."""
+        if self._client is not None:
+            self._client.close()
+        for process in (*self._owners, self.master):
+            end(process)
+
+    @property
+    def _own_client(self) -> Any:
+        if self._client is None:
+            self._client = self.library()
+        return self._client
+
+    def _listens(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
+            return True
+        return False
