@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import torch
 from transformers import AttentionInterface
-from transformers.cache_utils import CacheLayerMixin
 
 from hicache.config import kernel_choice
 from hicache.device.base import KVCache
@@ -30,6 +29,7 @@ from hicache.device.swa import SWAKVPool
 from hicache.errors import UnsupportedModel
 from hicache.kernels.pool_attention import AttentionRule, PoolQueries, pool_attention
 from hicache.layout import ModelGeometry
+from hicache.serving.cache import SlotLayer, token_rows
 from hicache.serving.long_extend import MIN_QUERIES, long_extend, suits
 
 Attention = Literal["auto", "triton", "torch"]
@@ -206,34 +206,6 @@ def attending_by_slots(model: Any, name: str = NAME) -> Iterator[None]:
         config._attn_implementation = previous
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """An attention layer's part of the `Cache` in passes over slots: it keeps nothing, for `attend_by_slots` stores."""
-
-    def __init__(self, is_sliding: bool = False) -> None:
-        super().__init__()
-        self.is_sliding = is_sliding
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the pool is allocated with the engine."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """0: sequences differ in length, and a captured pass serves any. Positions are passed to the model."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """-1: the layer itself has no maximum; the engine bounds the request."""
-        return -1
-
-
 def spans_of(
     table: torch.Tensor,
     rows: torch.Tensor,
@@ -258,8 +230,3 @@ def spans_of(
         queries = PoolQueries(table, rows[first:end], starts, lengths[first:end], max(counts[first:end]), splits)
         spans.append(QuerySpan(start, stop, queries, tuple(counts[first:end]), tuple(host_lengths[first:end])))
     return tuple(spans)
-
-
-def token_rows(states: torch.Tensor) -> torch.Tensor:
-    """[B, heads, n, dim] -> [B * n, heads, dim]; a view where B is 1 or n is 1."""
-    return states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])

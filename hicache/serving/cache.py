@@ -70,17 +70,12 @@ class BatchSlots:
     states: BatchStates | None = None
 
 
-class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One attention layer in one forward pass. Called by the model, on the scheduler thread.
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """An attention layer's part of the `Cache` of one pass, which keeps nothing. In passes over slots the attention
+    function stores what it is given. Called by the model, on the scheduler thread."""
 
-    `slots` int64 [B, keys]: what the layer reads, in the slot space of the layer.
-    """
-
-    def __init__(
-        self, pool: KVCache, layer_id: int, batch: BatchSlots, slots: torch.Tensor, is_sliding: bool = False
-    ) -> None:
+    def __init__(self, is_sliding: bool = False) -> None:
         super().__init__()
-        self._pool, self._layer_id, self._batch, self._slots = pool, layer_id, batch, slots
         self.is_sliding = is_sliding
         self.is_initialized = True
 
@@ -90,9 +85,38 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """0: sequences differ in length, and a captured pass serves any. Positions are passed to the model."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """-1: the layer itself has no maximum; the engine bounds the request."""
+        return -1
+
+
+class PoolLayer(SlotLayer):
+    """An attention layer that stores in the pool, and gathers what it reads.
+
+    `slots` int64 [B, keys]: what the layer reads, in the slot space of the layer.
+    """
+
+    def __init__(
+        self, pool: KVCache, layer_id: int, batch: BatchSlots, slots: torch.Tensor, is_sliding: bool = False
+    ) -> None:
+        super().__init__(is_sliding)
+        self._pool, self._layer_id, self._batch, self._slots = pool, layer_id, batch, slots
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store `[B, heads, n, dim]` and return what the layer reads, `[B, heads, keys, dim]`, new tokens last."""
         pool, batch = self._pool, self._batch
-        pool.set_kv_buffer(self._layer_id, batch.new_slots, _rows(key_states), _rows(value_states))
+        pool.set_kv_buffer(self._layer_id, batch.new_slots, token_rows(key_states), token_rows(value_states))
         if not batch.past_len and pool.dtype == key_states.dtype:
             return key_states, value_states  # equal to what the pool would return
         return (
@@ -109,10 +133,6 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         """Tokens before the new ones."""
         return self._batch.past_len
 
-    def get_max_length(self) -> int:
-        """-1: the layer itself has no maximum; the engine bounds the request."""
-        return -1
-
 
 class LatentLayer(PoolLayer):
     """One layer of latent attention in one forward pass: its keys are latents, its values the rotary parts of keys, and
@@ -128,7 +148,7 @@ class LatentLayer(PoolLayer):
         """Store `[B, 1, n, rank]` and `[B, 1, n, rope]` and return what the layer reads, `[B, 1, keys, rank]` and
         `[B, 1, keys, rope]`, new tokens last."""
         pool, batch, slots = self._latent_pool, self._batch, self._slots
-        pool.set_mla_kv_buffer(self._layer_id, batch.new_slots, _rows(key_states), _rows(value_states))
+        pool.set_mla_kv_buffer(self._layer_id, batch.new_slots, token_rows(key_states), token_rows(value_states))
         if not batch.past_len and pool.dtype == key_states.dtype:
             return key_states, value_states
         latent, rope = pool.get_mla_kv_buffer(self._layer_id, slots.flatten(), key_states.dtype)
@@ -319,9 +339,9 @@ def _window_slots(pool: SWAKVPool, keys: KeySlots) -> torch.Tensor:
     return slots
 
 
-def _rows(states: torch.Tensor) -> torch.Tensor:
-    """[B, heads, n, dim] -> [B * n, heads, dim]."""
-    return states.transpose(1, 2).flatten(0, 1)
+def token_rows(states: torch.Tensor) -> torch.Tensor:
+    """[B, heads, n, dim] -> [B * n, heads, dim]; a view where B is 1 or n is 1."""
+    return states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
 
 
 def _gather(buffer: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

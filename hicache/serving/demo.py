@@ -8,15 +8,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import transformers
-from rich.console import Console
 
 from hicache.config import EngineConfig
 from hicache.console import new_console
@@ -24,7 +26,7 @@ from hicache.errors import ConfigError, PromptTooLong
 from hicache.factory import build_engine
 from hicache.serving.drive import serve_cached, serve_with_transformers, serve_without_cache
 from hicache.serving.models import LoadedModel, device_named, load_local, random_model
-from hicache.serving.report import Report, View
+from hicache.serving.report import HEADER, Report
 from hicache.serving.sampling import SamplingParams
 from hicache.serving.support import check_supported
 from hicache.serving.workload import (
@@ -37,6 +39,8 @@ from hicache.serving.workload import (
 )
 from hicache.sizing import row_bytes
 
+Say: TypeAlias = Callable[[str], object]
+
 AUDIT_FILE = "kv-audit.jsonl"
 _DEFAULT_TURNS = 3
 
@@ -44,13 +48,13 @@ _DEFAULT_TURNS = 3
 def run(flags: argparse.Namespace) -> int:
     """Run the demo. Returns 0, or 1 if a token or a page differs from the runs it is compared with."""
     start_s = time.perf_counter()
-    console = new_console()
+    say: Say = functools.partial(new_console().print, highlight=False, markup=False, soft_wrap=True)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if flags.json is not None:
         _check_writable(Path(flags.json))
-    workload = _prepare(flags, console)
+    workload = _prepare(flags, say)
     with contextlib.ExitStack() as stack:
         temporary = ""
         if flags.disk_path is None:
@@ -61,12 +65,12 @@ def run(flags: argparse.Namespace) -> int:
             sidecar = Path(config.disk.path) / AUDIT_FILE
         with build_engine(config, workload.geometry) as engine:
             host_tokens = int(engine.stats().get("host.free_pages", 0)) * config.host_page_size
-            _announce(workload, config, host_tokens, console)
-            view = stack.enter_context(View(console))
-            served = serve_cached(workload, engine, config.dtype, sidecar, lambda turn: view.show(turn.row()))
+            _announce(workload, config, host_tokens, say)
+            say(HEADER)
+            served = serve_cached(workload, engine, config.dtype, sidecar, lambda turn: say(turn.line()))
         if flags.baseline:
-            view.heading("the same prompts without a cache:")
-            serve_without_cache(workload, config, served.turns, lambda turn: view.show(turn.row()))
+            say("\nthe same prompts without a cache:")
+            serve_without_cache(workload, config, served.turns, lambda turn: say(turn.line()))
         if flags.check_against:
             serve_with_transformers(workload, served.turns)
     report = Report(
@@ -84,13 +88,13 @@ def run(flags: argparse.Namespace) -> int:
         compared=flags.baseline,
         compared_generate=flags.check_against is not None,
     )
-    console.print("\n" + report.summary(), highlight=False, markup=False, soft_wrap=True)
+    say("\n" + report.summary())
     if flags.json is not None:
         Path(flags.json).write_text(json.dumps(report.to_json(), indent=1) + "\n")
     return 0 if report.identical else 1
 
 
-def _prepare(flags: argparse.Namespace, console: Console) -> Workload:
+def _prepare(flags: argparse.Namespace, say: Say) -> Workload:
     """Load the model and the conversations. Raises ConfigError if a conversation is too long for the model."""
     shape = DocumentShape(
         flags.documents, flags.turns if flags.turns is not None else _DEFAULT_TURNS, flags.document_tokens
@@ -108,7 +112,7 @@ def _prepare(flags: argparse.Namespace, console: Console) -> Workload:
     workload = Workload(
         loaded=loaded,
         geometry=geometry,
-        conversations=_conversations(flags, shape, loaded, console),
+        conversations=_conversations(flags, shape, loaded, say),
         max_new_tokens=flags.max_new_tokens,
         concurrency=flags.concurrency,
         chunk_tokens=flags.chunk,
@@ -123,14 +127,14 @@ def _prepare(flags: argparse.Namespace, console: Console) -> Workload:
 
 
 def _conversations(
-    flags: argparse.Namespace, shape: DocumentShape, loaded: LoadedModel, console: Console
+    flags: argparse.Namespace, shape: DocumentShape, loaded: LoadedModel, say: Say
 ) -> list[Conversation]:
     conversations: list[Conversation] = []
     for path in flags.session or ():
         session, skipped = recorded_session(path, flags.turns, flags.max_prompt_tokens, loaded.tokenizer, loaded.bos)
         conversations.append(session)
         if skipped:
-            console.print(f"{path}: {skipped} turns skipped (--turns, --max-prompt-tokens, or empty)", highlight=False)
+            say(f"{path}: {skipped} turns skipped (--turns, --max-prompt-tokens, or empty)")
     if flags.input:
         conversations.extend(own_documents(flags.input, shape, loaded.tokenizer, loaded.bos))
     return conversations or list(standard_library(shape, loaded.tokenizer, loaded.bos))
@@ -198,19 +202,16 @@ def _defaults(flags: argparse.Namespace, workload: Workload, temporary: str) -> 
     return defaults
 
 
-def _announce(workload: Workload, config: EngineConfig, host_tokens: int, console: Console) -> None:
+def _announce(workload: Workload, config: EngineConfig, host_tokens: int, say: Say) -> None:
     """Print the model and the sizes of the tiers."""
     loaded, rows = workload.loaded, row_bytes(workload.geometry, config.torch_dtype)
     kib = (rows.full + rows.window) / 1024
     disk = config.disk.path if config.disk is not None else "none"
-    console.print(
+    say(
         f"{loaded.name}, {loaded.num_weights / 1e6:.1f} million weights, {kib:g} KiB of KV a token, "
         f"on {_device_name(config.device)}\n"
         f"{len(workload.conversations)} conversations need {workload.working_set} tokens of KV: "
-        f"device {config.device_tokens}, host {host_tokens}, disk {disk}\n",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        f"device {config.device_tokens}, host {host_tokens}, disk {disk}\n"
     )
 
 

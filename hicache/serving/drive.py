@@ -21,10 +21,9 @@ from hicache.config import EngineConfig
 from hicache.engine import CacheEngine
 from hicache.factory import build_engine
 from hicache.serving.audit import AuditCounts, KVAudit
-from hicache.serving.base import Auditor
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.serving.report import Turn
-from hicache.serving.request import Request, RequestOutput
+from hicache.serving.request import Auditor, Request, RequestOutput
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
 from hicache.serving.workload import Workload, zigzag

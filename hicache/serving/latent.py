@@ -30,7 +30,8 @@ from hicache.errors import UnsupportedModel
 from hicache.kernels.latent_attention import latent_attention
 from hicache.kernels.pool_attention import AttentionRule, PoolQueries, pool_attention
 from hicache.layout import ModelGeometry
-from hicache.serving.attention import QuerySpan, SlotAttention, SlotLayer, SlotPass, attention_of, token_rows
+from hicache.serving.attention import QuerySpan, SlotAttention, SlotPass, attention_of
+from hicache.serving.cache import SlotLayer, token_rows
 
 NAME = "hicache_latent"
 MAX_EXPANDED_BYTES = 1 << 30

@@ -1,7 +1,8 @@
-"""What the layers of a model store, found by recording one short pass over transformers' own cache."""
+"""What one short pass of a model shows: what its layers store, and whether they hand their attention over."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,11 @@ import torch
 from transformers.cache_utils import DummyLayer, DynamicLayer
 
 from hicache.errors import UnsupportedModel
+from hicache.kernels.pool_attention import AttentionRule
 from hicache.layout import HeadShape, LatentGeometry, LayerKind, ModelGeometry, StateGeometry
-from hicache.serving.cache import HybridLayer, StateCache, StateLayer
+from hicache.serving.attention import attending_by_slots
+from hicache.serving.cache import HybridLayer, SlotLayer, StateCache, StateLayer
+from hicache.serving.latent import absorbs
 
 SUPPORTED = (
     "supported are decoder-only models whose layers have full or chunked attention, a sliding window of one size, or, "
@@ -142,3 +146,59 @@ def _state_geometry(name: str, layers: list[StateLayer]) -> StateGeometry | None
     if None in states or len(found) > 1 or bool(states) != bool(found):
         raise UnsupportedModel(f"{name} has recurrent layers that keep other states: {found or 'none'}; {SUPPORTED}")
     return found.pop() if found else None
+
+
+class _Calls:
+    """Stands in for a `SlotAttention`: counts the calls of each layer, and attends to nothing."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[int, tuple[int, ...], tuple[int, ...]]] = Counter()
+
+    def rule(self, layer: int, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> AttentionRule:
+        return AttentionRule(scale)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
+    ) -> torch.Tensor:
+        self.calls[layer, tuple(key.shape), tuple(value.shape)] += 1
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+@torch.inference_mode()
+def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
+    """Whether each attention layer calls the registered function once a pass, with the keys and values it stores, or
+    expands latent rows in a way that can be absorbed."""
+    if geometry.latent is not None and not absorbs(model, geometry):
+        return False
+    recorder = _Calls()
+    layers = [_probed(kind) for kind in geometry.kinds]
+    ids = torch.arange(NUM_TOKENS, device=model.device)[None]
+    try:
+        with attending_by_slots(model):
+            model(
+                input_ids=ids,
+                position_ids=ids,
+                attention_mask=None,
+                past_key_values=StateCache(layers=layers),
+                use_cache=True,
+                hicache=recorder,
+            )
+    except (UnsupportedModel, TypeError):
+        return False  # a layer has biases of its own, or a forward does not take the argument
+    kinds = {layer: kind for layer, kind in enumerate(geometry.kinds) if kind not in ("recurrent", "stateless")}
+    if geometry.latent is not None:
+        return Counter(layer for layer, *_ in recorder.calls.elements()) == Counter([*kinds])
+    full, window = (
+        tuple((1, of.head_num, NUM_TOKENS, dim) for dim in (of.head_dim, of.v_head_dim))
+        for of in (geometry.full_heads, geometry.window_heads)
+    )
+    expected = {(layer, *(window if kind == "window" else full)): 1 for layer, kind in kinds.items()}
+    return dict(recorder.calls) == expected
+
+
+def _probed(kind: LayerKind) -> Any:
+    if kind == "stateless":
+        return DummyLayer()
+    if kind == "hybrid":
+        return HybridLayer(None, SlotLayer())
+    return StateLayer(None) if kind == "recurrent" else SlotLayer(kind == "window")

@@ -1,4 +1,4 @@
-"""The demo's output: a row per turn while it runs, the summary, and the results for `--json`."""
+"""The demo's output: a line per turn while it runs, the summary, and the results for `--json`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from hicache.serving.audit import AuditCounts
 from hicache.serving.request import RequestOutput
 
-_COLUMNS = ("request", "prompt", "device", "host", "disk", "remote", "computed", "ttft ms", "recompute ms")
 _WIDTHS = (28, 7, 7, 7, 7, 7, 9, 9, 13)
 # The engine's counters of bytes that moved between two tiers.
 _BYTES_MOVED = {
@@ -29,27 +24,6 @@ _BYTES_MOVED = {
     "host_to_remote": "remote_persist.bytes",
     "remote_to_host": "remote_prefetch.bytes",
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """One turn: tokens, and milliseconds to the first one. `recompute_ms`: None until the turn ran without a cache."""
-
-    name: str
-    prompt: int
-    device: int
-    host: int
-    disk: int
-    remote: int
-    computed: int
-    ttft_ms: float
-    recompute_ms: float | None = None
-
-    def cells(self) -> tuple[str, ...]:
-        numbers = (self.prompt, self.device, self.host, self.disk, self.remote, self.computed)
-        recompute = "" if self.recompute_ms is None else f"{self.recompute_ms:.0f}"
-        name = self.name if len(self.name) < _WIDTHS[0] else f"{self.name[: _WIDTHS[0] - 2]}…"
-        return (name, *(str(number) for number in numbers), f"{self.ttft_ms:.0f}", recompute)
 
 
 @dataclass
@@ -74,32 +48,39 @@ class Turn:
             self.generated is None or self.generated == self.cached.tokens
         )
 
-    def row(self) -> Row:
+    @property
+    def ttft_ms(self) -> dict[str, float | None]:
+        """With the cache, and recomputed: None until the turn ran without a cache."""
+        recompute = None if self.recomputed is None else self.recomputed.ttft_s * 1e3
+        return {"cached": self.cached.ttft_s * 1e3, "recompute": recompute}
+
+    def line(self) -> str:
+        """A row under `HEADER`: tokens, and milliseconds to the first one."""
         output, hit = self.cached, self.cached.hit
-        return Row(
-            name=self.name,
-            prompt=output.prompt_tokens,
-            device=hit.device,
-            host=hit.host,
-            disk=hit.disk,
-            remote=hit.remote,
-            computed=output.computed_tokens,
-            ttft_ms=output.ttft_s * 1e3,
-            recompute_ms=None if self.recomputed is None else self.recomputed.ttft_s * 1e3,
-        )
+        times = ("" if ms is None else f"{ms:.0f}" for ms in self.ttft_ms.values())
+        name = self.name if len(self.name) < _WIDTHS[0] else f"{self.name[: _WIDTHS[0] - 2]}…"
+        tiers = (hit.device, hit.host, hit.disk, hit.remote)
+        return _line(name, output.prompt_tokens, *tiers, output.computed_tokens, *times)
 
     def as_dict(self) -> dict[str, Any]:
-        row = self.row()
         return {
-            "request": row.name,
+            "request": self.name,
             "turn": self.number + 1,
-            "prompt_tokens": row.prompt,
+            "prompt_tokens": self.cached.prompt_tokens,
             "hit_tokens": dataclasses.asdict(self.cached.hit),
-            "computed_tokens": row.computed,
-            "ttft_ms": {"cached": row.ttft_ms, "recompute": row.recompute_ms},
+            "computed_tokens": self.cached.computed_tokens,
+            "ttft_ms": self.ttft_ms,
             "tokens": list(self.cached.tokens),
             "identical": self.identical,
         }
+
+
+def _line(name: str, *columns: object) -> str:
+    cells = "".join(f"{cell:>{width}}" for cell, width in zip(columns, _WIDTHS[1:], strict=True))
+    return f"{name:<{_WIDTHS[0]}}{cells}".rstrip()
+
+
+HEADER = _line("request", "prompt", "device", "host", "disk", "remote", "computed", "ttft ms", "recompute ms")
 
 
 @dataclass(frozen=True)
@@ -145,7 +126,7 @@ class Report:
                 for move, name in _BYTES_MOVED.items()
                 if self._has_remote or "remote" not in move
             },
-            "pages": self.audit.as_dict(),
+            "pages": dataclasses.asdict(self.audit),
             "sizes": dict(self.sizes),
             "model": self.model,
             "device": self.device,
@@ -192,67 +173,6 @@ class Report:
             return f"tokens differ in {', '.join(different)}"
         references = ["a run without a cache"] * self.compared + ["transformers' generate"] * self.compared_generate
         return f"every generated token equals that of {' and '.join(references)}, every page what was computed"
-
-
-class View:
-    """Shows rows as they arrive: in a table redrawn in place on a terminal, as plain lines elsewhere. Use it in a
-    `with`."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._rows: dict[str, Row] = {}
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-
-    def __enter__(self) -> View:
-        if self._live:
-            self._live.start()
-        else:
-            self._line(_COLUMNS)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._live.update(self._table(list(self._rows.values())))
-            self._live.stop()
-
-    def heading(self, text: str) -> None:
-        """Print a line between plain rows; a table that is redrawn in place has none."""
-        if not self._live:
-            self._say(f"\n{text}")
-
-    def show(self, row: Row) -> None:
-        """Add a row, or replace the row of the same name."""
-        self._rows[row.name] = row
-        if self._live:
-            # Rows that scroll out of the terminal cannot be redrawn: show only the newest until the end.
-            max_rows = max(4, self._console.height - 6)
-            self._live.update(self._table(self._newest(row, max_rows)), refresh=True)
-        else:
-            self._line(row.cells())
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def _newest(self, row: Row, max_rows: int) -> list[Row]:
-        """The last `max_rows` rows up to `row`."""
-        names = list(self._rows)
-        end = max(names.index(row.name) + 1, min(max_rows, len(names)))
-        return [self._rows[name] for name in names[max(0, end - max_rows) : end]]
-
-    def _table(self, rows: Sequence[Row]) -> Table:
-        table = Table()
-        for column in _COLUMNS:
-            table.add_column(column, justify="left" if column == "request" else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*row.cells())
-        return table
-
-    def _line(self, cells: Sequence[str]) -> None:
-        first, *rest = cells
-        columns = "".join(f"{cell:>{width}}" for cell, width in zip(rest, _WIDTHS[1:], strict=True))
-        self._say(f"{first:<{_WIDTHS[0]}}{columns}".rstrip())
 
 
 def _ttft_ms(turns: Sequence[Turn]) -> dict[str, float | None]:

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.engine import Hit, Lease, Prefetch
-from hicache.serving.base import OnToken
-from hicache.serving.request import FinishReason, Request
+from hicache.serving.request import FinishReason, OnToken, Request
 
 
 class ScheduledRequest:

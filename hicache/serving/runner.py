@@ -21,7 +21,7 @@ from hicache.serving.attention import Attention, SlotAttention
 from hicache.serving.latent import LatentSlotAttention
 from hicache.serving.padded_passes import PaddedPasses
 from hicache.serving.passes import Chunk, ForwardEngine, PassContext, Passes
-from hicache.serving.probe import hands_attention_over
+from hicache.serving.recorded import hands_attention_over
 from hicache.serving.slot_passes import SlotPasses
 
 __all__ = ["Chunk", "ForwardEngine", "ModelRunner"]

@@ -29,9 +29,8 @@ from hicache.errors import (
     TransferBusy,
     TransferError,
 )
-from hicache.serving.base import Auditor, OnToken, Runner
 from hicache.serving.prefill_meter import PrefillMeter
-from hicache.serving.request import FinishReason, Request, RequestOutput
+from hicache.serving.request import Auditor, FinishReason, OnToken, Request, RequestOutput, Runner
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
 from hicache.serving.runner import Chunk
 from hicache.serving.sampling import choose_tokens

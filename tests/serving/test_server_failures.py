@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from starlette.types import ASGIApp, Message
 
 from hicache.engine import CacheEngine
-from hicache.serving.base import Runner
 from hicache.serving.models import ByteTokenizer, Tokenizer
+from hicache.serving.request import Runner
 from hicache.serving.runner import Chunk
 from hicache.serving.scheduler import Scheduler
 from hicache.serving.server.app import AppSettings, create_app

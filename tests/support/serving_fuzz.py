@@ -33,7 +33,7 @@ from hicache import AdvancedConfig, DiskConfig, EngineConfig, build_engine
 from hicache.config import PrefetchMode
 from hicache.errors import CallbackFailed, OutOfSlots, OutOfStates, TransferError
 from hicache.serving import Chunk, ModelRunner, Request, RequestOutput, SamplingParams, Scheduler
-from hicache.serving.base import Runner
+from hicache.serving.request import Runner
 from hicache.serving.sampling import choose_tokens
 from serving_case import geometry_of, plain_logits, tiny_llama
 

@@ -8,19 +8,21 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hicache.serving.server.dashboard import add_dashboard
+from hicache.monitoring.figures import figures
 from hicache.serving.server.frontend import Frontend
 from hicache.serving.server.generation import Generation
 from hicache.serving.server.middleware import Gate, RequestLog, record_of
+from hicache.serving.server.prometheus import ServerMetrics
 from hicache.serving.server.prompts import Prompt, PromptEncoder
 from hicache.serving.server.protocol import SHAPES, ChatBody, CompletionBody, GenerationBody
 from hicache.serving.server.replies import (
@@ -41,6 +43,12 @@ _REASONS = {"extra_forbidden": "unknown field", "missing": "the field is require
 _NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+_PAGE = Path(__file__).with_name("dashboard.html")
+# The page asks its own server only, and runs in no frame.
+_POLICY = (
+    "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ def create_app(frontend: Frontend, encoder: PromptEncoder, settings: AppSettings
     _add_errors(app, settings)
     _add_generation(app, frontend, encoder, settings)
     _add_status(app, frontend, settings)
-    add_dashboard(app, frontend.metrics)
+    _add_dashboard(app, frontend.metrics)
     return RequestLog(Gate(app, settings.api_key, settings.max_body_bytes), frontend.metrics)
 
 
@@ -156,6 +164,21 @@ def _add_status(app: FastAPI, frontend: Frontend, settings: AppSettings) -> None
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         return Response(frontend.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_dashboard(app: FastAPI, metrics: ServerMetrics) -> None:
+    """The page, and the figures that it reads each second. Like `/metrics`, neither asks for the key."""
+    page = _PAGE.read_text(encoding="utf-8")
+
+    @app.get("/dashboard", response_class=HTMLResponse)
+    async def dashboard() -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"})
+
+    @app.get("/metrics.json")
+    async def metrics_json() -> Response:
+        """`figures`: those of hicache.monitoring.figures. `time_s`: when, on a clock that only grows."""
+        found = figures(metrics.registry.collect())
+        return JSONResponse({"time_s": time.monotonic(), "figures": found}, headers={"Cache-Control": "no-store"})
 
 
 async def _answer(

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
 
 from hicache.engine import CacheEngine, Hit
 from hicache.errors import HiCacheError
@@ -43,29 +43,6 @@ class RequestEnded:
 Event = TokenChosen | RequestEnded
 
 
-@dataclass(frozen=True)
-class _Submit:
-    request: Request
-
-
-@dataclass(frozen=True)
-class _Abort:
-    request_id: str
-
-
-@dataclass(frozen=True)
-class _Finish:
-    request_id: str
-
-
-@dataclass(frozen=True)
-class _Stop:
-    """Abort what runs, write everything to disk, close the engine."""
-
-
-_Command: TypeAlias = _Submit | _Abort | _Finish | _Stop
-
-
 class EngineThread:
     """Runs `scheduler` over `engine`, which is not started yet, and closes the engine at its end.
 
@@ -76,11 +53,11 @@ class EngineThread:
     def __init__(self, engine: CacheEngine, scheduler: Scheduler, warm_up: Callable[[], None]) -> None:
         self._engine, self._scheduler, self._warm_up = engine, scheduler, warm_up
         self._deliver: Callable[[Sequence[Event]], None] = _nowhere
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._events: list[Event] = []
         self._metrics: Mapping[str, MetricValue] = {}
         self._next_metrics_s = 0.0
-        self._counts = (0, 0)
+        self._num_running = 0
         self._stopping = self._failed = False
         self._thread = threading.Thread(target=self._run, name="hicache-engine", daemon=True)
 
@@ -95,11 +72,7 @@ class EngineThread:
 
     @property
     def num_running(self) -> int:
-        return self._counts[0]
-
-    @property
-    def num_waiting(self) -> int:
-        return self._counts[1]
+        return self._num_running
 
     @property
     def metrics(self) -> Mapping[str, MetricValue]:
@@ -114,18 +87,19 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        self._commands.put(_Submit(request))
+        self._commands.put(partial(self._submit, request))
 
     def abort(self, request_id: str) -> None:
         """The request ends with the next step; nothing happens if it has ended."""
-        self._commands.put(_Abort(request_id))
+        self._commands.put(partial(self._scheduler.abort, request_id))
 
     def finish(self, request_id: str) -> None:
         """As `abort`, for a request whose text is complete: its pages stay in the cache."""
-        self._commands.put(_Finish(request_id))
+        self._commands.put(partial(self._scheduler.finish, request_id))
 
     def stop(self) -> None:
-        self._commands.put(_Stop())
+        """Abort what runs, write everything to disk, close the engine."""
+        self._commands.put(self._stop)
 
     def join(self) -> None:
         self._thread.join()
@@ -144,29 +118,22 @@ class EngineThread:
         except Exception:
             self._failed = True
             log.exception("the engine failed")
-        self._counts = (0, 0)
+        self._num_running = 0
         self._deliver(())
 
     def _take_commands(self) -> None:
         """Wait for a command if no request is open, then take all that there are."""
         try:
             wait_s = 0.0 if self._scheduler.num_unfinished else _IDLE_S
-            self._take(self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait())
+            self._commands.get(block=bool(wait_s), timeout=wait_s or None)()
             while not self._stopping:
-                self._take(self._commands.get_nowait())
+                self._commands.get_nowait()()
         except queue.Empty:
             return
 
-    def _take(self, command: _Command) -> None:
-        if isinstance(command, _Submit):
-            self._submit(command.request)
-        elif isinstance(command, _Abort):
-            self._scheduler.abort(command.request_id)
-        elif isinstance(command, _Finish):
-            self._scheduler.finish(command.request_id)
-        else:
-            self._stopping = True
-            self._scheduler.abort_all()
+    def _stop(self) -> None:
+        self._stopping = True
+        self._scheduler.abort_all()
 
     def _submit(self, request: Request) -> None:
         request_id = request.request_id
@@ -187,8 +154,7 @@ class EngineThread:
             self._deliver(events)
 
     def _publish(self) -> None:
-        running = self._scheduler.num_running
-        self._counts = (running, self._scheduler.num_unfinished - running)
+        self._num_running = self._scheduler.num_running
         now_s = time.monotonic()
         if now_s >= self._next_metrics_s:
             self._metrics, self._next_metrics_s = self._engine.metrics(), now_s + _METRICS_S
