@@ -153,16 +153,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(
-    number: int,
-    layer: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def _(number: int, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     batch, heads, n, _dim = query.shape
     return query.new_empty(batch, n, heads, value.shape[3])
 

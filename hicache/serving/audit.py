@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -54,13 +55,13 @@ class KVAudit:
         # A page that was evicted from every tier is computed again with other rounding: any earlier digest is accepted.
         self._known: dict[bytes, set[bytes]] = {}
         self._file: IO[str] | None = None
-        self._compared = self._mismatched = self._unrecorded = self._recorded = 0
+        self._counts: Counter[str] = Counter()
         if sidecar is not None:
             self._file = self._open(sidecar)
 
     @property
     def counts(self) -> AuditCounts:
-        return AuditCounts(self._compared, self._mismatched, self._unrecorded, self._recorded)
+        return AuditCounts(**self._counts)
 
     def audit(self, lease: Lease, tokens: npt.NDArray[np.int64]) -> None:
         """Compare pages [hit.device, cached_len) of the lease and record pages [cached_len, last whole page)."""
@@ -87,15 +88,15 @@ class KVAudit:
     def _compare(self, key: bytes, digest: bytes) -> None:
         known = self._known.get(key)
         if known is None or (self._is_shared and digest not in known):
-            self._unrecorded += 1
+            self._counts["unrecorded"] += 1
             if self._is_shared:
                 self._known.setdefault(key, set()).add(digest)
             return
-        self._compared += 1
-        self._mismatched += digest not in known
+        self._counts["compared"] += 1
+        self._counts["mismatched"] += digest not in known
 
     def _record(self, key: bytes, digest: bytes) -> None:
-        self._recorded += 1
+        self._counts["recorded"] += 1
         known = self._known.setdefault(key, set())
         if digest not in known and self._file is not None:
             self._file.write(json.dumps({"page": key.hex(), "kv": digest.hex()}) + "\n")

@@ -30,6 +30,9 @@ class DecodeBatch:
     """
 
     words: torch.Tensor
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
     query_starts: torch.Tensor
     last: torch.Tensor
 
@@ -37,19 +40,7 @@ class DecodeBatch:
     def of(cls, size: int, device: torch.device) -> DecodeBatch:
         words = torch.zeros(3, size, dtype=torch.int64, device=device)
         starts = torch.arange(size + 1, dtype=torch.int32, device=device)
-        return cls(words, starts, starts[:-1].long())
-
-    @property
-    def input_ids(self) -> torch.Tensor:
-        return self.words[0]
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self.words[1]
-
-    @property
-    def rows(self) -> torch.Tensor:
-        return self.words[2]
+        return cls(words, *words, starts, starts[:-1].long())
 
 
 @dataclass(frozen=True)

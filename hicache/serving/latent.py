@@ -158,16 +158,9 @@ def _attend_latent(
 
 
 @_attend_latent.register_fake
-def _(
-    number: int,
-    layer: int,
-    query: torch.Tensor,
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    kv_b_proj: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+def _(number: int, layer: int, query: torch.Tensor, latent: torch.Tensor, *more: Any) -> torch.Tensor:
     batch, heads, n, dim = query.shape
+    rope, kv_b_proj, _scale = more
     return query.new_empty(batch, n, heads, len(kv_b_proj) // heads - (dim - rope.shape[3]))
 
 

@@ -37,7 +37,10 @@ _BYTES_PER_TOKEN = 6  # of a document's text, at most
 
 
 class Conversation(Protocol):
-    """One conversation with turns [0, num_turns)."""
+    """One conversation with turns [0, num_turns).
+
+    `branch_points`: positions after which prompts of different turns, or of other conversations, may differ.
+    """
 
     @property
     def name(self) -> str: ...
@@ -46,13 +49,10 @@ class Conversation(Protocol):
     def num_turns(self) -> int: ...
 
     @property
-    def branch_points(self) -> tuple[int, ...]:
-        """Positions after which prompts of different turns, or of other conversations, may differ."""
-        ...
+    def branch_points(self) -> tuple[int, ...]: ...
 
     def prompt(self, turn: int, previous: Sequence[int], answer: Sequence[int]) -> Tokens:
-        """The prompt of a turn, int64; `previous` and `answer`: prompt and answer of the turn before, empty at turn
-        0."""
+        """int64, of a turn; `previous` and `answer`: prompt and answer of the turn before, empty at turn 0."""
         ...
 
     def turn_lengths(self, max_new_tokens: int) -> list[int]:
@@ -97,14 +97,11 @@ class RecordedConversation:
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
+    branch_points: tuple[int, ...] = ()
 
     @property
     def num_turns(self) -> int:
         return len(self.prompts)
-
-    @property
-    def branch_points(self) -> tuple[int, ...]:
-        return ()
 
     def prompt(self, turn: int, previous: Sequence[int], answer: Sequence[int]) -> Tokens:
         return np.array(self.prompts[turn], dtype=np.int64)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
 
 from hicache.errors import HiCacheError, PromptTooLong, ResourceExhausted
 from hicache.serving.request import RequestOutput
+from hicache.serving.server.engine_thread import EngineThread
 from hicache.serving.server.replies import (
     ApiError,
     Delta,
@@ -61,21 +61,13 @@ class Choice:
             log.exception("a token could not be decoded")
 
 
-class RequestEnds(Protocol):
-    """How a request of the scheduler is ended from here: nobody wants more of it, or its text is complete."""
-
-    def abort(self, request_id: str) -> None: ...
-
-    def finish(self, request_id: str) -> None: ...
-
-
 class Generation:
     """The prompts of one HTTP request. All methods are called on the event loop.
 
     `choices`: by request id. `ends`: where its requests run. `timeout_s`: for the message.
     """
 
-    def __init__(self, choices: dict[str, Choice], ends: RequestEnds, timeout_s: float) -> None:
+    def __init__(self, choices: dict[str, Choice], ends: EngineThread, timeout_s: float) -> None:
         self._choices, self._ends, self._timeout_s = choices, ends, timeout_s
         self._unfinished = dict(choices)
         self._news = asyncio.Event()

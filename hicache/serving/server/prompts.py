@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,9 @@ import numpy.typing as npt
 from hicache.errors import ConfigError
 from hicache.serving.models import Tokenizer
 from hicache.serving.server.protocol import ChatBody, CompletionBody
-from hicache.serving.server.replies import ApiError, invalid
+from hicache.serving.server.replies import invalid
 
+T = TypeVar("T")
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 
@@ -50,7 +52,10 @@ class PromptEncoder:
         """One prompt per text or list of ids. Raises `ApiError`."""
         prompts = []
         for prompt in body.prompts:
-            ids = prompt if isinstance(prompt, list) else await self._encoded(prompt)
+            if isinstance(prompt, str):
+                ids = [*self._model.bos, *await self._in_thread(self._model.tokenizer.encode, prompt)]
+            else:
+                ids = prompt
             prompts.append(self._checked(ids, body.max_tokens or _DEFAULT_COMPLETION_TOKENS, "prompt"))
         return prompts
 
@@ -58,7 +63,7 @@ class PromptEncoder:
         """Without a maximum in the body, the answer may be as long as the context allows. Raises `ApiError`."""
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
         try:
-            ids = await self._in_thread(messages)
+            ids = await self._in_thread(self._model.tokenizer.encode_chat, messages)
         except ConfigError as error:
             raise invalid(str(error), "messages") from error
         rest = max(1, self._model.max_len - len(ids))
@@ -67,13 +72,8 @@ class PromptEncoder:
     def close(self) -> None:
         self._executor.shutdown(cancel_futures=True)
 
-    async def _encoded(self, text: str) -> list[int]:
-        loop = asyncio.get_running_loop()
-        return [*self._model.bos, *await loop.run_in_executor(self._executor, self._model.tokenizer.encode, text)]
-
-    async def _in_thread(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._model.tokenizer.encode_chat, messages)
+    async def _in_thread(self, encode: Callable[[T], list[int]], given: T) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encode, given)
 
     def _checked(self, ids: Sequence[int], max_new_tokens: int, param: str) -> Prompt:
         model = self._model
@@ -82,14 +82,10 @@ class PromptEncoder:
         if max(ids) >= model.vocab_size:
             raise invalid(f"a token id is not below the size of the vocabulary, {model.vocab_size}", param)
         if len(ids) + max_new_tokens > model.max_len:
-            raise _too_long(len(ids), max_new_tokens, model.max_len, param)
+            raise invalid(
+                f"this model's maximum context length is {model.max_len} tokens, but {len(ids) + max_new_tokens} were "
+                f"requested ({len(ids)} of the prompt, {max_new_tokens} of the answer); shorten one of them",
+                param,
+                "context_length_exceeded",
+            )
         return Prompt(np.array(ids, dtype=np.int64), max_new_tokens)
-
-
-def _too_long(prompt_len: int, max_new_tokens: int, max_len: int, param: str) -> ApiError:
-    return invalid(
-        f"this model's maximum context length is {max_len} tokens, but {prompt_len + max_new_tokens} were requested "
-        f"({prompt_len} of the prompt, {max_new_tokens} of the answer); shorten one of them",
-        param,
-        "context_length_exceeded",
-    )
