@@ -2,8 +2,8 @@
 
     presets   known models                           gpus     rates of known GPUs
     model     geometry, weights, work of a prefill    memory   tokens of each tier and the engine's settings
-    times     loading beside computing                hits     hit rates of a trace
-    report    tables                                  command  flags and JSON
+    times     loading beside computing                report   tables
+    command   flags, hit rates of a trace, JSON
 
 Above `serving`, whose geometry and sizes it uses; no weights are read.
 """

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,27 @@ from typing import Any
 from hicache.config import EngineConfig
 from hicache.console import progress
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
-from hicache.planning.hits import HitRow, hit_rows
-from hicache.planning.memory import MemoryPlan, Wanted, plan_memory
+from hicache.planning.memory import MemoryPlan, Tier, Wanted, plan_memory
 from hicache.planning.presets import PRESETS, PlannedModel
 from hicache.planning.report import show
 from hicache.planning.times import COMPUTE_SHARE, LengthTimes, Machine, Times
-from hicache.replay.trace import read_trace
+from hicache.replay.simulation import ReplaySettings, replay
+from hicache.replay.trace import Trace, read_trace
 from hicache.settings import Number, Size, Tokens, Whole, as_flag, settings_of
 
 _ENGINE = settings_of(EngineConfig)
 _SIZE, _POSITIVE = as_flag(Size("a size like 64GiB")), as_flag(Size("a size like 64GiB", 1))
 _RATE = as_flag(Size("bytes per second like 50GB", 1))
 _COUNT = as_flag(Whole("a count", 1, 1024))
+
+
+@dataclass(frozen=True)
+class HitRow:
+    """The hit rate with some tiers, over blocks. `num_tokens`: of each tier; None: without a limit."""
+
+    tiers: str
+    num_tokens: tuple[int | None, ...]
+    hit_rate: float
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ def run(flags: argparse.Namespace) -> int:
     machine = Machine(gpu, flags.gpus, flags.disk_rate, flags.compute_share)
     times = Times(model, memory, machine)
     with progress("replaying the trace"):
-        hits = () if trace is None else tuple(hit_rows(trace, memory.tiers, flags.policy))
+        hits = () if trace is None else tuple(_hit_rows(trace, memory.tiers, flags.policy))
     plan = Plan(
         model=model,
         machine=machine,
@@ -202,3 +212,26 @@ def _wanted(flags: argparse.Namespace) -> Wanted:
         chunk_tokens=flags.chunk_tokens,
         max_context_len=flags.max_context_len,
     )
+
+
+def _hit_rows(trace: Trace, tiers: tuple[Tier, ...], policy: str) -> Iterator[HitRow]:
+    """With the device alone, with each further tier, with a host tier of twice the size, and without a limit."""
+    for number in range(1, len(tiers) + 1):
+        yield _hit_row(trace, [(tier.name, tier.num_tokens) for tier in tiers[:number]], policy)
+    if len(tiers) > 1:
+        device, host = tiers[:2]
+        yield _hit_row(trace, [(device.name, device.num_tokens), ("twice the host", 2 * host.num_tokens)], policy)
+    unlimited = replay(trace, ReplaySettings(device_blocks=None, host_blocks=0, disk_blocks=0, policy=policy))
+    yield HitRow("without a limit", (None,), unlimited.hit_rate)
+
+
+def _hit_row(trace: Trace, sizes: list[tuple[str, int]], policy: str) -> HitRow:
+    blocks = [num_tokens // trace.block_tokens for _, num_tokens in sizes]
+    device, host, disk = [*blocks, 0, 0][:3]
+    names = " + ".join(name for name, _ in sizes)
+    tokens = tuple(num_tokens for _, num_tokens in sizes)
+    if not device:
+        return HitRow(names, tokens, 0.0)
+    # A tier of less than a block holds none, and without a host tier there is no disk tier.
+    settings = ReplaySettings(device_blocks=device, host_blocks=host, disk_blocks=disk if host else 0, policy=policy)
+    return HitRow(names, tokens, replay(trace, settings).hit_rate)

@@ -18,8 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hicache.errors import ConfigError, HiCacheError
 from hicache.layout import ModelGeometry
-from hicache.planning.prefill import PrefillWork
-from hicache.planning.presets import PRESETS, PlannedModel
+from hicache.planning.presets import PRESETS, PlannedModel, PrefillWork
 from hicache.serving.models import UNLIMITED
 from hicache.serving.positions import position_limit
 from hicache.serving.recorded import NUM_TOKENS

@@ -6,7 +6,8 @@ The steps are those of `hicache.flow`; `docs/replay.md` states them as rules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import NamedTuple
@@ -14,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from hicache.errors import ConfigError
-from hicache.replay.disk import DiskOrder
 from hicache.settings import short_repr
 from hicache.tree import DEVICE, DISK, FULL, HOST, PageHasher, RadixTree, Tier, TreeNode
 from hicache.tree.key import Tokens
@@ -61,6 +61,36 @@ class BlockHits(NamedTuple):
     host: int = 0
     disk: int = 0
     remote: int = 0
+
+
+class DiskOrder:
+    """What a disk holds: page keys, least recently used first, as a page store evicts them. `capacity`: pages; None:
+    unlimited. Several nodes may share one.
+
+    Keys of one call follow each other in a prompt: the first becomes the most recently used, so suffixes go first.
+    """
+
+    def __init__(self, capacity: int | None) -> None:
+        self._capacity = capacity
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def num_present(self, keys: Iterable[bytes]) -> int:
+        """How many of `keys` are held before the first that is not. No use."""
+        return sum(1 for _ in takewhile(self._keys.__contains__, keys))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """A request used these; those that are not held are ignored."""
+        for key in reversed(keys):
+            if key in self._keys:
+                self._keys.move_to_end(key)
+
+    def put(self, keys: Sequence[bytes]) -> None:
+        """Hold these, evicting others, and at last their own suffix. What is held already counts as used."""
+        self.touch(keys)
+        for key in [key for key in reversed(keys) if key not in self._keys]:
+            self._keys[key] = None
+            if self._capacity is not None and len(self._keys) > self._capacity:
+                self._keys.popitem(last=False)
 
 
 class CacheSimulation:

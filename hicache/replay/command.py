@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
@@ -14,10 +14,9 @@ from typing import Any
 from hicache.console import counted, print_table, progress
 from hicache.errors import ConfigError
 from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
-from hicache.replay.calibration import costs_of
-from hicache.replay.cost import TierCosts
-from hicache.replay.nodes import ROUTERS, NodeSettings, NodesResult
-from hicache.replay.report import require_report_packages, write_report
+from hicache.replay.cost import TierCosts, costs_of
+from hicache.replay.nodes import ROUTERS, NodeSettings
+from hicache.replay.report import require_report_packages, result_rows, write_report, write_whole
 from hicache.replay.simulation import ReplayResult
 from hicache.replay.sweep import Case, cases_of, sweep
 from hicache.replay.trace import Trace, read_trace
@@ -116,7 +115,7 @@ def run(flags: argparse.Namespace) -> int:
     with progress("replay") as step:
         results = sweep(trace, cases, costs, flags.processes, lambda num_done: step(num_done, total))
     if flags.json is not None:
-        _write_json(flags.json, trace, results)
+        write_whole(flags.json, _json(trace, results))
     if flags.report is not None:
         write_report(flags.report, trace, results)
     _print(trace, cases, results)
@@ -156,38 +155,14 @@ def _sizes(flags: argparse.Namespace, tier: str, block_tokens: int) -> tuple[int
 
 
 def _print(trace: Trace, cases: Sequence[Case], results: Sequence[ReplayResult]) -> None:
-    """A row a case; columns of tiers that no case has are left out."""
-    tiers = [tier for tier in _TIERS if tier == "device" or any(vars(c.settings)[f"{tier}_blocks"] != 0 for c in cases)]
-    hit_tiers = [*tiers, "remote"] if any(case.nodes and case.nodes.remote_blocks != 0 for case in cases) else tiers
-    if len(hit_tiers) == 1:
-        hit_tiers = []  # the hit rate is that of the tier
-    headings = ["policy", *(f"{tier} blocks" for tier in tiers), "hit rate", *(f"of {tier}" for tier in hit_tiers)]
-    headings += ["of optimal", "tokens saved"]
-    has_nodes = any(case.nodes is not None for case in cases)
-    headings += ["busiest node"] if has_nodes else []
-    headings += ["TTFT mean, s", "p50", "p99"] if any(result.costs is not None for result in results) else []
-    best = {c.settings.total_blocks: r.hit_rate for c, r in zip(cases, results, strict=True) if c.row != "policy"}
-
-    def rows() -> Iterator[list[str] | None]:
-        for case, result in zip(cases, results, strict=True):
-            optimum = best[result.settings.total_blocks]
-            row = [result.name, *(_size(vars(case.settings)[f"{tier}_blocks"]) for tier in tiers)]
-            row += [f"{result.hit_rate:.4f}", *(f"{result.tier_hit_rates.get(tier, 0.0):.4f}" for tier in hit_tiers)]
-            row += [f"{result.hit_rate / optimum:.3f}" if optimum else "", f"{result.tokens_saved:,}"]
-            if has_nodes:
-                row.append(f"{result.imbalance:.2f}" if isinstance(result, NodesResult) else "")
-            times = result.to_json().get("ttft_s", {})
-            yield row + [f"{times[name]:.3f}" for name in ("mean", "p50", "p99") if name in times]
-            if case.row == "optimal":
-                yield None
-
-    num_blocks, num_requests = trace.num_blocks, len(trace.requests)
-    title = f"{trace.name}: {num_requests:,} requests, {num_blocks:,} blocks of {trace.block_tokens} tokens"
-    print_table(headings, rows(), title=title)
-
-
-def _size(blocks: int | None) -> str:
-    return "" if blocks == 0 else counted(blocks)
+    """A row a case; the optimum ends those of one size."""
+    rows = result_rows(results)
+    lines: list[list[str] | None] = []
+    for case, row in zip(cases, rows, strict=True):
+        lines += [[*row.values()], None] if case.row == "optimal" else [[*row.values()]]
+    requests, blocks = counted(len(trace.requests)), counted(trace.num_blocks)
+    title = f"{trace.name}: {requests} requests, {blocks} blocks of {trace.block_tokens} tokens"
+    print_table([*rows[0]], lines, title=title)
 
 
 def _require_folder(flag: str, path: Path) -> None:
@@ -196,8 +171,7 @@ def _require_folder(flag: str, path: Path) -> None:
         raise ConfigError(f"{flag} {path} cannot be written; give a file in a folder that can be written to")
 
 
-def _write_json(path: Path, trace: Trace, results: Sequence[ReplayResult]) -> None:
-    """Whole or not at all: written beside, then renamed."""
+def _json(trace: Trace, results: Sequence[ReplayResult]) -> str:
     content: dict[str, Any] = {
         "schema": _SCHEMA,
         "trace": trace.name,
@@ -206,9 +180,4 @@ def _write_json(path: Path, trace: Trace, results: Sequence[ReplayResult]) -> No
         "blocks": trace.num_blocks,
         "rows": [result.to_json() for result in results],
     }
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(json.dumps(content, indent=1) + "\n")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    return json.dumps(content, indent=1) + "\n"

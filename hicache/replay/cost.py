@@ -4,13 +4,18 @@
 
     prefill_s = of positions [start, end): (end - start) * (1 / prefill_tokens_per_s + prefill_pair_s * mean position)
 
-`prefill_pair_s` is the cost of one token for each token before it; the form is that of `hicache.flow.cost`.
+`prefill_pair_s` is the cost of one token for each token before it; the form is that of `hicache.flow.cost`. Rates come
+from files too: plain ones, stats of an engine, and results of benches.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,3 +66,74 @@ class TierCosts:
         ):
             seconds = seconds + tokens * (self.bytes_per_token / bytes_per_s)
         return np.asarray(seconds, np.float64)
+
+
+_NAMES = tuple(item.name for item in fields(TierCosts))
+# Stats of `CacheEngine.stats()`. The disk's rate is that of one reader.
+_STATS = {
+    "cost.load_bytes_per_s": "load_bytes_per_s",
+    "cost.read_bytes_per_s": "disk_bytes_per_s",
+    "cost.prefill_tokens_per_s": "prefill_tokens_per_s",
+}
+# Cases of bench results, by the front of their names; the first of each counts.
+_CASES = {
+    "up.page64.contiguous.": "load_bytes_per_s",
+    "read.cold": "disk_bytes_per_s",
+    "serving.prefill.": "prefill_tokens_per_s",
+}
+_UNITS = {"GB/s": 1e9, "tokens/s": 1.0}
+
+
+def costs_of(paths: Sequence[Path], given: Mapping[str, float | None]) -> TierCosts | None:
+    """The rates that are `given`, the others from the files, of which later ones count more. None for no rate at all.
+
+    ConfigError where a file has no rate, or where what is left out is needed.
+    """
+    rates: dict[str, float] = {}
+    for path in paths:
+        rates |= _rates_of(path)
+    rates |= {name: value for name, value in given.items() if value is not None}
+    if not rates:
+        return None
+    if "prefill_tokens_per_s" not in rates:
+        raise ConfigError("a time to first token needs the speed of prefill; give --prefill-tokens-per-s")
+    is_moving = any(name.endswith("_bytes_per_s") for name in rates)
+    if is_moving and "bytes_per_token" not in rates:
+        raise ConfigError("times of copies need the bytes that a token stores; give --bytes-per-token")
+    return TierCosts(**rates)
+
+
+def _rates_of(path: Path) -> dict[str, float]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON; give rates, stats of an engine or a bench result") from error
+    if not isinstance(content, dict):
+        content = {}
+    found = dict(_of_cases(content.get("cases"))) if "cases" in content else _of_names(content)
+    rates = {name: value for name, value in found.items() if _is_rate(value)}
+    if not rates:
+        raise ConfigError(f"{path} has no rate; give one of {', '.join(_NAMES)}, stats of an engine or a bench result")
+    return rates
+
+
+def _of_names(content: Mapping[str, Any]) -> dict[str, Any]:
+    stats = {_STATS[name]: content[name] for name in _STATS if name in content}
+    return stats | {name: content[name] for name in _NAMES if name in content}
+
+
+def _of_cases(cases: object) -> dict[str, float]:
+    rates: dict[str, float] = {}
+    for case in cases if isinstance(cases, list) else []:
+        if not isinstance(case, dict):
+            continue
+        name, scale = str(case.get("name")), _UNITS.get(str(case.get("unit")))
+        target = next((rate for front, rate in _CASES.items() if name.startswith(front)), None)
+        if target is not None and scale is not None and _is_rate(case.get("value")):
+            rates.setdefault(target, case["value"] * scale)
+    return rates
+
+
+def _is_rate(value: object) -> bool:
+    """Whether it was measured: an engine gives 0 for what it does not know yet."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from hicache.errors import ConfigError
-from hicache.replay.cache import BlockHits, CacheSimulation, ReplaySettings
+from hicache.replay.cache import BlockHits, CacheSimulation, DiskOrder, ReplaySettings
 from hicache.replay.cost import TierCosts
-from hicache.replay.disk import DiskOrder
 from hicache.replay.simulation import Counts, ReplayResult, optimal, result_of
 from hicache.replay.trace import Trace, TraceRequest
 from hicache.settings import short_repr

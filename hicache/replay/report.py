@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hicache.console import counted
 from hicache.errors import ConfigError
 from hicache.replay import plots
 from hicache.replay.nodes import NodeSettings, NodesResult
@@ -24,7 +25,6 @@ from hicache.replay.trace import Trace
 
 _NUM_TIMES = 60  # steps of the hit rate over time
 _MAX_COLUMNS = 4  # panels beside each other
-_SPACE = "\N{NO-BREAK SPACE}"  # between thousands
 
 
 class _Plot(NamedTuple):
@@ -44,14 +44,15 @@ def require_report_packages() -> None:
 
 
 def write_report(path: Path, trace: Trace, results: Sequence[ReplayResult]) -> None:
-    """Write the page of `results`, replays of `trace`, to `path`.
+    """Write the page of `results`, replays of `trace`, to `path`, whole or not at all. OSError where that fails."""
+    write_whole(path, render(trace, results))
 
-    It appears there whole or not at all: it is written beside `path` and renamed. OSError where that fails.
-    """
-    page = render(trace, results)
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all: beside `path`, then renamed. OSError where that fails."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        beside.write_text(page, encoding="utf-8")
+        beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
@@ -73,7 +74,7 @@ def render(trace: Trace, results: Sequence[ReplayResult]) -> str:
         trace_name=trace.name,
         facts=[*_facts(trace), *_node_facts(sweep.nodes)],
         sweep=sweep,
-        rows=[_row(result, sweep) for result in results],
+        rows=result_rows(results),
         plots=_plots(sweep),
         has_times=all(_has_times(result) for result in results),
     )
@@ -133,32 +134,34 @@ def _title(result: ReplayResult) -> str:
 
 
 def _capacity(settings: ReplaySettings) -> str:
-    """`1 000` of a device alone, `1 000 + 6 000` of device and host, and so on."""
+    """`1,000` of a device alone, `1,000 + 6,000` of device and host, and so on."""
     blocks = [settings.device_blocks, settings.host_blocks, settings.disk_blocks]
     while len(blocks) > 1 and not blocks[-1]:
         blocks.pop()
-    return " + ".join(_size(size) for size in blocks)
+    return " + ".join(counted(size) for size in blocks)
 
 
-def _size(blocks: int | None) -> str:
-    return UNLIMITED if blocks is None else _count(blocks)
+def result_rows(results: Sequence[ReplayResult]) -> list[dict[str, str]]:
+    """A line a result, its cells by column, for the page and the terminal alike."""
+    sweep = _Sweep(results)
+    best = {result.settings.total_blocks: result.hit_rate for result in results if _is_bound(result)}
+    return [_row(result, sweep, best.get(result.settings.total_blocks)) for result in results]
 
 
-def _row(result: ReplayResult, sweep: _Sweep) -> dict[str, str]:
-    """A result's line in the table of all results, its cells by column."""
-    times_s = result.ttft_s if _has_times(result) else None
+def _row(result: ReplayResult, sweep: _Sweep, best: float | None) -> dict[str, str]:
     cells = {
-        "capacity": _capacity(result.settings),
         "policy": result.name,
+        "capacity": _capacity(result.settings),
         "hit rate": _rate(result.hit_rate),
         **{tier: "" if _is_bound(result) else _rate(result.tier_hit_rates.get(tier, 0.0)) for tier in sweep.tiers},
-        "tokens saved": _count(result.tokens_saved),
+        "of optimal": f"{result.hit_rate / best:.3f}" if best else "",
+        "tokens saved": counted(result.tokens_saved),
     }
     if sweep.nodes is not None:
         cells["busiest node"] = f"{result.imbalance:.2f}" if isinstance(result, NodesResult) else ""
-    if times_s is not None:
-        p50, p99 = np.percentile(times_s, (50, 99))
-        cells |= {"TTFT mean, s": f"{times_s.mean():.3f}", "p50": f"{p50:.3f}", "p99": f"{p99:.3f}"}
+    if _has_times(result):
+        p50, p99 = np.percentile(result.ttft_s, (50, 99))
+        cells |= {"TTFT mean, s": f"{result.ttft_s.mean():.3f}", "p50": f"{p50:.3f}", "p99": f"{p99:.3f}"}
     return cells
 
 
@@ -170,22 +173,22 @@ def _facts(trace: Trace) -> list[tuple[str, str]]:
     sessions = {request.session for request in requests} - {""}
     seconds = requests[-1].time_s - requests[0].time_s
     facts = [
-        ("requests", _count(len(requests))),
-        ("time", f"{_count(round(seconds))} s"),
-        ("tokens of a block", _count(trace.block_tokens)),
+        ("requests", counted(len(requests))),
+        ("time", f"{counted(round(seconds))} s"),
+        ("tokens of a block", counted(trace.block_tokens)),
         ("tokens of a prompt", _spread(prompts)),
         ("tokens of an output", _spread(outputs)),
-        ("blocks asked for", _count(len(blocks))),
-        ("different blocks", _count(len(np.unique(blocks)))),
+        ("blocks asked for", counted(len(blocks))),
+        ("different blocks", counted(len(np.unique(blocks)))),
     ]
-    return [*facts, ("sessions", _count(len(sessions)))] if sessions else facts
+    return [*facts, ("sessions", counted(len(sessions)))] if sessions else facts
 
 
 def _node_facts(nodes: NodeSettings | None) -> list[tuple[str, str]]:
     if nodes is None:
         return []
-    remote = "none" if nodes.remote_blocks == 0 else f"{_size(nodes.remote_blocks)} blocks"
-    return [("nodes", _count(nodes.num_nodes)), ("router", nodes.router), ("remote tier", remote)]
+    remote = "none" if nodes.remote_blocks == 0 else f"{counted(nodes.remote_blocks)} blocks"
+    return [("nodes", counted(nodes.num_nodes)), ("router", nodes.router), ("remote tier", remote)]
 
 
 def _plots(sweep: _Sweep) -> list[_Plot]:
@@ -276,10 +279,6 @@ def _rate(value: float) -> str:
     return "" if np.isnan(value) else f"{value:.4f}"
 
 
-def _count(number: int) -> str:
-    return f"{number:,}".replace(",", _SPACE)
-
-
 def _spread(values: NDArray[np.int64]) -> str:
     middle, tail = np.percentile(values, (50, 95))
-    return f"mean {_count(round(values.mean()))}, median {_count(round(middle))}, p95 {_count(round(tail))}"
+    return f"mean {counted(round(values.mean()))}, median {counted(round(middle))}, p95 {counted(round(tail))}"

@@ -18,8 +18,7 @@ from hicache.errors import ConfigError, OutOfMemory, UnsupportedModel
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
 from hicache.planning.memory import MemoryPlan, Wanted, plan_memory, share_of
 from hicache.planning.model import read_model
-from hicache.planning.prefill import PrefillWork
-from hicache.planning.presets import PRESETS, PlannedModel
+from hicache.planning.presets import PRESETS, PlannedModel, PrefillWork
 from hicache.planning.times import Machine, Times
 from hicache.sizing import device_bytes, largest_device_tokens, resolve, row_bytes
 

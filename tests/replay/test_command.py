@@ -13,8 +13,7 @@ import pytest
 
 from hicache.cli import main
 from hicache.errors import ConfigError
-from hicache.replay.calibration import costs_of
-from hicache.replay.cost import TierCosts
+from hicache.replay.cost import TierCosts, costs_of
 from hicache.replay.nodes import NodeSettings, optimal_of_nodes, replay_nodes
 from hicache.replay.simulation import ReplaySettings, optimal, replay
 from hicache.replay.sweep import cases_of, sweep
