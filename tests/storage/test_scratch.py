@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from hicache.storage.memory import ALIGNMENT, HUGE_PAGE_BYTES, CoreScratch, Scratch, aligned_buffer
@@ -24,6 +23,7 @@ def address_of(memory: memoryview) -> int:
 
 @pytest.mark.parametrize("num_bytes", SIZES)
 def test_a_buffer_is_aligned_and_has_a_block_more(num_bytes: int) -> None:
+    """It consists of zeros in whole blocks, to the last of which it can be written."""
     memory = aligned_buffer(num_bytes)
     assert len(memory) >= num_bytes + ALIGNMENT and len(memory) % ALIGNMENT == 0
     assert address_of(memory) % ALIGNMENT == 0
@@ -40,53 +40,34 @@ def test_a_large_buffer_asks_for_huge_pages() -> None:
 
 
 def test_each_thread_has_scratch_of_its_own() -> None:
-    scratch, together = Scratch(), threading.Barrier(4, timeout=30)
+    """It stays what it is until the thread takes more, and grows with that."""
+    scratch, together = Scratch(), threading.Barrier(4)
 
     def fill(value: int) -> bool:
         page = scratch.take_page(ALIGNMENT)
         page[:] = value
         together.wait()
-        return bool((page == value).all()) and scratch.take_page(ALIGNMENT).ctypes.data == page.ctypes.data
+        is_kept = bool((page == value).all()) and scratch.take_page(10).ctypes.data == page.ctypes.data
+        return is_kept and len(scratch.take(3 << 20)) >= 3 << 20
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(fill, range(4)))
 
 
-def test_scratch_of_cores_has_one_user_at_a_time(two_cores: None) -> None:
+def test_scratch_of_cores_has_one_user_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many threads only as many are in the block as there are cores; what one writes stays until it leaves, also
     where another leaves by an exception."""
-    scratch, lock = CoreScratch(), threading.Lock()
-    inside: list[int] = []
-    most: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    scratch, addresses = CoreScratch(), set[int]()
 
-    def use(value: int) -> bool:
-        try:
-            with scratch.page(HUGE_PAGE_BYTES) as page:
-                with lock:
-                    inside.append(page.ctypes.data)
-                    most.append(len(inside))
-                    assert len(set(inside)) == len(inside)
-                page[:] = value
-                kept = bool((page == value).all())
-                with lock:
-                    inside.remove(page.ctypes.data)
-                if value % 3 == 0:
-                    raise KeyError(value)
-        except KeyError:
-            pass
-        return kept
+    def use(value: int) -> None:
+        with contextlib.suppress(KeyError), scratch.page(HUGE_PAGE_BYTES) as page:
+            addresses.add(page.ctypes.data)
+            page[:] = value
+            assert (page == value).all()
+            if value % 3 == 0:
+                raise KeyError(value)
 
     with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(use, range(48)))
-    assert max(most) <= 2
-
-
-@pytest.fixture
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    yield
-
-
-def test_scratch_grows_with_what_is_asked_for() -> None:
-    scratch = Scratch()
-    assert np.shape(scratch.take_page(10)) == (10,) and len(scratch.take(3 << 20)) >= 3 << 20
+        list(threads.map(use, range(48)))
+    assert len(addresses) <= 2

@@ -79,11 +79,15 @@ class Gate:
 
     def __init__(self, *verbs: str) -> None:
         self._verbs, self._opened = verbs, threading.Event()
-        self.held = 0
+        self._came: list[str] = []  # several threads may come at once
+
+    @property
+    def held(self) -> int:
+        return len(self._came)
 
     def __call__(self, verb: str) -> None:
         if verb in self._verbs:
-            self.held += 1
+            self._came.append(verb)
             assert self._opened.wait(BOUND_S)
 
     def open(self) -> None:
