@@ -44,3 +44,5 @@ def violations(
     if (found.sizes, found.used_bytes) != (slots.sizes, slots.used_bytes):
         counted = f"{slots.sizes}, {slots.used_bytes} bytes in slots"
         yield Fault(None, f"counted are {counted}, and there are {found.sizes}, {found.used_bytes} bytes in slots")
+    if slots.freed_bytes != (freed_bytes := slots.recount_freed()):
+        yield Fault(None, f"{slots.freed_bytes} bytes are counted in freed slots, and there are {freed_bytes}")

@@ -78,6 +78,10 @@ class Slots:
             self.used_bytes += sum(file.space_of(n) * count for n, count in zip(lengths, counts, strict=True))
         self.num_misplaced = len(records) - num_fit
 
+    def recount_freed(self) -> int:
+        """What `freed_bytes` is to be."""
+        return sum(sum(slots.freed.values()) for slots in self._files.values())
+
     def space_of(self, page_bytes: int, payload_bytes: int) -> int:
         return self._files[page_bytes].file.space_of(payload_bytes)
 
