@@ -110,6 +110,17 @@ def test_a_store_is_made_smaller(tmp_path: Path, way: str) -> None:
     store.close()
 
 
+def test_no_more_is_evicted_than_it_takes(tmp_path: Path) -> None:
+    """Evicted are as many pages as have the bytes that are to go, and one more for one byte more."""
+    with contextlib.closing(open_store(tmp_path, level=0)) as store:
+        put_numbers(store, range(20))
+        for more_bytes, num_pages in ((0, 3), (1, 4)):
+            with store.writing() as writer, store.reading() as pages:
+                needed_bytes = writer.slots.used_bytes + pages.index.num_bytes()
+                page_bytes = writer.slots.space_of(PAGE_BYTES, PAGE_BYTES)
+            assert evict(store, needed_bytes - 3 * page_bytes - more_bytes) == num_pages
+
+
 def test_space_comes_back(tmp_path: Path) -> None:
     """The space of deleted pages is free at once, and compacting cuts the files behind the last page; every other page
     is kept."""

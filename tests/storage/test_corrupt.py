@@ -66,6 +66,9 @@ def test_flipped_bytes(tmp_path: Path) -> None:
     assert put_numbers(store, [500], kind=kind) == [True]
     assert store.stats().entries == len(intact) + 1
     store.check()
+    shutil.copytree(tmp_path, tmp_path / "killed", ignore=shutil.ignore_patterns("live*"))
+    with contextlib.closing(open_store(tmp_path / "killed", **SETTINGS)) as killed:
+        assert killed.rebuilt_pages == len(intact) + 1
     assert put_numbers(store, range(len(places)), kind=kind) == [True] * len(places)
     assert found_numbers(store, range(len(places) + 3), kind=kind) == set(range(len(places) + 3))
     store.check()
@@ -91,6 +94,7 @@ def test_slots_of_other_pages(tmp_path: Path) -> None:
     (tmp_path / "copy" / "index.mdb").unlink()
     with contextlib.closing(open_store(tmp_path / "copy", **SETTINGS)) as store:
         assert store.rebuilt_pages == 9 and found_numbers(store, range(10)) == set(range(10)) - {3}
+        assert slots_path(tmp_path / "copy").stat().st_blocks * 512 <= 9 * SLOT_BYTES, "an empty slot is no hole"
         store.check()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
 from hicache.storage import StoreCorrupt, StoreError, verify
@@ -189,6 +190,37 @@ def test_failed_writes(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert kept and kept <= held and found_numbers(store, [100, 200], page_bytes) == {100, 200}
     store.check()
     store.close()
+
+
+@pytest.mark.parametrize("durability", ["relaxed", "commit"])
+def test_a_failed_sync(durability: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With durability "commit" a page that did not reach the disk is not stored, with "relaxed" the next one is not."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with contextlib.closing(open_store(tmp_path, durability=durability)) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fdatasync", fail)
+            assert [put_numbers(store, [n]) for n in range(2)] == [[durability == "relaxed"], [False]]
+        assert store.reopen() and put_numbers(store, range(3)) == [True] * 3
+        store.check()
+
+
+def test_an_index_that_was_lost_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its last change failed, the store is opened again from its slots, with every page that was stored."""
+
+    def fail(*_: object) -> None:
+        raise lmdb.Error("no page")
+
+    with contextlib.closing(open_store(tmp_path)) as store:
+        put_numbers(store, range(8))
+        monkeypatch.setattr(Index, "changes", fail)
+        assert put_numbers(store, [8]) == [False]
+    monkeypatch.undo()
+    with contextlib.closing(open_store(tmp_path)) as store:
+        assert store.rebuilt_pages is not None and found_numbers(store, range(8)) == set(range(8))
+        store.check()
 
 
 def test_a_lookup_that_the_binding_cannot_name_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
