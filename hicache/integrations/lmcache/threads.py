@@ -20,11 +20,11 @@ R = TypeVar("R")
 class Workers:
     """`count` threads that do work in the order of its submission. Any thread may call.
 
-    `failures`: work that raised, which is logged once. `timeout_s`: work under way for longer makes its thread stalled.
+    `failures`: work that raised, which is logged once.
     """
 
-    def __init__(self, name: str, count: int, timeout_s: float = LIMITS.io_timeout_s) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, name: str, count: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._begun_s = [0.0] * count  # of the work under way, 0 without
         self.failures = 0
@@ -35,16 +35,12 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def count(self) -> int:
-        return len(self._threads)
-
     def submit(self, work: Callable[[], None]) -> None:
         self._work.put(work)
 
     def are_stalled(self) -> bool:
-        """Whether every thread has been at its work for longer than the timeout: nothing more would be done now."""
-        limit_s = time.monotonic() - self._timeout_s
+        """Whether every thread has been at its work for longer than I/O may take: nothing more would be done now."""
+        limit_s = self._clock() - LIMITS.io_timeout_s
         return all(0 < begun_s < limit_s for begun_s in self._begun_s)
 
     def close(self, deadline_s: float) -> bool:
@@ -57,7 +53,7 @@ class Workers:
 
     def _loop(self, n: int) -> None:
         while (work := self._work.get()) is not None:
-            self._begun_s[n] = time.monotonic()
+            self._begun_s[n] = self._clock()
             try:
                 work()
             except Exception:  # the server's other work goes on
