@@ -1,8 +1,7 @@
 """hicache under the servers that people run: one folder a server, and what all of them use.
 
     vllm, sglang, lmcache   the plug-ins, each loaded by its server from JSON
-    config                  the settings that a user gives in that JSON
-    server_store            the page store of one server, beside those of others in one directory
+    server_store            the page store of one server, beside those of others in one directory, and its settings
     versions                which releases of a server are supported
 
 Nothing outside imports this package, and no folder imports another.

@@ -19,11 +19,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Any, get_args
 
 from hicache.disk import cipher_of
 from hicache.errors import ConfigError
-from hicache.integrations.config import ServerStoreConfig
+from hicache.settings import Choice, FilePath, Size, Text, Whole, as_mapping, from_mapping, settle
 from hicache.storage import (
     LmdbPageReader,
     LmdbPageStore,
@@ -36,12 +39,35 @@ from hicache.storage import (
     StoreLocked,
     StoreStats,
 )
-from hicache.store_config import DiskConfig
+from hicache.store_config import MAX_STORE_BYTES, DiskConfig, Durability
 
 log = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"[a-z]+-[0-9.]+-[0-9a-f]{16}")
 _IGNORED = {"lost+found"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerStoreConfig:
+    """Where a server's pages lie on disk, and how. `path` holds one store for each model, dtype and layout that
+    is served with it; `budget` bounds each of them."""
+
+    path: Annotated[str, FilePath("directory of the stores", may_be_empty=False)]
+    budget: Annotated[int, Size("maximum size of a store's files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
+    durability: Annotated[Durability, Choice("when a commit reaches the medium", get_args(Durability))] = "relaxed"
+    level: Annotated[int, Whole("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)] = 1
+    key_file: Annotated[str, FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64")] = ""
+    salt: Annotated[str, Text("isolates those who share a path: pages of another salt are never served")] = ""
+    readers: Annotated[int, Whole("threads that read from the disk", 1, 256, unit="threads")] = 4
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+
+def server_store_config(given: Mapping[str, Any], where: str) -> ServerStoreConfig:
+    """The settings in `given`. `ConfigError` names `where` they stand, what is wrong and what is known."""
+    config: ServerStoreConfig = from_mapping(ServerStoreConfig, as_mapping(given, where), where)
+    return config
 
 
 class ServerStore:
@@ -78,7 +104,7 @@ class ServerStore:
         if writes:
             store = _opened(folder, config, identity, formats, cipher)
         else:
-            store = AwaitedStore(lambda: LmdbPageReader(folder, identity=identity, cipher=cipher))
+            store = ReadOnlyStore(partial(LmdbPageReader, folder, identity=identity, cipher=cipher))
         return cls(folder, store, config.salt, can_write=not isinstance(store, ReadOnlyStore))
 
     def __init__(self, path: Path, store: PageStore, salt: str, *, can_write: bool) -> None:
@@ -132,18 +158,23 @@ def _opened(
     except StoreCorrupt as error:
         log.error("serving without the store: %s", error)
         return ReadOnlyStore(None)
-    try:
-        return ReadOnlyStore(LmdbPageReader(folder, identity=identity, cipher=cipher))
-    except StoreError as error:
-        log.error("serving without the store: %s", error)
-        return ReadOnlyStore(None)
+    return ReadOnlyStore(partial(LmdbPageReader, folder, identity=identity, cipher=cipher))
 
 
 class ReadOnlyStore:
-    """A `PageStore` that takes nothing: what a reader sees of another process's store, or nothing at all."""
+    """A `PageStore` that takes nothing: what a reader sees of another process's store, or nothing at all.
 
-    def __init__(self, reader: LmdbPageReader | None) -> None:
-        self._reader = reader
+    `open_reader`: None for nothing. As long as it raises `StoreError`, since the store may not exist yet, it is called
+    again, at most once in `RETRY_S` seconds.
+    """
+
+    RETRY_S = 1.0
+
+    def __init__(self, open_reader: Callable[[], LmdbPageReader] | None) -> None:
+        self._open_reader = open_reader
+        self._reader: LmdbPageReader | None = None
+        self._opening = threading.Lock()
+        self._retry_at_s = -math.inf
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
@@ -153,14 +184,14 @@ class ReadOnlyStore:
         """Files are read to any memory."""
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
-        return [False] * len(keys) if self._reader is None else self._reader.contains(keys, deadline_s=deadline_s)
+        reader = self._opened()
+        return [False] * len(keys) if reader is None else reader.contains(keys, deadline_s=deadline_s)
 
     def get_into(
         self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
     ) -> list[bool]:
-        return (
-            [False] * len(keys) if self._reader is None else self._reader.get_into(keys, buffers, deadline_s=deadline_s)
-        )
+        reader = self._opened()
+        return [False] * len(keys) if reader is None else reader.get_into(keys, buffers, deadline_s=deadline_s)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The writer's order of eviction is not this process's to change."""
@@ -186,46 +217,19 @@ class ReadOnlyStore:
         """Nothing is written here."""
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-
-
-class AwaitedStore(ReadOnlyStore):
-    """Another process's store, which may not exist yet: `open_reader` is called again, at most once in `RETRY_S`
-    seconds, until it succeeds."""
-
-    RETRY_S = 1.0
-
-    def __init__(self, open_reader: Callable[[], LmdbPageReader]) -> None:
-        super().__init__(None)
-        self._open_reader = open_reader
-        self._opening = threading.Lock()
-        self._retry_at_s = 0.0
-        self._closed = False
-
-    def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
-        self._try_open()
-        return super().contains(keys, deadline_s=deadline_s)
-
-    def get_into(
-        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
-    ) -> list[bool]:
-        self._try_open()
-        return super().get_into(keys, buffers, deadline_s=deadline_s)
-
-    def close(self) -> None:
         with self._opening:
-            self._closed = True
-            super().close()
+            self._open_reader = None
+            if self._reader is not None:
+                self._reader.close()
 
-    def _try_open(self) -> None:
-        if self._reader is not None:
-            return
+    def _opened(self) -> LmdbPageReader | None:
+        if self._reader is not None or self._open_reader is None:
+            return self._reader
         with self._opening:
-            if self._reader is not None or self._closed or time.monotonic() < self._retry_at_s:
-                return
-            try:
-                self._reader = self._open_reader()
-            except StoreError as error:
-                log.debug("nothing is read yet: %s", error)
-                self._retry_at_s = time.monotonic() + self.RETRY_S
+            if self._reader is None and self._open_reader is not None and time.monotonic() >= self._retry_at_s:
+                try:
+                    self._reader = self._open_reader()
+                except StoreError as error:
+                    log.debug("nothing is read yet: %s", error)
+                    self._retry_at_s = time.monotonic() + self.RETRY_S
+            return self._reader

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from hicache.cli import main
-from hicache.integrations.config import ServerStoreConfig
-from hicache.integrations.server_store import ServerStore
+from hicache.integrations.server_store import ServerStore, ServerStoreConfig
 from hicache.storage import PageFormat, store_folders
 
 PAGE_BYTES = 4096

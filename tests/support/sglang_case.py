@@ -17,13 +17,12 @@ from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from disk_case import TroubledStore, wait_until
-from hicache.disk import Limits
+from disk_case import Clock, TroubledStore
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.sglang.releases import RELEASE
 from hicache.integrations.sglang.storage import HiCacheDisk
+from waiting import BOUND_S, eventually
 
-WAIT_S = 60.0
 LAYERS, HEADS, HEAD_DIM, SLOTS = 3, 2, 16, 256
 LATENT, ROPE = 48, 16
 
@@ -107,12 +106,14 @@ def enough_memory() -> Iterator[None]:
             yield
 
 
-class ImpatientDisk(HiCacheDisk):
-    """Gives up a medium that does not answer after a moment, and asks again after another."""
+clock = Clock()
+
+
+class ClockedDisk(HiCacheDisk):
+    """Gives up a medium that does not answer, and asks it again, by the tests' `clock`."""
 
     def __init__(self, storage_config: Any, kwargs: Any) -> None:
-        limits = Limits(io_timeout_s=0.3, reopen_backoff_s=0.05, max_reopen_backoff_s=0.05, close_s=WAIT_S)
-        super().__init__(storage_config, kwargs, limits=limits)
+        super().__init__(storage_config, kwargs, clock=clock)
 
 
 @contextmanager
@@ -193,7 +194,7 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        wait_until(self.threads_live)  # one may not have started yet; one that ended stays so
+        eventually(self.threads_live)  # one may not have started yet; one that ended stays so
         self.controller.detach_storage_backend()
         self._patches.close()
 
@@ -218,7 +219,7 @@ class Server:
         counts as stored."""
         slots = self.host.alloc(len(tokens))
         number = self.controller.write_storage(slots, tokens, self.hashes(tokens))
-        operation = self.controller.ack_backup_queue.get(timeout=WAIT_S)
+        operation = self.controller.ack_backup_queue.get(timeout=BOUND_S)
         assert operation.id == number
         stored = self.pages(slots)
         self.host.free(slots)
@@ -233,14 +234,15 @@ class Server:
         slots = self.host.alloc(len(tokens))
         operation = controller.prefetch("request", slots, tokens)
         released = 0
-        done = lambda: operation.completed_tokens + released >= len(tokens)  # noqa: E731
-        while not done():
-            if operation.completed_tokens and operation.completed_tokens == operation.host_indices.numel():
-                break
-            try:
-                released += controller.host_mem_release_queue.get(timeout=0.05).numel()
-            except cache_controller.Empty:
-                assert controller.prefetch_io_aux_thread.is_alive() and controller.prefetch_thread.is_alive()
+
+        def is_done() -> bool:
+            nonlocal released
+            while not controller.host_mem_release_queue.empty():
+                released += controller.host_mem_release_queue.get().numel()
+            whole = operation.host_indices.numel()
+            return operation.completed_tokens + released >= len(tokens) or 0 < operation.completed_tokens == whole
+
+        eventually(is_done)
         found = self.pages(slots[: operation.completed_tokens])
         self.host.free(slots)
         return found
@@ -248,13 +250,13 @@ class Server:
     def _prefetch_0_5_23(self, tokens: list[int]) -> list[bytes]:
         controller = self.controller
         controller.prefetch("request", tokens)
-        operation = controller.prefetch_hit_queue.get(timeout=WAIT_S)
+        operation = controller.prefetch_hit_queue.get(timeout=BOUND_S)
         if not operation.storage_hit_count:
             return []
         operation.host_indices = slots = self.host.alloc(operation.storage_hit_count)
         controller.prefetch_buffer.put(operation)
         completed = 0
-        while not (ack := controller.ack_prefetch_queue.get(timeout=WAIT_S)).completed_req:
+        while not (ack := controller.ack_prefetch_queue.get(timeout=BOUND_S)).completed_req:
             completed = max(completed, ack.completed_tokens or 0)
         found = self.pages(slots[:completed])
         self.host.free(slots)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import time
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +29,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
+
+from waiting import BOUND_S, eventually
 
 FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 PAGE = 4
@@ -90,8 +91,7 @@ class LinkerCase(UnifiedRadixCacheFixtures):
         self._no_slots = torch.empty(0, dtype=torch.int64, device=device)
         self.cache, self.allocator, self.rows = fixtures.build_fixture(cfg)
         params = self.cache.cache_init_params
-        # A busy machine may take its time: no verdict depends on it.
-        waits = {"lookup_wait_s": 60, "load_wait_s": 60}
+        waits = {"lookup_wait_s": BOUND_S, "load_wait_s": BOUND_S}  # no verdict depends on time
         extra = {"path": str(store), "budget": "64MiB", "host_bytes": "4MiB", **waits, **settings}
         self.linker = create_unified_cache_linker(
             ServerArgs(model_path="dummy", page_size=cfg.page_size),
@@ -206,13 +206,14 @@ class LinkerCase(UnifiedRadixCacheFixtures):
         result = self.cache.insert(params)
         self._release(request, owns_state=result.mamba_exist)
 
-    def settle(self, within_s: float = 60.0) -> None:
+    def settle(self) -> None:
         """Steps of the scheduler until all offloads have ended, and the disk has what the host has."""
-        deadline = time.monotonic() + within_s
-        while self.cache.linker.pending_offloads or not self.linker.is_idle:
-            assert time.monotonic() < deadline, "offloads do not end"
+
+        def is_settled() -> bool:
             self.cache.check_hicache_events()
-            time.sleep(1e-3)
+            return not self.cache.linker.pending_offloads and self.linker.is_idle
+
+        eventually(is_settled, self.linker.describe)
 
     def evict(self) -> None:
         """Nothing stays on the device."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     ReqContext,
     ScheduleEndContext,
+    TransferResult,
     make_offload_key,
 )
 from vllm.v1.kv_offload.config import (
@@ -31,10 +32,9 @@ from vllm.v1.kv_offload.config import (
 )
 
 from hicache.integrations.vllm.offloading_spec import HiCacheOffloadingSpec
+from waiting import eventually
 
 BLOCK_TOKENS = 32
-_engines = itertools.count()
-_WAIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def offloading_config(
         worker_kv_bytes_per_block=sum(cache.widths),
         enable_kv_cache_events=False,
         extra_config=extra,
-        engine_id=f"hicache-test-{time.time_ns()}-{next(_engines)}",
+        engine_id=f"hicache-test-{uuid.uuid4().hex}",
         model=OffloadingModelConfig("a-model", dtype),
         cache=OffloadingCacheConfig(BLOCK_TOKENS, cache.blocks_per_chunk),
         parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
@@ -105,12 +105,12 @@ class Engine:
 
     def settle(self) -> None:
         """Steps until nothing is under way between CPU and disk."""
-        deadline = time.monotonic() + _WAIT_S
-        self.step()
-        while self.manager.has_pending_work():
-            assert time.monotonic() < deadline, "the disk does not answer"
-            time.sleep(1e-3)
+
+        def is_settled() -> bool:
             self.step()
+            return not self.manager.has_pending_work()
+
+        eventually(is_settled)
 
     def write(self, block: int, content: int, group: int = 0) -> None:
         """Fill a block with bytes that belong to `content` and nothing else."""
@@ -125,14 +125,12 @@ class Engine:
 
     def has(self, keys: Sequence[Any], context: ReqContext) -> bool:
         """Whether all are in the CPU tier in the end: all are looked up in each step, for as many steps as it takes."""
-        deadline = time.monotonic() + _WAIT_S
-        while not {LookupResult.RETRY, LookupResult.HIT_PENDING}.isdisjoint(
-            results := [self.manager.lookup(key, context) for key in keys]
-        ):
-            assert time.monotonic() < deadline, "the lookup is never answered"
-            self.step()
-            time.sleep(1e-3)
-        return set(results) == {LookupResult.HIT}
+
+        def results() -> set[LookupResult] | None:
+            found = {self.manager.lookup(key, context) for key in keys}
+            return found if found.isdisjoint({LookupResult.RETRY, LookupResult.HIT_PENDING}) else self.step()
+
+        return eventually(results) == {LookupResult.HIT}
 
     def store(self, keys: Sequence[Any], blocks: Sequence[int], group: int = 0) -> list[Any]:
         """Store chunk i from the blocks [i * blocks_per_chunk, (i + 1) * blocks_per_chunk). Which keys were taken."""
@@ -161,13 +159,10 @@ class Engine:
 
     def finish(self, num_jobs: int) -> list[int]:
         """So many jobs of the worker, in the order in which they ended; all succeeded."""
-        deadline, done = time.monotonic() + _WAIT_S, []
-        while len(done) < num_jobs:
-            assert time.monotonic() < deadline, "a transfer does not end"
-            results = self.worker.get_finished()
-            assert all(result.success and result.transfer_size for result in results)
-            done += [result.job_id for result in results]
-        return done
+        done: list[TransferResult] = []
+        eventually(lambda: done.extend(self.worker.get_finished()) or len(done) >= num_jobs)
+        assert all(result.success and result.transfer_size for result in done)
+        return [result.job_id for result in done]
 
     def reset(self) -> None:
         """Empty the CPU tier, as `reset_prefix_cache` with `reset_connector` does. Nothing may be under way."""

@@ -1,22 +1,22 @@
-"""A vLLM in this process, its CPU tier and ours: python vllm_server.py, with JSON on its standard input.
+"""A vLLM that serves some prompts: python vllm_server.py, with JSON on its standard input.
 
-`{"model": folder, "tiers": [settings of each], "steps": [...]}`, and "policy", "dtype" and "block_size" where they are
-not the defaults. Steps are "run", "reset" and "faults". The last line that it prints is JSON: for each "run" the cached
-tokens and the output of every prompt, by vLLM's count; for each tier the chunks that it was to store and those that it
-has given, as a dict of their keys to the checksums of their bytes.
+`{"model": folder, "extra": configuration of the connector, "steps": [...]}`; `llm`: more arguments of `LLM`; `prompts`:
+how many. Steps are "run", all prompts at once, "run each", one after the other, "reset" of the prefix cache and the CPU
+tier, "forget" of the prefix cache alone, and "faults". The last line that it prints is JSON: for each run the cached
+tokens and the output of every prompt, by vLLM's count; for each `RecordingTier` in this process the chunks that it was
+to store and those that it has given, as a dict of their keys to the checksums of their bytes.
 
-The default dtype is float32: in bfloat16 two logits of the test's model are equal, and the last bit of a sum would
-decide on a token.
+The dtype is float32: in bfloat16 two logits of the test's model are equal, and the last bit of a sum would decide on a
+token.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
-import os
 import random
 import sys
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,9 +29,9 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.integrations.vllm import HiCacheTier
 from hicache.storage import LmdbPageStore
+from waiting import eventually
 
 PROMPT_TOKENS = 1200
-CPU_BYTES = 64 << 20
 Checksums = dict[str, list[str]]  # of a chunk's bytes, one for each time, by the hexadecimal key of the chunk
 stored: list[Checksums] = []  # by tier
 given: list[Checksums] = []
@@ -113,17 +113,18 @@ class RecordingTier(HiCacheTier):
                 checksums.setdefault(key.hex(), []).append(xxhash.xxh3_64_hexdigest(row))
 
 
-def inject_faults(rng: random.Random) -> None:
-    """From now on a store fails or waits at random."""
+def inject_faults() -> None:
+    """From now on every seventh call of a store fails, and of what it would give or take every fifth page is lost."""
 
     def faulty(original: Any) -> Any:
+        calls = itertools.count(1)
+
         def call(self: LmdbPageStore, items: Any, *args: Any, **kwargs: Any) -> Any:
-            kind = rng.random()
-            if kind < 0.05:
+            number = next(calls)
+            if number % 7 == 0:
                 raise OSError(errno.EIO, "injected")
-            if kind < 0.3:
-                time.sleep(rng.random() * 0.05)
-            return [ok and rng.random() < 0.98 for ok in original(self, items, *args, **kwargs)]
+            answers = original(self, items, *args, **kwargs)
+            return [ok and (number + place) % 5 > 0 for place, ok in enumerate(answers)]
 
         return call
 
@@ -134,47 +135,46 @@ def inject_faults(rng: random.Random) -> None:
 def main(task: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
-    extra = {
-        "spec_name": "CPUTieringSpec",
-        "spec_module_path": "vllm_server",
-        "cpu_bytes_to_use": CPU_BYTES,
-        "secondary_tiers": [{"type": "RecordingTier", "module_path": "vllm_server", **tier} for tier in task["tiers"]],
-    }
-    if "policy" in task:
-        extra |= {"eviction_policy": task["policy"], "cache_policy_module_path": "hicache.integrations.vllm"}
-    llm = LLM(
-        task["model"],
-        dtype=task.get("dtype", "float32"),
-        enforce_eager=True,
-        max_model_len=2048,
-        block_size=task.get("block_size", 32),
-        skip_tokenizer_init=True,
-        kv_transfer_config={
+    settings = {
+        "dtype": "float32",
+        "block_size": 32,
+        "max_model_len": 2048,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "kv_transfer_config": {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra,
+            "kv_connector_extra_config": task["extra"],
         },
-    )
+    }
+    llm = LLM(task["model"], **{**settings, **task.get("llm", {})})
     prompts = [
         {"prompt_token_ids": [random.Random(n).randrange(256) for _ in range(PROMPT_TOKENS)]}
         for n in range(task.get("prompts", 2))
     ]
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+
+    def ask(prompts: Any) -> list[tuple[int, list[int]]]:
+        answers = llm.generate(prompts, sampling, use_tqdm=False)
+        return [(answer.num_cached_tokens or 0, list(answer.outputs[0].token_ids)) for answer in answers]
+
     runs = []
     for step in task["steps"]:
         if step == "run":
-            answers = llm.generate(prompts, sampling, use_tqdm=False)
-            runs.append([(answer.num_cached_tokens, list(answer.outputs[0].token_ids)) for answer in answers])
+            runs.append(ask(prompts))
+        elif step == "run each":
+            runs.append([answer for prompt in prompts for answer in ask(prompt)])
         elif step == "reset":
             assert llm.reset_prefix_cache(reset_connector=True)
+        elif step == "forget":  # refused while blocks are copied, which a step of vLLM notes
+            eventually(lambda: llm.reset_prefix_cache() or not ask({"prompt_token_ids": [3]}))
         else:
-            inject_faults(random.Random(0))
+            inject_faults()
     llm.llm_engine.engine_core.shutdown()
     print(json.dumps({"runs": runs, "stored": stored, "given": given}))
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     sys.modules["vllm_server"] = sys.modules["__main__"]  # vLLM imports our classes by this name
     main(json.load(sys.stdin))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +20,8 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from waiting import eventually
+
 ROW_BYTES = 8192
 NUM_CHUNKS = 32
 CONFIG = OffloadingConfig(
@@ -31,18 +32,7 @@ CONFIG = OffloadingConfig(
     engine_id="",
     model=OffloadingModelConfig(name="model", dtype="bfloat16"),
     cache=OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=1),
-    parallel=OffloadingParallelConfig(
-        rank=0,
-        world_size=1,
-        tp_size=1,
-        pp_size=1,
-        pcp_size=1,
-        dcp_size=1,
-        data_parallel_index=0,
-        data_parallel_size=1,
-        data_parallel_rank_local=None,
-        is_parallelism_agnostic=False,
-    ),
+    parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
     kv_cache_layout="LBHNC",
 )
 
@@ -85,11 +75,8 @@ class Scheduler:
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
     def until(self, done: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 120
-        while not done():
-            assert time.monotonic() < deadline_s
-            self.step()
-            time.sleep(1e-3)
+        """Steps until that holds."""
+        eventually(lambda: done() or self.step())
 
     def store(self, chunks: Sequence[OffloadKey], version: int = 0) -> None:
         """A request computes the chunks; returns when they have left for the tiers and come to rest."""

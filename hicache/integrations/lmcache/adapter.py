@@ -27,10 +27,10 @@ from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInter
 from lmcache.v1.memory_management import MemoryObj
 
 from hicache.disk.health import LIMITS
-from hicache.integrations.config import server_store_config
 from hicache.integrations.lmcache.layouts import ObjectKind, ObjectLayout, name_of
 from hicache.integrations.lmcache.stores import KindStore, KindStores
 from hicache.integrations.lmcache.threads import Results, Workers
+from hicache.integrations.server_store import server_store_config
 from hicache.integrations.versions import require_version
 from hicache.storage import PageBuffer
 

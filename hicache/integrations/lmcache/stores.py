@@ -14,9 +14,8 @@ from pathlib import Path
 
 from hicache.disk.health import LIMITS, Breaker
 from hicache.errors import HiCacheError
-from hicache.integrations.config import ServerStoreConfig
 from hicache.integrations.lmcache.layouts import ObjectKind, ObjectLayout
-from hicache.integrations.server_store import ServerStore, require_usable
+from hicache.integrations.server_store import ServerStore, ServerStoreConfig, require_usable
 from hicache.storage import PageBuffer, StoreError, StoreStats, describe, store_folders
 
 log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import takewhile
@@ -17,8 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hicache.disk import DiskTier, FindDone, FindJob, Limits, ReadDone, ReadJob, Stalled, WriteDone, WriteJob
-from hicache.disk.health import LIMITS
+from hicache.disk import DiskTier, FindDone, FindJob, ReadDone, ReadJob, Stalled, WriteDone, WriteJob
 from hicache.disk.io_queue import D, IoQueue, J, Outcomes
 from hicache.integrations.server_store import ServerStore
 from hicache.storage import LmdbPageStore, PageBuffer, evict
@@ -104,13 +104,13 @@ class BlockingTier:
     """Owns a disk tier over a server's store, and closes both. `find`, `read` and `write` may be called at the same
     time; a second caller of one of them waits for the first.
 
-    A call that the medium does not answer within `io_timeout_s` of the limits is answered with misses, and so are the
+    A call that the medium does not answer within the tier's `io_timeout_s` is answered with misses, and so are the
     following ones at once, until the tier's breaker closes.
     """
 
-    def __init__(self, server: ServerStore, readers: int, limits: Limits = LIMITS) -> None:
-        self.server, self._limits, self._readers = server, limits, readers
-        self._tier = DiskTier(server.store, readers=readers, queue_jobs=_QUEUE_JOBS, limits=limits)
+    def __init__(self, server: ServerStore, readers: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.server, self._readers = server, readers
+        self._tier = DiskTier(server.store, readers=readers, queue_jobs=_QUEUE_JOBS, clock=clock)
         self._tier.start()
         self._finding, self._reading, self._writing = threading.Lock(), threading.Lock(), threading.Lock()
         self._read_buffers, self._write_buffers = Buffers(_READ_BYTES), Buffers(_WRITE_BYTES)
@@ -120,10 +120,9 @@ class BlockingTier:
         held: list[bool] = []
         with self._finding:
             for start in range(0, len(names), _FIND_KEYS):
-                keys = self.server.keys(names[start : start + _FIND_KEYS])
-                answer = self._tier.find((), self._limits.io_timeout_s, keys)
-                if answer is None:
-                    self._tier.reads.poll()  # looks for stalled threads
+                keys = tuple(self.server.keys(names[start : start + _FIND_KEYS]))
+                answer = _await(self._tier.reads, _submit(self._tier.reads, FindJob(start, (), others=keys)))
+                if not isinstance(answer, FindDone) or not answer.answered:
                     break
                 held += answer.others
                 if until_gap and not all(answer.others):

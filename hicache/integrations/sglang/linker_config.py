@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hicache.integrations.config import ServerStoreConfig
+from hicache.integrations.server_store import ServerStoreConfig
 from hicache.settings import Choice, Number, Size, as_mapping, from_mapping
 from hicache.tree.policy import ORDERS
 

@@ -23,10 +23,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from sglang.srt.mem_cache import hicache_storage
 
-from hicache.disk import Limits
-from hicache.disk.health import LIMITS
-from hicache.integrations.config import server_store_config
-from hicache.integrations.server_store import ServerStore, require_usable
+from hicache.integrations.server_store import ServerStore, require_usable, server_store_config
 from hicache.integrations.sglang.blocking_tier import BlockingTier
 from hicache.integrations.sglang.host_pages import HostPages, as_bytes, host_pages, page_format
 from hicache.integrations.sglang.identity import describe, key_prefix, parallel_of, store_identity
@@ -94,14 +91,14 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     misses because something raised, by method.
 
     Construction and registration raise `ConfigError` or `StoreError`, which stop the server with a message; nothing
-    raises later. `limits`: when a medium that does not answer is given up.
+    raises later. `clock`: in seconds, by which a medium that does not answer is given up.
     """
 
-    def __init__(self, storage_config: Any, kwargs: Any = None, *, limits: Limits = LIMITS) -> None:
+    def __init__(self, storage_config: Any, kwargs: Any = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         given = storage_config.extra_config or {}
         self._config = server_store_config({k: v for k, v in given.items() if k not in _LOADER_KEYS}, _WHERE)
         require_usable(self._config)
-        self._storage_config, self._limits = storage_config, limits
+        self._storage_config, self._clock = storage_config, clock
         self._has_pieces = bool(given.get("interface_v1", 0))
         self._host_pools: dict[str, Any] = {}
         self._pools: dict[str, Pool] = {}
@@ -155,7 +152,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             writes = parallel.writes_shared or not shared
             server = ServerStore.open(config, identity, list(formats.values()), writes=writes)
             log.info("pages of %s are stored in %s, %d bytes at most", ", ".join(names), server.path, config.budget)
-            tier = BlockingTier(server, config.readers, self._limits)
+            tier = BlockingTier(server, config.readers, self._clock)
             self._tiers.append(tier)
             for name in names:
                 pools[name] = Pool(pages[name], key_prefix(name, describe(self._host_pools[name], pages[name])), tier)

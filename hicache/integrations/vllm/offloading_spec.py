@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.errors import ConfigError
-from hicache.integrations.config import ServerStoreConfig, server_store_config
+from hicache.integrations.server_store import ServerStoreConfig, server_store_config
 from hicache.integrations.vllm.offloading_worker import ChunkRows, HiCacheOffloadingWorker
 from hicache.settings import Choice, Size, from_mapping, settle
 

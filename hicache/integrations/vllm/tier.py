@@ -30,8 +30,7 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from hicache.disk import DiskTier, FindDone, ReadDone, ReadJob, WriteDone, WriteJob
-from hicache.integrations.config import server_store_config
-from hicache.integrations.server_store import ServerStore
+from hicache.integrations.server_store import ServerStore, server_store_config
 from hicache.integrations.vllm.identity import identity_of, page_format
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.promotions import Promotions

@@ -17,13 +17,13 @@ if sglang.__version__ != "0.5.23":
     pytest.skip("the linker interface begins with 0.5.23", allow_module_level=True)
 
 import torch
+from hypothesis import settings
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.test.kits.unified_radix_cache.config import CONFIGS as SGLANG_CONFIGS
 
 from hicache.errors import ConfigError
-from hicache.integrations.sglang.linker_config import linker_config
 from sglang_linker_case import CONFIGS, MAMBA, PAGE, LinkerCase
 
 Make = Callable[..., LinkerCase]
@@ -55,22 +55,6 @@ def restore(case: LinkerCase, prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_was_offloaded_comes_back_layer_by_layer(make: Make, name: str) -> None:
-    """Pages that left the device, and then the host too, are restored with the bytes that they had, in every layer."""
-    case = make(name)
-    prompt = case._make_seq(0, 8)
-    case.insert(prompt)
-    case.settle()
-    case.evict()
-    assert restore(case, prompt) == len(prompt)
-    assert case.linker.describe()["pages_read"] == 0
-    case.settle()
-    case.cache.reset()
-    assert restore(case, prompt) == len(prompt)
-    assert case.linker.describe()["pages_read"] > 0
-
-
-@pytest.mark.parametrize("name", CONFIGS)
 def test_a_restart_finds_the_disk(make: Make, name: str) -> None:
     """What one server offloaded, another one on the same path restores after the first has closed."""
     first = make(name)
@@ -85,7 +69,8 @@ def test_a_restart_finds_the_disk(make: Make, name: str) -> None:
 
 @pytest.mark.parametrize("cfg", SGLANG_CONFIGS, ids=[cfg.label for cfg in SGLANG_CONFIGS])
 def test_every_configuration_of_sglangs_own_kit(cfg: Any, tmp_path: Path) -> None:
-    """Each page size, window and mix of components that SGLang's wheel ships fixtures for survives the round trip."""
+    """Pages that left the device, and then the host too, are restored with the bytes that they had, in every layer: of
+    each page size, window and mix of components that SGLang's wheel ships fixtures for."""
     case = LinkerCase(cfg, tmp_path / "store", host_bytes="64MiB", budget="256MiB")
     window = -(-(cfg.sliding_window_size or 0) // cfg.page_size)
     prompt = case._make_seq(0, min(window + 2, cfg.kv_size // cfg.page_size // 2))
@@ -93,9 +78,11 @@ def test_every_configuration_of_sglangs_own_kit(cfg: Any, tmp_path: Path) -> Non
     case.settle()
     case.evict()
     assert restore(case, prompt) == len(prompt)
+    assert case.linker.describe()["pages_read"] == 0
     case.settle()
     case.cache.reset()
     assert restore(case, prompt) == len(prompt)
+    assert case.linker.describe()["pages_read"] > 0
     case.linker.check()
     case.close()
     assert case.linker.stats["faults"] == 0
@@ -114,6 +101,7 @@ def test_only_lengths_that_every_component_has_are_offered(make: Make, name: str
     assert restore(case, prompt) == len(prompt) - num_pages * PAGE
 
 
+@pytest.mark.smoke
 def test_one_load_serves_a_batch(make: Make) -> None:
     """Requests of one forward load together, each into slots of its own, behind what the device still has."""
     case = make("full")
@@ -190,6 +178,7 @@ def test_a_cancelled_load_writes_nothing(make: Make, name: str) -> None:
     assert restore(case, prompt) == len(prompt)
 
 
+@pytest.mark.smoke
 def test_a_failed_load_aborts_its_requests_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a copy to the device fails, SGLang drops the output of its batch; the next batch loads the same pages."""
     case = make("full")
@@ -230,6 +219,7 @@ def test_a_failed_offload_is_offered_again(make: Make, monkeypatch: pytest.Monke
     assert restore(case, prompt) == len(prompt)
 
 
+@pytest.mark.smoke
 def test_pages_that_left_the_disk_are_computed(make: Make) -> None:
     """Between a look-up and its load the disk may lose pages: the request computes its prompt, and none is aborted."""
     case = make("full")
@@ -256,7 +246,7 @@ def test_pages_that_left_the_disk_are_computed(make: Make) -> None:
     assert restore(case, prompt) == 3 * PAGE
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
+@pytest.mark.parametrize("share", [0.05, 0.95])
 def test_damaged_files_are_misses(make: Make, tmp_path: Path, share: float) -> None:
     """Whatever bytes of the store's files are lost, a server starts, restores right bytes or none, and offloads on."""
     first = make("full")
@@ -354,8 +344,9 @@ class Model:
         return prompt
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(settings.default.max_examples // 15))  # ten times as many in make test-all
 def test_random_histories_lose_no_page(make: Make, name: str, seed: int) -> None:
     """After any mix of requests, aborts, evictions, resets and restarts, bytes are right, no page of the host is lost,
     and while neither tier is full every offloaded prompt comes back whole.
@@ -396,8 +387,7 @@ def test_random_histories_lose_no_page(make: Make, name: str, seed: int) -> None
     assert case.linker.stats["failed_offloads"] == 0
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru", "mru"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "policy"), [*zip(CONFIGS, ("lru", "slru", "mru", "lru"), strict=True)])
 def test_random_histories_in_small_tiers(make: Make, name: str, policy: str) -> None:
     """When host and disk are too small for what is served, and copies fail now and then, bytes are right or missing,
     and no page of the host is lost.
@@ -431,27 +421,17 @@ def test_random_histories_in_small_tiers(make: Make, name: str, policy: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("given", "named"),
     [
         ({"path": ""}, "path"),
         ({"host_bytes": None}, "host_bytes"),
-        ({"host_bytes": 1000}, "raise host_bytes to at least"),
-        ({"policy": "best"}, "policy='best'.*lru"),
-        ({"host_byte": 1}, "linker_extra_config: unknown setting host_byte; known are .*host_bytes"),
-        ({"budget": "lots"}, "budget"),
-        ({"key_file": "/nowhere"}, "/nowhere"),
+        ({"host_bytes": 1000}, "host_bytes"),
+        ({"policy": "auto"}, "policy"),
+        ({"host_byte": 1}, "host_byte"),
     ],
 )
-def test_bad_settings_are_one_error_at_the_start(make: Make, settings: dict[str, Any], message: str) -> None:
-    """The error names the setting and what would do; nothing is left open, so that a good start succeeds."""
-    with pytest.raises(ConfigError, match=message):
-        make("full", **settings)
+def test_bad_settings_are_one_error_at_the_start(make: Make, given: dict[str, Any], named: str) -> None:
+    """The error names the setting; nothing is left open, so that a good start succeeds."""
+    with pytest.raises(ConfigError, match=named):
+        make("full", **given)
     make("full")
-
-
-def test_a_missing_path_is_named(tmp_path: Path) -> None:
-    """Without the settings that have no default, the error lists them."""
-    with pytest.raises(ConfigError, match="linker_extra_config: missing setting path, host_bytes"):
-        linker_config({})
-    with pytest.raises(ConfigError, match="linker_extra_config"):
-        linker_config([tmp_path])  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from vllm_tier_case import Scheduler, key, scheduler
 
 ROWS = 8
 # vLLM's own policies are in lower case.
-OURS = ["LRUPolicy", "LFUPolicy", "SLRUPolicy", "FIFOPolicy", "ARCPolicy"]
+OURS = ["LRUPolicy", "ARCPolicy"]  # one of each implementation
 PROMPT = [key(number) for number in range(4)]
 OTHERS = [key(100 + number) for number in range(ROWS)]
 FRESH = [key(200 + number) for number in range(ROWS)]
@@ -62,6 +62,7 @@ def reads_of(context: ReqContext) -> list[int]:
     return list(promotions.reads.values())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("policy", OURS)
 def test_what_a_waiting_request_brought_up_stays_until_it_is_scheduled(tmp_path: Path, policy: str) -> None:
     """Each chunk is read once, though the request asks for one more at a time and others use theirs in between."""

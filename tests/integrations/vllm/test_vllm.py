@@ -1,10 +1,11 @@
-"""vLLM itself serves a tiny random model over our tier: cached tokens by its own count, and the same output."""
+"""vLLM itself serves a tiny random model over our tiers: cached tokens by its own count, and the same output."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 pytest.importorskip("vllm._C", reason="needs vLLM's compiled parts", exc_type=ImportError)
 
@@ -20,12 +22,16 @@ from hicache.storage import describe, open_existing
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "vllm"
 CACHED = vllm_server.PROMPT_TOKENS // 32 * 32
+CHUNK_BYTES = 32 * 4 * 2 * 2 * 64 * 4  # 4 layers, keys and values of 2 heads of 64 elements in float32
+LITTLE_CHUNKS = 8  # a prompt has 37
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "2",
+    "OMP_NUM_THREADS": "1",
 }
+
+pytestmark = pytest.mark.timeout(2400)  # a start of vLLM takes minutes on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +51,14 @@ class Served(NamedTuple):
     log: str
 
 
-def serve(model: str, tiers: list[dict[str, Any]], steps: list[str], **task: Any) -> Served:
-    task |= {"model": model, "tiers": tiers, "steps": steps}
+def serve(model: str, extra: dict[str, Any], steps: list[str], in_process: bool = True, **task: Any) -> Served:
+    task |= {"model": model, "extra": extra, "steps": steps}
     result = subprocess.run(
         [sys.executable, vllm_server.__file__],
         input=json.dumps(task),
         capture_output=True,
         text=True,
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT, **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {})},
         check=False,
     )
     log = result.stdout + result.stderr
@@ -64,26 +70,48 @@ def serve(model: str, tiers: list[dict[str, Any]], steps: list[str], **task: Any
     return Served(cached, outputs[0], printed["stored"], printed["given"], log)
 
 
+def tiering(*tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The connector's configuration for vLLM's CPU tier and ours."""
+    secondary = [{"type": "RecordingTier", "module_path": "vllm_server", **tier} for tier in tiers]
+    of_spec = {"spec_name": "CPUTieringSpec", "spec_module_path": "vllm_server", "cpu_bytes_to_use": 64 << 20}
+    return {**of_spec, "secondary_tiers": secondary, **more}
+
+
 def are_bytes_of(given: vllm_server.Checksums, stored: vllm_server.Checksums) -> bool:
     """Whether each chunk came back with bytes that it was stored with."""
     return all(set(checksums) <= set(stored[key]) for key, checksums in given.items())
 
 
-@pytest.mark.timeout(1200)
-def test_cached_tokens_after_a_reset_a_restart_and_with_every_tier_at_fault(model: str, tmp_path: Path) -> None:
-    """What was computed once is not computed again, by vLLM's own count; no fault of a tier changes a token."""
-    pages = {"path": str(tmp_path / "pages")}
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {"path": str(tmp_path_factory.mktemp("tier") / "pages")}
+
+
+@pytest.fixture(scope="module")
+def first(model: str, pages: dict[str, str]) -> Served:
+    """A server whose tier begins to fail."""
     steps = ["run", "reset", "run", "faults", *["reset", "run"] * 3]
-    first = serve(model, [pages], steps, policy="SLRUPolicy")
+    policy = {"eviction_policy": "SLRUPolicy", "cache_policy_module_path": "hicache.integrations.vllm"}
+    return serve(model, tiering(pages, **policy), steps)
+
+
+@pytest.mark.smoke
+def test_cached_tokens_after_a_reset_and_with_a_tier_at_fault(first: Served, pages: dict[str, str]) -> None:
+    """What was computed once is not computed again, by vLLM's own count; no fault of the tier changes a token."""
     assert first.cached[:2] == [[0, 0], [CACHED, CACHED]]
     assert sum(map(sum, first.cached[2:])) > 0
     assert are_bytes_of(first.given[0], first.stored[0])
     assert "Failed to close mmap_obj" not in first.log
-    [folder] = (tmp_path / "pages").iterdir()
+    [folder] = Path(pages["path"]).iterdir()
     assert describe(folder).entries == 2 * CACHED // 32
 
-    # A second process. Its tiers, first to last: damaged, with a key of its own, too small for a prompt, and the first
-    # process's, which a third one writes to.
+
+def test_cached_tokens_after_a_restart_beside_tiers_at_fault(
+    model: str, first: Served, pages: dict[str, str], tmp_path: Path
+) -> None:
+    """Four tiers, first to last: damaged, with a key of its own, too small for a prompt, and the first server's, which
+    another process writes to. Another dtype and block size on its path share nothing with it."""
+    [folder] = Path(pages["path"]).iterdir()
     shutil.copytree(folder, tmp_path / "damaged" / folder.name)
     data = tmp_path / "damaged" / folder.name / "store.json"
     data.write_bytes(b"\xff" * data.stat().st_size)
@@ -96,13 +124,45 @@ def test_cached_tokens_after_a_reset_a_restart_and_with_every_tier_at_fault(mode
     ]
     with contextlib.closing(open_existing(folder)) as other:
         assert other.stats().entries
-        second = serve(model, tiers, ["run", "reset", "run"])
+        second = serve(model, tiering(*tiers), ["run", "reset", "run"])
     assert second.cached == [[CACHED, CACHED]] * 2
     assert not second.given[0] and len(second.given[3]) == 2 * CACHED // 32
     assert all(are_bytes_of(given, first.stored[0]) for given in second.given)
     assert second.outputs == first.outputs
     assert f"{data} is damaged" in second.log and "pages are read and not stored" in second.log
 
-    # A third, of another dtype and block size, on the first one's path.
-    third = serve(model, [pages], ["run", "reset", "run"], dtype="float16", block_size=64)
+    third = serve(model, tiering(pages), ["run", "reset", "run"], llm={"dtype": "float16", "block_size": 64})
     assert third.cached == [[0, 0], [vllm_server.PROMPT_TOKENS // 64 * 64] * 2]
+
+
+def test_two_workers_over_our_cpu_tier_and_disk(model: str, tmp_path: Path) -> None:
+    """With the OffloadingSpec, each worker a process. After the prefix cache was emptied tokens come from the CPU tier,
+    after a restart from the disk, also through a CPU tier that is smaller than a prompt, as far as it reaches. The
+    processes, which are killed where they take long to end, leave no shared memory."""
+    workers = 1 if torch.cuda.device_count() == 1 else 2
+    llm = {
+        "tensor_parallel_size": workers,
+        "distributed_executor_backend": "mp",
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256",
+    }
+
+    def served(steps: list[str], cpu_bytes: int = 64 << 20) -> Served:
+        extra = {
+            "spec_name": "HiCacheOffloadingSpec",
+            "spec_module_path": "hicache.integrations.vllm",
+            "cpu_bytes_to_use": cpu_bytes,
+            "disk": {"path": str(tmp_path), "budget": "256MB"},
+        }
+        ended = serve(model, extra, [*steps, "forget"], in_process=False, llm=llm)
+        shared = re.findall(r"/dev/shm/vllm_offload_\S+?\.mmap", ended.log)
+        assert shared and not any(Path(file).exists() for file in shared)
+        return ended
+
+    one = served(["run each", "forget", "run each"])
+    assert one.cached == [[0, 0], [CACHED, CACHED]]
+    two = served(["run each"])
+    assert two.cached == [[CACHED, CACHED]] and two.outputs == one.outputs
+    three = served(["run each"], LITTLE_CHUNKS * CHUNK_BYTES)
+    # What the first prompt stored may still pin rows when the next is looked up.
+    assert three.cached[0][0] == LITTLE_CHUNKS * 32 and three.outputs == one.outputs
