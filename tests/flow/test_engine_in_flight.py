@@ -12,7 +12,7 @@ from hypothesis import settings
 from component_case import EACH_MODEL, FULL, MODELS, STATES, WINDOWS, compute, config, prefill, verify
 from engine_fuzz import run
 from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
-from hicache.errors import ResourceExhausted, TransferError
+from hicache.errors import ResourceExhausted, TransferBusy, TransferError
 from hicache.tree import DEVICE, SWA
 from hicache.tree import FULL as FULL_KV
 from stepped_transfer import SteppedTransfers
@@ -195,6 +195,25 @@ def test_a_load_fails_with_the_one_that_it_continues() -> None:
     verify(engine, taker, other, num_free, FULL)
     engine.release(taker)
     assert serve(engine, transfers, "e", whole, FULL) == 80
+    close(engine)
+
+
+def test_nobody_joins_a_load_that_has_failed() -> None:
+    """Between the failure of a load and its end a request for the same prefix is refused for now; then it loads anew."""
+    engine, transfers = stepped(FULL)
+    first = prompt(1, 41)
+    serve(engine, transfers, "a", first, FULL)
+    push_to_host(engine, transfers, FULL, first)
+    failed = engine.acquire(CacheRequest("b", first))
+    [link] = transfers.up
+    link.fails = DOWN
+    link.step()
+    link.fails = None
+    with pytest.raises(TransferBusy):
+        engine.acquire(CacheRequest("c", first))
+    engine.poll()
+    engine.release(failed)
+    assert serve(engine, transfers, "c", first, FULL) == 40
     close(engine)
 
 
