@@ -24,7 +24,8 @@ from component_case import (
 from hicache import CacheEngine, CacheRequest, DiskConfig, ModelGeometry, build_engine
 from hicache.errors import ConfigError, OutOfRows, OutOfSlots, PromptTooLong, TransferError
 from hicache.storage.base import StoreMismatch
-from hicache.tree import MAMBA, SWA, Component
+from hicache.tree import FULL as FULL_KV
+from hicache.tree import HOST, MAMBA, SWA, Component
 from toy_model import prompt, settled
 from waiting import BOUND_S
 
@@ -209,6 +210,19 @@ def test_requests_share_a_load_under_way() -> None:
         for lease in (two, one):
             verify(engine, lease, first, lease.cached_len, FULL)
             engine.release(lease)
+        settled(engine)
+
+
+def test_what_a_request_used_counts_as_used_when_it_ends() -> None:
+    """Of a full host, the prompt of the request that ended last stays, whenever it came."""
+    with build_engine(config(device_tokens=512, host_bytes=15 * 8 * 192), FULL) as engine:
+        first, second = prompt(1), prompt(2)
+        serve(engine, "a", first, FULL)
+        with engine.acquire(CacheRequest("b", first)):
+            serve(engine, "c", second, FULL)
+        fill(engine, FULL, 3)
+        tree = engine.inspect.context.tree
+        assert [tree.match(at[:56]).nodes[-1].holds(FULL_KV, HOST) for at in (first, second)] == [True, False]
         settled(engine)
 
 
