@@ -20,8 +20,8 @@ from hicache.tree.node import (
     Tier,
     TreeNode,
 )
+from hicache.tree.orders import EvictionStrategy
 from hicache.tree.policy import (
-    EvictionStrategy,
     FIFOStrategy,
     FILOStrategy,
     LFUStrategy,

@@ -46,10 +46,6 @@ class PageNames:
         previous = keys[-1] if keys else self._hasher.seed(match.namespace)
         return keys + self._hasher.chain(previous, tokens[len(keys) * page :])
 
-    def of_tokens(self, tokens: Tokens, namespace: str) -> list[bytes]:
-        """Keys of the whole pages of a prompt, whatever is held."""
-        return self._hasher.chain(self._hasher.seed(namespace), tokens)
-
     @staticmethod
     def of_component(component: Component, page_keys: Sequence[bytes]) -> list[bytes]:
         """The keys under which what a component has of these pages is stored."""

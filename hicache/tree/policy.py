@@ -15,32 +15,10 @@ from hicache.tree.orders import (
     EvictionStrategy,
     IsEvictable,
     OrderFactory,
-    PriorityHeap,
     RecencyList,
     Usage,
     ranked,
 )
-
-__all__ = [
-    "ORDERS",
-    "EvictionOrder",
-    "EvictionStrategy",
-    "FIFOStrategy",
-    "FILOStrategy",
-    "LFUStrategy",
-    "LRUStrategy",
-    "MRUStrategy",
-    "OrderFactory",
-    "PriorityHeap",
-    "PriorityStrategy",
-    "RecencyList",
-    "SLRUStrategy",
-    "Usage",
-    "get_eviction_strategy",
-    "make_order",
-    "make_orders",
-    "ranked",
-]
 
 
 class LRUStrategy(EvictionStrategy):

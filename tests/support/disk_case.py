@@ -17,7 +17,6 @@ from hicache.storage import LmdbPageStore, PageBuffer, PageFormat, PageStore
 from waiting import BOUND_S, eventually
 
 PAGE_BYTES = 4096
-wait_until = eventually
 PATIENCE_S = BOUND_S
 
 

@@ -71,8 +71,10 @@ class ComponentDicts:
         self.lives = PageLives(self.tree)
 
     def tokens(self, pages: list[int]) -> Tokens:
-        """Each number as a page of its own."""
-        return pack_tokens(np.repeat(np.asarray(pages, dtype=np.int64), self.page))
+        """Each number as a page of its own; pages differ in their last token."""
+        tokens = np.zeros(len(pages) * self.page, dtype=np.int64)
+        tokens[self.page - 1 :: self.page] = pages
+        return pack_tokens(tokens)
 
     def prefixes(self, space: str, pages: list[int]) -> list[Prefix]:
         return [(space, tuple(pages[: end + 1])) for end in range(len(pages))]
@@ -128,7 +130,7 @@ class ComponentDicts:
     def pages_of(self, node: TreeNode, component: Component) -> Iterator[Prefix]:
         """The prefixes that a node's pages end, or that its state belongs to."""
         tokens = np.concatenate([at.run.tokens for at in reversed(list(node.path())) if at.run is not None])
-        pages = tokens[:: self.page].tolist()
+        pages = tokens[self.page - 1 :: self.page].tolist()
         first = len(pages) - (1 if component == MAMBA else node.num_tokens // self.page)
         return iter(self.prefixes(node.namespace, pages)[first:])
 

@@ -153,7 +153,9 @@ class Requests:
         windows: set[Prefix] = set()
         states: dict[Prefix, int] = {}
         for node in self.tree.nodes():
-            pages = np.concatenate([at.run.tokens for at in [*node.path()][::-1] if at.run is not None])[:: self.page]
+            pages = np.concatenate([at.run.tokens for at in [*node.path()][::-1] if at.run is not None])[
+                self.page - 1 :: self.page
+            ]
             own = self.prefixes(node.namespace, pages.tolist())[-(node.num_tokens // self.page) :]
             if node.holds(FULL, DEVICE):
                 full.update(zip(own, map(tuple, node.held(FULL, DEVICE).view(-1, self.page).tolist()), strict=True))
@@ -170,8 +172,10 @@ class Requests:
         return torch.arange(self.next_id - count, self.next_id)
 
     def tokens(self, pages: list[int]) -> Tokens:
-        """Each number as a page of its own."""
-        return pack_tokens(np.repeat(np.asarray(pages, dtype=np.int64), self.page))
+        """Each number as a page of its own; pages differ in their last token."""
+        tokens = np.zeros(len(pages) * self.page, dtype=np.int64)
+        tokens[self.page - 1 :: self.page] = pages
+        return pack_tokens(tokens)
 
     @staticmethod
     def prefixes(space: str, pages: list[int]) -> list[Prefix]:

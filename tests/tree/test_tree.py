@@ -54,8 +54,8 @@ def test_page_keys_do_not_depend_on_splits() -> None:
         cut.node_at(cut.match(tokens[:length], "a"), length)
     deepest = cut.node_at(cut.match(tokens, "a"), 16)
     keys = [key for at in reversed(list(deepest.path())) for key in cut.names.of(at)]
-    assert keys == expected == whole.names.of_tokens(tokens, "a")
-    assert set(keys).isdisjoint(whole.names.of_tokens(tokens, "b"))
+    assert keys == expected == whole.names.of_prompt(whole.match(tokens, "a"), tokens)
+    assert set(keys).isdisjoint(whole.names.of_prompt(whole.match(tokens, "b"), tokens))
     other = PageHasher(b"another identity", 2)
     assert set(keys).isdisjoint(other.chain(other.seed("a"), tokens))
 
