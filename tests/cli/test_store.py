@@ -203,14 +203,11 @@ def test_a_store_that_was_not_closed(path: Path, tmp_path: Path, capsys: pytest.
     assert "24 pages" in output(capsys, "store", "verify", copy, "--repair")
 
 
-@pytest.mark.parametrize("num_left", [0, 10])
-def test_pages_that_went_with_their_file(path: Path, num_left: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_that_went_with_their_file(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Verify names each page of a closed store whose bytes are gone, with status 1, however often it is called; a
     repair drops them. Whoever else opens the store goes on with the rest and hears how many are gone."""
+    num_left = 10
     os.truncate(slots_path(path), num_left * 5 * 4096)
-    if not num_left:
-        slots_path(path).unlink()
-        assert "hicache store verify --repair" in refused(capsys, "store", "stat", path)
     opened = shutil.copytree(path, path.parent / "opened")
     for _ in range(2):
         found = here(capsys, "verify", path, status=1)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache
 
 from family_case import tiny_config, tiny_family
 from hicache import EngineConfig, build_engine
@@ -146,16 +145,6 @@ def test_several_gpus_share_heads(row: str, num_gpus: int, tmp_path: Path) -> No
     assert plan.tiers[0].num_bytes == num_gpus * plan.pool_bytes
 
 
-def test_the_dtype_is_of_keys_and_values(tmp_path: Path) -> None:
-    """--dtype changes what the pools store, and what is built, and not the weights."""
-    model = described("llama", tmp_path)
-    plan = plan_memory(model, GPU, dataclasses.replace(SMALL, dtype="float8_e4m3fn"))
-    assert plan.pool_bytes == built(plan, model)[0]
-    layers, heads = model.geometry.layer_num, model.geometry.full_heads.row_dims
-    assert plan.rows.full == layers * heads
-    assert plan.weight_bytes == model.weight_bytes
-
-
 @pytest.mark.parametrize("row", ["gpt2", "mixtral", "deepseek_v3", "gemma3_text", "hrm_text"])
 def test_operations_are_those_that_pytorch_counts(row: str, tmp_path: Path) -> None:
     """A pass over 9 tokens has the formula's operations, where every query meets every key and the head every token."""
@@ -169,21 +158,6 @@ def test_operations_are_those_that_pytorch_counts(row: str, tmp_path: Path) -> N
         model(input_ids=ids, position_ids=ids, use_cache=False)
     pairs = work.full_pair_flops + work.window_pair_flops + work.chunk_pair_flops
     assert counted(counter) == n * (work.token_flops + work.head_flops) + n * n * pairs
-
-
-def test_operations_of_a_causal_prefill(tmp_path: Path) -> None:
-    """Token by token over a cache that keeps windows, where a query meets the keys before it alone, the operations are
-    those of the prefill, and the head for each further token."""
-    work, n = described("gemma3_text", tmp_path).work, 30  # longer than the windows
-    model = tiny_family("gemma3_text", "cpu")
-    model.set_attn_implementation("eager")
-    cache, total = DynamicCache(config=model.config), 0
-    for position in range(n):
-        ids = torch.tensor([[position]])
-        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
-            model(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
-        total += counted(counter)
-    assert total == work.flops(n) + (n - 1) * work.head_flops
 
 
 def counted(counter: FlopCounterMode) -> int:

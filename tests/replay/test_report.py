@@ -103,8 +103,11 @@ def test_it_opens_without_a_network(page: Page) -> None:
     assert page.tags.count("svg") == 4
 
 
-def test_every_result_is_in_the_tables(page: Page, results: list[ReplayResult]) -> None:
-    """A row a result with its rates, tokens and times; the sweep as a table of capacities and policies."""
+def test_every_result_is_in_the_tables(page: Page, trace: Trace, results: list[ReplayResult]) -> None:
+    """A row a result with its rates, tokens and times; the sweep as a table of capacities and policies;
+    the facts of the trace."""
+    facts = dict(page.tables["facts"])
+    assert (facts["requests"], facts["blocks asked for"], facts["time"]) == ("80", str(trace.num_blocks), "79 s")
     head, *rows = page.tables["results"]
     assert len(rows) == len(results)
     for row, result in zip(rows, results, strict=True):
@@ -120,13 +123,6 @@ def test_every_result_is_in_the_tables(page: Page, results: list[ReplayResult]) 
     assert [row[0] for row in rates_table] == ["20", "20 + 30", "20 + 30 + 60"]
     flat = [f"{result.hit_rate:.4f}" for result in results]
     assert [row[1:] for row in rates_table] == [[*flat[at : at + 4], flat[-1]] for at in (0, 4, 8)]
-
-
-def test_facts_of_the_trace_are_there(page: Page, trace: Trace) -> None:
-    facts = dict(page.tables["facts"])
-    assert facts["requests"] == "80"
-    assert facts["blocks asked for"] == str(trace.num_blocks)
-    assert facts["time"] == "79 s"
 
 
 def test_a_hostile_name_is_text(trace: Trace, results: list[ReplayResult]) -> None:
@@ -151,7 +147,7 @@ def test_it_is_written_whole_or_not_at_all(tmp_path: Path, trace: Trace) -> None
 
 
 def test_what_a_sweep_lacks_is_left_out(trace: Trace) -> None:
-    """One policy, no bound, no cost model and one instant: the page has what is left."""
+    """One policy, no bound, no cost model, one instant, no hit: the page has what is left."""
     at_once = replace(trace, requests=tuple(replace(request, time_s=0.0) for request in trace.requests))
     result = replay(at_once, ReplaySettings(20))
     page = Page(render(at_once, [result]))
@@ -160,13 +156,8 @@ def test_what_a_sweep_lacks_is_left_out(trace: Trace) -> None:
     assert "p50" not in page.tables["results"][0]
     unlimited = optimal(trace, ReplaySettings(None), name="unlimited")
     assert "rates" not in Page(render(trace, [unlimited])).tables
-
-
-def test_nothing_hit_is_no_fault() -> None:
-    """A trace of prompts that share nothing has a report too."""
-    trace = trace_of(*([at] for at in range(10)))
-    results = [replay(trace, ReplaySettings(4)), optimal(trace, ReplaySettings(4))]
-    assert [row[2] for row in Page(render(trace, results)).tables["results"]] == ["hit rate", "0.0000", "0.0000"]
+    nothing = replay(trace_of(*([at] for at in range(10))), ReplaySettings(4))
+    assert [row[2] for row in Page(render(trace, [nothing])).tables["results"]] == ["hit rate", "0.0000"]
 
 
 def test_nodes_are_named(trace: Trace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 
 from hicache.errors import ConfigError
 from hicache.replay.cache import WRITE_POLICIES, BlockHits, ReplaySettings
+from hicache.replay.optimal import optimal_hits
 from hicache.replay.simulation import ReplayResult, optimal, replay
 from hicache.replay.trace import Trace, TraceRequest, read_trace
+from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
 from replay_case import CONVERSATION, SESSIONS, trace_of
 
@@ -121,3 +124,39 @@ def test_published_figures(path: Path, num_requests: int, block_tokens: int, exp
     trace = read_trace(path)
     assert (len(trace.requests), trace.block_tokens) == (num_requests, block_tokens)
     assert {size: round(replay(trace, ReplaySettings(size)).hit_rate, 4) for size in expected} == expected
+
+
+Prefix = tuple[int, ...]
+
+
+def max_hits(requests: list[Tokens], capacity: int) -> int:
+    """The hits of the best of all choices: after every request, any blocks of those held and brought may stay."""
+    prompts = [[tuple(r[:end].tolist()) for end in range(1, len(r) + 1)] for r in requests]
+
+    @cache
+    def best(now: int, held: frozenset[Prefix]) -> int:
+        if now == len(prompts):
+            return 0
+        prompt = prompts[now]
+        hits = next((at for at, prefix in enumerate(prompt) if prefix not in held), len(prompt))
+        there = sorted(held | set(prompt))
+        stay = itertools.combinations(there, min(capacity, len(there)))
+        return hits + max(best(now + 1, frozenset(kept)) for kept in stay)
+
+    return best(0, frozenset())
+
+
+def random_trace(dice: random.Random, num_requests: int, most_blocks: int) -> list[Tokens]:
+    """Prompts over two ids: they share, repeat, extend and shorten each other's prefixes."""
+    return [
+        np.array([dice.randrange(2) for _ in range(dice.randrange(1, most_blocks + 1))]) for _ in range(num_requests)
+    ]
+
+
+def test_the_optimum_is_the_best_of_all_choices() -> None:
+    """On small traces no choice of what stays gives more hits, and one gives as many."""
+    for seed in range(150):
+        dice = random.Random(seed)
+        trace = random_trace(dice, 6, 4)
+        capacity = dice.randrange(1, 5)
+        assert optimal_hits(trace, capacity).sum() == max_hits(trace, capacity)
