@@ -18,12 +18,26 @@ from hicache import (
     SWARadixCache,
     TokenToKVPoolAllocator,
     TreeNode,
+    alloc_for_extend,
     available_and_evictable_str,
     release_kv_cache,
 )
 from hicache.errors import ConfigError, InvariantError
 from hicache.tree.node import DEVICE, FULL, MAMBA
-from prefix_case import Cache, Request, Toy, free, full_cache, insert, key, mamba_cache, matched, node_of, swa_cache
+from prefix_case import (
+    Batch,
+    Cache,
+    Request,
+    Toy,
+    free,
+    full_cache,
+    insert,
+    key,
+    mamba_cache,
+    matched,
+    node_of,
+    swa_cache,
+)
 
 Make = Callable[..., Cache]
 KINDS: list[Make] = [full_cache, swa_cache, mamba_cache]
@@ -117,16 +131,19 @@ def test_a_request_that_is_called_off_leaves_nothing(make: Make, page_size: int,
     toy, tokens = Toy(cache), list(range(3 * page_size))
     toy.serve(tokens)
     before, held, rows = free(cache), cache.total_size(), cache.req_to_token_pool.available_size()
-    for stage in range(4):
+    for stage in range(5):
         req = Request([*tokens, *range(50, 50 + 2 * page_size + 1)])
         hit_len = toy.admit(req)
         assert hit_len == (0 if disable else 3 * page_size)
-        if stage > 0:
+        if stage == 4:  # it got slots, and nothing of it was computed
+            alloc_for_extend(Batch([req], cache, [hit_len], torch.tensor([len(req.tokens)])))
+            req.kv_committed_len, req.kv_allocated_len = 0, len(req.tokens)
+        elif stage > 0:
             toy.extend(req, hit_len + 1)
             req.prefix_indices = toy.row(req, 0, hit_len + 1)
-        if stage > 1 and isinstance(cache, MambaRadixCache) and cache.enable_mamba_extra_buffer:
+        if stage in (2, 3) and isinstance(cache, MambaRadixCache) and cache.enable_mamba_extra_buffer:
             toy.checkpoint(req)
-        if stage > 2:
+        if stage == 3:
             toy.extend(req, len(req.tokens))
             for _ in range(3):
                 toy.decode(req, 1)

@@ -55,6 +55,8 @@ def test_a_match_ends_at_the_deepest_state() -> None:
     assert deepest.device_indices.numel() == 15 and deepest.mamba_branching_seqlen is None
     assert cache.match_prefix(key([*range(4), 99])).device_indices.numel() == 0
     assert cache.match_prefix(key([*range(4), 99])).mamba_branching_seqlen == 4
+    put(cache, [70, 71, 72, 73])
+    assert cache.match_prefix(key([70, 71, 72, 73, 99])).mamba_branching_seqlen is None  # the state at 4 is there
     cache.sanity_check()
 
 
@@ -68,36 +70,27 @@ def test_a_branching_length_is_whole_pages(page: int) -> None:
 
 
 def test_a_deeper_state_is_never_used() -> None:
-    """A node of 1008 tokens asked for 1007 gives nothing, split or not: its state has consumed the last token."""
+    """A node of 1008 tokens asked for 1007 gives nothing, split or not: its state has consumed the last token. Told
+    where a state would have helped, a request leaves one there, and the next hits."""
     cache = mamba_cache(4096, columns=1100, chunk=64)
     toy, tokens = Toy(cache), [i % 7 for i in range(1008)]
-    req = Request(tokens)
-    toy.prefill(req)
-    release_kv_cache(req, cache)
+    toy.serve(tokens)
     assert matched(cache, tokens) == 1008 and matched(cache, tokens[:1007]) == 0
     again = Request(tokens)
     assert toy.admit(again) == 0 and again.branching_len == checkpoint_len(1008, 64) == 960
     assert again.mamba_pool_idx is None
-    # Told where, this one leaves a state there, and the third hits.
     toy.extend(again, 960)
     cache.cache_unfinished_req(again, chunked=True)
     toy.extend(again, 1008)
     release_kv_cache(again, cache)
-    third = Request(tokens)
-    assert toy.admit(third) == 960
-    assert third.mamba_pool_idx is not None and toy.state(third.mamba_pool_idx) == recurrence(tokens[:960])
-    toy.extend(third, 1008)
-    release_kv_cache(third, cache)
-    cache.sanity_check()
+    assert toy.serve(tokens) == 960
 
 
 def test_copies_go_where_the_request_wants_them() -> None:
     """Without a state it gets one; one that it has is overwritten, or cleared where nothing matched, if asked to."""
     cache = mamba_cache()
     toy, pool = Toy(cache), cache.req_to_token_pool.mamba_pool
-    req = Request([1, 2, 3])
-    toy.prefill(req)
-    release_kv_cache(req, cache)
+    toy.serve([1, 2, 3])
     asked = RadixKey([1, 2, 3, 4])
     new = Request([1, 2, 3, 4])
     cache.match_prefix(MatchPrefixParams(asked, req=new))
@@ -131,7 +124,7 @@ def test_a_copy_evicts_but_not_what_it_copies() -> None:
     small = mamba_cache(num_states=1)
     put(small, [1, 2])
     refused = Request([1, 2, 9])
-    with pytest.raises(OutOfStates, match="0 are free and 1 more are needed"):
+    with pytest.raises(OutOfStates):
         Toy(small).admit(refused)
     assert refused.mamba_pool_idx is None and matched(small, [1, 2]) == 2 and small.mamba_protected_size() == 0
     small.sanity_check()

@@ -96,14 +96,12 @@ def test_the_same_prompt_hits(extra_buffer: bool, page: int, prompt_len: int) ->
 
 
 def test_every_chunk_leaves_a_state() -> None:
-    """A prompt of 10 000 in chunks of 8192 leaves states at 8192 and at its end; both are hit, exactly."""
-    cache = mamba_cache(1 << 15, columns=10_100, chunk=64)
-    toy, tokens = Toy(cache), [i % 13 for i in range(10_000)]
-    req = Request(tokens)
-    toy.prefill(req, chunk=8192)
-    release_kv_cache(req, cache)
-    assert states_of(cache, tokens) == [8192, 10_000]
-    for more, hit_len in ((tokens[:9000], 8192), ([*tokens, 1, 2], 10_000), (tokens, 8192)):
+    """A prompt of 100 in chunks of 64 leaves states at 64 and at its end; both are hit, exactly."""
+    cache = mamba_cache(256, chunk=16)
+    toy, tokens = Toy(cache), list(range(100))
+    toy.serve(tokens, chunk=64)
+    assert states_of(cache, tokens) == [64, 100]
+    for more, hit_len in ((tokens[:90], 64), ([*tokens, 1, 2], 100), (tokens, 64)):
         req = Request(more)
         assert toy.admit(req) == hit_len
         assert req.mamba_pool_idx is not None and toy.state(req.mamba_pool_idx) == recurrence(more[:hit_len])

@@ -14,13 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.host import HostPagePool
 from hicache.kernels.page_copy import PageMover
-from hicache.transfer import unstaged
+from hicache.transfer import CpuTransfer, unstaged
 from hicache.transfer.unstaged import UnstagedCopier
-from transfer_case import LAYOUTS
-
-ROWS_PER_CHUNK = 5  # as if memory had been pinned in many pieces, which no copy may cross
+from transfer_case import LAYOUTS, Tier
 
 
 def copied(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, up: bool, stream: int) -> None:
@@ -30,37 +27,27 @@ def copied(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows:
         ctypes.memmove(dst + row * dst_pitch, src + row * src_pitch, width)
 
 
-class Tier:
-    """One slot space of a layout with its host pages, and the copier between them."""
-
-    def __init__(self, name: str, space_index: int) -> None:
-        self.space = LAYOUTS[name].build("cpu")[space_index]
-        self.page_tokens = 1 if self.space.name == "mamba" else LAYOUTS[name].host_page
-        layout = self.space.layout
-        self.host = HostPagePool(layout, self.page_tokens, 29 * layout.page_bytes(self.page_tokens), pin=False)
-        self.mover = PageMover(
-            [self.space.layer_buffers(layer) for layer in layout.layers],
-            self.page_tokens,
-            "torch",
-            [layout.spans_of(layer) for layer in layout.layers],
-        )
-        self.copier = UnstagedCopier(self.mover, self.host.bytes_of, ROWS_PER_CHUNK, layout.device_page_size)
-
-    def rows(self) -> list[torch.Tensor]:
-        layers = self.space.layout.layers
-        return [b.flatten(1).view(torch.uint8) for layer in layers for b in self.space.layer_buffers(layer)]
-
-
 TIERS = [(name, 0) for name in LAYOUTS] + [("swa", 1), ("hybrid", 1)]
-tier_of = functools.cache(Tier)
+
+
+@functools.cache
+def tier_of(name: str, space_index: int) -> tuple[Tier, PageMover, UnstagedCopier]:
+    """One slot space of a layout with its host pages, what scatters, and the copier between them."""
+    space = LAYOUTS[name].build("cpu")[space_index]
+    tier = Tier(space, 1 if space.name == "mamba" else LAYOUTS[name].host_page, 1 << 16)
+    assert isinstance(tier.backend, CpuTransfer)
+    mover = tier.backend.mover
+    copier = UnstagedCopier(mover, tier.host.bytes_of, tier.host.arena.rows_per_chunk, tier.block_tokens)
+    return tier, mover, copier
 
 
 @given(which=st.sampled_from(TIERS), data=st.data())
 def test_bytes_land_where_scattering_puts_them(which: tuple[str, int], data: st.DataObject) -> None:
     """From host pages anywhere to slots that are runs page by page: every row of the pool is as after staging and
     scattering, and all other rows are unchanged."""
-    tier = tier_of(*which)
+    tier, mover, copier = tier_of(*which)
     block = tier.page_tokens
+    buffers = [rows for layer in tier.rows for rows in layer]
     places = tier.space.num_slots // block - 1
     count = data.draw(st.integers(1, min(9, places)))
     pages = np.array(data.draw(st.permutations(range(1, 29)))[:count], dtype=np.int64)
@@ -70,44 +57,44 @@ def test_bytes_land_where_scattering_puts_them(which: tuple[str, int], data: st.
     slots = (first[:, None] + np.arange(block)).reshape(-1)
     generator = torch.Generator().manual_seed(3)
     tier.host.bytes_of.random_(0, 256, generator=generator)
-    for rows in tier.rows():
+    for rows in buffers:
         rows.fill_(9)
-    runs = tier.copier.runs(pages, slots)
+    runs = copier.runs(pages, slots)
     assert runs is not None and sum(runs.pages.lengths) == count
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unstaged, "copy_strided", copied)
-        for layer in range(tier.mover.num_layers):
-            tier.copier.load(runs, layer, 7)
-    found = [rows.clone() for rows in tier.rows()]
-    for rows in tier.rows():
+        for layer in range(mover.num_layers):
+            copier.load(runs, layer, 7)
+    found = [rows.clone() for rows in buffers]
+    for rows in buffers:
         rows.fill_(9)
-    tier.mover.scatter(tier.host.bytes_of[torch.from_numpy(pages)], torch.from_numpy(slots), 0, tier.mover.num_layers)
-    assert all(torch.equal(got, rows) for got, rows in zip(found, tier.rows(), strict=True))
+    mover.scatter(tier.host.bytes_of[torch.from_numpy(pages)], torch.from_numpy(slots), 0, mover.num_layers)
+    assert all(torch.equal(got, rows) for got, rows in zip(found, buffers, strict=True))
 
 
 @pytest.mark.parametrize("name", ["mha", "nsa"])
 def test_runs_have_maximum_length(name: str) -> None:
     """Consecutive pages with consecutive slots are one run, up to the end of a pinned chunk; a jump ends it."""
-    tier = tier_of(name, 0)
+    tier, _, copier = tier_of(name, 0)
     block = tier.page_tokens
     slots = np.arange(block, 5 * block)
-    runs = tier.copier.runs(np.array([1, 2, 3, 4]), slots)
+    runs = copier.runs(np.array([1, 2, 3, 4]), slots)
     assert runs is not None and runs.pages.lengths == [4] and runs.first_slot.tolist() == [block]
     for pages, counts in (([3, 4, 5, 6], [2, 2]), ([1, 2, 4, 3], [2, 1, 1])):
-        found = tier.copier.runs(np.array(pages), slots)
+        found = copier.runs(np.array(pages), slots)
         assert found is not None and found.pages.lengths == counts
     apart = slots + np.repeat([0, 0, block, block], block)
-    found = tier.copier.runs(np.array([1, 2, 3, 4]), apart)
+    found = copier.runs(np.array([1, 2, 3, 4]), apart)
     assert found is not None and found.pages.lengths == [2, 2]
 
 
 def test_slots_out_of_order_are_no_runs() -> None:
     """Two exchanged slots of a page, or a device page that does not begin at a row of its buffer, are no runs."""
-    tier, paged = tier_of("mha", 0), tier_of("nsa", 0)
+    copier, paged = tier_of("mha", 0)[2], tier_of("nsa", 0)[2]
     for pair in ([3, 4], [2, 3]):  # of two pages of the device, and of one
         slots = np.arange(16, 48)
         slots[pair] = slots[pair[::-1]]
-        assert tier.copier.runs(np.array([1, 2]), slots) is None
-    assert paged.copier.runs(np.array([1]), np.arange(18, 34)) is None
-    assert paged.copier.runs(np.array([1]), np.arange(16, 32)) is not None
-    assert tier.copier.runs(np.array([], dtype=np.int64), np.array([], dtype=np.int64)) is None
+        assert copier.runs(np.array([1, 2]), slots) is None
+    assert paged.runs(np.array([1]), np.arange(18, 34)) is None
+    assert paged.runs(np.array([1]), np.arange(16, 32)) is not None
+    assert copier.runs(np.array([], dtype=np.int64), np.array([], dtype=np.int64)) is None
