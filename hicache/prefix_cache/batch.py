@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -48,6 +48,9 @@ __all__ = [
 ]
 
 log = logging.getLogger("hicache.prefix_cache")
+
+Lens: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Prefix and sequence lengths, each on the device and on the CPU."""
 
 
 class Batch(Protocol):
@@ -154,7 +157,7 @@ def alloc_paged_token_slots_extend(
     NotImplementedError where the allocator has no pages.
     """
     lens = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu)
-    slots, state = _extend_slots(tree, *lens, last_loc, extend_num_tokens, backup_state)
+    slots, state = _extend_slots(tree, lens, last_loc, extend_num_tokens, backup_state)
     return slots if state is None else (slots, state)
 
 
@@ -173,7 +176,7 @@ def alloc_paged_token_slots_decode(
     before = seq_lens_cpu - token_per_req
     if token_per_req != 1:
         lens = (seq_lens - token_per_req, before, seq_lens, seq_lens_cpu)
-        return _extend_slots(tree, *lens, last_loc, token_per_req * seq_lens_cpu.numel())[0]
+        return _extend_slots(tree, lens, last_loc, token_per_req * seq_lens_cpu.numel())[0]
     num_tokens = int(np.count_nonzero(before.numpy() % allocator.page_size == 0)) * allocator.page_size
     return _take(tree, num_tokens, lambda: allocator.alloc_decode(seq_lens, seq_lens_cpu, last_loc))[0]
 
@@ -245,7 +248,7 @@ def alloc_for_extend(batch: ExtendBatch) -> tuple[torch.Tensor, torch.Tensor, li
             none = prefix_lens.new_full((1,), -1)
             last = torch.cat([p[-1:].to(torch.int64) if p.numel() else none for p in prefixes] or [none[:0]])
             lens = (prefix_lens, lens_cpu[0], batch.seq_lens, batch.seq_lens_cpu)
-            slots, _ = _extend_slots(tree, *lens, last, batch.extend_num_tokens)
+            slots, _ = _extend_slots(tree, lens, last, batch.extend_num_tokens)
     except (OutOfSlots, ShapeError, InvariantError, NotImplementedError):
         for req, states in newcomers.values():
             if not states:
@@ -322,19 +325,11 @@ def _token_slots(
 
 
 def _extend_slots(
-    tree: BasePrefixCache,
-    prefix_lens: torch.Tensor,
-    prefix_lens_cpu: torch.Tensor,
-    seq_lens: torch.Tensor,
-    seq_lens_cpu: torch.Tensor,
-    last_loc: torch.Tensor,
-    extend_num_tokens: int,
-    backup_state: bool = False,
+    tree: BasePrefixCache, lens: Lens, last_loc: torch.Tensor, extend_num_tokens: int, backup_state: bool = False
 ) -> tuple[torch.Tensor, AllocatorState | None]:
     allocator = tree.token_to_kv_pool_allocator
-    page_size = allocator.page_size
-    new_pages = int((-(-seq_lens_cpu.numpy() // page_size) + -prefix_lens_cpu.numpy() // page_size).sum())
-    lens = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu)
+    page_size, (_, prefix, _, seq) = allocator.page_size, lens
+    new_pages = int((-(-seq.numpy() // page_size) + -prefix.numpy() // page_size).sum())
     take = lambda: allocator.alloc_extend(*lens, last_loc, extend_num_tokens)  # noqa: E731
     return _take(tree, new_pages * page_size, take, backup_state)
 
