@@ -106,6 +106,7 @@ def test_verify_finds_and_repairs_every_fault(tmp_path: Path) -> None:
         with pytest.raises(StoreCorrupt) as caught:
             store.check()
         assert sorted(caught.value.violations) == sorted(map(str, report.faults)) and len(report.faults) == 6
+        assert sum("another page" in violation for violation in caught.value.violations) == 2
         assert store.stats().entries == 30
         report = verify(store, repair=True)
         assert {f.key for f in report.faults if f.action == "dropped"} == set(map(key_of, bad))

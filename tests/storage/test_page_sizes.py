@@ -21,6 +21,7 @@ from hicache.storage import (
     PageFormat,
     StoreError,
     evict,
+    list_pages,
     memory,
     open_existing,
     pages,
@@ -141,6 +142,9 @@ def run_model(steps: list[tuple[str, list[int]]]) -> Model:
         model = Model(Path(path))
         for verb, numbers in steps:
             model.step(verb, numbers)
+        model.store.sync()
+        keys = [page.key for page in list_pages(model.store, newest=False, limit=None)]
+        assert keys == [key_of(n) for n in model.order]
         assert get(model.store, model.order) == model.order
         model.store.close()
     return model
