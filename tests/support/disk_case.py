@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from hicache.disk import DiskTier, Limits
 from hicache.engine import CacheEngine
 from hicache.storage import LmdbPageStore, PageBuffer, PageFormat, PageStore
+from programs import PIPE, Program
 from waiting import BOUND_S, eventually
 
 PAGE_BYTES = 4096
@@ -170,3 +172,17 @@ def num_held(disk: DiskTier, keys: Sequence[bytes], wait_s: float) -> int | None
     """How many of `keys`, from the first on, the disk holds; None where it did not answer in time."""
     found = disk.find(keys, wait_s)
     return None if found is None else found.num_pages
+
+
+@contextlib.contextmanager
+def written_elsewhere(folder: Path) -> Iterator[None]:
+    """Meanwhile another process has the store open for writing."""
+    code = (
+        "import sys; from hicache.storage import open_existing; store = open_existing(sys.argv[1])\n"
+        "print('ready', flush=True); sys.stdin.read(); store.close()"
+    )
+    with Program(code, folder, stdin=PIPE) as writer:
+        assert writer.stdout and writer.stdout.readline() == "ready\n"
+        yield
+        writer.communicate()
+        assert writer.returncode == 0

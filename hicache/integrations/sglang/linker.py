@@ -15,52 +15,39 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from hicache.disk import DiskTier, Limits
-from hicache.integrations.sglang.linker_config import linker_config
+from hicache.integrations.sglang.linker_config import Ranks, linker_config, open_store
+from hicache.integrations.sglang.linker_copies import Loads, Offloads, Pinned, unpin
 from hicache.integrations.sglang.linker_disk import LinkerDisk
-from hicache.integrations.sglang.linker_host import host_tiers
-from hicache.integrations.sglang.linker_identity import Ranks, open_store
-from hicache.integrations.sglang.linker_loads import Loads, Pinned, unpin
-from hicache.integrations.sglang.linker_names import (
+from hicache.integrations.sglang.linker_host import host_tiers, parts_of
+from hicache.integrations.sglang.linker_pools import (
     CacheInitParams,
     ComponentType,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
     UnifiedCacheLinker,
+    linked_pools,
 )
-from hicache.integrations.sglang.linker_offloads import Offloads
-from hicache.integrations.sglang.linker_parts import parts_of
-from hicache.integrations.sglang.linker_pools import linked_pools
 
 log = logging.getLogger(__name__)
 
 _REPORT_S = 60.0
 _QUEUE_JOBS = 1024
 
-P = ParamSpec("P")
-T = TypeVar("T")
-Miss_co = TypeVar("Miss_co", covariant=True)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Guard(Protocol[Miss_co]):
-    def __call__(
-        self, method: Callable[Concatenate[HiCacheLinker, P], T], /
-    ) -> Callable[Concatenate[HiCacheLinker, P], T | Miss_co]: ...
+def _never_raises(otherwise: Callable[[], object]) -> Callable[[F], F]:
+    """A fault of ours is a miss of the cache, not the end of SGLang's scheduler. `otherwise`: what is returned then."""
 
-
-def _never_raises(otherwise: Callable[[], Miss_co]) -> _Guard[Miss_co]:
-    """A fault of ours is a miss of the cache, not the end of SGLang's scheduler."""
-
-    def guard(
-        method: Callable[Concatenate[HiCacheLinker, P], T], /
-    ) -> Callable[Concatenate[HiCacheLinker, P], T | Miss_co]:
+    def guard(method: F) -> F:
         @functools.wraps(method)
-        def guarded(self: HiCacheLinker, /, *args: P.args, **kwargs: P.kwargs) -> T | Miss_co:
+        def guarded(self: HiCacheLinker, /, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
             except Exception:
@@ -68,7 +55,7 @@ def _never_raises(otherwise: Callable[[], Miss_co]) -> _Guard[Miss_co]:
                 log.exception("the linker failed; SGLang goes on without it")
                 return otherwise()
 
-        return guarded
+        return cast(F, guarded)
 
     return guard
 

@@ -1,16 +1,21 @@
-"""The host tier of one component: pages in pinned memory, what they hold, and the copies to and from the device."""
+"""The host tier of one component: pages in pinned memory, what they hold, and the copies to and from the device.
+
+`Part`: what SGLang's transfers name, as pages of such tiers and slots of device pools.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from hicache.config import AdvancedConfig, kernel_choice
 from hicache.errors import ConfigError
 from hicache.host import HostPagePool
 from hicache.integrations.sglang.linker_config import LinkerConfig
-from hicache.integrations.sglang.linker_pages import PageIndex
-from hicache.integrations.sglang.linker_pools import LinkedPool
+from hicache.integrations.sglang.linker_pages import HeldPage, PageIndex
+from hicache.integrations.sglang.linker_pools import LinkedPool, PoolName, PoolTransfer
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents
@@ -73,3 +78,39 @@ def _host_tier(config: LinkerConfig, pool: LinkedPool, host_bytes: int) -> HostT
         )
     transfer.start()
     return HostTier(pool, host, PageIndex(host, config.policy), counter, transfer)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one component has of a transfer: `slots`, int64 `[len(keys) * page_tokens]`, on its device."""
+
+    tier: HostTier
+    keys: list[str]
+    slots: torch.Tensor
+
+    @property
+    def held(self) -> list[HeldPage]:
+        """Those pages that are on the host."""
+        return [page for key in self.keys if (page := self.tier.index.get(key)) is not None]
+
+    def missing(self) -> Part:
+        """Those pages alone that are not on the host."""
+        rows = [row for row, key in enumerate(self.keys) if self.tier.index.get(key) is None]
+        if len(rows) == len(self.keys):
+            return self
+        slots = self.slots.view(len(self.keys), -1)[rows].flatten()
+        return Part(self.tier, [self.keys[row] for row in rows], slots)
+
+
+def parts_of(transfers: Sequence[PoolTransfer], tiers: Mapping[str, HostTier]) -> list[Part] | None:
+    """None unless each transfer names a component, and a slot for each token of its pages."""
+    parts = []
+    for transfer in transfers:
+        tier = tiers.get(PoolName(transfer.name).value)
+        if tier is None or transfer.device_indices is None or not transfer.keys:
+            return None
+        slots = transfer.device_indices.reshape(-1).to(torch.int64)
+        if len(slots) != len(transfer.keys) * tier.pool.page_tokens:
+            return None
+        parts.append(Part(tier, list(transfer.keys), slots))
+    return parts or None

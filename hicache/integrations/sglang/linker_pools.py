@@ -1,6 +1,8 @@
 """SGLang's device pools as hicache sees pools: for each set of slots a layout, and the tensors of each layer.
 
-Layers are those of this pipeline stage, counted from 0, as SGLang's getters name them to a layer counter.
+Layers are those of this pipeline stage, counted from 0, as SGLang's getters name them to a layer counter. The linker's
+names of SGLang are imported here alone, from the one release that has them: under another release the import raises
+`ConfigError`, before a name that moved is missed.
 """
 
 from __future__ import annotations
@@ -8,27 +10,45 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from hicache.errors import ConfigError
-from hicache.integrations.sglang.linker_names import (
-    CacheInitParams,
-    ComponentType,
-    DevicePoolEntry,
-    HybridLinearKVPool,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    PoolName,
-    SWAKVPool,
-    mamba_entry,
-    mha_entry,
-    resolve_hybrid_device_pool_group,
-    stage_layers,
-    swa_layers,
-)
+from hicache.integrations.versions import require_version
 from hicache.layout import BufferSpec, Per, PoolLayout
+
+TESTED = ("0.5.23",)
+RELEASE = require_version("SGLang", version("sglang"), TESTED)
+
+if RELEASE in TESTED:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _stage_local_layer_mapping as stage_layers
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _swa_layer_mappings as swa_layers
+    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
+        DevicePoolEntry,
+        resolve_hybrid_device_pool_group,
+    )
+    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import _mamba_device_pool_entry as mamba_entry
+    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import _mha_device_pool_entry as mha_entry
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+__all__ = [
+    "RELEASE",
+    "CacheInitParams",
+    "ComponentType",
+    "LinkedPool",
+    "PoolHitPolicy",
+    "PoolName",
+    "PoolTransfer",
+    "UnifiedCacheLinker",
+    "linked_pools",
+]
 
 
 @dataclass(frozen=True)

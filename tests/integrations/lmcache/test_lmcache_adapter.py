@@ -15,7 +15,7 @@ pytest.importorskip("lmcache.v1", reason="needs LMCache; make test-servers insta
 
 from lmcache.v1.distributed.internal_api import L2AdapterListener
 
-from disk_case import Clock
+from disk_case import Clock, written_elsewhere
 from hicache.disk.health import LIMITS
 from hicache.errors import ConfigError
 from hicache.integrations.lmcache.threads import Workers
@@ -33,7 +33,6 @@ from lmcache_case import (
     store,
     store_seeds,
 )
-from programs import PIPE, Program
 from waiting import eventually
 
 NUMBERS = list(range(20))
@@ -209,16 +208,6 @@ def test_a_full_disk_costs_what_it_has_no_room_for(tmp_path: Path) -> None:
     adapter.close()
 
 
-WRITER = """
-import sys
-from hicache.storage import open_existing
-store = open_existing(sys.argv[1])
-print("ready", flush=True)
-sys.stdin.read()
-store.close()
-"""
-
-
 @pytest.mark.smoke
 def test_beside_another_writer_an_adapter_reads(tmp_path: Path) -> None:
     """It finds and loads what is there, and stores and deletes nothing."""
@@ -226,8 +215,7 @@ def test_beside_another_writer_an_adapter_reads(tmp_path: Path) -> None:
     assert store_seeds(adapter, NUMBERS)
     adapter.close()
     [folder] = store_folders(tmp_path)
-    with Program(WRITER, folder, stdin=PIPE) as other:
-        assert other.stdout and other.stdout.readline() == "ready\n"
+    with written_elsewhere(folder):
         adapter = opened(adapter_spec(tmp_path))
         assert look_up(adapter, KEYS) == NUMBERS and loaded_seeds(adapter, NUMBERS) == NUMBERS
         assert not store_seeds(adapter, [50])
@@ -236,8 +224,6 @@ def test_beside_another_writer_an_adapter_reads(tmp_path: Path) -> None:
         assert [kept["can_write"] for kept in adapter.report_status()["stores"]] == [False]
         assert 0 < adapter.get_usage().total_bytes_used <= 1.1 * len(NUMBERS) * memory(0).get_size()
         adapter.close()
-        other.communicate()
-        assert other.returncode == 0
 
 
 @pytest.mark.smoke

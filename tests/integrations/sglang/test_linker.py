@@ -123,40 +123,30 @@ def test_one_load_serves_a_batch(make: Make) -> None:
     [
         ({}, {"salt": "another"}),
         ({"dtype": torch.float32}, {}),
+        ({"dtype": torch.float8_e5m2}, {}),
         ({"head_dim": 32}, {}),
         ({"page_size": 2 * PAGE}, {}),
         ({"num_layers": 5}, {}),
     ],
-    ids=["salt", "dtype", "heads", "page size", "layers"],
+    ids=["salt", "dtype", "fp8", "heads", "page size", "layers"],
 )
-def test_another_identity_sees_nothing(make: Make, tmp_path: Path, changed: dict[str, Any], settings: Any) -> None:
+def test_another_identity_sees_nothing(tmp_path: Path, changed: dict[str, Any], settings: Any) -> None:
     """Servers whose bytes mean something else share a path, and never a page; the first still finds its own."""
-    first = make("full")
+    is_fp8 = changed.get("dtype") == torch.float8_e5m2  # both kinds lie in buffers of plain bytes
+    config = dataclasses.replace(CONFIGS["full"], dtype=torch.float8_e4m3fn) if is_fp8 else CONFIGS["full"]
+    first = LinkerCase(config, tmp_path / "store")
     prompt = first._make_seq(0, 8)
     first.insert(prompt)
     first.settle()
     first.close()
-    other = LinkerCase(dataclasses.replace(CONFIGS["full"], **changed), tmp_path / "store", **settings)
+    other = LinkerCase(dataclasses.replace(config, **changed), tmp_path / "store", **settings)
     assert restore(other, prompt) == 0
     other.insert(prompt)
     other.settle()
     other.close()
-    assert restore(make("full"), prompt) == len(prompt)
-
-
-def test_the_two_kinds_of_fp8_stay_apart(tmp_path: Path) -> None:
-    """Both lie in buffers of plain bytes, and mean different numbers."""
-    restored = []
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fn):
-        case = LinkerCase(dataclasses.replace(CONFIGS["full"], dtype=dtype), tmp_path / "store")
-        prompt = case._make_seq(0, 8)
-        restored.append(restore(case, prompt))
-        case.evict()
-        case.cache.reset()
-        case.insert(prompt)
-        case.settle()
-        case.close()
-    assert restored == [0, 0, 8 * PAGE]
+    again = LinkerCase(config, tmp_path / "store")
+    assert restore(again, prompt) == len(prompt)
+    again.close()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -246,8 +236,7 @@ def test_pages_that_left_the_disk_are_computed(make: Make) -> None:
     assert restore(case, prompt) == 3 * PAGE
 
 
-@pytest.mark.parametrize("share", [0.05, 0.95])
-def test_damaged_files_are_misses(make: Make, tmp_path: Path, share: float) -> None:
+def test_damaged_files_are_misses(make: Make, tmp_path: Path) -> None:
     """Whatever bytes of the store's files are lost, a server starts, restores right bytes or none, and offloads on."""
     first = make("full")
     prompts = [first._make_seq(1000 * i, 8) for i in range(6)]
@@ -255,11 +244,11 @@ def test_damaged_files_are_misses(make: Make, tmp_path: Path, share: float) -> N
         first.insert(prompt)
         first.settle()
     first.close()
-    chance = random.Random(share)
+    chance = random.Random(0)
     for path in [path for name in ("index.mdb", "pages-*.dat") for path in (tmp_path / "store").rglob(name)]:
         data = bytearray(path.read_bytes())
         for start in range(0, len(data), 256):
-            if chance.random() < share:
+            if chance.random() < 0.3:
                 data[start : start + 256] = chance.randbytes(len(data[start : start + 256]))
         path.write_bytes(data)
     second = make("full")
@@ -287,7 +276,7 @@ def test_a_store_in_use_is_left_alone(make: Make) -> None:
     assert (restore(first, other), restore(first, prompt)) == (0, len(prompt))
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_a_full_host_keeps_beginnings(make: Make, policy: str) -> None:
     """When the host is full, pages leave it from the ends of prompts, and come back from the disk."""
     page_bytes = 2 * 4 * PAGE * 2 * 16 * 2  # k and v, layers, tokens, heads, elements, bytes

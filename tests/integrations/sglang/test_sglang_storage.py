@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from disk_case import Gate, failing
+from disk_case import Gate, failing, written_elsewhere
 from hicache.disk.health import LIMITS
 from hicache.errors import ConfigError
 from hicache.integrations.sglang.host_pages import host_pages
 from hicache.storage import describe
-from programs import PIPE, Program
 from sglang_case import RELEASE, Case, Server, clock, device_pool, host_pool, tokens, troubled
 from waiting import eventually
 
@@ -76,6 +75,7 @@ def test_a_page_is_one_run_of_bytes(tmp_path: Path, layout: str, pieces: bool, m
     "changed",
     [
         {"dtype": torch.float16},
+        {"dtype": torch.float8_e5m2},
         {"layout": "page_first_direct"},
         {"v1": False, "layout": "layer_first"},
         {"page_size": 4},
@@ -89,7 +89,8 @@ def test_a_page_is_one_run_of_bytes(tmp_path: Path, layout: str, pieces: bool, m
 )
 def test_servers_that_mean_other_bytes_share_a_path_and_no_page(tmp_path: Path, changed: dict[str, Any]) -> None:
     """SGLang's keys name tokens alone, and theirs are equal."""
-    first = Case(tmp_path)
+    is_fp8 = changed.get("dtype") == torch.float8_e5m2  # both kinds lie in host pools of plain bytes
+    first = Case(tmp_path, dtype=torch.float8_e4m3fn if is_fp8 else torch.bfloat16)
     second = replace(first, **changed)
     with Server(first) as server:
         stored, _ = server.backup(tokens(NUM_PAGES, first))
@@ -100,40 +101,6 @@ def test_servers_that_mean_other_bytes_share_a_path_and_no_page(tmp_path: Path, 
     for case, pages in ((first, stored), (second, other)):
         with Server(case) as server:
             assert server.prefetch(tokens(NUM_PAGES, case)) == pages
-
-
-def test_kinds_of_eight_bit_numbers_are_told_apart(tmp_path: Path) -> None:
-    """Host pools keep both as plain bytes."""
-    first = Case(tmp_path, dtype=torch.float8_e4m3fn)
-    with Server(first) as server:
-        stored, _ = server.backup(tokens(NUM_PAGES, first))
-    with Server(replace(first, dtype=torch.float8_e5m2)) as server:
-        assert server.host.dtype == torch.uint8 and server.prefetch(tokens(NUM_PAGES, first)) == []
-    with Server(first) as server:
-        assert server.prefetch(tokens(NUM_PAGES, first)) == stored
-
-
-def test_pages_of_another_key_are_not_seen(tmp_path: Path) -> None:
-    """A wrong key is another identity: the server starts, and the right key finds everything again."""
-    (tmp_path / "key").write_bytes(bytes(range(32)))
-    (tmp_path / "wrong").write_bytes(bytes(32))
-    case = Case(tmp_path / "pages", extra={"key_file": str(tmp_path / "key")})
-    with Server(case) as server:
-        stored, _ = server.backup(tokens(NUM_PAGES, case))
-    with Server(replace(case, extra={"key_file": str(tmp_path / "wrong")})) as server:
-        assert server.prefetch(tokens(NUM_PAGES, case)) == []
-    with Server(case) as server:
-        assert server.prefetch(tokens(NUM_PAGES, case)) == stored
-
-
-WRITER = """
-import sys
-from hicache.storage import open_existing
-store = open_existing(sys.argv[1])
-print("ready", flush=True)
-sys.stdin.read()
-store.close()
-"""
 
 
 @pytest.mark.smoke
@@ -150,11 +117,9 @@ def test_ranks_share_what_they_hold_alike(tmp_path: Path) -> None:
         assert reader.backup(tokens(8, case, first=5000))[1] == 0
     [folder] = tmp_path.iterdir()
     assert "tp=any" in str(describe(folder).identity["parallel"])
-    with Program(WRITER, folder, stdin=PIPE) as other:
-        assert other.stdout and other.stdout.readline() == "ready\n"
-        with Server(case) as second:
-            assert second.prefetch(tokens(8, case)) == stored
-            assert second.backup(tokens(8, case, first=5000))[1] == 0
+    with written_elsewhere(folder), Server(case) as second:
+        assert second.prefetch(tokens(8, case)) == stored
+        assert second.backup(tokens(8, case, first=5000))[1] == 0
 
 
 @pytest.mark.parametrize("seed", [0, 2])

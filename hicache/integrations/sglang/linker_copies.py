@@ -1,4 +1,7 @@
-"""Loads: pages that a request needs are pinned on the host, and copied to the device layer by layer under its forward.
+"""Copies between host and device.
+
+Offloads: pages of a node of SGLang's tree go to the host, all or none, and from there to the disk. Loads: pages that a
+request needs are pinned on the host, and copied to the device layer by layer under its forward.
 
 pin      pages on the disk come to the host, all pages of a request are locked
 start    one copy a component for all requests of a batch; `BatchCounter` tells the forward which layers have arrived
@@ -7,20 +10,22 @@ finish   the copies have ended, the pages are unlocked
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hicache.errors import TransferError
 from hicache.integrations.sglang.linker_disk import LinkerDisk
-from hicache.integrations.sglang.linker_host import HostTier
+from hicache.integrations.sglang.linker_host import HostTier, Part
 from hicache.integrations.sglang.linker_pages import HeldPage, PageIndex, host_pages
-from hicache.integrations.sglang.linker_parts import Part
 from hicache.transfer import LayerTransferCounter, TransferOp
 
 log = logging.getLogger(__name__)
+Fence = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Pinned:
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _LoadCopy:
     """The copy of one component's pages, which are locked until it ends."""
 
     tier: HostTier
@@ -46,7 +51,7 @@ class _Copy:
 class _Batch:
     """The copies of one forward. `failed`: some could not be submitted."""
 
-    copies: list[_Copy]
+    copies: list[_LoadCopy]
     failed: bool
 
 
@@ -182,7 +187,7 @@ class Loads:
         for index in [*self._batches]:
             self.finish(index)
 
-    def _submit(self, tier: HostTier, group: Sequence[Pinned]) -> _Copy | None:
+    def _submit(self, tier: HostTier, group: Sequence[Pinned]) -> _LoadCopy | None:
         """Begin one copy; None where the backend refuses it. Waits for a producer of the counter."""
         if not tier.counter.can_begin():
             for copy in [copy for batch in self._batches.values() for copy in batch.copies]:
@@ -190,9 +195,99 @@ class Loads:
         pages, load_id = [page for each in group for page in each.pages], tier.counter.begin()
         try:
             slots = torch.cat([each.slots for each in group])
-            return _Copy(tier, pages, load_id, tier.transfer.load(host_pages(pages), slots, load_id))
+            return _LoadCopy(tier, pages, load_id, tier.transfer.load(host_pages(pages), slots, load_id))
         except Exception as error:
             log.exception("a load could not be submitted; SGLang aborts its requests")
             tier.counter.fail(load_id, error)
             unpin(group)
             return None
+
+
+@dataclass(frozen=True)
+class _OffloadCopy:
+    """Reserved pages of one component that a copy fills. `chain`: the keys of its whole transfer."""
+
+    part: Part
+    chain: list[str]
+    pages: torch.Tensor
+    op: TransferOp
+
+
+class Offloads:
+    """The offloads of one linker, completed in the order of their begin. Scheduler thread.
+
+    `behind_forward`: work queued within it waits for all forwards before.
+    """
+
+    def __init__(self, disk: LinkerDisk, behind_forward: Fence) -> None:
+        self._disk, self._behind_forward = disk, behind_forward
+        self._running: deque[list[_OffloadCopy] | None] = deque()  # None: could not be taken
+        self.completed: deque[bool] = deque()
+
+    def begin(self, parts: Sequence[Part]) -> list[_OffloadCopy] | None:
+        """None where the host has no room, or a copy is refused. Pages that it has already are not copied again."""
+        reserved: list[tuple[Part, list[str], torch.Tensor]] = []
+        copies: list[_OffloadCopy] = []
+        try:
+            for part in parts:
+                part.tier.index.use(part.held)
+                new = part.missing()
+                pages = part.tier.index.reserve(len(new.keys))
+                if pages is None:
+                    return self._undo(reserved, copies)
+                reserved.append((new, part.keys, pages))
+            with self._behind_forward():
+                for new, chain, pages in reserved:
+                    if new.keys:
+                        copies.append(_OffloadCopy(new, chain, pages, new.tier.transfer.store(new.slots, pages)))
+        except BaseException:
+            self._undo(reserved, copies)
+            raise
+        return copies
+
+    def add(self, copies: list[_OffloadCopy] | None) -> None:
+        """What `begin` returned; None completes as failed."""
+        self._running.append(copies)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._running
+
+    def num_reserved(self, index: PageIndex) -> int:
+        """Pages of an index that copies fill."""
+        copies = [copy for copies in self._running for copy in copies or ()]
+        return sum(len(copy.pages) for copy in copies if copy.part.tier.index is index)
+
+    def poll(self) -> None:
+        """Take what ended."""
+        while self._running and ((first := self._running[0]) is None or all(copy.op.done() for copy in first)):
+            self._running.popleft()
+            self.completed.append(first is not None and self._end(first))
+
+    def end_all(self) -> None:
+        """Wait for all, and forget their outcomes."""
+        for copy in [copy for copies in self._running for copy in copies or ()]:
+            copy.op.wait()
+        self.poll()
+        self.completed.clear()
+
+    def _end(self, copies: Sequence[_OffloadCopy]) -> bool:
+        """The pages hold their keys' bytes from now on, unless a copy failed."""
+        ok = all(copy.op.error is None for copy in copies)
+        for copy in copies:
+            index = copy.part.tier.index
+            if ok:
+                new = index.publish(copy.part.keys, copy.pages)
+                index.link(copy.chain)
+                index.lift(new)
+                self._disk.write(copy.part.tier.name, new)
+            else:
+                index.free(copy.pages)
+        return ok
+
+    @staticmethod
+    def _undo(reserved: Sequence[tuple[Part, list[str], torch.Tensor]], copies: Sequence[_OffloadCopy]) -> None:
+        for copy in copies:
+            copy.op.wait()
+        for part, _, pages in reserved:
+            part.tier.index.free(pages)
