@@ -96,6 +96,16 @@ def test_stored_layouts_keep_their_names() -> None:
     assert [spec.per for spec in layouts["nsa"].buffers] == ["token", "page"] and layouts["nsa"].spans_of(0) == (1, 4)
 
 
+LOC = torch.tensor([4, 5])
+WHOLE, NOPE, ROPE = normal(2, 1, 32), normal(2, 1, 24), normal(2, 1, 8)
+K, V5, V12, LABEL = normal(2, 2, 8), normal(2, 2, 5), normal(2, 2, 12), normal(2, 2, 3)
+KEYS, SCALES = torch.ones(2, 128).to(E4M3), torch.ones(2)
+ROWS: dict[str, dict[str, torch.Tensor]] = {
+    **{kind: {"cache_k": K, "cache_v": V5} for kind in ("mha", "lazy mha")},
+    **{kind: {"cache_k": K, "cache_v": V12} for kind in ("int8", "fp8")},
+    "ascend mha": {"cache_k": K, "cache_v": K},
+    "double sparse": {"cache_k": K, "cache_v": K, "cache_label": LABEL},
+}
 SLOT = torch.tensor([4])
 GETTERS: dict[str, list[Callable[[Any], object]]] = {
     "mla": [lambda pool: pool.get_mla_kv_buffer(7, SLOT)],
@@ -112,11 +122,12 @@ GETTERS: dict[str, list[Callable[[Any], object]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_getters_wait_for_their_layer(kind: str) -> None:
-    """Every getter waits for its layer by dense index, and a move for all; looking at buffers does not."""
+    """Every getter waits for its layer by dense index, and a move for all; stores and looking at buffers do not."""
     pool, counter = pool_of(kind, start_layer=5), Recorder()
     pool.get_key_buffer(5)
     pool.register_layer_transfer_counter(counter)
     pool.layer_buffers(5)
+    pool.set_kv_buffer(5, LOC, **ROWS.get(kind, {"cache_k": WHOLE, "cache_v": WHOLE}))
     assert counter.layers == []
     pool.get_key_buffer(5)
     pool.get_value_buffer(6)
@@ -128,10 +139,6 @@ def test_getters_wait_for_their_layer(kind: str) -> None:
     assert counter.layers == [0, 1, 0, 1, 2]
 
 
-LOC = torch.tensor([4, 5])
-WHOLE, NOPE, ROPE = normal(2, 1, 32), normal(2, 1, 24), normal(2, 1, 8)
-K, V5, V12, LABEL = normal(2, 2, 8), normal(2, 2, 5), normal(2, 2, 12), normal(2, 2, 3)
-KEYS, SCALES = torch.ones(2, 128).to(E4M3), torch.ones(2)
 WRONG: dict[str, list[Callable[[Any], object]]] = {
     "mha": [
         lambda pool: pool.set_kv_buffer(0, LOC, K[:1], V5),

@@ -71,7 +71,8 @@ def test_scales_divide_and_inputs_stay(device: str, kernels: str) -> None:
     loc = torch.tensor([9, 8], device=device)
     k, v = normal(2, 2, 8, seed=1).to(device), normal(2, 2, 12, seed=2, dtype=F16).to(device)
     before = k.clone(), v.clone()
-    pool.set_kv_buffer(2, loc, k, v, 0.5, torch.tensor([4.0], device=device))
-    assert torch.equal(k, before[0]) and torch.equal(v, before[1])
-    plain.set_kv_buffer(2, loc, k.float() * 2, v.float() / 4)
-    assert all(torch.equal(a, b) for a, b in zip(pool.layer_buffers(2), plain.layer_buffers(2), strict=True))
+    for k_scale, v_scale in ((0.5, torch.tensor([4.0], device=device)), (0.5, None), (None, 4.0)):
+        pool.set_kv_buffer(2, loc, k, v, k_scale, v_scale)
+        assert torch.equal(k, before[0]) and torch.equal(v, before[1])
+        plain.set_kv_buffer(2, loc, k.float() / (k_scale or 1.0), v.float() / (1.0 if v_scale is None else 4.0))
+        assert all(torch.equal(a, b) for a, b in zip(pool.layer_buffers(2), plain.layer_buffers(2), strict=True))
