@@ -157,25 +157,6 @@ def test_a_state_brought_along_is_kept() -> None:
     pool.check()
 
 
-@pytest.mark.parametrize("extra", [False, True])
-@pytest.mark.parametrize(("size", "states"), [(2, 9), (9, 3)])
-def test_rows_and_states_or_neither(extra: bool, size: int, states: int) -> None:
-    """Where rows or states are short, no request gets anything, and both tables are as before."""
-    pool = table(size, states, enable_mamba_extra_buffer=extra)
-    held = Request()
-    rows(pool, [held])
-    free = pool.available_size(), pool.mamba_pool.available_size()
-    mapping = pool.req_index_to_mamba_index_mapping.clone()
-    waiting = [Request() for _ in range(3)]
-    assert pool.alloc([held, *waiting]) is None
-    assert all(r.req_pool_idx is None and r.mamba_pool_idx is None and r.mamba_checkpoint_idx is None for r in waiting)
-    assert free == (pool.available_size(), pool.mamba_pool.available_size())
-    assert torch.equal(mapping, pool.req_index_to_mamba_index_mapping)
-    refused(InvariantError, lambda: pool.alloc([Request(size, torch.tensor(1), torch.tensor(2))]))
-    assert free == (pool.available_size(), pool.mamba_pool.available_size())
-    pool.check()
-
-
 def test_checkpoints_alternate(device: str) -> None:
     """A checkpoint keeps the running bytes where they are; the request continues in its other state, from a copy."""
     pool = table(device=device, enable_mamba_extra_buffer=True)
@@ -221,6 +202,7 @@ def test_wrong_calls_are_refused() -> None:
     pool = table()
     refused(ConfigError, lambda: pool.checkpoint([]), lambda: pool.take_checkpoint(Request()))
     pool = table(enable_mamba_extra_buffer=True)
+    refused(InvariantError, lambda: pool.alloc([Request(4, torch.tensor(1), torch.tensor(2))]))
     refused(
         ShapeError,
         lambda: pool.checkpoint([Request()]),
@@ -269,7 +251,7 @@ def test_handing_out_does_not_wait() -> None:
     assert pool.available_size() == 4 and pool.mamba_pool.available_size() == 6
 
 
-@given(st.lists(st.tuples(st.sampled_from("aarsctn"), st.integers(0, 99)), max_size=50))
+@given(st.lists(st.tuples(st.sampled_from("aarsctn"), st.integers(0, 99)), min_size=30, max_size=60))
 def test_any_history_conserves_rows_and_states(history: list[tuple[str, int]]) -> None:
     """After any allocs, frees, checkpoints and donations, each row and state has one owner, and all can be freed."""
     pool = table(3, 8, enable_mamba_extra_buffer=True)
@@ -281,6 +263,8 @@ def test_any_history_conserves_rows_and_states(history: list[tuple[str, int]]) -
             fresh = [Request() for _ in range(choice % 3)]
             if pool.alloc([*running[:1], *fresh]) is not None:
                 running += fresh
+            else:  # rows or states are short: nobody gets anything
+                assert all(set(vars(r).values()) == {None} for r in fresh)
         elif action == "r" and request:
             pool.free_mamba_cache(request)
             pool.free(request)

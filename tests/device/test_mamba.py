@@ -231,7 +231,7 @@ def test_cpu_copies_come_back(device: str) -> None:
     refused(ShapeError, lambda: pool.load_cpu_copy(copy, slots[0]))
 
 
-@given(st.lists(st.tuples(st.sampled_from("akfc"), st.integers(0, 99)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from("akfc"), st.integers(0, 99)), min_size=20, max_size=40))
 def test_any_history_conserves_states(history: list[tuple[str, int]]) -> None:
     """Over any allocs, forks, frees and copies, each state has one owner who sees only what was put there."""
     pool = pool_of()
