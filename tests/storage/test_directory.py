@@ -41,6 +41,10 @@ def modes(path: Path) -> dict[str, int]:
     return {name: stat.S_IMODE(file.stat().st_mode) for name, file in files.items()}
 
 
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
+
+
 def descriptors() -> list[str]:
     """What the descriptors of this process lead to."""
     found = []
@@ -117,12 +121,13 @@ def test_a_store_that_took_the_place_has_one_writer(tmp_path: Path) -> None:
     assert not old.reopen()
     new = open_store(path)
     put_numbers(new, range(100, 120))
-    before = {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
+    before = contents(path)
     assert not old.reopen() and put_numbers(old, [9]) == [False]
     assert old.compact() == 0 and old.delete([key_of(1)]) == 0
     assert found_numbers(old, range(200)) == set(range(8))
-    assert {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()} == before
+    assert contents(path) == before
     old.close()
+    assert contents(path) == before
     assert put_numbers(new, range(120, 130)) == [True] * 10
     assert found_numbers(new, range(200)) == set(range(100, 130))
     new.check()
