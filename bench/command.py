@@ -1,4 +1,4 @@
-"""`hicache bench list`, `run`, `compare` and `plot`; in a checkout also `python -m bench`.
+"""`hicache bench list`, `run` and `compare`; in a checkout also `python -m bench`.
 
 Finds the benchmarks (modules of this package with `NAME`, `DESCRIPTION`, `add_arguments` and `run`), parses, runs,
 writes the result file and prints a table. `run all` runs each that this machine can run, with its defaults; `run small`
@@ -23,7 +23,6 @@ from hicache import bench
 from hicache.bench.common import BenchModule, BenchUnavailable, Report
 from hicache.bench.compare import add_compare_flags, compare_command
 from hicache.bench.machine import RESULTS
-from hicache.bench.plot import plot_results
 from hicache.console import print_table
 
 _PARTS = {"NAME", "DESCRIPTION", "add_arguments", "run"}
@@ -54,20 +53,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     run_parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments; `run NAME --help` shows them")
     text = "compare two result files, or two folders of them"
     add_compare_flags(commands.add_parser("compare", help=text, description=text, allow_abbrev=False))
-    text = "draw result files: the share of its ceiling that each case reaches"
-    plot = commands.add_parser("plot", help=text, description=text, allow_abbrev=False)
-    plot.add_argument("results", nargs="+", type=Path, metavar="FILE")
-    plot.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="of the figures (default: this one)")
 
 
 def run(flags: argparse.Namespace) -> int:
     """0: done, 1: `compare` found a regression. Raises a HiCacheError or an OSError for wrong input."""
     if flags.bench_command == "compare":
         return compare_command(flags)
-    if flags.bench_command == "plot":
-        for path in plot_results(flags.results, flags.out):
-            print(path)
-        return 0
     benches, broken = find_benches()
     if flags.bench_command == "list":
         _list(benches, broken)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
-import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -19,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.bench import command, common, machine
-from hicache.bench.command import print_report
 from hicache.bench.common import Case, Report
 from hicache.cli import main
 
@@ -137,16 +133,6 @@ def test_variants_run_in_turns() -> None:
     assert found == {(n, part): [0, sign] for n in "ab" for part, sign in (("put", 1), ("get", -1))}
 
 
-def test_the_clock_stops_after_the_synchronisation() -> None:
-    """`sync` comes before and after each run; a timer and a sync together, and no samples, are refused."""
-    calls: list[str] = []
-    common.interleave({"a": lambda: calls.append("run")}, samples=2, warmup=0, sync=lambda: calls.append("sync"))
-    assert calls == ["sync", "run", "sync"] * 2
-    for wrong in ({"samples": 1, "sync": int, "timer": common.wall_timer()}, {"samples": 0}):
-        with pytest.raises(ValueError):
-            common.interleave({}, **wrong)
-
-
 def test_raw_copies_move_every_byte_they_claim(device: str) -> None:
     """Each raw copy writes ones over the zeros of its targets, as many bytes as it counts, at every run."""
     num_bytes = (1 << 16) + 7
@@ -186,21 +172,6 @@ def test_a_commit_is_dirty_when_files_differ_from_it(tmp_path: Path) -> None:
     source.write_text("x = 2\n")
     assert machine.commit_of(tmp_path) == f"{commit}+dirty"
     assert machine.commit_of(results) == "unknown"
-
-
-def test_the_command_of_a_result_repeats_the_measurement() -> None:
-    """Arguments are quoted and kept in order; where the file went is left out."""
-    assert command.command_line("toy", ["--out", "a b", "--n", "1 2"]) == "hicache bench run toy --n '1 2'"
-    assert command.command_line("toy", ["--x", "--out=there", "y"]) == "hicache bench run toy --x y"
-
-
-def test_software_names_what_decides_a_result() -> None:
-    """The versions are those that are imported, and a CPU result names no driver."""
-    versions = machine.software(CPU)
-    assert versions["torch"] == torch.__version__ and versions["numpy"] == np.__version__
-    known = {"python", "hicache", "torch", "triton", "numpy", "lmdb", "zstandard"}
-    assert {"python", "hicache", "torch", "numpy"} <= set(versions) <= known
-    assert re.fullmatch(r"cpu-\d+core", machine.machine_name(CPU))
 
 
 @pytest.fixture
@@ -250,36 +221,6 @@ def test_a_run_writes_what_it_measured(name: str, capsys: pytest.CaptureFixture[
     assert [c.value for c in report.cases] == ([1.0] if name == "all" else [1.5])
     assert report.commit == "abc"
     assert report.command == " ".join(["hicache bench run toy --device cpu --commit abc", *extra])
-
-
-@pytest.mark.usefixtures("toy")
-def test_a_set_runs_its_members_beside_the_results_of_defaults(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Its sizes are given to its members, its results stand in a folder of its name, and what is broken is named."""
-    monkeypatch.setattr(command, "SETS", {"small": {"gone": [], "toy": ["--number", "1.5"]}})
-    monkeypatch.setattr(command, "RESULTS", tmp_path)
-    assert main(["bench", "run", "small", "--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "gone: left out, it cannot be loaded: No module named 'x'"
-    report = common.read_report(Path(lines[-1]))
-    assert Path(lines[-1]).parent == tmp_path / "small" and [case.value for case in report.cases] == [1.5]
-    assert report.command == "hicache bench run toy --number 1.5 --device cpu"
-
-
-def test_a_table_in_a_file_has_a_line_for_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the output is no terminal, names and values stand whole on one line, whatever COLUMNS says."""
-    monkeypatch.setenv("COLUMNS", "60")
-    report = _report()
-    name = "both.total." + "page64." * 20
-    report.add(Case.of(name, [1.5], "tokens/s", ceiling=2.0, target=0.9, note="word " * 100 + "end"))
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        print_report(report)
-    lines = out.getvalue().splitlines()
-    (row,) = [line.split() for line in lines if line.split()[:1] == [name]]
-    assert row[1:] == ["1.5", "tokens/s", "1.5", "1.5", "2", "0.75", "0.9", "MISSED"]
-    assert lines[-1].startswith(f"{name}: target missed") and lines[-1].endswith("word end")
-    assert sum("page64.contiguous" in line for line in lines) == 1
 
 
 def test_every_module_of_the_folder_is_a_bench_or_a_helper() -> None:

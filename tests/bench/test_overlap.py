@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from hicache.bench.common import Report, read_report
 from hicache.bench.forward8b import TINY, Forward, Suffix
-from hicache.bench.overlap import AGED, CONTIGUOUS, ORDERS, Overlap, report_host_prefix
-from hicache.bench.stage import Stage, Step, step_timer
-from hicache.bench.transfer import shuffled_runs
+from hicache.bench.overlap import AGED, CONTIGUOUS, ORDERS, Overlap
+from hicache.bench.stage import Stage, step_timer
 from hicache.cli import main
 from hicache.device import MHATokenToKVPool
 
@@ -74,27 +72,10 @@ def test_the_forward_is_attention_over_prefix_and_suffix(order: str, num_tokens:
     torch.testing.assert_close(forward(forward.suffix(num_tokens, gather=True)), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_suffix_needs_its_slots() -> None:
-    """As many new tokens as there are new slots are taken; none, or one more, raise."""
-    forward = Forward(TINY, _pool(), torch.arange(16, 32), torch.arange(32, 40))
-    assert forward.suffix(8).slots.tolist() == list(range(16, 40))
-    for num_tokens in (0, 9):
-        with pytest.raises(ValueError):
-            forward.suffix(num_tokens)
-
-
 @pytest.fixture(params=[CONTIGUOUS, AGED], ids=lambda layout: layout.name)
 def stage(request: pytest.FixtureRequest, device: str) -> Iterator[Stage]:
     with closing(Stage(TINY, request.param, PREFIX, torch.device(device))) as stage:
         yield stage
-
-
-def test_prefix_and_new_tokens_share_no_slot(stage: Stage) -> None:
-    """All slots of prefix and suffix are distinct, none is the sink's, and contiguous ones are one run."""
-    slots = torch.cat([stage.rig.slots, stage.forward.suffix(PREFIX // 4).loc]).cpu()
-    assert len(slots) == PREFIX * 5 // 4 == len(slots.unique()) and int(slots.min()) >= stage.rig.pool.page_size
-    in_place = stage.forward.suffix(8).start is not None
-    assert in_place == bool((slots.diff() == 1).all())
 
 
 def test_every_variant_gives_the_resident_output(stage: Stage) -> None:
@@ -131,29 +112,6 @@ def test_poison_and_wrong_bytes_are_seen(stage: Stage) -> None:
             step_timer(stage.sync)(steps[name])
 
 
-@pytest.mark.parametrize("variant", ["together", "control"])
-def test_only_the_control_waits_for_all_layers_first(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control asks for the last layer before the forward and for none in it; the other asks for each, in order."""
-    with closing(Stage(TINY, CONTIGUOUS, PREFIX, torch.device("cpu"))) as stage:
-        suffix, counter = stage.forward.suffix(8), stage.rig.counter
-        asked: list[int] = []
-        for events in counter._ring:
-            wait = events.wait
-            monkeypatch.setattr(events, "wait", lambda layer, wait=wait: (asked.append(layer), wait(layer)))
-        {"together": stage.together, "control": stage.control}[variant](suffix)
-        each = [layer for layer in range(TINY.layers) for _ in ("keys", "values")]
-        assert asked == ([TINY.layers - 1] if variant == "control" else each)
-        assert counter.can_begin()
-
-
-def test_what_is_beside_a_step_is_not_timed() -> None:
-    """Before, clock, run, clock, after: the device is idle at both ends of the run, and nothing else is within."""
-    calls: list[str] = []
-    step = Step(lambda: calls.append("run"), lambda: calls.append("before"), lambda: calls.append("after"))
-    step_timer(lambda: calls.append("sync"))(step)
-    assert calls == ["before", "sync", "run", "sync", "after"]
-
-
 def _report() -> Report:
     return Report("overlap", "toy", {}, "", "", "")
 
@@ -177,30 +135,6 @@ def test_shares_follow_from_the_seconds() -> None:
     assert aged.submit(32768) == "overlap.aged.submit" and random.submit(32768) == "submit.32k.random"
 
 
-def test_the_host_prefix_is_judged_at_the_shortest_long_forward() -> None:
-    """The smallest suffix with compute of at least 1.2 times the load is taken; without one there is no case."""
-    times = ((4096, 4.0, 4.0), (2048, 1.2, 1.3), (1024, 1.19, 1.2))
-    overlaps = [Overlap(tokens, 1.0, compute, *((run,) * 3,) * 3) for tokens, compute, run in times]
-    report = _report()
-    report_host_prefix(report, overlaps[2:], ORDERS[0], target=True)
-    for order in ORDERS:
-        report_host_prefix(report, overlaps, order, target=True)
-    endings = ("", ".random", ".aged")
-    assert [case.name for case in report.cases] == [f"forward.host_prefix{ending}" for ending in endings]
-    case = report.cases[0]
-    assert (case.value, case.ceiling) == (pytest.approx(1300), pytest.approx(1200)) and "2048" in case.note
-    assert case.better == "lower" and case.target == 1.02 and case.met is False
-
-
-def test_runs_are_all_ids_and_of_the_mean_length() -> None:
-    """Shuffled runs are the ids, each once, in runs of the wanted length on average; runs of one id are any order."""
-    for mean in (1, 4, 8):
-        ids = shuffled_runs(np.random.default_rng(mean), 4000, mean)
-        assert sorted(ids.tolist()) == list(range(4000))
-        num_runs = 1 + np.count_nonzero(np.diff(ids) != 1)
-        assert 4000 / num_runs == pytest.approx(mean, rel=0.1)
-
-
 def test_a_small_run_has_every_case(tmp_path: Path) -> None:
     """On the CPU the names are those of the full run, by its own sizes, and no figure has a target."""
     arguments = ["--device", "cpu", "--samples", "2", "--prefix-tokens", "256", "--suffixes", "16", "8"]
@@ -216,13 +150,3 @@ def test_a_small_run_has_every_case(tmp_path: Path) -> None:
     names = {case.name for case in report.cases}
     assert {name for name in names if "host_prefix" not in name} == expected
     assert {case.samples for case in report.cases} == {2} and all(case.target is None for case in report.cases)
-
-
-@pytest.mark.parametrize(
-    "flags", [["--prefix-tokens", "100"], ["--prefix-tokens", "256", "--suffixes", "65"], ["--suffixes", "0", "8"]]
-)
-def test_sizes_that_do_not_fit_are_named(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Part of a page, no new tokens, or more of them than there are free slots: a line that names the flag."""
-    assert main(["bench", "run", "overlap", "--device", "cpu", "--out", str(tmp_path / "out"), *flags]) == 2
-    assert next(flag for flag in reversed(flags) if flag.startswith("--")) in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
