@@ -34,11 +34,11 @@ ROWS = ["gpt_oss", "gemma2", "qwen3_next", "bamba", "deepseek_v3", "kimi_linear"
 
 @pytest.mark.parametrize(
     "row",
-    ["llama", "gemma3n_text", "lfm2", "mimo_v2_flash", *(pytest.param(row, marks=pytest.mark.long) for row in ROWS)],
+    ["llama", "gemma3n_text", "lfm2", "llama4_text", *(pytest.param(row, marks=pytest.mark.long) for row in ROWS)],
 )
 def test_every_kind_of_model_hits_on_disk(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Models with full attention, windows, recurrent layers and latent rows hit on the device and on the disk, move
-    bytes between all tiers, and yield the tokens of generate."""
+    """Models with full attention, windows, chunks, states and latent rows hit on the device and on the disk, move bytes
+    between all tiers, and yield the tokens of generate."""
     baseline = ["--baseline" if row == "llama" else "--no-baseline"]
     status, report = _demo(_saved(tmp_path, row), "--check-against", "transformers", *baseline)
     assert status == 0 and report["identical"] is True and report["compared_with_transformers"] is True

@@ -1,6 +1,6 @@
 """Random histories of the scheduler: every account is proved after every step, and every answer is that of no cache.
 
-See `tests/support/serving_fuzz.py`, which also runs as a program.
+See `tests/support/serving_fuzz.py`.
 """
 
 from __future__ import annotations

@@ -33,9 +33,6 @@ def models(by_default: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
-TURNS = 3
-
-
 def engine_for(model: Any, **settings: Any) -> CacheEngine:
     """Pages of 16 tokens, 4 on the device; capacity for a few prompts of 200 tokens, and a host tier for more."""
     defaults: dict[str, Any] = {
@@ -63,28 +60,7 @@ def serve(scheduler: Scheduler, name: str, tokens: np.ndarray, max_new_tokens: i
     return output
 
 
-@models("qwen3_next llama4_text deepseek_v3")
-def test_conversations_have_the_tokens_of_no_cache(name: str) -> None:
-    """Three conversations of three turns, more than the device holds: all tokens are those without a cache."""
-    model = MODELS[name]()
-    with engine_for(model) as engine:
-        scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=64)
-        prompts = [prompt(150, seed) for seed in range(3)]
-        hit_rates = []
-        for turn in range(TURNS):
-            for i, tokens in enumerate(prompts):
-                output = serve(scheduler, f"{i}.{turn}", tokens, 20)
-                assert output.tokens == plain_greedy(model, tokens, 20, output.tokens)
-                hit_rates.append(output.cached_len / len(tokens))
-                prompts[i] = np.concatenate([tokens, np.array(output.tokens), prompt(9, 10 * i + turn)])
-                engine.check()
-        assert hit_rates[:3] == [0.0] * 3 and min(hit_rates[3:]) > 0.7
-        engine.flush()
-        engine.check()
-        assert engine.stats()["restore.bytes"] > 0
-
-
-@models("gemma3 gemma4_text lfm2")
+@models("qwen3_next gemma3 gemma4_text deepseek_v3")
 def test_concurrent_requests_have_the_tokens_of_no_cache(name: str) -> None:
     """Four concurrent requests with a common prefix, in chunks, with preemptions when slots run out."""
     model = MODELS[name]()
@@ -102,7 +78,7 @@ def test_concurrent_requests_have_the_tokens_of_no_cache(name: str) -> None:
         assert stats["engine.leases"] == stats["device.protected_tokens"] == 0
 
 
-@pytest.mark.parametrize(("name", "page_size"), [("kimi_linear", 1), ("qwen3_next", 64), ("mistral", 64)])
+@pytest.mark.parametrize(("name", "page_size"), [("lfm2", 1), ("qwen3_next", 64), ("mistral", 64)])
 def test_the_same_prompt_again_hits(name: str, page_size: int) -> None:
     """1024 tokens served twice: the second request hits all but the last page, for any page size, with the same
     tokens."""

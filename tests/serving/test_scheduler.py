@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -56,26 +55,6 @@ def _serve(engine: CacheEngine, scheduler: Scheduler, requests: list[Request]) -
         outputs.update({output.request_id: output for output in scheduler.step()})
         engine.check()
     return outputs
-
-
-def test_answers_through_three_tiers_are_those_without_a_cache(tmp_path: Path) -> None:
-    """Growing conversations over tiers too small for them hit in all three, and every token is that of no cache."""
-    model = shared(tiny_llama)
-    prompts = [prompt(length, seed=i) for i, length in enumerate([90, 70, 150, 110, 60])]
-    tiers = {"device": 0, "host": 0, "disk": 0}
-    with _tiers(model, tmp_path, device=192, host=256) as engine:
-        scheduler = _scheduler(engine, model, chunk_tokens=24)
-        for turn in range(4):
-            for i in range(5) if turn % 2 == 0 else reversed(range(5)):
-                (output,) = _serve(engine, scheduler, [Request(f"{i}.{turn}", prompts[i], 6)]).values()
-                assert output.tokens == plain_greedy(model, prompts[i], 6, output.tokens)
-                assert output.cached_len + output.computed_tokens == output.prompt_tokens == len(prompts[i])
-                assert output.cached_len % PAGE == 0
-                for tier in tiers:
-                    tiers[tier] += getattr(output.hit, tier)
-                prompts[i] = np.concatenate([prompts[i], output.tokens, prompt(5, seed=turn)])
-        assert_released(engine)
-    assert all(tokens >= PAGE for tokens in tiers.values()), tiers
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch() -> None:

@@ -72,7 +72,7 @@ def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
             server.client().completions.create(
                 model=MODEL, prompt=SECRET, max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
             )
-            for max_tokens in (300, ENDLESS)
+            for max_tokens in (100, ENDLESS)
         )
         next(iter(short)), next(iter(endless))
         server.process.send_signal(signal.SIGTERM)

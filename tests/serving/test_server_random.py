@@ -58,7 +58,7 @@ async def _read(call: Any, streams: bool, num_events: int) -> str:
     return str(answer.choices[0].finish_reason)
 
 
-@pytest.mark.parametrize("num_requests", [60, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_requests", [40, pytest.param(1000, marks=pytest.mark.long)])
 def test_random_requests(num_requests: int, tmp_path: Path) -> None:
     """Ended, aborted, cut off, timed out or refused: at the end nothing runs, nothing waits, no slot is held, and the
     check of the engine finds nothing."""

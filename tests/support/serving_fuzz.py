@@ -3,19 +3,13 @@ them, with aborts at any moment, callers that abort, submit and raise, copies th
 fail, and a disk that fails and stalls.
 
 What was streamed of a request is its output, and is what it would get alone without a cache, up to where it ended. At
-the end of a history nothing is left that anybody holds. As a program it runs for a while:
-
-    python tests/support/serving_fuzz.py --requests 10000 [--kind full] [--seed 0]
+the end of a history nothing is left that anybody holds.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import logging
-import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -224,30 +218,3 @@ def run(kind: str, seed: int, num_requests: int) -> Counter[str]:
     """One history; over a disk in each second."""
     with tempfile.TemporaryDirectory() as folder:
         return ServingFuzz(kind, seed, Path(folder) if seed % 2 else None).run(num_requests)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--each", type=int, default=60)
-    parser.add_argument("--kind", choices=list(GEOMETRIES), action="append")
-    parser.add_argument("--seed", type=int, default=0)
-    flags = parser.parse_args()
-    logging.disable(logging.ERROR)
-    counts, found, start_s = Counter[str](), 0, time.monotonic()
-    for seed in itertools.count(flags.seed):
-        for kind in flags.kind or MODELS:
-            try:
-                counts += run(kind, seed, flags.each)
-            except Exception as error:  # noqa: BLE001 - printed and counted; the next history may find another
-                found += 1
-                print(f"--kind {kind} --seed {seed}: {type(error).__name__}: {error}", flush=True)
-        served = sum(counts[reason] for reason in ("length", "stop", "abort", "timeout", "error"))
-        if served >= flags.requests or found > 20:
-            print(f"{served} requests in {time.monotonic() - start_s:.0f} s, {found} findings: {dict(counts)}")
-            return int(bool(found))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
