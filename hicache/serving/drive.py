@@ -40,7 +40,7 @@ class CachedRun:
 
 
 def serve_cached(
-    workload: Workload, engine: CacheEngine, dtype: str, sidecar: Path | None, show: Callable[[Turn], None]
+    workload: Workload, engine: CacheEngine, dtype: str, sidecar: Path | None, show: Callable[[Turn], object]
 ) -> CachedRun:
     """Serve every turn of every conversation, in zigzag order, through all tiers.
 
@@ -71,7 +71,7 @@ def serve_cached(
 
 
 def serve_without_cache(
-    workload: Workload, config: EngineConfig, turns: Sequence[Turn], show: Callable[[Turn], None]
+    workload: Workload, config: EngineConfig, turns: Sequence[Turn], show: Callable[[Turn], object]
 ) -> None:
     """Serve the same prompts without any hit: each in a namespace of its own, with a device tier only.
 

@@ -40,7 +40,7 @@ class DecodeBatch:
     def of(cls, size: int, device: torch.device) -> DecodeBatch:
         words = torch.zeros(3, size, dtype=torch.int64, device=device)
         starts = torch.arange(size + 1, dtype=torch.int32, device=device)
-        return cls(words, *words, starts, starts[:-1].long())
+        return cls(words, words[0], words[1], words[2], starts, starts[:-1].long())
 
 
 @dataclass(frozen=True)

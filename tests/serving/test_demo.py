@@ -29,7 +29,17 @@ def _saved(tmp_path: Path, row: str, **changes: Any) -> Path:
     return tmp_path / "model"
 
 
-ROWS = ["gpt_oss", "gemma2", "qwen3_next", "bamba", "deepseek_v3", "kimi_linear", "mistral", "falcon_h1"]
+ROWS = [
+    "gpt_oss",
+    "gemma2",
+    "qwen3_next",
+    "bamba",
+    "deepseek_v3",
+    "kimi_linear",
+    "mistral",
+    "falcon_h1",
+    "mimo_v2_flash",
+]
 
 
 @pytest.mark.parametrize(
