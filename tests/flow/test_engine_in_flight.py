@@ -198,8 +198,26 @@ def test_a_load_fails_with_the_one_that_it_continues() -> None:
     close(engine)
 
 
+def test_slots_of_a_failed_load_are_not_reused_while_somebody_reads_them() -> None:
+    """They are free when the last lease that read them has been released."""
+    engine, transfers = stepped(FULL)
+    first = prompt(1, 41)
+    serve(engine, transfers, "a", first, FULL)
+    push_to_host(engine, transfers, FULL, first)
+    reader = engine.acquire(CacheRequest("b", first))
+    end_loads(engine, transfers, ok=False)
+    num_free = int(engine.stats()["device.free_tokens"])
+    taker = engine.acquire(CacheRequest("c", prompt(7, num_free)))
+    assert reader.loads and not {*reader.slots.tolist()} & {*taker.slots.tolist()}
+    engine.release(reader)
+    assert engine.stats()["device.free_tokens"] == 44
+    engine.release(taker)
+    close(engine)
+
+
 def test_nobody_joins_a_load_that_has_failed() -> None:
-    """Between the failure of a load and its end a request for the same prefix is refused for now; then it loads anew."""
+    """Between the failure of a load and its end a request for the same prefix is refused for now; then it loads
+    anew."""
     engine, transfers = stepped(FULL)
     first = prompt(1, 41)
     serve(engine, transfers, "a", first, FULL)

@@ -71,6 +71,23 @@ def test_requests_for_the_same_pages_share_one_read(
         settled(engine)
 
 
+def test_who_waits_joins_no_read_that_nobody_waits_for(store: PacedStore) -> None:
+    """Such reads come after all others: who waits reads on its own, and who does not joins whichever there is."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store) as engine:
+        store.hold()
+        engine.prefetch("a", tokens, mode="best_effort")
+        waiting = engine.prefetch("b", tokens, mode="wait_complete")
+        assert engine.stats()["prefetch.shared_requests"] == 0
+        engine.prefetch("c", tokens, mode="best_effort")
+        assert engine.stats()["prefetch.shared_requests"] == 1
+        store.allow()
+        until_ready(engine, waiting)
+        assert waiting.landed_tokens == 192
+        settled(engine)
+
+
 def test_a_read_goes_no_further_than_somebody_wants(store: PacedStore) -> None:
     """When the request with the long prompt is gone, its read ends with the pages that another shares; when all are
     gone, at once."""
