@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import selectors
+import signal
 import socket
 import sys
 from array import array
@@ -53,6 +54,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     sys.argv[:] = request["arguments"]
     sys.path[0] = request["path"]
     atexit.register(gc.unfreeze)  # libraries report what is left at the exit
