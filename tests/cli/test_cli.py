@@ -177,12 +177,11 @@ def test_what_works_without_the_extras(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_default_demo(tmp_path: Path) -> None:
-    """With its defaults the demo is identical, hits all tiers and reaches the first token 3 times sooner."""
+    """With its defaults the demo is identical and hits all tiers. How much sooner it is, `bench` measures."""
     out = tmp_path / "out.json"
     assert main(["demo", "--json", str(out)]) == 0
     results = json.loads(out.read_text())
     assert results["identical"] is True and all(results["hit_tokens"].values())
-    assert results["ttft_ms"]["cached"] * 3 < results["ttft_ms"]["recompute"]
 
 
 @pytest.mark.gpu
