@@ -42,15 +42,6 @@ class ResultError(HiCacheError):
     """A result file cannot be used for what was asked; the message names the file and the remedy."""
 
 
-def repository(what: str) -> Path:
-    """The folder of the checkout that the benches run from. BenchUnavailable names `what` is missing elsewhere."""
-    if ROOT is None:
-        raise BenchUnavailable(
-            f"{what} is in the repository alone, and these benches are installed; run them from there"
-        )
-    return ROOT
-
-
 class BenchModule(Protocol):
     """What a module of `bench` has to be listed and run."""
 

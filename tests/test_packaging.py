@@ -29,12 +29,8 @@ sys.path.insert(0, site)
 sys.argv[1:] = arguments
 import hicache, hicache.kernels, hicache.storage
 assert all(module.__file__.startswith(site) for module in (hicache, hicache.kernels, hicache.storage))
-from hicache.bench.common import BenchUnavailable, repository
-try:
-    repository("tests/support")
-except BenchUnavailable:
-    from hicache.cli import main
-    sys.exit(main())
+from hicache.cli import main
+sys.exit(main())
 """
 
 
