@@ -19,7 +19,7 @@ from prefetch_case import (
     until_found,
     until_landed,
 )
-from toy_model import settled, until_ready
+from toy_model import serve, settled, until_ready
 from waiting import eventually
 
 
@@ -86,6 +86,37 @@ def test_who_waits_joins_no_read_that_nobody_waits_for(store: PacedStore) -> Non
         until_ready(engine, waiting)
         assert waiting.landed_tokens == 192
         settled(engine)
+
+
+def test_what_follows_a_lost_page_is_of_no_use(store: PacedStore) -> None:
+    """A page that the store lost after it had announced it ends the prefix, though what follows was read."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store) as engine:
+        store.hold()
+        handle = engine.prefetch("a", tokens, mode="wait_complete")
+        until_found(engine, store, handle)
+        store.delete(page_keys(engine, tokens[:192])[3:4])
+        store.allow()
+        until_ready(engine, handle)
+        assert (handle.found_tokens, handle.landed_tokens) == (192, 3 * PAGE)
+        assert admitted(engine, "a", tokens) == 3 * PAGE
+
+
+def test_pages_that_came_otherwise_meanwhile_are_freed(store: PacedStore) -> None:
+    """Pages that were computed and copied to the host while they were read stay as they are, and none is lost."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store) as engine:
+        store.hold()
+        handle = engine.prefetch("a", tokens, mode="wait_complete")
+        until_found(engine, store, handle)
+        serve(engine, "b", tokens)
+        assert engine.inspect.backup is not None
+        engine.inspect.backup.wait_and_complete()
+        store.allow()
+        until_ready(engine, handle)
+        assert admitted(engine, "a", tokens) == 0
 
 
 def test_a_read_goes_no_further_than_somebody_wants(store: PacedStore) -> None:

@@ -64,8 +64,14 @@ def settings(**changes: object) -> EngineConfig:
     return config(**{**values, **changes})
 
 
-def engine_of(store: PacedStore, **changes: object) -> CacheEngine:
-    return build_engine(settings(**changes), GEOMETRY, store=store)
+@contextmanager
+def engine_of(store: PacedStore, **changes: object) -> Iterator[CacheEngine]:
+    """An engine over the store, which holds no read when the engine ends."""
+    with build_engine(settings(**changes), GEOMETRY, store=store) as engine:
+        try:
+            yield engine
+        finally:
+            store.allow()
 
 
 def fill(store: PacedStore, *prompts: np.ndarray) -> None:
