@@ -29,22 +29,11 @@ def _saved(tmp_path: Path, row: str, **changes: Any) -> Path:
     return tmp_path / "model"
 
 
-ROWS = [
-    "gpt_oss",
-    "gemma2",
-    "qwen3_next",
-    "bamba",
-    "deepseek_v3",
-    "kimi_linear",
-    "mistral",
-    "falcon_h1",
-    "mimo_v2_flash",
-]
+BY_DEFAULT, LONG = "llama gemma3n_text lfm2 llama4_text", "gpt_oss qwen3_next bamba kimi_linear falcon_h1 mimo_v2_flash"
 
 
 @pytest.mark.parametrize(
-    "row",
-    ["llama", "gemma3n_text", "lfm2", "llama4_text", *(pytest.param(row, marks=pytest.mark.long) for row in ROWS)],
+    "row", [*BY_DEFAULT.split(), *(pytest.param(row, marks=pytest.mark.long) for row in LONG.split())]
 )
 def test_every_kind_of_model_hits_on_disk(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Models with full attention, windows, chunks, states and latent rows hit on the device and on the disk, move bytes

@@ -8,21 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
 
+from family_case import tiny_family
 from hicache.alloc import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
 from hicache.device import (
     HybridLinearKVPool,
@@ -38,43 +26,14 @@ from hicache.device import (
 from hicache.engine import CacheRequest, Lease
 from hicache.layout import ModelGeometry
 from hicache.tree.node import TreeNode
-from serving_case import DEVICE, VOCAB
+from serving_case import DEVICE
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    # Larger than the default, so logits differ by more than rounding.
-    "initializer_range": 0.2,
-}
+_ROOMY = {"head_dim": 16, "max_position_embeddings": 4096}
 
 
-def tiny_qwen3_next(seed: int = 0, **changes: Any) -> Any:
+def tiny_qwen3_next(**changes: Any) -> Any:
     """Three recurrent layers and one with full attention; experts in every second layer. float32."""
-    pytest.importorskip("transformers", minversion="5.20", reason="its layers keep recurrent states otherwise")
-    config = {
-        **_SMALL,
-        "num_hidden_layers": 4,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_conv_kernel_dim": 4,
-        "decoder_sparse_step": 2,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        **changes,
-    }
-    model = _build(Qwen3NextForCausalLM, Qwen3NextConfig, config, seed)
+    model = tiny_family("qwen3_next", **{**_ROOMY, "decoder_sparse_step": 2, **changes})
     for layer in model.model.layers:
         if layer.block_type == "linear_attention":
             # With random rates most heads forget within two tokens, and a lost state would go unnoticed. Here the
@@ -84,39 +43,23 @@ def tiny_qwen3_next(seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-def tiny_mistral(window: int, seed: int = 0, **changes: Any) -> Any:
+def tiny_mistral(window: int, **changes: Any) -> Any:
     """Three window layers."""
-    config = {**_SMALL, "num_hidden_layers": 3, "sliding_window": window, **changes}
-    return _build(MistralForCausalLM, MistralConfig, config, seed)
+    return tiny_family("mistral", **{**_ROOMY, "num_hidden_layers": 3, "sliding_window": window, **changes})
 
 
-def tiny_gemma(window: int, seed: int = 0, version: int = 3, **changes: Any) -> Any:
+def tiny_gemma(window: int, version: int = 3, **changes: Any) -> Any:
     """Gemma 2 or 3 of four layers, the third (Gemma 3) or second and fourth (Gemma 2) with full attention."""
-    config = {**_SMALL, "num_hidden_layers": 4, "sliding_window": window, "query_pre_attn_scalar": 16, **changes}
     if version == 2:
-        # Its soft caps need the eager kernel.
-        return _build(Gemma2ForCausalLM, Gemma2Config, {"attn_implementation": "eager", **config}, seed)
+        return tiny_family("gemma2", **{**_ROOMY, "sliding_window": window, **changes})
     types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-    return _build(Gemma3ForCausalLM, Gemma3TextConfig, {"layer_types": types, **config}, seed)
+    return tiny_family("gemma3_text", **{**_ROOMY, "sliding_window": window, "layer_types": types, **changes})
 
 
-def tiny_qwen3_window(window: int, seed: int = 0, **changes: Any) -> Any:
+def tiny_qwen3_window(window: int, **changes: Any) -> Any:
     """Qwen 3 of four layers, the first two with full attention."""
-    config = {
-        **_SMALL,
-        "num_hidden_layers": 4,
-        "use_sliding_window": True,
-        "sliding_window": window,
-        "max_window_layers": 2,
-        **changes,
-    }
-    return _build(Qwen3ForCausalLM, Qwen3Config, config, seed)
-
-
-def _build(architecture: Any, config: Any, settings: dict[str, Any], seed: int) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return architecture(config(**{"attn_implementation": "sdpa", **settings})).eval().to(DEVICE)
+    windows = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": window, "max_window_layers": 2}
+    return tiny_family("qwen3", **{**_ROOMY, **windows, **changes})
 
 
 class Pools:
