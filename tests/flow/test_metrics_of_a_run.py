@@ -87,7 +87,8 @@ def test_tokens_and_bytes_are_conserved(served: Served) -> None:
     assert moved["restore"] == hits["host"] + hits["disk"]
     assert moved["prefetch"] == stats["prefetch.landed_tokens"] == stats["disk.hit_pages"] * PAGE
     assert stats["persist.bytes"] == stats["disk.put_raw_bytes"] == stats["disk.put_pages"] * page_bytes
-    evicted = stats["evict.host_demoted_tokens"] + stats["evict.host_lost_tokens"]
+    evicted = stats["evict.host_demoted_tokens"]
+    assert stats["evict.host_lost_tokens"] == 0 < evicted  # the disk had all of them
     assert moved["backup"] + moved["prefetch"] == stats["host.used_tokens"] + evicted
     assert stats["device.used_tokens"] + stats["device.free_tokens"] == stats["device.total_tokens"] == 128
     for movement in MOVEMENTS:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from disk_case import Clock, page_keys
-from hicache import AdvancedConfig, CacheRequest
+from hicache import AdvancedConfig, CacheRequest, build_engine
 from hicache.config import PrefetchMode
 from prefetch_case import (
     PAGE,
@@ -15,11 +15,13 @@ from prefetch_case import (
     engine_of,
     fill,
     measure_disk,
+    settings,
     tokens_of,
     until_found,
     until_landed,
 )
-from toy_model import serve, settled, until_ready
+from stepped_transfer import SteppedTransfers
+from toy_model import GEOMETRY, serve, settled, until_ready
 from waiting import eventually
 
 
@@ -101,6 +103,20 @@ def test_what_follows_a_lost_page_is_of_no_use(store: PacedStore) -> None:
         until_ready(engine, handle)
         assert (handle.found_tokens, handle.landed_tokens) == (192, 3 * PAGE)
         assert admitted(engine, "a", tokens) == 3 * PAGE
+
+
+def test_pages_that_are_being_copied_to_the_host_are_not_read(store: PacedStore) -> None:
+    """A prefetch of a prompt whose backup is in flight has nothing to do."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    engine = build_engine(settings(), GEOMETRY, store=store)
+    transfers = SteppedTransfers(engine)
+    with engine:
+        serve(engine, "b", tokens)
+        handle = engine.prefetch("a", tokens, mode="wait_complete")
+        assert handle.ended and handle.found_tokens == 0
+        transfers.finish()
+        settled(engine)
 
 
 def test_pages_that_came_otherwise_meanwhile_are_freed(store: PacedStore) -> None:
