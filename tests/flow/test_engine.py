@@ -226,6 +226,16 @@ def test_what_a_request_used_counts_as_used_when_it_ends() -> None:
         settled(engine)
 
 
+def test_all_that_is_evictable_makes_room() -> None:
+    """A prompt as long as the device takes the place of many short ones, each with a state."""
+    with build_engine(config(mamba_size=40, host_bytes=0, page_size=8), STATES) as engine:
+        for n in range(14):
+            serve(engine, f"a{n}", prompt(n, 9), STATES)
+        assert engine.stats()["device.evictable_tokens"] == 14 * 8
+        serve(engine, "b", prompt(20, 128), STATES)
+        settled(engine)
+
+
 def test_refused_requests_leave_no_trace() -> None:
     """A request that does not fit changes neither recency, structure, rows nor slots."""
     with build_engine(config(max_requests=1, host_bytes=0), FULL) as engine:
