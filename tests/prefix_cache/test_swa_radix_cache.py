@@ -102,6 +102,15 @@ def test_locks_cover_the_window_only(page: int) -> None:
 
 
 @pytest.mark.parametrize("page", [1, 4])
+def test_what_lost_its_window_becomes_a_tombstone(page: int) -> None:
+    """Tokens before swa_evicted_seqlen are kept without windows, also where the loss ends within a page."""
+    cache = swa_cache(64, 64, window=2 * page, page_size=page)
+    put(cache, pages(1, 2, 3, 4, 5, page=page), swa_evicted_seqlen=3 * page - (page > 1))
+    assert cache.total_size() == (5 * page, 2 * page)
+    assert [matched(cache, pages(*range(1, n + 1), page=page)) for n in (3, 4, 5)] == [0, 0, 5 * page]
+
+
+@pytest.mark.parametrize("page", [1, 4])
 def test_tombstones_get_windows_again(page: int) -> None:
     """An insertion of the same tokens with window slots maps them to the tombstones: the tree's full slots stay, those
     of the insertion are freed, and the prefix is usable again where it brought window slots."""
@@ -118,7 +127,10 @@ def test_tombstones_get_windows_again(page: int) -> None:
 
 
 def test_slots_of_a_match_are_not_freed() -> None:
-    """Tokens before prev_prefix_len are offered as the tree's own slots: they stay, tombstones among them too."""
+    """Tokens before prev_prefix_len are offered as the tree's own slots: they stay, tombstones among them too, as far
+    as the tree has them."""
+    empty = swa_cache(64, 64)
+    assert put(empty, [1, 2, 3, 4], prev_prefix_len=4) == InsertResult(0) and sizes(empty) == (60, 4, 60, 4)
     cache = swa_cache(64, 64, window=2, page_size=1)
     put(cache, [1, 2, 3, 4], swa_evicted_seqlen=2)
     match = cache.match_prefix(key([1, 2, 3, 4]))
