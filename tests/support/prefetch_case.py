@@ -38,7 +38,7 @@ class PacedStore(TroubledStore):
         """No read from here on, but those that are allowed."""
         self._allowed = threading.Semaphore(0)
 
-    def allow(self, num_reads: int = 1 << 20) -> None:
+    def allow(self, num_reads: int = 1 << 10) -> None:
         self._allowed.release(num_reads)
 
     def get_into(self, keys, buffers, *, deadline_s=math.inf):  # type: ignore[no-untyped-def]
