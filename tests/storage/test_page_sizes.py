@@ -166,12 +166,14 @@ def test_a_store_holds_what_a_model_holds_for_longer(steps: list[tuple[str, list
 
 
 def test_a_history_that_evicts_every_size() -> None:
-    """Runs of one size push out runs of the others, there and back, many times the budget."""
+    """Runs of one size, some of which are used, push out runs of the others, there and back, many times the budget."""
     sizes = [[n for n in range(600) if n % 3 == index] for index in range(3)]
     steps = []
     for turn in range(5):
         numbers = sizes[turn % 3]
         steps += [("put", numbers[at : at + 15]) for at in range(turn * 15 % 60, 195 if turn % 3 == 2 else 120, 15)]
+        last = steps[-1][1]
+        steps += [("get", last[4:8]), ("touch", last[:6])]
     assert run_model(steps).num_evicted > 100
 
 
