@@ -23,7 +23,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from hicache.bench.common import BenchUnavailable, Report, Timer, interleave, percentile, wall_timer
+from hicache.bench.common import BenchUnavailable, Report, cuda_timer, interleave, percentile, wall_timer
 from hicache.bench.forward8b import FULL, TINY
 from hicache.bench.stage import Stage, step_timer
 from hicache.bench.transfer import Layout
@@ -261,7 +261,7 @@ def _beside_load(
 ) -> None:
     """`work`, back to back on a stream of its own, alone and within a load at full speed."""
     on_cuda = stage.device.type == "cuda"
-    clock = _stream_clock(stage.device) if on_cuda else wall_timer()
+    clock = cuda_timer(stage.device, torch.cuda.Stream(stage.device)) if on_cuda else wall_timer()
 
     def seconds_of(count: int) -> float:
         return clock(lambda: [work() for _ in range(count)])
@@ -289,19 +289,3 @@ def _beside_load(
     )
     target = target if on_cuda else None
     report.time(f"{name}.during_load", each["load"], "ms", beside=each["alone"], target=target, note=note)
-
-
-def _stream_clock(device: torch.device) -> Timer:
-    """Seconds between two events on a stream of its own, beside the work of other streams."""
-    stream = torch.cuda.Stream(device)
-
-    def measure(run: Callable[[], object]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(stream):
-            start.record()
-            run()
-            end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-    return measure

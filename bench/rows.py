@@ -7,7 +7,7 @@ Results are compared with those of the torch twin outside the timing.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -35,13 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, help="timed rounds (default: 30 on CUDA, 7 else)")
 
 
+def samples_of(args: argparse.Namespace) -> int:
+    return int(args.samples or (30 if args.device.type == "cuda" else 7))
+
+
+def sizes(device: torch.device) -> Sequence[int]:
+    """In MiB."""
+    return list(TARGETS) if device.type == "cuda" else [2]
+
+
 def run(args: argparse.Namespace, report: Report) -> None:
-    device: torch.device = args.device
-    on_cuda = device.type == "cuda"
-    samples = args.samples or (30 if on_cuda else 7)
-    for mib in TARGETS if on_cuda else (2,):
+    for mib in sizes(args.device):
         for cases in (_latent, _index, _quantised):
-            _measure(report, cases(mib * MIB, device), mib, samples, device)
+            _measure(report, cases(mib * MIB, args.device), mib, samples_of(args), args.device)
 
 
 def _measure(report: Report, cases: dict[str, tuple[Run, int]], mib: int, samples: int, device: torch.device) -> None:

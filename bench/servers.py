@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import shutil
 import signal
 import socket
@@ -58,10 +59,11 @@ class Server(ABC):
         end(self.process)
 
     def freeze(self) -> None:
-        self._signal(signal.SIGSTOP)
+        freeze(self.process)
 
     def thaw(self) -> None:
-        self._signal(signal.SIGCONT)
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         self.kill()
@@ -72,9 +74,12 @@ class Server(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _signal(self, number: int) -> None:
-        if self.process is not None:
-            self.process.send_signal(number)
+
+def freeze(process: Process | None) -> None:
+    """Have it stop. On a busy machine its threads go on for a while after the signal."""
+    if process is not None and process.poll() is None:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 def end(process: Process | None) -> None:

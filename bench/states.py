@@ -13,27 +13,23 @@ import torch
 
 from hicache.bench.common import Report
 from hicache.bench.queued import seconds_each
-from hicache.bench.rows import MIB, TARGETS
+from hicache.bench.rows import MIB, TARGETS, add_arguments, samples_of, sizes
 from hicache.config import kernel_choice
 from hicache.device import Mamba2CacheParams, Mamba2StateShape, MambaPool
 from hicache.kernels.mamba import clear_states, copy_states
 from hicache.kernels.swa import translate_slots
 
+__all__ = ["DESCRIPTION", "NAME", "add_arguments", "run"]
+
 NAME = "states"
 DESCRIPTION = "recurrent states copied and cleared, window slots translated, against plain copies on the device"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=int, help="timed rounds (default: 30 on CUDA, 7 else)")
-
-
 def run(args: argparse.Namespace, report: Report) -> None:
-    device: torch.device = args.device
-    on_cuda = device.type == "cuda"
-    samples = args.samples or (30 if on_cuda else 7)
-    for mib in TARGETS if on_cuda else (2,):
+    device, samples = args.device, samples_of(args)
+    for mib in sizes(device):
         _states(report, mib, samples, device)
-    _translation(report, 1 << (20 if on_cuda else 16), samples, device)
+    _translation(report, 1 << (20 if device.type == "cuda" else 16), samples, device)
 
 
 def _states(report: Report, mib: int, samples: int, device: torch.device) -> None:

@@ -29,7 +29,7 @@ PROMPT_LEN, CACHED_LEN, NUM_PROMPTS = 90, 88, 8
 SERVERS: dict[str, tuple[Callable[[], Server], Callable[[], str], str]] = {
     "redis": (RedisServer, RedisServer.missing, "timeout=60"),
     "s3": (S3Server, S3Server.missing, "timeout=60"),
-    "mooncake": (partial(MooncakeServer, 64 << 20), MooncakeServer.missing, "timeout=60&buffer=16MiB"),
+    "mooncake": (partial(MooncakeServer, 64 << 20, lease_ms=60_000), MooncakeServer.missing, "timeout=60&buffer=16MiB"),
 }
 TROUBLES = [
     f"remote.{io}_{what}" for io in ("reads", "writes") for what in ("stalled_jobs", "failures", "refused_jobs")

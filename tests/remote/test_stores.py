@@ -42,7 +42,9 @@ class Kind(NamedTuple):
 KINDS = {
     "redis": Kind(RedisServer, RedisServer.missing, f"{PATIENCE}&level=0", "hicache:{}:{}"),
     "s3": Kind(S3Server, S3Server.missing, f"{PATIENCE}&level=0", "some/prefix/hicache/{}/{}"),
-    "mooncake": Kind(partial(MooncakeServer, 64 << 20), MooncakeServer.missing, PATIENCE, "hicache-{}-{}"),
+    "mooncake": Kind(
+        partial(MooncakeServer, 64 << 20, lease_ms=60_000), MooncakeServer.missing, PATIENCE, "hicache-{}-{}"
+    ),
 }
 
 
