@@ -4,11 +4,10 @@ Specs, managers and types are vLLM's own and ours; the requests are made up."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,17 +20,11 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     ScheduleEndContext,
     TransferResult,
-    make_offload_key,
 )
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
+from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingConfig, OffloadingGroupConfig
 
 from hicache.integrations.vllm.offloading_spec import HiCacheOffloadingSpec
+from vllm_tier_case import CONFIG
 from waiting import eventually
 
 BLOCK_TOKENS = 32
@@ -51,37 +44,28 @@ class Cache:
         return -(-sum(self.widths) * self.blocks_per_chunk // 4096) * 4096
 
 
-def offloading_config(
-    cache: Cache, extra: dict[str, Any], *, dtype: str = "bfloat16", layout: str = "LBHNC"
-) -> OffloadingConfig:
+def offloading_config(cache: Cache, extra: dict[str, Any]) -> OffloadingConfig:
     """As vLLM makes it for one worker; every call is another engine."""
-    return OffloadingConfig(
-        groups=tuple(
-            OffloadingGroupConfig(BLOCK_TOKENS, tuple(f"layer{g}.{i}" for i in tensors), g)
-            for g, tensors in enumerate(cache.groups)
-        ),
+    groups = (
+        OffloadingGroupConfig(BLOCK_TOKENS, tuple(f"layer{g}.{i}" for i in tensors), g)
+        for g, tensors in enumerate(cache.groups)
+    )
+    return replace(
+        CONFIG,
+        groups=tuple(groups),
         worker_kv_bytes_per_block=sum(cache.widths),
-        enable_kv_cache_events=False,
         extra_config=extra,
         engine_id=f"hicache-test-{uuid.uuid4().hex}",
-        model=OffloadingModelConfig("a-model", dtype),
         cache=OffloadingCacheConfig(BLOCK_TOKENS, cache.blocks_per_chunk),
-        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
-        kv_cache_layout=layout,
     )
-
-
-def chunk_key(number: int, group: int = 0) -> Any:
-    """The name of a chunk: a SHA-256, as vLLM's block hashes are, and its group."""
-    return make_offload_key(hashlib.sha256(str(number).encode()).digest(), group)
 
 
 class Engine:
     """A scheduler with its manager, and a worker with a cache. Jobs are sent and settled as vLLM's connector does."""
 
-    def __init__(self, cache: Cache, extra: dict[str, Any], device: str = "cpu", **identity: str) -> None:
+    def __init__(self, cache: Cache, extra: dict[str, Any], device: str = "cpu") -> None:
         self.cache = cache
-        config = offloading_config(cache, extra, **identity)
+        config = offloading_config(cache, extra)
         self.spec = HiCacheOffloadingSpec(config)
         self.manager = self.spec.get_manager()
         self.tensors = [torch.zeros(cache.num_blocks, width, dtype=torch.int8, device=device) for width in cache.widths]

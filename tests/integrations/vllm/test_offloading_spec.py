@@ -22,7 +22,8 @@ from vllm.v1.kv_offload.base import (
 
 from hicache.errors import ConfigError
 from hicache.integrations.vllm import HiCacheOffloadingSpec
-from vllm_offload_case import Cache, Engine, chunk_key, offloading_config
+from vllm_offload_case import Cache, Engine, offloading_config
+from vllm_tier_case import key
 
 PLAIN = Cache()
 TWO_GROUPS = Cache(widths=(2048, 2048, 512), groups=((0, 1, 2), (0, 1)))
@@ -38,8 +39,8 @@ def engines(device: str) -> Iterator[Any]:
     """Makes engines that are closed in the end."""
     made: list[Engine] = []
 
-    def make(cache: Cache, settings: dict[str, Any], **more: Any) -> Engine:
-        made.append(Engine(cache, settings, device, **more))
+    def make(cache: Cache, settings: dict[str, Any]) -> Engine:
+        made.append(Engine(cache, settings, device))
         return made[-1]
 
     yield make
@@ -56,7 +57,7 @@ def test_bytes_that_went_down_come_back_into_other_blocks(engines: Any, cache: C
         blocks = list(range(1, 1 + 4 * per_chunk))
         for block in blocks:
             engine.write(block, 100 * group + block, group)
-        keys = [chunk_key(i, group) for i in range(4)]
+        keys = [key(i, group=group) for i in range(4)]
         assert engine.store(keys, blocks, group) == keys
         targets = [block + 30 for block in blocks]
         assert engine.load(keys, targets, group)
@@ -69,7 +70,7 @@ def test_transfers_in_flight_together_end_in_their_order_with_their_own_bytes(en
     engine = engines(PLAIN, extra(PLAIN, 24))
     submitted, contexts = [], {}
     for job in range(8):
-        keys, blocks = [chunk_key(3 * job + i) for i in range(3)], [1 + 3 * job + i for i in range(3)]
+        keys, blocks = [key(3 * job + i) for i in range(3)], [1 + 3 * job + i for i in range(3)]
         for i, block in enumerate(blocks):
             engine.write(block, 3 * job + i)
         contexts[job] = engine.request()
@@ -111,7 +112,7 @@ def test_random_programs_keep_every_row_and_every_byte(
             continue
         first, count = rng.randrange(20), rng.randrange(1, 5)
         numbers, blocks = list(range(first, first + count)), rng.sample(range(1, 64), count)
-        keys = [chunk_key(number) for number in numbers]
+        keys = [key(number) for number in numbers]
         if action == "store":
             engine.settle()
             for number, block in zip(numbers, blocks, strict=True):
@@ -124,7 +125,7 @@ def test_random_programs_keep_every_row_and_every_byte(
         else:
             assert not (on_disk and stored.issuperset(numbers))
     engine.settle()
-    fresh = [chunk_key(1000 + i) for i in range(rows)]
+    fresh = [key(1000 + i) for i in range(rows)]
     assert engine.store(fresh, list(range(1, rows + 1))) == fresh
 
 
@@ -159,7 +160,7 @@ def test_a_failed_copy_is_made_again(engines: Any, caplog: pytest.LogCaptureFixt
     link.backend = Failing(link.backend, times=2)
     for block in (1, 2):
         engine.write(block, block)
-    keys = [chunk_key(1), chunk_key(2)]
+    keys = [key(1), key(2)]
     with caplog.at_level(logging.WARNING, "hicache"):
         engine.store(keys, [1, 2])
         for tensor in engine.tensors:
@@ -176,20 +177,20 @@ def test_a_copy_that_fails_twice_is_reported_as_failed(engines: Any) -> None:
     (link,) = engine.worker._links.values()
     link.backend, tensor = Failing(link.backend, times=1), link.single._pairs[0]
     link.single._pairs[0] = (tensor[0][:, :7], tensor[1])
-    engine.store([chunk_key(1)], [1])
-    assert not engine.load([chunk_key(1)], [2])
+    engine.store([key(1)], [1])
+    assert not engine.load([key(1)], [2])
     link.single._pairs[0] = tensor
     engine.write(1, 2)
-    assert engine.store([chunk_key(2)], [1])
-    assert engine.load([chunk_key(2)], [2])
+    assert engine.store([key(2)], [1])
+    assert engine.load([key(2)], [2])
     assert engine.holds(2, 2)
 
 
 def test_shutdown_gives_the_shared_memory_back(tmp_path: Path, device: str) -> None:
     """Nothing of it is mapped, and its file is gone."""
     engine = Engine(PLAIN, extra(PLAIN, 4, disk={"path": str(tmp_path), "budget": "64MB"}), device)
-    engine.store([chunk_key(1)], [1])
-    assert engine.load([chunk_key(1)], [2])
+    engine.store([key(1)], [1])
+    assert engine.load([key(1)], [2])
     engine.settle()
     name = f"vllm_offload_{engine.spec.config.engine_id}"
     assert name in Path("/proc/self/maps").read_text(encoding="utf-8")
@@ -205,9 +206,9 @@ def test_after_the_first_transfer_the_memory_has_no_name(engines: Any) -> None:
     files = f"vllm_offload_{engine.spec.config.engine_id}*"
     assert list(Path("/dev/shm").glob(files))
     engine.write(1, 1)
-    engine.store([chunk_key(1)], [1])
+    engine.store([key(1)], [1])
     assert not list(Path("/dev/shm").glob(files))
-    assert engine.load([chunk_key(1)], [2])
+    assert engine.load([key(1)], [2])
     assert engine.holds(2, 1)
 
 
