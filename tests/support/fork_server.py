@@ -109,5 +109,8 @@ if __name__ == "__main__":
         name for name in globals() if not name.startswith("__") and name not in ("_code", "_name", "_request")
     ]:
         del globals()[_name]
-    __file__ = _request["name"]
+    if _request["name"] == "-c":
+        del __file__  # as for any `python -c`: processes that it spawns look for none
+    else:
+        __file__ = _request["name"]
     exec(_code, globals())
