@@ -3,8 +3,8 @@
 Tokens are packed as int64. In a tree of bigrams an element is a pair, (first << 32) | second, so the tree itself knows
 one kind only. Two pairs share an element unless both ids are from 0 to 2^31 - 1, so bigrams take no other ids.
 
-Packed tokens that are read-only are shared: slices of keys, and long runs of nodes, are views of the same memory.
-Writable ones are the caller's, and a node copies them.
+Ids that were packed here are shared: slices of keys, and long runs of nodes, are views of the same memory. An array of
+the caller's, read-only or not, is copied by a node.
 
 A page's key is a SHA-256 chain over an identity, a namespace and every token up to the page's end, so two pages share a
 key only when model, layout, tenant and the whole prefix are the same:
@@ -47,9 +47,9 @@ def pack_tokens(tokens: npt.ArrayLike) -> Tokens:
         try:
             # Strict, for no float is cut to an integer; many ids as unsigned, twice as fast as numpy converts them.
             many = len(tokens) >= _MANY_IDS
-            packed = np.frombuffer(array("Q" if many else "q", tokens), np.int64)
+            packed = _view(_Memory(array("Q" if many else "q", tokens)))
             if not many or not np.count_nonzero(packed < 0):
-                return _read_only(packed)
+                return packed
         except (TypeError, OverflowError):
             pass  # negative ids, or none at all: numpy tells
     ids = _as_array(tokens)
@@ -69,7 +69,11 @@ def pack_bigrams(first: Tokens, second: Tokens) -> Tokens:
         raise InvalidTokens(
             f"a key of bigrams has ids from {ids.min()} to {ids.max()}; give ids from 0 to {(1 << _BIGRAM_ID_BITS) - 1}"
         )
-    return _read_only(first << 32 | second)
+    memory = _Memory(len(first) * _ITEM)
+    pairs = np.frombuffer(memory, np.int64)
+    np.left_shift(first, 32, out=pairs)
+    np.bitwise_or(pairs, second, out=pairs)
+    return _view(memory)
 
 
 def neighbours(tokens: Tokens) -> Tokens:
@@ -105,10 +109,22 @@ def _as_int64(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return np.ascontiguousarray(ids, dtype=np.int64)
 
 
-def _read_only(packed: Tokens) -> Tokens:
-    """Memory that nobody will write to any more."""
-    packed.setflags(write=False)
-    return packed
+class _Memory(bytearray):
+    """Token ids that this module copied. Nobody else has the memory, so views of it never change; a read-only array of
+    a caller says nothing of the kind, for its base may be writable."""
+
+
+def _view(memory: _Memory) -> Tokens:
+    """Read-only."""
+    tokens = np.frombuffer(memory, np.int64)
+    tokens.setflags(write=False)
+    return tokens
+
+
+def _memory_of(tokens: Tokens) -> _Memory | None:
+    """The memory that `tokens` are a view of, where this module made it."""
+    base = tokens.base.base if isinstance(tokens.base, np.ndarray) else tokens.base
+    return base.obj if isinstance(base, memoryview) and isinstance(base.obj, _Memory) else None
 
 
 class RadixKey:
@@ -213,22 +229,21 @@ def key_of(tokens: Tokens, namespace: str) -> RadixKey:
 class TokenRun:
     """Packed tokens in memory that does not change.
 
-    A short run, a writable one, and one that would keep more than twice its own memory alive is copied. A long run of
-    read-only memory is a view of it: neither an insertion nor a split copies it.
+    A short run, one of a caller's memory, and one that would keep more than twice its own memory alive is copied. A
+    long run of packed ids is a view of them: neither an insertion nor a split copies it.
     """
 
     __slots__ = ("_raw", "_tokens")
 
     def __init__(self, tokens: Tokens) -> None:
-        self._raw: bytearray | None = None
+        self._raw: _Memory | None = None
         self._tokens: Tokens | None = None
-        if len(tokens) >= _SHARED_TOKENS and not tokens.flags.writeable:
-            base = tokens.base if isinstance(tokens.base, np.ndarray) else tokens
-            if 2 * len(tokens) >= len(base):
-                self._tokens = tokens
-                return
-        # A bytearray compares its front with any buffer by memcmp, which is faster than starting a numpy operation.
-        self._raw = bytearray(tokens)
+        memory = _memory_of(tokens) if len(tokens) >= _SHARED_TOKENS else None
+        if memory is not None and 2 * len(tokens) * _ITEM >= len(memory):
+            self._tokens = tokens
+        else:
+            # A bytearray compares its front with any buffer by memcmp, which is faster than starting a numpy operation.
+            self._raw = _Memory(tokens)
 
     def __len__(self) -> int:
         return len(self.tokens) if self._raw is None else len(self._raw) // _ITEM
@@ -237,7 +252,7 @@ class TokenRun:
     def tokens(self) -> Tokens:
         """int64 `[len]`, read-only."""
         if self._tokens is None:
-            self._tokens = _read_only(np.frombuffer(self._raw or b"", np.int64))
+            self._tokens = _view(self._raw or _Memory())
         return self._tokens
 
     def common_len(self, tokens: Tokens, raw: memoryview, start: int) -> int:
