@@ -19,7 +19,7 @@ from hicache.flow.lease import Lease
 from hicache.flow.persist import Persist
 from hicache.flow.restore import Restore
 from hicache.tree.key import TokenRun, Tokens, bytes_of
-from hicache.tree.node import DEVICE, HOST, SWA, Component, own
+from hicache.tree.node import DEVICE, SWA, Component, Tier, own
 from hicache.tree.share import share
 
 
@@ -77,8 +77,9 @@ class Commit:
         """See `CacheEngine.release`."""
         lease.released = True
         context = self._context
+        for tier in Tier:
+            context.tree.touch(lease.node, tier)
         context.tree.unlock(lease.node, DEVICE)
-        context.tree.touch(lease.node, HOST)
         if lease.expected_uses is not None:
             context.tree.expect_uses(lease.node, lease.expected_uses, max(lease.branch_points, default=0))
         for persist in self._persists:

@@ -80,6 +80,7 @@ class Restore(CopyMovement[Load]):
         """Bring what `plan` says; its full pages go to the first of `slots`, a state to the lease's own."""
         tree = self._context.tree
         tree.lock(plan.node, HOST)
+        tree.lock(plan.node, DEVICE)  # before values enter: on an unlocked path each would count as a use of the whole
         load = Load(plan.node, self.loads_of(plan.node.path()))
         for below in load.depends_on:
             below.readers += 1
@@ -88,7 +89,6 @@ class Restore(CopyMovement[Load]):
             if nodes:
                 targets = component.begin_load(load, nodes, lease, slots)
                 self._submit(load, component, joined([node.held(component.name, HOST) for node in nodes]), targets)
-        tree.lock(plan.node, DEVICE)
         self._in_flight.append(load)
         return load
 

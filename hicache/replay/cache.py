@@ -124,6 +124,7 @@ class CacheSimulation:
         node = tree.node_at(match, length)
         self._admit(node, len(blocks) - device_len)
         node = self._commit(node, blocks[length:])
+        tree.touch(node, DEVICE)
         tree.unlock(node, DEVICE)
         if self._has_host:
             tree.touch(node, HOST)
@@ -185,9 +186,9 @@ class CacheSimulation:
         self._make_room(DEVICE, num_needed)
         for at in path:
             at.hit_count += 1
+        tree.lock(node, DEVICE)
         for at in path[len(on_device) :]:
             tree.begin_load(at, self._slots[: at.num_tokens])
-        tree.lock(node, DEVICE)
         tree.unlock(node, HOST)
         tree.unlock(pinned, DEVICE)
         self._maybe_backup(node)

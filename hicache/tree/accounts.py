@@ -62,7 +62,6 @@ class Account:
         assert holding.locks >= 0, "unlocked more often than locked"
         if not holding.locks and holding.value is not None:
             size = self.size(node)
-            node.touch()
             self.order.unlock(node)
             self.evictable += size
             self.protected -= size
@@ -80,16 +79,19 @@ class Account:
             self.order.insert(node)
 
     def touch(self, node: TreeNode) -> None:
-        """A use of the prefix that ends with `node`. What is locked becomes the newest when it is unlocked."""
+        """A use of the prefix that ends with `node`."""
         for at in self.component.required_nodes(node):
-            holding = at.holdings[self.name][self.tier]
-            if holding.locks:
-                if self.name == FULL:
-                    return  # so is everything above
-                continue
             at.touch()
-            if holding.value is not None:
+            if at.holdings[self.name][self.tier].value is not None:
                 self.order.hit(at)
+
+    def keep_parents_newer(self, node: TreeNode) -> None:
+        """A child of `node` entered as just used. Above what is locked everything is, and finds its place later."""
+        while node.parent is not None and not node.holdings[self.name][self.tier].locks:
+            node.touch()
+            if node.holdings[self.name][self.tier].value is not None:
+                self.order.hit(node)
+            node = node.parent
 
 
 class Accounts:
@@ -118,12 +120,13 @@ class Accounts:
             node.parent.children_on[tier] += 1
         if holding.locks:
             account.protected += size
+            account.order.hit(node)
             return
         account.evictable += size
         node.touch()
         account.order.insert(node)
         if component == FULL:
-            account.touch(node.parent)
+            account.keep_parents_newer(node.parent)
 
     def _take_out(self, node: TreeNode, component: Component, tier: Tier) -> Released:
         """Take a value out."""
@@ -162,7 +165,7 @@ class Accounts:
                 account.lock(at)
 
     def unlock(self, node: TreeNode, tier: Tier) -> None:
-        """Undo one `lock`; what has no lock left becomes the newest of the evictable."""
+        """Undo one `lock`. That is no use: what has no lock left goes where its last use puts it, see `touch`."""
         if node.parent is None:
             return
         for account in self._on_tier[tier]:
@@ -241,6 +244,7 @@ class Accounts:
             above.locks = 0 if component.at_node_end else below.locks
             above.expected = 0 if component.at_node_end else below.expected
             above.uses, above.used_at, above.hits = below.uses, below.used_at, below.hits
+            above.last_use = below.last_use
             if below.value is not None and not (component.shares_full_slots and tier is DEVICE):
                 above.value, below.value = component.split(below.value, at_tokens, tier, page_size)
             if below.pending is not None:

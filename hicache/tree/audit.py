@@ -123,8 +123,4 @@ def account_violations(account: Account, holders: list[TreeNode]) -> list[str]:
         found.append(f"{name}: the order names {victim}, {len(unlocked)} nodes are unlocked")
     if victim is not None and not account.component.is_evictable(victim, account.tier):
         found.append(f"{name}: the order names {victim}, which may not be evicted")
-    if account.order.is_by_recency and account.name == FULL:
-        rank = {id(node): i for i, node in enumerate(account.order)}
-        older = [node for node in unlocked if rank.get(id(node.parent), len(rank)) < rank.get(id(node), -1)]
-        found.extend(f"{name}: the parent of node {node.id} is older than the node" for node in older)
     return found

@@ -94,19 +94,22 @@ class Holding:
     pool, one a tree page, or a state `[1]`. The window component holds the full slots whose window slots are mapped.
     `locks`: how many users need it to stay. `pending`, on the host: the pages that a copy in flight writes to.
     `stored`, on the host: the `Store` bits of those that are known to have all of it. `expected`: how many queued
-    requests will need it. `uses`, `used_at`, `hits`: of the policy auto. `older`, `newer`: neighbours in the recency
-    list.
+    requests will need it. `uses`, `used_at`, `hits`: of the policy auto. `last_use`, `older`, `newer`: a count of uses,
+    and the neighbours in the recency list.
     `node`: its node while it is in that list. Outside of it there is no way back to the node: as part of a cycle, a
     dropped node would keep its tokens in memory until the garbage collector runs.
     """
 
-    __slots__ = ("expected", "hits", "locks", "newer", "node", "older", "pending", "stored", "used_at", "uses", "value")
+    __slots__ = (
+        "expected", "hits", "last_use", "locks", "newer", "node", "older", "pending", "stored", "used_at", "uses",
+        "value",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.value: torch.Tensor | None = None
         self.pending: torch.Tensor | None = None
         self.stored = 0
-        self.locks = self.expected = self.used_at = self.hits = 0
+        self.locks = self.expected = self.used_at = self.hits = self.last_use = 0
         self.uses = 0.0
         self.node: TreeNode | None = None
         self.older: Holding | None = None

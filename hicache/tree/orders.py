@@ -19,6 +19,7 @@ Priority = float | tuple[float, ...]
 IsEvictable = Callable[[TreeNode], bool]
 
 _NO_ENTRY = -1
+_uses = itertools.count(1)
 _SPARE_ENTRIES = 16  # stale ones that a small heap may have before it is worth compacting
 
 
@@ -33,13 +34,13 @@ class EvictionOrder(Protocol):
         """`node`, unlocked, gained a value and enters the order as the most recently used."""
 
     def hit(self, node: TreeNode) -> None:
-        """`node` was used; nothing happens where it is not in the order."""
+        """`node` was used; where it is locked, that counts once it is unlocked."""
 
     def lock(self, node: TreeNode) -> None:
         """`node` got its first lock and leaves the order."""
 
     def unlock(self, node: TreeNode) -> None:
-        """`node` lost its last lock and is back in the order, as the most recently used."""
+        """`node` lost its last lock and is back in the order, with the rank of its last use. That is no use."""
 
     def on_leaf(self, node: TreeNode) -> None:
         """`node`, which is in the order, became a leaf of its tier, or its rank changed without a use."""
@@ -63,70 +64,108 @@ class EvictionOrder(Protocol):
 class RecencyList:
     """Least recently used first: a doubly linked list through `older` and `newer` of its nodes' holdings.
 
-    Every operation is O(1). A path is reported deepest node first: a parent is newer than its children, the oldest node
-    is a leaf, and no leaf test is needed. Iteration: oldest first.
+    Every operation is O(1), but for `unlock`, which looks for the node's place from both ends: copies lock what was
+    just used, or what is to go. A path is reported deepest node first, so nearly always a parent is newer than its
+    children. One that is oldest and may not be evicted is set aside until it is a leaf. Iteration: oldest first, then
+    those.
     """
 
-    def __init__(self, component: Component, tier: Tier) -> None:
-        self._component, self._tier = component, tier
+    def __init__(self, component: Component, tier: Tier, is_evictable: IsEvictable) -> None:
+        self._component, self._tier, self._is_evictable = component, tier, is_evictable
         self._num_nodes = 0
+        self._aside: dict[TreeNode, None] = {}
         # A sentinel without a node closes the ring: sentinel.newer is the oldest, sentinel.older the newest.
         self._ring = Holding()
         self._ring.older = self._ring.newer = self._ring
 
     def insert(self, node: TreeNode) -> None:
-        newest = self._ring.older
-        assert newest is not None
-        self._link(node, newest)
+        self._holding(node).last_use = next(_uses)
+        self._link_newest(node)
 
     def hit(self, node: TreeNode) -> None:
-        if node.holdings[self._component][self._tier].newer is not None:
-            self.evict(node)
-            self.insert(node)
+        holding = self._holding(node)
+        holding.last_use = next(_uses)
+        if holding.newer is not None:
+            self._unlink(node)
+            self._link_newest(node)
 
     def lock(self, node: TreeNode) -> None:
         self.evict(node)
 
     def unlock(self, node: TreeNode) -> None:
-        self.insert(node)
+        """Between those that were used before and after it."""
+        last_use = self._holding(node).last_use
+        old = new = self._ring
+        while True:
+            old, new = _next(old.newer), _next(new.older)
+            if new.node is None or new.last_use <= last_use:
+                return self._link(node, new)
+            if old.last_use > last_use:
+                return self._link(node, _next(old.older))
 
     def on_leaf(self, node: TreeNode) -> None:
-        """Nothing to do: its children were older."""
+        if node in self._aside:
+            del self._aside[node]
+            self.unlock(node)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        self._link(upper, lower.holdings[self._component][self._tier])
+        """`upper` has the last use of `lower` already."""
+        if lower in self._aside:
+            self._aside[upper] = None
+        else:
+            self._link(upper, self._holding(lower))
 
     def evict(self, node: TreeNode) -> None:
-        holding = node.holdings[self._component][self._tier]
-        older, newer = holding.older, holding.newer
-        assert older is not None and newer is not None
-        older.newer, newer.older = newer, older
-        holding.older = holding.newer = holding.node = None
-        self._num_nodes -= 1
+        if node in self._aside:
+            del self._aside[node]
+        else:
+            self._unlink(node)
 
     def victim(self) -> TreeNode | None:
-        oldest = self._ring.newer
-        return None if oldest is None else oldest.node
+        while (node := _next(self._ring.newer).node) is not None and not self._is_evictable(node):
+            self._unlink(node)
+            self._aside[node] = None
+        return node
 
     def __contains__(self, node: TreeNode) -> bool:
-        return node.holdings[self._component][self._tier].newer is not None
+        return self._holding(node).newer is not None or node in self._aside
 
     def __iter__(self) -> Iterator[TreeNode]:
         holding = self._ring.newer
         while holding is not None and holding.node is not None:
             yield holding.node
             holding = holding.newer
+        yield from self._aside
 
     def __len__(self) -> int:
-        return self._num_nodes
+        return self._num_nodes + len(self._aside)
+
+    def _holding(self, node: TreeNode) -> Holding:
+        return node.holdings[self._component][self._tier]
+
+    def _link_newest(self, node: TreeNode) -> None:
+        self._link(node, _next(self._ring.older))
+
+    def _unlink(self, node: TreeNode) -> None:
+        holding = self._holding(node)
+        older, newer = _next(holding.older), _next(holding.newer)
+        older.newer, newer.older = newer, older
+        holding.older = holding.newer = holding.node = None
+        self._num_nodes -= 1
 
     def _link(self, node: TreeNode, anchor: Holding) -> None:
         """Insert `node` next to `anchor`, on its newer side."""
-        holding, after = node.holdings[self._component][self._tier], anchor.newer
-        assert after is not None and holding.newer is None
+        holding, after = self._holding(node), _next(anchor.newer)
+        assert holding.newer is None
         holding.node, holding.older, holding.newer = node, anchor, after
         anchor.newer = after.older = holding
         self._num_nodes += 1
+
+
+def _next(holding: Holding | None) -> Holding:
+    """A neighbour of what is in the ring, which has two."""
+    assert holding is not None
+    return holding
 
 
 class ExpectedLast:
@@ -141,10 +180,6 @@ class ExpectedLast:
     def __init__(self, component: Component, tier: Tier, others: EvictionOrder, expected: EvictionOrder) -> None:
         self._component, self._tier = component, tier
         self._others, self._expected = others, expected
-
-    @property
-    def is_by_recency(self) -> bool:
-        return isinstance(self._others, RecencyList)
 
     def insert(self, node: TreeNode) -> None:
         self._order_of(node).insert(node)

@@ -85,7 +85,7 @@ _STRATEGIES: dict[str, type[EvictionStrategy]] = {
 
 
 def _recency(component: Component, tier: Tier, is_evictable: IsEvictable) -> EvictionOrder:
-    return RecencyList(component, tier)
+    return RecencyList(component, tier, is_evictable)
 
 
 def _auto(component: Component, tier: Tier, is_evictable: IsEvictable) -> EvictionOrder:

@@ -40,6 +40,13 @@ class SortedOracle:
         self.events += 1
         self.reported[node] = (self.rank(node), self.events)
 
+    def use(self, node: TreeNode) -> None:
+        if node in self.reported:
+            self.enter(node)
+
+    def unlock(self, node: TreeNode) -> None:
+        self.enter(node)
+
     def beside(self, upper: TreeNode, lower: TreeNode) -> None:
         self.enter(upper)
 
@@ -54,27 +61,37 @@ class SortedOracle:
 
 
 class ListOracle:
-    """Least recently used first, as a plain list."""
+    """Least recently used first, as a plain list, in which locked nodes keep their place."""
 
     def __init__(self) -> None:
         self.nodes: list[TreeNode] = []
+        self.present: set[TreeNode] = set()
 
     def enter(self, node: TreeNode) -> None:
+        self.use(node)
+        self.present.add(node)
+
+    def use(self, node: TreeNode) -> None:
         if node in self.nodes:
             self.nodes.remove(node)
         self.nodes.append(node)
 
+    def unlock(self, node: TreeNode) -> None:
+        self.present.add(node)
+
     def beside(self, upper: TreeNode, lower: TreeNode) -> None:
         self.nodes.insert(self.nodes.index(lower) + 1, upper)
+        if lower in self.present:
+            self.present.add(upper)
 
     def on_leaf(self, node: TreeNode) -> None:
-        assert node in self.nodes
+        assert node in self.present
 
     def leave(self, node: TreeNode) -> None:
-        self.nodes.remove(node)
+        self.present.remove(node)
 
     def by_rank(self) -> list[TreeNode]:
-        return list(self.nodes)
+        return [node for node in self.nodes if node in self.present]
 
 
 class World:
@@ -105,12 +122,11 @@ class World:
             self.touch_path(node)
 
     def touch_path(self, node: TreeNode) -> None:
-        """Uses of locked nodes are reported to the order too: it has to ignore them."""
+        """Uses of locked nodes are reported too: they count when the node is back in the order."""
         for at in node.path():
             at.touch()
             self.order.hit(at)
-            if not locks_of(at):
-                self.oracle.enter(at)
+            self.oracle.use(at)
 
     def lock(self, at: int, _: int) -> None:
         if self.held:
@@ -128,9 +144,8 @@ class World:
             for node in end.path():
                 add_locks(node, -1)
                 if not locks_of(node):
-                    node.touch()
                     self.order.unlock(node)
-                    self.oracle.enter(node)
+                    self.oracle.unlock(node)
 
     def split(self, at: int, _: int) -> None:
         if not self.held:
@@ -143,8 +158,10 @@ class World:
         add_locks(upper, locks_of(lower))
         upper.creation_time, upper.last_access_time = lower.creation_time, lower.last_access_time
         lower.parent = upper
+        upper.holdings[COMPONENT][TIER].last_use = lower.holdings[COMPONENT][TIER].last_use
         if not locks_of(lower):
             self.order.split(upper, lower)
+        if not locks_of(lower) or isinstance(self.oracle, ListOracle):
             self.oracle.beside(upper, lower)
         upper.children[b"lower"] = lower
 
