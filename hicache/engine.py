@@ -7,7 +7,7 @@ method belongs to one thread, the scheduler's.
 from __future__ import annotations
 
 import contextlib
-import time
+import logging
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -20,12 +20,20 @@ from hicache.abandoned import abandon
 from hicache.config import PrefetchMode
 from hicache.device.base import KVCache
 from hicache.device.req_to_token import ReqToTokenPool
-from hicache.errors import DuplicateRequest, ForeignLease, InvalidArgument, LeaseEnded, NotRunning, ResourceExhausted
+from hicache.errors import (
+    DuplicateRequest,
+    ForeignLease,
+    InvalidArgument,
+    InvariantError,
+    LeaseEnded,
+    NotRunning,
+    ResourceExhausted,
+)
 from hicache.flow.admit import Admit
 from hicache.flow.backup import Backup
 from hicache.flow.check import check_engine
 from hicache.flow.commit import Commit
-from hicache.flow.completion import Movement, land
+from hicache.flow.completion import Movement, land, settle
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
@@ -33,7 +41,7 @@ from hicache.flow.device_eviction import DeviceEviction
 from hicache.flow.host_eviction import HostEviction
 from hicache.flow.inspection import Inspection
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
-from hicache.flow.persist import Persist
+from hicache.flow.persist import persists_of
 from hicache.flow.prefetch import Prefetch, Prefetcher
 from hicache.flow.restore import Restore
 from hicache.flow.usage import register_usage
@@ -46,9 +54,8 @@ from hicache.validation import valid_count, valid_mode, valid_namespace, valid_r
 
 __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "Prefetch"]
 
+log = logging.getLogger(__name__)
 C = TypeVar("C", bound=CacheComponent)
-
-_DISK_SHARE, _REMOTE_SHARE = 0.5, 0.25  # of a host pool, locked until the store has it
 
 
 class CacheEngine:
@@ -65,7 +72,7 @@ class CacheEngine:
         self._leases: dict[str, Lease] = {}
         host_eviction = HostEviction(context)
         self._cost = CostModel.of(context)
-        self._persists = tuple(Persist(context, store, share) for store, share in _writable(context).items())
+        self._persists = persists_of(context)
         self._prefetcher = Prefetcher(context, host_eviction, self._cost) if context.stores else None
         self._backup = Backup(context, host_eviction, self._persists) if context.has_host else None
         self._restore = Restore(context, self._cost)
@@ -149,8 +156,8 @@ class CacheEngine:
                     ending.callback(part.close)
             for lease in list(self._leases.values()):
                 self.release(lease)
-            if self._running:
-                self._settle()
+            if self._running and not self._settle():
+                log.warning("closed while something was counted as under way that never ends; was a call interrupted?")
 
     def __enter__(self) -> CacheEngine:
         self.start()
@@ -183,7 +190,7 @@ class CacheEngine:
 
         `mode` (default: the configuration's): auto waits as long as that is estimated to be faster than computing,
         best_effort never makes the request wait, wait_complete until the end, timeout for `prefetch_timeout_s`.
-        `acquire` or `cancel` of the request ends it, and what it holds of `prefetch_host_share`.
+        `acquire`, where it succeeds, or `cancel` of the request ends it, and what it holds of `prefetch_host_share`.
         """
         self._require_running()
         packed, namespace, request_id = valid_tokens(tokens), valid_namespace(namespace), valid_request_id(request_id)
@@ -233,12 +240,14 @@ class CacheEngine:
             raise DuplicateRequest(request.request_id)
         try:
             if self._prefetcher:
-                self._prefetcher.settle(request.request_id)
+                self._prefetcher.require_ready(request.request_id)
             lease = self._admit.acquire(request)
         except ResourceExhausted as error:
             self._admit.refused(error)
             raise
         self._admit.forget(request.request_id)
+        if self._prefetcher:
+            self._prefetcher.cancel(request.request_id)
         lease.on_exit = self.release
         self._leases[request.request_id] = lease
         return lease
@@ -324,23 +333,22 @@ class CacheEngine:
     # Upkeep
 
     def flush(self) -> None:
-        """Wait until everything under way has ended and landed: after it, what was committed is where it should be."""
+        """Wait until everything under way has ended and landed: after it, what was committed is where it should be.
+
+        Raises `InvariantError` when that cannot be: an exception inside an earlier call, like that of Ctrl-C, may leave
+        something counted as under way that never ends. Close the engine then.
+        """
         self._require_running()
-        self._settle()
+        if not self._settle():
+            raise InvariantError("engine", ["nothing lands any more, and something counts as under way"])
         if self._events is not None:
             self._events.publish()
 
-    def _settle(self) -> None:
-        while True:
-            if self._backup:
-                self._backup.wait()
-            self._restore.wait()
-            if land(self._movements):
-                continue
-            is_writing = any(persist.is_busy() for persist in self._persists)
-            if not (is_writing or (self._prefetcher and self._prefetcher.is_busy())):
-                return
-            time.sleep(0.0005)
+    def _settle(self) -> bool:
+        """Land what is under way. False: nothing has landed for twice the time that any job may take."""
+        config = self._context.config
+        patience_s = 2 * max(config.advanced.disk_io_timeout_s, config.remote.io_timeout_s if config.remote else 0.0)
+        return settle(self._movements, patience_s)
 
     def stats(self) -> dict[str, float]:
         """Each metric as one number: `metrics()` with the sums of histograms. For tests, logs and quick looks."""
@@ -384,13 +392,3 @@ class CacheEngine:
                 raise LeaseEnded(lease.request_id)
             if self._leases.get(lease.request_id) is not lease:
                 raise ForeignLease(lease.request_id)
-
-
-def _writable(context: EngineContext) -> dict[Store, float]:
-    """The stores that this engine writes to, each with the share of the host pool that may be locked on its way
-    there."""
-    remote = context.config.remote
-    shares = {DISK: _DISK_SHARE, REMOTE: _REMOTE_SHARE if remote is None else remote.backup_share}
-    return {
-        store: shares[store] for store in context.stores if store is DISK or remote is None or remote.backup == "all"
-    }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from hicache.flow.load import JointOp
@@ -36,6 +37,9 @@ class CopyMovement(ABC, Generic[T]):
         """Copies that were submitted and not completed. Any thread."""
         return len(self._in_flight)
 
+    def is_busy(self) -> bool:
+        return bool(self._in_flight)
+
     def wait(self) -> None:
         """Block until everything submitted has ended (it still has to be completed)."""
         for operation in self._in_flight:
@@ -56,6 +60,10 @@ class Movement(Protocol):
         """Apply what has ended; whether there was anything. Never blocks."""
         ...
 
+    def is_busy(self) -> bool:
+        """Whether anything has not ended."""
+        ...
+
 
 def land(movements: Iterable[Movement]) -> bool:
     """Poll each of them; whether there was anything."""
@@ -63,3 +71,19 @@ def land(movements: Iterable[Movement]) -> bool:
     for movement in movements:
         landed |= movement.poll()
     return landed
+
+
+def settle(movements: Sequence[Movement], patience_s: float) -> bool:
+    """Poll until nothing is under way. False: nothing has ended for `patience_s`."""
+    landed_s = time.monotonic()
+    while time.monotonic() - landed_s < patience_s:
+        for movement in movements:
+            if isinstance(movement, CopyMovement):
+                movement.wait()
+        if land(movements):
+            landed_s = time.monotonic()
+        elif any(movement.is_busy() for movement in movements):
+            time.sleep(0.0005)
+        else:
+            return True
+    return False

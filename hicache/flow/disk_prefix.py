@@ -92,6 +92,8 @@ class DiskPrefix:
         """With how many equal pages both prompts begin. A key names all tokens up to its page, so the first that
         differs is found by bisection."""
         ours, theirs = self._keys, other._keys
+        if ours[:1] != theirs[:1]:
+            return 0
         return bisect_left(range(min(len(ours), len(theirs))), True, key=lambda index: ours[index] != theirs[index])
 
     def keys_of(self, component: Component, indices: Sequence[int]) -> list[bytes]:

@@ -21,6 +21,7 @@ from hicache.tree.events import EventLog
 from hicache.tree.node import DISK, FULL, HOST, REMOTE, NodeRun, Store, TreeNode
 
 _BATCH_PAGES = 16
+_DISK_SHARE, _REMOTE_SHARE = 0.5, 0.25  # of a host pool, locked until the store has it
 _METRICS = {DISK: "persist", REMOTE: "remote_persist"}
 
 
@@ -195,3 +196,14 @@ class Persist:
             holding.stored = holding.stored | self._store if write.ok else holding.stored & ~self._store
         write.detach()
         self._context.tree.unlock(write.nodes[-1], HOST)
+
+
+def persists_of(context: EngineContext) -> tuple[Persist, ...]:
+    """One for each store that this engine writes to."""
+    remote = context.config.remote
+    shares = {DISK: _DISK_SHARE, REMOTE: _REMOTE_SHARE if remote is None else remote.backup_share}
+    return tuple(
+        Persist(context, store, shares[store])
+        for store in context.stores
+        if store is DISK or remote is None or remote.backup == "all"
+    )

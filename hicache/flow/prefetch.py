@@ -4,20 +4,23 @@ A request's prefetch extends the prefix that memory can serve, by a read of its 
 same pages; it continues where that ends. A share of the host pool bounds what is read for requests that were not
 admitted. What does not fit, or not now, is tried again while the request waits to be admitted.
 
-    start -> read (its own, or shared) -> ended
-                ^            |
-                |            v
-                +-------- postponed      no free host page, or a full queue of the readers
+    start -> queued -> read (its own, or shared) -> ended
+                          ^            |
+                          |            v
+                          +-------- postponed      no free host page, or a full queue of the readers
+
+Few prefixes are read at a time and the others are queued, so that a step costs the same however many requests wait.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from hicache.config import PrefetchMode
 from hicache.disk.jobs import Stalled
@@ -26,7 +29,10 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.disk_prefix import DiskPrefix
 from hicache.flow.host_eviction import HostEviction
+from hicache.flow.prefetch_claims import Claims
 from hicache.flow.prefetch_counters import PrefetchCounters
+from hicache.flow.prefetch_waiter import Prefetch, Waiter
+from hicache.flow.prefetch_weigh import Weigher
 from hicache.flow.prefix_read import PrefixReads
 from hicache.flow.read_state import PrefixRead
 from hicache.tree.key import Tokens
@@ -36,54 +42,8 @@ log = logging.getLogger(__name__)
 
 # Between two attempts to start what was postponed: doubled while they bring nothing.
 _RETRY_S, _MAX_RETRY_S = 0.05, 1.0
-
-
-class Prefetch:
-    """A caller's view of one prefetch. `ready`: admission need not wait. Changes in `poll()` and `cancel()` alone, but
-    for a deadline that passes."""
-
-    def __init__(
-        self, request_id: str, mode: PrefetchMode, deadline_s: float = 0.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.request_id, self.mode, self.deadline_s, self._clock = request_id, mode, deadline_s, clock
-        self.found_tokens = self.landed_tokens = 0
-        self.waits = mode != "best_effort"
-        self.ended = False
-
-    @property
-    def ready(self) -> bool:
-        """Best effort never waits; a timeout waits until its deadline; wait_complete until the end; auto as long as
-        that is estimated to be faster than computing."""
-        if self.ended or not self.waits:
-            return True
-        return self.mode == "timeout" and self._clock() >= self.deadline_s
-
-
-@dataclass(eq=False)
-class _Waiter:
-    """A request that was not admitted yet. `read`: what brings pages for it; None while it is postponed.
-
-    [seen_end, end)   pages of its prompt that are to land: those of its own read, or the part that it shares
-    `owns`: the read is for its whole prompt. `progress_s`: when something last landed for it. `decided_s`: when the
-    store had told what it holds and the request chose to wait; `estimate_s`: for how long, where that is known.
-    """
-
-    handle: Prefetch
-    tokens: Tokens
-    namespace: str
-    progress_s: float
-    read: PrefixRead | None = None
-    owns: bool = False
-    num_usable: int = 0
-    seen_end: int = 0
-    end: int = 0
-    estimate_s: float | None = None
-    decided_s: float | None = None
-
-    @property
-    def wanted_end(self) -> int:
-        assert self.read is not None
-        return min(self.end, self.read.end)
+# Of one step, so that it ends soon: prefixes in flight, tokens of prompts whose keys are computed, requests weighed.
+_MAX_READS, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
 
 
 class Prefetcher:
@@ -93,13 +53,17 @@ class Prefetcher:
         self._context, self._cost = context, cost
         self._clock = next(tier.clock for tier in context.stores.values())
         self._reads = PrefixReads(context, host_eviction, cost)
-        self._waiters: dict[str, _Waiter] = {}
-        # Pages that landed for requests that were not admitted. A claim goes with its handle, so that a caller who
-        # forgets a request takes nothing from others for good.
-        self._claims: WeakKeyDictionary[Prefetch, int] = WeakKeyDictionary()
+        self._waiters: dict[str, Waiter] = {}
+        self._by_read: dict[PrefixRead, dict[str, Waiter]] = {}
+        self._arrivals = itertools.count()
+        self._postponed: list[tuple[int, Waiter]] = []  # a heap by arrival, and who has begun again
+        self._urgent_queue, self._background_queue = deque[Waiter](), deque[Waiter]()
+        self._to_weigh = deque[Waiter]()
+        self._claims = Claims()  # pages that landed for requests that were not admitted
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
         self._retry_at_s, self._retry_s = -math.inf, _RETRY_S
         self._counters = PrefetchCounters(context)
+        self._weigher = Weigher(context, cost, self._reads, self._counters, self._clock)
         self._has_been_full = False
         self._num_claimed = 0  # what a snapshot in another thread may read
         gauge = context.metrics.gauge
@@ -116,7 +80,11 @@ class Prefetcher:
             handle.ended = True
             return handle
         self._counters.requests.value += 1
-        waiter = self._waiters[request_id] = _Waiter(handle, tokens, namespace, now_s)
+        num_pages = len(tokens) // self._context.tree.page_size
+        waiter = Waiter(next(self._arrivals), handle, tokens, namespace, now_s, num_pages)
+        self._waiters[request_id] = waiter
+        if mode == "auto":
+            self._to_weigh.append(waiter)
         self._begin(waiter)
         return handle
 
@@ -137,56 +105,64 @@ class Prefetcher:
                  for at in range(prefix.num_usable, end)]  # fmt: skip
         return {store: added.count(store) * self._context.tree.page_size for store in Store}, all_known
 
-    def settle(self, request_id: str) -> None:
-        """The request is about to be admitted: raise if it must wait, else read no further for it."""
+    def require_ready(self, request_id: str) -> None:
+        """The request asks to be admitted: raise if it must wait."""
         waiter = self._waiters.get(request_id)
         if waiter is not None and not waiter.handle.ready:
             raise PrefetchPending(f"prefetch of {request_id} is in flight: poll() until it is ready, or cancel it")
-        self.cancel(request_id)
 
     def cancel(self, request_id: str) -> None:
         """The request is admitted or gone: read no further for it, unless others want the same."""
-        claimants = [handle for handle in self._claims if handle.request_id == request_id]
-        num_pages = sum(self._claims.pop(handle) for handle in claimants)
-        waiter = self._waiters.pop(request_id, None)
+        num_pages = self._claims.pop(request_id)
+        waiter = self._waiters.get(request_id)
         if waiter is not None:
-            waiter.handle.ended = True
-            if waiter.read is not None:
-                self._claim(waiter.read, num_pages)
-                self._stop_unwanted(waiter.read)
-        if claimants:
+            read = waiter.read
+            self._forget(waiter)
+            if read is not None:
+                self._claim(read, num_pages)
+                self._stop_unwanted(read)
+        if num_pages:
             self._num_claimed, self._retry_s = self._claimed(), _RETRY_S
 
     def poll(self) -> bool:
         """Enter what the readers have answered; whether there was an answer."""
-        answered = False
+        found: list[PrefixRead] = []
+        answered: dict[PrefixRead, bool] = {}  # and whether a reader of it is stalled
         for read, done in self._reads.poll():
-            answered = True
             landed, was_known = read.landed_end, read.found is not None
             self._reads.apply(read, done)
             self._claim(read, read.landed_end - landed)
             if read.found is not None and not was_known:
-                self._found(read)
+                found.append(read)
+            answered[read] = answered.get(read, False) or isinstance(done, Stalled)
+        if not answered:
+            return False
+        self._fetch(found)
+        for read, is_stalled in answered.items():
             for waiter in self._waiters_of(read):
-                if isinstance(done, Stalled) and not read.is_live:
+                if is_stalled and not read.is_live:
                     self._end(waiter)
                 else:
                     self._advance(waiter)
             self._stop_unwanted(read)
             if read.is_done:
                 self._end_read(read)
-        if answered:
-            self._num_claimed = self._claimed()
-        return answered
+        self._start_queued()
+        self._num_claimed = self._claimed()
+        return True
 
     def step(self) -> None:
-        """Decide anew who waits, and start what was postponed. Once a poll; costs nothing where nobody waits."""
+        """Decide anew who waits, and start what was queued or postponed. Once a poll; free where nobody waits."""
         if self._waiters:
             self._retry()
-            self._decide(self._waiters.values())
+            self._start_queued()
+            turn = [self._to_weigh.popleft() for _ in range(min(_MAX_WEIGHED, len(self._to_weigh)))]
+            weighed = self._undecided(turn)
+            self._to_weigh.extend(weighed)
+            self._weigher.decide(weighed)
 
     def is_busy(self) -> bool:
-        return bool(len(self._reads))
+        return bool(len(self._reads) or self._urgent_queue or self._background_queue)
 
     def pages_in_flight(self, component: Component) -> int:
         """Host pages of a component that were taken for reads and are not in the tree."""
@@ -194,8 +170,12 @@ class Prefetcher:
 
     # From waiting to reading and back
 
-    def _begin(self, waiter: _Waiter) -> None:
+    def _begin(self, waiter: Waiter) -> None:
         """Read what the waiter still lacks, with others where a read in flight brings it."""
+        self._assign(waiter, None)
+        if len(self._reads) >= _MAX_READS:
+            (self._urgent_queue if waiter.handle.waits else self._background_queue).append(waiter)
+            return
         prefix = DiskPrefix.of(self._context, waiter.tokens, waiter.namespace)
         if prefix.is_complete or not self._max_pages:
             self._end(waiter)
@@ -205,19 +185,53 @@ class Prefetcher:
         shared_end, read = max(ends, key=lambda end: end[0], default=(0, None))
         if read is not None and shared_end:
             self._counters.shared.value += 1
-            waiter.read, waiter.owns, waiter.end = read, False, shared_end
+            waiter.end = shared_end
+            self._assign(waiter, read)
             if read.found is not None:
                 self._note_found([waiter], read)
             return
         handle = waiter.handle
         until_s = handle.deadline_s if handle.mode == "timeout" else math.inf
         own = self._reads.start(prefix, is_urgent=handle.waits, until_s=until_s) if self._room(handle) > 0 else None
-        waiter.read, waiter.owns = own, own is not None
         if own is None:
             self._postpone(waiter)
+        else:
+            self._assign(waiter, own, owns=True)
+
+    def _assign(self, waiter: Waiter, read: PrefixRead | None, *, owns: bool = False) -> None:
+        """What brings pages for the waiter from now on."""
+        if waiter.read is not None:
+            del self._by_read[waiter.read][waiter.handle.request_id]
+        if read is not None:
+            self._by_read.setdefault(read, {})[waiter.handle.request_id] = waiter
+        waiter.read, waiter.owns, waiter.is_postponed = read, owns, False
+
+    def _forget(self, waiter: Waiter) -> None:
+        """The request waits no longer. Queues find that out when its turn comes."""
+        waiter.handle.ended = True
+        self._assign(waiter, None)
+        del self._waiters[waiter.handle.request_id]
+
+    def _is_waiting(self, waiter: Waiter) -> bool:
+        return self._waiters.get(waiter.handle.request_id) is waiter
+
+    def _undecided(self, waiters: Iterable[Waiter]) -> list[Waiter]:
+        """Those that still wait, and may stop before the end."""
+        return [at for at in waiters if at.handle.waits and at.handle.mode == "auto" and self._is_waiting(at)]
+
+    def _start_queued(self) -> None:
+        """Begin with those that wait for their turn, requests that wait before others, until enough was begun."""
+        num_tokens = 0
+        while (queue := self._urgent_queue or self._background_queue) and len(self._reads) < _MAX_READS:
+            if num_tokens >= _MAX_STARTED_TOKENS and len(self._reads):
+                break
+            waiter = queue.popleft()
+            if self._is_waiting(waiter):
+                num_tokens += len(waiter.tokens)
+                self._begin(waiter)
 
     @staticmethod
-    def _shared_end(read: PrefixRead, prefix: DiskPrefix, waiter: _Waiter) -> int:
+    def _shared_end(read: PrefixRead, prefix: DiskPrefix, waiter: Waiter) -> int:
         """The end of the pages that `prefix` lacks and `read` brings; 0 for none. Who waits joins no read that nobody
         waits for: those come after all others."""
         if not read.is_live or (waiter.handle.waits and not read.is_urgent):
@@ -228,20 +242,22 @@ class Prefetcher:
         end = min(common, read.end)
         return end if read.landed_end <= prefix.num_host_pages < end else 0
 
-    def _found(self, read: PrefixRead) -> None:
-        """The store has told what it holds: read it, for those who wait before others."""
-        waiters = self._waiters_of(read)
-        self._note_found(waiters, read)
-        self._decide(waiters)
-        read.is_urgent = any(waiter.handle.waits for waiter in waiters)
-        self._reads.fetch(read, self._room(waiters[0].handle) if waiters else 0)
+    def _fetch(self, reads: Sequence[PrefixRead]) -> None:
+        """The stores have told what they hold of these: read it, for those who wait before others."""
+        by_read = [(read, self._waiters_of(read)) for read in reads]
+        for read, waiters in by_read:
+            self._note_found(waiters, read)
+        self._weigher.decide(self._undecided(waiter for _, waiters in by_read for waiter in waiters))
+        for read, waiters in by_read:
+            read.is_urgent = any(waiter.handle.waits for waiter in waiters)
+            self._reads.fetch(read, self._room(waiters[0].handle) if waiters else 0)
 
-    def _note_found(self, waiters: Sequence[_Waiter], read: PrefixRead) -> None:
+    def _note_found(self, waiters: Sequence[Waiter], read: PrefixRead) -> None:
         for waiter in waiters:
             num_found = max(0, min(waiter.end, read.found_end) - waiter.seen_end)
             waiter.handle.found_tokens = waiter.handle.landed_tokens + num_found * self._context.tree.page_size
 
-    def _advance(self, waiter: _Waiter) -> None:
+    def _advance(self, waiter: Waiter) -> None:
         """Tell the waiter what has landed. Who shares a part only continues behind it."""
         read = waiter.read
         assert read is not None
@@ -255,7 +271,8 @@ class Prefetcher:
     def _end_read(self, read: PrefixRead) -> None:
         self._reads.end(read)
         self._retry_s = _RETRY_S if read.has_landed else self._retry_s
-        for waiter in self._waiters_of(read):
+        waiters = self._waiters_of(read)
+        for waiter in waiters:
             # A read that was cut short by the queue alone goes on, as long as each attempt brings something.
             goes_on = read.is_short and read.has_landed and self._room(waiter.handle) > 0
             if not waiter.owns or goes_on:
@@ -264,8 +281,9 @@ class Prefetcher:
                 self._postpone(waiter)
             else:
                 self._end(waiter)
+        self._by_read.pop(read, None)
 
-    def _postpone(self, waiter: _Waiter) -> None:
+    def _postpone(self, waiter: Waiter) -> None:
         """Wait for free pages. They come from others alone, when they are admitted or gone: a wait has an end only
         where there are such, and where its mode bounds it."""
         handle = waiter.handle
@@ -279,31 +297,37 @@ class Prefetcher:
                 self._max_pages,
             )
         self._counters.postponed.value += 1
-        waiter.read, waiter.owns = None, False
-        others = len(self._reads) or any(other is not handle for other in self._claims)
+        self._assign(waiter, None)
+        waiter.is_postponed = True
+        heapq.heappush(self._postponed, (waiter.arrival, waiter))
+        others = len(self._reads) or self._claims.total > self._claims.of(handle)
         if handle.mode == "wait_complete" or not others:
             handle.waits = False
 
     def _retry(self) -> None:
         """The request that came first goes first, and the others after it."""
-        postponed = next((waiter for waiter in self._waiters.values() if waiter.read is None), None)
-        if postponed is None or self._clock() < self._retry_at_s or self._room(postponed.handle) <= 0:
+        while self._postponed and not self._postponed[0][1].is_postponed:
+            heapq.heappop(self._postponed)
+        if not self._postponed or self._clock() < self._retry_at_s:
+            return
+        _, postponed = self._postponed[0]
+        if self._room(postponed.handle) <= 0:
             return
         self._retry_at_s = self._clock() + self._retry_s
         self._retry_s = min(_MAX_RETRY_S, 2 * self._retry_s)
         self._counters.retries.value += 1
+        heapq.heappop(self._postponed)
         self._begin(postponed)
 
-    def _end(self, waiter: _Waiter) -> None:
+    def _end(self, waiter: Waiter) -> None:
         handle = waiter.handle
         if handle.waits and waiter.decided_s is not None and waiter.estimate_s is not None:
             self._counters.estimated_s.value += waiter.estimate_s
             self._counters.waited_s.observe(self._clock() - waiter.decided_s)
-        handle.ended = True
-        del self._waiters[handle.request_id]
+        self._forget(waiter)
 
-    def _waiters_of(self, read: PrefixRead) -> list[_Waiter]:
-        return [waiter for waiter in self._waiters.values() if waiter.read is read]
+    def _waiters_of(self, read: PrefixRead) -> list[Waiter]:
+        return list(self._by_read.get(read, {}).values())
 
     def _stop_unwanted(self, read: PrefixRead) -> None:
         """Read no further than somebody wants."""
@@ -311,78 +335,18 @@ class Prefetcher:
         if not ends or (read.found is not None and max(ends) < read.end and read.landed_end >= max(ends)):
             self._reads.stop(read)
 
-    # Whether waiting is faster than computing
-
-    def _decide(self, waiters: Iterable[_Waiter]) -> None:
-        """Those in mode auto stop waiting where computing what is missing is estimated to be faster."""
-        waiting = [waiter for waiter in waiters if waiter.handle.mode == "auto" and waiter.handle.waits]
-        if not waiting:
-            return
-        ahead: dict[PrefixRead, dict[Store, int]] = {}
-        num_bytes = dict.fromkeys(self._context.stores, 0)
-        for read in self._reads.in_flight():
-            ahead[read] = dict(num_bytes)
-            if read.is_live and read.is_urgent:
-                for store in num_bytes:
-                    num_bytes[store] += read.bytes_left(read.end, store)
-        for waiter in waiting:
-            self._weigh(waiter, {} if waiter.read is None else ahead.get(waiter.read, {}))
-
-    def _weigh(self, waiter: _Waiter, ahead_bytes: Mapping[Store, int]) -> None:
-        """Compare for one waiter. `ahead_bytes`: of other reads of a store, which come before its own.
-
-        Whatever the estimate, nobody waits for longer without progress than computing would take: with unknown rates,
-        or a disk that has just become slow, a wait costs at most as much again.
-        """
-        read, page, now_s = waiter.read, self._context.tree.page_size, self._clock()
-        # Windows and states come last, and nothing is of use without them.
-        landed = waiter.seen_end if len(self._context.components) == 1 else 0
-        start, end = max(waiter.num_usable, landed) * page, (waiter.end if read is None else waiter.wanted_end) * page
-        if start >= end:
-            return
-        compute_s, wait_s = self._cost.longest_wait_s(start, end), None
-        is_known = read is not None and read.found is not None
-        if read is not None and is_known:
-            wait_s = self._wait_s(ahead_bytes, read, waiter.wanted_end)
-        if now_s - waiter.progress_s > compute_s or (wait_s is not None and wait_s > compute_s):
-            waiter.handle.waits = False
-            if not (self._counters.skipped.value or self._counters.gave_up.value):
-                log.info(
-                    "a prefix on the disk is computed again: computing it takes %.3g s, the disk longer", compute_s
-                )
-            counted = self._counters.skipped if is_known and waiter.decided_s is None else self._counters.gave_up
-            counted.value += 1
-        elif is_known and waiter.decided_s is None:
-            waiter.decided_s, waiter.estimate_s = now_s, wait_s
-            self._counters.waited.value += 1
-
-    def _wait_s(self, ahead_bytes: Mapping[Store, int], read: PrefixRead, end: int) -> float | None:
-        """Until the first `end` pages of `read` are on the device; None where a store's rate is unknown. Stores are
-        read side by side."""
-        read_s, num_bytes = 0.0, 0
-        for store, tier in self._context.stores.items():
-            own_bytes = read.bytes_left(end, store)
-            if own_bytes:
-                total_bytes = ahead_bytes.get(store, 0) + own_bytes
-                num_jobs = math.ceil(total_bytes / (tier.job_pages * self._context.full.host.page_bytes))
-                store_s = self._cost.read_s(total_bytes, num_jobs, store)
-                if store_s is None:
-                    return None
-                read_s, num_bytes = max(read_s, store_s), num_bytes + own_bytes
-        return read_s + (self._cost.load_s(num_bytes) or 0.0)
-
     # The share of the host pool
 
     def _claim(self, read: PrefixRead, num_pages: int) -> None:
         """Pages that landed count for the first request that waits for them."""
         waiter = next(iter(self._waiters_of(read)), None)
         if waiter is not None and num_pages:
-            self._claims[waiter.handle] = self._claims.get(waiter.handle, 0) + num_pages
+            self._claims.add(waiter.handle, num_pages)
 
     def _claimed(self) -> int:
-        return sum(self._claims.values()) + self._reads.pages_in_flight(FULL)
+        return self._claims.total + self._reads.pages_in_flight(FULL)
 
     def _room(self, handle: Prefetch) -> int:
         """Pages that may be read for a request: of the share, or of the whole pool where no other claims any."""
-        claimed, own = self._claimed(), self._claims.get(handle, 0)
+        claimed, own = self._claimed(), self._claims.of(handle)
         return (self._max_pages if claimed > own else self._context.full.host.num_pages) - claimed

@@ -41,6 +41,7 @@ class PrefixReads:
         self._tiers = tuple(context.stores.items())
         self._ids = itertools.count()
         self._reads: dict[int, PrefixRead] = {}
+        self._num_pages = dict.fromkeys(context.by_name, 0)  # by component, see `pages_in_flight`
         # Of reads that ended, by number and batch: what a stalled thread has. A find has no pages.
         self._left: dict[tuple[int, int], Batch | None] = {}
         count, moved = context.metrics.counter, "bytes of verified pages that a job read from the store to the host"
@@ -63,9 +64,7 @@ class PrefixReads:
 
     def pages_in_flight(self, component: Component) -> int:
         """Host pages of a component that were taken for reads and are not in the tree."""
-        batches = [batch for read in self._reads.values() for batch in read.batches]
-        batches += [batch for batch in self._left.values() if batch is not None]
-        return sum(len(batch.pages) for batch in batches if batch.component.name == component)
+        return self._num_pages[component]
 
     def start(self, prefix: DiskPrefix, *, is_urgent: bool, until_s: float = math.inf) -> PrefixRead | None:
         """Ask the first store what it holds of `prefix`; None where its readers' queue is full.
@@ -201,6 +200,7 @@ class PrefixReads:
         if not indices:
             return
         component.host.begin_read(pages)
+        self._num_pages[component.name] += len(pages)
         views, keys = component.host.views(pages), read.prefix.keys_of(component.name, indices)
         start, goes_on = 0, True
         for store, run in groupby(indices, lambda index: read.prefix.store_of(found, component.name, index)):
@@ -282,6 +282,7 @@ class PrefixReads:
         tree.move_lock(read.anchor, result.node, HOST)
         read.anchor = result.node
         batch.pages = batch.pages[num_placed:]
+        self._num_pages[FULL] -= num_placed
         self._landed.value += num_placed * step
         return num_placed
 
@@ -307,6 +308,7 @@ class PrefixReads:
                 taken = torch.tensor([page in used for page in batch.pages.tolist()], dtype=torch.bool)
                 component.host.end_read(batch.pages[taken])
                 batch.pages = batch.pages[~taken]
+                self._num_pages[component.name] -= int(taken.sum())
 
     def _attach_component(
         self, last: TreeNode, component: CacheComponent, pages: Mapping[int, tuple[int, Store]]
@@ -330,8 +332,8 @@ class PrefixReads:
                 break
         return used
 
-    @staticmethod
-    def _free(batch: Batch | None) -> None:
+    def _free(self, batch: Batch | None) -> None:
         if batch is not None:
+            self._num_pages[batch.component.name] -= len(batch.pages)
             batch.component.host.end_read(batch.pages)
             batch.component.host.free(batch.pages)

@@ -8,6 +8,7 @@ import pytest
 from disk_case import Clock, page_keys
 from hicache import AdvancedConfig, CacheRequest, build_engine
 from hicache.config import PrefetchMode
+from hicache.errors import OutOfSlots
 from prefetch_case import (
     PAGE,
     PacedStore,
@@ -254,3 +255,22 @@ def test_a_locked_host_is_tried_again(store: PacedStore, clock: Clock) -> None:
         until_landed(engine, handle, 192)
         assert engine.stats()["prefetch.retries"] > 0
         assert admitted(engine, "a", tokens) == 192
+
+
+def test_a_refused_admission_leaves_its_prefetch(store: PacedStore) -> None:
+    """A request that finds no slots goes on waiting: what its prefetch brings meanwhile is a hit when it is
+    admitted."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store) as engine:
+        others = [engine.acquire(CacheRequest(f"other {n}", tokens_of(10 + n, 200))) for n in range(3)]
+        store.hold()
+        engine.prefetch("a", tokens, mode="best_effort")
+        with pytest.raises(OutOfSlots):
+            engine.acquire(CacheRequest("a", tokens))
+        store.allow()
+        engine.flush()
+        for lease in others:
+            engine.release(lease)
+        assert admitted(engine, "a", tokens) == 192
+        engine.check()

@@ -1,0 +1,89 @@
+"""What a call of the scheduler costs, counted in calls of functions: no clock decides."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from hicache import CacheEngine, CacheRequest, DiskConfig, Prefetch, build_engine
+from toy_model import GEOMETRY, config
+from waiting import eventually
+
+PAGE = 8
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many functions `work` calls in this thread, C functions included."""
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def engine_of(path: Path, num_pages: int) -> CacheEngine:
+    disk = DiskConfig(path=str(path), budget_bytes=64 << 20)
+    tokens = (num_pages + 16) * PAGE
+    sizes = {"device_tokens": tokens, "host_bytes": tokens * 192, "max_context_len": tokens}
+    return build_engine(config(**sizes, disk=disk, prefetch_mode="wait_complete"), GEOMETRY)
+
+
+def compute(engine: CacheEngine, tokens: np.ndarray) -> None:
+    with engine.acquire(CacheRequest("first", tokens)) as lease:
+        engine.commit(lease, tokens)
+    engine.flush()
+
+
+def test_admission_from_the_disk_is_linear_in_the_prompt(tmp_path: Path) -> None:
+    """Four times as many pages, which prefetches left in as many more nodes: about four times the calls."""
+    tokens = np.random.default_rng(0).integers(0, 1 << 20, 512 * PAGE + 1)
+    with engine_of(tmp_path, 512) as engine:
+        compute(engine, tokens)
+    calls = {}
+    for num_pages in (128, 512):
+        with engine_of(tmp_path, 512) as engine:
+            prompt = tokens[: num_pages * PAGE + 1]
+            handle = engine.prefetch("again", prompt)
+            eventually(lambda: engine.poll() or handle.ready)  # noqa: B023
+            leases = []
+            calls[num_pages] = calls_of(lambda: leases.append(engine.acquire(CacheRequest("again", prompt))))  # noqa: B023
+            assert leases[0].hit.disk == num_pages * PAGE
+            engine.release(leases[0])
+            engine.check()
+    assert calls[512] < 6 * calls[128]
+
+
+def test_queued_prefetches_cost_what_they_are(tmp_path: Path) -> None:
+    """Four times as many queued requests: about four times the calls for all, and no request costs more for it."""
+    prompts = [np.random.default_rng(n).integers(0, 1 << 20, 2 * PAGE + 1) for n in range(400)]
+    with engine_of(tmp_path, 2000) as engine:
+        for prompt in prompts:
+            compute(engine, prompt)
+    polls, longest = {}, {}
+    for number in (100, 400):
+        with engine_of(tmp_path, 2000) as engine:
+            handles: list[Prefetch] = []
+            steps = []
+            starts = [calls_of(lambda: handles.append(engine.prefetch(str(n), prompts[n]))) for n in range(number)]  # noqa: B023
+
+            while not all(handle.ready for handle in handles):
+                # Few polls, each of many answers: how many there are otherwise is a matter of time.
+                eventually(lambda: not engine.stats()["disk.reads_queued_jobs"])
+                steps.append(calls_of(engine.poll))
+            assert sum(handle.landed_tokens for handle in handles) == number * 2 * PAGE
+            polls[number] = sum(steps)
+            longest[number] = max(*starts, *(calls_of(lambda: engine.cancel(str(n))) for n in range(number)))  # noqa: B023
+            engine.flush()
+            engine.check()
+    assert polls[400] < 8 * polls[100]
+    assert longest[400] < 2 * longest[100]
