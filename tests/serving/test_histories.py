@@ -24,7 +24,7 @@ def test_random_histories() -> None:
     counts: Counter[str] = Counter()
     for kind in (*MODELS, "model"):
         for seed in range(2):
-            counts += run(kind, seed, 18)
+            counts += run(kind, seed, 24)
     _assert_everything_happened(counts)
 
 
