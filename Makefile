@@ -21,14 +21,14 @@ serve: $(STAMP)
 	$(VENV)/bin/hicache serve $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest -m "not long and not remote" -n $(WORKERS) $(ARGS)
+	$(PY) -m pytest -m "not long and not remote" -n $(WORKERS) --dist worksteal $(ARGS)
 
 # The same files over and over beside processes that burn every core: make test-busy FILES="tests/disk".
 test-busy: $(STAMP)
 	ARGS="$(ARGS)" .ci/busy $(PY) $(FILES)
 
 test-long: $(STAMP)
-	HICACHE_TEST_PROFILE=thorough $(PY) -m pytest -m "long and not remote" -n $(WORKERS) $(ARGS)
+	HICACHE_TEST_PROFILE=thorough $(PY) -m pytest -m "long and not remote" -n $(WORKERS) --dist worksteal $(ARGS)
 
 # Stores on other machines against their servers on this one, and the plug-ins against the code of theirs: SERVERS="remote vllm"
 # chooses, MARKS=smoke runs the telling tests alone.
