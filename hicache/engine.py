@@ -42,7 +42,8 @@ from hicache.flow.host_eviction import HostEviction
 from hicache.flow.inspection import Inspection
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
 from hicache.flow.persist import persists_of
-from hicache.flow.prefetch import Prefetch, Prefetcher
+from hicache.flow.prefetch import Prefetcher
+from hicache.flow.prefetch_waiter import Prefetch
 from hicache.flow.restore import Restore
 from hicache.flow.usage import register_usage
 from hicache.kv_events import EventPublisher

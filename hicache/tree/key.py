@@ -123,7 +123,7 @@ def _view(memory: _Memory) -> Tokens:
 
 def _memory_of(tokens: Tokens) -> _Memory | None:
     """The memory that `tokens` are a view of, where this module made it."""
-    base = tokens.base.base if isinstance(tokens.base, np.ndarray) else tokens.base
+    base: Any = tokens.base.base if isinstance(tokens.base, np.ndarray) else tokens.base
     return base.obj if isinstance(base, memoryview) and isinstance(base.obj, _Memory) else None
 
 
