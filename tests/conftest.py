@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 import programs
 
@@ -31,6 +31,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.envi
 # The default run is the same each time, and so is its verdict; `make test-all` draws anew, ten times as many.
 _all = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("quick", max_examples=15, derandomize=True, **_all)
+settings.register_profile("unshrunk", settings.get_profile("quick"), phases=set(Phase) - {Phase.shrink, Phase.explain})
 settings.register_profile("thorough", max_examples=150, derandomize=False, print_blob=True, **_all)
 settings.load_profile(os.environ.get("HICACHE_TEST_PROFILE", "quick"))
 

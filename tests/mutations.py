@@ -105,7 +105,7 @@ def is_noticed(tree: Path, mutation: Mutation) -> bool:
     pytest = [sys.executable, "-m", "pytest", "-x", "-n", "2", "-m", "not long and not remote", "--durations=0"]
     pytest += ["-p", "no:cacheprovider", "-o", f"pythonpath={package} . tests/support"]
     for tests in (mutation.tests, "tests"):
-        environment = {**os.environ, "PYTHONPATH": str(package)}
+        environment = {**os.environ, "PYTHONPATH": str(package), "HICACHE_TEST_PROFILE": "unshrunk"}
         done = subprocess.run([*pytest, tests], cwd=tree, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
