@@ -81,7 +81,10 @@ MAMBA_SSM_DTYPE = Variable(
     ("float32", "bfloat16", "float16"),
 )
 CUSTOM_MEM_POOL = Variable(
-    ("HICACHE_CUSTOM_MEM_POOL",), "allocator of GPU memory for pools", "that of torch", ("nvlink",)
+    ("HICACHE_CUSTOM_MEM_POOL", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
+    "allocator of GPU memory for pools; true is nvlink",
+    "that of torch",
+    ("nvlink", "true"),
 )
 DISK_KEY = Variable(
     ("HICACHE_DISK_KEY",), "key that encrypts stored pages: 64 hex digits or base64", "no encryption", is_secret=True

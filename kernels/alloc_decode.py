@@ -16,7 +16,7 @@ _REQUESTS_PER_PROGRAM = 128
 
 
 @jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["free_pages"])
-def _alloc_decode_kernel(
+def alloc_decode_kernel(
     seq_lens,
     last_loc,
     free_pages,
@@ -88,7 +88,7 @@ def alloc_decode(
         alloc_decode_naive(seq_lens, last_loc, free_pages, out_indices, page_size, out_indices.device)
         return
     with torch.cuda.device_of(out_indices):
-        _alloc_decode_kernel[(cdiv(num_requests, _REQUESTS_PER_PROGRAM),)](
+        alloc_decode_kernel[(cdiv(num_requests, _REQUESTS_PER_PROGRAM),)](
             seq_lens.contiguous(),
             last_loc.contiguous(),
             free_pages,

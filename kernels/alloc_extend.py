@@ -21,7 +21,7 @@ _REQUESTS_PER_STEP = 128
 
 
 @jit(do_not_specialize_on_alignment=["free_pages", "out_indices"])
-def _alloc_extend_kernel(
+def alloc_extend_kernel(
     prefix_lens,
     seq_lens,
     last_loc,
@@ -122,7 +122,7 @@ def alloc_extend(
         return
     grid = (num_requests, cdiv(max_new_tokens, _TOKENS_PER_PROGRAM))
     with torch.cuda.device_of(out_indices):
-        _alloc_extend_kernel[grid](
+        alloc_extend_kernel[grid](
             prefix_lens.contiguous(),
             seq_lens.contiguous(),
             last_loc.contiguous(),

@@ -18,8 +18,8 @@ from hicache.kernels._triton import WORDS, Kernels, cdiv, check_kernels, jit, po
 _WORDS_PER_PROGRAM = 1024
 
 
-@jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["loc"])
-def _latent_kernel(
+@jit
+def _move(
     nope,
     rope,
     buffer,
@@ -54,6 +54,42 @@ def _latent_kernel(
             tl.store(row, tl.load(second, mask=in_rope), mask=in_rope)
 
 
+@jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["loc"])
+def set_mla_kv_buffer_kernel(
+    nope,
+    rope,
+    buffer,
+    loc,
+    num_tokens,
+    nope_stride,
+    rope_stride,
+    buffer_stride,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    _move(nope, rope, buffer, loc, num_tokens, nope_stride, rope_stride, buffer_stride, NOPE, ROPE, TOKENS, COLS, False)
+
+
+@jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["loc"])
+def get_mla_kv_buffer_kernel(
+    nope,
+    rope,
+    buffer,
+    loc,
+    num_tokens,
+    nope_stride,
+    rope_stride,
+    buffer_stride,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    _move(nope, rope, buffer, loc, num_tokens, nope_stride, rope_stride, buffer_stride, NOPE, ROPE, TOKENS, COLS, True)
+
+
 def _rows(x: torch.Tensor, name: str) -> torch.Tensor:
     """`[n, row]` or `[n, 1, row]` as `[n, row]`, rows contiguous."""
     if x.dim() not in (2, 3) or (x.dim() == 3 and x.shape[1] != 1):
@@ -84,8 +120,9 @@ def _launch(nope: torch.Tensor, rope: torch.Tensor, buffer: torch.Tensor, loc: t
     cols = min(power_of_two(sum(words)), _WORDS_PER_PROGRAM)
     tokens = max(1, min(16, _WORDS_PER_PROGRAM // cols))
     loc = loc.contiguous()
+    kernel = get_mla_kv_buffer_kernel if get else set_mla_kv_buffer_kernel
     with torch.cuda.device_of(loc):
-        _latent_kernel[(cdiv(loc.numel(), tokens),)](
+        kernel[(cdiv(loc.numel(), tokens),)](
             # Only the address and the dtype of each view are used.
             *(x[:1, : max(1, width // itemsize)].view(torch.uint8)[:, :width].view(WORDS[width]) for x in parts),
             loc,
@@ -95,7 +132,6 @@ def _launch(nope: torch.Tensor, rope: torch.Tensor, buffer: torch.Tensor, loc: t
             ROPE=words[1],
             TOKENS=tokens,
             COLS=cols,
-            GET=get,
             num_warps=4,
         )
 

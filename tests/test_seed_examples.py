@@ -1,5 +1,17 @@
 """The usage examples of the documents that this project started from, with their mistakes corrected, as a user runs
-them. Sizes are smaller on the CPU; each correction is named where it is made."""
+them. Sizes are smaller on the CPU; each correction is named where it is made.
+
+Examples that another file runs:
+
+    0  tiles of copies: kernels/test_tiled_copy.py; CPU copies and layer-wise waits: device/test_pools.py; two streams:
+       device/test_cuda_graphs.py; memory saver and Mooncake: device/test_capacity.py; Ascend: device/test_ascend.py;
+       alloc_token_slots, alloc_for_extend, alloc_for_decode and the text when memory is out: prefix_cache/test_batch.py
+    4  matches, forks, chunks, donated states and its three bugs: prefix_cache/test_mamba_requests.py and
+       test_mamba_radix_cache.py
+
+Not run: bodies of classes, which show how something is built rather than used, among them TokenToKVPool and
+RadixCache.match of document 2, names that SGLang does not have; and command lines of SGLang's own server.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +22,36 @@ import numpy as np
 import pytest
 import torch
 
+from cases import refused
 from device_case import Layer, Request
 from hicache import (
+    CacheInitParams,
     CacheRequest,
     EngineConfig,
+    EvictParams,
     HybridLinearKVPool,
     HybridReqToTokenPool,
+    InsertParams,
     Mamba2CacheParams,
     Mamba2StateShape,
     MambaPool,
+    MatchPrefixParams,
     MHATokenToKVPool,
     ModelGeometry,
     PagedTokenToKVPoolAllocator,
     QuantizedKVCache,
+    RadixCache,
+    RadixKey,
     ReqToTokenPool,
     SWAKVPool,
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
     build_engine,
+    kernels,
     plan_capacity,
 )
+from hicache.config import custom_mem_pool
+from hicache.errors import ConfigError, ShapeError
 from hicache.kernels.paged_attention import contiguous_to_paged, paged_attention_forward, paged_to_contiguous
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.plot import MemorySample, plot_memory_usage
@@ -162,14 +184,15 @@ def test_hybrid_mamba_and_attention_model(device: str) -> None:
         size=128, dtype=torch.float16, page_size=1, head_num=HEADS, head_dim=DIM, full_attention_layer_ids=[0, 2, 4],
         enable_kvcache_transpose=False, device=device, mamba_pool=hybrid_req_pool.mamba_pool,
     )  # fmt: skip
-    # Corrected: the requests are the argument; `need_size` says nothing that they do not.
     requests = [Request() for _ in range(4)]
-    rows = hybrid_req_pool.alloc(requests)
+    rows = hybrid_req_pool.alloc(need_size=4, reqs=requests)
     assert rows == [r.req_pool_idx for r in requests]
     states = torch.stack([r.mamba_pool_idx for r in requests if r.mamba_pool_idx is not None])
     assert len(set(states.tolist())) == 4 and 0 not in states.tolist()
     assert hybrid_req_pool.get_mamba_indices(torch.tensor(rows, device=device)).tolist() == states.tolist()
-    assert hybrid_req_pool.alloc(requests) == rows and hybrid_req_pool.mamba_pool.available_size() == 4
+    assert hybrid_req_pool.alloc(4, requests) == hybrid_req_pool.alloc(requests) == rows
+    refused(ShapeError, lambda: hybrid_req_pool.alloc(3, requests))
+    assert hybrid_req_pool.mamba_pool.available_size() == 4
 
     slots = torch.tensor([5, 9], device=device)
     k, v = kv(2, device)
@@ -203,38 +226,74 @@ def test_states_are_cleared_copied_and_forked(device: str) -> None:
 
 
 def test_request_table() -> None:
-    """Document 1: a row, the slots of its tokens, read back; document 3: chunks of one prompt keep their row."""
-    table = ReqToTokenPool(size=4, max_context_len=32, device="cpu", enable_memory_saver=False)
-    allocator = TokenToKVPoolAllocator(64, torch.float16, "cpu", None, True)
-    # Corrected: `alloc` takes a number and says None when short, where the example says -1, which is a valid index.
-    rows = table.alloc(1)
-    kv_indices = allocator.alloc(10)
-    assert rows is not None and kv_indices is not None
-    table.set_token_loc(rows[0], 0, kv_indices)
-    seq_len = int(table.req_lens[rows[0]])
-    assert seq_len == 10 and table.req_to_token[rows[0], :seq_len].tolist() == kv_indices.tolist()
-    table.free(rows[0])
-    assert table.alloc(5) is None
+    """Document 0: rows written whole; document 1: a row, the slots of its tokens, read back; document 3: chunks of one
+    prompt keep their row."""
+    pool = ReqToTokenPool(size=4, max_context_len=32, device="cpu")
+    indices = pool.alloc(4)
+    # Corrected: rows count from 1, row 0 is the sink of padding.
+    assert indices == [1, 2, 3, 4] and pool.alloc() == -1 and pool.alloc(1) is None
+    token_locations = torch.arange(128).view(4, 32)
+    pool.write(indices, token_locations)
+    assert torch.equal(pool.req_to_token[1:].long(), token_locations)
+    pool.free(indices)
+    assert sorted(pool.free_slots) == indices
+
+    token_to_kv_pool = TokenToKVPoolAllocator(64, torch.float16, "cpu", None, True)
+    req_idx = pool.alloc()
+    kv_indices = token_to_kv_pool.alloc(10)
+    assert kv_indices is not None
+    pool.set_token_loc(req_idx, 0, kv_indices)
+    seq_len = int(pool.req_lens[req_idx])
+    assert seq_len == 10 and pool.req_to_token[req_idx, :seq_len].tolist() == kv_indices.tolist()
+    pool.free(req_idx)
 
     requests = [Request(), Request()]
-    first = table.alloc(requests)
-    again = table.alloc([*requests, Request()])
+    first = pool.alloc(reqs=requests)
+    again = pool.alloc([*requests, Request()])
     assert first is not None and again is not None and again[:2] == first and again[2] not in first
     for request in requests:
-        table.free(request)
+        pool.free(request)
         assert request.req_pool_idx is None
+
+
+def test_a_request_from_match_to_release() -> None:
+    """Document 1, the six steps of a request; document 0, "Radix cache"; document 2, the prefix used least recently is
+    evicted first."""
+    pool, allocator = ReqToTokenPool(4, 32, "cpu"), TokenToKVPoolAllocator(32, torch.float16, "cpu", None, True)
+    cache = RadixCache(CacheInitParams(False, pool, allocator, page_size=1))
+    for token_ids, cached in (([1, 2, 3, 4], 0), ([7, 8, 9], 0), ([1, 2, 3, 5], 3)):
+        # Corrected: a key names its namespace too; the result names slots; a match must be locked while it is used.
+        match = cache.match_prefix(MatchPrefixParams(RadixKey(token_ids)))
+        prefix_len = len(match.device_indices)
+        assert prefix_len == cached
+        cache.inc_lock_ref(match.last_device_node)
+        req_idx = pool.alloc()
+        new_kv_indices = allocator.alloc(len(token_ids) - prefix_len)
+        assert new_kv_indices is not None
+        pool.set_token_loc(req_idx, 0, match.device_indices)
+        pool.set_token_loc(req_idx, prefix_len, new_kv_indices)
+        all_kv_indices = pool.req_to_token[req_idx, : len(token_ids)].long()
+        # Corrected: what was inserted is the tree's from now on, and is not freed with the request.
+        assert cache.insert(InsertParams(RadixKey(token_ids), all_kv_indices)).prefix_len == prefix_len
+        cache.dec_lock_ref(match.last_device_node)
+        pool.free(req_idx)
+    assert cache.evictable_size() == 8 == 32 - allocator.available_size()
+    assert cache.evict(EvictParams(4)).num_tokens_evicted >= 4
+    found = [len(cache.match_prefix(MatchPrefixParams(RadixKey(t))).device_indices) for t in ([1, 2, 3, 5], [7, 8, 9])]
+    assert found == [4, 0]
 
 
 def test_paged_attention(device: str) -> None:
     """Document 1, `paged_attention_forward`: over scattered pages it equals attention over the tokens in order."""
     allocator = PagedTokenToKVPoolAllocator(64, 4, torch.float32, device, None, True)
     pool = MHATokenToKVPool(64, 4, torch.float32, HEADS, DIM, 1, device, False)
-    slots = allocator.alloc(12)
-    assert slots is not None
-    pages = (slots[::4] // 4).flip(0)
-    order = (pages[:, None] * 4 + torch.arange(4, device=device)).flatten()[:10]
+    pages = allocator.alloc_pages(3)
+    assert pages is not None and allocator.available_size() == 52 and allocator.alloc_pages(14) is None
+    pages = pages.flip(0)
+    indices = allocator.pages_to_tokens(pages)[:10]
     k, v = kv(10, device, torch.float32)
-    pool.set_kv_buffer(0, order, k, v)
+    pool.store_kv(0, indices, k, v)
+    assert all(torch.equal(*pair) for pair in zip(pool.load_kv(0, indices), (k, v), strict=True))
     query = torch.randn(1, 1, HEADS, DIM, device=device)
     out = paged_attention_forward(
         query, *pool.get_kv_buffer(0), pages[None], torch.tensor([10], device=device), page_size=4
@@ -290,7 +349,7 @@ def test_statistics_and_pressure() -> None:
     for pages, level in ((71, "medium"), (15, "high"), (10, "critical")):
         assert allocator.alloc(pages * 16) is not None
         assert allocator.check_memory_pressure() == level
-    # Corrected: free pages are counted from both lists, of which a tensor's `len` in the example knows one.
+    # Corrected: a method of the pool. Free pages are counted from both lists, of which the example's `len` knows one.
     stats = allocator.get_stats()
     assert stats["total_tokens"] == 1600 and stats["used_tokens"] == 1536 and stats["utilization"] == 0.96
     assert stats["num_pages"] == 100 and stats["free_pages"] == 4
@@ -357,9 +416,24 @@ def test_fp8_is_stored_as_bytes() -> None:
     assert torch.equal(pool.get_key_buffer(0).float()[3], k[0].to(torch.float8_e5m2).float())
 
 
+def test_names_of_kernels_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents 0 and 3: kernels have SGLang's names, and its variable names the allocator of GPU memory."""
+    assert set(kernels.__all__) == {
+        "alloc_extend_kernel", "alloc_decode_kernel", "set_mla_kv_buffer_kernel", "get_mla_kv_buffer_kernel",
+        "write_req_to_token_pool_triton", "get_last_loc_triton",
+    }  # fmt: skip
+    for value in ("True", "NVLINK"):
+        monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", value)
+        assert custom_mem_pool() == "nvlink"
+    monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "BAREX")
+    with pytest.raises(ConfigError, match="SGLANG_MOONCAKE_CUSTOM_MEM_POOL"):
+        custom_mem_pool()
+
+
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the plot extra")
 def test_plot_of_memory_over_time() -> None:
     """Document 2, `plot_memory_usage`: used and free over time, one line each."""
+    # Corrected: a sample names its tiers, and the caller shows the figure.
     history = [MemorySample(float(t), {"device": t << 30}, {"device": (8 - t) << 30}) for t in range(4)]
     figure = plot_memory_usage(history)
     assert [list(line.get_ydata()) for line in figure.axes[0].lines] == [[0, 1, 2, 3], [8, 7, 6, 5]]

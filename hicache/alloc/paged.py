@@ -80,9 +80,15 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         """All slots of `need_size / page_size` pages, in page order. ShapeError unless that is a whole number."""
         if need_size % self.page_size:
             raise ShapeError(f"{need_size} tokens are no whole pages of page_size={self.page_size}")
-        pages = self._take(need_size // self.page_size)
-        if pages is None:
-            return None
+        pages = self.alloc_pages(need_size // self.page_size)
+        return None if pages is None else self.pages_to_tokens(pages)
+
+    def alloc_pages(self, num_pages: int) -> torch.Tensor | None:
+        """Ids of `num_pages` pages, int64 `[num_pages]`, or None and no change. `free` their slots."""
+        return self._take(num_pages)
+
+    def pages_to_tokens(self, pages: torch.Tensor) -> torch.Tensor:
+        """The slots of pages int64 `[n]` in their order, int64 `[n * page_size]`."""
         return slots_of(pages, self.page_size, self._offsets)
 
     def alloc_extend(

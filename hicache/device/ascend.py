@@ -39,6 +39,11 @@ class _NpuPool(RowPool):
     def _npu(self) -> ModuleType | None:
         return npu_operations(self.device)
 
+    def load_kv(self, layer_id: int, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_loc(indices)
+        k, v = (pages.flatten(0, 1) for pages in self.get_kv_buffer(layer_id))
+        return k[indices], v[indices]
+
 
 class AscendTokenToKVPool(_NpuPool):
     """`kv_buffer` `[2, layers, pages, page_size, head_num, head_dim]`: keys, then values; zero-filled, in

@@ -180,6 +180,16 @@ class KVCache(ABC):
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
+    def store_kv(self, layer_id: int, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """`set_kv_buffer` by the id of a layer."""
+        self.set_kv_buffer(layer_id, indices, k, v)
+
+    def load_kv(self, layer_id: int, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at slots `indices [tokens]`, new tensors `[tokens, heads, dim]`, after waiting."""
+        self._check_loc(indices)
+        k, v = self.get_kv_buffer(layer_id)
+        return k[indices], v[indices]
+
     def register_layer_transfer_counter(self, counter: LayerWaiter) -> None:
         """Make the getters wait for their layer with this counter."""
         self.layer_transfer_counter = counter

@@ -13,7 +13,7 @@ the state pool.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, overload
+from typing import Protocol
 
 import torch
 
@@ -35,8 +35,9 @@ class HybridRequest(TableRequest, Protocol):
 class HybridReqToTokenPool(ReqToTokenPool):
     """A `ReqToTokenPool` with a `MambaPool` of `mamba_size` states. Scheduler thread only.
 
-    Rows and states are freed separately: `free` frees the row, `free_mamba_cache` the states, except those that the
-    request donated and set to None.
+    `alloc` takes a row and zeroed states for each request, all or none, and a request keeps what it has; for a number,
+    it takes rows alone, whose state is the sink. Rows and states are freed separately: `free` frees the row,
+    `free_mamba_cache` the states, except those that the request donated and set to None.
     """
 
     def __init__(
@@ -60,29 +61,16 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self._mapping_on_host = self.req_index_to_mamba_index_mapping.numpy() if self.device.type == "cpu" else None
 
     # Narrower than the base: a request of a hybrid model has attributes for its states.
-    @overload  # type: ignore[override]
-    def alloc(self, need: int) -> list[int] | None: ...
-
-    @overload
-    def alloc(self, need: Sequence[HybridRequest]) -> list[int] | None: ...
-
-    def alloc(self, need: int | Sequence[HybridRequest]) -> list[int] | None:
-        """A row and zeroed states for each request, or None and no change; a request keeps the row and states it has.
-
-        For a number, rows alone, whose state is the sink. InvariantError if a request names a row that is not
-        allocated.
-        """
-        if isinstance(need, int):
-            return super().alloc(need)
-        if not need:
+    def _take_for(self, requests: Sequence[HybridRequest]) -> list[int] | None:  # type: ignore[override]
+        if not requests:
             return []
-        requests = list({id(request): request for request in need}.values())
+        named, requests = requests, list({id(request): request for request in requests}.values())
         running = [request for request in requests if request.mamba_pool_idx is None]
         second = [r for r in requests if self.enable_mamba_extra_buffer and r.mamba_checkpoint_idx is None]
         num_states = len(running) + len(second)
         if num_states > self.mamba_pool.available_size():
             return None
-        rows = super().alloc(requests)
+        rows = super()._take_for(requests)
         if rows is None:
             return None
         states = self.mamba_pool.alloc(num_states)
@@ -94,7 +82,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
             request.mamba_checkpoint_idx = state
         self._map(rows, _stack([request.mamba_pool_idx for request in requests]))
         row_of = {id(request): row for request, row in zip(requests, rows, strict=True)}
-        return [row_of[id(request)] for request in need]
+        return [row_of[id(request)] for request in named]
 
     def free_mamba_cache(self, request: HybridRequest) -> None:
         """Free the request's states and set its attributes to None. DoubleFree if it has none."""

@@ -71,6 +71,11 @@ class MappedKVPool(KVCache):
         pool, dense_id = self._inner(layer_id)
         pool.set_kv_buffer(dense_id, self._slots_of_layer(layer_id, loc), cache_k, cache_v, k_scale, v_scale)
 
+    def load_kv(self, layer_id: int, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pool, dense_id = self._inner(layer_id)
+        self._wait(layer_id)
+        return pool.load_kv(dense_id, self._slots_of_layer(layer_id, indices))
+
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
         """Rows of all layers in order of their ids, each layer's at its pool's slots of `indices`."""
         self._wait_all()

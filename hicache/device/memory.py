@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import torch
 
-from hicache.config import custom_mem_pool
+from hicache.config import CUSTOM_MEM_POOL, custom_mem_pool
 from hicache.errors import ConfigError, OutOfMemory
 
 try:
@@ -56,8 +56,8 @@ def nvlink_pool(device: torch.device) -> Any:
     """The `torch.cuda.MemPool` over Mooncake's NVLink allocator, built once: it must outlive its tensors."""
     if _NVLinkAllocator is None:
         raise ConfigError(
-            "HICACHE_CUSTOM_MEM_POOL=nvlink needs mooncake.allocator of the package mooncake-transfer-engine; "
-            "install it, or unset HICACHE_CUSTOM_MEM_POOL"
+            f"{' or '.join(CUSTOM_MEM_POOL.names)} is set, which needs mooncake.allocator of the package "
+            "mooncake-transfer-engine; install it, or unset the variable"
         )
     return torch.cuda.MemPool(_NVLinkAllocator.get_allocator(device).allocator())
 

@@ -32,7 +32,7 @@ class QuantizedLayer(NamedTuple):
 class QuantizedKVCache(RowPool):
     """Keys and values of `dtype`, kept in 8 bits: `kv_dtype` "int8" (scale max|x| / 127) or "fp8" (e4m3, max|x| / 448).
 
-    `get_key_buffer`, `get_value_buffer` and `get_kv_buffer` dequantise a whole layer into new tensors; `get_kv_rows`
+    `get_key_buffer`, `get_value_buffer` and `get_kv_buffer` dequantise a whole layer into new tensors; `load_kv`
     dequantises the given slots, and `get_quantized_buffer` serves kernels that dequantise themselves.
     """
 
@@ -89,10 +89,10 @@ class QuantizedKVCache(RowPool):
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._read(layer_id, None)
 
-    def get_kv_rows(self, layer_id: int, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at slots `loc`, `[tokens, heads, dim]` of `dtype`, gathered and dequantised in one launch."""
-        self._check_loc(loc)
-        return self._read(layer_id, loc)
+    def load_kv(self, layer_id: int, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the base's, gathered and dequantised to `dtype` in one launch."""
+        self._check_loc(indices)
+        return self._read(layer_id, indices)
 
     def _store(self, index: int, loc: torch.Tensor, rows: KVRows) -> None:
         """Quantise and store rows divided by their scales, in one launch."""

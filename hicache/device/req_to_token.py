@@ -26,11 +26,14 @@ class TableRequest(Protocol):
 class ReqToTokenPool:
     """Rows of `req_to_token`, int32 `[size + 1, max_context_len]` on `device`. Scheduler thread only.
 
-    `req_lens`, int32 `[size + 1]` on the CPU, is the number of slots that `set_token_loc` wrote. `generation[row]` is
-    incremented when the row is freed: a reader that stored it can tell whether the row was reused.
+    `free_slots` lists the free rows, the next one last. `req_lens`, int32 `[size + 1]` on the CPU, is the number of
+    slots that `set_token_loc` wrote. `generation[row]` is incremented when the row is freed: a reader that stored it
+    can tell whether the row was reused.
     """
 
-    def __init__(self, size: int, max_context_len: int, device: str | torch.device, enable_memory_saver: bool) -> None:
+    def __init__(
+        self, size: int, max_context_len: int, device: str | torch.device, enable_memory_saver: bool = False
+    ) -> None:
         if size < 1 or max_context_len < 1:
             raise ConfigError(f"size={size}, max_context_len={max_context_len}: raise max_requests, max_context_len")
         self.size, self.max_context_len = size, max_context_len
@@ -41,31 +44,38 @@ class ReqToTokenPool:
         self._lens = self.req_lens.numpy()  # one element is written many times faster than by torch
         self.generation = [0] * (size + 1)
         self._taken = [False] * (size + 1)
-        self.free_rows = list(range(size, 0, -1))
+        self.free_slots = list(range(size, 0, -1))
 
     @overload
-    def alloc(self, need: int) -> list[int] | None: ...
+    def alloc(self) -> int: ...
 
     @overload
-    def alloc(self, need: Sequence[TableRequest]) -> list[int] | None: ...
+    def alloc(
+        self, need_size: int | Sequence[TableRequest], reqs: Sequence[TableRequest] | None = None
+    ) -> list[int] | None: ...
 
-    def alloc(self, need: int | Sequence[TableRequest]) -> list[int] | None:
-        """`need` rows, or a row for each request; None, and no change, when too few are free.
+    @overload
+    def alloc(self, *, reqs: Sequence[TableRequest]) -> list[int] | None: ...
 
-        A request that has a row (`req_pool_idx`) keeps it. InvariantError if that row is not allocated.
+    def alloc(
+        self, need_size: int | Sequence[TableRequest] | None = None, reqs: Sequence[TableRequest] | None = None
+    ) -> int | list[int] | None:
+        """`need_size` rows, or a row for each request; None, and no change, when too few are free.
+
+        Requests are either argument; with both, `need_size` is their number (else ShapeError). A request that has a row
+        (`req_pool_idx`) keeps it; InvariantError if that row is not allocated. Without arguments: one row, -1 if none
+        is free.
         """
-        if isinstance(need, int):
-            return self._take(need)
-        stale = [r.req_pool_idx for r in need if r.req_pool_idx is not None and not self._holds(r.req_pool_idx)]
-        if stale:
-            raise InvariantError("ReqToTokenPool", [f"requests name rows {stale} that are not allocated"])
-        waiting = list({id(request): request for request in need if request.req_pool_idx is None}.values())
-        rows = self._take(len(waiting))
-        if rows is None:
-            return None
-        for request, row in zip(waiting, rows, strict=True):
-            request.req_pool_idx = row
-        return [request.req_pool_idx for request in need if request.req_pool_idx is not None]
+        if isinstance(need_size, Sequence):
+            need_size, reqs = None, need_size
+        if reqs is not None:
+            if need_size not in (None, len(reqs)):
+                raise ShapeError(f"need_size={need_size} for {len(reqs)} requests; leave it out")
+            return self._take_for(reqs)
+        if need_size is not None:
+            return self._take(need_size)
+        rows = self._take(1)
+        return rows[0] if rows else -1
 
     def free(self, what: int | Sequence[int] | TableRequest) -> None:
         """Free a row, several, or a request's, whose `req_pool_idx` becomes None. DoubleFree changes nothing."""
@@ -79,10 +89,13 @@ class ReqToTokenPool:
             self._free([what.req_pool_idx])
             what.req_pool_idx = None
 
-    def write(self, indices: tuple[int | torch.Tensor, slice | int | torch.Tensor], values: torch.Tensor) -> None:
-        """`req_to_token[indices] = values`: slots for (row, slice), or for tensors of rows and positions."""
-        # A slice takes values of any integer type; tensors of indices take those of the table's alone.
-        self.req_to_token[indices] = values if isinstance(indices[1], slice) else values.to(torch.int32)
+    def write(
+        self, indices: tuple[int | torch.Tensor, slice | int | torch.Tensor] | list[int], values: torch.Tensor
+    ) -> None:
+        """`req_to_token[indices] = values`: slots for (row, slice), tensors of rows and positions, or whole rows."""
+        # A slice takes values of any integer type; other indices take those of the table's alone.
+        is_slice = isinstance(indices, tuple) and isinstance(indices[1], slice)
+        self.req_to_token[indices] = values if is_slice else values.to(torch.int32)
 
     def set_token_loc(self, req_idx: int, start: int, kv_indices: torch.Tensor) -> None:
         """Write the slots of tokens [start, start + n) of a row and set its length. ShapeError past the end."""
@@ -95,19 +108,19 @@ class ReqToTokenPool:
         self.req_lens[req_idx] = end
 
     def available_size(self) -> int:
-        return len(self.free_rows)
+        return len(self.free_slots)
 
     def clear(self) -> None:
         """Free all rows."""
         self._free([row for row in range(1, self.size + 1) if self._taken[row]])
-        self.free_rows = list(range(self.size, 0, -1))
+        self.free_slots = list(range(self.size, 0, -1))
 
     def check(self) -> None:
         """Raise InvariantError with all violations: a row free twice, free and allocated, or neither; row 0 in use."""
         violations = []
-        free = set(self.free_rows)
-        if len(free) != len(self.free_rows):
-            violations.append(f"{len(self.free_rows) - len(free)} rows are free more than once")
+        free = set(self.free_slots)
+        if len(free) != len(self.free_slots):
+            violations.append(f"{len(self.free_slots) - len(free)} rows are free more than once")
         if not free <= set(range(1, self.size + 1)):
             violations.append(f"free rows {sorted(free - set(range(1, self.size + 1)))} are outside 1..{self.size}")
         if self._taken[0]:
@@ -121,10 +134,22 @@ class ReqToTokenPool:
     def _holds(self, row: int) -> bool:
         return 0 < row <= self.size and self._taken[row]
 
-    def _take(self, num_rows: int) -> list[int] | None:
-        if num_rows > len(self.free_rows):
+    def _take_for(self, requests: Sequence[TableRequest]) -> list[int] | None:
+        stale = [r.req_pool_idx for r in requests if r.req_pool_idx is not None and not self._holds(r.req_pool_idx)]
+        if stale:
+            raise InvariantError("ReqToTokenPool", [f"requests name rows {stale} that are not allocated"])
+        waiting = list({id(request): request for request in requests if request.req_pool_idx is None}.values())
+        rows = self._take(len(waiting))
+        if rows is None:
             return None
-        rows = [self.free_rows.pop() for _ in range(num_rows)]
+        for request, row in zip(waiting, rows, strict=True):
+            request.req_pool_idx = row
+        return [request.req_pool_idx for request in requests if request.req_pool_idx is not None]
+
+    def _take(self, num_rows: int) -> list[int] | None:
+        if num_rows > len(self.free_slots):
+            return None
+        rows = [self.free_slots.pop() for _ in range(num_rows)]
         for row in rows:
             self._taken[row] = True
             self._lens[row] = 0
@@ -137,4 +162,4 @@ class ReqToTokenPool:
         for row in rows:
             self._taken[row] = False
             self.generation[row] += 1
-        self.free_rows.extend(reversed(rows))
+        self.free_slots.extend(reversed(rows))

@@ -218,7 +218,7 @@ def test_check_finds_what_is_wrong() -> None:
     rows(pool, [Request(), Request()])
     pool.req_index_to_mamba_index_mapping[4] = 1
     pool.mamba_pool.free_slots = pool.mamba_pool.free_slots[1:]
-    pool.free_rows.append(1)
+    pool.free_slots.append(1)
     with pytest.raises(InvariantError) as caught:
         pool.check()
     assert len(caught.value.violations) == 4

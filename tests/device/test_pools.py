@@ -116,13 +116,14 @@ GETTERS: dict[str, list[Callable[[Any], object]]] = {
         lambda pool: pool.get_index_k_scale_continuous(7, 1, SLOT),
     ],
     "double sparse": [lambda pool: pool.get_label_buffer(7)],
-    "int8": [lambda pool: pool.get_quantized_buffer(7), lambda pool: pool.get_kv_rows(7, SLOT)],
+    "int8": [lambda pool: pool.get_quantized_buffer(7), lambda pool: pool.load_kv(7, SLOT)],
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_getters_wait_for_their_layer(kind: str) -> None:
-    """Every getter waits for its layer by dense index, and a move for all; stores and looking at buffers do not."""
+    """Every getter waits for its layer by dense index, and a move for all; stores and looking at buffers do not. Rows
+    that are loaded are those of the buffers."""
     pool, counter = pool_of(kind, start_layer=5), Recorder()
     pool.get_key_buffer(5)
     pool.register_layer_transfer_counter(counter)
@@ -132,11 +133,14 @@ def test_getters_wait_for_their_layer(kind: str) -> None:
     pool.get_key_buffer(5)
     pool.get_value_buffer(6)
     assert counter.layers == [0, 1]
-    for get in GETTERS.get(kind, []):
+    for get in [lambda pool: pool.load_kv(7, SLOT), *GETTERS.get(kind, [])]:
         get(pool)
-        assert counter.layers.pop() == 2
+        assert set(counter.layers[2:]) == {2}
+        del counter.layers[2:]
     pool.move_kv_cache(SLOT, SLOT + 1)
     assert counter.layers == [0, 1, 0, 1, 2]
+    for rows, whole in zip(pool.load_kv(5, LOC), pool.get_kv_buffer(5), strict=True):
+        assert rows.any() and torch.equal(rows.reshape(2, -1), whole.reshape(36, -1)[LOC])
 
 
 WRONG: dict[str, list[Callable[[Any], object]]] = {
@@ -187,7 +191,7 @@ WRONG: dict[str, list[Callable[[Any], object]]] = {
     "int8": [
         lambda pool: pool.set_kv_buffer(0, LOC, K, K),
         lambda pool: pool.set_kv_buffer(0, LOC + 31, K, V12),
-        lambda pool: pool.get_kv_rows(0, torch.tensor([4.0])),
+        lambda pool: pool.load_kv(0, torch.tensor([4.0])),
     ],
 }
 

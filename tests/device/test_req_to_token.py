@@ -87,12 +87,12 @@ def test_check_names_every_violation() -> None:
     pool = table()
     pool.alloc(2)
     pool._taken[0] = True
-    pool.free_rows += [1, 3, 0]
+    pool.free_slots += [1, 3, 0]
     with pytest.raises(InvariantError) as caught:
         pool.check()
     assert len(caught.value.violations) == 4
     pool = table()
-    pool.free_rows.pop()
+    pool.free_slots.pop()
     refused(InvariantError, pool.check)
 
 

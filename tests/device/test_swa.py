@@ -50,6 +50,7 @@ def test_each_layer_in_its_own_space(device: str, kernels: str, page: int) -> No
     for layer_id in FULL + SWA:
         slots, start = (window_slots, page) if layer_id in SWA else (loc, 0)
         assert torch.equal(rows_at(pool, layer_id, slots[start:]), rows[layer_id][start:])
+        assert torch.equal(torch.stack(pool.load_kv(layer_id, loc), 1)[start:], rows[layer_id][start:])
         for buffer in pool.get_kv_buffer(layer_id):
             rest = torch.ones(len(buffer), dtype=torch.bool, device=device)
             rest[slots] = False
