@@ -7,15 +7,17 @@ written by one model is refused for another, whatever their names.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
 from jinja2 import TemplateError
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from hicache.errors import ConfigError
 from hicache.serving.positions import position_limit
@@ -23,6 +25,11 @@ from hicache.serving.text import ByteDecoder, TextDecoder, TokenDecoder
 
 _SAMPLES = 1024  # values of each tensor in the identity
 _NOT_WEIGHTS = ("transformers_version", "_name_or_path", "_attn_implementation", "dtype", "torch_dtype")
+# Parameters of `apply_chat_template` itself; tools are not implemented.
+_NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
+    "add_generation_prompt", "continue_final_message", "documents"
+}  # fmt: skip
+_NONE: Mapping[str, Any] = MappingProxyType({})
 UNLIMITED = 1 << 24  # positions of a model that names no limit
 RANDOM_CONTEXT = 131072
 
@@ -33,9 +40,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The prompt for the assistant's answer to `messages` of a "role" and a "content" each, special tokens
-        included. Raises ConfigError where the tokenizer has no chat template, or the template refuses them."""
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> list[int]:
+        """The prompt for the assistant's answer to `messages` of a "role", a "content" and perhaps a "name" each,
+        special tokens included. `variables`: of the chat template; `add_generation_prompt` is true unless given.
+        Raises ConfigError where the tokenizer has no chat template, or the template refuses them."""
         ...
 
     def decoder(self, prompt: Sequence[int]) -> TextDecoder:
@@ -60,10 +68,12 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> list[int]:
         tokens = [self.bos_id]
         for message in messages:
             tokens += [self.start_id, *self.encode(f"{message['role']}\n{message['content']}"), self.end_id]
+        if not variables.get("add_generation_prompt", True):
+            return tokens
         return [*tokens, self.start_id, *self.encode("assistant\n")]
 
     def decoder(self, prompt: Sequence[int]) -> TextDecoder:
@@ -83,13 +93,14 @@ class LocalTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens)))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ConfigError("the model's tokenizer has no chat template; ask for a completion instead")
+        if reserved := _NO_VARIABLES & variables.keys():
+            raise ConfigError(f"{', '.join(sorted(reserved))}: no variable of a chat template that a request may set")
+        given = {"add_generation_prompt": True, **variables}
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
+            text = self._tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **given)
         except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"the model's chat template refuses the messages: {error}") from error
         return self.encode(text)

@@ -58,7 +58,8 @@ def test_completions(client: openai.OpenAI) -> None:
 
 
 def test_streams_are_what_is_not_streamed(client: openai.OpenAI) -> None:
-    """The pieces of a streamed completion and chat make up the whole one; usage comes last, and only if asked for."""
+    """The pieces of a streamed completion and chat make up the whole one; usage comes last, or with each event too,
+    where it was asked for."""
     shared: dict[str, Any] = {"model": MODEL, "max_tokens": 20, "temperature": 0.7, "seed": 3}
     prompts = [f"{SECRET} a", f"{SECRET} bc"]
     whole = client.completions.create(prompt=prompts, **shared)
@@ -73,13 +74,15 @@ def test_streams_are_what_is_not_streamed(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": f"{SECRET} "}, {"type": "text", "text": "hi"}]
     messages: Any = [{"role": "system", "content": "be"}, {"role": "user", "content": parts}]
     chat = client.chat.completions.create(messages=messages, **shared)
-    *events, last = client.chat.completions.create(
-        messages=messages, stream=True, stream_options={"include_usage": True}, **shared
-    )
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = client.chat.completions.create(messages=messages, stream=True, stream_options=options, **shared)
     assert events[0].choices[0].delta.role == "assistant" and events[-1].choices[0].finish_reason == "length"
     assert "".join(event.choices[0].delta.content or "" for event in events) == chat.choices[0].message.content
     assert not last.choices and last.usage is not None and chat.usage is not None
     assert last.usage.total_tokens == chat.usage.total_tokens
+    counts = [event.usage.completion_tokens for event in events if event.usage is not None]
+    assert len(counts) == len(events) and counts == sorted(counts) and counts[-1] == 20
+    assert {event.usage and event.usage.prompt_tokens for event in events} == {chat.usage.prompt_tokens}
 
 
 def test_cached_tokens_and_tenants(client: openai.OpenAI) -> None:
@@ -145,11 +148,17 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "message without content": ("chat/completions", {"messages": [{"role": "user"}]}, "messages"),
     "tool calls": (
         "chat/completions",
-        {"messages": [{"role": "assistant", "content": "a", "tool_calls": []}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
         "messages",
     ),
     "image": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     "tools": ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),
+    "options of no stream": ("completions", {"prompt": "a", "stream_options": {}}, "stream_options"),
+    "variables that are none": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": 1},
+        "chat_template_kwargs",
+    ),
     "no object": ("completions", [1], None),  # type: ignore[dict-item]
     "long name": ("completions", {"prompt": "a", "x" * 10_000: 1}, "x" * 64),
     "more fields than there are": ("completions", {str(i): i for i in range(1000)}, None),
@@ -170,27 +179,24 @@ def test_bad_fields(server: Server, case: str) -> None:
     assert 0 < len(error["message"]) < 200
 
 
-def test_neutral_fields_are_taken(client: openai.OpenAI) -> None:
-    """Fields that change nothing, and those at the values that change nothing, are accepted."""
-    neutral = {
-        "n": 1,
-        "user": "me",
-        "metadata": {"a": "b"},
-        "logit_bias": {},
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "ignore_eos": True,
-        "priority": -3,
-        "top_k": -1,
-        "top_p": 1.0,
-        "stop": None,
-    }
-    completion = {**neutral, "best_of": 1, "echo": False, "logprobs": None, "suffix": None}
-    client.completions.create(model=MODEL, prompt=SECRET, max_tokens=1, extra_body=completion)
-    chat = {**neutral, "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "logprobs": False}
-    messages: Any = [{"role": "user", "content": SECRET}]
-    client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=1, extra_body=chat)
+def test_a_reply_is_sent_back_as_it_came(client: openai.OpenAI) -> None:
+    """The library's own dump of an answer, nulls included, is a message of the next chat, and so is one without
+    content; both have the text that the answer had."""
+    asked: Any = {"role": "user", "content": f"{SECRET} history"}
+    shared: dict[str, Any] = {"model": MODEL, "max_completion_tokens": 3, "temperature": 0, "user": "me", "n": None}
+    message = client.chat.completions.create(messages=[asked], **shared).choices[0].message
+    dumped: Any = message.model_dump()
+    assert None in dumped.values()
+    plain: Any = [{"role": "assistant", "content": message.content}, {"role": "assistant", "content": ""}]
+    empty: Any = {"role": "assistant", "content": None, "tool_calls": []}
+    answers = [
+        client.chat.completions.create(messages=[asked, *history, asked], **shared)
+        for history in ([dumped, empty], plain)
+    ]
+    first, second = (
+        (answer.choices[0].message.content, answer.usage and answer.usage.prompt_tokens) for answer in answers
+    )
+    assert first == second
 
 
 def test_errors_of_the_client_library(server: Server, client: openai.OpenAI) -> None:

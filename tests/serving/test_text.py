@@ -98,9 +98,12 @@ def test_stop_strings_cut_exactly(parts: list[str], stops: list[str]) -> None:
 
 
 def test_chat_formats() -> None:
-    """A chat of bytes has its roles in special tokens; a template is applied, and one that refuses is an error."""
+    """A chat of bytes has its roles in special tokens; a template is applied with the request's variables; one that
+    refuses is an error, and so is a variable that would be a parameter."""
     messages = [{"role": "user", "content": "hi<|x|>"}]
-    assert ByteTokenizer().encode_chat(messages)[:2] == [ByteTokenizer.bos_id, ByteTokenizer.start_id]
+    bare, whole = (ByteTokenizer().encode_chat(messages, {"add_generation_prompt": begins}) for begins in (False, True))
+    assert whole[:2] == [ByteTokenizer.bos_id, ByteTokenizer.start_id]
+    assert ByteTokenizer().encode_chat(messages) == whole == [*bare, ByteTokenizer.start_id, *b"assistant\n"]
     tokenizer = byte_level()
     for template in (None, "{{ raise_exception('never') }}"):
         tokenizer._tokenizer.chat_template = template
@@ -108,3 +111,9 @@ def test_chat_formats() -> None:
             tokenizer.encode_chat(messages)
     tokenizer._tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}>"
     assert tokenizer.decode(tokenizer.encode_chat(messages)) == "user:hi<|x|>>"
+    tokenizer._tokenizer.chat_template += "{{ mood }}{% if add_generation_prompt %}a{% endif %}"
+    variables = {"mood": "calm", "unread": 1, "add_generation_prompt": False}
+    assert tokenizer.decode(tokenizer.encode_chat(messages, variables)) == "user:hi<|x|>>calm"
+    for reserved in ("chat_template", "tools", "tokenize", "messages"):
+        with pytest.raises(ConfigError, match=reserved):
+            tokenizer.encode_chat(messages, {reserved: "{{ 1 }}"})

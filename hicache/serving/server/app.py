@@ -83,7 +83,7 @@ class EventStream(Response):
 
     async def _events(self, first: list[Delta], deltas: AsyncIterator[list[Delta]]) -> AsyncIterator[bytes]:
         reply = self._reply
-        yield b"".join([reply.first_event(), *map(reply.event, first)])
+        yield b"".join(map(reply.event, first))
         try:
             async for news in deltas:
                 yield b"".join(map(reply.event, news))
@@ -130,7 +130,7 @@ def _add_generation(app: FastAPI, frontend: Frontend, encoder: PromptEncoder, se
         _require_model(body, settings)
         frontend.require_room(len(body.prompts))
         prompts = await encoder.of_completion(body)
-        reply = Reply("completion", f"cmpl-{uuid.uuid4().hex}", settings.model_name, body.wants_usage)
+        reply = Reply(body, f"cmpl-{uuid.uuid4().hex}", settings.model_name)
         return await _answer(frontend, body, prompts, reply, request)
 
     @app.post("/v1/chat/completions", responses=_STREAMED)
@@ -138,7 +138,7 @@ def _add_generation(app: FastAPI, frontend: Frontend, encoder: PromptEncoder, se
         _require_model(body, settings)
         frontend.require_room(1)
         prompts = [await encoder.of_chat(body)]
-        reply = Reply("chat", f"chatcmpl-{uuid.uuid4().hex}", settings.model_name, body.wants_usage)
+        reply = Reply(body, f"chatcmpl-{uuid.uuid4().hex}", settings.model_name)
         return await _answer(frontend, body, prompts, reply, request)
 
 

@@ -85,7 +85,7 @@ class Frontend:
         requests = [self._request(body, prompt, f"{reply_id}-{i}") for i, prompt in enumerate(prompts)]
         decoder = self._model.tokenizer.decoder
         choices = {
-            request.request_id: Choice(index, decoder(request.tokens[-32:].tolist()), body.stops)
+            request.request_id: Choice(index, len(request.tokens), decoder(request.tokens[-32:].tolist()), body.stops)
             for index, request in enumerate(requests)
         }
         generation = Generation(choices, self._thread, self._limits.timeout_s)

@@ -25,15 +25,21 @@ log = logging.getLogger(__name__)
 
 
 class Choice:
-    """One prompt's continuation. `text`: what was not taken yet. `outcome`: as metrics name it, once it has ended."""
+    """One continuation of a prompt of `prompt_len` tokens. `text`: what was not taken yet. `outcome`: as metrics name
+    it, once it has ended."""
 
-    def __init__(self, index: int, decoder: TextDecoder, stops: Sequence[str]) -> None:
-        self.index = index
+    def __init__(self, index: int, prompt_len: int, decoder: TextDecoder, stops: Sequence[str]) -> None:
+        self.index, self.prompt_len = index, prompt_len
         self._decoder, self._stops = decoder, StopMatcher(stops)
         self._failed = False
         self.text = ""
         self.num_tokens = 0
         self.outcome = ""
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        return Usage(self.prompt_len, self.num_tokens)
 
     @property
     def complete(self) -> bool:
@@ -144,7 +150,7 @@ class Generation:
                 if choice.index in told or (not choice.text and not choice.outcome and len(self._choices) > 1):
                     continue
                 text, choice.text = choice.text, ""
-                news.append(Delta(choice.index, text, choice.outcome or None))
+                news.append(Delta(choice.index, text, choice.usage, choice.outcome or None))
                 if choice.outcome:
                     told.add(choice.index)
             yield news
@@ -155,8 +161,10 @@ class Generation:
         async for news in self.deltas():
             for delta in news:
                 texts[delta.index].append(delta.text)
-        reasons = {choice.index: choice.outcome for choice in self._choices.values()}
-        return [Delta(index, "".join(parts), reasons[index]) for index, parts in sorted(texts.items())]
+        return [
+            Delta(choice.index, "".join(texts[choice.index]), choice.usage, choice.outcome)
+            for choice in self._choices.values()
+        ]
 
     def _fail(self, error: ApiError) -> None:
         """Keep the first error, and end the other prompts of the request."""

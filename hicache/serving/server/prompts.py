@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -61,9 +62,10 @@ class PromptEncoder:
 
     async def of_chat(self, body: ChatBody) -> Prompt:
         """Without a maximum in the body, the answer may be as long as the context allows. Raises `ApiError`."""
-        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        messages = [message.as_template_reads_it() for message in body.messages]
+        encode = partial(self._model.tokenizer.encode_chat, variables=body.chat_template_kwargs or {})
         try:
-            ids = await self._in_thread(self._model.tokenizer.encode_chat, messages)
+            ids = await self._in_thread(encode, messages)
         except ConfigError as error:
             raise invalid(str(error), "messages") from error
         rest = max(1, self._model.max_len - len(ids))

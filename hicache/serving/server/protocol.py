@@ -1,14 +1,27 @@
-"""The bodies of requests: OpenAI's fields, and those of vLLM that this server honours.
+"""The bodies of requests: OpenAI's fields, and those of vLLM and SGLang.
 
-A field is honoured, or changes nothing at the only values that are accepted, or is refused. Values are not converted:
-"1" is no number.
+A field does what it says, or is refused but for the values that ask for nothing (`Refused...`), or changes nothing and
+is accepted all the same (`Ignored...`); docs/serving.md has a table of each kind. Null is a field that was left out.
+Values are not converted: "1" is no number.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 _MAX_FIELDS = 128  # of an object; each unknown one is an error of its own
@@ -26,10 +39,16 @@ def _with_utf8(text: str) -> str:
     return text
 
 
-def _truth_value(value: object) -> object:
-    if not isinstance(value, bool):
-        raise PydanticCustomError("not_false", "it must be false, or left out")
-    return value
+def only(*neutral: object) -> BeforeValidator:
+    """Accepts null and the values that ask for nothing, and makes null of them."""
+    texts = " or ".join(json.dumps(value) for value in (*neutral, None))
+
+    def check(value: object) -> None:
+        # True is equal to 1, and False to 0.
+        if value is not None and (type(value) is bool, value) not in [(type(item) is bool, item) for item in neutral]:
+            raise PydanticCustomError("not_implemented", f"this server does not implement it; it may be {texts}")
+
+    return BeforeValidator(check)
 
 
 # Which branch of a union checks a value. All would, and a long list would have an error for each item and branch.
@@ -51,11 +70,6 @@ def _text_or_list(value: object) -> str:
 Text = Annotated[str, AfterValidator(_with_utf8)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_with_utf8)]
 SaltText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_with_utf8)]
-# As a literal, False would be equal to 0, and 1 to True.
-Never = Annotated[Literal[False], BeforeValidator(_truth_value)]
-Zero = Annotated[float, Field(ge=0, le=0)]
-One = Annotated[float, Field(ge=1, le=1)]
-OneAnswer = Annotated[int, Field(ge=1, le=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[
     Annotated[StopText, Tag("as text")]
@@ -77,10 +91,51 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: Never | None = None
+    continuous_usage_stats: Annotated[bool, Field(description="as in vLLM: usage with each event")] | None = None
+    include_obfuscation: Annotated[None, only(False)] = None
 
 
-class GenerationBody(Body):
+class RefusedFields(Body):
+    """What this server does not implement, at the values that ask for nothing."""
+
+    n: Annotated[None, only(1)] = None
+    frequency_penalty: Annotated[None, only(0)] = None
+    presence_penalty: Annotated[None, only(0)] = None
+    repetition_penalty: Annotated[None, only(1)] = None
+    min_p: Annotated[None, only(0)] = None
+    min_tokens: Annotated[None, only(0)] = None
+    logit_bias: Annotated[None, only({})] = None
+    allowed_token_ids: Annotated[None, only()] = None
+    bad_words: Annotated[None, only([])] = None
+    include_stop_str_in_output: Annotated[None, only(False)] = None
+    length_penalty: Annotated[None, only(1)] = None
+    lora_path: Annotated[None, only()] = None
+    no_stop_trim: Annotated[None, only(False)] = None
+    prompt_logprobs: Annotated[None, only()] = None
+    return_token_ids: Annotated[None, only(False)] = None
+    spaces_between_special_tokens: Annotated[None, only(True)] = None
+    truncate_prompt_tokens: Annotated[None, only()] = None
+    use_beam_search: Annotated[None, only(False)] = None
+    # structured output
+    ebnf: Annotated[None, only()] = None
+    json_schema: Annotated[None, only()] = None
+    regex: Annotated[None, only()] = None
+    response_format: Annotated[None, only({"type": "text"})] = None
+    structured_outputs: Annotated[None, only()] = None
+
+
+class IgnoredFields(Body):
+    """What changes nothing here."""
+
+    user: Text | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class GenerationBody(RefusedFields, IgnoredFields):
     """What completions and chats have in common."""
 
     model: Text | None = None
@@ -100,21 +155,12 @@ class GenerationBody(Body):
         Annotated[int, Field(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY, description="as in vLLM: lower is earlier")] | None
     ) = None
 
-    # These change nothing here.
-    user: Text | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
-    prompt_cache_retention: Text | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    # These change nothing at the values that are accepted.
-    n: OneAnswer | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    repetition_penalty: One | None = None
-    min_p: Zero | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=0)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise PydanticCustomError("no_stream", "only a stream has options; set stream to true too")
+        return value
 
     @property
     def stops(self) -> list[str]:
@@ -125,8 +171,21 @@ class GenerationBody(Body):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def wants_usage_always(self) -> bool:
+        """Whether each event of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
-class CompletionBody(GenerationBody):
+
+class RefusedCompletionFields(Body):
+    add_special_tokens: Annotated[None, only(True)] = None
+    best_of: Annotated[None, only(1)] = None
+    echo: Annotated[None, only(False)] = None
+    logprobs: Annotated[None, only()] = None
+    suffix: Annotated[None, only()] = None
+
+
+class CompletionBody(GenerationBody, RefusedCompletionFields):
     """`/v1/completions`. `prompt`: a text, texts, token ids, or lists of them."""
 
     prompt: Annotated[
@@ -136,11 +195,6 @@ class CompletionBody(GenerationBody):
         | Annotated[list[TokenIds], Field(fail_fast=True), Tag("as lists of ids")],
         Discriminator(_shape),
     ]
-
-    best_of: OneAnswer | None = None
-    echo: Never | None = None
-    logprobs: None = None
-    suffix: None = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -153,35 +207,75 @@ class TextPart(Body):
     text: Text
 
 
-class Message(Body):
+class RefusedMessageFields(Body):
+    """What a server's reply may have beside its text, so that replies can be sent back as they came."""
+
+    annotations: Annotated[None, only([])] = None
+    audio: Annotated[None, only()] = None
+    function_call: Annotated[None, only()] = None
+    reasoning: Annotated[None, only()] = None
+    reasoning_content: Annotated[None, only()] = None
+    refusal: Annotated[None, only()] = None
+    tool_calls: Annotated[None, only([])] = None
+
+
+class Message(RefusedMessageFields):
+    """`content`: that of the assistant may be null, which is no text."""
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[Text, Tag("as text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("as texts")],
-        Discriminator(_text_or_list),
-    ]
-    name: Text | None = None
-    refusal: None = None
+    content: (
+        Annotated[
+            Annotated[Text, Tag("as text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("as texts")],
+            Discriminator(_text_or_list),
+        ]
+        | None
+    )
+    name: Annotated[Text, Field(description="for templates that read it")] | None = None
 
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    @field_validator("content")
+    @classmethod
+    def _said_something(cls, value: str | list[TextPart] | None, info: ValidationInfo) -> str | list[TextPart] | None:
+        if value is None and info.data.get("role") != "assistant":
+            raise PydanticCustomError("no_content", "only an assistant's content may be null")
+        return value
+
+    def as_template_reads_it(self) -> dict[str, str]:
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
 
 
-class ResponseFormat(Body):
-    type: Literal["text"]
+class RefusedChatFields(Body):
+    add_generation_prompt: Annotated[None, only(True)] = None
+    add_special_tokens: Annotated[None, only(False)] = None
+    audio: Annotated[None, only()] = None
+    chat_template: Annotated[None, only()] = None
+    continue_final_message: Annotated[None, only(False)] = None
+    documents: Annotated[None, only()] = None
+    echo: Annotated[None, only(False)] = None
+    logprobs: Annotated[None, only(False)] = None
+    modalities: Annotated[None, only(["text"])] = None
+    prediction: Annotated[None, only()] = None
+    reasoning_effort: Annotated[None, only()] = None
+    separate_reasoning: Annotated[None, only(True)] = None
+    store: Annotated[None, only(False)] = None
+    stream_reasoning: Annotated[None, only(True)] = None
+    top_logprobs: Annotated[None, only(0)] = None
+    verbosity: Annotated[None, only()] = None
+    web_search_options: Annotated[None, only()] = None
+    # tools
+    function_call: Annotated[None, only("none", "auto")] = None
+    functions: Annotated[None, only([])] = None
+    parallel_tool_calls: Annotated[None, only(False, True)] = None
+    tool_choice: Annotated[None, only("none", "auto")] = None
+    tools: Annotated[None, only([])] = None
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, RefusedChatFields):
     """`/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] | None = None
-
-    store: Never | None = None
-    logprobs: Never | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: (
+        Annotated[dict[Text, Any], Field(description="as in vLLM: variables of the model's chat template")] | None
+    ) = None

@@ -6,10 +6,12 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+
+from hicache.serving.server.protocol import ChatBody, GenerationBody
 
 DONE = b"data: [DONE]\n\n"
 
@@ -98,36 +100,39 @@ def unavailable(message: str, code: str) -> ApiError:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one HTTP request, all of its prompts together. `cached`: of the prompts, found in any tier."""
+    """Tokens of one HTTP request, all of its prompts together. `cached`: of the prompts, found in any tier; None: not
+    known yet."""
 
     prompt: int
     completion: int
-    cached: int
+    cached: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return {
+        counts = {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
+        return counts if self.cached is None else {**counts, "prompt_tokens_details": {"cached_tokens": self.cached}}
 
 
 @dataclass(frozen=True)
 class Delta:
-    """More text of choice `index`; `finish_reason`: where it is the last."""
+    """More text of choice `index`, whose tokens are `usage` so far; `finish_reason`: where it is the last."""
 
     index: int
     text: str
+    usage: Usage
     finish_reason: str | None = None
 
 
 class Reply:
     """Shapes the answer to one request: a completion or a chat, whole or as events of a stream."""
 
-    def __init__(self, kind: Literal["completion", "chat"], reply_id: str, model: str, with_usage: bool) -> None:
-        self.reply_id = reply_id
-        self._is_chat, self._with_usage = kind == "chat", with_usage
+    def __init__(self, body: GenerationBody, reply_id: str, model: str) -> None:
+        self.reply_id, self._is_chat = reply_id, isinstance(body, ChatBody)
+        self._with_usage, self._always_with_usage = body.wants_usage, body.wants_usage_always
+        self._begun: set[int] = set()
         self._head = {"id": reply_id, "created": int(time.time()), "model": model}
 
     def whole(self, texts: Sequence[Delta], usage: Usage) -> dict[str, Any]:
@@ -143,14 +148,15 @@ class Reply:
         name = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head, "object": name, "choices": choices, "usage": usage.as_json()}
 
-    def first_event(self) -> bytes:
-        """The event before all others; a chat begins with its role."""
-        return self._event({"delta": {"role": "assistant", "content": ""}}, 0, None) if self._is_chat else b""
-
     def event(self, delta: Delta) -> bytes:
+        """A choice of a chat begins with an event that has its role."""
         if not self._is_chat:
-            return self._event({"text": delta.text}, delta.index, delta.finish_reason)
-        return self._event({"delta": {"content": delta.text}}, delta.index, delta.finish_reason)
+            return self._event({"text": delta.text}, delta)
+        event = self._event({"delta": {"content": delta.text}}, delta)
+        if delta.index in self._begun:
+            return event
+        self._begun.add(delta.index)
+        return self._event({"delta": {"role": "assistant", "content": ""}}, Delta(delta.index, "", delta.usage)) + event
 
     def usage_event(self, usage: Usage) -> bytes:
         """The event behind all others, where the client asked for it."""
@@ -159,13 +165,14 @@ class Reply:
     def _whole_text(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}} if self._is_chat else {"text": text}
 
-    def _event(self, content: Mapping[str, Any], index: int, finish_reason: str | None) -> bytes:
-        return self._data([{"index": index, **content, "logprobs": None, "finish_reason": finish_reason}], None)
+    def _event(self, content: Mapping[str, Any], delta: Delta) -> bytes:
+        choice = {"index": delta.index, **content, "logprobs": None, "finish_reason": delta.finish_reason}
+        return self._data([choice], delta.usage.as_json() if self._always_with_usage else None)
 
     def _data(self, choices: list[Any], usage: Mapping[str, Any] | None) -> bytes:
         name = "chat.completion.chunk" if self._is_chat else "text_completion"
         value: dict[str, Any] = {**self._head, "object": name, "choices": choices}
-        if self._with_usage:
+        if self._with_usage or usage is not None:
             value["usage"] = usage
         return event_of(value)
 
