@@ -195,9 +195,7 @@ class PageCodec:
                 return "frame of another length"
             with self._contexts.decompressor.stream_reader(payload) as reader:
                 num_bytes = reader.readinto(target.data)
-                if num_bytes < self._page_bytes:
-                    return f"frame ends after {num_bytes} bytes"
-                return "frame is longer than the page" if reader.read(1) else ""
+                return "" if num_bytes == self._page_bytes else f"frame ends after {num_bytes} bytes"
         except zstandard.ZstdError as error:
             return f"frame does not decompress: {error}"
 

@@ -195,6 +195,7 @@ class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
                     del load.ids[FULL][prefix]
                 if not ok:
                     self.forget(Released(FULL, DEVICE, self.tree.fail_load(node), node.num_tokens))
+                    assert not (self.swa and node.holds(SWA, DEVICE)), "windows share the slots that left"
             assert not load.ids.get(FULL), "pages of a load that no node waits for"
             for node in [] if ok else load.runs[SWA].nodes:
                 if node.holds(SWA, DEVICE):
