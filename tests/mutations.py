@@ -102,8 +102,8 @@ def copy_tree(target: Path) -> None:
 def is_noticed(tree: Path, mutation: Mutation) -> bool:
     """Whether a default test fails."""
     package = tree / "build" / "package"
-    pytest = [sys.executable, "-m", "pytest", "-x", "-n", "2", "-m", "not long and not remote", "--durations=0", "--timeout=60"]
-    pytest += ["-p", "no:cacheprovider", "-o", f"pythonpath={package} . tests/support"]
+    pytest = [sys.executable, "-m", "pytest", "-x", "-n", "2", "-m", "not long and not remote", "--durations=0"]
+    pytest += ["--timeout=60", "-p", "no:cacheprovider", "-o", f"pythonpath={package} . tests/support"]
     for tests in (mutation.tests, "tests"):
         environment = {**os.environ, "PYTHONPATH": str(package), "HICACHE_TEST_PROFILE": "unshrunk"}
         done = subprocess.run([*pytest, tests], cwd=tree, env=environment, capture_output=True, text=True, check=False)
