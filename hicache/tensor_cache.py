@@ -12,13 +12,14 @@ L1 or L2, and may be on disk as well. Its value is a header (see `disk.tensor_he
 
 Nothing is pickled. The key of block 0 is the digest of the name; those of the others come from the nonce, drawn anew
 for each `put`, so blocks of two tensors of one name never mix. Block 0 is stored last and deleted first, so a tensor on
-disk is found whole or not at all.
+disk is found whole or not at all. What moves down to a disk that takes nothing is dropped.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from hicache.disk.health import LIMITS, Breaker
 from hicache.disk.tensor_header import HEADER_BYTES, TENSOR_FORMAT_VERSION, TensorHeader
 from hicache.errors import ConfigError, HiCacheError, InvariantError
 from hicache.host import HostPagePool
@@ -38,7 +40,8 @@ _BLOCKS_PER_CALL = 64
 
 @dataclass(frozen=True)
 class TensorCacheStats:
-    """A snapshot: tensors and bytes in each tier, hits by tier, and tensors that moved down."""
+    """A snapshot: tensors and bytes in each tier, hits by tier, and tensors that moved down, or were `dropped` because
+    there is no disk or it did not take them."""
 
     l1_tensors: int
     l1_bytes: int
@@ -112,6 +115,8 @@ class HiCache:
         self._l1: OrderedDict[bytes, _Entry] = OrderedDict()
         self._l2: OrderedDict[bytes, _Entry] = OrderedDict()
         self._l1_used = 0
+        self._replaced = set[bytes]()  # names whose old tensor may be on disk still
+        self._breaker = Breaker("writes", LIMITS, time.monotonic)
         self._counts = dict.fromkeys(("l1_hits", "l2_hits", "l3_hits", "misses", "to_l2", "to_l3", "dropped"), 0)
         self._closed = False
 
@@ -186,6 +191,9 @@ class HiCache:
         if self._closed:
             return
         try:
+            self._breaker = Breaker("writes", LIMITS, time.monotonic)  # the last chance, whatever the backoff
+            for name in list(self._replaced):
+                self._forget_on_disk(name)
             while self._l2:
                 self._out_of_l2()
             while self._l1:
@@ -221,11 +229,12 @@ class HiCache:
         assert entry.value is not None
         num_blocks = self._num_blocks(entry.header)
         if not keep_in_l2 or not self.l2_max or num_blocks > self._host.num_pages:
+            stored = False
             if self._store is not None:
                 memory = torch.empty(num_blocks * self.block_bytes, dtype=torch.uint8)
                 self._write(entry.header, entry.value, [memory])
-                self._to_disk(name, entry.header, list(memory.view(num_blocks, -1).numpy()))
-            self._count_down()
+                stored = self._to_disk(name, entry.header, list(memory.view(num_blocks, -1).numpy()))
+            self._count_down(stored)
             return
         while len(self._l2) >= self.l2_max or self._host.available() < num_blocks:
             self._out_of_l2()
@@ -236,16 +245,14 @@ class HiCache:
         self._counts["to_l2"] += 1
 
     def _out_of_l2(self) -> None:
-        """Move the least recently used tensor of host memory to disk, or drop it when there is no disk."""
+        """Move the least recently used tensor of host memory to disk, or drop it when no disk takes it."""
         name, entry = self._l2.popitem(last=False)
         assert entry.blocks is not None
-        if self._store is not None:
-            self._to_disk(name, entry.header, self._host.views(entry.blocks))
+        self._count_down(self._to_disk(name, entry.header, self._host.views(entry.blocks)))
         self._free_blocks(entry)
-        self._count_down()
 
-    def _count_down(self) -> None:
-        self._counts["dropped" if self._store is None else "to_l3"] += 1
+    def _count_down(self, stored: bool) -> None:
+        self._counts["to_l3" if stored else "dropped"] += 1
 
     def _free_blocks(self, entry: _Entry) -> None:
         assert entry.blocks is not None
@@ -289,14 +296,29 @@ class HiCache:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _to_disk(self, name: bytes, header: TensorHeader, blocks: list[PageBuffer]) -> None:
-        """Store a tensor's blocks. Block 0 makes it visible: it is last, and left out when another block is refused."""
+    def _to_disk(self, name: bytes, header: TensorHeader, blocks: list[PageBuffer]) -> bool:
+        """Store a tensor's blocks; whether a disk has them all. None is written while an old tensor of the name is
+        there, or before the backoff of a disk that failed is over."""
+        token = None if self._store is None else self._breaker.admit()
+        if self._store is None or token is None:
+            return False
+        stored = False
+        if self._store.reopen():
+            if name in self._replaced:
+                self._forget_on_disk(name)
+            stored = name not in self._replaced and self._put_blocks(name, header, blocks)
+        if self._store.stats().read_only:
+            self._breaker.failed(token, "the store is read-only; free space on its disk", at_once=True)
+        else:
+            self._breaker.succeeded(token)
+        return stored
+
+    def _put_blocks(self, name: bytes, header: TensorHeader, blocks: list[PageBuffer]) -> bool:
+        """Block 0 makes the tensor visible: it is last, and left out when another block is refused."""
         assert self._store is not None
         items = list(zip(_block_keys(name, header, len(blocks)), blocks, strict=True))
-        for start in range(1, len(items), _BLOCKS_PER_CALL):
-            if not all(self._store.put(items[start : start + _BLOCKS_PER_CALL])):
-                return
-        self._store.put(items[:1])
+        parts = [items[start : start + _BLOCKS_PER_CALL] for start in range(1, len(items), _BLOCKS_PER_CALL)]
+        return all(all(self._store.put(part)) for part in (*parts, items[:1]))
 
     def _header_on_disk(self, name: bytes) -> tuple[TensorHeader, PageBuffer] | None:
         """The header under a name, and block 0."""
@@ -308,7 +330,7 @@ class HiCache:
 
     def _from_disk(self, name: bytes) -> _Entry | None:
         """The tensor under a name, copied to the device. An incomplete tensor is deleted and is a miss."""
-        found = self._header_on_disk(name)
+        found = None if name in self._replaced else self._header_on_disk(name)
         if found is None or self._store is None:
             return None
         header, block = found
@@ -332,10 +354,22 @@ class HiCache:
         entry = self._l2.pop(name, None)
         if entry is not None:
             self._free_blocks(entry)
-        if self._store is not None and self._store.contains([name])[0]:
-            found = self._header_on_disk(name)
-            keys = [name] if found is None else _block_keys(name, found[0], self._num_blocks(found[0]))
-            self._store.delete(keys)
+        if self._may_be_on_disk(name):
+            self._forget_on_disk(name)
+
+    def _forget_on_disk(self, name: bytes) -> None:
+        """Delete the tensor of a name, or note that it may be there still."""
+        assert self._store is not None
+        found = self._header_on_disk(name)
+        self._store.delete([name] if found is None else _block_keys(name, found[0], self._num_blocks(found[0])))
+        (self._replaced.add if self._may_be_on_disk(name) else self._replaced.discard)(name)
+
+    def _may_be_on_disk(self, name: bytes) -> bool:
+        """Whether a disk has the name, or cannot tell."""
+        if self._store is None:
+            return False
+        num_errors = self._store.thread_read_errors()
+        return self._store.contains([name])[0] or self._store.thread_read_errors() > num_errors
 
     def _require_open(self) -> None:
         if self._closed:

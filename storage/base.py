@@ -48,7 +48,7 @@ class StoreStats:
     `file_bytes`: disk space of the files, which `budget_bytes` bounds. `put_bytes_raw`, `put_bytes_stored`: pages that
     were put, before and after compression. `corrupt`: reads whose bytes could not be verified. `read_errors`,
     `write_errors`: I/O calls that failed, after which callers pause; no room is a failure only if bytes were sent to
-    learn of it. `read_only`: a write failed, and nothing is written until `reopen` succeeds.
+    learn of it. `read_only`: a write failed, and no page is stored until `reopen` succeeds.
     """
 
     entries: int = 0
@@ -131,7 +131,8 @@ class PageStore(Protocol):
         ...
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove pages; returns how many were present."""
+        """Remove pages, also while the store takes none; returns how many were present. A page that cannot be removed
+        stays, and `contains` says so."""
         ...
 
     def stats(self) -> StoreStats:

@@ -55,8 +55,8 @@ def require_budget(record: StoreRecord) -> None:
 class GroupWriter:
     """Commits changes to the files, and applies what readers noted in the access log; one thread.
 
-    When a commit fails, `read_only` becomes true, and every call but `reopen` does nothing. `on_removed` is told of the
-    pages that a commit removed, after it. `sizes` and `file_bytes`: after the last commit.
+    When a commit fails, `read_only` becomes true, and every call but `reopen` and `delete` does nothing.
+    `on_removed` is told of the pages that a commit removed, after it. `sizes` and `file_bytes`: after the last commit.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GroupWriter:
         return True
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove pages, and free their disk space; returns how many there were."""
+        """Remove pages, and free their disk space, which needs none; returns how many there were."""
 
         def work() -> int:
             self._apply_access_log()
@@ -111,7 +111,7 @@ class GroupWriter:
             self._files.slots.punch()  # a page that was evicted before has its block still
             return num_removed
 
-        return self._run(work) or 0
+        return self._change(work) or 0
 
     def evict_to(self, used_bytes: int) -> int:
         """Evict until slots in use and index need at most `used_bytes`, and cut the files; returns how many pages."""
@@ -169,8 +169,10 @@ class GroupWriter:
 
     def _run(self, work: Callable[[], T]) -> T | None:
         """`work`, which changes something; None when that failed, or the store is read-only."""
-        if self.read_only:
-            return None
+        return None if self.read_only else self._change(work)
+
+    def _change(self, work: Callable[[], T]) -> T | None:
+        """The same, also of a store that is read-only."""
         try:
             self._files.lock.require_same()
             result = work()

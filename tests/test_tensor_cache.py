@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from hicache.disk.tensor_header import TensorHeader
 from hicache.errors import ConfigError, HiCacheError, InvariantError, ShapeError
 from hicache.host import HostPagePool
 from hicache.storage import StoreMismatch, open_existing
+from hicache.storage.index import Index
+from hicache.storage.slot_file import SlotFile
 from hicache.tensor_cache import HiCache
 
 BLOCK = 4096
@@ -96,6 +100,49 @@ def test_a_name_has_its_latest_tensor(displace: int, tmp_path: Path) -> None:
     cache.close()
     with HiCache(1, 1, tmp_path, **SMALL) as again:
         assert same(again.get("x"), tensor(2000, seed=2))
+
+
+def fail(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("broken", [(), ((SlotFile, "write"), (SlotFile, "punch")), ((Index, "changes"),)])
+@pytest.mark.parametrize("at_close", [False, True])
+def test_a_disk_that_takes_nothing_keeps_no_old_tensor(
+    broken: Sequence[tuple[type, str]], at_close: bool, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name whose new tensor the disk, full or failing, does not take has that one or none, never the old one: when
+    memory has lost it, when the disk works again, and after a restart, also where it was full until the end. All others
+    are there all the time, and a disk that works again takes tensors as before."""
+
+    def holds(name: str, seed: int) -> bool | None:
+        found = cache.get(name)
+        return None if found is None else same(found, tensor(3000, seed=seed))
+
+    ballast = small_disk / "ballast"
+    with HiCache(1, 1, small_disk / "store", **SMALL) as cache:
+        for name in ("x", "y", "kept", "more", "another"):
+            cache.put(name, tensor(3000, seed=1))
+        with pytest.raises(OSError), ballast.open("wb", buffering=0) as file:
+            while file.write(bytes(BLOCK)):
+                pass
+        for owner, call in broken:
+            monkeypatch.setattr(owner, call, fail)
+        for name in ("large", "larger"):
+            cache.put(name, torch.rand(100_000))
+        for name in ("x", "y", "a", "b", "c"):
+            cache.put(name, tensor(3000, seed=2))
+        assert holds("x", 2) is not False and holds("y", 2) is not False and holds("kept", 1)
+        assert cache.stats().dropped >= 2
+        cache.check()
+        monkeypatch.undo()
+        if not at_close:
+            ballast.unlink()
+            cache.put("y", tensor(3000, seed=3))
+    with HiCache(1, 1, small_disk / "store", **SMALL) as cache:
+        assert holds("x", 2) is not False and holds("kept", 1)
+        assert holds("y", 2) is not False if at_close else holds("y", 3)
+        cache.check()
 
 
 def test_everything_is_found_after_a_restart(tmp_path: Path) -> None:
