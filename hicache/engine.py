@@ -50,7 +50,7 @@ from hicache.kv_events import EventPublisher
 from hicache.metrics import MetricInfo, MetricValue, flattened
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
-from hicache.tree.node import DISK, MAMBA, REMOTE, SWA, Store
+from hicache.tree.node import DISK, REMOTE, SWA, Store
 from hicache.validation import valid_count, valid_mode, valid_namespace, valid_request, valid_request_id, valid_tokens
 
 __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "Prefetch"]
@@ -111,11 +111,6 @@ class CacheEngine:
     def has_windows(self) -> bool:
         """Whether slots are better taken chunk by chunk (`reserve_tokens`), for window layers have few."""
         return SWA in self._context.by_name
-
-    @property
-    def has_states(self) -> bool:
-        """Whether a pass advances a recurrent state of each request, which cannot be undone."""
-        return MAMBA in self._context.by_name
 
     @property
     def page_size(self) -> int:
@@ -290,7 +285,8 @@ class CacheEngine:
         """The coming forward pass is for `leases`: its layers wait for their loads.
 
         Call it before each pass that reads, also between two of one lease, and read `lease.slots` behind it: `commit`
-        may have put another request's slots in place of the lease's, and passes of others name other loads.
+        may have put another request's slots in place of the lease's, and passes of others name other loads. After a
+        pass that raised, whatever it was, release the leases of a hybrid model: their states may have advanced.
         """
         self._require_held(*leases)
         for component in self._context.components:

@@ -85,7 +85,7 @@ class Runner(Protocol):
         """Compute and store KV of all `chunks`, of different requests.
 
         Returns float32 logits [chunks, vocab], those of the last token of each. Raises TransferError if a load of a
-        request's prefix failed; what was computed of the others is computed again, to the same result.
+        request's prefix failed. Whatever is raised, all of `chunks` are computed again, in other leases.
         """
         ...
 

@@ -111,7 +111,13 @@ class Scheduler:
         self._admit_waiting()
         batch = self._compose()
         if batch:
-            self._forward(batch)
+            try:
+                self._forward(batch)
+            except TransferError as error:
+                self._repeat(batch, error)
+            except BaseException:
+                self._repeat(batch)
+                raise
         elif self._unfinished and not self._finished:
             time.sleep(_IDLE_S)
         finished, self._finished = self._finished, []
@@ -264,12 +270,8 @@ class Scheduler:
     def _forward(self, batch: Sequence[ScheduledRequest]) -> None:
         """One pass over the batch. Tokens are handed out when what was computed is recorded for all requests."""
         chunks = [Chunk(req.held_lease, req.sequence, req.kv_len, req.end) for req in batch]
-        try:
-            with self._prefill_meter.measure(chunks):
-                logits = self._runner.forward(chunks)
-        except TransferError as error:
-            self._repeat(batch, error)
-            return
+        with self._prefill_meter.measure(chunks):
+            logits = self._runner.forward(chunks)
         self._engine.track([req.held_lease for req in batch if req.is_decoding])
         for req in batch:
             self._record_kv(req)
@@ -322,26 +324,25 @@ class Scheduler:
         return True
 
     def _preempt(self, req: ScheduledRequest) -> None:
-        """Return a running request to the waiting queue; its whole pages go to the host, for its slots will be
-        taken."""
+        """Return a running request to the waiting queue. Its whole pages go to the host: others take its slots."""
         req.preemptions += 1
         self._commit(req)
         self._engine.backup(req.held_lease)
         self._requeue(req)
 
-    def _repeat(self, batch: Sequence[ScheduledRequest], error: TransferError) -> None:
-        """A pass failed. Requests whose prefix failed to load start over; the others are in the next pass again."""
-        failed = [req for req in batch if self._engine.load_failed(req.held_lease)] or batch
-        for req in batch:
-            if req in failed:
+    def _repeat(self, batch: Sequence[ScheduledRequest], error: TransferError | None = None) -> None:
+        """A pass raised. It may have advanced states, which cannot be undone, so all its requests start over; those
+        whose prefix failed to load, with `error`, a bounded number of times."""
+        held = [req for req in batch if req.lease is not None]
+        failed = [req for req in held if error and self._engine.load_failed(req.held_lease)] or held
+        for req in held:
+            if error and req in failed:
                 self._retry(req, error)
-            elif self._engine.has_states:
-                # A part of the pass may have advanced its state, which cannot be undone.
+            else:
                 self._requeue(req)
 
     def _retry(self, req: ScheduledRequest, error: TransferError) -> None:
-        """Requeue a request whose prefix failed to load. Its pages left the device, so they are loaded again or
-        computed."""
+        """Requeue a request whose prefix failed to load. Its pages left the device: they are loaded or computed."""
         if req.retries >= _MAX_RETRIES:
             self._finish(req, "error", error)
             return

@@ -1,6 +1,6 @@
 """Random histories of a scheduler: requests with shared prefixes, priorities and deadlines, on tiers too small for
-them, with aborts at any moment, callers that abort, submit and raise, copies that take as long as the draw says or
-fail, and a disk that fails and stalls.
+them, with aborts at any moment, callers that abort, submit and raise, passes that raise, copies that take as long as
+the draw says or fail, and a disk that fails and stalls.
 
 What was streamed of a request is its output, and is what it would get alone without a cache, up to where it ended. At
 the end of a history nothing is left that anybody holds.
@@ -36,16 +36,20 @@ _ERRORS = (CallbackFailed, OutOfSlots, OutOfStates, TransferError)
 DEVICE_TOKENS = 128
 
 
-class _WaitingRunner:
-    """Has the loads of a pass carried out first, which nobody else does while a pass waits for them."""
+class _FuzzedRunner:
+    """Has the loads of a pass carried out first, which nobody else does while a pass waits for them. Some passes are
+    interrupted when a part of their chunks is computed."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, rng: np.random.Generator) -> None:
+        self._runner, self._rng = runner, rng
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         for chunk in chunks:
             for load in chunk.lease.loads:
                 load.op.wait()
+        if self._rng.random() < 0.01:
+            self._runner.forward(chunks[: self._rng.integers(1, len(chunks) + 1)])
+            raise KeyboardInterrupt
         return self._runner.forward(chunks)
 
 
@@ -81,10 +85,11 @@ class ServingFuzz:
         self.engine.start()
         self.scheduler = Scheduler(
             self.engine,
-            _WaitingRunner(
+            _FuzzedRunner(
                 ModelRunner(self.model, self.engine, geometry_of(self.model))
                 if self.model is not None
-                else HashRunner(self.engine, GEOMETRIES[kind])
+                else HashRunner(self.engine, GEOMETRIES[kind]),
+                self.rng,
             ),
             chunk_tokens=int(self.rng.choice([8, 16, 40])),
             max_running=int(self.rng.choice([2, 4, 8])),
@@ -118,8 +123,11 @@ class ServingFuzz:
     def _step(self) -> None:
         for _ in range(int(self.rng.integers(0, 6))):
             self.faults.move_one()
-        for output in self.scheduler.step():
-            self._verify(output)
+        try:
+            for output in self.scheduler.step():
+                self._verify(output)
+        except KeyboardInterrupt:
+            self.counts["interrupts"] += 1
         self.engine.check()
 
     def _disturb(self) -> None:
