@@ -131,13 +131,13 @@ def _conversations(
 ) -> list[Conversation]:
     conversations: list[Conversation] = []
     for path in flags.session or ():
-        session, skipped = recorded_session(path, flags.turns, flags.max_prompt_tokens, loaded.tokenizer, loaded.bos)
+        session, skipped = recorded_session(path, flags.turns, flags.max_prompt_tokens, loaded.tokenizer)
         conversations.append(session)
         if skipped:
             say(f"{path}: {skipped} turns skipped (--turns, --max-prompt-tokens, or empty)")
     if flags.input:
-        conversations.extend(own_documents(flags.input, shape, loaded.tokenizer, loaded.bos))
-    return conversations or list(standard_library(shape, loaded.tokenizer, loaded.bos))
+        conversations.extend(own_documents(flags.input, shape, loaded.tokenizer))
+    return conversations or list(standard_library(shape, loaded.tokenizer))
 
 
 def _configure(flags: argparse.Namespace, workload: Workload, temporary: str) -> EngineConfig:

@@ -35,9 +35,16 @@ RANDOM_CONTEXT = 131072
 
 
 class Tokenizer(Protocol):
-    """Converts text to token ids and back, without special tokens."""
+    """Converts text to token ids and back."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """The ids of a part of a prompt: without the special tokens that stand around a whole one."""
+        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a whole prompt: with the special tokens that the tokenizer itself puts around a text."""
+        ...
+
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> list[int]:
@@ -65,6 +72,9 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_prompt(self, text: str) -> list[int]:
+        return [self.bos_id, *self.encode(text)]
+
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
@@ -90,6 +100,10 @@ class LocalTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
+    def encode_prompt(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, verbose=False)
+        return ids
+
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens)))
 
@@ -112,14 +126,13 @@ class LocalTokenizer:
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to serve. `model_id`: its identity for the disk tier; `max_context_len`: the number of positions it
-    supports; `bos`: the ids at the start of every prompt."""
+    supports."""
 
     name: str
     model: Any
     tokenizer: Tokenizer
     model_id: str
     max_context_len: int
-    bos: tuple[int, ...] = ()
     eos_ids: frozenset[int] = frozenset()
 
     @property
@@ -164,7 +177,6 @@ def random_model(seed: int, dtype: torch.dtype, device: torch.device) -> LoadedM
         tokenizer=ByteTokenizer(),
         model_id=model_identity(model),
         max_context_len=RANDOM_CONTEXT,
-        bos=(ByteTokenizer.bos_id,),
     )
 
 
@@ -182,14 +194,12 @@ def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.de
         text = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"model {path} cannot be loaded: {text[:300]}") from error
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
-    bos = tokenizer.bos_token_id
     return LoadedModel(
         name=Path(path).resolve().name,
         model=model,
         tokenizer=LocalTokenizer(tokenizer),
         model_id=model_identity(model),
         max_context_len=position_limit(model.config.get_text_config()) or UNLIMITED,
-        bos=() if bos is None else (int(bos),),
         eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
     )
 

@@ -182,7 +182,7 @@ class Workload:
         )
 
 
-def standard_library(shape: DocumentShape, tokenizer: Tokenizer, bos: Sequence[int] = ()) -> list[DocumentConversation]:
+def standard_library(shape: DocumentShape, tokenizer: Tokenizer) -> list[DocumentConversation]:
     """Conversations over long modules of Python's standard library, always the same ones."""
     folder = Path(sysconfig.get_path("stdlib"))
     # _sysconfigdata describes the build and differs between machines.
@@ -195,22 +195,19 @@ def standard_library(shape: DocumentShape, tokenizer: Tokenizer, bos: Sequence[i
         if index < 0:
             raise ConfigError(f"{folder} has too few modules for --documents {shape.documents}; give --input FILE...")
         _, file = sizes.pop(index)
-        conversations.append(_document(file.stem, _read(file), num_tokens, shape.turns, tokenizer, bos))
+        conversations.append(_document(file.stem, _read(file), num_tokens, shape.turns, tokenizer))
     return conversations
 
 
-def own_documents(
-    paths: Sequence[str], shape: DocumentShape, tokenizer: Tokenizer, bos: Sequence[int] = ()
-) -> list[DocumentConversation]:
+def own_documents(paths: Sequence[str], shape: DocumentShape, tokenizer: Tokenizer) -> list[DocumentConversation]:
     """One conversation per file, each cut to `document_tokens`. Raises ConfigError for an unreadable or empty file."""
     return [
-        _document(Path(path).name, _read(Path(path)), shape.document_tokens, shape.turns, tokenizer, bos)
-        for path in paths
+        _document(Path(path).name, _read(Path(path)), shape.document_tokens, shape.turns, tokenizer) for path in paths
     ]
 
 
 def recorded_session(
-    path: str, turns: int | None, max_prompt_tokens: int, tokenizer: Tokenizer, bos: Sequence[int] = ()
+    path: str, turns: int | None, max_prompt_tokens: int, tokenizer: Tokenizer
 ) -> tuple[RecordedConversation, int]:
     """A session of JSON lines with the whole prompt of a turn as `input`, and the number of turns that were skipped.
 
@@ -227,7 +224,7 @@ def recorded_session(
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f'{path}:{number}: need a JSON object with the prompt as "input"') from None
         text = Text("the prompt").take(text, f'{path}:{number}: "input"')
-        tokens = (*bos, *tokenizer.encode(text)) if text else ()
+        tokens = tuple(tokenizer.encode_prompt(text)) if text else ()
         if 0 < len(tokens) <= max_prompt_tokens and (turns is None or len(prompts) < turns):
             prompts.append(tokens)
         else:
@@ -252,12 +249,10 @@ def zigzag(num_turns: Sequence[int]) -> list[tuple[int, int]]:
     return order
 
 
-def _document(
-    name: str, text: str, num_tokens: int, turns: int, tokenizer: Tokenizer, bos: Sequence[int]
-) -> DocumentConversation:
+def _document(name: str, text: str, num_tokens: int, turns: int, tokenizer: Tokenizer) -> DocumentConversation:
     if not text.strip():
         raise ConfigError(f"{name} is empty; give a document with text")
-    document = (*bos, *tokenizer.encode(text[: num_tokens * _BYTES_PER_TOKEN]))[:num_tokens]
+    document = tuple(tokenizer.encode_prompt(text[: num_tokens * _BYTES_PER_TOKEN])[:num_tokens])
     if not document:
         raise ConfigError(f"{name}: the tokenizer returns no tokens for it; give another document or model")
     questions = [f"\n\nQuestion {i + 1}: {_QUESTIONS[i % len(_QUESTIONS)]}\nAnswer: " for i in range(turns)]

@@ -68,6 +68,8 @@ def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError):  # by the template
             server.client().chat.completions.create(model=MODEL, messages=messages)
 
+        one = server.client().completions.create(model=MODEL, prompt=SECRET, max_tokens=1)
+        assert one.usage is not None and one.usage.prompt_tokens == len(SECRET)  # no bos, as the tokenizer adds none
         short, endless = (
             server.client().completions.create(
                 model=MODEL, prompt=SECRET, max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}

@@ -9,7 +9,7 @@ import tokenizers
 import transformers as hf
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from hicache.errors import ConfigError
 from hicache.serving.models import ByteTokenizer, LocalTokenizer
@@ -95,6 +95,21 @@ def test_stop_strings_cut_exactly(parts: list[str], stops: list[str]) -> None:
         assert expected.startswith(out)
     out += matcher.finish()
     assert (out, matcher.found) == (expected, found)
+
+
+def test_whole_prompts() -> None:
+    """A prompt has the tokens that transformers gives for the text: no bos that the tokenizer does not add, one that
+    it adds. A part of a prompt has none."""
+    tokenizer = byte_level()
+    inner = tokenizer._tokenizer
+    inner.bos_token, plain = "</s>", tokenizer.encode("ab")
+    assert tokenizer.encode_prompt("ab") == inner("ab")["input_ids"] == plain
+    inner.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "</s> $A", None, [("</s>", inner.bos_token_id)]
+    )
+    assert tokenizer.encode_prompt("ab") == inner("ab")["input_ids"] == [inner.bos_token_id, *plain]
+    assert tokenizer.encode("ab") == plain
+    assert ByteTokenizer().encode_prompt("ab") == [ByteTokenizer.bos_id, *b"ab"]
 
 
 def test_chat_formats() -> None:

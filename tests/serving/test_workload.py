@@ -31,11 +31,11 @@ def _session(path: Path, *lines: str) -> str:
 
 def test_default_documents_have_the_lengths_asked_for() -> None:
     """Six different modules of 4096 to 12288 tokens, the same ones every time."""
-    conversations = standard_library(DocumentShape(), BYTES, bos=(256,))
+    conversations = standard_library(DocumentShape(), BYTES)
     assert sorted(len(c.document) for c in conversations) == sorted(DocumentShape().lengths())
     assert min(DocumentShape().lengths()) == 4096 and max(DocumentShape().lengths()) == 12288
     assert len({c.name for c in conversations}) == 6
-    assert conversations == standard_library(DocumentShape(), BYTES, bos=(256,))
+    assert conversations == standard_library(DocumentShape(), BYTES)
     assert all(c.document[0] == 256 and max(c.document[1:]) < 256 for c in conversations)
 
 
@@ -61,8 +61,8 @@ def test_own_documents_are_cut_to_the_longest(tmp_path: Path) -> None:
     conversations = own_documents(
         [str(tmp_path / "long.txt"), str(tmp_path / "short.txt")], DocumentShape(document_tokens=200), BYTES
     )
-    assert [len(c.document) for c in conversations] == [200, 5]
-    assert BYTES.decode(conversations[0].document) == "ä" * 100
+    assert [len(c.document) for c in conversations] == [200, 6]
+    assert BYTES.decode(conversations[0].document) == "ä" * 99 + "\ufffd"
 
 
 def test_rounds_alternate_in_direction() -> None:
@@ -76,7 +76,7 @@ def test_a_session_gives_its_prompts(tmp_path: Path) -> None:
     """Prompts are those recorded; empty, too long and surplus ones are skipped and counted."""
     lines = [json.dumps({"input": text, "output": "x"}) for text in ("abc", "", "abcdef", "x" * 50, "zz", "yy")]
     path = _session(tmp_path / "s.jsonl", *lines)
-    conversation, skipped = recorded_session(path, 3, 20, BYTES, bos=(256,))
+    conversation, skipped = recorded_session(path, 3, 20, BYTES)
     assert [BYTES.decode(prompt[1:]) for prompt in conversation.prompts] == ["abc", "abcdef", "zz"]
     assert skipped == 3
     assert conversation.prompt(1, (), ()).tolist() == [256, *b"abcdef"]

@@ -109,7 +109,6 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
         tokenizer=loaded.tokenizer,
         vocab_size=int(loaded.model.config.get_text_config().vocab_size),
         max_len=parts.max_len,
-        bos=loaded.bos,
         eos_ids=loaded.eos_ids,
     )
     runner = ModelRunner(loaded.model, engine, parts.geometry, attention=flags.attention, compiled=flags.compile)

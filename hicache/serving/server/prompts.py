@@ -23,14 +23,13 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 @dataclass(frozen=True)
 class ServedModel:
-    """`name`: what clients call it. `max_len`: tokens of a prompt and its answer together. `bos`: before each text that
-    is a prompt. Token ids are below `vocab_size`."""
+    """`name`: what clients call it. `max_len`: tokens of a prompt and its answer together. Token ids are below
+    `vocab_size`."""
 
     name: str
     tokenizer: Tokenizer
     vocab_size: int
     max_len: int
-    bos: tuple[int, ...] = ()
     eos_ids: frozenset[int] = frozenset()
 
 
@@ -54,7 +53,7 @@ class PromptEncoder:
         prompts = []
         for prompt in body.prompts:
             if isinstance(prompt, str):
-                ids = [*self._model.bos, *await self._in_thread(self._model.tokenizer.encode, prompt)]
+                ids = await self._in_thread(self._model.tokenizer.encode_prompt, prompt)
             else:
                 ids = prompt
             prompts.append(self._checked(ids, body.max_tokens or _DEFAULT_COMPLETION_TOKENS, "prompt"))
