@@ -101,6 +101,8 @@ BAD = {
     "no time at all": (["--request-timeout-s", "0"], "--request-timeout-s"),
     "empty key": (["--api-key", ""], "--api-key"),
     "key that no header has": (["--api-key", " a"], "API key"),
+    "name that is no text": (["--served-model-name", "m\udcff"], "--served-model-name"),
+    "directory that is no text": (["{tmp}/m\udcff"], "--served-model-name"),
     "unknown flag": (["--colour"], "--colour"),
 }
 

@@ -45,19 +45,21 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """What is served: the model, the engine that is built for it, the key that clients must send, and what records."""
+    """What is served: the model, the engine that is built for it, its name, the key that clients must send, and what
+    records."""
 
     loaded: LoadedModel
     geometry: ModelGeometry
     engine: CacheEngine
     max_len: int
+    name: str
     api_key: str
     recorder: TraceRecorder | None
 
 
 def run(flags: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0, or 1 if the engine failed or its last check found a fault."""
-    key = _checked_key(flags.api_key)
+    key, name = _checked_key(flags.api_key), _checked_name(flags)
     if flags.record is not None and (flags.record.exists() or not flags.record.parent.is_dir()):
         raise ConfigError(f"--record {flags.record} cannot be made; give a new file in a folder that exists")
     basis = first_config(flags)
@@ -68,7 +70,7 @@ def run(flags: argparse.Namespace) -> int:
         config = engine_config(flags, loaded, geometry, basis)
         engine = build_engine(config, geometry)
         with _recording(flags.record, engine) as recorder:
-            parts = _Parts(loaded, geometry, engine, max_len(config, loaded), key, recorder)
+            parts = _Parts(loaded, geometry, engine, max_len(config, loaded), name, key, recorder)
             return asyncio.run(_serve(flags, parts, listener))
 
 
@@ -94,6 +96,16 @@ def _checked_key(given: str | None) -> str:
     return key
 
 
+def _checked_name(flags: argparse.Namespace) -> str:
+    """What clients call the model. Raises ConfigError for a name that JSON, which is UTF-8, cannot carry."""
+    name = flags.served_model_name or (_RANDOM_NAME if flags.model is None else Path(flags.model).resolve().name)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"the model's name {name!a} is not UTF-8; give another --served-model-name") from None
+    return str(name)
+
+
 def _loaded(flags: argparse.Namespace, basis: EngineConfig) -> LoadedModel:
     device, dtype = device_named(basis.device), model_dtype(basis)
     if flags.model is not None:
@@ -105,7 +117,7 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
     loop = asyncio.get_running_loop()
     loaded, engine = parts.loaded, parts.engine
     model = ServedModel(
-        name=flags.served_model_name or (_RANDOM_NAME if flags.model is None else loaded.name),
+        name=parts.name,
         tokenizer=loaded.tokenizer,
         vocab_size=int(loaded.model.config.get_text_config().vocab_size),
         max_len=parts.max_len,
