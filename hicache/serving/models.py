@@ -6,6 +6,7 @@ written by one model is refused for another, whatever their names.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hicache.errors import ConfigError
 from hicache.serving.positions import position_limit
+from hicache.serving.sampling import PLAIN, SamplingParams
 from hicache.serving.text import ByteDecoder, TextDecoder, TokenDecoder
 
 _SAMPLES = 1024  # values of each tensor in the identity
@@ -53,13 +55,13 @@ class Tokenizer(Protocol):
         Raises ConfigError where the tokenizer has no chat template, or the template refuses them."""
         ...
 
-    def decoder(self, prompt: Sequence[int]) -> TextDecoder:
-        """For the tokens that follow `prompt`, one by one; special tokens decode to nothing."""
+    def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
+        """For the tokens that follow `prompt`, one by one; special tokens decode to nothing if `skip_special`."""
         ...
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8; ids from 256 on are special and decode to nothing.
+    """One token per byte of UTF-8; ids from 256 on are special.
 
     A chat is bos, then for each message: the start, its role, a line feed, its content, the end.
     """
@@ -86,8 +88,8 @@ class ByteTokenizer:
             return tokens
         return [*tokens, self.start_id, *self.encode("assistant\n")]
 
-    def decoder(self, prompt: Sequence[int]) -> TextDecoder:
-        return ByteDecoder()
+    def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
+        return ByteDecoder(skip_special)
 
 
 class LocalTokenizer:
@@ -119,14 +121,16 @@ class LocalTokenizer:
             raise ConfigError(f"the model's chat template refuses the messages: {error}") from error
         return self.encode(text)
 
-    def decoder(self, prompt: Sequence[int]) -> TextDecoder:
-        return TokenDecoder(lambda tokens: str(self._tokenizer.decode(tokens, skip_special_tokens=True)), prompt)
+    def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
+        return TokenDecoder(
+            lambda tokens: str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special)), prompt
+        )
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to serve. `model_id`: its identity for the disk tier; `max_context_len`: the number of positions it
-    supports."""
+    supports; `sampling`: what its checkpoint suggests."""
 
     name: str
     model: Any
@@ -134,6 +138,7 @@ class LoadedModel:
     model_id: str
     max_context_len: int
     eos_ids: frozenset[int] = frozenset()
+    sampling: SamplingParams = PLAIN
 
     @property
     def num_weights(self) -> int:
@@ -201,7 +206,19 @@ def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.de
         model_id=model_identity(model),
         max_context_len=position_limit(model.config.get_text_config()) or UNLIMITED,
         eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        sampling=_suggested_sampling(Path(path) / "generation_config.json"),
     )
+
+
+def _suggested_sampling(file: Path) -> SamplingParams:
+    """What the file says itself: transformers' object has defaults of its own beside it. Raises ConfigError."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    try:
+        suggested = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        given = {name: suggested[name] for name in names if suggested.get(name) is not None}
+        return dataclasses.replace(PLAIN, **given)
+    except (ValueError, TypeError, ConfigError) as error:
+        raise ConfigError(f"{file}: {error}; correct it, or remove it to serve without its suggestions") from error
 
 
 def model_identity(model: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,7 @@ class ScheduledRequest:
         self.prefetch: Prefetch | None = None
         self.hit: Hit | None = None
         self.is_decoding = self.has_ended = False
+        self.changes_logits = request.sampling_params.changes_logits
         self.ttft_s = self.stalled_since_s = 0.0
         self.computed_tokens = self.preemptions = self.retries = 0
 
@@ -54,6 +56,11 @@ class ScheduledRequest:
     @property
     def num_generated(self) -> int:
         return self.length - len(self.request.tokens)
+
+    @cached_property
+    def distinct_prompt_tokens(self) -> npt.NDArray[np.int64]:
+        """Those of the prompt, each once."""
+        return np.unique(self.request.tokens)
 
     @property
     def held_lease(self) -> Lease:

@@ -19,7 +19,12 @@ from hicache.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token.
+    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep every token.
+    `min_p` drops tokens that are less likely than the most likely one by this factor, before `top_p` counts.
+
+    Before, logits change. `logit_bias`: pairs of token and what its logit gets. `repetition_penalty` divides positive
+    logits of tokens of the prompt and the answer, and multiplies negative ones. `presence_penalty` lowers those of
+    tokens of the answer, `frequency_penalty` once for each time. No stop token is chosen before `min_tokens`.
 
     `seed` fixes the choices of a request, whatever else is in the batch. Raises ConfigError for values out of range.
     """
@@ -28,6 +33,12 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -38,6 +49,27 @@ class SamplingParams:
             raise ConfigError(f"top_p={self.top_p}: must be above 0 and at most 1")
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed} must not be negative")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p={self.min_p}: must be at least 0 and at most 1")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ConfigError(f"repetition_penalty={self.repetition_penalty}: must be above 0; 1 penalises nothing")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)}: must be a number; 0 penalises nothing")
+        if not all(token >= 0 and math.isfinite(bias) for token, bias in self.logit_bias):
+            raise ConfigError("logit_bias: give pairs of a token id and a number")
+        if self.min_tokens < 0:
+            raise ConfigError(f"min_tokens={self.min_tokens} must not be negative")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits change before a token is chosen."""
+        penalises = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalises or self.logit_bias or self.min_tokens)
+
+
+PLAIN = SamplingParams(temperature=1.0)
+"""Tokens as frequent as the model says."""
 
 
 def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> list[int]:
@@ -47,7 +79,7 @@ def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], steps:
     """
     tokens = logits.argmax(-1)
     numbers = [
-        (row, p.temperature, p.top_k, p.top_p, uniform(p.seed, steps[row]))
+        (row, p.temperature, p.top_k, p.top_p, p.min_p, uniform(p.seed, steps[row]))
         for row, p in enumerate(params)
         if p.temperature > 0
     ]
@@ -64,18 +96,26 @@ def uniform(seed: int, step: int) -> float:
 
 
 def _sample(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, uniforms: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens of softmax(logits / temperature), restricted to the `top_k` most likely tokens and then to the smallest
-    set of tokens whose probabilities sum to `top_p`: int64 [n]. `logits`: float64 [n, vocab]; the others float64 [n].
+    """Tokens of softmax(logits / temperature), restricted to the `top_k` most likely tokens, to those of at least
+    `min_p` of the most likely one, and then to the smallest set of tokens whose probabilities sum to `top_p`:
+    int64 [n]. `logits`: float64 [n, vocab]; the others float64 [n].
     """
     values, order = logits.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(logits.shape[1], device=logits.device)
-    is_cut = (top_k[:, None] > 0) & (ranks >= top_k[:, None])
-    weights = ((values - values[:, :1]) / temperature[:, None]).exp().masked_fill(is_cut, 0)
+    weights = ((values - values[:, :1]) / temperature[:, None]).exp()
+    is_cut = (top_k[:, None] > 0) & (ranks >= top_k[:, None]) | (weights < min_p[:, None])
+    weights = weights.masked_fill(is_cut, 0)
     cumulative = (weights / weights.sum(-1, keepdim=True)).cumsum(-1)
     # Keep [0, last]: the first rank where the sum reaches top_p is the last one kept.
     last = torch.where(top_p < 1, (cumulative < top_p[:, None]).sum(-1), (weights > 0).sum(-1) - 1)
-    last = last.clamp(max=logits.shape[1] - 1)[:, None]
+    # Logits that are no numbers, or all -inf, have no rank.
+    last = last.clamp(0, logits.shape[1] - 1)[:, None]
     drawn = (cumulative <= uniforms[:, None] * cumulative.gather(-1, last)).sum(-1, keepdim=True)
     return order.gather(-1, drawn.minimum(last))[:, 0]

@@ -29,11 +29,11 @@ from hicache.errors import (
     TransferBusy,
     TransferError,
 )
+from hicache.serving.next_tokens import next_tokens
 from hicache.serving.prefill_meter import PrefillMeter
 from hicache.serving.request import Auditor, FinishReason, OnToken, Request, RequestOutput, Runner
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
 from hicache.serving.runner import Chunk
-from hicache.serving.sampling import choose_tokens
 
 log = logging.getLogger(__name__)
 
@@ -279,10 +279,8 @@ class Scheduler:
         if not rows:
             return
         chosen = [batch[row] for row in rows]
-        params = [req.request.sampling_params for req in chosen]
         logits = logits if len(rows) == len(batch) else logits[rows]
-        tokens = choose_tokens(logits, params, [req.num_generated for req in chosen])
-        for req, token in zip(chosen, tokens, strict=True):
+        for req, token in zip(chosen, next_tokens(logits, chosen), strict=True):
             self._append_token(req, token)
 
     def _record_kv(self, req: ScheduledRequest) -> None:

@@ -25,13 +25,16 @@ class TextDecoder(Protocol):
 
 
 class ByteDecoder:
-    """For tokens that are the bytes of UTF-8; those from 256 on decode to nothing."""
+    """For tokens that are the bytes of UTF-8; those from 256 on are special, as `<|256|>`, or nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, skip_special: bool = True) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._skip_special = skip_special
 
     def push(self, token: int) -> str:
-        return self._decoder.decode(bytes([token])) if token < 256 else ""
+        if token < 256:
+            return self._decoder.decode(bytes([token]))
+        return "" if self._skip_special else f"{self.finish()}<|{token}|>"
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)

@@ -108,7 +108,7 @@ def test_what_queued_requests_need_is_evicted_last(host_tokens: int) -> None:
 
 @pytest.mark.parametrize(
     ("write_policy", "params"),
-    [("write_through", SamplingParams()), ("write_back", SamplingParams(1.0, top_k=30, top_p=0.95, seed=5))],
+    [("write_through", SamplingParams()), ("write_back", SamplingParams(1.0, top_k=30, seed=5, frequency_penalty=1.0))],
 )
 def test_a_preempted_request_resumes_from_the_host(write_policy: str, params: SamplingParams) -> None:
     """A request that is preempted in the middle of its answer, and whose slots are taken, loads its pages from the host
@@ -303,6 +303,8 @@ WRONG: list[tuple[type, dict[str, Any]]] = [
     *((Request, {"deadline_s": value}) for value in (0.0, -1.0, float("nan"))),
     *((Request, fields) for fields in ({"priority": "high"}, {"max_new_tokens": 0}, {"tokens": prompt(0, seed=0)})),
     *((SamplingParams, fields) for fields in ({"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"seed": -1})),
+    *((SamplingParams, fields) for fields in ({"min_p": 1.5}, {"min_tokens": -1}, {"repetition_penalty": 0.0})),
+    *((SamplingParams, fields) for fields in ({"presence_penalty": float("nan")}, {"logit_bias": ((-1, 0.0),)})),
 ]
 
 

@@ -60,7 +60,10 @@ def _serve(engine: CacheEngine, scheduler: Scheduler, requests: list[Request]) -
 def test_sampled_tokens_do_not_depend_on_the_batch() -> None:
     """A seeded request samples the same tokens alone, in a batch, and behind a cached prefix."""
     model = shared(tiny_llama)
-    params = [SamplingParams(1.0, top_k=20 * (i % 2), top_p=0.9 if i % 3 else 1.0, seed=i) for i in range(6)]
+    params = [
+        SamplingParams(1.0, 20 * (i % 2), 0.9 if i % 3 else 1.0, i, repetition_penalty=1 + 0.3 * (i % 2), min_tokens=i)
+        for i in range(6)
+    ]
     requests = [Request(f"r{i}", prompt(20 + 9 * i, seed=i), 12, params[i]) for i in range(6)]
     with tiny_engine(model) as engine:
         scheduler = _scheduler(engine, model)

@@ -117,6 +117,28 @@ def test_stop_strings(client: openai.OpenAI) -> None:
     assert whole.usage is not None and whole.usage.completion_tokens < 60
 
 
+def test_tokens_are_chosen_as_asked(client: openai.OpenAI) -> None:
+    """Biases, stop tokens, a least number of tokens and shown special tokens do what vLLM says of them."""
+
+    def create(**more: Any) -> tuple[str, str, int]:
+        done = client.completions.create(
+            model=MODEL, prompt=f"{SECRET} chosen", temperature=0, max_tokens=6, extra_body=more
+        )
+        assert done.usage is not None
+        return done.choices[0].text, done.choices[0].finish_reason, done.usage.completion_tokens
+
+    a, b, special = "97", "98", "257"
+    assert create(logit_bias={a: 100}) == ("aaaaaa", "length", 6)
+    assert create(logit_bias={a: 100}, stop_token_ids=[97], ignore_eos=True) == ("a", "stop", 1)
+    waits = create(logit_bias={a: 100, b: 50}, stop_token_ids=[97], min_tokens=3)
+    assert waits == ("bbba", "stop", 4)
+    assert create(logit_bias={a: 100}, stop="a", min_tokens=3) == ("aaa", "stop", 4)
+    assert create(logit_bias={special: 100}) == ("", "length", 6)
+    assert create(logit_bias={special: 100}, skip_special_tokens=False) == ("<|257|>" * 6, "length", 6)
+    tired = create(logit_bias={a: 98, b: 95}, frequency_penalty=2, presence_penalty=-1)[0]
+    assert sorted(tired) == [*"aaaabb"] and tired.startswith("aa")
+
+
 BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "unknown field": ("completions", {"prompt": "a", "colour": 1}, "colour"),
     "no prompt": ("completions", {}, "prompt"),
@@ -139,7 +161,11 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "truth value for one answer": ("completions", {"prompt": "a", "n": True}, "n"),
     "0 for false": ("completions", {"prompt": "a", "echo": 0}, "echo"),
     "echo": ("completions", {"prompt": "a", "echo": True}, "echo"),
-    "penalty": ("completions", {"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+    "penalty beyond OpenAI's": ("completions", {"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+    "bias of no token": ("completions", {"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias"),
+    "bias beyond the vocabulary": ("completions", {"prompt": "a", "logit_bias": {"260": 1}}, "logit_bias"),
+    "stop beyond the vocabulary": ("completions", {"prompt": "a", "stop_token_ids": [260]}, "stop_token_ids"),
+    "more tokens than may be": ("completions", {"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
     "empty stop": ("completions", {"prompt": "a", "stop": [""]}, "stop"),
     "empty salt": ("completions", {"prompt": "a", "cache_salt": ""}, "cache_salt"),
     "more prompts than are ever open": ("completions", {"prompt": ["a"] * (FULL + 1)}, "prompt"),

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers as hf
 
 from hicache.errors import ConfigError
+from hicache.serving import SamplingParams
 from hicache.serving.models import ByteTokenizer, load_local, model_identity, random_model
 from hicache.serving.workload import (
     DocumentShape,
@@ -142,3 +145,22 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=str(path)) as caught:
             load_local(str(path), torch.float32, torch.device("cpu"))
         assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_suggests_its_sampling(tmp_path: Path) -> None:
+    """What generation_config.json says itself, values included that are transformers' defaults; one that cannot be used
+    is an error with its name."""
+    tiny_llama().save_pretrained(tmp_path)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, "<unk>"))
+    hf.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    for says, expected in (
+        ({"do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": None, "eos_token_id": 3}, (0.6, 50, 1.0)),
+        ({}, (1.0, 0, 1.0)),
+    ):
+        file.write_text(json.dumps(says))
+        loaded = load_local(str(tmp_path), torch.float32, torch.device("cpu"))
+        assert loaded.sampling == SamplingParams(*expected) and loaded.eos_ids == {3} & {*says.values()}
+    file.write_text(json.dumps({"top_p": 1.5}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: top_p=1\.5"):
+        load_local(str(tmp_path), torch.float32, torch.device("cpu"))

@@ -122,6 +122,7 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
         vocab_size=int(loaded.model.config.get_text_config().vocab_size),
         max_len=parts.max_len,
         eos_ids=loaded.eos_ids,
+        sampling=loaded.sampling,
     )
     runner = ModelRunner(loaded.model, engine, parts.geometry, attention=flags.attention, compiled=flags.compile)
     scheduler = Scheduler(engine, runner, chunk_tokens=flags.chunk_tokens, max_running=flags.max_running)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from hicache.metrics import MetricInfo
 from hicache.replay.recorder import TraceRecorder
 from hicache.serving.request import Request, RequestOutput
-from hicache.serving.sampling import SamplingParams
 from hicache.serving.server.engine_thread import EngineThread, Event, TokenChosen
 from hicache.serving.server.generation import Choice, Generation
 from hicache.serving.server.prometheus import ServerMetrics
@@ -19,6 +19,7 @@ from hicache.serving.server.prompts import Prompt, ServedModel
 from hicache.serving.server.protocol import GenerationBody
 from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, unavailable
 
+_CONTEXT_TOKENS = 32  # of a prompt, for the decoder of what follows
 _SEED_MASK = (1 << 64) - 1  # negative seeds are two's complement
 
 
@@ -82,12 +83,9 @@ class Frontend:
     def start(self, body: GenerationBody, prompts: Sequence[Prompt], reply_id: str) -> Generation:
         """Submit the prompts, all or none. Raises `ApiError`."""
         self.require_room(len(prompts))
+        self._require_possible(body, prompts)
         requests = [self._request(body, prompt, f"{reply_id}-{i}") for i, prompt in enumerate(prompts)]
-        decoder = self._model.tokenizer.decoder
-        choices = {
-            request.request_id: Choice(index, len(request.tokens), decoder(request.tokens[-32:].tolist()), body.stops)
-            for index, request in enumerate(requests)
-        }
+        choices = {request.request_id: self._choice(body, index, request) for index, request in enumerate(requests)}
         generation = Generation(choices, self._thread, self._limits.timeout_s)
         arrival_s = time.perf_counter()
         for request in requests:
@@ -125,24 +123,34 @@ class Frontend:
         """Until no request is open."""
         await self._idle.wait()
 
+    def _require_possible(self, body: GenerationBody, prompts: Sequence[Prompt]) -> None:
+        """Raises `ApiError` for tokens that the model does not have, and for more of them than may be generated."""
+        vocab_size = self._model.vocab_size
+        for name, ids in (("logit_bias", body.bias), ("stop_token_ids", body.stop_token_ids or ())):
+            if max(ids, default=0) >= vocab_size:
+                raise invalid(f"a token id is not below the size of the vocabulary, {vocab_size}", name)
+        if any((body.min_tokens or 0) > prompt.max_new_tokens for prompt in prompts):
+            raise invalid("min_tokens is above the number of tokens that may be generated", "min_tokens")
+
     def _request(self, body: GenerationBody, prompt: Prompt, request_id: str) -> Request:
         seed = secrets.randbits(64) if body.seed is None else body.seed & _SEED_MASK
-        sampling = SamplingParams(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=max(0, body.top_k or 0),
-            top_p=1.0 if body.top_p is None else body.top_p,
-            seed=seed,
-        )
+        sampling = dataclasses.replace(self._model.sampling, **body.sampling, seed=seed)
+        eos_ids = frozenset() if body.ignore_eos else self._model.eos_ids
         return Request(
             request_id,
             prompt.tokens,
             prompt.max_new_tokens,
             sampling,
             namespace=body.cache_salt or "",
-            eos_ids=frozenset() if body.ignore_eos else self._model.eos_ids,
+            eos_ids=eos_ids.union(body.stop_token_ids or ()),
             priority=-(body.priority or 0),
             deadline_s=self._limits.timeout_s,
         )
+
+    def _choice(self, body: GenerationBody, index: int, request: Request) -> Choice:
+        end = request.tokens[-_CONTEXT_TOKENS:].tolist()
+        decoder = self._model.tokenizer.decoder(end, skip_special=body.skip_special_tokens is not False)
+        return Choice(index, len(request.tokens), decoder, body.stops, body.min_tokens or 0)
 
     def _on_token(self, open_request: _OpenRequest, event: TokenChosen) -> None:
         if not open_request.generation.push(event.request_id, event.token):

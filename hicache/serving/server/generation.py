@@ -26,10 +26,12 @@ log = logging.getLogger(__name__)
 
 class Choice:
     """One continuation of a prompt of `prompt_len` tokens. `text`: what was not taken yet. `outcome`: as metrics name
-    it, once it has ended."""
+    it, once it has ended. `min_tokens`: so many have no stop string."""
 
-    def __init__(self, index: int, prompt_len: int, decoder: TextDecoder, stops: Sequence[str]) -> None:
-        self.index, self.prompt_len = index, prompt_len
+    def __init__(
+        self, index: int, prompt_len: int, decoder: TextDecoder, stops: Sequence[str], min_tokens: int = 0
+    ) -> None:
+        self.index, self.prompt_len, self._min_tokens = index, prompt_len, min_tokens
         self._decoder, self._stops = decoder, StopMatcher(stops)
         self._failed = False
         self.text = ""
@@ -61,7 +63,8 @@ class Choice:
     def _take(self, decode: Callable[[], str]) -> None:
         """A tokenizer is the model's: what it raises ends its request, and no other."""
         try:
-            self.text += self._stops.push(decode())
+            text = decode()
+            self.text += text if self.num_tokens <= self._min_tokens else self._stops.push(text)
         except Exception:
             self._failed = True
             log.exception("a token could not be decoded")

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from hicache.errors import ConfigError
 from hicache.serving.models import Tokenizer
+from hicache.serving.sampling import PLAIN, SamplingParams
 from hicache.serving.server.protocol import ChatBody, CompletionBody
 from hicache.serving.server.replies import invalid
 
@@ -23,14 +24,15 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 @dataclass(frozen=True)
 class ServedModel:
-    """`name`: what clients call it. `max_len`: tokens of a prompt and its answer together. Token ids are below
-    `vocab_size`."""
+    """`name`: what clients call it. `max_len`: tokens of a prompt and its answer together. `sampling`: how tokens are
+    chosen where a request does not say. Token ids are below `vocab_size`."""
 
     name: str
     tokenizer: Tokenizer
     vocab_size: int
     max_len: int
     eos_ids: frozenset[int] = frozenset()
+    sampling: SamplingParams = PLAIN
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,17 @@ _MAX_FIELDS = 128  # of an object; each unknown one is an error of its own
 _MAX_SEED = (1 << 63) - 1
 _MAX_PRIORITY = 1 << 31
 _MAX_TOKENS = 1 << 31
+_MAX_LISTED_TOKENS = 1024  # each of which a step looks at
+_MAX_FACTOR = 1e4
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+)
 
 
 def _with_utf8(text: str) -> str:
@@ -71,6 +82,9 @@ Text = Annotated[str, AfterValidator(_with_utf8)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_with_utf8)]
 SaltText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_with_utf8)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # JSON's objects have no other keys
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[
     Annotated[StopText, Tag("as text")]
     | Annotated[list[StopText], Field(max_length=16, fail_fast=True), Tag("as texts")],
@@ -99,12 +113,6 @@ class RefusedFields(Body):
     """What this server does not implement, at the values that ask for nothing."""
 
     n: Annotated[None, only(1)] = None
-    frequency_penalty: Annotated[None, only(0)] = None
-    presence_penalty: Annotated[None, only(0)] = None
-    repetition_penalty: Annotated[None, only(1)] = None
-    min_p: Annotated[None, only(0)] = None
-    min_tokens: Annotated[None, only(0)] = None
-    logit_bias: Annotated[None, only({})] = None
     allowed_token_ids: Annotated[None, only()] = None
     bad_words: Annotated[None, only([])] = None
     include_stop_str_in_output: Annotated[None, only(False)] = None
@@ -144,9 +152,17 @@ class GenerationBody(RefusedFields, IgnoredFields):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_MAX_TOKENS, description="0 or -1: all tokens")] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=_MAX_FACTOR)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=_MAX_LISTED_TOKENS)] | None = None
     seed: Annotated[int, Field(ge=-_MAX_SEED - 1, le=_MAX_SEED)] | None = None
     stop: Stop | None = None
     max_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_MAX_TOKENS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(min_length=0, max_length=_MAX_LISTED_TOKENS)] | None = None
+    skip_special_tokens: Annotated[bool, Field(description="as in vLLM: without their text")] | None = None
     ignore_eos: Annotated[bool, Field(description="as in vLLM: go on after an end token")] | None = None
     cache_salt: (
         Annotated[SaltText, Field(description="as in vLLM: only requests with the same salt share cached pages")] | None
@@ -165,6 +181,17 @@ class GenerationBody(RefusedFields, IgnoredFields):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def bias(self) -> dict[int, float]:
+        return {int(token): value for token, value in (self.logit_bias or {}).items()}
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Those that were given of the fields of `SamplingParams`, but the seed."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING}
+        given |= {"top_k": None if self.top_k is None else max(0, self.top_k), "logit_bias": (*self.bias.items(),)}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def wants_usage(self) -> bool:
