@@ -117,6 +117,42 @@ def test_stop_strings(client: openai.OpenAI) -> None:
     assert whole.usage is not None and whole.usage.completion_tokens < 60
 
 
+def test_several_answers_compute_their_prompt_once(server: Server, client: openai.OpenAI) -> None:
+    """Each of n answers is that of a seed of its own, streamed or not, in a chat or not; all but the first find the
+    prompt in the cache, and usage counts it once. A client that goes away ends those that wait for the first."""
+    text = f"several {LONG}"
+    shared: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 1.2}
+    computed = server.metric("hicache_admit_computed_tokens_total")
+    done = client.completions.create(prompt=[text, SECRET], n=3, seed=5, **shared)
+    assert server.metric("hicache_admit_computed_tokens_total") - computed < len(text) + 3 * (64 + len(SECRET))
+    alone = [
+        client.completions.create(prompt=prompt, seed=5 + i, **shared).choices[0].text
+        for prompt in (text, SECRET)
+        for i in range(3)
+    ]
+    assert [choice.text for choice in done.choices] == alone and len(set(alone)) == 6
+    assert done.usage is not None and done.usage.prompt_tokens == 2 + len(text) + len(SECRET)
+    assert done.usage.completion_tokens == 36
+
+    messages: Any = [{"role": "user", "content": text}]
+    whole = client.chat.completions.create(messages=messages, n=2, seed=5, **shared)
+    texts: list[list[str]] = [[], []]
+    for event in client.chat.completions.create(messages=messages, n=2, seed=5, stream=True, **shared):
+        for choice in event.choices:
+            assert (choice.delta.role == "assistant") == (not texts[choice.index])
+            texts[choice.index].append(choice.delta.content or "")
+    assert ["".join(parts) for parts in texts] == [choice.message.content for choice in whole.choices]
+
+    aborted = server.metric('hicache_requests_total{outcome="abort"}')
+    ask_and_leave = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
+    body = json.dumps({"prompt": f"left {LONG * 40}", "n": FULL, "max_tokens": ENDLESS}).encode()
+    ask_and_leave.request("POST", "/v1/completions", body, HEADERS)
+    server.wait_for_at_least("hicache_requests_running", 1)
+    ask_and_leave.close()
+    server.wait_idle()
+    assert server.metric('hicache_requests_total{outcome="abort"}') == aborted + FULL
+
+
 def test_tokens_are_chosen_as_asked(client: openai.OpenAI) -> None:
     """Biases, stop tokens, a least number of tokens and shown special tokens do what vLLM says of them."""
 
@@ -157,7 +193,6 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "no tokens asked for": ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
     "temperature that is no number": ("completions", {"prompt": "a", "temperature": float("nan")}, "temperature"),
     "top_p of nothing": ("completions", {"prompt": "a", "top_p": 0}, "top_p"),
-    "several answers": ("completions", {"prompt": "a", "n": 2}, "n"),
     "truth value for one answer": ("completions", {"prompt": "a", "n": True}, "n"),
     "0 for false": ("completions", {"prompt": "a", "echo": 0}, "echo"),
     "echo": ("completions", {"prompt": "a", "echo": True}, "echo"),
@@ -169,6 +204,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "empty stop": ("completions", {"prompt": "a", "stop": [""]}, "stop"),
     "empty salt": ("completions", {"prompt": "a", "cache_salt": ""}, "cache_salt"),
     "more prompts than are ever open": ("completions", {"prompt": ["a"] * (FULL + 1)}, "prompt"),
+    "more answers than are ever open": ("completions", {"prompt": "a", "n": FULL + 1}, "n"),
     "no messages": ("chat/completions", {"messages": []}, "messages"),
     "unknown role": ("chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, "messages"),
     "message without content": ("chat/completions", {"messages": [{"role": "user"}]}, "messages"),

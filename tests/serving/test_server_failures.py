@@ -75,8 +75,8 @@ class _Failing:
 class _Undecodable(ByteTokenizer):
     """A tokenizer that decodes nothing after prompts that end with token 5."""
 
-    def decoder(self, prompt: Sequence[int]) -> TextDecoder:
-        return TokenDecoder(self.decode) if prompt[-1] == 5 else super().decoder(prompt)
+    def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
+        return TokenDecoder(self.decode) if prompt[-1] == 5 else super().decoder(prompt, skip_special)
 
     def decode(self, tokens: Sequence[int]) -> str:
         if tokens:

@@ -30,6 +30,8 @@ async def one(client: openai.AsyncOpenAI, choice: random.Random) -> str:
         "temperature": choice.choice([0, 1]),
         "stream": choice.random() < 0.6,
         "stop": choice.choice([None, None, ["a", "\x10"]]),
+        "n": choice.choice([1, 1, 3]),
+        "frequency_penalty": choice.choice([0, 1]),
         "extra_body": {"priority": choice.randint(-2, 2), "cache_salt": choice.choice(["a", "b"])},
     }
     if choice.random() < 0.5:

@@ -128,7 +128,7 @@ def _add_generation(app: FastAPI, frontend: Frontend, encoder: PromptEncoder, se
     @app.post("/v1/completions", responses=_STREAMED)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         _require_model(body, settings)
-        frontend.require_room(len(body.prompts))
+        frontend.require_room(body)
         prompts = await encoder.of_completion(body)
         reply = Reply(body, f"cmpl-{uuid.uuid4().hex}", settings.model_name)
         return await _answer(frontend, body, prompts, reply, request)
@@ -136,7 +136,7 @@ def _add_generation(app: FastAPI, frontend: Frontend, encoder: PromptEncoder, se
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         _require_model(body, settings)
-        frontend.require_room(1)
+        frontend.require_room(body)
         prompts = [await encoder.of_chat(body)]
         reply = Reply(body, f"chatcmpl-{uuid.uuid4().hex}", settings.model_name)
         return await _answer(frontend, body, prompts, reply, request)

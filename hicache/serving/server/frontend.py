@@ -19,13 +19,14 @@ from hicache.serving.server.prompts import Prompt, ServedModel
 from hicache.serving.server.protocol import GenerationBody
 from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, unavailable
 
+_LEAST_S = 1e-3
 _CONTEXT_TOKENS = 32  # of a prompt, for the decoder of what follows
 _SEED_MASK = (1 << 64) - 1  # negative seeds are two's complement
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`max_open`: prompts that run or wait. `timeout_s`: of a request, from its arrival to its last token."""
+    """`max_open`: answers that run or wait. `timeout_s`: of a request, from its arrival to its last token."""
 
     max_open: int
     timeout_s: float
@@ -33,11 +34,13 @@ class Limits:
 
 @dataclass
 class _OpenRequest:
-    """A prompt that the scheduler has. Times are on the clock of `time.perf_counter`."""
+    """An answer to a prompt. Times are on the clock of `time.perf_counter`. `others`: to the same prompt, which the
+    scheduler gets once this one's first token is there, so that they find the prompt in the cache."""
 
     generation: Generation
     arrival_s: float
     last_token_s: float = 0.0
+    others: Sequence[Request] = ()
 
 
 class Frontend:
@@ -71,28 +74,34 @@ class Frontend:
         if not self._thread.alive:
             raise unavailable("the engine has failed; the server has to be started again", "engine_failed")
 
-    def require_room(self, num_prompts: int) -> None:
-        """Raises `ApiError` where a request of so many prompts is refused now."""
+    def require_room(self, body: GenerationBody) -> None:
+        """Raises `ApiError` where a request for so many answers is refused now."""
         self.require_serving()
-        max_open = self._limits.max_open
-        if num_prompts > max_open:
-            raise invalid(f"a request has at most {max_open} prompts here, this one has {num_prompts}", "prompt")
-        if len(self._open) + num_prompts > max_open:
+        max_open, num = self._limits.max_open, body.num_answers
+        if num > max_open:
+            param = "prompt" if num > (body.n or 1) else "n"
+            raise invalid(f"a request has at most {max_open} answers here, this one asks for {num}", param)
+        if len(self._open) + num > max_open:
             raise overloaded(max_open)
 
     def start(self, body: GenerationBody, prompts: Sequence[Prompt], reply_id: str) -> Generation:
         """Submit the prompts, all or none. Raises `ApiError`."""
-        self.require_room(len(prompts))
+        self.require_room(body)
         self._require_possible(body, prompts)
-        requests = [self._request(body, prompt, f"{reply_id}-{i}") for i, prompt in enumerate(prompts)]
+        num_each = body.n or 1
+        requests = [
+            self._request(body, prompts[i // num_each], f"{reply_id}-{i}", i % num_each)
+            for i in range(body.num_answers)
+        ]
         choices = {request.request_id: self._choice(body, index, request) for index, request in enumerate(requests)}
         generation = Generation(choices, self._thread, self._limits.timeout_s)
         arrival_s = time.perf_counter()
         for request in requests:
             self._open[request.request_id] = _OpenRequest(generation, arrival_s)
-            self._thread.submit(request)
-            if self._recorder is not None:
-                self._recorder.arrived(request.request_id, request.tokens, request.namespace)
+        for first in range(0, len(requests), num_each):
+            request, *others = requests[first : first + num_each]
+            self._open[request.request_id].others = others
+            self._submit(request)
         self._idle.clear()
         return generation
 
@@ -132,8 +141,23 @@ class Frontend:
         if any((body.min_tokens or 0) > prompt.max_new_tokens for prompt in prompts):
             raise invalid("min_tokens is above the number of tokens that may be generated", "min_tokens")
 
-    def _request(self, body: GenerationBody, prompt: Prompt, request_id: str) -> Request:
-        seed = secrets.randbits(64) if body.seed is None else body.seed & _SEED_MASK
+    def _submit(self, request: Request) -> None:
+        self._thread.submit(request)
+        if self._recorder is not None:
+            self._recorder.arrived(request.request_id, request.tokens, request.namespace)
+
+    def _submit_others(self, open_request: _OpenRequest) -> None:
+        """Their time runs since the arrival of the first. They end at once where their generation was aborted."""
+        left_s = max(_LEAST_S, self._limits.timeout_s - (time.perf_counter() - open_request.arrival_s))
+        others, open_request.others = open_request.others, ()
+        for request in others:
+            self._submit(dataclasses.replace(request, deadline_s=left_s))
+            if open_request.generation.aborted:
+                self._thread.abort(request.request_id)
+
+    def _request(self, body: GenerationBody, prompt: Prompt, request_id: str, number: int) -> Request:
+        """The answer of that number to the prompt, from 0."""
+        seed = (secrets.randbits(64) if body.seed is None else body.seed) + number & _SEED_MASK
         sampling = dataclasses.replace(self._model.sampling, **body.sampling, seed=seed)
         eos_ids = frozenset() if body.ignore_eos else self._model.eos_ids
         return Request(
@@ -150,9 +174,12 @@ class Frontend:
     def _choice(self, body: GenerationBody, index: int, request: Request) -> Choice:
         end = request.tokens[-_CONTEXT_TOKENS:].tolist()
         decoder = self._model.tokenizer.decoder(end, skip_special=body.skip_special_tokens is not False)
-        return Choice(index, len(request.tokens), decoder, body.stops, body.min_tokens or 0)
+        is_first = index % (body.n or 1) == 0
+        return Choice(index, len(request.tokens), decoder, body.stops, body.min_tokens or 0, is_first=is_first)
 
     def _on_token(self, open_request: _OpenRequest, event: TokenChosen) -> None:
+        if open_request.others:
+            self._submit_others(open_request)
         if not open_request.generation.push(event.request_id, event.token):
             return
         metrics, last_s = self.metrics, open_request.last_token_s
@@ -168,6 +195,8 @@ class Frontend:
         if self._recorder is not None:
             self._recorder.ended(output.request_id, len(output.tokens))
         outcome = open_request.generation.end(output)
+        if open_request.others:
+            self._submit_others(open_request)
         metrics = self.metrics
         metrics.requests.labels(outcome).inc()
         metrics.request_s.observe(time.perf_counter() - open_request.arrival_s)

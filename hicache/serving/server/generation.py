@@ -26,12 +26,19 @@ log = logging.getLogger(__name__)
 
 class Choice:
     """One continuation of a prompt of `prompt_len` tokens. `text`: what was not taken yet. `outcome`: as metrics name
-    it, once it has ended. `min_tokens`: so many have no stop string."""
+    it, once it has ended. `min_tokens`: so many have no stop string. `is_first`: of those of its prompt."""
 
     def __init__(
-        self, index: int, prompt_len: int, decoder: TextDecoder, stops: Sequence[str], min_tokens: int = 0
+        self,
+        index: int,
+        prompt_len: int,
+        decoder: TextDecoder,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        *,
+        is_first: bool = True,
     ) -> None:
-        self.index, self.prompt_len, self._min_tokens = index, prompt_len, min_tokens
+        self.index, self.prompt_len, self._min_tokens, self.is_first = index, prompt_len, min_tokens, is_first
         self._decoder, self._stops = decoder, StopMatcher(stops)
         self._failed = False
         self.text = ""
@@ -71,7 +78,7 @@ class Choice:
 
 
 class Generation:
-    """The prompts of one HTTP request. All methods are called on the event loop.
+    """The answers to one HTTP request. All methods are called on the event loop.
 
     `choices`: by request id. `ends`: where its requests run. `timeout_s`: for the message.
     """
@@ -81,6 +88,7 @@ class Generation:
         self._unfinished = dict(choices)
         self._news = asyncio.Event()
         self._error: ApiError | None = None
+        self.aborted = False
         self._prompt_tokens = self._cached_tokens = 0
 
     @property
@@ -112,8 +120,9 @@ class Generation:
         """Take the end of a request; returns its outcome."""
         choice = self._unfinished.pop(output.request_id)
         choice.end(output.finish_reason)
-        self._prompt_tokens += output.prompt_tokens
-        self._cached_tokens += output.cached_len
+        if choice.is_first:
+            self._prompt_tokens += output.prompt_tokens
+            self._cached_tokens += output.cached_len
         if choice.outcome not in ("stop", "length"):
             self._fail(_error_of(output, self._timeout_s))
         self._news.set()
@@ -128,7 +137,8 @@ class Generation:
         self._news.set()
 
     def abort(self) -> None:
-        """End all prompts that have not ended. Idempotent."""
+        """End all answers that have not ended. Idempotent."""
+        self.aborted = True
         for request_id in self._unfinished:
             self._ends.abort(request_id)
 

@@ -30,6 +30,7 @@ _MAX_PRIORITY = 1 << 31
 _MAX_TOKENS = 1 << 31
 _MAX_LISTED_TOKENS = 1024  # each of which a step looks at
 _MAX_FACTOR = 1e4
+_MAX_ANSWERS = 128
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -112,7 +113,6 @@ class StreamOptions(Body):
 class RefusedFields(Body):
     """What this server does not implement, at the values that ask for nothing."""
 
-    n: Annotated[None, only(1)] = None
     allowed_token_ids: Annotated[None, only()] = None
     bad_words: Annotated[None, only([])] = None
     include_stop_str_in_output: Annotated[None, only(False)] = None
@@ -149,6 +149,7 @@ class GenerationBody(RefusedFields, IgnoredFields):
     model: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_ANSWERS, description="answers to each prompt")] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_MAX_TOKENS, description="0 or -1: all tokens")] | None = None
@@ -177,6 +178,11 @@ class GenerationBody(RefusedFields, IgnoredFields):
         if value is not None and not info.data.get("stream"):
             raise PydanticCustomError("no_stream", "only a stream has options; set stream to true too")
         return value
+
+    @property
+    def num_answers(self) -> int:
+        """Of all prompts."""
+        return self.n or 1
 
     @property
     def stops(self) -> list[str]:
@@ -227,6 +233,10 @@ class CompletionBody(GenerationBody, RefusedCompletionFields):
     def prompts(self) -> list[str] | list[list[int]]:
         prompt: Any = self.prompt
         return prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * (self.n or 1)
 
 
 class TextPart(Body):
