@@ -27,6 +27,7 @@ import torch
 
 from hicache.bench.machine import RESULTS, ROOT, commit_of, machine_name, software
 from hicache.errors import HiCacheError
+from hicache.output_file import write_whole
 
 SCHEMA = 1
 
@@ -223,9 +224,7 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.bench}-{self.machine}.json"
         text = json.dumps(self.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
-        part = path.with_suffix(".part")
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(path)
+        write_whole(path, text + "\n")
         return path
 
 

@@ -26,7 +26,7 @@ LEVELS = (
     ("layout",),
     ("config", "settings", "store_config", "metrics"),
     ("kernels", "storage"),
-    ("console",),
+    ("console", "output_file"),
     ("errors", "public_names"),
 )
 RANKS = {unit: len(LEVELS) - level for level, units in enumerate(LEVELS) for unit in units}

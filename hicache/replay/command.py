@@ -13,10 +13,11 @@ from typing import Any
 
 from hicache.console import counted, print_table, progress
 from hicache.errors import ConfigError
+from hicache.output_file import require_writable, write_whole
 from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
 from hicache.replay.cost import TierCosts, costs_of
 from hicache.replay.nodes import ROUTERS, NodeSettings
-from hicache.replay.report import require_report_packages, result_rows, write_report, write_whole
+from hicache.replay.report import require_report_packages, result_rows, write_report
 from hicache.replay.simulation import ReplayResult
 from hicache.replay.sweep import Case, cases_of, sweep
 from hicache.replay.trace import Trace, read_trace
@@ -104,9 +105,9 @@ def run(flags: argparse.Namespace) -> int:
     """Replay and print the table; returns 0. Raises TraceError and ConfigError."""
     costs = costs_of(flags.calibration, {field.name: vars(flags)[field.name] for field in fields(TierCosts)})
     if flags.json is not None:
-        _require_folder("--json", flags.json)
+        require_writable("--json", flags.json)
     if flags.report is not None:
-        _require_folder("--report", flags.report)
+        require_writable("--report", flags.report)
         require_report_packages()
     trace = read_trace(flags.trace, flags.block_tokens)
     nodes = NodeSettings(flags.nodes, flags.router, flags.remote_blocks)
@@ -163,12 +164,6 @@ def _print(trace: Trace, cases: Sequence[Case], results: Sequence[ReplayResult])
     requests, blocks = counted(len(trace.requests)), counted(trace.num_blocks)
     title = f"{trace.name}: {requests} requests, {blocks} blocks of {trace.block_tokens} tokens"
     print_table([*rows[0]], lines, title=title)
-
-
-def _require_folder(flag: str, path: Path) -> None:
-    """Tell before the replays what would fail after them."""
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{flag} {path} cannot be written; give a file in a folder that can be written to")
 
 
 def _json(trace: Trace, results: Sequence[ReplayResult]) -> str:

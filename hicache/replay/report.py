@@ -6,7 +6,6 @@ plots of `hicache.replay.plots`. `docs/replay.md` explains each.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from hicache.console import counted
 from hicache.errors import ConfigError
+from hicache.output_file import write_whole
 from hicache.replay import plots
 from hicache.replay.nodes import NodeSettings, NodesResult
 from hicache.replay.plots import ANY_TIER, OPTIMAL, UNLIMITED, Curve, Numbers, Panel
@@ -44,18 +44,8 @@ def require_report_packages() -> None:
 
 
 def write_report(path: Path, trace: Trace, results: Sequence[ReplayResult]) -> None:
-    """Write the page of `results`, replays of `trace`, to `path`, whole or not at all. OSError where that fails."""
+    """Write the page of `results`, replays of `trace`, to `path`, as `write_whole` does."""
     write_whole(path, render(trace, results))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all: beside `path`, then renamed. OSError where that fails."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def render(trace: Trace, results: Sequence[ReplayResult]) -> str:

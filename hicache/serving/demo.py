@@ -24,6 +24,7 @@ from hicache.config import EngineConfig
 from hicache.console import new_console
 from hicache.errors import ConfigError, PromptTooLong
 from hicache.factory import build_engine
+from hicache.output_file import require_writable, write_whole
 from hicache.serving.drive import serve_cached, serve_with_transformers, serve_without_cache
 from hicache.serving.models import LoadedModel, device_named, load_local, random_model
 from hicache.serving.report import HEADER, Report
@@ -53,7 +54,7 @@ def run(flags: argparse.Namespace) -> int:
     transformers.utils.logging.disable_progress_bar()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if flags.json is not None:
-        _check_writable(Path(flags.json))
+        require_writable("--json", Path(flags.json))
     workload = _prepare(flags, say)
     with contextlib.ExitStack() as stack:
         temporary = ""
@@ -90,7 +91,7 @@ def run(flags: argparse.Namespace) -> int:
     )
     say("\n" + report.summary())
     if flags.json is not None:
-        Path(flags.json).write_text(json.dumps(report.to_json(), indent=1) + "\n")
+        write_whole(Path(flags.json), json.dumps(report.to_json(), indent=1) + "\n")
     return 0 if report.identical else 1
 
 
@@ -221,10 +222,3 @@ def _pages(tokens: int, page: int) -> int:
 
 def _device_name(name: str) -> str:
     return torch.cuda.get_device_name(name) if name.startswith("cuda") else name
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"cannot write --json {path}: {error.strerror}") from error

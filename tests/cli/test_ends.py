@@ -16,6 +16,7 @@ import pytest
 
 from cli_case import output
 from hicache.cli import main
+from hicache.output_file import write_whole
 from hicache.storage import describe
 from programs import PIPE, Program, command
 from storage_pages import found_numbers, open_store, put_numbers
@@ -112,6 +113,28 @@ sys.exit(main())"""
     status, out, err = ended(Program(code, "store", *arguments))
     assert (status, out, len(err.splitlines())) == (2, "", 1), err
     return err
+
+
+def test_a_result_is_written_to_what_stands_at_its_path(tmp_path: Path) -> None:
+    """A file takes the place of an earlier one when it is whole, also behind a link; one that fails leaves what was
+    there and nothing else. A pipe, and so a device, gets the text and stays what it is, for `replay --json` too."""
+    real, link, fifo = tmp_path / "real", tmp_path / "link", tmp_path / "fifo"
+    link.symlink_to("real")
+    os.mkfifo(fifo)
+    for path, text in ((real, "first"), (link, "second"), (real, "third")):
+        write_whole(path, text)
+        assert real.read_text("utf-8") == text
+    with pytest.raises(UnicodeError):
+        write_whole(link, "half\ud800")  # cannot be encoded
+    assert real.read_text("utf-8") == "third" and link.is_symlink()
+    trace = tmp_path / "trace"
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
+    reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    flags = ["--device-blocks", "1", "--policies", "lru", "--processes", "1"]
+    assert main(["replay", str(trace), *flags, "--json", str(fifo)]) == 0
+    assert json.loads(os.read(reading, 1 << 16))["rows"] and fifo.is_fifo()
+    os.close(reading)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "link", "real", "trace"]
 
 
 def test_an_existing_file_stays_until_the_new_one_is_whole(path: Path, tmp_path: Path) -> None:

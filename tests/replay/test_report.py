@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from hicache.errors import ConfigError
 from hicache.replay.cost import TierCosts
 from hicache.replay.nodes import NodeSettings, NodesResult, optimal_of_nodes, replay_nodes
-from hicache.replay.report import render, write_whole
+from hicache.replay.report import render
 from hicache.replay.simulation import ReplayResult, ReplaySettings, optimal, replay
 from hicache.replay.trace import Trace
 from replay_case import trace_of
@@ -133,19 +132,6 @@ def test_a_hostile_name_is_text(trace: Trace, results: list[ReplayResult]) -> No
     assert "example.org" in text and "<script" not in text
 
 
-def test_it_is_written_whole_or_not_at_all(tmp_path: Path, trace: Trace) -> None:
-    """A second file takes the place of the first at once; one that fails leaves the first and nothing else."""
-    path = tmp_path / "report.html"
-    for text in ("first", "second"):
-        write_whole(path, text)
-        assert path.read_text("utf-8") == text
-    with pytest.raises(UnicodeError):
-        write_whole(path, "half\ud800")  # cannot be encoded
-    assert path.read_text("utf-8") == "second" and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(ConfigError):
-        render(trace, [])
-
-
 def test_what_a_sweep_lacks_is_left_out(trace: Trace) -> None:
     """One policy, no bound, no cost model, one instant, no hit: the page has what is left."""
     at_once = replace(trace, requests=tuple(replace(request, time_s=0.0) for request in trace.requests))
@@ -154,6 +140,8 @@ def test_what_a_sweep_lacks_is_left_out(trace: Trace) -> None:
     assert page.tags.count("svg") == 2
     assert page.tables["rates"] == [["capacity", "lru"], ["20", f"{result.hit_rate:.4f}"]]
     assert "p50" not in page.tables["results"][0]
+    with pytest.raises(ConfigError):
+        render(trace, [])
     unlimited = optimal(trace, ReplaySettings(None), name="unlimited")
     assert "rates" not in Page(render(trace, [unlimited])).tables
     nothing = replay(trace_of(*([at] for at in range(10))), ReplaySettings(4))
