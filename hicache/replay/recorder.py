@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -60,7 +61,7 @@ class TraceRecorder:
     def __init__(self, path: Path, block_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError where the file exists, OSError where it cannot be made."""
         try:
-            self._file = path.open("x")
+            self._file = path.open("xb", buffering=0)
         except FileExistsError:
             raise ConfigError(f"{path} exists; record to another file, or remove it") from None
         self._path, self._clock = path, clock
@@ -69,7 +70,7 @@ class TraceRecorder:
         self._open: dict[str, _Open] = {}
         self._start_s = clock()
         self._failed = False
-        self.num_written = 0
+        self._num_bytes = self.num_written = 0
         self._write({"format": FORMAT, "version": VERSION, "block_tokens": block_tokens})
         self._thread = threading.Thread(target=self._run, name="hicache-recorder", daemon=True)
         self._thread.start()
@@ -122,16 +123,20 @@ class TraceRecorder:
                 "output_tokens": request.output_tokens,
                 "blocks": [int.from_bytes(key[:_ID_BYTES], "little") >> (8 * _ID_BYTES - _ID_BITS) for key in keys],
             }
-            self._write({**line, "session": arrival.session} if arrival.session else line)
-            self.num_written += 1
+            self.num_written += self._write({**line, "session": arrival.session} if arrival.session else line)
 
-    def _write(self, line: object) -> None:
-        """Write a line whole. A disk that fails ends the recording, not the server."""
+    def _write(self, line: object) -> bool:
+        """Write a line, whole or not at all. A disk that fails ends the recording, not the server."""
         if self._failed:
-            return
+            return False
+        data = left = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         try:
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-            self._file.flush()
+            while left:
+                left = left[self._file.write(left) :]
+            self._num_bytes += len(data)
         except OSError as error:
             self._failed = True
             log.warning("recording to %s has stopped: %s", self._path, error.strerror)
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._num_bytes)
+        return not self._failed

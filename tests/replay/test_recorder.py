@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,22 @@ def test_what_is_recorded_replays(tmp_path: Path) -> None:
     result = replay(trace, ReplaySettings(None))
     assert result.device_tokens.tolist() == [0, 8, 0, 0]
     recorder.close()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_fails_ends_the_recording_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Requests go on to come and end, the log says it once, and what was written before is a trace."""
+    path, (soft, hard) = tmp_path / "trace.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # no file may be longer
+    try:
+        with TraceRecorder(path, 4) as recorder:
+            for name in range(40):
+                recorder.arrived(str(name), np.arange(12))
+                recorder.ended(str(name), 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [record.message for record in caplog.records] == [f"recording to {path} has stopped: File too large"]
+    assert 0 < recorder.num_written == len(read_trace(path).requests) < 40
 
 
 def test_a_recording_writes_over_nothing(tmp_path: Path) -> None:
