@@ -146,11 +146,14 @@ class LoadedModel:
 
 
 def device_named(name: str) -> torch.device:
-    """The device of that name. Raises ConfigError where there is none."""
+    """The device of that name. Raises ConfigError where there is none, or models are not served on its kind."""
+    wrong = ConfigError(f"device={name!r}: write cpu, cuda or cuda:1")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device={name!r}: write cpu, cuda or cuda:1") from None
+        raise wrong from None
+    if device.type not in ("cpu", "cuda"):
+        raise wrong
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(f"device={name!r}: torch sees {count} CUDA devices; use one of them, or --device cpu")

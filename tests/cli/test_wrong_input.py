@@ -101,6 +101,8 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("--dtype float7", "dtype"),
         ("--device abacus", "device"),
         ("--device cuda:77", "device"),
+        ("--device meta", "device"),
+        ("--device mps", "device"),
         ("--config {tmp}/missing.yaml", "missing.yaml"),
         ("--config {tmp}/broken.yaml", "broken.yaml"),
         ("--config {tmp}/bytes.yaml", "bytes.yaml"),
