@@ -40,15 +40,17 @@ class EventBatch:
 class EventSink(Protocol):
     """Where batches go. Built on the thread that builds the engine; used by the publisher's thread alone."""
 
-    poll_s: float | None
-    """How often `serve` is to be called at least, in seconds; None: with each batch is enough."""
+    @property
+    def poll_s(self) -> float | None:
+        """How long at most to wait for a batch before `serve` is called, in seconds; None: with each is enough."""
+        ...
 
     def send(self, batch: EventBatch) -> None:
         """Write a batch. Whatever it raises loses the batch."""
         ...
 
     def serve(self) -> None:
-        """Answer who asked for something."""
+        """Answer who asked for something, for a bounded time: batches wait meanwhile."""
         ...
 
     def close(self) -> None: ...

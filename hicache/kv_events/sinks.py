@@ -11,6 +11,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from hicache.errors import ConfigError
@@ -23,6 +24,7 @@ _POLL_S = 0.05  # between two looks for requests to replay
 _LINGER_MS = 500  # at the end, for subscribers that read
 _MAX_UNREAD = 4096  # batches that wait for one slow subscriber; ZeroMQ drops what comes beyond that
 _REPLAY_BATCHES, _REPLAY_BYTES = 4096, 64 << 20
+_ANSWER_BATCHES = 256  # of one call: new batches go out between two
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -48,7 +50,8 @@ def _as_map(event: KVCacheEvent) -> dict[str, Any]:
 
 
 class FileSink:
-    """Appends one line a batch: `{"sequence": 0, "time_s": 1.5, "events": [...]}`.
+    """Appends one line a batch: `{"sequence": 0, "time_s": 1.5, "events": [...]}`. A new file is private to its user:
+    token ids are prompts.
 
     A FIFO must have its reader before the engine is built.
     """
@@ -58,7 +61,7 @@ class FileSink:
     def __init__(self, path: str) -> None:
         """Raises `ConfigError` where the file cannot be opened."""
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"kv_events=file:{path}: {error.strerror}; give a file that can be written") from error
         os.set_blocking(self._file, True)
@@ -100,7 +103,7 @@ class ZmqSink:
         self._context = zmq.Context()
         self._buffer: deque[tuple[bytes, bytes]] = deque()
         self._buffer_bytes = 0
-        self.poll_s = _POLL_S if replay else None
+        self._asked: tuple[bytes, bytes] | None = None  # whom an answer is under way to, and the number it goes on from
         try:
             self._publisher = self._socket(zmq.PUB, address, "kv_events", _MAX_UNREAD)
             self._router = self._socket(zmq.ROUTER, replay, "kv_events_replay", 0) if replay else None
@@ -115,6 +118,12 @@ class ZmqSink:
         router = "" if self._router is None else self._router.getsockopt_string(bound)
         return self._publisher.getsockopt_string(bound), router
 
+    @property
+    def poll_s(self) -> float | None:
+        if self._router is None:
+            return None
+        return _POLL_S if self._asked is None else 0.0
+
     def send(self, batch: EventBatch) -> None:
         number = batch.sequence.to_bytes(8, "big")
         payload = self._pack([batch.time_s, list(events_of(batch)), _RANK])
@@ -123,17 +132,23 @@ class ZmqSink:
             self._keep(number, payload)
 
     def serve(self) -> None:
-        """Answer who asked for batches again."""
+        """Go on with the answer to who asked for batches again, and then with that to the next."""
         if self._router is None:
             return
-        while self._router.poll(0):
+        if self._asked is None and self._router.poll(0):
             client, *frames = self._router.recv_multipart()
-            number = frames[-1] if frames else b""
-            if len(number) == 8:
-                for at, payload in self._buffer:
-                    if at >= number:
-                        self._answer(client, self._topic, at, payload)
+            self._asked = client, frames[-1] if frames and len(frames[-1]) == len(_END) else _END
+        if self._asked is None:
+            return
+        client, number = self._asked
+        due = list(islice((kept for kept in self._buffer if kept[0] >= number), _ANSWER_BATCHES))
+        for at, payload in due:
+            self._answer(client, self._topic, at, payload)
+        if len(due) < _ANSWER_BATCHES:
             self._answer(client, b"", _END, b"")
+            self._asked = None
+        else:
+            self._asked = client, (int.from_bytes(due[-1][0], "big") + 1).to_bytes(len(_END), "big")
 
     def close(self) -> None:
         self._context.destroy(linger=_LINGER_MS)

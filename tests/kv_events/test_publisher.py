@@ -153,6 +153,36 @@ def test_a_batch_on_the_wire_is_as_documented(tmp_path: Path) -> None:
         sink.close()
 
 
+def test_batches_go_out_while_others_are_asked_for_again() -> None:
+    """However often all batches are asked for, one call answers with few of them, and the next comes at once. Each
+    asker gets everything from its number on, in order, what was sent meanwhile too."""
+    sink, context = ZmqSink("tcp://127.0.0.1:0", "", "tcp://127.0.0.1:0"), zmq.Context()
+    asking, numbers, answers, num_calls = context.socket(zmq.DEALER), list(range(1000)), list[int](), 0
+    try:
+        for sequence in numbers:
+            sink.send(_batch(sequence, [AllRemoved()]))
+        asking.set_hwm(0)
+        asking.connect(sink.addresses[1])
+        for first in (0, 0, 900):
+            asking.send_multipart([b"", first.to_bytes(8, "big")])
+        while answers.count(-1) < 3:
+            sink.serve()
+            num_calls += 1
+            if sink.poll_s == 0.0 and num_calls % 4 == 0:
+                sink.send(_batch(len(numbers), [AllRemoved()]))
+                numbers.append(len(numbers))
+            while asking.poll(0 if sink.poll_s == 0.0 else 10):
+                answers.append(int.from_bytes(asking.recv_multipart()[2], "big", signed=True))
+    finally:
+        context.destroy(linger=0)
+        sink.close()
+    ends = [at for at, number in enumerate(answers) if number == -1]
+    parts = [answers[start:end] for start, end in zip([0, *(at + 1 for at in ends)], ends, strict=False)]
+    assert [part[0] for part in parts] == [0, 0, 900] and all(part == numbers[part[0] :][: len(part)] for part in parts)
+    assert [len(part) >= 1000 - part[0] for part in parts] == [True] * 3
+    assert num_calls > 2100 // 256 and len(numbers) > 1000
+
+
 def test_long_runs_become_events_of_few_blocks() -> None:
     """A long prompt is told in parts whose parents are the blocks before them, and reads back as one chain."""
     keys = _keys(0, 300)
@@ -164,11 +194,16 @@ def test_long_runs_become_events_of_few_blocks() -> None:
 
 
 def test_lines_are_as_documented_and_are_added_to_what_is_there(tmp_path: Path) -> None:
+    """Token ids are prompts: a new file is its user's alone. The mode of one that is there is kept."""
+    sink_of(f"file:{tmp_path}/new").close()
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
     path = tmp_path / "events"
     path.write_text("what was there\n")
+    path.chmod(0o640)
     sink = FileSink(str(path))
     sink.send(_known_batch())
     sink.close()
+    assert path.stat().st_mode & 0o777 == 0o640
     first, line = path.read_text().splitlines()
     assert first == "what was there"
     assert json.loads(line) == {"sequence": 3, "time_s": 4.5, "events": _KNOWN_EVENTS}
