@@ -76,7 +76,7 @@ def valid_count(name: str, value: Any) -> int:
 
 def valid_request(request: CacheRequest) -> CacheRequest:
     """The same, its tokens packed. Raises `InvalidTokens` and `InvalidArgument`."""
-    reserve, uses = request.reserve_tokens, request.expected_uses
+    reserve, uses, cached = request.reserve_tokens, request.expected_uses, request.max_cached_tokens
     return dataclasses.replace(
         request,
         request_id=valid_request_id(request.request_id),
@@ -85,5 +85,6 @@ def valid_request(request: CacheRequest) -> CacheRequest:
         reserve_tokens=None if reserve is None else valid_count("reserve_tokens", reserve),
         priority=valid_count("priority", request.priority),
         branch_points=tuple(valid_count("branch_points", point) for point in request.branch_points),
+        max_cached_tokens=None if cached is None else valid_count("max_cached_tokens", cached),
         expected_uses=None if uses is None else valid_count("expected_uses", uses),
     )

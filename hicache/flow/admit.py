@@ -160,7 +160,8 @@ class Admit:
     def _count(self, request: CacheRequest) -> tuple[Admission, bool]:
         """What the request would get, and whether that takes a load."""
         tree, num_tokens, reserve = self._context.tree, len(request.tokens), request.reserve_tokens
-        match = tree.match(request.tokens[: self._max_cached(num_tokens)], request.namespace)
+        limit = num_tokens if request.max_cached_tokens is None else min(num_tokens, request.max_cached_tokens + 1)
+        match = tree.match(request.tokens[: self._max_cached(limit)], request.namespace)
         length, needs_load = self._usable(match)
         end = num_tokens if reserve is None else min(num_tokens, length + reserve)
         device_len = min(length, match.device_len)

@@ -50,7 +50,8 @@ class CacheRequest:
     `reserve_tokens`: tokens behind the cached prefix that get slots at admission, the others by `extend`; None: all.
     `priority`, from 0: under `eviction_policy="priority"`, what the request uses or adds has at least this one from
     then on. `branch_points`: token positions, like the end of a system prompt, after which other prompts may go on
-    differently; a hybrid model keeps a recurrent state at the last page boundary of each.
+    differently; a hybrid model keeps a recurrent state at the last page boundary of each. `max_cached_tokens`: so many
+    at most come from the cache, the others are computed, for their logits; None: all that it has.
 
     What a scheduler knows of later requests counts under `eviction_policy="auto"`, the default. `priority`: each level
     as twice as many uses. `expected_uses`, when the lease ends: how often the prompt will be asked for again with its
@@ -64,6 +65,7 @@ class CacheRequest:
     priority: int = 0
     branch_points: tuple[int, ...] = ()
     expected_uses: int | None = None
+    max_cached_tokens: int | None = None
 
 
 class Lease:

@@ -8,11 +8,13 @@ copy. A batch of which no request wants anything costs what `choose_tokens` does
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache.serving.request import TokenLogprobs
 from hicache.serving.request_queue import ScheduledRequest
 from hicache.serving.sampling import SamplingParams, choose_tokens
 
@@ -20,13 +22,54 @@ Changes = npt.NDArray[np.float64]
 """[4, n]: of each of n tokens its id, bias, factor and penalty, see `change_logits`. No id is there twice."""
 
 
-def next_tokens(logits: torch.Tensor, requests: Sequence[ScheduledRequest]) -> list[int]:
-    """One token per request. `logits`: float32 [requests, vocab], which stay as they are."""
-    params = [req.request.sampling_params for req in requests]
+def next_tokens(logits: torch.Tensor, batch: Sequence[ScheduledRequest]) -> list[tuple[ScheduledRequest, int]]:
+    """The requests of a pass that lack a token, each with the one chosen, whose log probabilities go to those that want
+    them. `logits`: float32 [batch, vocab], which stay as they are."""
+    rows = [row for row, req in enumerate(batch) if req.lacks_token]
+    if not rows:
+        return []
+    requests = [batch[row] for row in rows]
+    logits = logits if len(rows) == len(batch) else logits[rows]
     changes = {row: _changes_of(req) for row, req in enumerate(requests) if req.changes_logits}
-    if changes:
-        logits = change_logits(logits, changes)
-    return choose_tokens(logits, params, [req.num_generated for req in requests])
+    changed = change_logits(logits, changes) if changes else logits
+    params = [req.request.sampling_params for req in requests]
+    tokens = choose_tokens(changed, params, [req.num_generated for req in requests])
+    asked = [row for row, req in enumerate(requests) if req.request.num_logprobs is not None]
+    if asked:
+        nums = [requests[row].request.num_logprobs or 0 for row in asked]
+        found = token_logprobs(logits[asked], [tokens[row] for row in asked], max(nums))
+        for row, num, entry in zip(asked, nums, found, strict=True):
+            requests[row].logprobs.append(replace(entry, top=entry.top[:num]))
+    return [*zip(requests, tokens, strict=True)]
+
+
+def score_prompts(logits: torch.Tensor, requests: Sequence[ScheduledRequest]) -> torch.Tensor:
+    """The logits of the last token of each request's pass, [requests, vocab], of those of all tokens that it had. The
+    log probabilities of the tokens behind these go to the requests whose prompts they are of."""
+    if len(logits) == len(requests) and not any(req.is_scoring for req in requests):
+        return logits
+    counts = [req.num_logits for req in requests]
+    for req, rows in zip(requests, logits.split(counts), strict=True):
+        # Row i tells of token kv_len + i + 1; the prompt ends at the last row, or before, and some were told before.
+        start, end = max(req.num_scored, req.kv_len + 1), min(req.end + 1, len(req.request.tokens))
+        if req.is_scoring and start < end:
+            wanted, tokens = rows[start - req.kv_len - 1 : end - req.kv_len - 1], req.sequence[start:end].tolist()
+            req.logprobs += token_logprobs(wanted, tokens, req.request.num_logprobs or 0)
+            req.num_scored = end
+    return logits[np.cumsum(counts) - 1]
+
+
+def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num: int) -> list[TokenLogprobs]:
+    """Of `tokens[i]` where `logits[i]`, float32 [n, vocab], are those of its place; with those of the `num` most likely
+    tokens. The host waits once."""
+    logprobs = logits.log_softmax(-1)
+    ids = torch.tensor(tokens).to(logits.device, non_blocking=True)[:, None]
+    values, top = logprobs.topk(num := min(num, logits.shape[1]), -1)
+    found = torch.cat([logprobs.gather(-1, ids).double(), values.double(), top.double()], -1).tolist()
+    return [
+        TokenLogprobs(token, row[0], tuple(zip(map(int, row[1 + num :]), row[1 : 1 + num], strict=True)))
+        for token, row in zip(tokens, found, strict=True)
+    ]
 
 
 def logit_changes(

@@ -33,33 +33,34 @@ class PaddedPasses:
         self._max_mask_entries = max_mask_entries or _MAX_MASK_ENTRIES.get(
             context.device.type, _MAX_MASK_ENTRIES["cpu"]
         )
-        self._last_only: dict[str, Any] = {"logits_to_keep": 1} if context.takes_logits_to_keep else {}
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         decoded = [chunk for chunk in chunks if chunk.is_decode]
         rows: dict[int, torch.Tensor] = {}
         if decoded:
-            rows.update(zip(map(id, decoded), self._decode(decoded), strict=True))
+            rows.update(zip(map(id, decoded), self._decode(decoded).split(1), strict=True))
         for chunk in chunks:
             if not chunk.is_decode:
                 rows[id(chunk)] = self._prefill(chunk)
-        return torch.stack([rows[id(chunk)] for chunk in chunks])
+        return torch.cat([rows[id(chunk)] for chunk in chunks])
 
     def _prefill(self, chunk: Chunk) -> torch.Tensor:
-        """Logits [vocab] of the last token of a prompt's chunk."""
+        """Logits [num_logits, vocab] of a prompt's chunk."""
         context, start, end = self._context, chunk.start, chunk.end
         context.engine.begin_forward([chunk.lease])
         rows = torch.tensor([chunk.lease.row], device=context.device)
-        logits = torch.empty(0)
+        found: list[torch.Tensor] = []
         while start < end:
             # Without a prefix, attention is causal and needs no mask up to the window's length.
             unmasked = min(context.geometry.window or end, context.geometry.chunk or end)
             stop = min(end, start + max(unmasked if start == 0 else 1, self._max_mask_entries // end))
             input_ids = torch.from_numpy(chunk.tokens[start:stop]).to(context.device)[None]
             positions = torch.arange(start, stop, device=context.device)[None]
-            logits = self._forward(rows, input_ids, positions, stop, masked=start > 0 or stop > unmasked)
+            # All passes run, for their KV; those that end before the wanted logits keep one row, which is left out.
+            keep = min(max(1, chunk.num_logits - end + stop), stop - start)
+            found.append(self._forward(rows, input_ids, positions, stop, start > 0 or stop > unmasked, keep=keep)[0])
             start = stop
-        return logits[0]
+        return torch.cat(found)[-chunk.num_logits :]
 
     def _decode(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Logits [requests, vocab] of one token per request, the last of its sequence."""
@@ -73,7 +74,7 @@ class PaddedPasses:
         max_keys = kv_len if context.geometry.full_layers else min(kv_len, context.geometry.window)
         masked = min_len < max_keys or context.geometry.chunk > 0
         rows = torch.tensor([lease.row for lease in leases], device=context.device)
-        return self._forward(rows, input_ids, positions, kv_len, masked, starting=min_len == 1)
+        return self._forward(rows, input_ids, positions, kv_len, masked, starting=min_len == 1)[:, 0]
 
     def _forward(
         self,
@@ -83,11 +84,12 @@ class PaddedPasses:
         kv_len: int,
         masked: bool,
         starting: bool = False,
+        keep: int = 1,
     ) -> torch.Tensor:
         """One pass over `input_ids` at `positions`, both [B, n], of the requests in `rows`, the longest of `kv_len`.
 
         `masked`: whether attention needs a mask beyond causality. `starting`: whether some sequence of a batch starts
-        with this pass. Returns float32 logits [B, vocab] of the last tokens.
+        with this pass. Returns float32 logits [B, keep, vocab] of the last tokens.
         """
         context, geometry, num_new = self._context, self._context.geometry, positions.shape[1]
         last = positions[:, -1:]
@@ -114,10 +116,10 @@ class PaddedPasses:
             attention_mask=_mask_argument(masks),
             past_key_values=cache,
             use_cache=True,
-            **self._last_only,
+            **({"logits_to_keep": keep} if context.takes_logits_to_keep else {}),
         )
         cache.store_states()
-        logits: torch.Tensor = output.logits[:, -1]
+        logits: torch.Tensor = output.logits[:, -keep:]
         return logits.float()
 
     def _key_slots(self, rows: torch.Tensor, last: torch.Tensor, positions: torch.Tensor) -> KeySlots:

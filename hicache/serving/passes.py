@@ -22,12 +22,14 @@ from hicache.layout import ModelGeometry
 @dataclass(frozen=True)
 class Chunk:
     """Tokens [start, end) of one request, to compute in the next pass: a part of its prompt, or the one token that it
-    generated last. `tokens`: int64 [at least end], the request's sequence; `lease` has slots for [0, end)."""
+    generated last. `tokens`: int64 [at least end], the request's sequence; `lease` has slots for [0, end). Logits are
+    wanted of the last `num_logits` tokens, 1 to all."""
 
     lease: Lease
     tokens: npt.NDArray[np.int64]
     start: int
     end: int
+    num_logits: int = 1
 
     @property
     def is_decode(self) -> bool:
@@ -87,5 +89,5 @@ class Passes(Protocol):
     """A way to compute chunks."""
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute and store KV of `chunks`; float32 logits [chunks, vocab], of the last token of each."""
+        """Compute and store KV of `chunks`; float32 logits [all wanted, vocab], in the order of the chunks."""
         ...

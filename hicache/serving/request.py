@@ -16,6 +16,18 @@ from hicache.errors import ConfigError, HiCacheError
 from hicache.serving.passes import Chunk
 from hicache.serving.sampling import SamplingParams
 
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log probability of a token where it stands, from the logits as the model gives them, and the most likely
+    tokens there with theirs, in order."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+Logprobs = list[TokenLogprobs]
 FinishReason = Literal["length", "stop", "abort", "timeout", "error"]
 OnToken = Callable[[int], None]
 """Called on the scheduler's thread with each token of a request, in order, as it is chosen."""
@@ -28,8 +40,12 @@ class Request:
 
     Generation ends after `max_new_tokens`, or after a token of `eos_ids`, which is part of the output, or `deadline_s`
     seconds after the submission, with the tokens generated so far. Of waiting requests the one of the highest
-    `priority` is admitted first, of equals the one that arrived first. Raises ConfigError for an empty prompt,
-    `max_new_tokens` below 1, a `priority` that is no whole number or a `deadline_s` that is not above 0.
+    `priority` is admitted first, of equals the one that arrived first.
+
+    `num_logprobs`: of so many most likely tokens, beside the one chosen, log probabilities are kept at each step; with
+    `scores_prompt` also for the prompt's tokens but the first, for which all of it is computed. Raises ConfigError for
+    an empty prompt, `max_new_tokens` below 1, a `priority` that is no whole number or a `deadline_s` that is not above
+    0.
     """
 
     request_id: str
@@ -41,6 +57,8 @@ class Request:
     branch_points: tuple[int, ...] = ()
     priority: int = 0
     deadline_s: float | None = None
+    num_logprobs: int | None = None
+    scores_prompt: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):
@@ -84,8 +102,8 @@ class Runner(Protocol):
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Compute and store KV of all `chunks`, of different requests.
 
-        Returns float32 logits [chunks, vocab], those of the last token of each. Raises TransferError if a load of a
-        request's prefix failed. Whatever is raised, all of `chunks` are computed again, in other leases.
+        Returns float32 logits [rows, vocab], of the last `num_logits` tokens of each, in order. Raises TransferError
+        if a load of a request's prefix failed. Whatever is raised, all of `chunks` are computed again, in other leases.
         """
         ...
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.engine import Hit, Lease, Prefetch
-from hicache.serving.request import FinishReason, OnToken, Request
+from hicache.serving.request import FinishReason, Logprobs, OnToken, Request
 
 
 class ScheduledRequest:
@@ -20,12 +20,20 @@ class ScheduledRequest:
         sequence[kv_len, length)    tokens to compute: a part of the prompt, or the one that was generated last
         sequence[length, end)       tokens to generate
 
-    `arrival`: the number of its submission. `is_decoding`: under its present lease, a token was generated. `end`: where
-    the next pass over it ends.
+    `arrival`: the number of its submission. `num_scored`: so many tokens of the prompt need no more logits.
+    `is_decoding`: under its present lease, a token was generated. `end`: where the next pass over it ends.
     """
 
-    def __init__(self, request: Request, arrival: int, submitted_s: float, on_token: OnToken | None) -> None:
-        self.request, self.on_token = request, on_token
+    def __init__(
+        self,
+        request: Request,
+        arrival: int,
+        submitted_s: float,
+        on_token: OnToken | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> None:
+        self.request, self.on_token, self.logprobs = request, on_token, [] if logprobs is None else logprobs
+        self.num_scored = 1 if request.num_logprobs is not None and request.scores_prompt else len(request.tokens)
         self.rank = (-request.priority, arrival)
         self.submitted_s = submitted_s
         self.deadline_s = None if request.deadline_s is None else submitted_s + request.deadline_s
@@ -48,6 +56,26 @@ class ScheduledRequest:
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
         return self.sequence[: self.length]
+
+    @property
+    def lacks_token(self) -> bool:
+        """Whether all is computed that the next token needs."""
+        return self.lease is not None and self.kv_len == self.length
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether tokens of the prompt lack their log probabilities."""
+        return self.num_scored < len(self.request.tokens)
+
+    @property
+    def num_logits(self) -> int:
+        """Of the next pass, over [kv_len, end)."""
+        return self.end - self.kv_len if self.is_scoring else 1
+
+    @property
+    def cacheable(self) -> npt.NDArray[np.int64]:
+        """The tokens to look for in the cache; the last of them is always computed."""
+        return self.tokens[: self.num_scored] if self.is_scoring else self.tokens
 
     @property
     def generated(self) -> tuple[int, ...]:

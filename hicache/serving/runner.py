@@ -74,9 +74,9 @@ class ModelRunner:
         """Compute and store KV of `chunks`, one or more, of different requests. Tokens [0, start) of each are stored or
         being loaded.
 
-        Returns float32 logits [chunks, vocab], those of the last token of each chunk. A request's state covers
-        [0, start) before and [0, end) after; at start = 0 its state slot is not read. Window layers read
-        [start - window + 1, end).
+        Returns float32 logits [rows, vocab], those of the last `num_logits` tokens of each chunk, in order: one row
+        each unless a chunk says otherwise. A request's state covers [0, start) before and [0, end) after; at start = 0
+        its state slot is not read. Window layers read [start - window + 1, end).
 
         Raises ShapeError without chunks, or for a chunk outside of its tokens or its lease. Raises TransferError if a
         load of a prefix failed: the states of the pass that waited for it are then unchanged, and those of passes
@@ -88,6 +88,8 @@ class ModelRunner:
             start, end, length = chunk.start, chunk.end, chunk.lease.length
             if not 0 <= start < end <= min(len(chunk.tokens), length):
                 raise ShapeError(f"[{start}, {end}) of {len(chunk.tokens)} tokens in a lease of {length} slots")
+            if not 1 <= chunk.num_logits <= end - start:
+                raise ShapeError(f"num_logits={chunk.num_logits} of a chunk of {end - start} tokens")
         return self._passes.run(chunks)
 
     def prefill(self, lease: Lease, tokens: npt.NDArray[np.int64], start: int, end: int) -> torch.Tensor:

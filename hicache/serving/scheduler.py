@@ -29,9 +29,9 @@ from hicache.errors import (
     TransferBusy,
     TransferError,
 )
-from hicache.serving.next_tokens import next_tokens
+from hicache.serving.next_tokens import next_tokens, score_prompts
 from hicache.serving.prefill_meter import PrefillMeter
-from hicache.serving.request import Auditor, FinishReason, OnToken, Request, RequestOutput, Runner
+from hicache.serving.request import Auditor, FinishReason, Logprobs, OnToken, Request, RequestOutput, Runner
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
 from hicache.serving.runner import Chunk
 
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_S = 0.0005
 _LOOK_AHEAD = 16  # requests at the front of the queue whose prefixes are looked up again after commits
+_MAX_SCORED_TOKENS = 512  # of a pass that has logits of all tokens of a prompt: 150 000 each, in 4 bytes
 _MAX_RETRIES = 1  # per request, after its prefix failed to load
 
 
@@ -84,16 +85,17 @@ class Scheduler:
         """Requests that hold slots."""
         return len(self._running_batch)
 
-    def submit(self, request: Request, on_token: OnToken | None = None) -> None:
+    def submit(self, request: Request, on_token: OnToken | None = None, logprobs: Logprobs | None = None) -> None:
         """Queue a request and start to prefetch its pages from disk. Raises ConfigError if the id is in use, and
         InvalidTokens; nothing is queued then.
 
         `on_token` is called with each generated token, in order, as it is chosen. It may submit and abort, not step.
-        Where it raises, its request ends with the error CallbackFailed and the others go on.
+        Where it raises, its request ends with the error CallbackFailed and the others go on. `logprobs` gets those that
+        the request asks for, before `on_token` hears of the token; the caller may take them out.
         """
         if request.request_id in self._unfinished:
             raise ConfigError(f"request_id {request.request_id!r} is in use; give every request an id of its own")
-        req = ScheduledRequest(request, next(self._arrivals), self._clock(), on_token)
+        req = ScheduledRequest(request, next(self._arrivals), self._clock(), on_token, logprobs)
         self._enqueue(req)
         self._unfinished[request.request_id] = req
         if req.deadline_s is not None:
@@ -174,7 +176,7 @@ class Scheduler:
         if self._num_unseen:
             self._num_unseen -= 1
             req = self._waiting_queue[self._num_unseen]
-            self._engine.expect(req.request_id, req.tokens, req.request.namespace)
+            self._engine.expect(req.request_id, req.cacheable, req.request.namespace)
 
     def _admit_waiting(self) -> None:
         """Admit by rank. A request whose prefetch is pending is skipped; one that gets no slots blocks the queue."""
@@ -209,6 +211,7 @@ class Scheduler:
                 reserve_tokens=self._chunk_tokens if self._engine.has_windows else None,
                 priority=max(0, req.request.priority),
                 branch_points=req.request.branch_points,
+                max_cached_tokens=req.num_scored - 1 if req.is_scoring else None,
             )
         )
         req.lease, req.kv_len = lease, lease.cached_len
@@ -231,12 +234,14 @@ class Scheduler:
         for req in self._running_batch:
             if req.is_decoding:
                 self._add(batch, req, req.kv_len + 1)
-        budget = max(1, self._chunk_tokens - len(batch))
+        budget, scored = max(1, self._chunk_tokens - len(batch)), _MAX_SCORED_TOKENS
         for req in self._running_batch:
-            if budget and not req.is_decoding and req.lease is not None:
-                limit = min(req.length, req.kv_len + budget)
+            share = min(budget, scored) if req.is_scoring else budget
+            if share and not req.is_decoding and req.lease is not None:
+                limit = min(req.length, req.kv_len + share)
                 if self._add(batch, req, self._engine.next_stop(req.lease, req.kv_len, limit)):
                     budget -= req.end - req.kv_len
+                    scored -= req.num_logits if req.is_scoring else 0
         return list(batch)
 
     def _add(self, batch: dict[ScheduledRequest, None], req: ScheduledRequest, end: int) -> bool:
@@ -269,18 +274,14 @@ class Scheduler:
 
     def _forward(self, batch: Sequence[ScheduledRequest]) -> None:
         """One pass over the batch. Tokens are handed out when what was computed is recorded for all requests."""
-        chunks = [Chunk(req.held_lease, req.sequence, req.kv_len, req.end) for req in batch]
+        chunks = [Chunk(req.held_lease, req.sequence, req.kv_len, req.end, req.num_logits) for req in batch]
         with self._prefill_meter.measure(chunks):
             logits = self._runner.forward(chunks)
+        logits = score_prompts(logits, batch)
         self._engine.track([req.held_lease for req in batch if req.is_decoding])
         for req in batch:
             self._record_kv(req)
-        rows = [row for row, req in enumerate(batch) if req.lease is not None and req.kv_len == req.length]
-        if not rows:
-            return
-        chosen = [batch[row] for row in rows]
-        logits = logits if len(rows) == len(batch) else logits[rows]
-        for req, token in zip(chosen, next_tokens(logits, chosen), strict=True):
+        for req, token in next_tokens(logits, batch):
             self._append_token(req, token)
 
     def _record_kv(self, req: ScheduledRequest) -> None:
@@ -355,8 +356,8 @@ class Scheduler:
         self._enqueue(req)
 
     def _enqueue(self, req: ScheduledRequest) -> None:
-        self._engine.expect(req.request_id, req.tokens, req.request.namespace)
-        req.prefetch = self._engine.prefetch(req.request_id, req.tokens, req.request.namespace)
+        self._engine.expect(req.request_id, req.cacheable, req.request.namespace)
+        req.prefetch = self._engine.prefetch(req.request_id, req.cacheable, req.request.namespace)
         self._waiting_queue.add(req)
 
     def _commit(self, req: ScheduledRequest) -> None:

@@ -46,13 +46,19 @@ class SlotPasses:
             # Chunks of one token, which decode as a rule, are attended to in one launch.
             order = sorted(range(len(chunks)), key=lambda i: chunks[i].end - chunks[i].start > 1)
             logits = self._run_batch([chunks[i] for i in order])
-            return logits if order == sorted(order) else logits[np.argsort(order)]
+            if order == sorted(order):
+                return logits
+            ends = np.cumsum([chunks[i].num_logits for i in order])
+            return logits[
+                np.concatenate([np.arange(ends[i] - chunks[order[i]].num_logits, ends[i]) for i in np.argsort(order)])
+            ]
         rows: dict[int, torch.Tensor] = {}
         decoded = [chunk for chunk in chunks if chunk.is_decode]
         for batch in [decoded, *([chunk] for chunk in chunks if not chunk.is_decode)]:
             if batch:
-                rows.update(zip(map(id, batch), self._run_batch(batch), strict=True))
-        return torch.stack([rows[id(chunk)] for chunk in chunks])
+                logits = self._run_batch(batch)
+                rows.update(zip(map(id, batch), logits.split([chunk.num_logits for chunk in batch]), strict=True))
+        return torch.cat([rows[id(chunk)] for chunk in chunks])
 
     def _run_batch(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """One pass over `chunks`, those of one token first."""
@@ -66,7 +72,8 @@ class SlotPasses:
     def _eager(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         context, counts = self._context, [chunk.end - chunk.start for chunk in chunks]
         rows_of, starts = [chunk.lease.row for chunk in chunks], np.concatenate([[0], np.cumsum(counts)])
-        words = np.concatenate([rows_of, [chunk.end for chunk in chunks], starts, starts[1:] - 1])
+        wanted = [np.arange(end - chunk.num_logits, end) for chunk, end in zip(chunks, starts[1:], strict=True)]
+        words = np.concatenate([rows_of, [chunk.end for chunk in chunks], starts, *wanted])
         tokens = np.stack(
             [
                 np.concatenate([chunk.tokens[chunk.start : chunk.end] for chunk in chunks]),

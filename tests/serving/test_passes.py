@@ -134,34 +134,45 @@ def test_a_batch_gets_the_logits_of_each_request_alone(name: str, attention: Att
 def test_prompts_and_decodes_in_one_call_give_the_logits_of_each_alone(
     name: str, attention: Attention, expanded_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One call over chunks of prompts, with and without a prefix, and requests that decode, in any order; of latent
-    rows, however many heads are expanded at a time."""
+    """One call over chunks of prompts, with and without a prefix, and requests that decode, in any order; logits are of
+    the last token of each, or of as many as it wants. Of latent rows, however many heads are expanded at a time."""
     monkeypatch.setattr(latent, "MAX_EXPANDED_BYTES", expanded_bytes)
     model, pools, runner = make(name, attention)
     parts = [(39, 40), (60, 90), (0, 17), (63, 64), (0, 20), (8, 9)]
+    wanted = [1, 30, 5, 1, 1, 1]
     sequences = [prompt(length, seed=20 + i) for i, length in enumerate((40, 90, 17, 64, 25, 30))]
     leases = [pools.lease(len(tokens)) for tokens in sequences]
     for lease, tokens, (start, _) in zip(leases, sequences, parts, strict=True):
         if start:
             runner.prefill(lease, tokens, 0, start)
-    chunks = [Chunk(lease, tokens, *part) for lease, tokens, part in zip(leases, sequences, parts, strict=True)]
+    chunks = [
+        Chunk(lease, tokens, *part, num)
+        for lease, tokens, part, num in zip(leases, sequences, parts, wanted, strict=True)
+    ]
     assert [chunk.is_decode for chunk in chunks] == [True, False, False, True, False, False]
-    for row, tokens, (_, end) in zip(runner.forward(chunks), sequences, parts, strict=True):
-        torch.testing.assert_close(row, plain_logits(model, tokens[:end])[-1], **TOLERANCE)
+    for rows, chunk in zip(runner.forward(chunks).split(wanted), chunks, strict=True):
+        expected = plain_logits(model, chunk.tokens[: chunk.end])[-chunk.num_logits :]
+        torch.testing.assert_close(rows, expected, **TOLERANCE)
+    with pytest.raises(ShapeError, match="num_logits=0"):
+        runner.forward([Chunk(leases[0], sequences[0], 0, 40, 0)])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
 def test_a_chunk_with_a_large_mask_runs_in_several_passes(name: str) -> None:
-    """A maximum of mask entries changes the number of passes, also of a first chunk, not the logits; a state consumes
-    each token once."""
+    """A maximum of mask entries changes the number of passes, also of a first chunk, not the logits, however many are
+    wanted; a state consumes each token once."""
     model, pools, runner = make(name, max_mask_entries=100 * 9)  # 9 rows per pass
     tokens, passes = prompt(100, seed=4), []
     hook = model.model.register_forward_pre_hook(
         lambda *call: passes.append(call[2]["input_ids"].shape[1]), with_kwargs=True
     )
-    logits = prefill(pools, runner, pools.lease(), tokens, 40, 100)[-1]
+    lease = pools.lease()
+    prefill(pools, runner, lease, tokens, 40)
+    pools.extend(lease, 60)
+    pools.free_windows(lease, max(0, 40 - pools.geometry.window + 1))
+    logits = runner.forward([Chunk(lease, tokens, 40, 100, 20)])
     hook.remove()
-    torch.testing.assert_close(logits, plain_logits(model, tokens)[-1], **TOLERANCE)
+    torch.testing.assert_close(logits, plain_logits(model, tokens)[-20:], **TOLERANCE)
     # 40 entries per row allow 22 rows, 100 entries 9. Without windows, the first chunk needs no mask.
     assert passes == [*([22, 18] if name == "gemma3" else [40]), 9, 9, 9, 9, 9, 9, 6]
 

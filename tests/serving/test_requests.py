@@ -9,14 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from disk_case import Clock
 from hicache import CallbackFailed, ConfigError, InvalidTokens, TransferError
 from hicache.kernels.page_copy import PageMover
 from hicache.serving import Request, RequestOutput, SamplingParams, Scheduler
+from hicache.serving.request import TokenLogprobs
+from hybrid_case import tiny_qwen3_next
 from serving_case import (
     assert_released,
     plain_greedy,
+    plain_logits,
     prompt,
     shared,
     tiny_engine,
@@ -133,6 +137,38 @@ def test_a_preempted_request_resumes_from_the_host(write_policy: str, params: Sa
     assert resumed >= 64, "pages beyond the prompt came from the host"
     assert 60 < outputs["low"].computed_tokens <= 60 + 16, "at most a page is computed again"
     assert outputs["low"].tokens == expected
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen3_next], ids=["full", "hybrid"])
+def test_log_probabilities_are_those_of_a_whole_pass(build: Callable[[], Any]) -> None:
+    """Of each token of answer and prompt, once, in order: also of a prompt that the cache holds, which runs in chunks,
+    beside others and is preempted between them by one that puts the rest of it into the cache."""
+    model = shared(build)
+    scored = Request("scored", prompt(90, seed=1), 6, num_logprobs=3, scores_prompt=True)
+    high = Request("high", np.concatenate([scored.tokens[:70], prompt(9, seed=2)]), 3, priority=1, num_logprobs=1)
+    found: dict[str, list[TokenLogprobs]] = {"scored": [], "high": []}
+    with tiny_engine(model, max_requests=2, mamba_size=8) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=40)
+        scheduler.run([Request("warm", scored.tokens[:50], 1), Request("other", prompt(30, seed=3), 1)])
+        scheduler.submit(Request("beside", prompt(30, seed=4), 40))
+        scheduler.submit(scored, logprobs=found["scored"])
+        while len(found["scored"]) < 30:
+            scheduler.step()
+        scheduler.submit(high, logprobs=found["high"])
+        outputs = _drain(scheduler)
+        assert_released(engine)
+    assert outputs["scored"].cached_len == 0 and outputs["scored"].preemptions == 1
+    assert outputs["high"].cached_len >= 16
+    for request, first in ((scored, 1), (high, len(high.tokens))):
+        sequence = [*request.tokens, *outputs[request.request_id].tokens]
+        expected = plain_logits(model, sequence).log_softmax(-1)[first - 1 : -1]
+        entries = found[request.request_id]
+        assert [entry.token for entry in entries] == sequence[first:]
+        got = torch.tensor([[entry.logprob, *(value for _, value in entry.top)] for entry in entries])
+        values, ids = expected.topk(request.num_logprobs or 0, -1)
+        chosen = expected.gather(-1, torch.tensor(sequence[first:])[:, None])
+        torch.testing.assert_close(got, torch.cat([chosen, values], -1), rtol=1e-3, atol=1e-3)
+        assert [[token for token, _ in entry.top] for entry in entries] == ids.tolist()
 
 
 def test_a_failed_load_concerns_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
