@@ -37,7 +37,10 @@ RANDOM_CONTEXT = 131072
 
 
 class Tokenizer(Protocol):
-    """Converts text to token ids and back."""
+    """Converts text to token ids and back. `max_token_chars`: of the text of one token."""
+
+    @property
+    def max_token_chars(self) -> int: ...
 
     def encode(self, text: str) -> list[int]:
         """The ids of a part of a prompt: without the special tokens that stand around a whole one."""
@@ -67,6 +70,7 @@ class ByteTokenizer:
     """
 
     num_tokens = 260
+    max_token_chars = 1
     bos_id = 256
     start_id = 257
     end_id = 258
@@ -97,6 +101,8 @@ class LocalTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        # Of byte-level tokens a letter is a byte, which is a character at most.
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
@@ -188,13 +194,18 @@ def random_model(seed: int, dtype: torch.dtype, device: torch.device) -> LoadedM
     )
 
 
+def local_tokenizer(path: str) -> LocalTokenizer:
+    """The tokenizer in a directory; nothing is downloaded. Raises what transformers raises."""
+    return LocalTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True))
+
+
 def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.device) -> LoadedModel:
     """A causal language model with its tokenizer from a directory; nothing is downloaded. `dtype`: "auto" is that of
     the checkpoint. Raises ConfigError, with a message of one line, if it cannot be loaded."""
     if not path or not Path(path).is_dir():
         raise ConfigError(f"model {path or '(empty)'}: no such directory; give one that holds a transformers model")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = local_tokenizer(path)
         # transformers chooses the attention: sdpa, or eager for a model with soft caps or sinks, which sdpa lacks.
         model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype)
         model = model.to(device).eval()
@@ -205,7 +216,7 @@ def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.de
     return LoadedModel(
         name=Path(path).resolve().name,
         model=model,
-        tokenizer=LocalTokenizer(tokenizer),
+        tokenizer=tokenizer,
         model_id=model_identity(model),
         max_context_len=position_limit(model.config.get_text_config()) or UNLIMITED,
         eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),

@@ -185,7 +185,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "id below 0": ("completions", {"prompt": [-1]}, "prompt"),
     "lists of both": ("completions", {"prompt": ["a", 1]}, "prompt"),
     "truth value among ids": ("completions", {"prompt": [1, True]}, "prompt"),
-    "lone surrogate": ("completions", {"prompt": "\ud800"}, "prompt"),
+    "lone surrogate": ("completions", {"prompt": "\ud800"}, None),
     "too many stops": ("completions", {"prompt": "a", "stop": ["a"] * 17}, "stop"),
     "text for a number": ("completions", {"prompt": "a", "max_tokens": "1"}, "max_tokens"),
     "truth value for a number": ("completions", {"prompt": "a", "top_k": True}, "top_k"),

@@ -4,58 +4,28 @@ tell what clients sent."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
-from starlette.types import ASGIApp, Message
 
+from app_case import Parts, served
 from hicache.engine import CacheEngine
-from hicache.serving.models import ByteTokenizer, Tokenizer
-from hicache.serving.request import Runner
+from hicache.serving.models import ByteTokenizer
 from hicache.serving.runner import Chunk
-from hicache.serving.scheduler import Scheduler
-from hicache.serving.server.app import AppSettings, create_app
-from hicache.serving.server.engine_thread import EngineThread
-from hicache.serving.server.frontend import Frontend, Limits
 from hicache.serving.server.logs import JsonLines
-from hicache.serving.server.prompts import PromptEncoder, ServedModel
 from hicache.serving.server.protocol import ChatBody, CompletionBody, GenerationBody
 from hicache.serving.server.replies import ApiError, Delta
 from hicache.serving.text import TextDecoder, TokenDecoder
-from serving_case import VOCAB, shared, tiny_engine, tiny_llama, tiny_runner
+from serving_case import tiny_runner
 
 SECRET = "Xylophon"
-
-
-class _Mute(ByteTokenizer):
-    """A tokenizer that encodes no text."""
-
-    def encode(self, text: str) -> list[int]:
-        raise AssertionError("the text of a refused request was tokenized")
-
-
-async def post(app: ASGIApp, path: str, fields: dict[str, Any]) -> list[Message]:
-    """What the application sends in answer to a JSON body."""
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": json.dumps(fields).encode(), "more_body": False}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
-    await app(scope, receive, send)
-    return sent
 
 
 class _Failing:
@@ -84,39 +54,12 @@ class _Undecodable(ByteTokenizer):
         return ""
 
 
-@dataclass(frozen=True)
-class _Parts:
-    thread: EngineThread
-    frontend: Frontend
-    encoder: PromptEncoder
-
-
-@contextlib.asynccontextmanager
-async def served(
-    tokenizer: Tokenizer, make_runner: Callable[[Any, CacheEngine], Runner] = tiny_runner
-) -> AsyncIterator[_Parts]:
-    """A server's parts without HTTP, over a tiny model; at the end the engine has stopped."""
-    tiny = shared(tiny_llama, device="cpu")
-    engine = tiny_engine(tiny)
-    thread = EngineThread(engine, Scheduler(engine, make_runner(tiny, engine)), lambda: None)
-    model = ServedModel("tiny", tokenizer, VOCAB, 512)
-    parts = _Parts(thread, Frontend(model, Limits(8, 60.0), thread, {}), PromptEncoder(model))
-    loop = asyncio.get_running_loop()
-    thread.start(lambda events: loop.call_soon_threadsafe(parts.frontend.deliver, events) and None)
-    try:
-        yield parts
-    finally:
-        thread.stop()
-        await loop.run_in_executor(None, thread.join)
-        parts.encoder.close()
-
-
-async def ends_of(parts: _Parts, *prompts: list[list[int]]) -> list[list[Delta] | BaseException]:
+async def ends_of(parts: Parts, *prompts: list[list[int]]) -> list[list[Delta] | BaseException]:
     """How requests of these prompts end that are generated together."""
     generations = []
     for i, ids in enumerate(prompts):
-        body = CompletionBody(prompt=ids, max_tokens=9)
-        generations.append(parts.frontend.start(body, await parts.encoder.of_completion(body), f"r{i}"))
+        prepared = await parts.workers.prepare("completion", json.dumps({"prompt": ids, "max_tokens": 9}).encode())
+        generations.append(parts.frontend.start(prepared, f"r{i}", time.perf_counter()))
     ends = await asyncio.gather(*(generation.whole() for generation in generations), return_exceptions=True)
     await parts.frontend.wait_idle()
     return ends
@@ -175,18 +118,6 @@ def test_the_first_faults_are_enough(case: str) -> None:
     with pytest.raises(ValidationError) as refused:
         body.model_validate(fields)
     assert refused.value.error_count() < 5
-
-
-def test_refused_before_it_is_tokenized() -> None:
-    """A request of more prompts than may ever be open is refused without a look at their texts."""
-
-    async def ask() -> list[Message]:
-        async with served(_Mute()) as parts:
-            app = create_app(parts.frontend, parts.encoder, AppSettings("tiny", "", 1 << 20))
-            return await post(app, "/v1/completions", {"prompt": ["a"] * 9})
-
-    start, body = asyncio.run(ask())
-    assert (start["status"], json.loads(body["body"])["error"]["param"]) == (400, "prompt")
 
 
 def test_logs_do_not_quote() -> None:

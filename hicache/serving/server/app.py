@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -12,35 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hicache.monitoring.figures import figures
+from hicache.serving.server.clients import unless_gone, watched
 from hicache.serving.server.frontend import Frontend
 from hicache.serving.server.generation import Generation
-from hicache.serving.server.middleware import Gate, RequestLog, record_of
+from hicache.serving.server.middleware import Gate, HttpRecord, RequestLog, record_of
 from hicache.serving.server.prometheus import ServerMetrics
-from hicache.serving.server.prompts import Prompt, PromptEncoder
-from hicache.serving.server.protocol import SHAPES, ChatBody, CompletionBody, GenerationBody
-from hicache.serving.server.replies import (
-    DONE,
-    ApiError,
-    Delta,
-    ErrorBody,
-    Reply,
-    event_of,
-    internal_error,
-    invalid,
-    too_large,
-)
+from hicache.serving.server.prompts import NO_OBJECT, Prepared
+from hicache.serving.server.protocol import ChatBody, CompletionBody, GenerationBody
+from hicache.serving.server.replies import DONE, ApiError, Delta, ErrorBody, Reply, event_of, internal_error, invalid
+from hicache.serving.server.uploads import Uploads
+from hicache.serving.server.workers import PromptWorkers
 
-_MAX_REASONS = 3  # of those why a body is refused
-_MAX_NAME = 64  # characters of a client's field name in a message
-_REASONS = {"extra_forbidden": "unknown field", "missing": "the field is required"}
-_NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 _PAGE = Path(__file__).with_name("dashboard.html")
@@ -73,7 +61,7 @@ class EventStream(Response):
         self._generation, self._reply, self._fields = generation, reply, fields
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _watched(receive, self._generation, self._fields):
+        async with watched(receive, self._generation, self._fields):
             deltas = self._generation.deltas()
             first = await anext(deltas)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -93,53 +81,42 @@ class EventStream(Response):
             yield reply.usage_event(self._generation.usage)
 
 
-@contextlib.asynccontextmanager
-async def _watched(receive: Receive, generation: Generation, fields: dict[str, Any]) -> AsyncIterator[None]:
-    """Inside, the generation ends as soon as the client goes away; at the end, whatever is left of it.
-
-    `fields`: where the log finds how it went.
-    """
-
-    async def wait_for_disconnect() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        generation.disconnect()
-
-    watcher = asyncio.create_task(wait_for_disconnect())
-    try:
-        yield
-    finally:
-        watcher.cancel()
-        generation.abort()
-        fields.update(generation.summary())
-
-
-def create_app(frontend: Frontend, encoder: PromptEncoder, settings: AppSettings) -> ASGIApp:
+def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings) -> ASGIApp:
     """The application; `frontend` may not be serving yet."""
     app = FastAPI(title="hicache", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
-    _add_errors(app, settings)
-    _add_generation(app, frontend, encoder, settings)
+    _add_errors(app)
+    _add_generation(app, frontend, Uploads(settings.max_body_bytes), workers, settings)
     _add_status(app, frontend, settings)
     _add_dashboard(app, frontend.metrics)
+    _describe_bodies(app)
     return RequestLog(Gate(app, settings.api_key, settings.max_body_bytes), frontend.metrics)
 
 
-def _add_generation(app: FastAPI, frontend: Frontend, encoder: PromptEncoder, settings: AppSettings) -> None:
+def _add_generation(
+    app: FastAPI, frontend: Frontend, uploads: Uploads, workers: PromptWorkers, settings: AppSettings
+) -> None:
+    async def answer(kind: str, prefix: str, request: Request) -> Response:
+        frontend.require_room(1)
+        _require_json(request)
+        record = record_of(request.scope)
+        async with uploads.body(request, frontend.left_s(record.arrival_s)) as raw:
+            prepared = await unless_gone(
+                request.receive,
+                workers.prepare(kind, raw),
+                frontend.left_s(record.arrival_s),
+                frontend.limits.timeout_s,
+            )
+        _require_model(prepared.body, settings)
+        reply = Reply(prepared.body, f"{prefix}-{uuid.uuid4().hex}", settings.model_name)
+        return await _answer(frontend, prepared, reply, request, record)
+
     @app.post("/v1/completions", responses=_STREAMED)
-    async def create_completion(body: CompletionBody, request: Request) -> Response:
-        _require_model(body, settings)
-        frontend.require_room(body)
-        prompts = await encoder.of_completion(body)
-        reply = Reply(body, f"cmpl-{uuid.uuid4().hex}", settings.model_name)
-        return await _answer(frontend, body, prompts, reply, request)
+    async def create_completion(request: Request) -> Response:
+        return await answer("completion", "cmpl", request)
 
     @app.post("/v1/chat/completions", responses=_STREAMED)
-    async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-        _require_model(body, settings)
-        frontend.require_room(body)
-        prompts = [await encoder.of_chat(body)]
-        reply = Reply(body, f"chatcmpl-{uuid.uuid4().hex}", settings.model_name)
-        return await _answer(frontend, body, prompts, reply, request)
+    async def create_chat_completion(request: Request) -> Response:
+        return await answer("chat", "chatcmpl", request)
 
 
 def _add_status(app: FastAPI, frontend: Frontend, settings: AppSettings) -> None:
@@ -182,16 +159,35 @@ def _add_dashboard(app: FastAPI, metrics: ServerMetrics) -> None:
 
 
 async def _answer(
-    frontend: Frontend, body: GenerationBody, prompts: list[Prompt], reply: Reply, request: Request
+    frontend: Frontend, prepared: Prepared, reply: Reply, request: Request, record: HttpRecord
 ) -> Response:
-    generation = frontend.start(body, prompts, reply.reply_id)
-    fields = record_of(request.scope).fields
-    fields.update(reply_id=reply.reply_id, stream=bool(body.stream))
-    if body.stream:
-        return EventStream(generation, reply, fields)
-    async with _watched(request.receive, generation, fields):
+    generation = frontend.start(prepared, reply.reply_id, record.arrival_s)
+    record.fields.update(reply_id=reply.reply_id, stream=bool(prepared.body.stream))
+    if prepared.body.stream:
+        return EventStream(generation, reply, record.fields)
+    async with watched(request.receive, generation, record.fields):
         texts = await generation.whole()
     return JSONResponse(reply.whole(texts, generation.usage))
+
+
+def _require_json(request: Request) -> None:
+    """A page of another site may send other types without asking."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise invalid(NO_OBJECT)
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Add what the routes parse themselves to `/openapi.json`."""
+    paths: dict[str, type[BaseModel]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+    keys, schemas = models_json_schema(
+        [(kind, "validation") for kind in paths.values()], ref_template="#/components/schemas/{model}"
+    )
+    described = app.openapi()
+    described["components"]["schemas"].update(schemas["$defs"])
+    for path, kind in paths.items():
+        content = {"application/json": {"schema": keys[kind, "validation"]}}
+        described["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
 
 
 def _require_model(body: GenerationBody, settings: AppSettings) -> None:
@@ -205,7 +201,7 @@ def _unknown_model(settings: AppSettings) -> ApiError:
     )
 
 
-def _add_errors(app: FastAPI, settings: AppSettings) -> None:
+def _add_errors(app: FastAPI) -> None:
     """Every error has OpenAI's body."""
 
     @app.exception_handler(ApiError)
@@ -213,14 +209,8 @@ def _add_errors(app: FastAPI, settings: AppSettings) -> None:
         record_of(request.scope).fields["code"] = error.body["error"]["code"]
         return error.response()
 
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
-        return _of_body(error).response()
-
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        if error.status_code == 413:
-            return too_large(settings.max_body_bytes).response()
         texts = {404: "there is no such route", 405: "the route does not have this method"}
         text = texts.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, text, headers=error.headers).response()
@@ -228,17 +218,3 @@ def _add_errors(app: FastAPI, settings: AppSettings) -> None:
     @app.exception_handler(Exception)
     async def on_defect(request: Request, error: Exception) -> Response:
         return internal_error().response()
-
-
-def _of_body(error: RequestValidationError) -> ApiError:
-    """What is wrong with a body, by field, without its values."""
-    reasons: dict[str, str] = {}
-    for detail in error.errors():
-        location = [str(part)[:_MAX_NAME] for part in detail["loc"][1:] if part not in SHAPES]
-        if detail["type"] == "json_invalid":
-            return invalid(f"the body is not valid JSON, see position {location[0]}")
-        reason = _REASONS.get(detail["type"], str(detail["msg"]))
-        if not location:
-            return invalid(reason if detail["type"] == "too_many_fields" else _NO_OBJECT)
-        reasons.setdefault(location[0], f"{'.'.join(location)}: {reason}")
-    return invalid("; ".join([*reasons.values()][:_MAX_REASONS]), next(iter(reasons)))

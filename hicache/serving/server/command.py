@@ -25,19 +25,29 @@ from hicache.errors import ConfigError
 from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
 from hicache.replay.recorder import TraceRecorder
-from hicache.serving.models import LoadedModel, device_named, load_local, random_model
+from hicache.serving.models import (
+    ByteTokenizer,
+    LoadedModel,
+    Tokenizer,
+    device_named,
+    load_local,
+    local_tokenizer,
+    random_model,
+)
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
 from hicache.serving.server import logs
 from hicache.serving.server.app import AppSettings, create_app
 from hicache.serving.server.engine_thread import EngineThread, Event
-from hicache.serving.server.frontend import Frontend, Limits
-from hicache.serving.server.prompts import PromptEncoder, ServedModel
+from hicache.serving.server.frontend import Frontend, Limits, ServedModel
+from hicache.serving.server.prompts import PromptEncoder, PromptLimits
 from hicache.serving.server.sizes import engine_config, first_config, max_len, model_dtype
+from hicache.serving.server.workers import PromptWorkers, TokenizerProcess
 from hicache.serving.support import check_supported
 from hicache.serving.warm_up import warm_up
 
 _RANDOM_NAME = "random"
+_BODY_BYTES, _TOKEN_BYTES = 16 << 20, 16  # of JSON: no text or list of ids has more a token, escapes included
 _CLOSE_S = 5  # for connections that do not read the end of their answer
 
 log = logging.getLogger(__name__)
@@ -45,8 +55,8 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """What is served: the model, the engine that is built for it, its name, the key that clients must send, and what
-    records."""
+    """What is served: the model, the engine that is built for it, its name, the key that clients must send, what
+    records, and what tokenizes long prompts."""
 
     loaded: LoadedModel
     geometry: ModelGeometry
@@ -55,6 +65,7 @@ class _Parts:
     name: str
     api_key: str
     recorder: TraceRecorder | None
+    tokenizers: TokenizerProcess
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -64,13 +75,17 @@ def run(flags: argparse.Namespace) -> int:
         raise ConfigError(f"--record {flags.record} cannot be made; give a new file in a folder that exists")
     basis = first_config(flags)
     transformers.utils.logging.disable_progress_bar()
-    with logs.json_lines(), contextlib.closing(_bound_socket(flags.host, flags.port)) as listener:
+    with (
+        logs.json_lines(),
+        contextlib.closing(_bound_socket(flags.host, flags.port)) as listener,
+        TokenizerProcess(lambda: _tokenizer_alone(flags, listener)) as tokenizers,
+    ):
         loaded = _loaded(flags, basis)
         geometry = check_supported(loaded.model, flags.attention)
         config = engine_config(flags, loaded, geometry, basis)
         engine = build_engine(config, geometry)
         with _recording(flags.record, engine) as recorder:
-            parts = _Parts(loaded, geometry, engine, max_len(config, loaded), name, key, recorder)
+            parts = _Parts(loaded, geometry, engine, max_len(config, loaded), name, key, recorder, tokenizers)
             return asyncio.run(_serve(flags, parts, listener))
 
 
@@ -113,6 +128,12 @@ def _loaded(flags: argparse.Namespace, basis: EngineConfig) -> LoadedModel:
     return random_model(flags.seed, torch.float32 if dtype == "auto" else dtype, device)
 
 
+def _tokenizer_alone(flags: argparse.Namespace, listener: socket.socket) -> Tokenizer:
+    """In a process that must not keep the port."""
+    listener.close()
+    return ByteTokenizer() if flags.model is None else local_tokenizer(flags.model)
+
+
 async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     loaded, engine = parts.loaded, parts.engine
@@ -129,8 +150,12 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
     thread = EngineThread(engine, scheduler, lambda: _warm_up(engine, runner, flags))
     limits = Limits(flags.max_running + flags.max_queued, flags.request_timeout_s)
     frontend = Frontend(model, limits, thread, engine.describe(), parts.recorder)
-    encoder = PromptEncoder(model)
-    app = create_app(frontend, encoder, AppSettings(model.name, parts.api_key, flags.max_body_bytes))
+    encoder = PromptEncoder(model.tokenizer, PromptLimits(model.max_len, limits.max_open, model.vocab_size))
+    workers = PromptWorkers(encoder, parts.tokenizers.connect)
+    max_body_bytes = flags.max_body_bytes or min(
+        _BODY_BYTES, (1 << 20) + _TOKEN_BYTES * model.max_len * limits.max_open
+    )
+    app = create_app(frontend, workers, AppSettings(model.name, parts.api_key, max_body_bytes))
     server = _Server(
         uvicorn.Config(
             app,
@@ -146,7 +171,7 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
     try:
         return await _until_stopped(server, listener, frontend, thread, flags.grace_s, model.name, bool(parts.api_key))
     finally:
-        encoder.close()
+        workers.close()
 
 
 def _warm_up(engine: CacheEngine, runner: ModelRunner, flags: argparse.Namespace) -> None:

@@ -39,7 +39,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--grace-s", type=_SECONDS, default=30.0, metavar="SECONDS",
         help="on SIGTERM, how long running requests may take to finish (default 30)",
     )  # fmt: skip
-    server.add_argument("--max-body-bytes", type=_BYTES, default=16 << 20, metavar="SIZE", help="default 16MiB")
+    server.add_argument(
+        "--max-body-bytes", type=_BYTES, metavar="SIZE", help="default: what the context can use, at most 16MiB"
+    )
     server.add_argument("--record", type=Path, metavar="FILE", help="write a trace of the requests for hicache replay")
     running = parser.add_argument_group("scheduler")
     running.add_argument("--max-running", type=_COUNT, default=32, help="requests that run at a time (default 32)")

@@ -11,17 +11,32 @@ from dataclasses import dataclass
 
 from hicache.metrics import MetricInfo
 from hicache.replay.recorder import TraceRecorder
+from hicache.serving.models import Tokenizer
 from hicache.serving.request import Request, RequestOutput
+from hicache.serving.sampling import PLAIN, SamplingParams
 from hicache.serving.server.engine_thread import EngineThread, Event, TokenChosen
 from hicache.serving.server.generation import Choice, Generation
 from hicache.serving.server.prometheus import ServerMetrics
-from hicache.serving.server.prompts import Prompt, ServedModel
+from hicache.serving.server.prompts import Prepared, Prompt
 from hicache.serving.server.protocol import GenerationBody
 from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, unavailable
 
 _LEAST_S = 1e-3
 _CONTEXT_TOKENS = 32  # of a prompt, for the decoder of what follows
 _SEED_MASK = (1 << 64) - 1  # negative seeds are two's complement
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """`name`: what clients call it. `max_len`: tokens of a prompt and its answer together. `sampling`: how tokens are
+    chosen where a request does not say. Token ids are below `vocab_size`."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_len: int
+    eos_ids: frozenset[int] = frozenset()
+    sampling: SamplingParams = PLAIN
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,7 @@ class Frontend:
         engine_described: Mapping[str, MetricInfo],
         recorder: TraceRecorder | None = None,
     ) -> None:
-        self._model, self._limits, self._thread, self._recorder = model, limits, thread, recorder
+        self._model, self.limits, self._thread, self._recorder = model, limits, thread, recorder
         self._open: dict[str, _OpenRequest] = {}
         self._stopping = False
         self._idle = asyncio.Event()
@@ -74,28 +89,28 @@ class Frontend:
         if not self._thread.alive:
             raise unavailable("the engine has failed; the server has to be started again", "engine_failed")
 
-    def require_room(self, body: GenerationBody) -> None:
+    def require_room(self, num_answers: int) -> None:
         """Raises `ApiError` where a request for so many answers is refused now."""
         self.require_serving()
-        max_open, num = self._limits.max_open, body.num_answers
-        if num > max_open:
-            param = "prompt" if num > (body.n or 1) else "n"
-            raise invalid(f"a request has at most {max_open} answers here, this one asks for {num}", param)
-        if len(self._open) + num > max_open:
-            raise overloaded(max_open)
+        if len(self._open) + num_answers > self.limits.max_open:
+            raise overloaded(self.limits.max_open)
 
-    def start(self, body: GenerationBody, prompts: Sequence[Prompt], reply_id: str) -> Generation:
+    def left_s(self, arrival_s: float) -> float:
+        """Seconds that a request has left which arrived then, on the clock of `time.perf_counter`. Above 0."""
+        return max(_LEAST_S, self.limits.timeout_s - (time.perf_counter() - arrival_s))
+
+    def start(self, prepared: Prepared, reply_id: str, arrival_s: float) -> Generation:
         """Submit the prompts, all or none. Raises `ApiError`."""
-        self.require_room(body)
+        body, prompts, num_each = prepared.body, prepared.prompts, prepared.body.n or 1
+        self.require_room(len(prompts) * num_each)
         self._require_possible(body, prompts)
-        num_each = body.n or 1
         requests = [
-            self._request(body, prompts[i // num_each], f"{reply_id}-{i}", i % num_each)
-            for i in range(body.num_answers)
+            self._request(body, prompt, f"{reply_id}-{i * num_each + j}", j, self.left_s(arrival_s))
+            for i, prompt in enumerate(prompts)
+            for j in range(num_each)
         ]
         choices = {request.request_id: self._choice(body, index, request) for index, request in enumerate(requests)}
-        generation = Generation(choices, self._thread, self._limits.timeout_s)
-        arrival_s = time.perf_counter()
+        generation = Generation(choices, self._thread, self.limits.timeout_s)
         for request in requests:
             self._open[request.request_id] = _OpenRequest(generation, arrival_s)
         for first in range(0, len(requests), num_each):
@@ -148,14 +163,14 @@ class Frontend:
 
     def _submit_others(self, open_request: _OpenRequest) -> None:
         """Their time runs since the arrival of the first. They end at once where their generation was aborted."""
-        left_s = max(_LEAST_S, self._limits.timeout_s - (time.perf_counter() - open_request.arrival_s))
+        left_s = self.left_s(open_request.arrival_s)
         others, open_request.others = open_request.others, ()
         for request in others:
             self._submit(dataclasses.replace(request, deadline_s=left_s))
             if open_request.generation.aborted:
                 self._thread.abort(request.request_id)
 
-    def _request(self, body: GenerationBody, prompt: Prompt, request_id: str, number: int) -> Request:
+    def _request(self, body: GenerationBody, prompt: Prompt, request_id: str, number: int, left_s: float) -> Request:
         """The answer of that number to the prompt, from 0."""
         seed = (secrets.randbits(64) if body.seed is None else body.seed) + number & _SEED_MASK
         sampling = dataclasses.replace(self._model.sampling, **body.sampling, seed=seed)
@@ -168,7 +183,7 @@ class Frontend:
             namespace=body.cache_salt or "",
             eos_ids=eos_ids.union(body.stop_token_ids or ()),
             priority=-(body.priority or 0),
-            deadline_s=self._limits.timeout_s,
+            deadline_s=left_s,
         )
 
     def _choice(self, body: GenerationBody, index: int, request: Request) -> Choice:

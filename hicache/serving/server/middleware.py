@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hicache.serving.server.prometheus import ServerMetrics
@@ -26,9 +25,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class HttpRecord:
-    """What the log says of one HTTP request. `fields`: more of it, set by whoever answers; never text of a client's."""
+    """What the log says of one HTTP request. `fields`: more of it, set by whoever answers; never text of a client's.
+    `arrival_s`: when its head had come, on the clock of `time.perf_counter`."""
 
     request_id: str
+    arrival_s: float
     status: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
 
@@ -52,9 +53,8 @@ class RequestLog:
         if scope["type"] != "http":
             return
         given = Headers(scope=scope).get(REQUEST_ID, "")
-        record = HttpRecord(given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex)
+        record = HttpRecord(given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex, time.perf_counter())
         scope[_RECORD] = record
-        start_s = time.perf_counter()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -69,9 +69,9 @@ class RequestLog:
             if not record.status:
                 await internal_error().response()(scope, receive, send_with_id)
         finally:
-            self._done(scope, record, time.perf_counter() - start_s)
+            self._done(scope, record)
 
-    def _done(self, scope: Scope, record: HttpRecord, seconds: float) -> None:
+    def _done(self, scope: Scope, record: HttpRecord) -> None:
         # A path that is no route may be anything, so neither the log nor the labels have it.
         route = getattr(scope.get("route"), "path", "unknown")
         self._metrics.http.labels(route, str(record.status)).inc()
@@ -80,14 +80,14 @@ class RequestLog:
             "method": scope["method"],
             "route": route,
             "status": record.status,
-            "seconds": round(seconds, 6),
+            "seconds": round(time.perf_counter() - record.arrival_s, 6),
             **record.fields,
         }
         log.info("request", extra={"fields": fields})
 
 
 class Gate:
-    """Refuses a wrong key under /v1, and a body of more than `max_body_bytes` as soon as that is known."""
+    """Refuses a wrong key under /v1, and a body that is announced as larger than `max_body_bytes`."""
 
     def __init__(self, app: ASGIApp, api_key: str, max_body_bytes: int) -> None:
         self._app, self._key, self._max_body_bytes = app, api_key.encode(), max_body_bytes
@@ -99,20 +99,7 @@ class Gate:
             refusal = wrong_key()
         elif length.isdecimal() and int(length) > self._max_body_bytes:
             refusal = too_large(self._max_body_bytes)
-        if refusal is not None:
-            await refusal.response()(scope, receive, send)
-            return
-        num_bytes = 0
-
-        async def bounded_receive() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise HTTPException(413)  # FastAPI lets this class through while it reads the body
-            return message
-
-        await self._app(scope, bounded_receive, send)
+        await (self._app if refusal is None else refusal.response())(scope, receive, send)
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")

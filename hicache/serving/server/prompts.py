@@ -2,93 +2,143 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 
 from hicache.errors import ConfigError
 from hicache.serving.models import Tokenizer
-from hicache.serving.sampling import PLAIN, SamplingParams
-from hicache.serving.server.protocol import ChatBody, CompletionBody
-from hicache.serving.server.replies import invalid
+from hicache.serving.server.protocol import SHAPES, ChatBody, CompletionBody
+from hicache.serving.server.replies import ApiError, invalid
 
-T = TypeVar("T")
+BODIES: dict[str, type[CompletionBody | ChatBody]] = {"completion": CompletionBody, "chat": ChatBody}
+NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """`name`: what clients call it. `max_len`: tokens of a prompt and its answer together. `sampling`: how tokens are
-    chosen where a request does not say. Token ids are below `vocab_size`."""
-
-    name: str
-    tokenizer: Tokenizer
-    vocab_size: int
-    max_len: int
-    eos_ids: frozenset[int] = frozenset()
-    sampling: SamplingParams = PLAIN
+_MAX_REASONS = 3  # of those why a body is refused
+_MAX_NAME = 64  # characters of a client's field name in a message
+_REASONS = {"extra_forbidden": "unknown field", "missing": "the field is required"}
+_TYPICAL_CHARS = 8  # a token of a text has fewer, but for texts that few tokens repeat
+_PIECE_CHARS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """`tokens`: int64 [len]; together with `max_new_tokens` at most the model's `max_len`."""
+    """`tokens`: int64 [len]; together with `max_new_tokens` at most the model's context."""
 
     tokens: npt.NDArray[np.int64]
     max_new_tokens: int
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A body that was checked, without the texts that its prompts were made of."""
+
+    body: CompletionBody | ChatBody
+    prompts: list[Prompt]
+
+
+@dataclass(frozen=True)
+class PromptLimits:
+    """`max_len`: tokens of a prompt and its answer together. `max_answers`: that one body may ask for. Token ids are
+    below `vocab_size`."""
+
+    max_len: int
+    max_answers: int
+    vocab_size: int
+
+
 class PromptEncoder:
-    """Called on the event loop. The tokenizer runs on a thread of its own, for long texts take it a while."""
+    """Parses bodies and tokenizes their texts. Both may take long, so neither is for the event loop."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
-        self._executor = concurrent.futures.ThreadPoolExecutor(1, "hicache-tokenizer")
+    def __init__(self, tokenizer: Tokenizer, limits: PromptLimits) -> None:
+        self._tokenizer, self.limits = tokenizer, limits
 
-    async def of_completion(self, body: CompletionBody) -> list[Prompt]:
-        """One prompt per text or list of ids. Raises `ApiError`."""
-        prompts = []
-        for prompt in body.prompts:
-            if isinstance(prompt, str):
-                ids = await self._in_thread(self._model.tokenizer.encode_prompt, prompt)
-            else:
-                ids = prompt
-            prompts.append(self._checked(ids, body.max_tokens or _DEFAULT_COMPLETION_TOKENS, "prompt"))
-        return prompts
-
-    async def of_chat(self, body: ChatBody) -> Prompt:
-        """Without a maximum in the body, the answer may be as long as the context allows. Raises `ApiError`."""
-        messages = [message.as_template_reads_it() for message in body.messages]
-        encode = partial(self._model.tokenizer.encode_chat, variables=body.chat_template_kwargs or {})
+    def prepare(self, kind: str, raw: bytes | bytearray) -> Prepared:
+        """`kind`: of `BODIES`. Raises `ApiError`."""
         try:
-            ids = await self._in_thread(encode, messages)
+            body = BODIES[kind].model_validate_json(raw)
+        except ValidationError as error:
+            raise _refusal(error) from None
+        if (num := body.num_answers) > self.limits.max_answers:
+            param = "prompt" if num > (body.n or 1) else "n"
+            raise invalid(
+                f"a request has at most {self.limits.max_answers} answers here, this one asks for {num}", param
+            )
+        prompts = [self._of_chat(body)] if isinstance(body, ChatBody) else self._of_completion(body)
+        return Prepared(body.without_texts(), prompts)
+
+    def _of_completion(self, body: CompletionBody) -> list[Prompt]:
+        max_new_tokens = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+        encode = self._tokenizer.encode_prompt
+        return [
+            self._checked(
+                self._encoded(prompt, encode) if isinstance(prompt, str) else prompt, max_new_tokens, "prompt"
+            )
+            for prompt in body.prompts
+        ]
+
+    def _of_chat(self, body: ChatBody) -> Prompt:
+        """Without a maximum in the body, the answer may be as long as the context allows."""
+        messages = [message.as_template_reads_it() for message in body.messages]
+        self._require_not_far_too_long("".join(message["content"] for message in messages), "messages")
+        try:
+            ids = self._tokenizer.encode_chat(messages, body.chat_template_kwargs or {})
         except ConfigError as error:
             raise invalid(str(error), "messages") from error
-        rest = max(1, self._model.max_len - len(ids))
+        rest = max(1, self.limits.max_len - len(ids))
         return self._checked(ids, body.max_completion_tokens or body.max_tokens or rest, "messages")
 
-    def close(self) -> None:
-        self._executor.shutdown(cancel_futures=True)
+    def _encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        self._require_not_far_too_long(text, "prompt")
+        return encode(text)
 
-    async def _in_thread(self, encode: Callable[[T], list[int]], given: T) -> list[int]:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, encode, given)
+    def _require_not_far_too_long(self, text: str, param: str) -> None:
+        """Refuse a text before it is tokenized whole: where no tokens could be so long, or where its pieces up to
+        somewhere have twice as many tokens as the context."""
+        max_len = self.limits.max_len
+        is_too_long = len(text) > max_len * self._tokenizer.max_token_chars
+        if not is_too_long and len(text) > max_len * _TYPICAL_CHARS:
+            num_tokens = 0
+            for start in range(0, len(text), _PIECE_CHARS):
+                num_tokens += len(self._tokenizer.encode(text[start : start + _PIECE_CHARS]))
+                if is_too_long := num_tokens > 2 * max_len:
+                    break
+        if is_too_long:
+            raise invalid(
+                f"this model's maximum context length is {max_len} tokens, and a text of {len(text)} characters has "
+                "more; shorten it",
+                param,
+                "context_length_exceeded",
+            )
 
     def _checked(self, ids: Sequence[int], max_new_tokens: int, param: str) -> Prompt:
-        model = self._model
+        limits = self.limits
         if not ids:
             raise invalid("the prompt is empty; give at least one token", param)
-        if max(ids) >= model.vocab_size:
-            raise invalid(f"a token id is not below the size of the vocabulary, {model.vocab_size}", param)
-        if len(ids) + max_new_tokens > model.max_len:
+        if max(ids) >= limits.vocab_size:
+            raise invalid(f"a token id is not below the size of the vocabulary, {limits.vocab_size}", param)
+        if len(ids) + max_new_tokens > limits.max_len:
             raise invalid(
-                f"this model's maximum context length is {model.max_len} tokens, but {len(ids) + max_new_tokens} were "
+                f"this model's maximum context length is {limits.max_len} tokens, but {len(ids) + max_new_tokens} were "
                 f"requested ({len(ids)} of the prompt, {max_new_tokens} of the answer); shorten one of them",
                 param,
                 "context_length_exceeded",
             )
         return Prompt(np.array(ids, dtype=np.int64), max_new_tokens)
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    """What is wrong with a body, by field, without its values."""
+    reasons: dict[str, str] = {}
+    for detail in error.errors(include_url=False, include_input=False):
+        if detail["type"] == "json_invalid":
+            return invalid(f"the body is not valid JSON: {detail['ctx']['error']}")
+        location = [str(part)[:_MAX_NAME] for part in detail["loc"] if part not in SHAPES]
+        reason = _REASONS.get(detail["type"], str(detail["msg"]))
+        if not location:
+            return invalid(reason if detail["type"] == "too_many_fields" else NO_OBJECT)
+        reasons.setdefault(location[0], f"{'.'.join(location)}: {reason}")
+    return invalid("; ".join([*reasons.values()][:_MAX_REASONS]), next(iter(reasons)))

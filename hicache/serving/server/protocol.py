@@ -229,6 +229,10 @@ class CompletionBody(GenerationBody, RefusedCompletionFields):
         Discriminator(_shape),
     ]
 
+    def without_texts(self) -> CompletionBody:
+        """The rest, which answers depend on."""
+        return self.model_copy(update={"prompt": [0], "metadata": None})
+
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         prompt: Any = self.prompt
@@ -316,3 +320,8 @@ class ChatBody(GenerationBody, RefusedChatFields):
     chat_template_kwargs: (
         Annotated[dict[Text, Any], Field(description="as in vLLM: variables of the model's chat template")] | None
     ) = None
+
+    def without_texts(self) -> ChatBody:
+        """The rest, which answers depend on."""
+        none = Message(role="user", content="")
+        return self.model_copy(update={"messages": [none], "chat_template_kwargs": None, "metadata": None})

@@ -75,6 +75,26 @@ def too_large(limit: int) -> ApiError:
     )
 
 
+def too_slow(seconds: float) -> ApiError:
+    return ApiError(
+        408,
+        f"the body took longer than {seconds:g} seconds to arrive",
+        kind="timeout_error",
+        code="request_timeout",
+        headers={"Connection": "close"},
+    )
+
+
+def too_many_bodies() -> ApiError:
+    return ApiError(
+        429,
+        "too many large bodies are on their way; try again later",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
+
+
 def overloaded(limit: int) -> ApiError:
     return ApiError(
         429,

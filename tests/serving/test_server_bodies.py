@@ -1,0 +1,186 @@
+"""Bodies and texts that are large: bounded before work is done for them, and that work ends with its client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import select
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app_case import CONTEXT, MAX_OPEN, Client, served
+from hicache.serving.models import ByteTokenizer
+from hicache.serving.server.prompts import PromptEncoder, PromptLimits
+from hicache.serving.server.replies import ApiError
+from programs import output
+from server_case import KEY, SECRET, Server
+from waiting import BOUND_S
+
+COMPLETIONS = "/v1/completions"
+
+
+class _Counting(ByteTokenizer):
+    """Whose longest tokens have 1000 characters. Notes how long the texts are that it encodes."""
+
+    max_token_chars = 1000
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def encode(self, text: str) -> list[int]:
+        self.lengths.append(len(text))
+        return super().encode(text)
+
+
+class _Blocked(ByteTokenizer):
+    """Encodes nothing until it is `free`."""
+
+    def __init__(self) -> None:
+        self.num_begun, self.free = 0, threading.Event()
+
+    def encode(self, text: str) -> list[int]:
+        self.num_begun += 1
+        self.free.wait()
+        return super().encode(text)
+
+
+def test_refused_before_they_are_tokenized() -> None:
+    """More prompts than may be open are refused unseen, and so is a text that no tokens could shrink into the context.
+    Of one that they could, pieces of twice as many tokens as the context has are looked at."""
+    tokenizer, piece = _Counting(), 1 << 16
+    encoder = PromptEncoder(tokenizer, PromptLimits(CONTEXT, MAX_OPEN, ByteTokenizer.num_tokens))
+    cases: list[tuple[str, dict[str, Any], list[int]]] = [
+        ("completion", {"prompt": ["a"] * (MAX_OPEN + 1)}, []),
+        ("completion", {"prompt": "a" * (1000 * CONTEXT + 1)}, []),
+        ("completion", {"prompt": ["a" * (900 * CONTEXT)]}, [piece]),
+        ("chat", {"messages": [{"role": "user", "content": "a" * 300 * CONTEXT}] * 3}, [piece]),
+        ("chat", {"messages": [{"role": "user", "content": "a" * 400 * CONTEXT}] * 3}, []),
+    ]
+    for kind, fields, lengths in cases:
+        tokenizer.lengths.clear()
+        with pytest.raises(ApiError) as refused:
+            encoder.prepare(kind, json.dumps(fields).encode())
+        assert (refused.value.status, refused.value.body["error"]["param"]) == (400, next(iter(fields)))
+        assert tokenizer.lengths == lengths
+
+
+def test_a_client_that_leaves_before_its_text_is_tokenized() -> None:
+    """Its text is never tokenized. One that waits for its tokens too long gets 408, as does one that never ends its
+    body; the time counts from the arrival."""
+    tokenizer, body = _Blocked(), json.dumps({"prompt": "a"}).encode()
+
+    async def ask() -> None:
+        async with served(tokenizer) as parts:
+            clients = [Client(parts.app, COMPLETIONS, body, sends_all=i < 3) for i in range(4)]
+            answers = [asyncio.create_task(clients[i].answer()) for i in range(2)]
+            while tokenizer.num_begun < 2:  # on all threads
+                await asyncio.sleep(0.001)
+            answers += [asyncio.create_task(client.answer()) for client in clients[2:]]
+            for client in clients[1:]:
+                client.gone.set()
+            assert [(await answer)[0] for answer in answers[1:]] == [499, 499, 499]
+            tokenizer.free.set()
+            assert (await answers[0])[0] == 400  # an id beyond the model's vocabulary
+            assert tokenizer.num_begun == 2
+            tokenizer.free.clear()
+        async with served(tokenizer, timeout_s=0.05) as parts:
+            for sends_all in (True, False):
+                status, error = await Client(parts.app, COMPLETIONS, body, sends_all=sends_all).answer()
+                assert (status, error["code"], "body" in error["message"]) == (408, "request_timeout", not sends_all)
+            tokenizer.free.set()
+
+    asyncio.run(ask())
+
+
+# Large bodies by processes of their own: what the tokenizer of this one, which encodes nothing, would not do.
+PROGRAM = """
+import asyncio, json, os, signal, time
+from pathlib import Path
+from hicache.serving.models import ByteTokenizer
+from hicache.serving.server.prompts import PromptEncoder, PromptLimits
+from hicache.serving.server.replies import ApiError
+from hicache.serving.server.workers import PromptWorkers, TokenizerProcess
+from waiting import eventually
+
+class Slow(ByteTokenizer):
+    def encode(self, text):
+        if text == "hang":
+            Path("pid.new").write_text(str(os.getpid()))
+            Path("pid.new").rename("pid")
+            time.sleep(1e6)
+        if text == "fail":
+            raise ValueError(text)
+        return super().encode(text)
+
+def body(prompt):
+    return json.dumps({"prompt": prompt, "seed": 3, "stop": ["x"]}).encode() + b" " * (1 << 18)
+
+async def begun(task):
+    while not Path("pid").exists():
+        await asyncio.sleep(0.001)
+    pid = int(Path("pid").read_text())
+    Path("pid").unlink()
+    return pid
+
+async def outcome(task):
+    try:
+        done = await task
+    except ApiError as error:
+        return error.status, error.body["error"]["param"]
+    return [prompt.tokens.tolist() for prompt in done.prompts], done.body.seed, done.body.stops
+
+async def main(tokenizers):
+    workers = PromptWorkers(PromptEncoder(None, PromptLimits(64, 8, 260)), tokenizers.connect)
+    ask = lambda prompt: asyncio.create_task(workers.prepare("completion", body(prompt)))
+    print(await outcome(ask(["ab", "c"])), await outcome(ask("a" * 65)), await outcome(ask("fail")))
+    left = ask("hang")
+    pid = await begun(left)
+    left.cancel()
+    await asyncio.wait([left])
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
+    killed = ask("hang")
+    os.kill(await begun(killed), signal.SIGKILL)
+    print(await outcome(killed), await outcome(ask([1])))
+    workers.close()
+
+with TokenizerProcess(Slow) as tokenizers:
+    asyncio.run(main(tokenizers))
+"""
+
+
+def test_processes_of_large_bodies(tmp_path: Path) -> None:
+    """They answer as a thread would, and a refusal is a refusal. One ends where its client left; one that fails, or is
+    killed, is a status 500 of its request alone."""
+    first, second = output(PROGRAM, cwd=tmp_path, module="hicache.serving.server.command").splitlines()
+    assert first == "([[256, 97, 98], [256, 99]], 3, ['x']) (400, 'prompt') (500, None)"
+    assert second == "(500, None) ([[1]], 3, ['x'])"
+
+
+def test_a_large_body_is_answered_as_a_small_one(server: Server) -> None:
+    client = server.client(KEY)
+    fields: dict[str, Any] = {"model": "random", "prompt": f"{SECRET} large", "max_tokens": 5, "temperature": 0}
+    small = client.completions.create(**fields).choices[0].text
+    large = client.completions.create(**fields, extra_body={"metadata": {"of": "a" * (1 << 18)}}).choices[0].text
+    assert large == small
+
+
+def test_uploads_together_are_bounded(server: Server) -> None:
+    """Of more large bodies than may be on their way some are refused, and there is room again when they have left."""
+    size = (1 << 20) - 1000
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    ).encode()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection((server.host, server.port))) for _ in range(10)]
+        for client in clients:
+            with contextlib.suppress(ConnectionError):  # refused while it was sent
+                client.sendall(head + b" " * (size - 1))
+        refused, _, _ = select.select(clients, [], [], BOUND_S)
+        assert refused[0].recv(64).startswith(b"HTTP/1.1 429 ")
+    test_a_large_body_is_answered_as_a_small_one(server)
