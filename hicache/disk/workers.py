@@ -14,7 +14,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -266,12 +266,15 @@ class DiskTier:
         return job.cancelled.is_set() or self.clock() >= job.deadline_s
 
     def _find(self, job: FindJob, token: BreakerToken) -> FindDone:
-        judge = self._judge_read()
         keys = (*job.keys, *job.others)
-        held = _ask(self.reads.breaker, token, partial(self.store.contains, keys), judge, proves=False)
+
+        def contains() -> list[bool]:
+            return _one_each(self.store.contains(keys), keys)
+
+        held, answered = _ask(self.reads.breaker, token, contains, self._judge_read, proves=False)
         pages, others = held[: len(job.keys)], held[len(job.keys) :]
         num_pages = next((i for i, present in enumerate(pages) if not present), len(pages))
-        return FindDone(job.ticket, num_pages, bool(held) and judge(held) is None, tuple(others), job.batch)
+        return FindDone(job.ticket, num_pages, answered, tuple(others), job.batch)
 
     def _read(self, job: ReadJob, token: BreakerToken) -> ReadDone:
         """A part at a time, as long as the rest is wanted; pages behind a gap would be useless."""
@@ -279,15 +282,15 @@ class DiskTier:
         begin_s = self.clock()
         while len(ok) < len(job.keys) and all(ok) and not (ok and self._is_void(job)):
             part = slice(len(ok), len(ok) + self._part_pages)
-            judge = self._judge_read(job.deadline_s)
-            got = _ask(self.reads.breaker, token, partial(self._get, job, part), judge)
+            judge_read = partial(self._judge_read, job.deadline_s)
+            got, _ = _ask(self.reads.breaker, token, partial(self._get, job, part), judge_read)
             ok += got or [False] * len(job.keys[part])
         missing = [False] * (len(job.keys) - len(ok))
         return ReadDone(job.ticket, job.batch, tuple(ok + missing), asked=len(ok), seconds=self.clock() - begin_s)
 
     def _get(self, job: ReadJob, part: slice) -> list[bool]:
-        left_s = job.deadline_s - self.clock()
-        ok = self.store.get_into(job.keys[part], job.pages[part], deadline_s=time.monotonic() + left_s)
+        until_s = time.monotonic() + job.deadline_s - self.clock()
+        ok = _one_each(self.store.get_into(job.keys[part], job.pages[part], deadline_s=until_s), job.keys[part])
         if job.landed is not None:
             for i, verified in enumerate(ok, part.start):
                 if verified:
@@ -302,10 +305,10 @@ class DiskTier:
         def put() -> list[bool]:
             if token.is_probe and not self.store.reopen():
                 raise StoreError("the store still takes no writes")
-            return self.store.put(items, lag=lag)
+            return _one_each(self.store.put(items, lag=lag), items)
 
         begin_s = self.clock()
-        stored = _ask(self.writes.breaker, token, put, self._judge_write()) or [False] * len(items)
+        stored = _ask(self.writes.breaker, token, put, self._judge_write)[0] or [False] * len(items)
         page_s = (self.clock() - begin_s) / max(1, len(items))
         answers, start = [], 0
         for job in jobs:
@@ -354,12 +357,14 @@ def _ask(
     breaker: Breaker,
     token: BreakerToken,
     call: Callable[[], list[bool]],
-    judge: _Judge,
+    judge_next: Callable[[], _Judge],
     *,
     proves: bool = True,
-) -> list[bool]:
-    """The store's answer, empty where it failed; the breaker is told. `proves`: success means that the store works."""
+) -> tuple[list[bool], bool]:
+    """The store's answer, empty where it raised, and whether it is one; the breaker is told. `proves`: success means
+    that the store works."""
     try:
+        judge = judge_next()
         ok = call()
         fault = judge(ok)
     except (StoreError, OSError) as error:
@@ -372,7 +377,15 @@ def _ask(
         breaker.failed(token, fault.why, at_once=fault.lasting)
     elif proves:
         breaker.succeeded(token)
-    return ok
+    return ok, fault is None
+
+
+def _one_each(answers: Iterable[object], asked: Sequence[object]) -> list[bool]:
+    """What a store answered. StoreError unless that is one answer for each that it was asked about."""
+    found = [bool(answer) for answer in answers]
+    if len(found) != len(asked):
+        raise StoreError(f"a store was asked about {len(asked)} pages, and gave {len(found)} answers")
+    return found
 
 
 def _unserved_read(job: FindJob | ReadJob) -> FindDone | ReadDone:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,6 +138,48 @@ def test_a_store_that_raises_is_left_alone() -> None:
         eventually(lambda: ask(engine, "again", prompt(4)) and all(store.inner.contains(keys)))
     with engine_over(store) as engine:
         assert ask(engine, "d", prompt(4)) == Hit(disk=CACHED_LEN)
+
+
+class Twisted(MemoryPageStore):
+    """A store that answers rightly, in a way of its own, or whose count of failed reads cannot be had."""
+
+    twist: Callable[[list[bool]], Any] = staticmethod(list)
+    counts = True
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
+        return self.twist(super().contains(keys, deadline_s=deadline_s))
+
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
+    ) -> list[bool]:
+        return self.twist(super().get_into(keys, buffers, deadline_s=deadline_s))
+
+    def put(
+        self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
+    ) -> list[bool]:
+        return self.twist(super().put(items, lag=lag, deadline_s=deadline_s))
+
+    def thread_read_errors(self) -> int:
+        return 0 if self.counts else 1 // 0
+
+
+@pytest.mark.parametrize("kind", [np.array, iter, tuple, "too many", "too few", "none at all", "no count"])
+def test_answers_are_one_for_each_key(kind: Any) -> None:
+    """A store may answer with any sequence. One that answers for more keys or fewer, or cannot say what it failed, is a
+    store that fails: requests are served as without it, and it is used again when it is right."""
+    store, twists = Twisted(1 << 20), {"too many": lambda ok: [*ok, True], "too few": lambda ok: ok[:-1]}
+    twists |= {"none at all": lambda ok: None, "no count": list}
+    with engine_over(store) as engine:
+        for n in range(4):  # they evict the first from both tiers
+            ask(engine, f"a{n}", prompt(n))
+        store.twist, store.counts = twists.get(kind, kind), kind != "no count"
+        ask(engine, "b", prompt(4))
+        hit = ask(engine, "c", prompt(0))
+        assert hit == (Hit() if kind in twists else Hit(disk=CACHED_LEN))
+        assert bool(engine.stats()["disk.reads_failures"]) == (kind in twists)
+        assert bool(engine.stats()["disk.writes_failures"]) == (kind in twists and kind != "no count")
+        store.twist, store.counts = list, True
+        eventually(lambda: ask(engine, "again", prompt(1)).tokens == CACHED_LEN)
 
 
 def test_what_a_store_refuses_stays_on_the_host() -> None:
