@@ -3,7 +3,7 @@
     [ 0,  4)  magic, b"HKVS"
     [ 4,  6)  u16 version, 1
     [ 6,  8)  u16 length k of the key, 1 to 511
-    [ 8, 16)  u64 sequence: of two slots with one key the higher one counts
+    [ 8, 16)  u64 sequence, below 2^63: of two slots with one key the higher one counts
     [16, 68)  header of the value (header.py)
     and k     the key
     and 8     u64 XXH3_64 over all of that; zeros up to 4096, where the payload begins
@@ -43,6 +43,7 @@ from hicache.storage.memory import ALIGNMENT, round_up
 MAGIC, VERSION = b"HKVS", 1
 BLOCK_BYTES = 4096
 MAX_KEY_BYTES = 511
+_END_SEQUENCE = 1 << 63  # later pages have higher ones
 MIN_DIRECT_BYTES = 256 << 10  # of a payload: for shorter ones a direct read gains nothing
 _START = struct.Struct(f"<4sHHQ{HEADER_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
@@ -72,7 +73,8 @@ class SlotBlock(NamedTuple):
         if len(raw) < BLOCK_BYTES:
             return None
         magic, version, key_bytes, sequence, header = _START.unpack_from(raw)
-        if magic != MAGIC or version != VERSION or not 1 <= key_bytes <= MAX_KEY_BYTES:
+        is_block = magic == MAGIC and version == VERSION and sequence < _END_SEQUENCE
+        if not is_block or not 1 <= key_bytes <= MAX_KEY_BYTES:
             return None
         end = _START.size + key_bytes
         if _CHECKSUM.unpack_from(raw, end)[0] != xxhash.xxh3_64_intdigest(raw[:end]):

@@ -99,19 +99,21 @@ def test_slots_of_other_pages(tmp_path: Path) -> None:
 
 
 def test_of_two_slots_with_one_key_the_newer_counts(tmp_path: Path) -> None:
-    """A slot that was freed and not written again yields to the one that has its key now."""
+    """A slot that was freed and not written again yields to the one that has its key now. One with a sequence after which
+    none is left for later pages is free, and pages are stored as before."""
     fill(tmp_path, 4)
     slot, file = slots_of(tmp_path)[key_of(2)], slots_path(tmp_path)
     content = file.read_bytes().ljust(4 * SLOT_BYTES, b"\0")
     old = content[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
     block = SlotBlock.unpack(old[:BLOCK_BYTES])
     assert block is not None
-    for sequence, expected in ((block.sequence - 1, 4), (block.sequence + 9, 3)):
+    for sequence, expected in ((block.sequence - 1, 4), (block.sequence + 9, 3), ((1 << 64) - 1, 4), (1 << 63, 4)):
         file.write_bytes(content + block._replace(sequence=sequence).pack() + bytes(SLOT_BYTES - BLOCK_BYTES))
         (tmp_path / "index.mdb").unlink(missing_ok=True)
         with contextlib.closing(open_store(tmp_path, **SETTINGS)) as store:
             assert store.rebuilt_pages == 4
             assert len(found_numbers(store, range(4))) == expected
+            assert put_numbers(store, [9]) == [True] and store.delete([key_of(9)]) == 1
 
 
 def test_pages_of_another_namespace(tmp_path: Path) -> None:
