@@ -75,6 +75,7 @@ class LmdbPageStore(PageReads):
         self.rebuilt_pages, self._writing = files.rebuilt_pages, threading.Lock()
         try:
             self._writer = GroupWriter(files, self._access_log, self._counters, on_removed)
+            files.record_settings()
         except BaseException:
             files.close(is_whole=False)
             raise

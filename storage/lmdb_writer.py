@@ -32,6 +32,7 @@ log = logging.getLogger("hicache.storage")
 T = TypeVar("T")
 
 _GROUP_SHARE, _MAX_GROUP_BYTES = 64, 64 << 20
+_MAX_EVICTIONS = 256  # of one commit
 _MIN_SLOTS, _MIN_INDEX_BYTES = 8, 256 << 10
 _ENTRY_BYTES = 300  # about what a page adds to the index, beside three times its key
 _SPARE_BYTES = 32 << 10  # for pages of the index that are split
@@ -87,7 +88,7 @@ class GroupWriter:
         max_bytes = sum(self._files.record.slot_bytes(size) + 3 * len(key) + _ENTRY_BYTES for key, size in group)
 
         def work() -> int:
-            if self._evict(self._max_slots_bytes() - max_bytes) and not self._has_evicted:
+            if self._evict(self._budget_bytes - _SPARE_BYTES - max_bytes) and not self._has_evicted:
                 self._has_evicted = True
                 reached = "the store %s has reached its budget of %d bytes: the least recently used pages are evicted"
                 log.info(reached, self._files.path, self._budget_bytes)
@@ -118,9 +119,7 @@ class GroupWriter:
 
         def work() -> int:
             self._apply_access_log()
-            num_evicted = 0
-            while evicted := self._evict(used_bytes - self._files.pages.index.num_bytes()):
-                num_evicted += evicted
+            num_evicted = self._evict(used_bytes)
             self._files.slots.trim()
             return num_evicted
 
@@ -199,14 +198,22 @@ class GroupWriter:
         """What the budget leaves to slots."""
         return self._budget_bytes - _SPARE_BYTES - self._files.pages.index.num_bytes()
 
-    def _evict(self, slots_bytes: int) -> int:
-        """Evict the least recently used pages, in one commit, until slots in use have at most `slots_bytes`."""
+    def _evict(self, used_bytes: int) -> int:
+        """Evict the least recently used pages until slots in use and index have at most `used_bytes`; returns how many.
+        In batches, for the index shrinks with its pages."""
+        num_evicted = 0
+        while evicted := self._evict_batch(used_bytes - self._files.pages.index.num_bytes()):
+            num_evicted += evicted
+        return num_evicted
+
+    def _evict_batch(self, slots_bytes: int) -> int:
+        """The same in one commit, until slots in use have at most `slots_bytes`."""
         slots, removed = self._files.slots, list[tuple[bytes, Entry | None]]()
         left_bytes = slots.used_bytes
         if left_bytes <= slots_bytes:
             return 0
         with self._files.pages.index.changes() as changes:
-            while left_bytes > slots_bytes and (oldest := changes.pop_oldest()) is not None:
+            while left_bytes > slots_bytes and len(removed) < _MAX_EVICTIONS and (oldest := changes.pop_oldest()):
                 removed.append(oldest)
                 left_bytes -= slots.space_of(oldest[1].page_bytes, oldest[1].payload_bytes)
         self._counters.add(evicted=len(removed))

@@ -55,8 +55,7 @@ def rebuild(index: Index, files: Mapping[int, SlotFile], namespace: bytes, progr
     for page_bytes, file in files.items():
         used = {one.slot for one in pages if one.page_bytes == page_bytes}
         file.truncate(max(used, default=-1) + 1)
-        for slot in set(range(file.num_slots())) - used:
-            file.punch(slot)
+        file.punch(set(range(file.num_slots())) - used)
 
 
 def _page_of(file: SlotFile, slot: int, page_bytes: int, namespace: bytes) -> _Found | None:

@@ -30,6 +30,8 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,14 +178,18 @@ class SlotFile:
         for at in range(0, len(view), _WRITE_BACK_BYTES):
             self._write(view[at : at + _WRITE_BACK_BYTES], start + BLOCK_BYTES + at)
         self._write(block, start)
-        if not is_hole:
-            self.punch(slot, BLOCK_BYTES + round_up(len(view)))
+        used_bytes = BLOCK_BYTES + round_up(len(view))
+        if not is_hole and used_bytes < self.slot_bytes:
+            self._punch(start + used_bytes, self.slot_bytes - used_bytes)
 
-    def punch(self, slot: int, start: int = 0) -> None:
-        """Free the disk space of a slot from byte `start` on. If the file system has no holes, only erase a block."""
-        offset = slot * self.slot_bytes + start
-        if start < self.slot_bytes and not self._punch(offset, self.slot_bytes - start) and not start:
-            self._write(bytes(BLOCK_BYTES), offset)
+    def punch(self, slots: Iterable[int]) -> None:
+        """Free the disk space of slots, that of neighbours in one call: each takes a file system a millisecond. If it
+        has no holes, only erase their blocks."""
+        for _, run in groupby(enumerate(sorted(slots)), key=lambda at: at[1] - at[0]):
+            offsets = [slot * self.slot_bytes for _, slot in run]
+            if not self._punch(offsets[0], len(offsets) * self.slot_bytes):
+                for offset in offsets:
+                    self._write(bytes(BLOCK_BYTES), offset)
 
     def num_slots(self) -> int:
         """How many slots the file reaches into."""

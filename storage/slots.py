@@ -111,10 +111,16 @@ class Slots:
     def punch(self, max_bytes: int = 0) -> None:
         """Make freed slots holes until all slots take at most `max_bytes`."""
         for slots in self._files.values():
-            while slots.freed and self.used_bytes + self.freed_bytes > max_bytes:
-                slot = next(reversed(slots.freed))
-                slots.file.punch(slot)
-                self.freed_bytes -= slots.freed.pop(slot)
+            excess_bytes, chosen = self.used_bytes + self.freed_bytes - max_bytes, list[int]()
+            for slot, space in reversed(slots.freed.items()):
+                if excess_bytes <= 0:
+                    break
+                chosen.append(slot)
+                excess_bytes -= space
+            slots.file.punch(chosen)
+            for _ in chosen:
+                slot, space = slots.freed.popitem()  # the last one, in constant time
+                self.freed_bytes -= space
                 heapq.heappush(slots.free, slot)
 
     def trim(self) -> None:

@@ -104,13 +104,22 @@ class WriterFiles(OpenFiles):
         with contextlib.ExitStack() as held:
             self.lock = held.enter_context(contextlib.closing(WriterLock(path)))
             try:
-                _record(path, record)
+                self._recorded = _record(path, record)
                 files = open_slot_files(path, record, held, writable=True)
                 sync_directory(path)
                 self._open_index(files, rebuilds=False)
             except io_errors as error:
                 raise StoreError(f"cannot open the store {path}: {error}; free space or repair the disk") from error
             self._held = held.pop_all()
+
+    def record_settings(self) -> None:
+        """Record how the store is open now. Not before it is within its budget, which may be what makes room."""
+        if self._recorded != self.record:
+            try:
+                with replacing(self.path / STORE_FILE) as file:
+                    file.write(self.record.pack())
+            except OSError as error:
+                log.warning("the store %s is open with settings that are not recorded: %s", self.path, error)
 
     def rebuild(self) -> None:
         """Build the index anew from the slots. OSError or what LMDB raises; then every read is a miss."""
@@ -183,15 +192,15 @@ def read_record(path: Path) -> StoreRecord:
     return StoreRecord.unpack(str(path / STORE_FILE), raw)
 
 
-def _record(path: Path, record: StoreRecord) -> None:
-    """Require that the store in the directory has this identity, or make one of it; record the settings."""
+def _record(path: Path, record: StoreRecord) -> StoreRecord:
+    """The record of the store in the directory, which must have this identity, or that of a new one."""
     if (path / STORE_FILE).exists() or _is_left(path):
         stored = read_record(path)
         stored.require(path, record)
-        if stored == record:
-            return
+        return stored
     with replacing(path / STORE_FILE) as file:
         file.write(record.pack())
+    return record
 
 
 def _is_left(path: Path) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hicache.storage import LmdbPageStore, PageBuffer, StoreError, describe, evict
+from hicache.storage.slot_file import SlotFile
 from storage_pages import (
     PAGE_BYTES,
     blocks_bytes,
@@ -87,27 +89,46 @@ def test_pages_that_fill_the_tables_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["evicted to 1 MiB", "evicted to nothing", "opened with a smaller budget"])
-def test_a_store_is_made_smaller(tmp_path: Path, way: str) -> None:
-    """Evicting, and opening with a smaller budget, drop the oldest pages, give their space back at once, and leave a
-    valid store of at most that size, which takes pages."""
+def test_a_store_is_made_smaller(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evicting, and opening with a smaller budget, drop the oldest pages, give their space back at once, that of
+    neighbours in one call, and leave a valid store of at most that size, which takes pages."""
     store: LmdbPageStore = open_store(tmp_path)
     for first in range(0, 200, 10):
         assert all(put_numbers(store, range(first + 9, first - 1, -1)))  # the first of a call is used last
     with pytest.raises(StoreError):
         evict(store, -1)
-    to_bytes = {"evicted to nothing": 0}.get(way, 1 << 20)
+    to_bytes, punch, num_calls = {"evicted to nothing": 0}.get(way, 1 << 20), SlotFile._punch, [0]
+
+    def counted(*of_call: Any) -> bool:
+        num_calls[0] += 1
+        return punch(*of_call)
+
+    monkeypatch.setattr(SlotFile, "_punch", counted)
     if way == "opened with a smaller budget":
         store.close()
         store = open_store(tmp_path, budget_bytes=to_bytes)
     else:
         assert evict(store, to_bytes) == 200 - store.stats().entries
     stats = store.stats()
+    assert num_calls[0] <= 5
     assert stats.evicted == 200 - stats.entries and (stats.entries > 40 if to_bytes else stats.entries == 0)
     assert max(stats.file_bytes, blocks_bytes(tmp_path) - (64 << 10)) <= max(to_bytes, 64 << 10)
     assert found_numbers(store, range(200)) == set(range(200 - stats.entries, 200))
     assert store.put([(key_of(500), page_of(500))]) == [True]
     store.check()
     store.close()
+
+
+def test_an_index_larger_than_the_budget_costs_no_more_pages_than_it_must(tmp_path: Path) -> None:
+    """Tiny pages whose index alone exceeds the new budget: it shrinks with them, so the newest of them stay."""
+    with contextlib.closing(open_store(tmp_path, page_bytes=64)) as store:
+        assert all(put_numbers(store, range(3000), 64))
+        with store.reading() as pages:
+            assert pages.index.num_bytes() > 350_000
+    with contextlib.closing(open_store(tmp_path, page_bytes=64, budget_bytes=350_000)) as store:
+        assert store.stats().entries >= 8 and store.stats().file_bytes <= 350_000
+        assert found_numbers(store, range(8), 64) == set(range(8))  # the first of a call is used last
+        store.check()
 
 
 def test_no_more_is_evicted_than_it_takes(tmp_path: Path) -> None:

@@ -99,8 +99,8 @@ def test_slots_of_other_pages(tmp_path: Path) -> None:
 
 
 def test_of_two_slots_with_one_key_the_newer_counts(tmp_path: Path) -> None:
-    """A slot that was freed and not written again yields to the one that has its key now. One with a sequence after which
-    none is left for later pages is free, and pages are stored as before."""
+    """A slot that was freed and not written again yields to the one that has its key now. One with a sequence after
+    which none is left for later pages is free, and pages are stored as before."""
     fill(tmp_path, 4)
     slot, file = slots_of(tmp_path)[key_of(2)], slots_path(tmp_path)
     content = file.read_bytes().ljust(4 * SLOT_BYTES, b"\0")

@@ -8,7 +8,7 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 from hicache.storage import StoreCorrupt, StoreError, verify
 from hicache.storage.index import Index
 from hicache.storage.slot_file import SlotFile
+from hicache.storage.store_files import read_record
 from storage_pages import (
     PAGE_BYTES,
     blocks_bytes,
@@ -97,6 +98,23 @@ def test_space_comes_back_on_a_full_disk(small_disk: Path) -> None:
         store.check()
 
 
+def test_a_full_disk_takes_a_smaller_budget(small_disk: Path) -> None:
+    """A store that fills its disk is opened with a smaller budget: it evicts, and records its settings in the room that
+    it made. Where they cannot be recorded, it is opened all the same."""
+    path = small_disk / "store"
+    with contextlib.closing(open_store(path)) as store:
+        put_numbers(store, range(300))
+    with pytest.raises(OSError), (small_disk / "ballast").open("wb", buffering=0) as ballast:
+        while ballast.write(bytes(4096)):
+            pass
+    for settings in ({"budget_bytes": 2 << 20}, {"budget_bytes": 2 << 20, "level": 3}):
+        with contextlib.closing(open_store(path, **settings)) as store:
+            assert store.stats().file_bytes <= 2 << 20 and 0 in found_numbers(store, range(300))
+            store.check()
+        assert (read_record(path).budget_bytes, read_record(path).level) == (2 << 20, 1)
+        (path / "store.json.new").mkdir(exist_ok=True)
+
+
 def test_opening_without_room(small_disk: Path) -> None:
     """However little space there is for a new store, opening it succeeds or says that there is none; never that what is
     there is no store."""
@@ -163,7 +181,7 @@ def test_failed_writes(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def fail(*_: object) -> None:
         raise SystemError("error return without exception set")  # as lmdb's binding has no name for some failures
 
-    def fail_to_punch(self: SlotFile, slot: int, start: int = 0) -> None:
+    def fail_to_punch(self: SlotFile, slots: Iterable[int]) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     page_bytes = 64 << 10
