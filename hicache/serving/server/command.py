@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
 from hicache.serving.server import logs
 from hicache.serving.server.app import AppSettings, create_app
+from hicache.serving.server.connections import MAX_BACKLOG, Connection, ConnectionLimits, bounds_by_descriptors
 from hicache.serving.server.engine_thread import EngineThread, Event
 from hicache.serving.server.frontend import Frontend, Limits, ServedModel
 from hicache.serving.server.prompts import PromptEncoder, PromptLimits
@@ -156,9 +158,13 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
         _BODY_BYTES, (1 << 20) + _TOKEN_BYTES * model.max_len * limits.max_open
     )
     app = create_app(frontend, workers, AppSettings(model.name, parts.api_key, max_body_bytes))
+    max_connections, backlog = bounds_by_descriptors(flags.max_connections)
+    connections = ConnectionLimits(max_connections, flags.request_timeout_s + _CLOSE_S)
     server = _Server(
         uvicorn.Config(
             app,
+            http=partial(Connection, connections),  # type: ignore[arg-type]  # it is called as a class is
+            backlog=backlog,
             lifespan="off",
             ws="none",
             log_config=None,
@@ -247,6 +253,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(MAX_BACKLOG)  # more may wait than are accepted at once
         self.listening.set()
 
     @contextlib.contextmanager

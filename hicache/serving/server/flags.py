@@ -40,6 +40,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="on SIGTERM, how long running requests may take to finish (default 30)",
     )  # fmt: skip
     server.add_argument(
+        "--max-connections", type=_COUNT, default=1024,
+        help="connections, at most half of the files that may be open (default 1024)",
+    )  # fmt: skip
+    server.add_argument(
         "--max-body-bytes", type=_BYTES, metavar="SIZE", help="default: what the context can use, at most 16MiB"
     )
     server.add_argument("--record", type=Path, metavar="FILE", help="write a trace of the requests for hicache replay")

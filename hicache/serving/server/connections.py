@@ -1,0 +1,102 @@
+"""Connections that are bounded in number and in time, and whose clients are seen to leave.
+
+uvicorn bounds neither: a connection that sends nothing, or half a head, stays for ever, and there may be as many as
+there are descriptors. And it stops reading a connection with bytes behind its request, and so does not see its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_BACKLOG = 2048
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class ConnectionLimits:
+    """`max_connections`: at a time. `head_s`: until the head of a request has come, from the connection or from the
+    end of the response before. `request_s`: from then on until the response is complete and sent."""
+
+    max_connections: int
+    request_s: float
+    head_s: float = 10.0
+    is_reached: bool = False
+
+
+def bounds_by_descriptors(max_connections: int) -> tuple[int, int]:
+    """Connections, and how many of them may be accepted at once: of the descriptors of this process, connections get
+    one half, and those that were accepted and are not refused yet a quarter."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(max_connections, soft // 2)), max(1, min(MAX_BACKLOG, soft // 16))
+
+
+class Connection(H11Protocol):
+    """One connection. Where there are too many, the one is closed that has been waiting for a request, or for the rest
+    of one, for longest: this one, if all others are being answered."""
+
+    def __init__(self, limits: ConnectionLimits, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self._limits = limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._timed: object = None  # the request that the timer is for; None: the next one
+        self._waits_since_s = self.loop.time()
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request has come whole, and its response is not complete."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            self._close_one()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_answering:
+            # What comes behind a request is not taken: were it kept, the client's end would have to wait behind it.
+            self.cycle.keep_alive = False
+            return
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._waits_since_s = self.loop.time()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Start the time of what is waited for now, unless it runs already."""
+        request = None if self.cycle is None or self.cycle.response_complete else self.cycle
+        if self._timer is not None:
+            if request is self._timed:
+                return
+            self._timer.cancel()
+        is_sending = request is not None or self.transport.get_write_buffer_size()
+        seconds = self._limits.request_s if is_sending else self._limits.head_s
+        self._timed, self._timer = request, self.loop.call_later(seconds, self.transport.abort)
+
+    def _close_one(self) -> None:
+        waiting = [one for one in self.connections if isinstance(one, Connection) and not one.is_answering]
+        victim = min(waiting, key=lambda one: one._waits_since_s)
+        self.connections.discard(victim)
+        victim.transport.abort()
+        if not self._limits.is_reached:
+            self._limits.is_reached = True
+            log.warning(
+                "%d connections are open; for each new one another is closed that waits for a request. Raise "
+                "--max-connections, and the limit of open files to twice as many",
+                self._limits.max_connections,
+            )

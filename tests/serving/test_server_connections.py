@@ -1,0 +1,160 @@
+"""Connections: how many, how long, and that their clients are seen to leave. Over an application of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+
+import pytest
+import uvicorn
+from starlette.types import Message, Receive, Scope, Send
+
+from hicache.serving.server.connections import Connection, ConnectionLimits
+
+HEAD = b"%s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+ASK, HANG, FLOOD = (HEAD % (b"GET " + path, 0) for path in (b"/", b"/hang", b"/flood"))
+DONE = b"done\r\n0\r\n\r\n"  # a chunk, and the end of all
+EVER = 1e6  # seconds
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class App:
+    """Answers "done"; never under /hang; without an end under /flood. `ends`: how requests without an answer ended."""
+
+    def __init__(self) -> None:
+        self.begun, self.ends = asyncio.Semaphore(0), asyncio.Queue[str]()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message = {"type": "http.response.start", "status": 200, "headers": []}
+        self.begun.release()
+        if scope["path"] == "/hang":
+            while (message := await receive())["type"] == "http.request":
+                pass
+            self.ends.put_nowait(message["type"])
+        elif scope["path"] == "/flood":
+            await send(start)
+            gone = asyncio.ensure_future(self._gone(receive))
+            while not gone.done():
+                await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+            self.ends.put_nowait(gone.result())
+        else:
+            await send(start)
+            await send({"type": "http.response.body", "body": b"done"})
+
+    async def _gone(self, receive: Receive) -> str:
+        while (message := await receive())["type"] == "http.request":
+            pass
+        return str(message["type"])
+
+
+@contextlib.asynccontextmanager
+async def serving(limits: ConnectionLimits) -> AsyncIterator[tuple[App, Callable[[bytes], Awaitable[Streams]]]]:
+    """The application, and what opens a connection and sends the bytes."""
+    app, opened = App(), []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        config = uvicorn.Config(app, http=partial(Connection, limits), lifespan="off", log_config=None)  # type: ignore[arg-type]
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server._serve([listener]))
+
+        async def connect(sent: bytes) -> Streams:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            opened.append(writer)
+            writer.write(sent)
+            await writer.drain()
+            return reader, writer
+
+        try:
+            yield app, connect
+        finally:
+            for writer in opened:
+                writer.close()
+            server.should_exit = True
+            await task
+
+
+async def is_closed(streams: Streams) -> bool:
+    with contextlib.suppress(ConnectionError):
+        while await streams[0].read(1 << 20):
+            pass
+    return True
+
+
+def test_connections_without_a_request_are_closed() -> None:
+    """One that sends nothing, half a head, or half a head behind a response is closed when its time is up."""
+
+    async def run() -> None:
+        async with serving(ConnectionLimits(100, EVER, head_s=0.05)) as (_, connect):
+            for sent in (b"", ASK[:-2], ASK + ASK[:-2]):
+                assert await is_closed(await connect(sent))
+
+    asyncio.run(run())
+
+
+def test_requests_have_their_time() -> None:
+    """The connection of a request that is not answered is closed when its time is up, and so is that of a response
+    that nobody reads; the application learns of both."""
+
+    async def run() -> None:
+        async with serving(ConnectionLimits(100, 0.05, head_s=EVER)) as (app, connect):
+            assert await is_closed(await connect(HANG))
+            await connect(FLOOD)
+            assert [await app.ends.get(), await app.ends.get()] == ["http.disconnect"] * 2
+
+    asyncio.run(run())
+
+
+def test_more_connections_than_may_be() -> None:
+    """For a new one that is closed which has waited longest for a request or for the rest of one, and none that is
+    being answered; if all are, the new one."""
+
+    async def run() -> None:
+        async with serving(ConnectionLimits(3, EVER, head_s=EVER)) as (app, connect):
+            answered = await connect(HANG)
+            await app.begun.acquire()
+            idle = await connect(ASK[:-2])
+            uploading = await connect(HEAD % (b"POST /hang", 2) + b"1")
+            await app.begun.acquire()
+            reader, writer = await connect(ASK)
+            await reader.readuntil(DONE)
+            assert await is_closed(idle)
+            await connect(HANG), await connect(HANG)
+            assert await is_closed(uploading) and await is_closed((reader, writer))
+            assert await app.ends.get() == "http.disconnect"
+            assert await is_closed(await connect(ASK))
+            assert not answered[0].at_eof() and app.ends.empty()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("extra", [b"\r\n", ASK * 100])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_client_that_leaves_is_seen(extra: bytes, at_once: bool) -> None:
+    """Whatever bytes it sent behind its request, at once or later."""
+
+    async def run() -> None:
+        async with serving(ConnectionLimits(100, EVER, head_s=EVER)) as (app, connect):
+            _, writer = await connect(HANG + extra if at_once else HANG)
+            await app.begun.acquire()
+            writer.write(b"" if at_once else extra)
+            writer.close()
+            assert await app.ends.get() == "http.disconnect"
+
+    asyncio.run(run())
+
+
+def test_requests_that_come_together() -> None:
+    """Those in one piece are answered one after the other; what comes while one is answered ends the connection with
+    its response."""
+
+    async def run() -> None:
+        async with serving(ConnectionLimits(100, EVER, head_s=EVER)) as (_, connect):
+            reader, _ = await connect(ASK * 3)
+            for _ in range(3):
+                await reader.readuntil(DONE)
+
+    asyncio.run(run())
