@@ -25,6 +25,7 @@ from hicache.storage.records import StoreRecord
 _MANIFEST, _END = "manifest.json", "end.json"
 _MAX_RECORD_BYTES = 1 << 20
 _MAX_KEY_BYTES = 511
+_MAX_NAME_BYTES = 2 * _MAX_KEY_BYTES + 1  # a key in hexadecimal, and the zero behind it
 
 
 class ArchiveWriter:
@@ -82,7 +83,7 @@ class ArchiveReader:
         self._file, self._name = _Counted(file), name
         first: tuple[str, bytes] | None = None
         try:
-            self._tar = tarfile.open(fileobj=self._file, mode="r|")  # noqa: SIM115
+            self._tar = tarfile.open(fileobj=self._file, mode="r|", tarinfo=_Header)  # noqa: SIM115
             first = self._next(_MAX_RECORD_BYTES)
         except (StoreCorrupt, tarfile.TarError) as error:
             raise self._no_archive() from error
@@ -166,6 +167,18 @@ class ArchiveReader:
 
     def _unreadable(self, error: OSError) -> StoreError:
         return StoreError(f"cannot read the archive {self._name}: {error.strerror}; check the disk")
+
+
+class _Header(tarfile.TarInfo):
+    """A header that an archive has: of a file, or of a long name before it. Others state lengths of their own, and
+    tarfile reads what follows them whole."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        is_name = self.type == tarfile.GNUTYPE_LONGNAME and self.size <= _MAX_NAME_BYTES
+        if self.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) and not is_name:
+            raise tarfile.ReadError(f"a header of type {self.type!r} and {self.size} bytes")
+        found: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]
+        return found
 
 
 class _Whole(io.RawIOBase):

@@ -141,6 +141,18 @@ def test_what_is_no_whole_archive_is_named(
     assert type(error) is kind
 
 
+@pytest.mark.parametrize("kind", [b"L", b"K", b"x", b"g"])
+def test_no_length_of_a_header_is_trusted(kind: bytes, store: LmdbPageStore) -> None:
+    """A name, a link or a table of attributes that goes on for megabytes is refused before it is read."""
+    header = tarfile.TarInfo("x")
+    header.size, header.type = 1 << 32, kind
+    for first in (b"", archived(list(pages(store)))[:2048]):
+        file = io.BytesIO(first + header.tobuf() + b"1" * (8 << 20))
+        with pytest.raises(StoreCorrupt):
+            list(ArchiveReader(file, "a").entries())
+        assert file.tell() < 64 << 10
+
+
 def test_a_later_use_in_the_archive_counts(store: LmdbPageStore, tmp_path: Path) -> None:
     """A page that comes twice, as it may from a store in use, is stored once, in the place of the second time."""
     items = list(pages(store))
