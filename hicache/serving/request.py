@@ -20,10 +20,10 @@ from hicache.serving.sampling import SamplingParams
 @dataclass(frozen=True)
 class TokenLogprobs:
     """The log probability of a token where it stands, from the logits as the model gives them, and the most likely
-    tokens there with theirs, in order."""
+    tokens there with theirs, in order. The first token of a prompt has none."""
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -43,7 +43,7 @@ class Request:
     `priority` is admitted first, of equals the one that arrived first.
 
     `num_logprobs`: of so many most likely tokens, beside the one chosen, log probabilities are kept at each step; with
-    `scores_prompt` also for the prompt's tokens but the first, for which all of it is computed. Raises ConfigError for
+    `scores_prompt` for the prompt's tokens too, for which all of it is computed. Raises ConfigError for
     an empty prompt, `max_new_tokens` below 1, a `priority` that is no whole number or a `deadline_s` that is not above
     0.
     """

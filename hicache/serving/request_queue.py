@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.engine import Hit, Lease, Prefetch
-from hicache.serving.request import FinishReason, Logprobs, OnToken, Request
+from hicache.serving.request import FinishReason, Logprobs, OnToken, Request, TokenLogprobs
 
 
 class ScheduledRequest:
@@ -33,7 +33,10 @@ class ScheduledRequest:
         logprobs: Logprobs | None = None,
     ) -> None:
         self.request, self.on_token, self.logprobs = request, on_token, [] if logprobs is None else logprobs
-        self.num_scored = 1 if request.num_logprobs is not None and request.scores_prompt else len(request.tokens)
+        self.num_scored = len(request.tokens)
+        if request.num_logprobs is not None and request.scores_prompt:
+            self.logprobs.append(TokenLogprobs(int(request.tokens[0]), None))
+            self.num_scored = 1
         self.rank = (-request.priority, arrival)
         self.submitted_s = submitted_s
         self.deadline_s = None if request.deadline_s is None else submitted_s + request.deadline_s

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from server_case import FULL, KEY, SECRET, Server, serving
+
+if TYPE_CHECKING:
+    import openai
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +25,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server.wait_for_at_least("hicache_admit_hit_tokens_total", 1)
         server.wait_idle()
         yield server
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return server.client(KEY)

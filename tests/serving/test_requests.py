@@ -159,6 +159,7 @@ def test_log_probabilities_are_those_of_a_whole_pass(build: Callable[[], Any]) -
         assert_released(engine)
     assert outputs["scored"].cached_len == 0 and outputs["scored"].preemptions == 1
     assert outputs["high"].cached_len >= 16
+    assert found["scored"].pop(0) == TokenLogprobs(int(scored.tokens[0]), None)
     for request, first in ((scored, 1), (high, len(high.tokens))):
         sequence = [*request.tokens, *outputs[request.request_id].tokens]
         expected = plain_logits(model, sequence).log_softmax(-1)[first - 1 : -1]

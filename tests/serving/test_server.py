@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server_case import FULL, KEY, SECRET, Server
+from server_case import FULL, HEADERS, KEY, SECRET, Server, ask
 from waiting import BOUND_S
 
 if TYPE_CHECKING:
@@ -17,24 +17,7 @@ if TYPE_CHECKING:
 
 LONG = f"{SECRET} " * 40
 ENDLESS = 60_000  # tokens: no machine gets there during a test
-HEADERS: Any = {"Authorization": f"Bearer {KEY}".encode(), "Content-Type": "application/json"}
 MODEL = "random"
-
-
-@pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return server.client(KEY)
-
-
-def ask(server: Server, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any, dict[str, str]]:
-    """Status, JSON body and headers of a plain request with the right key."""
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
-    sent = {**HEADERS, **{name.replace("_", "-"): value for name, value in headers.items()}}
-    connection.request(method, path, body, sent)
-    response = connection.getresponse()
-    answer = (response.status, json.loads(response.read()), {k.lower(): v for k, v in response.getheaders()})
-    connection.close()
-    return answer
 
 
 def test_completions(client: openai.OpenAI) -> None:
@@ -117,64 +100,6 @@ def test_stop_strings(client: openai.OpenAI) -> None:
     assert whole.usage is not None and whole.usage.completion_tokens < 60
 
 
-def test_several_answers_compute_their_prompt_once(server: Server, client: openai.OpenAI) -> None:
-    """Each of n answers is that of a seed of its own, streamed or not, in a chat or not; all but the first find the
-    prompt in the cache, and usage counts it once. A client that goes away ends those that wait for the first."""
-    text = f"several {LONG}"
-    shared: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 1.2}
-    computed = server.metric("hicache_admit_computed_tokens_total")
-    done = client.completions.create(prompt=[text, SECRET], n=3, seed=5, **shared)
-    assert server.metric("hicache_admit_computed_tokens_total") - computed < len(text) + 3 * (64 + len(SECRET))
-    alone = [
-        client.completions.create(prompt=prompt, seed=5 + i, **shared).choices[0].text
-        for prompt in (text, SECRET)
-        for i in range(3)
-    ]
-    assert [choice.text for choice in done.choices] == alone and len(set(alone)) == 6
-    assert done.usage is not None and done.usage.prompt_tokens == 2 + len(text) + len(SECRET)
-    assert done.usage.completion_tokens == 36
-
-    messages: Any = [{"role": "user", "content": text}]
-    whole = client.chat.completions.create(messages=messages, n=2, seed=5, **shared)
-    texts: list[list[str]] = [[], []]
-    for event in client.chat.completions.create(messages=messages, n=2, seed=5, stream=True, **shared):
-        for choice in event.choices:
-            assert (choice.delta.role == "assistant") == (not texts[choice.index])
-            texts[choice.index].append(choice.delta.content or "")
-    assert ["".join(parts) for parts in texts] == [choice.message.content for choice in whole.choices]
-
-    aborted = server.metric('hicache_requests_total{outcome="abort"}')
-    ask_and_leave = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
-    body = json.dumps({"prompt": f"left {LONG * 40}", "n": FULL, "max_tokens": ENDLESS}).encode()
-    ask_and_leave.request("POST", "/v1/completions", body, HEADERS)
-    server.wait_for_at_least("hicache_requests_running", 1)
-    ask_and_leave.close()
-    server.wait_idle()
-    assert server.metric('hicache_requests_total{outcome="abort"}') == aborted + FULL
-
-
-def test_tokens_are_chosen_as_asked(client: openai.OpenAI) -> None:
-    """Biases, stop tokens, a least number of tokens and shown special tokens do what vLLM says of them."""
-
-    def create(**more: Any) -> tuple[str, str, int]:
-        done = client.completions.create(
-            model=MODEL, prompt=f"{SECRET} chosen", temperature=0, max_tokens=6, extra_body=more
-        )
-        assert done.usage is not None
-        return done.choices[0].text, done.choices[0].finish_reason, done.usage.completion_tokens
-
-    a, b, special = "97", "98", "257"
-    assert create(logit_bias={a: 100}) == ("aaaaaa", "length", 6)
-    assert create(logit_bias={a: 100}, stop_token_ids=[97], ignore_eos=True) == ("a", "stop", 1)
-    waits = create(logit_bias={a: 100, b: 50}, stop_token_ids=[97], min_tokens=3)
-    assert waits == ("bbba", "stop", 4)
-    assert create(logit_bias={a: 100}, stop="a", min_tokens=3) == ("aaa", "stop", 4)
-    assert create(logit_bias={special: 100}) == ("", "length", 6)
-    assert create(logit_bias={special: 100}, skip_special_tokens=False) == ("<|257|>" * 6, "length", 6)
-    tired = create(logit_bias={a: 98, b: 95}, frequency_penalty=2, presence_penalty=-1)[0]
-    assert sorted(tired) == [*"aaaabb"] and tired.startswith("aa")
-
-
 BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "unknown field": ("completions", {"prompt": "a", "colour": 1}, "colour"),
     "no prompt": ("completions", {}, "prompt"),
@@ -195,7 +120,12 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "top_p of nothing": ("completions", {"prompt": "a", "top_p": 0}, "top_p"),
     "truth value for one answer": ("completions", {"prompt": "a", "n": True}, "n"),
     "0 for false": ("completions", {"prompt": "a", "echo": 0}, "echo"),
-    "echo": ("completions", {"prompt": "a", "echo": True}, "echo"),
+    "top_logprobs of none": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1},
+        "top_logprobs",
+    ),
+    "suffix": ("completions", {"prompt": "a", "suffix": "b"}, "suffix"),
     "penalty beyond OpenAI's": ("completions", {"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
     "bias of no token": ("completions", {"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias"),
     "bias beyond the vocabulary": ("completions", {"prompt": "a", "logit_bias": {"260": 1}}, "logit_bias"),
@@ -239,26 +169,6 @@ def test_bad_fields(server: Server, case: str) -> None:
     assert (error["type"], error["param"]) == ("invalid_request_error", param), answer
     assert set(error) == {"message", "type", "param", "code"} and SECRET not in error["message"]
     assert 0 < len(error["message"]) < 200
-
-
-def test_a_reply_is_sent_back_as_it_came(client: openai.OpenAI) -> None:
-    """The library's own dump of an answer, nulls included, is a message of the next chat, and so is one without
-    content; both have the text that the answer had."""
-    asked: Any = {"role": "user", "content": f"{SECRET} history"}
-    shared: dict[str, Any] = {"model": MODEL, "max_completion_tokens": 3, "temperature": 0, "user": "me", "n": None}
-    message = client.chat.completions.create(messages=[asked], **shared).choices[0].message
-    dumped: Any = message.model_dump()
-    assert None in dumped.values()
-    plain: Any = [{"role": "assistant", "content": message.content}, {"role": "assistant", "content": ""}]
-    empty: Any = {"role": "assistant", "content": None, "tool_calls": []}
-    answers = [
-        client.chat.completions.create(messages=[asked, *history, asked], **shared)
-        for history in ([dumped, empty], plain)
-    ]
-    first, second = (
-        (answer.choices[0].message.content, answer.usage and answer.usage.prompt_tokens) for answer in answers
-    )
-    assert first == second
 
 
 def test_errors_of_the_client_library(server: Server, client: openai.OpenAI) -> None:

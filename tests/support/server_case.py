@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # In every prompt of the tests: no log may have it.
 SECRET = "Xylophon"
 KEY, FULL = "sk-right-1", 6  # of the server that tests share: its key, and prompts that run or wait
+HEADERS: Any = {"Authorization": f"Bearer {KEY}".encode(), "Content-Type": "application/json"}
 TINY = ("--host-page-size", "16", "--page-size", "4", "--chunk-tokens", "64", "--prefetch-mode", "wait_complete")
 
 
@@ -106,3 +108,14 @@ def serving(folder: Path, *flags: str, api_key: str = "") -> Iterator[Server]:
             assert server.end() == 0, server.log
         assert SECRET not in server.log and (not api_key or api_key not in server.log)
         assert all(server.log_lines)
+
+
+def ask(server: Server, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any, dict[str, str]]:
+    """Status, JSON body and headers of a plain request with the right key."""
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
+    sent = {**HEADERS, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    connection.request(method, path, body, sent)
+    response = connection.getresponse()
+    answer = (response.status, json.loads(response.read()), {k.lower(): v for k, v in response.getheaders()})
+    connection.close()
+    return answer

@@ -21,6 +21,7 @@ from hicache.monitoring.figures import figures
 from hicache.serving.server.clients import unless_gone, watched
 from hicache.serving.server.frontend import Frontend
 from hicache.serving.server.generation import Generation
+from hicache.serving.server.logprobs import TokenTexts
 from hicache.serving.server.middleware import Gate, HttpRecord, RequestLog, record_of
 from hicache.serving.server.prometheus import ServerMetrics
 from hicache.serving.server.prompts import NO_OBJECT, Prepared
@@ -95,6 +96,8 @@ def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings
 def _add_generation(
     app: FastAPI, frontend: Frontend, uploads: Uploads, workers: PromptWorkers, settings: AppSettings
 ) -> None:
+    texts = TokenTexts(frontend.model.tokenizer)
+
     async def answer(kind: str, prefix: str, request: Request) -> Response:
         frontend.require_room(1)
         _require_json(request)
@@ -107,7 +110,7 @@ def _add_generation(
                 frontend.limits.timeout_s,
             )
         _require_model(prepared.body, settings)
-        reply = Reply(prepared.body, f"{prefix}-{uuid.uuid4().hex}", settings.model_name)
+        reply = Reply(prepared.body, f"{prefix}-{uuid.uuid4().hex}", settings.model_name, texts)
         return await _answer(frontend, prepared, reply, request, record)
 
     @app.post("/v1/completions", responses=_STREAMED)

@@ -13,7 +13,7 @@ from functools import partial
 from hicache.engine import CacheEngine, Hit
 from hicache.errors import HiCacheError
 from hicache.metrics import MetricValue
-from hicache.serving.request import Request, RequestOutput
+from hicache.serving.request import Logprobs, Request, RequestOutput, TokenLogprobs
 from hicache.serving.scheduler import Scheduler
 
 _IDLE_S = 0.05  # between two polls, where no request is open but copies may be under way
@@ -24,11 +24,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenChosen:
-    """`time_s`: on the clock of `time.perf_counter`."""
+    """`time_s`: on the clock of `time.perf_counter`. `logprobs`: those that the request asks for, up to the token."""
 
     request_id: str
     token: int
     time_s: float
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(frozen=True)
@@ -136,11 +137,14 @@ class EngineThread:
         self._scheduler.abort_all()
 
     def _submit(self, request: Request) -> None:
-        request_id = request.request_id
+        request_id, logprobs = request.request_id, Logprobs()
+
+        def on_token(token: int) -> None:
+            self._events.append(TokenChosen(request_id, token, time.perf_counter(), tuple(logprobs)))
+            logprobs.clear()
+
         try:
-            self._scheduler.submit(
-                request, lambda token: self._events.append(TokenChosen(request_id, token, time.perf_counter()))
-            )
+            self._scheduler.submit(request, on_token, logprobs)
         except HiCacheError as error:
             output = RequestOutput(request_id, len(request.tokens), (), "error", Hit(), 0, 0.0, error=error)
             self._events.append(RequestEnded(output))

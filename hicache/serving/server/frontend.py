@@ -70,7 +70,7 @@ class Frontend:
         engine_described: Mapping[str, MetricInfo],
         recorder: TraceRecorder | None = None,
     ) -> None:
-        self._model, self.limits, self._thread, self._recorder = model, limits, thread, recorder
+        self.model, self.limits, self._thread, self._recorder = model, limits, thread, recorder
         self._open: dict[str, _OpenRequest] = {}
         self._stopping = False
         self._idle = asyncio.Event()
@@ -109,7 +109,10 @@ class Frontend:
             for i, prompt in enumerate(prompts)
             for j in range(num_each)
         ]
-        choices = {request.request_id: self._choice(body, index, request) for index, request in enumerate(requests)}
+        choices = {
+            request.request_id: self._choice(body, index, request, prompts[index // num_each].text)
+            for index, request in enumerate(requests)
+        }
         generation = Generation(choices, self._thread, self.limits.timeout_s)
         for request in requests:
             self._open[request.request_id] = _OpenRequest(generation, arrival_s)
@@ -149,7 +152,7 @@ class Frontend:
 
     def _require_possible(self, body: GenerationBody, prompts: Sequence[Prompt]) -> None:
         """Raises `ApiError` for tokens that the model does not have, and for more of them than may be generated."""
-        vocab_size = self._model.vocab_size
+        vocab_size = self.model.vocab_size
         for name, ids in (("logit_bias", body.bias), ("stop_token_ids", body.stop_token_ids or ())):
             if max(ids, default=0) >= vocab_size:
                 raise invalid(f"a token id is not below the size of the vocabulary, {vocab_size}", name)
@@ -173,8 +176,8 @@ class Frontend:
     def _request(self, body: GenerationBody, prompt: Prompt, request_id: str, number: int, left_s: float) -> Request:
         """The answer of that number to the prompt, from 0."""
         seed = (secrets.randbits(64) if body.seed is None else body.seed) + number & _SEED_MASK
-        sampling = dataclasses.replace(self._model.sampling, **body.sampling, seed=seed)
-        eos_ids = frozenset() if body.ignore_eos else self._model.eos_ids
+        sampling = dataclasses.replace(self.model.sampling, **body.sampling, seed=seed)
+        eos_ids = frozenset() if body.ignore_eos else self.model.eos_ids
         return Request(
             request_id,
             prompt.tokens,
@@ -184,18 +187,19 @@ class Frontend:
             eos_ids=eos_ids.union(body.stop_token_ids or ()),
             priority=-(body.priority or 0),
             deadline_s=left_s,
+            num_logprobs=body.num_logprobs,
+            scores_prompt=body.echoes and number == 0,
         )
 
-    def _choice(self, body: GenerationBody, index: int, request: Request) -> Choice:
+    def _choice(self, body: GenerationBody, index: int, request: Request, text: str) -> Choice:
         end = request.tokens[-_CONTEXT_TOKENS:].tolist()
-        decoder = self._model.tokenizer.decoder(end, skip_special=body.skip_special_tokens is not False)
-        is_first = index % (body.n or 1) == 0
-        return Choice(index, len(request.tokens), decoder, body.stops, body.min_tokens or 0, is_first=is_first)
+        decoder = self.model.tokenizer.decoder(end, skip_special=body.skip_special_tokens is not False)
+        return Choice(index, body, len(request.tokens), decoder, text)
 
     def _on_token(self, open_request: _OpenRequest, event: TokenChosen) -> None:
         if open_request.others:
             self._submit_others(open_request)
-        if not open_request.generation.push(event.request_id, event.token):
+        if not open_request.generation.push(event.request_id, event.token, event.logprobs):
             return
         metrics, last_s = self.metrics, open_request.last_token_s
         if last_s:

@@ -7,8 +7,9 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from hicache.errors import HiCacheError, PromptTooLong, ResourceExhausted
-from hicache.serving.request import RequestOutput
+from hicache.serving.request import RequestOutput, TokenLogprobs
 from hicache.serving.server.engine_thread import EngineThread
+from hicache.serving.server.protocol import GenerationBody
 from hicache.serving.server.replies import (
     ApiError,
     Delta,
@@ -16,6 +17,7 @@ from hicache.serving.server.replies import (
     client_gone,
     internal_error,
     invalid,
+    joined,
     timed_out,
     unavailable,
 )
@@ -25,23 +27,19 @@ log = logging.getLogger(__name__)
 
 
 class Choice:
-    """One continuation of a prompt of `prompt_len` tokens. `text`: what was not taken yet. `outcome`: as metrics name
-    it, once it has ended. `min_tokens`: so many have no stop string. `is_first`: of those of its prompt."""
+    """One of the answers to a prompt of `prompt_len` tokens. `text` and `logprobs`: what was not taken yet. `outcome`:
+    as metrics name it, once it has ended. `prompt_index`: the prompt's; `is_first`: of its answers."""
 
-    def __init__(
-        self,
-        index: int,
-        prompt_len: int,
-        decoder: TextDecoder,
-        stops: Sequence[str],
-        min_tokens: int = 0,
-        *,
-        is_first: bool = True,
-    ) -> None:
-        self.index, self.prompt_len, self._min_tokens, self.is_first = index, prompt_len, min_tokens, is_first
-        self._decoder, self._stops = decoder, StopMatcher(stops)
+    def __init__(self, index: int, body: GenerationBody, prompt_len: int, decoder: TextDecoder, text: str = "") -> None:
+        self.index, self.prompt_len, self._min_tokens = index, prompt_len, body.min_tokens or 0
+        self.prompt_index, rank = divmod(index, body.n or 1)
+        self.is_first = not rank
+        self._decoder, self._stops = decoder, StopMatcher(body.stops)
         self._failed = False
-        self.text = ""
+        self.text = text
+        self._has_no_answer = body.max_tokens == 0
+        self.logprobs: list[TokenLogprobs] = []
+        self._wants_logprobs = body.num_logprobs is not None
         self.num_tokens = 0
         self.outcome = ""
 
@@ -55,11 +53,20 @@ class Choice:
         """Whether later tokens are ignored: a stop string was found, or the tokenizer failed to decode."""
         return self._stops.found or self._failed
 
-    def push(self, token: int) -> bool:
-        """Returns whether the text is complete now."""
+    def push(self, token: int, logprobs: Sequence[TokenLogprobs] = ()) -> bool:
+        """Returns whether the text is complete now. `logprobs`: up to the token's."""
+        if self._has_no_answer:
+            self.logprobs += logprobs[:-1]
+            return False
+        self.logprobs += logprobs
         self.num_tokens += 1
         self._take(lambda: self._decoder.push(token))
         return self.complete
+
+    def take(self) -> Delta:
+        """What there is since the last time."""
+        text, logprobs, self.text, self.logprobs = self.text, self.logprobs, "", []
+        return Delta(self.index, text, self.usage, self.outcome or None, logprobs if self._wants_logprobs else None)
 
     def end(self, reason: str) -> None:
         if not self.complete:
@@ -106,12 +113,15 @@ class Generation:
             "outcome": ",".join(sorted({choice.outcome or "abort" for choice in self._choices.values()})),
         }
 
-    def push(self, request_id: str, token: int) -> bool:
-        """Take a token; False if it comes after the end of the text."""
+    def push(self, request_id: str, token: int, logprobs: Sequence[TokenLogprobs] = ()) -> bool:
+        """Take a token, and the log probabilities up to it; False if it comes after the end of the text."""
         choice = self._unfinished.get(request_id)
         if choice is None or choice.complete:
             return False
-        if choice.push(token):
+        for other in self._unfinished.values() if len(logprobs) > 1 else ():
+            if other is not choice and other.prompt_index == choice.prompt_index:
+                other.logprobs += logprobs[:-1]  # the prompt's, which the first answer alone has
+        if choice.push(token, logprobs):
             self._ends.finish(request_id)
         self._news.set()
         return True
@@ -162,22 +172,18 @@ class Generation:
             for choice in self._choices.values():
                 if choice.index in told or (not choice.text and not choice.outcome and len(self._choices) > 1):
                     continue
-                text, choice.text = choice.text, ""
-                news.append(Delta(choice.index, text, choice.usage, choice.outcome or None))
+                news.append(choice.take())
                 if choice.outcome:
                     told.add(choice.index)
             yield news
 
     async def whole(self) -> list[Delta]:
         """All choices, complete. Raises `ApiError`."""
-        texts: dict[int, list[str]] = {choice.index: [] for choice in self._choices.values()}
+        parts: dict[int, list[Delta]] = {choice.index: [] for choice in self._choices.values()}
         async for news in self.deltas():
             for delta in news:
-                texts[delta.index].append(delta.text)
-        return [
-            Delta(choice.index, "".join(texts[choice.index]), choice.usage, choice.outcome)
-            for choice in self._choices.values()
-        ]
+                parts[delta.index].append(delta)
+        return [joined(deltas) for deltas in parts.values()]
 
     def _fail(self, error: ApiError) -> None:
         """Keep the first error, and end the other prompts of the request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,10 +27,12 @@ _PIECE_CHARS = 1 << 16
 
 @dataclass(frozen=True)
 class Prompt:
-    """`tokens`: int64 [len]; together with `max_new_tokens` at most the model's context."""
+    """`tokens`: int64 [len]; together with `max_new_tokens` at most the model's context. `text`: where answers
+    begin with it."""
 
     tokens: npt.NDArray[np.int64]
     max_new_tokens: int
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,18 @@ class PromptEncoder:
         return Prepared(body.without_texts(), prompts)
 
     def _of_completion(self, body: CompletionBody) -> list[Prompt]:
-        max_new_tokens = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
-        encode = self._tokenizer.encode_prompt
-        return [
-            self._checked(
-                self._encoded(prompt, encode) if isinstance(prompt, str) else prompt, max_new_tokens, "prompt"
-            )
-            for prompt in body.prompts
-        ]
+        if body.max_tokens == 0 and not body.echo:
+            raise invalid("max_tokens: 0 leaves nothing to answer; give at least 1, or set echo to true", "max_tokens")
+        max_new_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+        prompts = []
+        for given in body.prompts:
+            ids = self._encoded(given, self._tokenizer.encode_prompt) if isinstance(given, str) else given
+            prompt = self._checked(ids, max_new_tokens, "prompt")
+            if body.echo:
+                text = given if isinstance(given, str) else self._tokenizer.decode(given)
+                prompt = dataclasses.replace(prompt, text=text)
+            prompts.append(prompt)
+        return prompts
 
     def _of_chat(self, body: ChatBody) -> Prompt:
         """Without a maximum in the body, the answer may be as long as the context allows."""

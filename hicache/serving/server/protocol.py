@@ -85,6 +85,7 @@ SaltText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_w
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # JSON's objects have no other keys
 Bias = Annotated[float, Field(ge=-100, le=100)]
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]  # beside that of the token itself
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[
     Annotated[StopText, Tag("as text")]
@@ -164,6 +165,7 @@ class GenerationBody(RefusedFields, IgnoredFields):
     min_tokens: Annotated[int, Field(ge=0, le=_MAX_TOKENS)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(min_length=0, max_length=_MAX_LISTED_TOKENS)] | None = None
     skip_special_tokens: Annotated[bool, Field(description="as in vLLM: without their text")] | None = None
+    return_tokens_as_token_ids: Annotated[bool, Field(description="as in vLLM: of logprobs")] | None = None
     ignore_eos: Annotated[bool, Field(description="as in vLLM: go on after an end token")] | None = None
     cache_salt: (
         Annotated[SaltText, Field(description="as in vLLM: only requests with the same salt share cached pages")] | None
@@ -187,6 +189,16 @@ class GenerationBody(RefusedFields, IgnoredFields):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def echoes(self) -> bool:
+        """Whether answers begin with their prompt."""
+        return False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many tokens at each place have theirs told, beside the one that was chosen; None: none has."""
+        raise NotImplementedError
 
     @property
     def bias(self) -> dict[int, float]:
@@ -213,8 +225,6 @@ class GenerationBody(RefusedFields, IgnoredFields):
 class RefusedCompletionFields(Body):
     add_special_tokens: Annotated[None, only(True)] = None
     best_of: Annotated[None, only(1)] = None
-    echo: Annotated[None, only(False)] = None
-    logprobs: Annotated[None, only()] = None
     suffix: Annotated[None, only()] = None
 
 
@@ -228,6 +238,17 @@ class CompletionBody(GenerationBody, RefusedCompletionFields):
         | Annotated[list[TokenIds], Field(fail_fast=True), Tag("as lists of ids")],
         Discriminator(_shape),
     ]
+    echo: Annotated[bool, Field(description="begin the answer with the prompt")] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=_MAX_TOKENS, description="0: with echo alone")] | None = None
+    logprobs: NumLogprobs | None = None
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     def without_texts(self) -> CompletionBody:
         """The rest, which answers depend on."""
@@ -294,14 +315,12 @@ class RefusedChatFields(Body):
     continue_final_message: Annotated[None, only(False)] = None
     documents: Annotated[None, only()] = None
     echo: Annotated[None, only(False)] = None
-    logprobs: Annotated[None, only(False)] = None
     modalities: Annotated[None, only(["text"])] = None
     prediction: Annotated[None, only()] = None
     reasoning_effort: Annotated[None, only()] = None
     separate_reasoning: Annotated[None, only(True)] = None
     store: Annotated[None, only(False)] = None
     stream_reasoning: Annotated[None, only(True)] = None
-    top_logprobs: Annotated[None, only(0)] = None
     verbosity: Annotated[None, only()] = None
     web_search_options: Annotated[None, only()] = None
     # tools
@@ -320,6 +339,19 @@ class ChatBody(GenerationBody, RefusedChatFields):
     chat_template_kwargs: (
         Annotated[dict[Text, Any], Field(description="as in vLLM: variables of the model's chat template")] | None
     ) = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _of_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise PydanticCustomError("no_logprobs", "set logprobs to true too")
+        return value
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def without_texts(self) -> ChatBody:
         """The rest, which answers depend on."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
+from hicache.serving.request import TokenLogprobs
+from hicache.serving.server.logprobs import LogprobsReply, TokenTexts
 from hicache.serving.server.protocol import ChatBody, GenerationBody
 
 DONE = b"data: [DONE]\n\n"
@@ -138,19 +140,29 @@ class Usage:
 
 @dataclass(frozen=True)
 class Delta:
-    """More text of choice `index`, whose tokens are `usage` so far; `finish_reason`: where it is the last."""
+    """More text of choice `index`, whose tokens are `usage` so far; `finish_reason`: where it is the last. `logprobs`:
+    of more tokens, where they are wanted."""
 
     index: int
     text: str
     usage: Usage
     finish_reason: str | None = None
+    logprobs: Sequence[TokenLogprobs] | None = None
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """All of a choice's."""
+    logprobs = None if deltas[-1].logprobs is None else [entry for delta in deltas for entry in delta.logprobs or ()]
+    return replace(deltas[-1], text="".join(delta.text for delta in deltas), logprobs=logprobs)
 
 
 class Reply:
     """Shapes the answer to one request: a completion or a chat, whole or as events of a stream."""
 
-    def __init__(self, body: GenerationBody, reply_id: str, model: str) -> None:
+    def __init__(self, body: GenerationBody, reply_id: str, model: str, texts: TokenTexts) -> None:
         self.reply_id, self._is_chat = reply_id, isinstance(body, ChatBody)
+        self._texts, self._as_ids = texts, bool(body.return_tokens_as_token_ids)
+        self._logprobs: dict[int, LogprobsReply] = {}
         self._with_usage, self._always_with_usage = body.wants_usage, body.wants_usage_always
         self._begun: set[int] = set()
         self._head = {"id": reply_id, "created": int(time.time()), "model": model}
@@ -160,7 +172,7 @@ class Reply:
             {
                 "index": delta.index,
                 **self._whole_text(delta.text),
-                "logprobs": None,
+                "logprobs": self._logprobs_of(delta),
                 "finish_reason": delta.finish_reason,
             }
             for delta in texts
@@ -185,8 +197,15 @@ class Reply:
     def _whole_text(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}} if self._is_chat else {"text": text}
 
+    def _logprobs_of(self, delta: Delta) -> dict[str, Any] | None:
+        if delta.logprobs is None:
+            return None
+        shape = self._logprobs.setdefault(delta.index, LogprobsReply(self._texts, as_ids=self._as_ids))
+        return shape.of_chat(delta.logprobs) if self._is_chat else shape.of_completion(delta.logprobs)
+
     def _event(self, content: Mapping[str, Any], delta: Delta) -> bytes:
-        choice = {"index": delta.index, **content, "logprobs": None, "finish_reason": delta.finish_reason}
+        choice = {"index": delta.index, **content, "logprobs": self._logprobs_of(delta)}
+        choice["finish_reason"] = delta.finish_reason
         return self._data([choice], delta.usage.as_json() if self._always_with_usage else None)
 
     def _data(self, choices: list[Any], usage: Mapping[str, Any] | None) -> bytes:

@@ -1,0 +1,68 @@
+"""Log probabilities as OpenAI's objects: those of completions in lists side by side, those of chats token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hicache.serving.models import Tokenizer
+from hicache.serving.request import TokenLogprobs
+
+_LEAST = -9999.0  # vLLM's number for -inf, which JSON does not have
+
+
+class TokenTexts(dict[int, str]):
+    """The text of each token by itself, special ones included. At most as large as the vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str:
+        decoder = self._tokenizer.decoder((), skip_special=False)
+        self[token] = text = decoder.push(token) + decoder.finish()
+        return text
+
+
+class LogprobsReply:
+    """Shapes those of one answer, as they come. `as_ids`: a token's text is "token_id:7", as vLLM writes it."""
+
+    def __init__(self, texts: TokenTexts, *, as_ids: bool) -> None:
+        self._texts, self._as_ids = texts, as_ids
+        self._offset = 0
+
+    def of_completion(self, entries: Iterable[TokenLogprobs]) -> dict[str, list[Any]]:
+        """`text_offset`: where the token's text begins in the joined texts. `top_logprobs` has the token itself too,
+        and of tokens of equal text the most likely one."""
+        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entry in entries:
+            tops: dict[str, float] | None = None
+            if entry.logprob is not None:
+                tops = {}
+                for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+                    tops.setdefault(self._text(token), max(_LEAST, logprob))
+            own = None if entry.logprob is None else max(_LEAST, entry.logprob)
+            for name, value in zip(lists, (self._text(entry.token), own, tops, self._offset), strict=True):
+                lists[name].append(value)
+            self._offset += len(self._texts[entry.token])
+        return lists
+
+    def of_chat(self, entries: Iterable[TokenLogprobs]) -> dict[str, list[Any]]:
+        return {
+            "content": [
+                {
+                    **self._of_token(entry.token, entry.logprob),
+                    "top_logprobs": [self._of_token(token, logprob) for token, logprob in entry.top],
+                }
+                for entry in entries
+            ]
+        }
+
+    def _of_token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        """`bytes`: null for a token that is a part of a character."""
+        text = self._texts[token]
+        as_bytes = None if "\ufffd" in text else [*text.encode()]
+        return {"token": self._text(token), "logprob": max(_LEAST, logprob or 0.0), "bytes": as_bytes}
+
+    def _text(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_ids else self._texts[token]

@@ -1,0 +1,169 @@
+"""What clients of vLLM's and SGLang's servers ask `hicache serve` for, beside OpenAI's own fields."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from server_case import FULL, HEADERS, SECRET, Server, ask
+from waiting import BOUND_S
+
+if TYPE_CHECKING:
+    import openai
+
+LONG = f"{SECRET} " * 40
+ENDLESS = 60_000  # tokens: no machine gets there during a test
+MODEL = "random"
+
+
+def test_a_reply_is_sent_back_as_it_came(client: openai.OpenAI) -> None:
+    """The library's own dump of an answer, nulls included, is a message of the next chat, and so is one without
+    content; both have the text that the answer had."""
+    asked: Any = {"role": "user", "content": f"{SECRET} history"}
+    shared: dict[str, Any] = {"model": MODEL, "max_completion_tokens": 3, "temperature": 0, "user": "me", "n": None}
+    message = client.chat.completions.create(messages=[asked], **shared).choices[0].message
+    dumped: Any = message.model_dump()
+    assert None in dumped.values()
+    plain: Any = [{"role": "assistant", "content": message.content}, {"role": "assistant", "content": ""}]
+    empty: Any = {"role": "assistant", "content": None, "tool_calls": []}
+    answers = [
+        client.chat.completions.create(messages=[asked, *history, asked], **shared)
+        for history in ([dumped, empty], plain)
+    ]
+    first, second = (
+        (answer.choices[0].message.content, answer.usage and answer.usage.prompt_tokens) for answer in answers
+    )
+    assert first == second
+
+
+def test_several_answers_compute_their_prompt_once(server: Server, client: openai.OpenAI) -> None:
+    """Each of n answers is that of a seed of its own, streamed or not, in a chat or not; all but the first find the
+    prompt in the cache, and usage counts it once. A client that goes away ends those that wait for the first."""
+    text = f"several {LONG}"
+    shared: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 1.2}
+    names = ("hicache_prompt_tokens_total", "hicache_cached_tokens_total")
+    before = [server.metric(name) for name in names]
+    done = client.completions.create(prompt=[text, SECRET], n=3, seed=5, **shared)
+    asked, cached = (server.metric(name) - count for name, count in zip(names, before, strict=True))
+    assert asked == 3 * (2 + len(text) + len(SECRET)) and cached == 2 * (len(text) // 64 * 64)
+    alone = [
+        client.completions.create(prompt=prompt, seed=5 + i, **shared).choices[0].text
+        for prompt in (text, SECRET)
+        for i in range(3)
+    ]
+    assert [choice.text for choice in done.choices] == alone and len(set(alone)) == 6
+    assert done.usage is not None and done.usage.prompt_tokens == 2 + len(text) + len(SECRET)
+    assert done.usage.completion_tokens == 36
+
+    messages: Any = [{"role": "user", "content": text}]
+    whole = client.chat.completions.create(messages=messages, n=2, seed=5, **shared)
+    texts: list[list[str]] = [[], []]
+    for event in client.chat.completions.create(messages=messages, n=2, seed=5, stream=True, **shared):
+        for choice in event.choices:
+            assert (choice.delta.role == "assistant") == (not texts[choice.index])
+            texts[choice.index].append(choice.delta.content or "")
+    assert ["".join(parts) for parts in texts] == [choice.message.content for choice in whole.choices]
+
+    aborted = server.metric('hicache_requests_total{outcome="abort"}')
+    ask_and_leave = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
+    body = json.dumps({"prompt": f"left {LONG * 40}", "n": FULL, "max_tokens": ENDLESS}).encode()
+    ask_and_leave.request("POST", "/v1/completions", body, HEADERS)
+    server.wait_for_at_least("hicache_requests_running", 1)
+    ask_and_leave.close()
+    server.wait_idle()
+    assert server.metric('hicache_requests_total{outcome="abort"}') == aborted + FULL
+
+
+def test_tokens_are_chosen_as_asked(client: openai.OpenAI) -> None:
+    """Biases, stop tokens, a least number of tokens and shown special tokens do what vLLM says of them."""
+
+    def create(**more: Any) -> tuple[str, str, int]:
+        done = client.completions.create(
+            model=MODEL, prompt=f"{SECRET} chosen", temperature=0, max_tokens=6, extra_body=more
+        )
+        assert done.usage is not None
+        return done.choices[0].text, done.choices[0].finish_reason, done.usage.completion_tokens
+
+    a, b, special = "97", "98", "257"
+    assert create(logit_bias={a: 100}) == ("aaaaaa", "length", 6)
+    assert create(logit_bias={a: 100}, stop_token_ids=[97], ignore_eos=True) == ("a", "stop", 1)
+    waits = create(logit_bias={a: 100, b: 50}, stop_token_ids=[97], min_tokens=3)
+    assert waits == ("bbba", "stop", 4)
+    assert create(logit_bias={a: 100}, stop="a", min_tokens=3) == ("aaa", "stop", 4)
+    assert create(logit_bias={special: 100}) == ("", "length", 6)
+    assert create(logit_bias={special: 100}, skip_special_tokens=False) == ("<|257|>" * 6, "length", 6)
+    tired = create(logit_bias={a: 98, b: 95}, frequency_penalty=2, presence_penalty=-1)[0]
+    assert sorted(tired) == [*"aaaabb"] and tired.startswith("aa")
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    """Of completions and chats, whole and streamed, they are the same; the most likely tokens come in order, the chosen
+    one among them; of greedy tokens it is the first."""
+    shared: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "seed": 4}
+    ids = {"return_tokens_as_token_ids": True}
+    for temperature in (0, 1.5):
+        prompts = [f"{SECRET} p", f"{SECRET} longer"]
+        asked: dict[str, Any] = {
+            "prompt": prompts,
+            "temperature": temperature,
+            "logprobs": 3,
+            "extra_body": ids,
+            **shared,
+        }
+        streamed: list[list[Any]] = [[], []]
+        for event in client.completions.create(stream=True, **asked):
+            for choice in event.choices:
+                streamed[choice.index].append(choice.logprobs)
+        for choice, parts in zip(client.completions.create(**asked).choices, streamed, strict=True):
+            found = choice.logprobs
+            assert found and found.tokens and found.token_logprobs and found.top_logprobs and found.text_offset
+            assert len(found.tokens) == 12
+            for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+                assert token.startswith("token_id:") and top[token] == logprob and len(top) in (3, 4)
+                first = next(iter(top.values()))
+                assert first == max(top.values()) and (temperature or logprob == first)
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                assert [item for part in parts for item in getattr(part, name)] == getattr(found, name)
+
+    messages: Any = [{"role": "user", "content": SECRET}]
+    bias = {"logit_bias": {"97": 100}}  # what is told is from before it
+    chat: dict[str, Any] = {"messages": messages, "logprobs": True, "top_logprobs": 2, **shared, **bias}
+    whole = client.chat.completions.create(**chat).choices[0].logprobs
+    events = [event.choices[0].logprobs for event in client.chat.completions.create(stream=True, **chat)]
+    assert whole and whole.content and len(whole.content) == 12
+    assert [entry for event in events if event for entry in event.content or ()] == whole.content
+    for entry in whole.content:
+        assert (entry.token, entry.bytes) == ("a", [97]) and len(entry.top_logprobs) == 2
+        assert entry.logprob < entry.top_logprobs[1].logprob < entry.top_logprobs[0].logprob < 0
+
+
+def test_echoed_prompts_have_log_probabilities_as_answers_do(server: Server, client: openai.OpenAI) -> None:
+    """Those of a prompt are what they were when it was generated, whether the cache holds it or not, with an answer
+    behind them or without, and in each of several answers. Without logprobs the text comes alone."""
+    shared: dict[str, Any] = {"model": MODEL, "temperature": 0, "logprobs": 2}
+    begin = [256, *f"{SECRET} echo".encode()]
+    generated = client.completions.create(prompt=begin, max_tokens=70, logit_bias={"97": 30}, **shared).choices[0]
+    assert generated.logprobs and generated.logprobs.token_logprobs and generated.text == "a" * 70
+    text = f"{SECRET} echo{generated.text}"
+    for max_tokens, n in ((1, 1), (0, 1), (2, 2)):
+        done = client.completions.create(prompt=text, echo=True, max_tokens=max_tokens, n=n, **shared)
+        assert done.usage and done.usage.prompt_tokens == len(text) + 1
+        assert done.usage.completion_tokens == max_tokens * n and done.usage.prompt_tokens_details
+        assert done.usage.prompt_tokens_details.cached_tokens == 0
+        for choice in done.choices:
+            found = choice.logprobs
+            assert (
+                choice.text.startswith(text) and found and found.tokens and found.token_logprobs and found.text_offset
+            )
+            assert found.token_logprobs[0] is None and found.tokens[:2] == ["<|256|>", SECRET[0]]
+            assert len(found.tokens) == 1 + len(text) + max_tokens
+            assert found.text_offset[:3] == [0, 7, 8]
+            again = found.token_logprobs[len(begin) : len(begin) + 70]
+            assert again == pytest.approx(generated.logprobs.token_logprobs, rel=1e-3, abs=1e-3)
+    body = json.dumps({"prompt": text, "echo": True, "max_tokens": 0}).encode()
+    status, answer, _ = ask(server, "POST", "/v1/completions", body + b" " * 300_000)
+    assert (status, answer["choices"][0]["text"], answer["choices"][0]["logprobs"]) == (200, text, None)
+    assert ask(server, "POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 0}')[0] == 400
