@@ -13,6 +13,7 @@ import pytest
 
 from hicache.serving.server import protocol
 from hicache.serving.server.protocol import ChatBody, CompletionBody, GenerationBody
+from hicache.serving.server.tokenize_protocol import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 ROOT = Path(__file__).resolve().parents[2]
 BODIES: dict[str, tuple[type[GenerationBody], dict[str, Any]]] = {
@@ -70,6 +71,7 @@ def test_no_field_is_taken_and_not_read() -> None:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 read.add(node.value)
     classes = [protocol.StreamOptions, protocol.Message, *(kind for kind, _ in BODIES.values())]
+    classes += [TokenizeTextBody, TokenizeChatBody, DetokenizeBody]
     taken = {name for kind in classes for name in kind.model_fields if not is_refused(kind, name)}  # type: ignore[type-var]
     assert taken - set(protocol.IgnoredFields.model_fields) - read == set()
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import hicache
 from server_case import FULL, HEADERS, SECRET, Server, ask
 from waiting import BOUND_S
 
@@ -167,3 +168,54 @@ def test_echoed_prompts_have_log_probabilities_as_answers_do(server: Server, cli
     status, answer, _ = ask(server, "POST", "/v1/completions", body + b" " * 300_000)
     assert (status, answer["choices"][0]["text"], answer["choices"][0]["logprobs"]) == (200, text, None)
     assert ask(server, "POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 0}')[0] == 400
+
+
+def test_texts_become_the_tokens_that_prompts_do(server: Server, client: openai.OpenAI) -> None:
+    """/tokenize has the tokens of a completion's prompt and of a chat's, and /detokenize their text; a body of either
+    kind has no fields of the other."""
+
+    def post(path: str, body: dict[str, Any], padding: int = 0) -> Any:
+        status, answer, _ = ask(server, "POST", path, json.dumps(body).encode() + b" " * padding)
+        return answer if status == 200 else (status, answer["error"]["param"])
+
+    limit, text = client.models.retrieve(MODEL).to_dict()["max_model_len"], f"{SECRET} \u00e9"
+    for padding in (0, 300_000):
+        found = post("/tokenize", {"model": MODEL, "prompt": text, "return_token_strs": True}, padding)
+        assert found["tokens"] == [256, *text.encode()] and (found["count"], found["max_model_len"]) == (12, limit)
+        assert found["token_strs"][:2] == ["<|256|>", SECRET[0]]
+        bare = post("/tokenize", {"prompt": text, "add_special_tokens": False}, padding)
+        assert bare["tokens"] == found["tokens"][1:] and bare["token_strs"] is None
+        assert post("/detokenize", {"tokens": bare["tokens"]}, padding) == {"prompt": text}
+    messages: Any = [{"role": "user", "content": text}]
+    asked = post("/tokenize", {"messages": messages})
+    done = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+    assert done.usage is not None and done.usage.prompt_tokens == asked["count"]
+    history = post("/tokenize", {"messages": messages, "add_generation_prompt": False})["tokens"]
+    assert asked["tokens"][: len(history)] == history and len(history) < asked["count"]
+    assert (
+        post("/tokenize", {}) == (400, "prompt") and post("/tokenize", {"prompt": "a", "messages": None})["count"] == 2
+    )
+    assert ask(server, "POST", "/tokenize", b"3")[0] == ask(server, "POST", "/detokenize", b"null")[0] == 400
+    assert post("/tokenize", {"messages": messages, "prompt": text}) == (400, "prompt")
+    assert post("/tokenize", {"model": "gpt-9", "prompt": text}) == (404, "model")
+    assert post("/detokenize", {"tokens": [260]}) == (400, "tokens")
+    for path in ("/tokenize", "/detokenize"):
+        assert ask(server, "POST", path, b"{}", Authorization="Bearer wrong")[0] == 401
+
+
+def test_what_asks_whether_a_server_is_there(server: Server) -> None:
+    """/ping and /health, with GET and HEAD, and the version, without a key."""
+    for method, path in (
+        ("GET", "/ping"),
+        ("POST", "/ping"),
+        ("HEAD", "/ping"),
+        ("HEAD", "/health"),
+        ("GET", "/version"),
+    ):
+        connection = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
+        connection.request(method, path)
+        response = connection.getresponse()
+        body = response.read()
+        assert (response.status, bool(body)) == (200, method != "HEAD")
+        connection.close()
+    assert json.loads(body) == {"version": hicache.__version__}

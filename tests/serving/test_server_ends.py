@@ -60,8 +60,14 @@ def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
         server.wait_for_at_least("hicache_disk_stored_pages", num_pages)
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
     (tmp_path / "second").mkdir()
-    with serving(tmp_path / "second", *flags, "--grace-s", "600") as server:
+    with serving(tmp_path / "second", *flags, "--served-model-name", MODEL, "other", "--grace-s", "600") as server:
         assert chat(server) == (text, num_pages * 16)
+        assert [(listed.id, listed.to_dict()["root"]) for listed in server.client().models.list()] == [
+            (MODEL, MODEL),
+            ("other", MODEL),
+        ]
+        other = server.client().completions.create(model="other", prompt=SECRET, max_tokens=1)
+        assert other.model == "other"
         assert server.metric('hicache_cached_tokens_total{tier="disk"}') == num_pages * 16
         assert chat(server, cache_salt="other") == (text, 0)
         messages: Any = [{"role": "system", "content": SECRET}]

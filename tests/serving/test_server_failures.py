@@ -59,7 +59,7 @@ async def ends_of(parts: Parts, *prompts: list[list[int]]) -> list[list[Delta] |
     generations = []
     for i, ids in enumerate(prompts):
         prepared = await parts.workers.prepare("completion", json.dumps({"prompt": ids, "max_tokens": 9}).encode())
-        generations.append(parts.frontend.start(prepared, f"r{i}", time.perf_counter()))
+        generations.append(parts.frontend.start(prepared.body, prepared.prompts, f"r{i}", time.perf_counter()))
     ends = await asyncio.gather(*(generation.whole() for generation in generations), return_exceptions=True)
     await parts.frontend.wait_idle()
     return ends

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hicache.monitoring.figures import figures
 from hicache.serving.server.clients import unless_gone, watched
-from hicache.serving.server.frontend import Frontend
+from hicache.serving.server.frontend import Frontend, ServedModel
 from hicache.serving.server.generation import Generation
 from hicache.serving.server.logprobs import TokenTexts
-from hicache.serving.server.middleware import Gate, HttpRecord, RequestLog, record_of
+from hicache.serving.server.middleware import Gate, RequestLog, record_of
 from hicache.serving.server.prometheus import ServerMetrics
-from hicache.serving.server.prompts import NO_OBJECT, Prepared
+from hicache.serving.server.prompts import NO_OBJECT, Prepared, Prompt
 from hicache.serving.server.protocol import ChatBody, CompletionBody, GenerationBody
 from hicache.serving.server.replies import DONE, ApiError, Delta, ErrorBody, Reply, event_of, internal_error, invalid
+from hicache.serving.server.tokenize_protocol import DetokenizeBody, TokenizeBody
 from hicache.serving.server.uploads import Uploads
 from hicache.serving.server.workers import PromptWorkers
 
@@ -44,7 +46,6 @@ _POLICY = (
 class AppSettings:
     """`api_key`: empty where every client may ask."""
 
-    model_name: str
     api_key: str
     max_body_bytes: int
 
@@ -86,32 +87,45 @@ def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings
     """The application; `frontend` may not be serving yet."""
     app = FastAPI(title="hicache", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
     _add_errors(app)
-    _add_generation(app, frontend, Uploads(settings.max_body_bytes), workers, settings)
-    _add_status(app, frontend, settings)
+    desk, texts = _Desk(frontend, Uploads(settings.max_body_bytes), workers), TokenTexts(frontend.model.tokenizer)
+    _add_generation(app, frontend, desk, texts)
+    _add_tokens(app, frontend, desk, texts)
+    _add_status(app, frontend)
     _add_dashboard(app, frontend.metrics)
     _describe_bodies(app)
     return RequestLog(Gate(app, settings.api_key, settings.max_body_bytes), frontend.metrics)
 
 
-def _add_generation(
-    app: FastAPI, frontend: Frontend, uploads: Uploads, workers: PromptWorkers, settings: AppSettings
-) -> None:
-    texts = TokenTexts(frontend.model.tokenizer)
+class _Desk:
+    """Takes the bodies of requests in."""
 
-    async def answer(kind: str, prefix: str, request: Request) -> Response:
-        frontend.require_room(1)
+    def __init__(self, frontend: Frontend, uploads: Uploads, workers: PromptWorkers) -> None:
+        self._frontend, self._uploads, self._workers = frontend, uploads, workers
+
+    async def prepared(self, kind: str, request: Request) -> Prepared:
+        """`kind`: of `BODIES`. Raises `ApiError`."""
         _require_json(request)
-        record = record_of(request.scope)
-        async with uploads.body(request, frontend.left_s(record.arrival_s)) as raw:
+        frontend, arrival_s = self._frontend, record_of(request.scope).arrival_s
+        async with self._uploads.body(request, frontend.left_s(arrival_s)) as raw:
             prepared = await unless_gone(
                 request.receive,
-                workers.prepare(kind, raw),
-                frontend.left_s(record.arrival_s),
+                self._workers.prepare(kind, raw),
+                frontend.left_s(arrival_s),
                 frontend.limits.timeout_s,
             )
-        _require_model(prepared.body, settings)
-        reply = Reply(prepared.body, f"{prefix}-{uuid.uuid4().hex}", settings.model_name, texts)
-        return await _answer(frontend, prepared, reply, request, record)
+        if prepared.body.model not in (None, *frontend.model.names):
+            raise _unknown_model(frontend.model)
+        return prepared
+
+
+def _add_generation(app: FastAPI, frontend: Frontend, desk: _Desk, texts: TokenTexts) -> None:
+    async def answer(kind: str, prefix: str, request: Request) -> Response:
+        frontend.require_room(1)
+        prepared = await desk.prepared(kind, request)
+        body = prepared.body
+        assert isinstance(body, GenerationBody)
+        reply = Reply(body, f"{prefix}-{uuid.uuid4().hex}", body.model or frontend.model.names[0], texts)
+        return await _answer(frontend, body, prepared.prompts, reply, request)
 
     @app.post("/v1/completions", responses=_STREAMED)
     async def create_completion(request: Request) -> Response:
@@ -122,24 +136,51 @@ def _add_generation(
         return await answer("chat", "chatcmpl", request)
 
 
-def _add_status(app: FastAPI, frontend: Frontend, settings: AppSettings) -> None:
-    created = int(time.time())
-    model = {"id": settings.model_name, "object": "model", "created": created, "owned_by": "hicache"}
+def _add_tokens(app: FastAPI, frontend: Frontend, desk: _Desk, texts: TokenTexts) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        frontend.require_serving()
+        prepared = await desk.prepared("tokenize", request)
+        tokens, body = prepared.prompts[0].tokens.tolist(), prepared.body
+        assert isinstance(body, TokenizeBody)
+        strings = [texts[token] for token in tokens] if body.root.return_token_strs else None
+        limit = frontend.model.max_len
+        return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        frontend.require_serving()
+        return JSONResponse({"prompt": (await desk.prepared("detokenize", request)).prompts[0].text})
+
+
+def _add_status(app: FastAPI, frontend: Frontend) -> None:
+    served = frontend.model
+    about = {"object": "model", "created": int(time.time()), "owned_by": "hicache"}
+    models = {
+        name: {"id": name, **about, "root": served.names[0], "max_model_len": served.max_len} for name in served.names
+    }
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [*models.values()]}
 
     @app.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> dict[str, Any]:
-        if name != settings.model_name:
-            raise _unknown_model(settings)
-        return model
+        if name not in models:
+            raise _unknown_model(served)
+        return models[name]
 
-    @app.get("/health")
     async def health() -> dict[str, str]:
         frontend.require_serving()
         return {"status": "ok"}
+
+    for path, methods in {"/health": ("GET", "HEAD"), "/ping": ("GET", "HEAD", "POST")}.items():
+        for method in methods:
+            app.add_api_route(path, health, methods=[method])
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": metadata.version("hicache")}
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -162,11 +203,12 @@ def _add_dashboard(app: FastAPI, metrics: ServerMetrics) -> None:
 
 
 async def _answer(
-    frontend: Frontend, prepared: Prepared, reply: Reply, request: Request, record: HttpRecord
+    frontend: Frontend, body: GenerationBody, prompts: Sequence[Prompt], reply: Reply, request: Request
 ) -> Response:
-    generation = frontend.start(prepared, reply.reply_id, record.arrival_s)
-    record.fields.update(reply_id=reply.reply_id, stream=bool(prepared.body.stream))
-    if prepared.body.stream:
+    record = record_of(request.scope)
+    generation = frontend.start(body, prompts, reply.reply_id, record.arrival_s)
+    record.fields.update(reply_id=reply.reply_id, stream=bool(body.stream))
+    if body.stream:
         return EventStream(generation, reply, record.fields)
     async with watched(request.receive, generation, record.fields):
         texts = await generation.whole()
@@ -182,7 +224,12 @@ def _require_json(request: Request) -> None:
 
 def _describe_bodies(app: FastAPI) -> None:
     """Add what the routes parse themselves to `/openapi.json`."""
-    paths: dict[str, type[BaseModel]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+    paths: dict[str, type[BaseModel]] = {
+        "/v1/completions": CompletionBody,
+        "/v1/chat/completions": ChatBody,
+        "/tokenize": TokenizeBody,
+        "/detokenize": DetokenizeBody,
+    }
     keys, schemas = models_json_schema(
         [(kind, "validation") for kind in paths.values()], ref_template="#/components/schemas/{model}"
     )
@@ -193,15 +240,9 @@ def _describe_bodies(app: FastAPI) -> None:
         described["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
 
 
-def _require_model(body: GenerationBody, settings: AppSettings) -> None:
-    if body.model not in (None, settings.model_name):
-        raise _unknown_model(settings)
-
-
-def _unknown_model(settings: AppSettings) -> ApiError:
-    return ApiError(
-        404, f"no such model; {settings.model_name!r} is served here", param="model", code="model_not_found"
-    )
+def _unknown_model(model: ServedModel) -> ApiError:
+    names = " or ".join(map(repr, model.names))
+    return ApiError(404, f"no such model; {names} is served here", param="model", code="model_not_found")
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -57,14 +57,14 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """What is served: the model, the engine that is built for it, its name, the key that clients must send, what
+    """What is served: the model, the engine that is built for it, its names, the key that clients must send, what
     records, and what tokenizes long prompts."""
 
     loaded: LoadedModel
     geometry: ModelGeometry
     engine: CacheEngine
     max_len: int
-    name: str
+    names: tuple[str, ...]
     api_key: str
     recorder: TraceRecorder | None
     tokenizers: TokenizerProcess
@@ -72,7 +72,7 @@ class _Parts:
 
 def run(flags: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0, or 1 if the engine failed or its last check found a fault."""
-    key, name = _checked_key(flags.api_key), _checked_name(flags)
+    key, names = _checked_key(flags.api_key), _checked_names(flags)
     if flags.record is not None and (flags.record.exists() or not flags.record.parent.is_dir()):
         raise ConfigError(f"--record {flags.record} cannot be made; give a new file in a folder that exists")
     basis = first_config(flags)
@@ -87,7 +87,7 @@ def run(flags: argparse.Namespace) -> int:
         config = engine_config(flags, loaded, geometry, basis)
         engine = build_engine(config, geometry)
         with _recording(flags.record, engine) as recorder:
-            parts = _Parts(loaded, geometry, engine, max_len(config, loaded), name, key, recorder, tokenizers)
+            parts = _Parts(loaded, geometry, engine, max_len(config, loaded), names, key, recorder, tokenizers)
             return asyncio.run(_serve(flags, parts, listener))
 
 
@@ -113,14 +113,15 @@ def _checked_key(given: str | None) -> str:
     return key
 
 
-def _checked_name(flags: argparse.Namespace) -> str:
+def _checked_names(flags: argparse.Namespace) -> tuple[str, ...]:
     """What clients call the model. Raises ConfigError for a name that JSON, which is UTF-8, cannot carry."""
-    name = flags.served_model_name or (_RANDOM_NAME if flags.model is None else Path(flags.model).resolve().name)
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"the model's name {name!a} is not UTF-8; give another --served-model-name") from None
-    return str(name)
+    names = flags.served_model_name or [_RANDOM_NAME if flags.model is None else Path(flags.model).resolve().name]
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"the model's name {name!a} is not UTF-8; give another --served-model-name") from None
+    return tuple(dict.fromkeys(names))
 
 
 def _loaded(flags: argparse.Namespace, basis: EngineConfig) -> LoadedModel:
@@ -140,7 +141,7 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
     loop = asyncio.get_running_loop()
     loaded, engine = parts.loaded, parts.engine
     model = ServedModel(
-        name=parts.name,
+        names=parts.names,
         tokenizer=loaded.tokenizer,
         vocab_size=int(loaded.model.config.get_text_config().vocab_size),
         max_len=parts.max_len,
@@ -157,7 +158,7 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
     max_body_bytes = flags.max_body_bytes or min(
         _BODY_BYTES, (1 << 20) + _TOKEN_BYTES * model.max_len * limits.max_open
     )
-    app = create_app(frontend, workers, AppSettings(model.name, parts.api_key, max_body_bytes))
+    app = create_app(frontend, workers, AppSettings(parts.api_key, max_body_bytes))
     max_connections, backlog = bounds_by_descriptors(flags.max_connections)
     connections = ConnectionLimits(max_connections, flags.request_timeout_s + _CLOSE_S)
     server = _Server(
@@ -175,7 +176,9 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
     )
     thread.start(lambda events: _on_loop(loop, frontend, events))
     try:
-        return await _until_stopped(server, listener, frontend, thread, flags.grace_s, model.name, bool(parts.api_key))
+        return await _until_stopped(
+            server, listener, frontend, thread, flags.grace_s, ", ".join(model.names), bool(parts.api_key)
+        )
     finally:
         workers.close()
 

@@ -28,8 +28,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--port", type=_PORT, default=8000, help="port to listen on; 0: any free one (default 8000)")
     server.add_argument("--api-key", metavar="KEY", help="key that clients must send; safer in HICACHE_API_KEY")
     server.add_argument(
-        "--served-model-name", metavar="NAME", help="what clients call the model (default: its directory)"
-    )
+        "--served-model-name", nargs="+", metavar="NAME",
+        help="what clients call the model, by the first name or any other (default: its directory)",
+    )  # fmt: skip
     server.add_argument("--max-queued", type=_COUNT, default=256, help="prompts that wait; more get 429 (default 256)")
     server.add_argument(
         "--request-timeout-s", type=_TIMEOUT_S, default=600.0, metavar="SECONDS",

@@ -17,7 +17,7 @@ from hicache.serving.sampling import PLAIN, SamplingParams
 from hicache.serving.server.engine_thread import EngineThread, Event, TokenChosen
 from hicache.serving.server.generation import Choice, Generation
 from hicache.serving.server.prometheus import ServerMetrics
-from hicache.serving.server.prompts import Prepared, Prompt
+from hicache.serving.server.prompts import Prompt
 from hicache.serving.server.protocol import GenerationBody
 from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, unavailable
 
@@ -28,10 +28,10 @@ _SEED_MASK = (1 << 64) - 1  # negative seeds are two's complement
 
 @dataclass(frozen=True)
 class ServedModel:
-    """`name`: what clients call it. `max_len`: tokens of a prompt and its answer together. `sampling`: how tokens are
-    chosen where a request does not say. Token ids are below `vocab_size`."""
+    """`names`: what clients call it, the first where they name none. `max_len`: tokens of a prompt and its answer
+    together. `sampling`: how tokens are chosen where a request does not say. Token ids are below `vocab_size`."""
 
-    name: str
+    names: tuple[str, ...]
     tokenizer: Tokenizer
     vocab_size: int
     max_len: int
@@ -99,9 +99,9 @@ class Frontend:
         """Seconds that a request has left which arrived then, on the clock of `time.perf_counter`. Above 0."""
         return max(_LEAST_S, self.limits.timeout_s - (time.perf_counter() - arrival_s))
 
-    def start(self, prepared: Prepared, reply_id: str, arrival_s: float) -> Generation:
+    def start(self, body: GenerationBody, prompts: Sequence[Prompt], reply_id: str, arrival_s: float) -> Generation:
         """Submit the prompts, all or none. Raises `ApiError`."""
-        body, prompts, num_each = prepared.body, prepared.prompts, prepared.body.n or 1
+        num_each = body.n or 1
         self.require_room(len(prompts) * num_each)
         self._require_possible(body, prompts)
         requests = [

@@ -18,6 +18,7 @@ from hicache.serving.server.replies import internal_error, too_large, wrong_key
 
 REQUEST_ID = "x-request-id"
 _RECORD = "hicache.record"
+_WITH_KEY = ("/v1/", "/tokenize", "/detokenize")
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class RequestLog:
 
 
 class Gate:
-    """Refuses a wrong key under /v1, and a body that is announced as larger than `max_body_bytes`."""
+    """Refuses a wrong key where one is asked for, and a body that is announced as larger than `max_body_bytes`."""
 
     def __init__(self, app: ASGIApp, api_key: str, max_body_bytes: int) -> None:
         self._app, self._key, self._max_body_bytes = app, api_key.encode(), max_body_bytes
@@ -95,7 +96,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, refusal = Headers(scope=scope), None
         length = headers.get("content-length", "0")
-        if self._key and scope["path"].startswith("/v1/") and not self._has_key(headers):
+        if self._key and scope["path"].startswith(_WITH_KEY) and not self._has_key(headers):
             refusal = wrong_key()
         elif length.isdecimal() and int(length) > self._max_body_bytes:
             refusal = too_large(self._max_body_bytes)

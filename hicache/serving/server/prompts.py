@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +13,17 @@ from pydantic import ValidationError
 
 from hicache.errors import ConfigError
 from hicache.serving.models import Tokenizer
-from hicache.serving.server.protocol import SHAPES, ChatBody, CompletionBody
+from hicache.serving.server.protocol import SHAPES, ChatBody, CompletionBody, Message
 from hicache.serving.server.replies import ApiError, invalid
+from hicache.serving.server.tokenize_protocol import DetokenizeBody, TokenizeBody, TokenizeChatBody, TokenizeTextBody
 
-BODIES: dict[str, type[CompletionBody | ChatBody]] = {"completion": CompletionBody, "chat": ChatBody}
+AnyBody = CompletionBody | ChatBody | TokenizeBody | DetokenizeBody
+BODIES: dict[str, type[AnyBody]] = {
+    "completion": CompletionBody,
+    "chat": ChatBody,
+    "tokenize": TokenizeBody,
+    "detokenize": DetokenizeBody,
+}
 NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _MAX_REASONS = 3  # of those why a body is refused
@@ -39,7 +47,7 @@ class Prompt:
 class Prepared:
     """A body that was checked, without the texts that its prompts were made of."""
 
-    body: CompletionBody | ChatBody
+    body: AnyBody
     prompts: list[Prompt]
 
 
@@ -65,13 +73,19 @@ class PromptEncoder:
             body = BODIES[kind].model_validate_json(raw)
         except ValidationError as error:
             raise _refusal(error) from None
+        return Prepared(body.without_texts(), self._prompts(body))
+
+    def _prompts(self, body: AnyBody) -> list[Prompt]:
+        if isinstance(body, TokenizeBody):
+            return [Prompt(np.array(self._tokens(body.root), dtype=np.int64), 0)]
+        if isinstance(body, DetokenizeBody):
+            return [self._detokenized(body.tokens)]
         if (num := body.num_answers) > self.limits.max_answers:
             param = "prompt" if num > (body.n or 1) else "n"
             raise invalid(
                 f"a request has at most {self.limits.max_answers} answers here, this one asks for {num}", param
             )
-        prompts = [self._of_chat(body)] if isinstance(body, ChatBody) else self._of_completion(body)
-        return Prepared(body.without_texts(), prompts)
+        return [self._of_chat(body)] if isinstance(body, ChatBody) else self._of_completion(body)
 
     def _of_completion(self, body: CompletionBody) -> list[Prompt]:
         if body.max_tokens == 0 and not body.echo:
@@ -89,14 +103,31 @@ class PromptEncoder:
 
     def _of_chat(self, body: ChatBody) -> Prompt:
         """Without a maximum in the body, the answer may be as long as the context allows."""
-        messages = [message.as_template_reads_it() for message in body.messages]
-        self._require_not_far_too_long("".join(message["content"] for message in messages), "messages")
-        try:
-            ids = self._tokenizer.encode_chat(messages, body.chat_template_kwargs or {})
-        except ConfigError as error:
-            raise invalid(str(error), "messages") from error
+        ids = self._chat(body.messages, body.chat_template_kwargs or {})
         rest = max(1, self.limits.max_len - len(ids))
         return self._checked(ids, body.max_completion_tokens or body.max_tokens or rest, "messages")
+
+    def _chat(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
+        given = [message.as_template_reads_it() for message in messages]
+        self._require_not_far_too_long("".join(message["content"] for message in given), "messages")
+        try:
+            return self._tokenizer.encode_chat(given, variables)
+        except ConfigError as error:
+            raise invalid(str(error), "messages") from error
+
+    def _tokens(self, body: TokenizeTextBody | TokenizeChatBody) -> list[int]:
+        if isinstance(body, TokenizeTextBody):
+            encode = self._tokenizer.encode if body.add_special_tokens is False else self._tokenizer.encode_prompt
+            return self._encoded(body.prompt, encode)
+        variables = body.chat_template_kwargs or {}
+        if body.add_generation_prompt is not None:
+            variables = {**variables, "add_generation_prompt": body.add_generation_prompt}
+        return self._chat(body.messages, variables)
+
+    def _detokenized(self, tokens: Sequence[int]) -> Prompt:
+        if max(tokens, default=0) >= self.limits.vocab_size:
+            raise invalid(f"a token id is not below the size of the vocabulary, {self.limits.vocab_size}", "tokens")
+        return Prompt(np.empty(0, dtype=np.int64), 0, self._tokenizer.decode(tokens))
 
     def _encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         self._require_not_far_too_long(text, "prompt")

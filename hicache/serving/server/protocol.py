@@ -64,7 +64,7 @@ def only(*neutral: object) -> BeforeValidator:
 
 
 # Which branch of a union checks a value. All would, and a long list would have an error for each item and branch.
-SHAPES = ("as text", "as texts", "as ids", "as lists of ids")
+SHAPES = ("as text", "as texts", "as ids", "as lists of ids", "as chat")
 
 
 def _shape(value: object) -> str:

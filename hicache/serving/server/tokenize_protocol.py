@@ -1,0 +1,70 @@
+"""The bodies of `/tokenize` and `/detokenize`, which are vLLM's routes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Field, RootModel, Tag
+
+from hicache.serving.server.protocol import Body, Message, Text, only
+
+
+class TokenizeTextBody(Body):
+    model: Text | None = None
+    prompt: Text
+    add_special_tokens: Annotated[bool, Field(description="those around a whole prompt; true unless given")] | None = (
+        None
+    )
+    return_token_strs: bool | None = None
+    messages: Annotated[None, only()] = None
+
+    def without_texts(self) -> TokenizeTextBody:
+        return self.model_copy(update={"prompt": ""})
+
+
+class TokenizeChatBody(Body):
+    model: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[Text, Any] | None = None
+    return_token_strs: bool | None = None
+    add_special_tokens: Annotated[None, only(False)] = None
+    prompt: Annotated[None, only()] = None
+    continue_final_message: Annotated[None, only(False)] = None
+    tools: Annotated[None, only([])] = None
+
+    def without_texts(self) -> TokenizeChatBody:
+        return self.model_copy(update={"messages": [Message(role="user", content="")], "chat_template_kwargs": None})
+
+
+def _kind(value: object) -> str:
+    has_messages = isinstance(value, dict) and value.get("messages") is not None
+    return "as chat" if has_messages or isinstance(value, TokenizeChatBody) else "as text"
+
+
+class TokenizeBody(
+    RootModel[
+        Annotated[
+            Annotated[TokenizeTextBody, Tag("as text")] | Annotated[TokenizeChatBody, Tag("as chat")],
+            Discriminator(_kind),
+        ]
+    ]
+):
+    """`/tokenize`: as vLLM's, of a text or of messages."""
+
+    @property
+    def model(self) -> str | None:
+        return self.root.model
+
+    def without_texts(self) -> TokenizeBody:
+        return TokenizeBody(self.root.without_texts())
+
+
+class DetokenizeBody(Body):
+    """`/detokenize`: as vLLM's."""
+
+    model: Text | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+
+    def without_texts(self) -> DetokenizeBody:
+        return self.model_copy(update={"tokens": []})
