@@ -28,6 +28,7 @@ class TokenLogprobs:
 
 
 Logprobs = list[TokenLogprobs]
+_MAX_PRIORITY = 1 << 31
 FinishReason = Literal["length", "stop", "abort", "timeout", "error"]
 OnToken = Callable[[int], None]
 """Called on the scheduler's thread with each token of a request, in order, as it is chosen."""
@@ -39,13 +40,13 @@ class Request:
     `branch_points`: see `CacheRequest`.
 
     Generation ends after `max_new_tokens`, or after a token of `eos_ids`, which is part of the output, or `deadline_s`
-    seconds after the submission, with the tokens generated so far. Of waiting requests the one of the highest
-    `priority` is admitted first, of equals the one that arrived first.
+    seconds after the submission, with the tokens generated so far. Requests are served in the order of their
+    submission, and each level of `priority` is worth some seconds of waiting (`Scheduler`); what stays in the cache
+    does not depend on it.
 
     `num_logprobs`: of so many most likely tokens, beside the one chosen, log probabilities are kept at each step; with
-    `scores_prompt` for the prompt's tokens too, for which all of it is computed. Raises ConfigError for
-    an empty prompt, `max_new_tokens` below 1, a `priority` that is no whole number or a `deadline_s` that is not above
-    0.
+    `scores_prompt` for the prompt's tokens too, for which all of it is computed. Raises ConfigError for an empty
+    prompt, `max_new_tokens` below 1, a `priority` that is no whole number or too large, or a `deadline_s` not above 0.
     """
 
     request_id: str
@@ -65,8 +66,11 @@ class Request:
             raise ConfigError(f"request {self.request_id}: a prompt is at least one token in one dimension")
         if self.max_new_tokens < 1:
             raise ConfigError(f"request {self.request_id}: max_new_tokens={self.max_new_tokens} must be at least 1")
-        if not isinstance(self.priority, int):
-            raise ConfigError(f"request {self.request_id}: priority={self.priority!r} must be a whole number")
+        if not isinstance(self.priority, int) or abs(self.priority) > _MAX_PRIORITY:
+            raise ConfigError(
+                f"request {self.request_id}: priority={self.priority!r} must be a whole number of at most "
+                f"{_MAX_PRIORITY} on either side of 0"
+            )
         if self.deadline_s is not None and not self.deadline_s > 0:
             raise ConfigError(f"request {self.request_id}: deadline_s={self.deadline_s} must be above 0")
 

@@ -1,4 +1,5 @@
-"""The scheduler's own view of a request, and the order in which requests are served: by priority, then by arrival."""
+"""The scheduler's own view of a request, and the order in which requests are served: by arrival, less what priority is
+worth."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ class ScheduledRequest:
         sequence[kv_len, length)    tokens to compute: a part of the prompt, or the one that was generated last
         sequence[length, end)       tokens to generate
 
-    `arrival`: the number of its submission. `num_scored`: so many tokens of the prompt need no more logits.
-    `is_decoding`: under its present lease, a token was generated. `end`: where the next pass over it ends.
+    `arrival`: the number of its submission. `lead_s`: so much earlier than it was submitted it is served, so none
+    starves. `num_scored`: so many tokens of the prompt need no more logits. `is_decoding`: under its present lease, a
+    token was generated. `end`: where the next pass over it ends.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class ScheduledRequest:
         request: Request,
         arrival: int,
         submitted_s: float,
+        lead_s: float = 0.0,
         on_token: OnToken | None = None,
         logprobs: Logprobs | None = None,
     ) -> None:
@@ -37,8 +40,8 @@ class ScheduledRequest:
         if request.num_logprobs is not None and request.scores_prompt:
             self.logprobs.append(TokenLogprobs(int(request.tokens[0]), None))
             self.num_scored = 1
-        self.rank = (-request.priority, arrival)
-        self.submitted_s = submitted_s
+        self.rank = (submitted_s - lead_s, arrival)
+        self.submitted_s, self.lead_s = submitted_s, lead_s
         self.deadline_s = None if request.deadline_s is None else submitted_s + request.deadline_s
         self.sequence = np.empty(len(request.tokens) + request.max_new_tokens, dtype=np.int64)
         self.sequence[: len(request.tokens)] = request.tokens
@@ -123,7 +126,7 @@ class RequestQueue:
 
     @property
     def last(self) -> ScheduledRequest:
-        """The one of the lowest priority, and of these the youngest."""
+        """The one to serve last."""
         return self._requests[-1]
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
@@ -137,5 +140,5 @@ class RequestQueue:
         return self._requests[index]
 
 
-def _rank(req: ScheduledRequest) -> tuple[int, int]:
+def _rank(req: ScheduledRequest) -> tuple[float, int]:
     return req.rank

@@ -3,9 +3,9 @@
     submit -> prefetch -> waiting queue -> acquire -> running batch -> commit, release
 
 A step admits waiting requests, composes one batch under a token budget and makes one forward pass over it: the next
-token of every request that decodes, and chunks of prompts with the rest of the budget. Requests are served by priority,
-then in order of arrival. A request that gets no slots waits. If a running request gets none, the one of the lowest
-priority, of these the youngest, is retracted: its whole pages go to the cache, its slots are free, and it waits again.
+token of every request that decodes, and chunks of prompts with the rest of the budget. Requests are served in order of
+arrival, with a lead for each level of priority. A request that gets no slots waits. If a running request gets none, the
+one to serve last is retracted: its whole pages go to the cache, its slots are free, and it waits again.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Scheduler:
 
     `chunk_tokens`: the tokens of one pass. One is for each request that decodes; prompts share the others, and get at
     least one. `max_running`: the maximum number of requests that hold slots. `stall_timeout_s`: how long a request
-    waits for slots while no other request could free any; then it fails. `clock`: seconds. The engine must be started
-    and stays open when the scheduler is dropped.
+    waits for slots while no other request could free any; then it fails. `priority_level_s`: waiting that a level of
+    priority is worth. `clock`: seconds. The engine must be started and stays open when the scheduler is dropped.
     """
 
     def __init__(
@@ -60,13 +60,14 @@ class Scheduler:
         chunk_tokens: int = 8192,
         max_running: int = 32,
         stall_timeout_s: float = 60.0,
+        priority_level_s: float = 15.0,
         auditor: Auditor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if chunk_tokens < 1 or max_running < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens} and max_running={max_running} must be at least 1")
         self._engine, self._runner, self._auditor = engine, runner, auditor
-        self._prefill_meter = PrefillMeter(engine)
+        self._prefill_meter, self._priority_level_s = PrefillMeter(engine), priority_level_s
         self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
         self._unfinished: dict[str, ScheduledRequest] = {}
         self._waiting_queue, self._running_batch = RequestQueue(), RequestQueue()
@@ -95,7 +96,8 @@ class Scheduler:
         """
         if request.request_id in self._unfinished:
             raise ConfigError(f"request_id {request.request_id!r} is in use; give every request an id of its own")
-        req = ScheduledRequest(request, next(self._arrivals), self._clock(), on_token, logprobs)
+        lead_s = request.priority * self._priority_level_s
+        req = ScheduledRequest(request, next(self._arrivals), self._clock(), lead_s, on_token, logprobs)
         self._enqueue(req)
         self._unfinished[request.request_id] = req
         if req.deadline_s is not None:
@@ -209,7 +211,6 @@ class Scheduler:
                 req.tokens,
                 req.request.namespace,
                 reserve_tokens=self._chunk_tokens if self._engine.has_windows else None,
-                priority=max(0, req.request.priority),
                 branch_points=req.request.branch_points,
                 max_cached_tokens=req.num_scored - 1 if req.is_scoring else None,
             )
@@ -316,11 +317,11 @@ class Scheduler:
     # Preemption, retry, end
 
     def _preempt_below(self, req: ScheduledRequest) -> bool:
-        """Preempt the last of the running requests if its priority is lower than that of a waiting one."""
-        if not self._running_batch or self._running_batch.last.request.priority >= req.request.priority:
-            return False
-        self._preempt(self._running_batch.last)
-        return True
+        """Preempt the last of the running requests if a waiting one of higher priority comes before it."""
+        last = self._running_batch.last if self._running_batch else req
+        if comes_before := req.lead_s > last.lead_s and req.rank < last.rank:
+            self._preempt(last)
+        return comes_before
 
     def _preempt(self, req: ScheduledRequest) -> None:
         """Return a running request to the waiting queue. Its whole pages go to the host: others take its slots."""

@@ -57,14 +57,27 @@ def test_tokens_are_streamed_as_they_are_chosen() -> None:
         assert tuple(stream) == outputs[name].tokens == plain_greedy(model, prompt(40, seed=i), 60, stream)
 
 
-def test_a_higher_priority_is_served_first() -> None:
-    """With one row, waiting requests are admitted by priority, then by arrival."""
-    model = shared(tiny_llama)
+@pytest.mark.parametrize(("level_s", "order"), [(15.0, "baedc"), (1e9, "beadc"), (0.0, "abcde")])
+def test_a_level_of_priority_is_worth_some_seconds(level_s: float, order: str) -> None:
+    """With one row, requests are served in the order of their arrival less that. So none starves, nor is one preempted
+    that has waited; with 0 priority is ignored."""
+    model, clock = shared(tiny_llama), Clock()
     with tiny_engine(model, max_requests=1) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine), priority_level_s=level_s, clock=clock)
+        for name, priority, wait_s in (("a", 0, 10), ("b", 5, 0), ("c", -1, 5), ("d", 0, 10), ("e", 1, 0)):
+            scheduler.submit(Request(name, prompt(20, seed=ord(name)), 3, priority=priority))
+            clock.now_s += wait_s
+        assert "".join(_drain(scheduler)) == order
+
+
+def test_priority_does_not_reach_the_cache() -> None:
+    """Where nodes of the lowest priority are evicted first, the prompts of a high one go as others do."""
+    model = shared(tiny_llama)
+    with tiny_engine(model, device_tokens=128, host_bytes=0, eviction_policy="priority") as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine))
-        for i, priority in enumerate([0, 5, -1, 5, 0]):
-            scheduler.submit(Request(f"r{i}", prompt(20, seed=i), 3, priority=priority))
-        assert list(_drain(scheduler)) == ["r1", "r3", "r0", "r4", "r2"]
+        for seed in range(4):
+            scheduler.run([Request(f"r{seed}", prompt(48, seed=seed), 1, priority=9 - seed)])
+        assert [engine.lookup(prompt(48, seed=seed)).device > 0 for seed in (0, 3)] == [False, True]
 
 
 @pytest.mark.parametrize("limit", ["max_requests", "max_running", "device_tokens"])
@@ -338,7 +351,15 @@ def test_a_callback_that_raises_ends_its_request_alone() -> None:
 
 WRONG: list[tuple[type, dict[str, Any]]] = [
     *((Request, {"deadline_s": value}) for value in (0.0, -1.0, float("nan"))),
-    *((Request, fields) for fields in ({"priority": "high"}, {"max_new_tokens": 0}, {"tokens": prompt(0, seed=0)})),
+    *(
+        (Request, fields)
+        for fields in (
+            {"priority": "high"},
+            {"priority": 1 << 32},
+            {"max_new_tokens": 0},
+            {"tokens": prompt(0, seed=0)},
+        )
+    ),
     *((SamplingParams, fields) for fields in ({"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"seed": -1})),
     *((SamplingParams, fields) for fields in ({"min_p": 1.5}, {"min_tokens": -1}, {"repetition_penalty": 0.0})),
     *((SamplingParams, fields) for fields in ({"presence_penalty": float("nan")}, {"logit_bias": ((-1, 0.0),)})),

@@ -132,6 +132,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "stop beyond the vocabulary": ("completions", {"prompt": "a", "stop_token_ids": [260]}, "stop_token_ids"),
     "more tokens than may be": ("completions", {"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
     "empty stop": ("completions", {"prompt": "a", "stop": [""]}, "stop"),
+    "priority beyond its bounds": ("completions", {"prompt": "a", "priority": -11}, "priority"),
     "empty salt": ("completions", {"prompt": "a", "cache_salt": ""}, "cache_salt"),
     "more prompts than are ever open": ("completions", {"prompt": ["a"] * (FULL + 1)}, "prompt"),
     "more answers than are ever open": ("completions", {"prompt": "a", "n": FULL + 1}, "n"),

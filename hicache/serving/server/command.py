@@ -149,7 +149,13 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
         sampling=loaded.sampling,
     )
     runner = ModelRunner(loaded.model, engine, parts.geometry, attention=flags.attention, compiled=flags.compile)
-    scheduler = Scheduler(engine, runner, chunk_tokens=flags.chunk_tokens, max_running=flags.max_running)
+    scheduler = Scheduler(
+        engine,
+        runner,
+        chunk_tokens=flags.chunk_tokens,
+        max_running=flags.max_running,
+        priority_level_s=flags.priority_level_s,
+    )
     thread = EngineThread(engine, scheduler, lambda: _warm_up(engine, runner, flags))
     limits = Limits(flags.max_running + flags.max_queued, flags.request_timeout_s)
     frontend = Frontend(model, limits, thread, engine.describe(), parts.recorder)

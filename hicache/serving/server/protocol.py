@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError
 
 _MAX_FIELDS = 128  # of an object; each unknown one is an error of its own
 _MAX_SEED = (1 << 63) - 1
-_MAX_PRIORITY = 1 << 31
+_MAX_PRIORITY = 10
 _MAX_TOKENS = 1 << 31
 _MAX_LISTED_TOKENS = 1024  # each of which a step looks at
 _MAX_FACTOR = 1e4
