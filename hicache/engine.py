@@ -44,6 +44,7 @@ from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
 from hicache.flow.persist import persists_of
 from hicache.flow.prefetch import Prefetcher
 from hicache.flow.prefetch_waiter import Prefetch
+from hicache.flow.reset import MemoryTier, reset
 from hicache.flow.restore import Restore
 from hicache.flow.usage import register_usage
 from hicache.kv_events import EventPublisher
@@ -53,7 +54,7 @@ from hicache.transfer.counter import LayerTransferCounter
 from hicache.tree.node import DISK, REMOTE, SWA, Store
 from hicache.validation import valid_count, valid_mode, valid_namespace, valid_request, valid_request_id, valid_tokens
 
-__all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "Prefetch"]
+__all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "MemoryTier", "Prefetch"]
 
 log = logging.getLogger(__name__)
 C = TypeVar("C", bound=CacheComponent)
@@ -346,6 +347,12 @@ class CacheEngine:
         config = self._context.config
         patience_s = 2 * max(config.advanced.disk_io_timeout_s, config.remote.io_timeout_s if config.remote else 0.0)
         return settle(self._movements, patience_s)
+
+    def reset(self, tiers: Sequence[MemoryTier] = ("device", "host")) -> bool:
+        """Drop what these tiers hold of prompts, without copying it anywhere. False: something is left, for requests
+        or copies use it; `flush` ends the copies. Stores keep what they have."""
+        self._require_running()
+        return reset(self._context, tiers)
 
     def stats(self) -> dict[str, float]:
         """Each metric as one number: `metrics()` with the sums of histograms. For tests, logs and quick looks."""

@@ -43,7 +43,7 @@ FLOW_LEVELS = (
     ("prefetch_weigh",),
     ("prefix_read", "prefetch_waiter"),
     ("read_state", "prefetch_counters", "prefetch_claims"),
-    ("host_eviction", "disk_prefix", "check", "cost", "usage"),
+    ("host_eviction", "disk_prefix", "check", "cost", "usage", "reset"),
     ("context",),
     ("components",),
     ("lease", "completion"),

@@ -22,6 +22,7 @@ from component_case import (
     verify,
 )
 from hicache import CacheEngine, CacheRequest, DiskConfig, ModelGeometry, build_engine
+from hicache.engine import LookupResult
 from hicache.errors import ConfigError, OutOfRows, OutOfSlots, PromptTooLong, TransferError
 from hicache.storage.base import StoreMismatch
 from hicache.tree import FULL as FULL_KV
@@ -233,6 +234,28 @@ def test_all_that_is_evictable_makes_room() -> None:
             serve(engine, f"a{n}", prompt(n, 9), STATES)
         assert engine.stats()["device.evictable_tokens"] == 14 * 8
         serve(engine, "b", prompt(20, 128), STATES)
+        settled(engine)
+
+
+@pytest.mark.parametrize("model", EACH_MODEL)
+def test_a_reset_forgets_what_nobody_uses(model: ModelGeometry) -> None:
+    """Without the device's copies a prompt hits the host, without both nothing; a lease keeps its own pages, and says
+    so. Every page and slot is free then."""
+    with build_engine(config(write_policy="write_through"), model) as engine:
+        first, second = prompt(1, 61), prompt(2, 61)
+        for name, tokens in (("a", first), ("b", second)):
+            serve(engine, name, tokens, model)
+        engine.flush()
+        assert engine.reset(["device"]) and engine.lookup(first).device == 0
+        assert serve(engine, "c", first, model).hit.host == 56
+        engine.flush()
+        with engine.acquire(CacheRequest("d", first)):
+            assert not engine.reset()
+            assert engine.lookup(first).device == 56 and engine.lookup(second) == LookupResult(0, 0, 0)
+        engine.flush()
+        assert engine.reset() and engine.lookup(first) == LookupResult(0, 0, 0)
+        assert engine.stats()["device.free_tokens"] == 128
+        assert serve(engine, "e", first, model).cached_len == 0
         settled(engine)
 
 

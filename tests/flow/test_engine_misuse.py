@@ -113,6 +113,7 @@ def test_arguments_out_of_range_are_refused(engine: CacheEngine) -> None:
         ("reserve_tokens", (-5, 2.5, True, "8")),
         ("priority", (-1, 1.5, None, "high")),
         ("expected_uses", (-1, 0.5, "many", True)),
+        ("max_cached_tokens", (-1, 0.5, "many", True)),
     ):
         for value in values:
             wrong = request("a", TOKENS, **{setting: value})
@@ -122,6 +123,7 @@ def test_arguments_out_of_range_are_refused(engine: CacheEngine) -> None:
         refused("request_id=", lambda bad=bad: engine.acquire(request(bad, TOKENS)))
         refused("request_id=", lambda bad=bad: engine.prefetch(bad, TOKENS))
     mode: Any = "nonsense"
+    refused("tier='disk'", lambda: engine.reset(["host", "disk"]))  # type: ignore[list-item]
     refused("best_effort", lambda: engine.prefetch("a", TOKENS, mode=mode))
     with engine.acquire(CacheRequest("b", TOKENS)) as lease:
         for count in (-500, -1, 1.5, True, None):
@@ -212,6 +214,7 @@ def test_work_before_start_and_after_close_is_refused() -> None:
             lambda: engine.lookup(TOKENS),
             engine.poll,
             engine.flush,
+            engine.reset,
             lambda: engine.begin_forward([]),
             lambda: engine.track([]),
         ):

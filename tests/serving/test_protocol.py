@@ -13,7 +13,7 @@ import pytest
 
 from hicache.serving.server import protocol
 from hicache.serving.server.protocol import ChatBody, CompletionBody, GenerationBody
-from hicache.serving.server.tokenize_protocol import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from hicache.serving.server.side_protocol import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 ROOT = Path(__file__).resolve().parents[2]
 BODIES: dict[str, tuple[type[GenerationBody], dict[str, Any]]] = {

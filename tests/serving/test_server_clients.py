@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import hicache
-from server_case import FULL, HEADERS, SECRET, Server, ask
+from server_case import FULL, HEADERS, SECRET, TINY, Server, ask, serving
 from waiting import BOUND_S
 
 if TYPE_CHECKING:
@@ -219,3 +220,29 @@ def test_what_asks_whether_a_server_is_there(server: Server) -> None:
         assert (response.status, bool(body)) == (200, method != "HEAD")
         connection.close()
     assert json.loads(body) == {"version": hicache.__version__}
+
+
+def test_a_reset_makes_the_next_request_miss(tmp_path: Path) -> None:
+    """Both tiers of memory, or one by name; what is no such tier, or no parameter, is named."""
+
+    def post(body: bytes = b"", path: str = "/reset_prefix_cache") -> Any:
+        status, answer, _ = ask(server, "POST", path, body)
+        return answer if status == 200 else (status, answer["error"]["message"])
+
+    with serving(tmp_path, *TINY, "--device-tokens", "4096", "--host-bytes", "8MiB") as server:
+
+        def tiers_hit() -> dict[str, float]:
+            names = {tier: f'hicache_cached_tokens_total{{tier="{tier}"}}' for tier in ("device", "host")}
+            before = {tier: server.metric(name) for tier, name in names.items()}
+            server.client().completions.create(model=MODEL, prompt=LONG, max_tokens=1)
+            return {tier: server.metric(name) - before[tier] for tier, name in names.items()}
+
+        num_tokens = len(LONG) // 16 * 16
+        assert [tiers_hit(), tiers_hit()] == [{"device": 0, "host": 0}, {"device": num_tokens, "host": 0}]
+        assert post(b'{"tiers": ["device"]}') == {"success": True}
+        assert tiers_hit() == {"device": 0, "host": num_tokens}
+        assert post() == {"success": True} and tiers_hit() == {"device": 0, "host": 0}
+        for body, culprit in ((b'{"tiers": ["disk"]}', "cache_salt"), (b'{"tiers": ["tape"]}', "'device' or 'host'")):
+            status, message = post(body)
+            assert status == 400 and culprit in message
+        assert "tiers" in post(path="/reset_prefix_cache?reset_external=true")[1]

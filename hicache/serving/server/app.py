@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
@@ -18,6 +18,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hicache.engine import MemoryTier
 from hicache.monitoring.figures import figures
 from hicache.serving.server.clients import unless_gone, watched
 from hicache.serving.server.frontend import Frontend, ServedModel
@@ -28,7 +29,7 @@ from hicache.serving.server.prometheus import ServerMetrics
 from hicache.serving.server.prompts import NO_OBJECT, Prepared, Prompt
 from hicache.serving.server.protocol import ChatBody, CompletionBody, GenerationBody
 from hicache.serving.server.replies import DONE, ApiError, Delta, ErrorBody, Reply, event_of, internal_error, invalid
-from hicache.serving.server.tokenize_protocol import DetokenizeBody, TokenizeBody
+from hicache.serving.server.side_protocol import DetokenizeBody, ResetBody, TokenizeBody
 from hicache.serving.server.uploads import Uploads
 from hicache.serving.server.workers import PromptWorkers
 
@@ -90,6 +91,7 @@ def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings
     desk, texts = _Desk(frontend, Uploads(settings.max_body_bytes), workers), TokenTexts(frontend.model.tokenizer)
     _add_generation(app, frontend, desk, texts)
     _add_tokens(app, frontend, desk, texts)
+    _add_reset(app, frontend, desk)
     _add_status(app, frontend)
     _add_dashboard(app, frontend.metrics)
     _describe_bodies(app)
@@ -151,6 +153,17 @@ def _add_tokens(app: FastAPI, frontend: Frontend, desk: _Desk, texts: TokenTexts
     async def detokenize(request: Request) -> Response:
         frontend.require_serving()
         return JSONResponse({"prompt": (await desk.prepared("detokenize", request)).prompts[0].text})
+
+
+def _add_reset(app: FastAPI, frontend: Frontend, desk: _Desk) -> None:
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(request: Request) -> dict[str, bool]:
+        if request.query_params:
+            raise invalid('parameters are in the body here, like {"tiers": ["device", "host"]}')
+        has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+        body = (await desk.prepared("reset", request)).body if has_body else ResetBody()
+        assert isinstance(body, ResetBody)
+        return {"success": await frontend.reset(body.tiers or get_args(MemoryTier))}
 
 
 def _add_status(app: FastAPI, frontend: Frontend) -> None:
@@ -229,6 +242,7 @@ def _describe_bodies(app: FastAPI) -> None:
         "/v1/chat/completions": ChatBody,
         "/tokenize": TokenizeBody,
         "/detokenize": DetokenizeBody,
+        "/reset_prefix_cache": ResetBody,
     }
     keys, schemas = models_json_schema(
         [(kind, "validation") for kind in paths.values()], ref_template="#/components/schemas/{model}"
@@ -237,7 +251,7 @@ def _describe_bodies(app: FastAPI) -> None:
     described["components"]["schemas"].update(schemas["$defs"])
     for path, kind in paths.items():
         content = {"application/json": {"schema": keys[kind, "validation"]}}
-        described["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+        described["paths"][path]["post"]["requestBody"] = {"required": kind is not ResetBody, "content": content}
 
 
 def _unknown_model(model: ServedModel) -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import queue
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from hicache.engine import CacheEngine, Hit
+from hicache.engine import CacheEngine, Hit, MemoryTier
 from hicache.errors import HiCacheError
 from hicache.metrics import MetricValue
 from hicache.serving.request import Logprobs, Request, RequestOutput, TokenLogprobs
@@ -98,6 +99,12 @@ class EngineThread:
         """As `abort`, for a request whose text is complete: its pages stay in the cache."""
         self._commands.put(partial(self._scheduler.finish, request_id))
 
+    def reset(self, tiers: Sequence[MemoryTier]) -> concurrent.futures.Future[bool]:
+        """As `CacheEngine.reset`, between two steps; behind all copies, where no request is open that would wait."""
+        done: concurrent.futures.Future[bool] = concurrent.futures.Future()
+        self._commands.put(partial(self._reset, tiers, done))
+        return done
+
     def stop(self) -> None:
         """Abort what runs, write everything to disk, close the engine."""
         self._commands.put(self._stop)
@@ -135,6 +142,12 @@ class EngineThread:
     def _stop(self) -> None:
         self._stopping = True
         self._scheduler.abort_all()
+
+    def _reset(self, tiers: Sequence[MemoryTier], done: concurrent.futures.Future[bool]) -> None:
+        if not self._scheduler.num_unfinished:
+            self._engine.flush()
+        if done.set_running_or_notify_cancel():
+            done.set_result(self._engine.reset(tiers))
 
     def _submit(self, request: Request) -> None:
         request_id, logprobs = request.request_id, Logprobs()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hicache.engine import MemoryTier
 from hicache.metrics import MetricInfo
 from hicache.replay.recorder import TraceRecorder
 from hicache.serving.models import Tokenizer
@@ -19,7 +20,7 @@ from hicache.serving.server.generation import Choice, Generation
 from hicache.serving.server.prometheus import ServerMetrics
 from hicache.serving.server.prompts import Prompt
 from hicache.serving.server.protocol import GenerationBody
-from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, unavailable
+from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, timed_out, unavailable
 
 _LEAST_S = 1e-3
 _CONTEXT_TOKENS = 32  # of a prompt, for the decoder of what follows
@@ -122,6 +123,14 @@ class Frontend:
             self._submit(request)
         self._idle.clear()
         return generation
+
+    async def reset(self, tiers: Sequence[MemoryTier]) -> bool:
+        """As `EngineThread.reset`. Raises `ApiError`."""
+        self.require_serving()
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self._thread.reset(tiers)), self.limits.timeout_s)
+        except asyncio.TimeoutError:
+            raise timed_out(self.limits.timeout_s) from None
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Hand each event to its request. No events: the engine thread has ended."""

@@ -18,7 +18,7 @@ from hicache.serving.server.replies import internal_error, too_large, wrong_key
 
 REQUEST_ID = "x-request-id"
 _RECORD = "hicache.record"
-_WITH_KEY = ("/v1/", "/tokenize", "/detokenize")
+_WITH_KEY = ("/v1/", "/tokenize", "/detokenize", "/reset_prefix_cache")
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = logging.getLogger(__name__)

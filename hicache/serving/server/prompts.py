@@ -15,14 +15,21 @@ from hicache.errors import ConfigError
 from hicache.serving.models import Tokenizer
 from hicache.serving.server.protocol import SHAPES, ChatBody, CompletionBody, Message
 from hicache.serving.server.replies import ApiError, invalid
-from hicache.serving.server.tokenize_protocol import DetokenizeBody, TokenizeBody, TokenizeChatBody, TokenizeTextBody
+from hicache.serving.server.side_protocol import (
+    DetokenizeBody,
+    ResetBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+)
 
-AnyBody = CompletionBody | ChatBody | TokenizeBody | DetokenizeBody
+AnyBody = CompletionBody | ChatBody | TokenizeBody | DetokenizeBody | ResetBody
 BODIES: dict[str, type[AnyBody]] = {
     "completion": CompletionBody,
     "chat": ChatBody,
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
+    "reset": ResetBody,
 }
 NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -78,6 +85,8 @@ class PromptEncoder:
     def _prompts(self, body: AnyBody) -> list[Prompt]:
         if isinstance(body, TokenizeBody):
             return [Prompt(np.array(self._tokens(body.root), dtype=np.int64), 0)]
+        if isinstance(body, ResetBody):
+            return []
         if isinstance(body, DetokenizeBody):
             return [self._detokenized(body.tokens)]
         if (num := body.num_answers) > self.limits.max_answers:

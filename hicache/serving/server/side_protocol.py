@@ -1,11 +1,13 @@
-"""The bodies of `/tokenize` and `/detokenize`, which are vLLM's routes."""
+"""The bodies of `/tokenize`, `/detokenize` and `/reset_prefix_cache`, which are vLLM's routes."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, RootModel, Tag
+from pydantic import BeforeValidator, Discriminator, Field, RootModel, Tag
+from pydantic_core import PydanticCustomError
 
+from hicache.engine import MemoryTier
 from hicache.serving.server.protocol import Body, Message, Text, only
 
 
@@ -68,3 +70,22 @@ class DetokenizeBody(Body):
 
     def without_texts(self) -> DetokenizeBody:
         return self.model_copy(update={"tokens": []})
+
+
+def _of_memory(tier: object) -> object:
+    if tier in ("disk", "remote"):
+        raise PydanticCustomError(
+            "not_of_memory",
+            "stores have other users, and outlive a server; ask with a new cache_salt, or remove them",
+        )
+    return tier
+
+
+class ResetBody(Body):
+    """`/reset_prefix_cache`; no body: both tiers."""
+
+    model: Text | None = None
+    tiers: Annotated[list[Annotated[MemoryTier, BeforeValidator(_of_memory)]], Field(fail_fast=True)] | None = None
+
+    def without_texts(self) -> ResetBody:
+        return self
