@@ -70,8 +70,8 @@ def test_refused_before_they_are_tokenized() -> None:
 
 
 def test_a_client_that_leaves_before_its_text_is_tokenized() -> None:
-    """Its text is never tokenized. One that waits for its tokens too long gets 408, as does one that never ends its
-    body; the time counts from the arrival."""
+    """Its text is never tokenized; until it leaves it takes a place. One that waits for its tokens too long gets 408,
+    as does one that never ends its body; the time counts from the arrival."""
     tokenizer, body = _Blocked(), json.dumps({"prompt": "a"}).encode()
 
     async def ask() -> None:
@@ -88,6 +88,16 @@ def test_a_client_that_leaves_before_its_text_is_tokenized() -> None:
             assert (await answers[0])[0] == 400  # an id beyond the model's vocabulary
             assert tokenizer.num_begun == 2
             tokenizer.free.clear()
+            waiting = [Client(parts.app, COMPLETIONS, body) for _ in range(MAX_OPEN)]
+            answers = [asyncio.create_task(client.answer()) for client in waiting]
+            while tokenizer.num_begun < 4:
+                await asyncio.sleep(0.001)
+            assert (await Client(parts.app, COMPLETIONS, body).answer())[0] == 429
+            for client in waiting:
+                client.gone.set()
+            assert {(await answer)[0] for answer in answers} == {499}
+            tokenizer.free.set()
+        tokenizer.free.clear()
         async with served(tokenizer, timeout_s=0.05) as parts:
             for sends_all in (True, False):
                 status, error = await Client(parts.app, COMPLETIONS, body, sends_all=sends_all).answer()
@@ -135,7 +145,7 @@ async def outcome(task):
     return [prompt.tokens.tolist() for prompt in done.prompts], done.body.seed, done.body.stops
 
 async def main(tokenizers):
-    workers = PromptWorkers(PromptEncoder(None, PromptLimits(64, 8, 260)), tokenizers.connect)
+    workers = PromptWorkers(PromptEncoder(None, PromptLimits(64, 8, 260)), tokenizers)
     ask = lambda prompt: asyncio.create_task(workers.prepare("completion", body(prompt)))
     print(await outcome(ask(["ab", "c"])), await outcome(ask("a" * 65)), await outcome(ask("fail")))
     left = ask("hang")
@@ -146,6 +156,10 @@ async def main(tokenizers):
     killed = ask("hang")
     os.kill(await begun(killed), signal.SIGKILL)
     print(await outcome(killed), await outcome(ask([1])))
+    workers.require_alive()
+    os.kill(tokenizers._pid, signal.SIGKILL)
+    eventually(lambda: not tokenizers.alive)
+    print(await outcome(ask([1])))
     workers.close()
 
 with TokenizerProcess(Slow) as tokenizers:
@@ -155,10 +169,11 @@ with TokenizerProcess(Slow) as tokenizers:
 
 def test_processes_of_large_bodies(tmp_path: Path) -> None:
     """They answer as a thread would, and a refusal is a refusal. One ends where its client left; one that fails, or is
-    killed, is a status 500 of its request alone."""
-    first, second = output(PROGRAM, cwd=tmp_path, module="hicache.serving.server.command").splitlines()
+    killed, is a status 500 of its request alone. Where they can no longer be forked it is 503."""
+    first, second, third = output(PROGRAM, cwd=tmp_path, module="hicache.serving.server.command").splitlines()
     assert first == "([[256, 97, 98], [256, 99]], 3, ['x']) (400, 'prompt') (500, None)"
     assert second == "(500, None) ([[1]], 3, ['x'])"
+    assert third == "(503, None)"
 
 
 def test_a_large_body_is_answered_as_a_small_one(server: Server) -> None:

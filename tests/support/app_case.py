@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +48,7 @@ async def served(
     thread = EngineThread(engine, Scheduler(engine, make_runner(tiny, engine)), lambda: None)
     model = ServedModel(("tiny",), tokenizer, VOCAB, CONTEXT)
     encoder = PromptEncoder(tokenizer, PromptLimits(CONTEXT, MAX_OPEN, VOCAB))
-    workers = PromptWorkers(encoder, socket.socket)
+    workers = PromptWorkers(encoder, None)
     frontend = Frontend(model, Limits(MAX_OPEN, timeout_s), thread, {})
     app = create_app(frontend, workers, AppSettings("", 1 << 20))
     parts = Parts(thread, frontend, workers, app)

@@ -92,7 +92,7 @@ def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings
     _add_generation(app, frontend, desk, texts)
     _add_tokens(app, frontend, desk, texts)
     _add_reset(app, frontend, desk)
-    _add_status(app, frontend)
+    _add_status(app, frontend, workers)
     _add_dashboard(app, frontend.metrics)
     _describe_bodies(app)
     return RequestLog(Gate(app, settings.api_key, settings.max_body_bytes), frontend.metrics)
@@ -109,12 +109,13 @@ class _Desk:
         _require_json(request)
         frontend, arrival_s = self._frontend, record_of(request.scope).arrival_s
         async with self._uploads.body(request, frontend.left_s(arrival_s)) as raw:
-            prepared = await unless_gone(
-                request.receive,
-                self._workers.prepare(kind, raw),
-                frontend.left_s(arrival_s),
-                frontend.limits.timeout_s,
-            )
+            with frontend.preparing():
+                prepared = await unless_gone(
+                    request.receive,
+                    self._workers.prepare(kind, raw),
+                    frontend.left_s(arrival_s),
+                    frontend.limits.timeout_s,
+                )
         if prepared.body.model not in (None, *frontend.model.names):
             raise _unknown_model(frontend.model)
         return prepared
@@ -166,7 +167,7 @@ def _add_reset(app: FastAPI, frontend: Frontend, desk: _Desk) -> None:
         return {"success": await frontend.reset(body.tiers or get_args(MemoryTier))}
 
 
-def _add_status(app: FastAPI, frontend: Frontend) -> None:
+def _add_status(app: FastAPI, frontend: Frontend, workers: PromptWorkers) -> None:
     served = frontend.model
     about = {"object": "model", "created": int(time.time()), "owned_by": "hicache"}
     models = {
@@ -185,6 +186,7 @@ def _add_status(app: FastAPI, frontend: Frontend) -> None:
 
     async def health() -> dict[str, str]:
         frontend.require_serving()
+        workers.require_alive()
         return {"status": "ok"}
 
     for path, methods in {"/health": ("GET", "HEAD"), "/ping": ("GET", "HEAD", "POST")}.items():

@@ -160,7 +160,7 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
     limits = Limits(flags.max_running + flags.max_queued, flags.request_timeout_s)
     frontend = Frontend(model, limits, thread, engine.describe(), parts.recorder)
     encoder = PromptEncoder(model.tokenizer, PromptLimits(model.max_len, limits.max_open, model.vocab_size))
-    workers = PromptWorkers(encoder, parts.tokenizers.connect)
+    workers = PromptWorkers(encoder, parts.tokenizers)
     max_body_bytes = flags.max_body_bytes or min(
         _BODY_BYTES, (1 << 20) + _TOKEN_BYTES * model.max_len * limits.max_open
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hicache.engine import MemoryTier
@@ -73,6 +74,7 @@ class Frontend:
     ) -> None:
         self.model, self.limits, self._thread, self._recorder = model, limits, thread, recorder
         self._open: dict[str, _OpenRequest] = {}
+        self._num_prepared = 0
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -93,8 +95,18 @@ class Frontend:
     def require_room(self, num_answers: int) -> None:
         """Raises `ApiError` where a request for so many answers is refused now."""
         self.require_serving()
-        if len(self._open) + num_answers > self.limits.max_open:
+        if len(self._open) + self._num_prepared + num_answers > self.limits.max_open:
             raise overloaded(self.limits.max_open)
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Inside, a request whose prompts are being made has a place. Raises `ApiError` where there is none."""
+        self.require_room(1)
+        self._num_prepared += 1
+        try:
+            yield
+        finally:
+            self._num_prepared -= 1
 
     def left_s(self, arrival_s: float) -> float:
         """Seconds that a request has left which arrived then, on the clock of `time.perf_counter`. Above 0."""

@@ -15,11 +15,13 @@ import dataclasses
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import struct
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -27,7 +29,7 @@ import numpy as np
 
 from hicache.serving.models import Tokenizer
 from hicache.serving.server.prompts import BODIES, Prepared, Prompt, PromptEncoder, PromptLimits
-from hicache.serving.server.replies import ApiError, internal_error
+from hicache.serving.server.replies import ApiError, internal_error, unavailable
 
 _SMALL_BYTES = 128 << 10  # parsed and tokenized in less time than a fork takes, times ten
 _NUM_THREADS = 2
@@ -52,6 +54,12 @@ class TokenizerProcess:
             _fork_jobs(theirs, load)
         theirs.close()
 
+    @property
+    def alive(self) -> bool:
+        ends = select.poll()
+        ends.register(self._control, 0)  # which leaves its end
+        return not ends.poll(0)
+
     def connect(self) -> socket.socket:
         """The socket of a new job. Raises OSError where the process has ended."""
         ours, theirs = socket.socketpair()
@@ -72,45 +80,54 @@ class TokenizerProcess:
 
 
 class PromptWorkers:
-    """Called on the event loop. `connect`: as `TokenizerProcess.connect`."""
+    """Called on the event loop. `tokenizers`: None: all is done on threads."""
 
-    def __init__(self, encoder: PromptEncoder, connect: Callable[[], socket.socket]) -> None:
-        self._encoder, self._connect = encoder, connect
+    def __init__(self, encoder: PromptEncoder, tokenizers: TokenizerProcess | None) -> None:
+        self._encoder, self._tokenizers = encoder, tokenizers
         self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "hicache-prompts")
         self._free_processes = asyncio.Semaphore(max(2, min(8, len(os.sched_getaffinity(0)) // 2)))
 
     async def prepare(self, kind: str, raw: bytes | bytearray) -> Prepared:
         """As `PromptEncoder.prepare`. Where the task is cancelled, what was not begun is not done, and a process
         ends."""
-        if len(raw) <= _SMALL_BYTES:
+        if self._tokenizers is None or len(raw) <= _SMALL_BYTES:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._encoder.prepare, kind, raw)
         async with self._free_processes:
-            answer = await self._asked(_job(kind, self._encoder.limits, raw))
+            self.require_alive()
+            answer = await self._asked(self._tokenizers.connect(), _job(kind, self._encoder.limits, raw))
         return _prepared(kind, answer)
+
+    def require_alive(self) -> None:
+        """Raises the `ApiError` 503 where large bodies can no longer be taken."""
+        if self._tokenizers is not None and not self._tokenizers.alive:
+            raise unavailable(
+                "the process that tokenizes long prompts has ended; the server has to be started again",
+                "tokenizer_failed",
+            )
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
-    async def _asked(self, job: bytes) -> bytes:
+    async def _asked(self, connection: socket.socket, job: bytes) -> bytes:
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        answer = b""
         try:
-            reader, writer = await asyncio.open_unix_connection(sock=self._connect())
-            try:
-                writer.write(_LENGTH.pack(len(job)) + job)
+            writer.write(_LENGTH.pack(len(job)) + job)
+            with contextlib.suppress(ConnectionError):
                 answer = await reader.read()
-            finally:
-                writer.transport.abort()
-        except OSError as error:
-            log.error("no process tokenizes long prompts any more: %s; start the server again", error)
-            answer = b""
+        finally:
+            writer.transport.abort()
         if not answer:
-            raise internal_error()  # it was killed, or has logged why it failed
+            log.error("the process of a large body ended without an answer")
+            raise internal_error()
         return answer
 
 
 def _fork_jobs(control: socket.socket, load: Callable[[], Tokenizer]) -> NoReturn:
     status = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the server, which ends this process
+        for number in (signal.SIGINT, signal.SIGTERM):  # they are for the server, which ends this process
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # jobs are not waited for
         tokenizer = load()
         while True:
@@ -129,6 +146,8 @@ def _fork_jobs(control: socket.socket, load: Callable[[], Tokenizer]) -> NoRetur
 def _run_job(job: socket.socket, tokenizer: Tokenizer) -> NoReturn:
     try:
         os.nice(_NICE)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("500")  # where memory ends, rather this one than the server
         stream = job.makefile("rb")
         given = stream.read(*_LENGTH.unpack(stream.read(_LENGTH.size)))
         threading.Thread(target=_end_with, args=(job,), daemon=True).start()
