@@ -92,7 +92,7 @@ class Backup(CopyMovement[_Copy]):
     def _only_on_device(node: TreeNode) -> list[TreeNode]:
         """The end of the path to `node` that has no copy on the host and none in flight, root side first."""
         wanted: list[TreeNode] = []
-        for at in node.path():
+        for at in node.climb():
             if at.state is not PageState.DEVICE:
                 break
             wanted.append(at)

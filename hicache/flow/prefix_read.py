@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import torch
 
@@ -207,9 +207,12 @@ class PrefixReads:
             end = start + len(list(run))
             for part in self._parts(store, start, end, component.host.page_bytes):
                 number = len(read.batches)
-                read.batches.append(Batch(store, component, indices[part], pages[part], None if goes_on else ()))
-                if goes_on:
-                    goes_on = self._submit(read, store, number, keys[part], views[part])
+                if not goes_on:  # one batch for all that the queue has no room for: a long prompt fills it many times
+                    rest = slice(part.start, end)
+                    read.batches.append(Batch(store, component, indices[rest], pages[rest], ()))
+                    break
+                read.batches.append(Batch(store, component, indices[part], pages[part], None))
+                goes_on = self._submit(read, store, number, keys[part], views[part])
             start = end
 
     def _submit(
@@ -269,9 +272,7 @@ class PrefixReads:
         for twice in result.duplicates:
             host.free(pages[twice.start // step : twice.end // step])
         gained = set(result.gained)
-        for node in result.node.path():
-            if node is read.anchor:
-                break
+        for node in takewhile(lambda at: at is not read.anchor, result.node.climb()):
             if node in gained:
                 end = node.depth_tokens // step
                 node.page_keys = prefix.keys_of(FULL, list(range(end - node.num_tokens // step, end)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -238,6 +238,13 @@ class TreeNode:
             return PageState.DEVICE if host.pending is None else PageState.BACKING_UP
         loading = any(run.to is DEVICE and run.component == FULL for run in self.runs)
         return PageState.LOADING if loading else PageState.BOTH
+
+    def climb(self) -> Iterator[TreeNode]:
+        """As `path`, one by one, for callers that stop half-way."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
 
     def path(self) -> list[TreeNode]:
         """This node and its ancestors, the root left out, deepest first."""

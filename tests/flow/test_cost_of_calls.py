@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hicache import CacheEngine, CacheRequest, DiskConfig, Prefetch, build_engine
+from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Prefetch, build_engine
 from toy_model import GEOMETRY, config
 from waiting import eventually
 
@@ -31,11 +31,21 @@ def calls_of(work: Callable[[], object]) -> int:
     return count
 
 
-def engine_of(path: Path, num_pages: int) -> CacheEngine:
+def engine_of(path: Path, num_pages: int, queue_jobs: int = 1024) -> CacheEngine:
     disk = DiskConfig(path=str(path), budget_bytes=64 << 20)
+    advanced = AdvancedConfig(transfer_chunk_tokens=16, disk_queue_jobs=queue_jobs)
     tokens = (num_pages + 16) * PAGE
     sizes = {"device_tokens": tokens, "host_bytes": tokens * 192, "max_context_len": tokens}
-    return build_engine(config(**sizes, disk=disk, prefetch_mode="wait_complete"), GEOMETRY)
+    return build_engine(config(**sizes, disk=disk, prefetch_mode="wait_complete", advanced=advanced), GEOMETRY)
+
+
+def calls_until(engine: CacheEngine, *handles: Prefetch) -> list[int]:
+    """The calls of each poll until these are ready: few polls, each of many answers, whatever the time."""
+    steps = []
+    while not all(handle.ready for handle in handles):
+        eventually(lambda: not engine.stats()["disk.reads_queued_jobs"])
+        steps.append(calls_of(engine.poll))
+    return steps
 
 
 def compute(engine: CacheEngine, tokens: np.ndarray) -> None:
@@ -44,23 +54,38 @@ def compute(engine: CacheEngine, tokens: np.ndarray) -> None:
     engine.flush()
 
 
-def test_admission_from_the_disk_is_linear_in_the_prompt(tmp_path: Path) -> None:
-    """Four times as many pages, which prefetches left in as many more nodes: about four times the calls."""
-    tokens = np.random.default_rng(0).integers(0, 1 << 20, 512 * PAGE + 1)
-    with engine_of(tmp_path, 512) as engine:
+def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
+    """Four times as many pages, which prefetches left in as many more nodes: about four times the calls to read them,
+    and to admit the request."""
+    tokens = np.random.default_rng(0).integers(0, 1 << 20, 2048 * PAGE + 1)
+    with engine_of(tmp_path, 2048) as engine:
         compute(engine, tokens)
-    calls = {}
-    for num_pages in (128, 512):
-        with engine_of(tmp_path, 512) as engine:
+    read, admit = {}, {}
+    for num_pages in (512, 2048):
+        with engine_of(tmp_path, 2048) as engine:
             prompt = tokens[: num_pages * PAGE + 1]
             handle = engine.prefetch("again", prompt)
-            eventually(lambda: engine.poll() or handle.ready)  # noqa: B023
+            steps = calls_until(engine, handle)
             leases = []
-            calls[num_pages] = calls_of(lambda: leases.append(engine.acquire(CacheRequest("again", prompt))))  # noqa: B023
+            admit[num_pages] = calls_of(lambda: leases.append(engine.acquire(CacheRequest("again", prompt))))  # noqa: B023
             assert leases[0].hit.disk == num_pages * PAGE
             engine.release(leases[0])
             engine.check()
-    assert calls[512] < 6 * calls[128]
+        read[num_pages] = sum(steps)
+    assert read[2048] < 4.4 * read[512]
+    assert admit[2048] < 5 * admit[512]
+
+
+def test_a_prompt_that_the_queue_has_no_room_for(tmp_path: Path) -> None:
+    """A prompt fills the readers' queue 16 times: what has no room costs few calls a page each time."""
+    tokens = np.random.default_rng(0).integers(0, 1 << 20, 1024 * PAGE + 1)
+    with engine_of(tmp_path, 1024) as engine:
+        compute(engine, tokens)
+    with engine_of(tmp_path, 1024, queue_jobs=8) as engine:
+        handle = engine.prefetch("again", tokens)
+        steps = calls_until(engine, handle)
+        assert handle.landed_tokens == 1024 * PAGE and engine.stats()["prefetch.refused_jobs"] > 8
+    assert max(steps) < 8 * 1024
 
 
 def test_queued_prefetches_cost_what_they_are(tmp_path: Path) -> None:
@@ -73,13 +98,8 @@ def test_queued_prefetches_cost_what_they_are(tmp_path: Path) -> None:
     for number in (100, 400):
         with engine_of(tmp_path, 2000) as engine:
             handles: list[Prefetch] = []
-            steps = []
             starts = [calls_of(lambda: handles.append(engine.prefetch(str(n), prompts[n]))) for n in range(number)]  # noqa: B023
-
-            while not all(handle.ready for handle in handles):
-                # Few polls, each of many answers: how many there are otherwise is a matter of time.
-                eventually(lambda: not engine.stats()["disk.reads_queued_jobs"])
-                steps.append(calls_of(engine.poll))
+            steps = calls_until(engine, *handles)
             assert sum(handle.landed_tokens for handle in handles) == number * 2 * PAGE
             polls[number] = sum(steps)
             longest[number] = max(*starts, *(calls_of(lambda: engine.cancel(str(n))) for n in range(number)))  # noqa: B023

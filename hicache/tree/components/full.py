@@ -25,9 +25,7 @@ class FullComponent(TreeComponent):
         return _Anywhere()
 
     def required_nodes(self, node: TreeNode) -> Iterator[TreeNode]:
-        while node.parent is not None:
-            yield node
-            node = node.parent
+        return node.climb()
 
     def nodes_to_lock(self, node: TreeNode, tier: Tier) -> list[TreeNode]:
         return node.path()
