@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -227,7 +228,8 @@ async def _answer(
         return EventStream(generation, reply, record.fields)
     async with watched(request.receive, generation, record.fields):
         texts = await generation.whole()
-    return JSONResponse(reply.whole(texts, generation.usage))
+    # That of log probabilities of a long prompt takes a while.
+    return await run_in_threadpool(lambda: JSONResponse(reply.whole(texts, generation.usage)))
 
 
 def _require_json(request: Request) -> None:
