@@ -54,8 +54,9 @@ class CacheRequest:
     at most come from the cache, the others are computed, for their logits; None: all that it has.
 
     What a scheduler knows of later requests counts under `eviction_policy="auto"`, the default. `priority`: each level
-    as twice as many uses. `expected_uses`, when the lease ends: how often the prompt will be asked for again with its
-    answer; 0, the session ends: what no other prompt has in common with it, behind the last branch point, goes first.
+    as twice as many uses, up to 32. `expected_uses`, when the lease ends: how often the prompt will be asked for again
+    with its answer; 0, the session ends: what no other prompt has in common with it, behind the last branch point, goes
+    first.
     """
 
     request_id: str

@@ -40,6 +40,7 @@ _ALIKE = 0.25  # ranks that differ by less are one: the parts of a prompt are ev
 _REMEMBERED = 8.0  # half-lives or capacities, whichever is more
 _MAX_REMEMBERED = 1 << 17  # 16 MiB
 _MIN_TRUST = 1 / 64
+_MAX_LEVELS = 32  # of priority: more would keep for ever what nobody asks for
 _NO_USES = 2.0**-64
 
 
@@ -94,9 +95,9 @@ class UsageLog:
         return node.holdings[self._component][self._tier]
 
     def rank(self, node: TreeNode) -> float:
-        """Higher stays longer. A level of priority counts as twice as many uses."""
+        """Higher stays longer. A level of priority counts as twice as many uses, and so fades in a half-life."""
         holding = self.holding(node)
-        return math.log2(holding.uses) + holding.used_at / self.half_life + node.priority
+        return math.log2(holding.uses) + holding.used_at / self.half_life + min(node.priority, _MAX_LEVELS)
 
     def enter(self, node: TreeNode) -> None:
         """`node` gained its value; its uses before it was evicted are remembered, if there were any."""

@@ -61,6 +61,22 @@ def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted
     assert evictions > 300
 
 
+def test_no_priority_lasts_for_ever() -> None:
+    """What nobody asks for again is evicted before what is in use, whatever its priority was."""
+    tree = RadixTree(1, PageHasher(b"identity", 1), policy="auto")
+    log = tree.account(FULL, DEVICE).log
+    assert log is not None
+    log.half_life, log._adapt = 1.0, lambda: None  # type: ignore[method-assign]
+    for tokens in (np.arange(8), np.arange(8, 16)):
+        tree.insert(tree.root, tokens, torch.zeros(8, dtype=torch.int64), DEVICE)
+    once, used = (tree.node_at(tree.match(tokens), 8) for tokens in (np.arange(8), np.arange(8, 16)))
+    tree.raise_priority(once, 1 << 30)
+    for _ in range(8):  # half-lives, each
+        used.hit_count += 1
+        tree.touch(used, DEVICE)
+    assert tree.victim(FULL, DEVICE) is once
+
+
 def _number(node) -> int:  # type: ignore[no-untyped-def]
     return int(node.run.tokens[0]) // 100
 
