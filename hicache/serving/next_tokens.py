@@ -25,20 +25,20 @@ Changes = npt.NDArray[np.float64]
 def next_tokens(logits: torch.Tensor, batch: Sequence[ScheduledRequest]) -> list[tuple[ScheduledRequest, int]]:
     """The requests of a pass that lack a token, each with the one chosen, whose log probabilities go to those that want
     them. `logits`: float32 [batch, vocab], which stay as they are."""
-    rows = [row for row, req in enumerate(batch) if req.lacks_token]
+    rows = [row for row, req in enumerate(batch) if req.lease is not None and req.kv_len == req.length]
     if not rows:
         return []
     requests = [batch[row] for row in rows]
-    logits = logits if len(rows) == len(batch) else logits[rows]
-    changes = {row: _changes_of(req) for row, req in enumerate(requests) if req.changes_logits}
-    changed = change_logits(logits, changes) if changes else logits
+    logits = changed = logits if len(rows) == len(batch) else logits[rows]
+    others = [row for row, req in enumerate(requests) if not req.is_plain]
+    if changes := {row: _changes_of(requests[row]) for row in others if requests[row].changes_logits}:
+        changed = change_logits(logits, changes)
     params = [req.request.sampling_params for req in requests]
     tokens = choose_tokens(changed, params, [req.num_generated for req in requests])
-    asked = [row for row, req in enumerate(requests) if req.request.num_logprobs is not None]
-    if asked:
-        nums = [requests[row].request.num_logprobs or 0 for row in asked]
-        found = token_logprobs(logits[asked], [tokens[row] for row in asked], max(nums))
-        for row, num, entry in zip(asked, nums, found, strict=True):
+    nums = {row: num for row in others if (num := requests[row].request.num_logprobs) is not None}
+    if nums:
+        found = token_logprobs(logits[[*nums]], [tokens[row] for row in nums], max(nums.values()))
+        for (row, num), entry in zip(nums.items(), found, strict=True):
             requests[row].logprobs.append(replace(entry, top=entry.top[:num]))
     return [*zip(requests, tokens, strict=True)]
 
@@ -46,7 +46,7 @@ def next_tokens(logits: torch.Tensor, batch: Sequence[ScheduledRequest]) -> list
 def score_prompts(logits: torch.Tensor, requests: Sequence[ScheduledRequest]) -> torch.Tensor:
     """The logits of the last token of each request's pass, [requests, vocab], of those of all tokens that it had. The
     log probabilities of the tokens behind these go to the requests whose prompts they are of."""
-    if len(logits) == len(requests) and not any(req.is_scoring for req in requests):
+    if not any(req.is_scoring for req in requests):
         return logits
     counts = [req.num_logits for req in requests]
     for req, rows in zip(requests, logits.split(counts), strict=True):
@@ -55,7 +55,7 @@ def score_prompts(logits: torch.Tensor, requests: Sequence[ScheduledRequest]) ->
         if req.is_scoring and start < end:
             wanted, tokens = rows[start - req.kv_len - 1 : end - req.kv_len - 1], req.sequence[start:end].tolist()
             req.logprobs += token_logprobs(wanted, tokens, req.request.num_logprobs or 0)
-            req.num_scored = end
+            req.num_scored, req.is_scoring = end, end < len(req.request.tokens)
     return logits[np.cumsum(counts) - 1]
 
 

@@ -22,8 +22,9 @@ class ScheduledRequest:
         sequence[length, end)       tokens to generate
 
     `arrival`: the number of its submission. `lead_s`: so much earlier than it was submitted it is served, so none
-    starves. `num_scored`: so many tokens of the prompt need no more logits. `is_decoding`: under its present lease, a
-    token was generated. `end`: where the next pass over it ends.
+    starves. `num_scored`: so many tokens of the prompt need no more logits; `is_scoring`: not all do without. `is_plain`:
+    it wants no more of its logits than a token. `is_decoding`: under its present lease, a token was generated. `end`:
+    where the next pass over it ends.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class ScheduledRequest:
         if request.num_logprobs is not None and request.scores_prompt:
             self.logprobs.append(TokenLogprobs(int(request.tokens[0]), None))
             self.num_scored = 1
+        self.is_scoring = self.num_scored < len(request.tokens)
         self.rank = (submitted_s - lead_s, arrival)
         self.submitted_s, self.lead_s = submitted_s, lead_s
         self.deadline_s = None if request.deadline_s is None else submitted_s + request.deadline_s
@@ -52,6 +54,7 @@ class ScheduledRequest:
         self.hit: Hit | None = None
         self.is_decoding = self.has_ended = False
         self.changes_logits = request.sampling_params.changes_logits
+        self.is_plain = not self.changes_logits and request.num_logprobs is None
         self.ttft_s = self.stalled_since_s = 0.0
         self.computed_tokens = self.preemptions = self.retries = 0
 
@@ -62,16 +65,6 @@ class ScheduledRequest:
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
         return self.sequence[: self.length]
-
-    @property
-    def lacks_token(self) -> bool:
-        """Whether all is computed that the next token needs."""
-        return self.lease is not None and self.kv_len == self.length
-
-    @property
-    def is_scoring(self) -> bool:
-        """Whether tokens of the prompt lack their log probabilities."""
-        return self.num_scored < len(self.request.tokens)
 
     @property
     def num_logits(self) -> int:
