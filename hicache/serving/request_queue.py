@@ -22,8 +22,8 @@ class ScheduledRequest:
         sequence[length, end)       tokens to generate
 
     `arrival`: the number of its submission. `lead_s`: so much earlier than it was submitted it is served, so none
-    starves. `num_scored`: so many tokens of the prompt need no more logits; `is_scoring`: not all do without. `is_plain`:
-    it wants no more of its logits than a token. `is_decoding`: under its present lease, a token was generated. `end`:
+    starves. `num_scored`: so many tokens of the prompt need no more logits; `is_scoring`: some do. `is_plain`: it
+    wants no more of its logits than a token. `is_decoding`: under its present lease, a token was generated. `end`:
     where the next pass over it ends.
     """
 
