@@ -165,6 +165,17 @@ def test_echoed_prompts_have_log_probabilities_as_answers_do(server: Server, cli
             assert found.text_offset[:3] == [0, 7, 8]
             again = found.token_logprobs[len(begin) : len(begin) + 70]
             assert again == pytest.approx(generated.logprobs.token_logprobs, rel=1e-3, abs=1e-3)
+    long: dict[str, Any] = {**shared, "prompt": text * 10, "echo": True, "max_tokens": 2}
+    parts = [event.choices[0] for event in client.completions.create(stream=True, **long)]
+    joined = [logprob for part in parts if part.logprobs for logprob in part.logprobs.token_logprobs or ()]
+    whole = client.completions.create(**long).choices[0]
+    assert whole.logprobs and joined == whole.logprobs.token_logprobs and len(joined) == 3 + 10 * len(text)
+    assert max(len(part.logprobs.tokens or ()) for part in parts if part.logprobs) <= 256
+    assert [part.finish_reason for part in parts if part.finish_reason] == ["length"] == [parts[-1].finish_reason]
+    assert "".join(part.text for part in parts) == whole.text
+    many = {"prompt": [begin * 1000] * 4, "echo": True, "logprobs": 20}
+    status, answer, _ = ask(server, "POST", "/v1/completions", json.dumps(many).encode())
+    assert (status, answer["error"]["param"]) == (400, "logprobs")
     body = json.dumps({"prompt": text, "echo": True, "max_tokens": 0}).encode()
     status, answer, _ = ask(server, "POST", "/v1/completions", body + b" " * 300_000)
     assert (status, answer["choices"][0]["text"], answer["choices"][0]["logprobs"]) == (200, text, None)

@@ -23,6 +23,7 @@ from hicache.serving.server.prompts import Prompt
 from hicache.serving.server.protocol import GenerationBody
 from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, timed_out, unavailable
 
+_MAX_PROMPT_LOGPROBS = 1 << 20  # of a request: 100 MiB until they are sent
 _LEAST_S = 1e-3
 _CONTEXT_TOKENS = 32  # of a prompt, for the decoder of what follows
 _SEED_MASK = (1 << 64) - 1  # negative seeds are two's complement
@@ -177,6 +178,14 @@ class Frontend:
         for name, ids in (("logit_bias", body.bias), ("stop_token_ids", body.stop_token_ids or ())):
             if max(ids, default=0) >= vocab_size:
                 raise invalid(f"a token id is not below the size of the vocabulary, {vocab_size}", name)
+        if body.echoes and body.num_logprobs is not None:
+            num = sum(len(prompt.tokens) for prompt in prompts) * (body.num_logprobs + 1) * (body.n or 1)
+            if num > _MAX_PROMPT_LOGPROBS:
+                raise invalid(
+                    f"{num} log probabilities of prompts were asked for, at most {_MAX_PROMPT_LOGPROBS} are told; ask "
+                    "for less with each token, or with fewer or shorter prompts",
+                    "logprobs",
+                )
         if any((body.min_tokens or 0) > prompt.max_new_tokens for prompt in prompts):
             raise invalid("min_tokens is above the number of tokens that may be generated", "min_tokens")
 

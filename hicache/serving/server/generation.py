@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from hicache.errors import HiCacheError, PromptTooLong, ResourceExhausted
@@ -23,6 +24,8 @@ from hicache.serving.server.replies import (
 )
 from hicache.serving.text import StopMatcher, TextDecoder
 
+_MAX_LOGPROBS = 256  # tokens of an event that have theirs, so that others have the event loop between two
+
 log = logging.getLogger(__name__)
 
 
@@ -38,7 +41,7 @@ class Choice:
         self._failed = False
         self.text = text
         self._has_no_answer = body.max_tokens == 0
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs: deque[TokenLogprobs] = deque()
         self._wants_logprobs = body.num_logprobs is not None
         self.num_tokens = 0
         self.outcome = ""
@@ -64,9 +67,11 @@ class Choice:
         return self.complete
 
     def take(self) -> Delta:
-        """What there is since the last time."""
-        text, logprobs, self.text, self.logprobs = self.text, self.logprobs, "", []
-        return Delta(self.index, text, self.usage, self.outcome or None, logprobs if self._wants_logprobs else None)
+        """What there is since the last time; of log probabilities, which a long prompt has many of, the first ones."""
+        text, self.text = self.text, ""
+        logprobs = [self.logprobs.popleft() for _ in range(min(len(self.logprobs), _MAX_LOGPROBS))]
+        outcome = "" if self.logprobs else self.outcome
+        return Delta(self.index, text, self.usage, outcome or None, logprobs if self._wants_logprobs else None)
 
     def end(self, reason: str) -> None:
         if not self.complete:
@@ -170,12 +175,15 @@ class Generation:
                 raise self._error
             news = []
             for choice in self._choices.values():
-                if choice.index in told or (not choice.text and not choice.outcome and len(self._choices) > 1):
-                    continue
-                news.append(choice.take())
-                if choice.outcome:
-                    told.add(choice.index)
+                has_news = choice.text or choice.outcome or choice.logprobs or len(self._choices) == 1
+                if choice.index not in told and has_news:
+                    news.append(choice.take())
+                    if news[-1].finish_reason:
+                        told.add(choice.index)
             yield news
+            if any(choice.logprobs for choice in self._choices.values()):
+                self._news.set()
+                await asyncio.sleep(0)
 
     async def whole(self) -> list[Delta]:
         """All choices, complete. Raises `ApiError`."""
