@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -275,6 +277,17 @@ def cuda_timer(device: torch.device, stream: torch.cuda.Stream | None = None) ->
 def timer_for(device: torch.device) -> Timer:
     """Events on CUDA, the host's clock elsewhere."""
     return cuda_timer(device) if device.type == "cuda" else wall_timer()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Without the garbage collector, as in timeit."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def interleave(

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
-from hicache.bench.common import BenchUnavailable, Report, interleave, percentile
+from hicache.bench.common import BenchUnavailable, Report, interleave, no_collection, percentile
 from hicache.tree import DEVICE, FULL, PageHasher, RadixTree
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
@@ -52,16 +50,6 @@ def run(args: argparse.Namespace, report: Report) -> None:
         _evictions(report, policy, max(5, args.samples // 5))
     _chunks(report, args.prompt_tokens)
     _hashing(report)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _tree(page_size: int, policy: str = "lru") -> RadixTree:
@@ -96,7 +84,7 @@ def _match_and_insert(report: Report, page_size: int, samples: int) -> None:
 
     seconds: dict[str, list[float]] = {"memcmp": [], "match": [], "insert": []}
     memcmp = _memcmp(held, asked)
-    with _no_collection():
+    with no_collection():
         for _ in range(samples):
             fresh.drop(inserted.node, FULL, DEVICE)
             for name, took in interleave(
@@ -120,7 +108,7 @@ def _evictions(report: Report, policy: str, samples: int) -> None:
             raise AssertionError("the common page is not held")
     took: dict[int, list[float]] = {leaves: [] for leaves in LEAVES}
     next_leaf = 1000 + max(LEAVES)
-    with _no_collection():
+    with no_collection():
         for _ in range(samples):
             for leaves, tree in trees.items():
                 start = time.perf_counter()
@@ -153,7 +141,7 @@ def _chunks(report: Report, prompt_tokens: int, chunk: int = 8192) -> None:
     rounds: list[list[float]] = []
     tokens = np.random.default_rng(0).integers(0, 150_000, prompt_tokens)
     for turn in range(5):
-        with _engine(prompt_tokens, chunk) as engine, _no_collection():
+        with _engine(prompt_tokens, chunk) as engine, no_collection():
             lease, took = engine.acquire(CacheRequest(f"r{turn}", tokens)), []
             for end in range(chunk, prompt_tokens + 1, chunk):
                 start = time.perf_counter()
