@@ -57,7 +57,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     for build in ("build_sdist", "build_wheel"):
         python(source, "-c", BUILD, build, out)
     with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
-        archive.extractall(out / "sdist", filter="data")
+        archive.extractall(out / "sdist")
     with zipfile.ZipFile(next(out.glob("*.whl"))) as archive:
         archive.extractall(out / "wheel")
     return Built(next((out / "sdist").iterdir()), out / "wheel")
