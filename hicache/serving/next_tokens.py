@@ -94,7 +94,7 @@ def change_logits(logits: torch.Tensor, changes: Mapping[int, Changes]) -> torch
     """float32 [B, vocab], where y = x + bias of a row's token becomes (y / factor if y > 0 else y * factor) - penalty,
     as in vLLM. `logits` stay as they are."""
     rows = np.repeat([*changes], [columns.shape[1] for columns in changes.values()])
-    columns = torch.from_numpy(np.vstack([rows, np.hstack([*changes.values()])])).to(logits.device)
+    columns = torch.from_numpy(np.vstack([rows, np.hstack([*changes.values()])])).to(logits.device, non_blocking=True)
     row, token = columns[:2].long()
     bias, factor, penalty = columns[2:].float()
     values = logits[row, token] + bias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 from pathlib import Path
@@ -31,6 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = hf.AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
+    suggested = path / "generation_config.json"
+    suggested.write_text(json.dumps({**json.loads(suggested.read_text()), "do_sample": True, "top_k": 1}))
     return path
 
 
@@ -66,8 +69,10 @@ def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
             (MODEL, MODEL),
             ("other", MODEL),
         ]
-        other = server.client().completions.create(model="other", prompt=SECRET, max_tokens=1)
-        assert other.model == "other"
+        prompted: Any = {"model": "other", "prompt": SECRET, "max_tokens": 9, "extra_body": {"ignore_eos": True}}
+        greedy = server.client().completions.create(temperature=0, **prompted)
+        as_suggested = server.client().completions.create(**prompted)
+        assert (as_suggested.model, as_suggested.choices) == ("other", greedy.choices)
         assert server.metric('hicache_cached_tokens_total{tier="disk"}') == num_pages * 16
         assert chat(server, cache_salt="other") == (text, 0)
         messages: Any = [{"role": "system", "content": SECRET}]
