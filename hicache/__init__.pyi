@@ -30,6 +30,7 @@ from hicache.engine import Lease as Lease
 from hicache.engine import LookupResult as LookupResult
 from hicache.engine import Prefetch as Prefetch
 from hicache.errors import CallbackFailed as CallbackFailed
+from hicache.errors import ConcurrentCall as ConcurrentCall
 from hicache.errors import ConfigError as ConfigError
 from hicache.errors import DoubleFree as DoubleFree
 from hicache.errors import DuplicateRequest as DuplicateRequest

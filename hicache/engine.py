@@ -6,17 +6,13 @@ method belongs to one thread, the scheduler's.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TypeVar
 
 import numpy.typing as npt
 import torch
 
-from hicache.abandoned import abandon
 from hicache.config import PrefetchMode
 from hicache.device.base import KVCache
 from hicache.device.req_to_token import ReqToTokenPool
@@ -26,7 +22,6 @@ from hicache.errors import (
     InvalidArgument,
     InvariantError,
     LeaseEnded,
-    NotRunning,
     ResourceExhausted,
 )
 from hicache.flow.admit import Admit
@@ -48,11 +43,21 @@ from hicache.flow.reset import MemoryTier, reset
 from hicache.flow.restore import Restore
 from hicache.flow.usage import register_usage
 from hicache.kv_events import EventPublisher
+from hicache.life import EngineLife, exclusive
 from hicache.metrics import MetricInfo, MetricValue, flattened
-from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
 from hicache.tree.node import DISK, REMOTE, SWA, Store
-from hicache.validation import valid_count, valid_mode, valid_namespace, valid_request, valid_request_id, valid_tokens
+from hicache.validation import (
+    valid_count,
+    valid_leases,
+    valid_mode,
+    valid_namespace,
+    valid_number,
+    valid_pass,
+    valid_request,
+    valid_request_id,
+    valid_tokens,
+)
 
 __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "MemoryTier", "Prefetch"]
 
@@ -60,17 +65,19 @@ log = logging.getLogger(__name__)
 C = TypeVar("C", bound=CacheComponent)
 
 
-class CacheEngine:
+class CacheEngine(EngineLife):
     """One hierarchical cache. Build it with `hicache.factory.build_engine`; use it in a `with`, or `start` and
     `close` it.
 
     Every verb checks its arguments first, and a call that raises has changed nothing: `InvalidTokens` for tokens that
     are no run of ids, `InvalidArgument` for what else is of the wrong kind or out of range, `LeaseEnded` and
-    `ForeignLease` for a lease that the engine does not hold, `NotRunning` before `start` and after `close`.
+    `ForeignLease` for a lease that the engine does not hold, `NotRunning` before `start`, after `close` and in a fork,
+    `ConcurrentCall` while another thread is inside a call: any thread may call, one at a time.
     """
 
     def __init__(self, context: EngineContext, events: EventPublisher | None = None) -> None:
-        self._context, self._events = context, events
+        super().__init__(context, events)
+        self._context = context
         self._leases: dict[str, Lease] = {}
         host_eviction = HostEviction(context)
         self._cost = CostModel.of(context)
@@ -83,8 +90,6 @@ class CacheEngine:
         self._commit = Commit(context, self._restore, eviction, self._backup, self._persists)
         movements = (self._backup, self._restore, *self._persists, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]
-        self._running = self._closed = False
-        self._finalizer: weakref.finalize[..., CacheEngine] | None = None
         register_usage(context, lambda: len(self._leases))
 
     # What a model runner needs
@@ -118,53 +123,9 @@ class CacheEngine:
         """Tokens of a cache page: the unit of matching, backup and disk."""
         return self._context.tree.page_size
 
-    # Life
-
-    def start(self) -> None:
-        """Start the threads. Nothing moves before. Idempotent; NotRunning once the engine was closed."""
-        if self._closed:
-            raise NotRunning(closed=True)
-        if not self._running:
-            self._running = True
-            transfers, stores = self._transfers(), list(self._context.stores.values())
-            self._finalizer = weakref.finalize(self, abandon, transfers, stores, self._events)
-            for part in (*transfers, *stores, self._events):
-                if part is not None:
-                    part.start()
-
-    def close(self) -> None:
-        """Release every lease, finish what is under way, stop the threads, close the store.
-
-        Waits for each store that hangs no longer than twice its I/O timeout: what is left then, a later call finishes.
-        """
-        context, finalizer = self._context, self._finalizer
-        was_closed = self._closed or (finalizer is not None and not finalizer.alive)
-        self._closed = True
-        if was_closed:
-            for tier in context.stores.values():
-                tier.close()
-            return
-        hosts = [component.host for component in context.components if component.has_host]
-        with contextlib.ExitStack() as ending:  # each part is closed, whatever becomes of those before it
-            if finalizer is not None:
-                ending.callback(finalizer.detach)
-            for part in (self._events, *reversed(hosts), *context.stores.values(), *reversed(self._transfers())):
-                if part is not None:
-                    ending.callback(part.close)
-            for lease in list(self._leases.values()):
-                self.release(lease)
-            if self._running and not self._settle():
-                log.warning("closed while something was counted as under way that never ends; was a call interrupted?")
-
-    def __enter__(self) -> CacheEngine:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     # Before admission
 
+    @exclusive
     def lookup(self, tokens: npt.ArrayLike, namespace: str = "", disk_wait_s: float = 0.05) -> LookupResult:
         """Tokens each tier holds of the prompt, of those that need not be computed. No side effect.
 
@@ -172,13 +133,15 @@ class CacheEngine:
         """
         self._require_running()
         packed, namespace, tree = valid_tokens(tokens), valid_namespace(namespace), self._context.tree
+        wait_s = valid_number("disk_wait_s", disk_wait_s)
         match = tree.match(packed[:-1], namespace)
         usable = tree.usable_len(match, match.full_len, on_host=True)
         device, added, known = min(usable, match.device_len), dict.fromkeys(Store, 0), True
         if self._prefetcher is not None:
-            added, known = self._prefetcher.lookup(packed[:-1], namespace, disk_wait_s)
+            added, known = self._prefetcher.lookup(packed[:-1], namespace, wait_s)
         return LookupResult(device, usable - device, added[DISK], known, added[REMOTE])
 
+    @exclusive
     def prefetch(
         self, request_id: str, tokens: npt.ArrayLike, namespace: str = "", mode: PrefetchMode | None = None
     ) -> Prefetch:
@@ -198,12 +161,14 @@ class CacheEngine:
         handle.ended = True
         return handle
 
+    @exclusive
     def expect(self, request_id: str, tokens: npt.ArrayLike, namespace: str = "") -> None:
         """A queued request of these tokens will come: what memory holds of its prefix is evicted last, until `acquire`
         or `cancel`. It costs a match; call it again to include what came to the cache meanwhile."""
         self._require_running()
         self._admit.expect(valid_request_id(request_id), valid_tokens(tokens), valid_namespace(namespace))
 
+    @exclusive
     def poll(self) -> None:
         """Land what has finished. Call it once a step; it never blocks."""
         self._require_running()
@@ -213,6 +178,7 @@ class CacheEngine:
         if self._events is not None:
             self._events.publish()
 
+    @exclusive
     def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float | None = None) -> None:
         """A pass over `num_tokens` of prompts took `seconds`. What is faster to compute than to load is computed.
 
@@ -220,11 +186,13 @@ class CacheEngine:
         begin a prompt. Report passes that waited for no load (`hicache.serving.prefill_meter`).
         """
         self._require_running()
-        if valid_count("num_tokens", num_tokens) and seconds > 0:
-            self._cost.observe_prefill(num_tokens, seconds, num_tokens / 2 if mean_position is None else mean_position)
+        tokens, took_s, position = valid_pass(num_tokens, seconds, mean_position)
+        if tokens and took_s:
+            self._cost.observe_prefill(tokens, took_s, position)
 
     # A request's life
 
+    @exclusive
     def acquire(self, request: CacheRequest) -> Lease:
         """Admit a request: its held prefix is pinned, slots for the rest are taken, loads are submitted.
 
@@ -242,21 +210,21 @@ class CacheEngine:
         except ResourceExhausted as error:
             self._admit.refused(error)
             raise
-        self._admit.forget(request.request_id)
-        if self._prefetcher:
-            self._prefetcher.cancel(request.request_id)
         lease.on_exit = self.release
         self._leases[request.request_id] = lease
+        self._forget(request.request_id)
         return lease
 
+    @exclusive
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
         """Slots for `num_tokens` more tokens of the request, int64 on the pool's device.
 
         Raises `OutOfSlots`, and `PromptTooLong` beyond `max_context_len`.
         """
-        self._require_held(lease)
+        self._held([lease])
         return self._admit.extend(lease, valid_count("num_tokens", num_tokens))
 
+    @exclusive
     def commit(self, lease: Lease, tokens: npt.ArrayLike) -> None:
         """KV of all `tokens`, the sequence so far, is stored (or queued to be): share its whole pages, start backups.
 
@@ -264,24 +232,26 @@ class CacheEngine:
         where they are whole pages. Raises `TransferError` when the prefix failed to load, `TokensMismatch` where they
         do not begin with the lease's prompt, and `InvalidTokens` where there are more than it has slots for.
         """
-        self._require_held(lease)
+        self._held([lease])
         self._commit.commit(lease, valid_tokens(tokens, minimum=0, known_len=len(lease.tokens)))
 
+    @exclusive
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
         """Where a pass over the prompt from `start` should end, at most at `end`.
 
         Before it for hybrid models alone: at the last point below the prompt's end, and at the branching point of a
         cached prefix, where a state is worth keeping. Commit there.
         """
-        self._require_held(lease)
-        return self._commit.next_stop(lease, start, end)
+        self._held([lease])
+        return self._commit.next_stop(lease, valid_count("start", start), valid_count("end", end))
 
+    @exclusive
     def track(self, leases: Sequence[Lease]) -> None:
         """After each step of decoding, before the next `extend`: hybrid models keep a state every
         `mamba_track_interval` tokens, which the next commit shares. Others: nothing."""
-        self._require_held(*leases)
-        self._commit.track(leases)
+        self._commit.track(self._held(leases))
 
+    @exclusive
     def begin_forward(self, leases: Sequence[Lease]) -> None:
         """The coming forward pass is for `leases`: its layers wait for their loads.
 
@@ -289,47 +259,52 @@ class CacheEngine:
         may have put another request's slots in place of the lease's, and passes of others name other loads. After a
         pass that raised, whatever it was, release the leases of a hybrid model: their states may have advanced.
         """
-        self._require_held(*leases)
+        held = self._held(leases)
         for component in self._context.components:
-            load_ids = {load_id for lease in leases for load_id in lease.load_ids_of(component.name)}
+            load_ids = {load_id for lease in held for load_id in lease.load_ids_of(component.name)}
             component.counter.set_consumer(load_ids)
 
+    @exclusive
     def backup(self, lease: Lease) -> None:
         """Copy what was committed to the host now, whatever the write policy says, and wait: for a request that is
         released to make room and will be back. Nothing happens without a host tier, or where the host is full."""
-        self._require_held(lease)
+        self._held([lease])
         if self._backup:
             self._backup.backup_path(lease.node)
 
+    @exclusive
     def load_failed(self, lease: Lease) -> bool:
         """Whether a load of the lease's prefix failed, so that it has to be released and acquired anew. After a pass
         that raised `TransferError`; waits for the outcome of loads in flight."""
-        self._require_held(lease)
+        self._held([lease])
         return self._restore.error_of(lease) is not None
 
+    @exclusive
     def release(self, lease: Lease) -> None:
         """End the lease, finished or aborted: unpin the prefix, free the rest. Idempotent; works on a closed engine.
 
-        Raises `ForeignLease`.
+        Raises `ForeignLease`. In a fork it does nothing.
         """
-        if lease.released:
+        (lease,) = valid_leases([lease])
+        if lease.released or not self._owner.is_here:
             return
         if self._leases.get(lease.request_id) is not lease:
             raise ForeignLease(lease.request_id)
-        self._commit.release(lease)
-        del self._leases[lease.request_id]
+        self._end(lease)
 
+    @exclusive
     def cancel(self, request_id: str) -> None:
-        """The request is gone: end its prefetch, its expectation and its lease, whichever there are."""
-        self._admit.forget(request_id)
-        if self._prefetcher:
-            self._prefetcher.cancel(request_id)
-        lease = self._leases.get(request_id)
+        """The request is gone: end its prefetch, its expectation and its lease, whichever there are. As `release`."""
+        request_id, lease = valid_request_id(request_id), self._leases.get(request_id)
+        if not self._owner.is_here:
+            return
+        self._forget(request_id)
         if lease is not None:
-            self.release(lease)
+            self._end(lease)
 
     # Upkeep
 
+    @exclusive
     def flush(self) -> None:
         """Wait until everything under way has ended and landed: after it, what was committed is where it should be.
 
@@ -348,6 +323,7 @@ class CacheEngine:
         patience_s = 2 * max(config.advanced.disk_io_timeout_s, config.remote.io_timeout_s if config.remote else 0.0)
         return settle(self._movements, patience_s)
 
+    @exclusive
     def reset(self, tiers: Sequence[MemoryTier] = ("device", "host")) -> bool:
         """Drop what these tiers hold of prompts, without copying it anywhere. False: something is left, for requests
         or copies use it; `flush` ends the copies. Stores keep what they have."""
@@ -371,9 +347,7 @@ class CacheEngine:
         """What the engine is made of, for tests and tools."""
         return Inspection(self._context, self._backup, self._restore, self._persists, self._prefetcher)
 
-    def _transfers(self) -> list[TransferBackend]:
-        return [component.transfer for component in self._context.components if component.has_host]
-
+    @exclusive
     def check(self) -> None:
         """Raise `InvariantError` with everything that is not as `docs/invariants.md` says. For idle moments and
         tests."""
@@ -385,14 +359,28 @@ class CacheEngine:
 
     # What every verb asks first
 
-    def _require_running(self) -> None:
-        if self._closed or not self._running:
-            raise NotRunning(self._closed)
-
-    def _require_held(self, *leases: Lease) -> None:
+    def _held(self, leases: object) -> Sequence[Lease]:
         self._require_running()
-        for lease in leases:
+        held = valid_leases(leases)
+        for lease in held:
             if lease.released:
                 raise LeaseEnded(lease.request_id)
             if self._leases.get(lease.request_id) is not lease:
                 raise ForeignLease(lease.request_id)
+        return held
+
+    def _finish(self, was_running: bool) -> None:
+        for lease in list(self._leases.values()):
+            self._end(lease)
+        if was_running and not self._settle():
+            log.warning("closed while something was counted as under way that never ends; was a call interrupted?")
+
+    def _forget(self, request_id: str) -> None:
+        """The request waits no more."""
+        self._admit.forget(request_id)
+        if self._prefetcher:
+            self._prefetcher.cancel(request_id)
+
+    def _end(self, lease: Lease) -> None:
+        self._commit.release(lease)
+        del self._leases[lease.request_id]

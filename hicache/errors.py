@@ -107,10 +107,15 @@ class DuplicateRequest(HiCacheError, ValueError):
 
 
 class NotRunning(HiCacheError, RuntimeError):
-    """The engine is not started, or is closed."""
+    """The engine is not started, is closed, or is not to be used after an error inside a call; or it, a store or a
+    cache belongs to another process, of which this one is a fork."""
 
-    def __init__(self, closed: bool) -> None:
-        super().__init__("the engine is closed; build another" if closed else "the engine is not started; call start()")
+
+class ConcurrentCall(HiCacheError, RuntimeError):
+    """A call of the engine while another one is under way. Nothing was changed. One thread at a time may call it."""
+
+    def __init__(self, thread: str) -> None:
+        super().__init__(f"a call of {thread} is under way in this engine; call it from one thread at a time")
 
 
 class OutOfMemory(HiCacheError, MemoryError):

@@ -33,6 +33,7 @@ from hicache.disk.tensor_header import HEADER_BYTES, TENSOR_FORMAT_VERSION, Tens
 from hicache.errors import ConfigError, HiCacheError, InvariantError
 from hicache.host import HostPagePool
 from hicache.layout import BufferSpec, PoolLayout
+from hicache.owner import OwnerProcess
 from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, PageFormat, StoreCorrupt
 
 _BLOCKS_PER_CALL = 64
@@ -112,13 +113,11 @@ class HiCache:
             self._host.close()
             raise
         # Least recently used first.
-        self._l1: OrderedDict[bytes, _Entry] = OrderedDict()
-        self._l2: OrderedDict[bytes, _Entry] = OrderedDict()
-        self._l1_used = 0
+        self._l1, self._l2 = OrderedDict[bytes, _Entry](), OrderedDict[bytes, _Entry]()
+        self._l1_used, self._closed, self._owner = 0, False, OwnerProcess("the tensor cache")
         self._replaced = set[bytes]()  # names whose old tensor may be on disk still
         self._breaker = Breaker("writes", LIMITS, time.monotonic)
         self._counts = dict.fromkeys(("l1_hits", "l2_hits", "l3_hits", "misses", "to_l2", "to_l3", "dropped"), 0)
-        self._closed = False
 
     def put(self, key: str | bytes, kv: torch.Tensor) -> None:
         """Keep a copy of `kv` under `key` and drop the old value from all tiers. ShapeError for unsupported tensors."""
@@ -187,8 +186,8 @@ class HiCache:
             raise InvariantError("tensor cache", found)
 
     def close(self) -> None:
-        """Write all tensors in memory to disk, oldest first, and release everything. Idempotent."""
-        if self._closed:
+        """Write all tensors in memory to disk, oldest first, and release everything. Idempotent; in a fork, nothing."""
+        if self._closed or not self._owner.is_here:
             return
         try:
             self._breaker = Breaker("writes", LIMITS, time.monotonic)  # the last chance, whatever the backoff
@@ -372,6 +371,7 @@ class HiCache:
         return self._store.contains([name])[0] or self._store.thread_read_errors() > num_errors
 
     def _require_open(self) -> None:
+        self._owner.require_here()
         if self._closed:
             raise HiCacheError("this tensor cache is closed; build another one")
 

@@ -6,7 +6,9 @@ Each function returns the value in the form that the flows take, or raises an er
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import numpy as np
@@ -14,10 +16,13 @@ import numpy.typing as npt
 
 from hicache.config import PrefetchMode
 from hicache.errors import InvalidArgument, InvalidTokens
-from hicache.flow.lease import CacheRequest
+from hicache.flow.lease import CacheRequest, Lease
 from hicache.tree.key import Tokens, pack_tokens
 
 _MODES = get_args(PrefetchMode)
+_MAX_COUNT = (1 << 63) - 1
+_MAX_RANK = (1 << 31) - 1  # of priorities and uses: ranks are sums of floats, which tell these apart
+_MAX_PASS_TOKENS, _MAX_PASS_S = 1 << 32, 1e6  # an estimate that one such pass spoils is soon right again
 
 
 def valid_tokens(tokens: npt.ArrayLike, minimum: int = 1, known_len: int = 0) -> Tokens:
@@ -61,30 +66,61 @@ def valid_mode(mode: PrefetchMode) -> PrefetchMode:
     return mode
 
 
-def valid_count(name: str, value: Any) -> int:
-    """A whole number of at least 0, of any integer type but bool. Raises `InvalidArgument`."""
+def valid_leases(leases: object) -> tuple[Lease, ...]:
+    """Raises `InvalidArgument`."""
+    found = tuple(leases) if isinstance(leases, Iterable) else (leases,)
+    for lease in found:
+        if not isinstance(lease, Lease):
+            raise InvalidArgument(f"a {type(lease).__name__} was given for a lease; give what acquire() returned")
+    return found
+
+
+def valid_number(name: str, value: Any, maximum: float = math.inf) -> float:
+    """A number from 0 to `maximum`. Raises `InvalidArgument`."""
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+        raise InvalidArgument(f"{name}={value!r} is of type {type(value).__name__}; give a number")
+    if not 0 <= value <= maximum:
+        raise InvalidArgument(f"{name}={value} is not from 0 to {maximum:g}")
+    return float(value)
+
+
+def valid_count(name: str, value: Any, maximum: int = _MAX_COUNT) -> int:
+    """A whole number from 0 to `maximum`, of any integer type but bool. Raises `InvalidArgument`."""
     try:
         count = operator.index(value)
     except TypeError:
         count = None
     if count is None or isinstance(value, (bool, np.bool_)):
         raise InvalidArgument(f"{name}={value!r} is of type {type(value).__name__}; give a whole number")
-    if count < 0:
-        raise InvalidArgument(f"{name}={count} is below 0")
+    if not 0 <= count <= maximum:
+        shown = f"{name}={count}" if abs(count) <= _MAX_COUNT else f"{name}=..., a number of {count.bit_length()} bits,"
+        raise InvalidArgument(f"{shown} is not from 0 to {maximum}")
     return count
+
+
+def valid_pass(num_tokens: Any, seconds: Any, mean_position: Any) -> tuple[int, float, float]:
+    """Tokens, seconds and mean position of a pass. Raises `InvalidArgument`."""
+    tokens = valid_count("num_tokens", num_tokens, _MAX_PASS_TOKENS)
+    position = tokens / 2 if mean_position is None else valid_number("mean_position", mean_position, _MAX_PASS_TOKENS)
+    return tokens, valid_number("seconds", seconds, _MAX_PASS_S), position
 
 
 def valid_request(request: CacheRequest) -> CacheRequest:
     """The same, its tokens packed. Raises `InvalidTokens` and `InvalidArgument`."""
-    reserve, uses, cached = request.reserve_tokens, request.expected_uses, request.max_cached_tokens
+    if not isinstance(request, CacheRequest):
+        raise InvalidArgument(f"a {type(request).__name__} was given for a request; give a CacheRequest")
+    reserve, uses, points = request.reserve_tokens, request.expected_uses, request.branch_points
+    cached = request.max_cached_tokens
+    if not isinstance(points, Iterable):
+        raise InvalidArgument(f"branch_points={points!r} is of type {type(points).__name__}; give positions")
     return dataclasses.replace(
         request,
         request_id=valid_request_id(request.request_id),
         tokens=valid_tokens(request.tokens),
         namespace=valid_namespace(request.namespace),
         reserve_tokens=None if reserve is None else valid_count("reserve_tokens", reserve),
-        priority=valid_count("priority", request.priority),
-        branch_points=tuple(valid_count("branch_points", point) for point in request.branch_points),
+        priority=valid_count("priority", request.priority, _MAX_RANK),
+        branch_points=tuple(valid_count("branch_points", point) for point in points),
         max_cached_tokens=None if cached is None else valid_count("max_cached_tokens", cached),
-        expected_uses=None if uses is None else valid_count("expected_uses", uses),
+        expected_uses=None if uses is None else valid_count("expected_uses", uses, _MAX_RANK),
     )

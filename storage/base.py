@@ -150,7 +150,7 @@ class PageStore(Protocol):
 
     def close(self) -> None:
         """Wait for readers, sync, and release what the store holds. A second call does nothing; any other call but
-        `stats` raises `StoreError`."""
+        `stats` raises `StoreError`. In a fork it does nothing, and other calls raise `NotRunning`."""
         ...
 
 

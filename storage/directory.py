@@ -86,6 +86,7 @@ class WriterLock:
                 self._descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, PRIVATE_FILE_MODE)
                 held.callback(os.close, self._descriptor)
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held.callback(fcntl.flock, self._descriptor, fcntl.LOCK_UN)  # a fork has the descriptor too
             except (FileExistsError, NotADirectoryError):
                 raise StoreError(f"the disk path {path} is not a directory; choose another path") from None
             except BlockingIOError:

@@ -39,6 +39,7 @@ class ReaderFiles(OpenFiles):
     @contextlib.contextmanager
     def reading(self) -> Iterator[OpenPages]:
         """As in `OpenFiles`. OSError when the store cannot be followed."""
+        self.owner.require_here()
         if not self.is_current():
             self._follow()
         with super().reading() as pages:
@@ -49,9 +50,10 @@ class ReaderFiles(OpenFiles):
         return live_target(self.path) == self._target
 
     def close(self) -> None:
-        with self.replacing():
-            self.closed = True
-            self._held.close()
+        if self.owner.is_here:
+            with self.replacing():
+                self.closed = True
+                self._held.close()
 
     def _follow(self) -> None:
         with self.replacing():

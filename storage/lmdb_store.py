@@ -44,8 +44,8 @@ class LmdbPageStore(PageReads):
     kept; else they are logged, and the index is rebuilt without them.
 
     A failed write makes the store read-only until `reopen` succeeds. Other processes may read meanwhile
-    (`LmdbPageReader`). Raises `StoreError` or a subclass when it cannot be opened or is called wrongly. Not to be used
-    after a fork.
+    (`LmdbPageReader`). Raises `StoreError` or a subclass when it cannot be opened or is called wrongly, and
+    NotRunning in a fork.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class LmdbPageStore(PageReads):
     @contextlib.contextmanager
     def writing(self) -> Iterator[GroupWriter]:
         """The writer, for one thread at a time. `StoreError` when the store is closed."""
+        self._files.owner.require_here()  # before the lock, which another thread may have held at the fork
         with self._writing:
             self._files.require_open()
             yield self._writer
@@ -153,6 +154,8 @@ class LmdbPageStore(PageReads):
             return writer.reopen()
 
     def close(self) -> None:
+        if not self._files.owner.is_here:
+            return
         with self._writing:
             if not self._files.closed:
                 self._compressor.close()

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
+from hicache.owner import OwnerProcess
 from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
@@ -52,6 +53,7 @@ class RemotePageStore(ABC):
         self._codecs = PageCodecs(sorted_formats(formats), digest[:NAMESPACE_BYTES], level, cipher)
         self._namespace = digest[:_NAME_DIGEST_BYTES].hex()
         self._description, self._counters, self._closed = description, Counters(), False
+        self._owner = OwnerProcess(f"the store {description}")
         self._values = Scratch()
         self._lock = threading.Lock()
         self._corrupt: set[bytes] = set()  # to be deleted by the next call that writes
@@ -128,7 +130,7 @@ class RemotePageStore(ABC):
         return
 
     def close(self) -> None:
-        if not self._closed:
+        if not self._closed and self._owner.is_here:
             self._drop_corrupt()
             self.sync()
             self._closed = True
@@ -204,7 +206,8 @@ class RemotePageStore(ABC):
             self._remove(list(corrupt))
 
     def _require(self, keys: Sequence[bytes] = ()) -> None:
-        """`StoreError` unless the store is open and the keys are keys."""
+        """`StoreError` unless the store is open and the keys are keys; NotRunning in a fork."""
+        self._owner.require_here()
         if self._closed:
             raise StoreError("the store is closed; open it again")
         check_keys(keys)

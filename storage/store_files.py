@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hicache.owner import OwnerProcess
 from hicache.storage.base import StoreCorrupt, StoreError
 from hicache.storage.directory import (
     INDEX_FILE,
@@ -52,6 +53,7 @@ class OpenFiles:
 
     def __init__(self, path: Path, record: StoreRecord) -> None:
         self.path, self.record, self.closed = path, record, False
+        self.owner = OwnerProcess(f"the store {path}")
         self.pages: OpenPages  # the writer needs no lock against itself
         self._changed = threading.Condition()
         self._num_readers, self._is_replacing = 0, False
@@ -59,6 +61,7 @@ class OpenFiles:
     @contextlib.contextmanager
     def reading(self) -> Iterator[OpenPages]:
         """What to read from, as long as the block lasts. `StoreError` when the store is closed."""
+        self.owner.require_here()  # before the lock, which another thread may have held at the fork
         with self._changed:
             self._changed.wait_for(lambda: not self._is_replacing)
             self.require_open()
@@ -85,6 +88,8 @@ class OpenFiles:
                 self._changed.notify_all()
 
     def require_open(self) -> None:
+        """`StoreError` when the store is closed, NotRunning in a fork."""
+        self.owner.require_here()
         if self.closed:
             raise StoreError("the store is closed; open it again")
 

@@ -1,4 +1,7 @@
-"""The end of a process, or of an engine, that nobody closed: threads stop, the status stays, the store is whole."""
+"""The end of a process, or of an engine, that nobody closed: threads stop, the status stays, the store is whole.
+
+And the end of a fork, which is none of theirs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import pytest
 
 from hicache import CacheRequest, DiskConfig, EngineConfig, ModelGeometry, build_engine
 from hicache.storage import open_existing
-from programs import Program
+from programs import Program, output
 from waiting import eventually
 
 # Ends its interpreter while its engines are busy, one with a disk and one without. Prints how many pages the store had
@@ -20,7 +23,7 @@ from waiting import eventually
 PROGRAM = """
 import atexit, sys, threading
 import numpy as np
-import hicache.abandoned
+import hicache.life
 from hicache import CacheRequest, DiskConfig, EngineConfig, ModelGeometry, build_engine
 
 folder, ending, *tiers = sys.argv[1:]
@@ -47,7 +50,7 @@ for engine in engines.values():
     engine.flush()
 print(int(engines["disk"].stats()["disk.stored_pages"]) if "disk" in engines else 0, flush=True)
 if ending == "hang":
-    hicache.abandoned._EXIT_S = 1.0
+    hicache.life._EXIT_S = 1.0
     never, hung = threading.Event(), {"copy": threading.Event(), "put": threading.Event()}
     def hangs(what):
         return lambda *_, **__: (hung[what].set(), never.wait())
@@ -124,3 +127,95 @@ def test_an_engine_that_is_dropped_stops_its_threads(tmp_path: Path) -> None:
 
     eventually(lambda: not left(), left)
     open_existing(tmp_path).close()
+
+
+# Forks a process with an engine, a tensor cache and a remote store. Each child ends, in its way, after its parent has
+# stored more; the last one outlives all of them. Prints what became of the children and of the stores.
+FORKS = """
+import contextlib, os, sys
+from pathlib import Path
+import numpy as np, torch
+from hicache import CacheRequest, DiskConfig, EngineConfig, ModelGeometry, build_engine
+from hicache.errors import NotRunning
+from hicache.storage import PageFormat, StoreError, open_existing, open_store
+from hicache.tensor_cache import HiCache
+
+root = Path(sys.argv[1])
+disk = DiskConfig(path=str(root / "pages"), budget_bytes=32 << 20)
+config = EngineConfig(device_tokens=1024, host_bytes=1 << 20, page_size=16, host_page_size=16, max_requests=4,
+                      max_context_len=1024, dtype="float32", model_id="m", disk=disk)
+engine = build_engine(config, ModelGeometry(layer_num=2, head_num=1, head_dim=8))
+engine.start()
+cache = HiCache(1, 2, root / "tensors", l2_bytes=1 << 20, disk_bytes=8 << 20, block_bytes=4096)
+remote = open_store("redis://localhost:1", identity={"m": 1}, formats=[PageFormat(4096)])
+page, store = np.zeros(2048, np.uint8), engine.inspect.context.disk.store
+
+def serve(number):
+    tokens = np.arange(400) + 1000 * number
+    with engine.acquire(CacheRequest(str(number), tokens)) as lease:
+        engine.commit(lease, tokens)
+    engine.flush()
+    cache.put(str(number), torch.full((1000,), number))
+
+def use():
+    lease = leases[0]
+    verbs = [lambda: engine.acquire(CacheRequest("a", np.arange(100))), lambda: engine.commit(lease, np.arange(9)),
+             engine.poll, engine.flush, engine.start, lambda: engine.lookup(np.arange(100)), lambda: cache.get("1"),
+             lambda: cache.put("x", torch.zeros(1)), lambda: store.contains([b"k"]), lambda: store.delete([b"k"]),
+             lambda: store.put([(b"k", page)]), lambda: store.touch([b"k"]), lambda: remote.contains([b"k"]),
+             lambda: remote.put([(b"k", np.zeros(4096, np.uint8))])]
+    taken = 0
+    for verb in verbs:
+        with contextlib.suppress(NotRunning):
+            verb()
+            taken += 1
+    engine.release(lease)
+    engine.cancel("held")
+    for owner in (engine, cache, store, remote, engine.inspect.context.disk):
+        owner.close()
+    os._exit(taken)
+
+def leave():
+    with contextlib.closing(store), cache, contextlib.closing(engine):
+        sys.exit(0)
+
+def live():
+    os.read(go[0], 1)
+
+serve(0)
+leases = [engine.acquire(CacheRequest("held", np.arange(50)))]
+children, go = [], os.pipe()
+for ends in (lambda: sys.exit(0), leave, use, live):
+    own = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(go[1])
+        os.read(own[0], 1)
+        ends()
+        os._exit(0)
+    children.append((pid, own[1]))
+for number in range(1, 12):
+    serve(number)
+for pid, begin in children:
+    os.write(begin, b"x")
+print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid, _ in children[:3]], flush=True)
+store.check()
+engine.check()
+assert store.stats().entries == 12 * 25 and not (root / "pages" / "index.mdb").exists()
+assert all(cache.get(str(number))[0] == number for number in range(12))
+cache.check()
+engine.release(leases[0])
+engine.close()
+cache.close()
+again = open_existing(root / "pages")
+print(again.stats().entries, again.rebuilt_pages)
+again.close()
+os.close(go[1])
+os.waitpid(children[3][0], 0)
+"""
+
+
+def test_a_fork_ends_nothing_of_its_parents(tmp_path: Path) -> None:
+    """A child that exits, closes what it inherited, or uses it, takes nothing from its parent and is refused by name;
+    one that lives on does not keep the store locked."""
+    assert output(FORKS, tmp_path).splitlines() == ["[0, 0, 0]", "300 None"]

@@ -20,13 +20,14 @@ MAX_FUNCTION_LINES = 50
 LEVELS = (
     ("bench",),
     ("cli", "__main__", "serving", "planning", "store_command", "config_command", "integrations", "plot", "monitoring"),
-    ("abandoned", "engine", "factory", "kv_events", "prefix_cache", "sizing", "stores", "tensor_cache", "validation"),
+    ("engine", "factory", "kv_events", "life", "prefix_cache", "sizing", "stores", "tensor_cache", "validation"),
     ("flow", "replay"),
     ("tree", "alloc", "device", "transfer", "host", "disk"),
     ("layout",),
     ("config", "settings", "store_config", "metrics"),
     ("kernels", "storage"),
     ("console", "output_file"),
+    ("owner",),
     ("errors", "public_names"),
 )
 RANKS = {unit: len(LEVELS) - level for level, units in enumerate(LEVELS) for unit in units}

@@ -22,6 +22,7 @@ from hicache.disk.health import LIMITS, Breaker, BreakerToken, Limits, Watchdog
 from hicache.disk.io_queue import IoQueue, Outcomes, Queued
 from hicache.disk.jobs import FindDone, FindJob, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.metrics import Metrics, MetricType
+from hicache.owner import OwnerProcess
 from hicache.storage.base import PageStore, StoreError
 
 log = logging.getLogger(__name__)
@@ -124,10 +125,11 @@ class DiskTier:
         self._failed_touches = 0
         self._late_lookup: Outcomes[FindJob | ReadJob, FindDone | ReadDone] | None = None
         self._closing: _Closing | None = None
-        self.reads: IoQueue[FindJob | ReadJob, FindDone | ReadDone]
-        self.reads = IoQueue("reads", queue_jobs, _unserved_read, limits, clock, name)
-        self.writes: IoQueue[WriteJob, WriteDone]
-        self.writes = IoQueue("writes", queue_jobs, _unserved_write, limits, clock, name)
+        self._owner = OwnerProcess(f"the {name} tier")
+        self.reads = IoQueue[FindJob | ReadJob, FindDone | ReadDone](
+            "reads", queue_jobs, _unserved_read, limits, clock, name
+        )
+        self.writes = IoQueue[WriteJob, WriteDone]("writes", queue_jobs, _unserved_write, limits, clock, name)
         self.reads.add_threads(readers, self._read_loop)
         self.writes.add_threads(1, self._write_loop)
 
@@ -168,8 +170,8 @@ class DiskTier:
         self.writes.start()
 
     def find(self, keys: Sequence[bytes], wait_s: float, others: Sequence[bytes] = ()) -> FindDone | None:
-        """The answer to a `FindJob`. None when the store cannot tell within `wait_s`: the breaker is open, the readers
-        are busy, or the medium stalls. Until such a call is answered, others do not wait."""
+        """The answer to a `FindJob`. None when the store cannot tell within `wait_s` and the I/O timeout: the breaker
+        is open, the readers are busy, or the medium stalls. Until such a call is answered, others do not wait."""
         if not (keys or others):
             return FindDone(_LOOKUP, 0)
         if self.reads.refuses() or (self._late_lookup is not None and self._late_lookup.empty()):
@@ -178,7 +180,7 @@ class DiskTier:
         if outcomes is None:
             return None
         try:
-            _, answer = outcomes.get(timeout=wait_s)
+            _, answer = outcomes.get(timeout=min(wait_s, self._limits.io_timeout_s))
         except queue.Empty:
             return None
         self._late_lookup = None
@@ -190,18 +192,18 @@ class DiskTier:
             self.store.touch(keys)
         except Exception:  # the order of eviction suffers, and nothing else
             if not self._failed_touches:
-                log.exception(
-                    "the store of the %s tier was not told what is used; further failures are counted", self.name
-                )
+                log.exception("the %s tier was not told what is used; further failures are counted", self.name)
             self._failed_touches += 1
 
     def close(self, within_s: float | None = None) -> bool:
-        """Finish what is queued, stop the threads, close or sync the store. Idempotent.
+        """Finish what is queued, stop the threads, close or sync the store. Idempotent. In a fork it does nothing.
 
         Waits at most `within_s` (default: `close_s` of the limits) for the threads and for the store. False: a thread
         did not return. The store then stays open and keeps its path, and nobody else may use the pages of the thread's
         job, whose memory stays mapped; a later call tries again. Raises what closing the store raises.
         """
+        if not self._owner.is_here:
+            return True
         deadline_s = time.monotonic() + (self._limits.close_s if within_s is None else within_s)
         ended = [io_queue.stop(deadline_s) for io_queue in (self.writes, self.reads)]
         if not all(ended):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ import torch
 import component_case
 from hicache import CacheEngine, CacheRequest, DiskConfig, Lease, build_engine
 from hicache.errors import (
+    ConcurrentCall,
     DuplicateRequest,
     ForeignLease,
     HiCacheError,
@@ -20,9 +26,12 @@ from hicache.errors import (
     InvalidTokens,
     LeaseEnded,
     NotRunning,
+    ResourceExhausted,
     TokensMismatch,
 )
-from toy_model import GEOMETRY, compute, config, expected_kv, read, serve, settled
+from toy_model import GEOMETRY, compute, config, expected_kv, prompt, read, serve, settled
+from transfer_case import before_each_move
+from waiting import BOUND_S, eventually
 
 TOKENS = np.arange(60)
 EMPTY: tuple[Any, ...] = (np.empty(0, np.int64), [])
@@ -110,10 +119,11 @@ def test_arguments_out_of_range_are_refused(engine: CacheEngine) -> None:
         refused("namespace=", lambda bad=bad: engine.prefetch("a", TOKENS, bad))
         refused("namespace=", lambda bad=bad: engine.acquire(CacheRequest("a", TOKENS, bad)))
     for setting, values in (
-        ("reserve_tokens", (-5, 2.5, True, "8")),
-        ("priority", (-1, 1.5, None, "high")),
-        ("expected_uses", (-1, 0.5, "many", True)),
+        ("reserve_tokens", (-5, 2.5, True, "8", 2**63)),
+        ("priority", (-1, 1.5, None, "high", 2**31, 2**1024, 10**5000)),
+        ("expected_uses", (-1, 0.5, "many", True, 2**31, 2**1024)),
         ("max_cached_tokens", (-1, 0.5, "many", True)),
+        ("branch_points", (5, None, (2**70,), (8, -1))),
     ):
         for value in values:
             wrong = request("a", TOKENS, **{setting: value})
@@ -126,10 +136,44 @@ def test_arguments_out_of_range_are_refused(engine: CacheEngine) -> None:
     refused("tier='disk'", lambda: engine.reset(["host", "disk"]))  # type: ignore[list-item]
     refused("best_effort", lambda: engine.prefetch("a", TOKENS, mode=mode))
     with engine.acquire(CacheRequest("b", TOKENS)) as lease:
-        for count in (-500, -1, 1.5, True, None):
+        for count in (-500, -1, 1.5, True, None, 10**5000, -(10**5000)):
             bad = count
             refused("num_tokens=", lambda bad=bad: engine.extend(lease, bad))
+            refused("start=", lambda bad=bad: engine.next_stop(lease, bad, 8))
+            refused("end=", lambda bad=bad: engine.next_stop(lease, 0, bad))
         assert lease.length == len(TOKENS) and len(engine.extend(lease, np.int64(0))) == 0  # type: ignore[arg-type]
+
+
+def test_times_that_would_poison_an_estimate_are_refused(engine: CacheEngine) -> None:
+    """Seconds and positions that are no finite numbers, or none that a pass can have, change no estimate; a lookup that
+    waits for ever waits for the I/O timeout."""
+    for _ in range(200):
+        engine.observe_prefill(8192, 0.5)
+    for value in (math.inf, 1e308, math.nan, -1.0, "1", None, True, Decimal(1), torch.tensor(0.1), np.array([0.1])):
+        bad: Any = value
+        unchanged(engine, lambda bad=bad: engine.observe_prefill(100, bad), InvalidArgument, "seconds=")
+        if value is not None:
+            unchanged(engine, lambda bad=bad: engine.observe_prefill(100, 1, bad), InvalidArgument, "mean_position=")
+        if value not in (math.inf, 1e308):
+            unchanged(engine, lambda bad=bad: engine.lookup(TOKENS, "", bad), InvalidArgument, "disk_wait_s=")
+    engine.observe_prefill(np.int64(8192), np.float32(0.5), 4096)
+    assert engine.stats()["cost.prefill_tokens_per_second"] == pytest.approx(16384)
+    before = np.arange(100, 140)
+    assert engine.lookup(before, "", math.inf).device == 32
+
+
+def test_what_is_no_lease_or_request_is_refused(engine: CacheEngine) -> None:
+    """By every verb that takes one."""
+    for value in (None, "a", CacheRequest("a", TOKENS), object()):
+        bad: Any = value
+        unchanged(engine, lambda bad=bad: engine.release(bad), InvalidArgument, "for a lease")
+        unchanged(engine, lambda bad=bad: engine.begin_forward(bad), InvalidArgument, "for a lease")
+        for call in verbs(engine, bad):
+            unchanged(engine, call, InvalidArgument, "for a lease")
+        if not isinstance(value, CacheRequest):
+            unchanged(engine, lambda bad=bad: engine.acquire(bad), InvalidArgument, "for a request")
+        if not isinstance(value, str):
+            unchanged(engine, lambda bad=bad: engine.cancel(bad), InvalidArgument, "request_id=")
 
 
 def test_a_second_lease_of_one_request_is_refused(engine: CacheEngine) -> None:
@@ -255,3 +299,75 @@ def test_a_failure_on_the_way_leaks_no_lock(monkeypatch: pytest.MonkeyPatch) -> 
                 with pytest.raises(ZeroDivisionError):
                     engine.commit(lease, np.arange(300, 340))
         assert engine.stats()["device.protected_tokens"] == 0
+
+
+def test_a_call_during_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one thread waits inside a call, every verb of another is refused by name, `close` and `release` too, and
+    so is one of the same thread, as a signal's handler may make it. One after the other, any thread may call."""
+    gate = threading.Event()
+    before_each_move(monkeypatch, lambda: gate.wait(BOUND_S))
+    with build_engine(config(), GEOMETRY) as engine:
+        lease = engine.acquire(CacheRequest("a", TOKENS))
+        engine.commit(lease, TOKENS)
+        waiting = threading.Thread(target=engine.flush, name="the other", daemon=True)
+        waiting.start()
+
+        def is_refused() -> bool:
+            try:
+                engine.check()  # which disturbs nobody where it comes first
+            except ConcurrentCall as error:
+                return "the other" in str(error)
+            return False
+
+        eventually(is_refused)
+        ends = (lambda: engine.release(lease), lambda: engine.cancel("a"), engine.close, engine.check, engine.start)
+        for call in (*verbs(engine, lease), *ends, engine.poll, lambda: engine.acquire(CacheRequest("b", TOKENS))):
+            with pytest.raises(ConcurrentCall):
+                call()
+        assert not lease.released and engine.stats()["engine.leases"] == 1
+        gate.set()
+        waiting.join(BOUND_S)
+
+        class Calling:
+            def __array__(self, *_: object, **__: object) -> np.ndarray:
+                with pytest.raises(ConcurrentCall):
+                    engine.poll()
+                return TOKENS
+
+        assert engine.lookup(Calling()).device == 56  # type: ignore[arg-type]
+        engine.release(lease)
+        settled(engine)
+
+
+def test_two_threads_that_call_at_will_corrupt_nothing() -> None:
+    """Of calls that meet, one is refused and tried again; nothing else happens."""
+    with build_engine(config(), GEOMETRY) as engine:
+        served = []
+
+        def until_taken(call: Callable[..., Any], *arguments: object) -> Any:
+            while True:
+                with contextlib.suppress(ConcurrentCall, ResourceExhausted):
+                    return call(*arguments)
+                with contextlib.suppress(ConcurrentCall):
+                    engine.poll()
+
+        def work(thread: int) -> None:
+            for n in range(60):
+                request = CacheRequest(f"{thread} {n}", prompt(n % 7, 40))
+                lease = until_taken(engine.acquire, request)
+                until_taken(engine.commit, lease, request.tokens)
+                until_taken(engine.release, lease)
+                served.append(lease)
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(BOUND_S)
+        finally:
+            sys.setswitchinterval(interval)
+        assert len(served) == 120
+        settled(engine)

@@ -26,8 +26,9 @@ from waiting import BOUND_S
 
 PACKAGE = Path(hicache.__file__).parent
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
-# What a step may call of C: sizes and ends of containers, and whether a queue is empty, which takes no lock.
-HARMLESS = {"len", "next", "all", "deque.extend", "SimpleQueue.empty"}
+# What a step may call of C: sizes and ends of containers, whether a queue is empty, which takes no lock, and who calls.
+HARMLESS = {"len", "next", "all", "deque.extend", "SimpleQueue.empty", "get_ident", "getpid"}
+OWN = {"engine.py", "life.py", "owner.py", "flow", "disk"}
 LOOKS = {"done", "is_set"}  # whether an operation has ended, and the event that says so
 
 
@@ -104,7 +105,7 @@ def costs_of_a_step(engine: CacheEngine, patience_s: float = BOUND_S) -> list[st
     assert any(name == "poll" for _, name in calls.python)
     found = [f"operation {name}" for name in operations.names]
     for path, name in calls.python:
-        own = PACKAGE in path.parents and path.relative_to(PACKAGE).parts[0] in ("engine.py", "flow", "disk")
+        own = PACKAGE in path.parents and path.relative_to(PACKAGE).parts[0] in OWN
         if not own and name not in LOOKS:
             found.append(f"call of {name} in {path.name}")
     found += [f"call of {name}" for name in calls.c if name not in HARMLESS]

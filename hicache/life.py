@@ -1,0 +1,141 @@
+"""The life of an engine: its threads, who may call it and when, and its end. Ranks beside the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Concatenate, ParamSpec, TypeVar
+
+from hicache.disk import DiskTier
+from hicache.errors import ConcurrentCall, NotRunning
+from hicache.flow.context import EngineContext
+from hicache.kv_events import EventPublisher
+from hicache.owner import OwnerProcess
+from hicache.transfer.base import TransferBackend
+
+log = logging.getLogger(__name__)
+
+_EXIT_S = 5.0
+E = TypeVar("E", bound="EngineLife")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def exclusive(verb: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """A verb of an engine, which is refused while another one is under way, in whichever thread. That takes no lock."""
+
+    @functools.wraps(verb)
+    def call(engine: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        thread = threading.get_ident()
+        if engine._caller is not None:
+            engine._refuse_second()
+        try:  # from the look to the note nothing is called, so no other thread comes in between
+            engine._caller = thread
+            return verb(engine, *args, **kwargs)
+        finally:
+            engine._caller = None
+
+    return call
+
+
+class EngineLife(ABC):
+    """Starts and ends the parts of an engine that have threads or files, and says when it may be called.
+
+    `_caller`: the thread inside a call. `_why_not`: why only what ends something may be called; empty while it runs.
+    """
+
+    def __init__(self, context: EngineContext, events: EventPublisher | None) -> None:
+        self._owner = OwnerProcess("the engine")
+        on_host = [component for component in context.components if component.has_host]
+        self._hosts = [component.host for component in on_host]
+        self._transfers: list[TransferBackend] = [component.transfer for component in on_host]
+        self._stores, self._events = list(context.stores.values()), events
+        self._caller: int | None = None
+        self._why_not = "the engine is not started; call start()"
+        self._is_started = self._is_closed = False
+        self._finalizer: weakref.finalize[..., object] | None = None
+
+    @exclusive
+    def start(self) -> None:
+        """Start the threads. Nothing moves before. Idempotent; NotRunning once the engine was closed, and in a fork."""
+        self._owner.require_here()
+        if self._is_closed or self._is_started:
+            self._require_running()
+            return
+        self._is_started, self._why_not = True, ""
+        threads = (self._transfers, self._stores, self._events)
+        self._finalizer = weakref.finalize(self, abandon, self._owner, *threads)
+        for part in (*self._transfers, *self._stores, self._events):
+            if part is not None:
+                part.start()
+
+    @exclusive
+    def close(self) -> None:
+        """Release every lease, finish what is under way, stop the threads, close the store. In a fork: nothing.
+
+        Waits for each store that hangs no longer than twice its I/O timeout: what is left then, a later call finishes.
+        """
+        if not self._owner.is_here:
+            return
+        finalizer, was_running = self._finalizer, not self._why_not
+        was_closed = self._is_closed or (finalizer is not None and not finalizer.alive)
+        self._is_closed, self._why_not = True, "the engine is closed; build another"
+        if was_closed:
+            for tier in self._stores:
+                tier.close()
+            return
+        with contextlib.ExitStack() as ending:  # each part is closed, whatever becomes of those before it
+            if finalizer is not None:
+                ending.callback(finalizer.detach)
+            for part in (self._events, *reversed(self._hosts), *self._stores, *reversed(self._transfers)):
+                if part is not None:
+                    ending.callback(part.close)
+            self._finish(was_running)
+
+    def __enter__(self: E) -> E:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @abstractmethod
+    def _finish(self, was_running: bool) -> None:
+        """Release every lease and, where the threads run, let what is under way end."""
+
+    def _require_running(self) -> None:
+        self._owner.require_here()
+        if self._why_not:
+            raise NotRunning(self._why_not)
+
+    def _refuse_second(self) -> None:
+        """A call begins while another is under way: ConcurrentCall, but in a fork, where that one never ends."""
+        if self._owner.is_here:
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            raise ConcurrentCall(f"thread {names.get(self._caller, self._caller)}")
+
+
+def abandon(
+    owner: OwnerProcess,
+    transfers: Sequence[TransferBackend],
+    stores: Sequence[DiskTier],
+    events: EventPublisher | None,
+) -> None:
+    """Stop the threads of an engine that was not closed: at the interpreter's exit, which would otherwise end them
+    inside torch and abort the process, or when the engine is collected. Takes at most `_EXIT_S`. Nothing in a fork."""
+    if not owner.is_here:
+        return
+    deadline_s = time.monotonic() + _EXIT_S
+    for transfer in transfers:
+        transfer.abandon(deadline_s)
+    for store in stores:
+        store.close(max(0.0, deadline_s - time.monotonic()))
+    if events is not None:
+        events.abandon(deadline_s)
