@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -42,18 +43,21 @@ def build_stores(
     them. `tells_removed`: answers of writes name the pages that the disk lost."""
     stores: dict[Store, DiskTier] = {}
     removed: list[bytes] = []
-    store = given[DISK]
-    if config.disk is not None:
-        store = _store(config, config.disk, layouts, hosts, removed.extend if tells_removed else None)
-    if store is not None:
-        stores[DISK] = _disk(config, store, config.disk is not None, hosts, metrics, removed)
-    if config.remote is not None or given[REMOTE] is not None:
-        try:
-            stores[REMOTE] = _remote(config, given[REMOTE], layouts, hosts, metrics)
-        except BaseException:
-            for tier in stores.values():
-                tier.close()
-            raise
+    disk, remote = given[DISK], given[REMOTE]
+    with ExitStack() as opened:  # so that what cannot be built leaves no store open
+        if config.disk is not None:
+            disk = _store(config, config.disk, layouts, hosts, removed.extend if tells_removed else None)
+            opened.callback(disk.close)
+        if disk is not None:
+            stores[DISK] = _disk(config, disk, config.disk is not None, hosts, metrics, removed)
+        if config.remote is not None:
+            identity, formats = identity_of(config, layouts), _formats("auto", layouts, hosts)
+            cipher = cipher_of(config.remote)
+            remote = open_store(config.remote.url, identity=identity, formats=formats, cipher=cipher)
+            opened.callback(remote.close)
+        if remote is not None:
+            stores[REMOTE] = _remote(config, remote, hosts, metrics)
+        opened.pop_all()
     return stores
 
 
@@ -132,25 +136,16 @@ def num_remote_readers(remote: RemoteConfig) -> int:
     return remote.reader_threads or (1 if _ONE_READER.fullmatch(remote.url) else _REMOTE_READERS)
 
 
-def _remote(
-    config: EngineConfig,
-    store: PageStore | None,
-    layouts: _Layouts,
-    hosts: _Hosts,
-    metrics: Metrics,
-) -> DiskTier:
-    """`store`: of the caller; None: the one that the settings name."""
-    remote, advanced, owns_store = config.remote or RemoteConfig(url="given:"), config.advanced, store is None
-    if store is None:
-        formats = _formats("auto", layouts, hosts)
-        store = open_store(remote.url, identity=identity_of(config, layouts), formats=formats, cipher=cipher_of(remote))
+def _remote(config: EngineConfig, store: PageStore, hosts: _Hosts, metrics: Metrics) -> DiskTier:
+    """`store`: of the caller, where the settings name none."""
+    remote, advanced = config.remote or RemoteConfig(url="given:"), config.advanced
     for host in hosts.values():
         store.register_memory(host.arena.data.numpy().reshape(-1).view(np.uint8))
     largest_bytes = max(host.page_bytes for host in hosts.values())
     job_pages = max(1, min(_MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES // largest_bytes))
     tier = DiskTier(
         store,
-        owns_store=owns_store,
+        owns_store=config.remote is not None,
         readers=num_remote_readers(remote),
         queue_jobs=advanced.disk_queue_jobs,
         full_bytes=int(remote.backup_share * sum(host.page_bytes * host.num_pages for host in hosts.values())),
