@@ -212,7 +212,11 @@ class CacheEngine(EngineLife):
             raise
         lease.on_exit = self.release
         self._leases[request.request_id] = lease
-        self._forget(request.request_id)
+        try:
+            self._forget(request.request_id)
+        except BaseException:
+            self._end(lease)
+            raise
         return lease
 
     @exclusive
@@ -298,9 +302,12 @@ class CacheEngine(EngineLife):
         request_id, lease = valid_request_id(request_id), self._leases.get(request_id)
         if not self._owner.is_here:
             return
-        self._forget(request_id)
-        if lease is not None:
-            self._end(lease)
+        try:
+            if not self._is_broken:
+                self._forget(request_id)
+        finally:
+            if lease is not None:
+                self._end(lease)
 
     # Upkeep
 
@@ -351,11 +358,10 @@ class CacheEngine(EngineLife):
     def check(self) -> None:
         """Raise `InvariantError` with everything that is not as `docs/invariants.md` says. For idle moments and
         tests."""
-        in_flight = {
-            name: sum(movement.pages_in_flight(name) for movement in (self._backup, self._prefetcher) if movement)
-            for name in self._context.by_name
-        }
-        check_engine(self._context, list(self._leases.values()), self._restore.in_flight(), in_flight)
+        self._prove()
+
+    def _prove(self) -> None:
+        check_engine(self._context, list(self._leases.values()), self._restore.in_flight(), self._movements)
 
     # What every verb asks first
 
@@ -382,5 +388,12 @@ class CacheEngine(EngineLife):
             self._prefetcher.cancel(request_id)
 
     def _end(self, lease: Lease) -> None:
-        self._commit.release(lease)
-        del self._leases[lease.request_id]
+        """The lease is over, whatever raises on the way; of accounts that do not hold nothing is freed."""
+        try:
+            if self._is_broken:
+                lease.released = True
+            else:
+                self._commit.release(lease)
+        finally:
+            if lease.released:
+                del self._leases[lease.request_id]

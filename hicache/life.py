@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
 from hicache.disk import DiskTier
-from hicache.errors import ConcurrentCall, NotRunning
+from hicache.errors import ConcurrentCall, DoubleFree, HiCacheError, NotRunning
 from hicache.flow.context import EngineContext
 from hicache.kv_events import EventPublisher
 from hicache.owner import OwnerProcess
@@ -39,6 +39,10 @@ def exclusive(verb: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P
         try:  # from the look to the note nothing is called, so no other thread comes in between
             engine._caller = thread
             return verb(engine, *args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, HiCacheError) or isinstance(error, DoubleFree):
+                engine._doubt(verb.__name__, error)
+            raise
         finally:
             engine._caller = None
 
@@ -49,6 +53,7 @@ class EngineLife(ABC):
     """Starts and ends the parts of an engine that have threads or files, and says when it may be called.
 
     `_caller`: the thread inside a call. `_why_not`: why only what ends something may be called; empty while it runs.
+    `_is_broken`: a call left the accounts half done, so nothing may rely on them.
     """
 
     def __init__(self, context: EngineContext, events: EventPublisher | None) -> None:
@@ -59,7 +64,7 @@ class EngineLife(ABC):
         self._stores, self._events = list(context.stores.values()), events
         self._caller: int | None = None
         self._why_not = "the engine is not started; call start()"
-        self._is_started = self._is_closed = False
+        self._is_broken = self._is_started = self._is_closed = False
         self._finalizer: weakref.finalize[..., object] | None = None
 
     @exclusive
@@ -110,6 +115,10 @@ class EngineLife(ABC):
     def _finish(self, was_running: bool) -> None:
         """Release every lease and, where the threads run, let what is under way end."""
 
+    @abstractmethod
+    def _prove(self) -> None:
+        """Raise InvariantError unless every account holds."""
+
     def _require_running(self) -> None:
         self._owner.require_here()
         if self._why_not:
@@ -120,6 +129,18 @@ class EngineLife(ABC):
         if self._owner.is_here:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise ConcurrentCall(f"thread {names.get(self._caller, self._caller)}")
+
+    def _doubt(self, verb: str, error: BaseException) -> None:
+        """A call of `verb` ended in an error that nobody raised on purpose; that of Ctrl-C is one. Unless every account
+        holds, nothing but the end may be called any more."""
+        before, self._is_broken = (self._is_broken, self._why_not), True  # the proof may be interrupted too
+        self._why_not = self._why_not or f"{error!r} left {verb}() half done; close the engine and build another"
+        try:
+            self._prove()
+        except Exception:
+            log.exception("the engine takes no further calls: %r left %s() half done", error, verb)
+        else:
+            self._is_broken, self._why_not = before
 
 
 def abandon(

@@ -6,6 +6,8 @@ is loaded unless recomputing it is estimated to be faster.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 
 from hicache.errors import (
@@ -98,20 +100,18 @@ class Admit:
         lease.length = admission.end
         full_len = admission.match.full_len
         lease.branching_len = full_len if full_len > admission.length else 0
-        if node.parent is None:
-            self._take_and_start(lease, admission, plan)
-            return lease
-        pages = plan.missing[FULL]
-        pinned = (pages[0].parent if pages else node) or node
-        tree.lock(pinned, DEVICE)
-        tree.lock(node, HOST)
-        try:
-            self._take_and_start(lease, admission, plan)
-        finally:
-            tree.unlock(node, HOST)
-            tree.unlock(pinned, DEVICE)
-        if self._backup is not None:
-            self._backup.maybe_backup(node)
+        with ExitStack() as undo:
+            undo.callback(self._restore.free, lease)
+            tree.lock(node, DEVICE)
+            undo.callback(tree.unlock, node, DEVICE)
+            with ExitStack() as held:
+                tree.lock(node, HOST)
+                held.callback(tree.unlock, node, HOST)
+                self._start(lease, admission, plan, self._take(lease, admission))
+            if self._backup is not None:
+                self._backup.maybe_backup(node)
+            self._note_admitted(lease)
+            undo.pop_all()
         return lease
 
     def refused(self, error: ResourceExhausted) -> None:
@@ -146,11 +146,7 @@ class Admit:
             for component in context.components:
                 if not self._eviction.make_available(component, component.size_of(need)):
                     raise component.shortage(need)
-            slots = context.full.alloc(need)
-            for component in context.components:
-                component.take(slots)
-            lease.write(lease.held_len, slots)
-            lease.held_len += need
+            self._take_slots(lease, need)
         start, lease.length = lease.length, lease.length + num_tokens
         return lease.slots_of(start, lease.length)
 
@@ -187,22 +183,31 @@ class Admit:
                 return resident, False
         return best, best > resident
 
-    def _take_and_start(self, lease: Lease, admission: Admission, plan: LoadPlan) -> None:
-        """Take a row, slots and what belongs to them, all of it or nothing, and start the load."""
-        context = self._context
-        for component in context.components:
+    def _take(self, lease: Lease, admission: Admission) -> torch.Tensor:
+        """A row, and slots with what belongs to them. The lease holds what it has got, also where the rest raises."""
+        for component in self._context.components:
             if not self._eviction.make_available(component, component.needed(admission)):
                 raise component.shortage(component.needed(admission))
-        slots = context.full.alloc(admission.num_slots)
-        if context.req_to_token.alloc([lease]) is None:
-            context.full.free(slots)
-            raise OutOfRows(context.config.max_requests)
-        for component in context.components:
-            component.take(slots[admission.length - admission.device_len :])
-        self._start(lease, admission, plan, slots)
+        if self._context.req_to_token.alloc([lease]) is None:
+            raise OutOfRows(self._context.config.max_requests)
+        lease.tree_len = lease.held_len = admission.device_len
+        return self._take_slots(lease, admission.num_slots, admission.length - admission.device_len)
+
+    def _take_slots(self, lease: Lease, num_slots: int, num_loaded: int = 0) -> torch.Tensor:
+        """`num_slots` behind those that the lease holds. To the first `num_loaded` a load will bring what belongs to
+        them."""
+        slots = self._context.full.alloc(num_slots)
+        with ExitStack() as undo:
+            undo.callback(self._context.full.free, slots)
+            for component in self._context.components:
+                component.take(slots[num_loaded:])
+            lease.write(lease.held_len, slots)
+            undo.pop_all()
+        lease.held_len += num_slots
+        return slots
 
     def _start(self, lease: Lease, admission: Admission, plan: LoadPlan, slots: torch.Tensor) -> None:
-        """Everything is taken: record the slots, start the load, pin the path."""
+        """Everything is taken: record the slots of the prefix, and start the load."""
         context, tree, node = self._context, self._context.tree, plan.node
         path = node.path()[::-1]
         resident = [at.held(FULL, DEVICE) for at in path if at.holds(FULL, DEVICE)]
@@ -212,23 +217,22 @@ class Admit:
         )
         if resident:
             lease.write(0, joined(resident))
-        lease.write(device_len, slots)
         for at in path:
             at.hit_count += 1  # before what is loaded enters its order: entry and end are one use
-        if any(plan.missing.values()):
-            lease.read([self._restore.start(plan, lease, slots)])
+        loads = [self._restore.start(plan, lease, slots)] if any(plan.missing.values()) else []
+        lease.cached_len = lease.tree_len = admission.length  # the tree has what is loaded
+        lease.hit = Hit(device_len, load_len - disk_len - remote_len, disk_len, remote_len)
+        lease.read(loads)
         for component in context.components:
             component.start(lease, plan)
-        tree.lock(node, DEVICE)
-        lease.hit = Hit(device_len, load_len - disk_len - remote_len, disk_len, remote_len)
-        lease.cached_len = lease.tree_len = admission.length
-        lease.held_len = device_len + len(slots)
         if path:
             lease.read(self._restore.loads_of(path))
             tree.raise_priority(node, lease.priority)
+
+    def _note_admitted(self, lease: Lease) -> None:
         self._requests.value += 1
         self._prompt.value += lease.prompt_len
-        self._computed.value += lease.prompt_len - admission.length
+        self._computed.value += lease.prompt_len - lease.cached_len
         hit = lease.hit
         for counter, tokens in zip(self._hits, (hit.device, hit.host, hit.disk, hit.remote), strict=True):
             counter.value += tokens

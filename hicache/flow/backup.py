@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cached_property
 
 import torch
@@ -20,7 +21,7 @@ from hicache.flow.host_eviction import HostEviction
 from hicache.flow.load import JointOp
 from hicache.flow.persist import Persist
 from hicache.transfer.base import TransferOp
-from hicache.tree.node import DEVICE, FULL, HOST, Component, NodeRun, PageState, TreeNode, joined
+from hicache.tree.node import DEVICE, FULL, HOST, Component, NodeRun, PageState, Tier, TreeNode, joined
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,10 @@ class Backup(CopyMovement[_Copy]):
             self.wait_and_complete()
 
     def pages_in_flight(self, component: Component) -> int:
-        """Host pages of a component that wait for their bytes."""
         return sum(len(copy.pages[component]) for copy in self._in_flight if component in copy.pages)
+
+    def locks(self) -> list[tuple[TreeNode, Tier]]:
+        return [(node, tier) for copy in self._in_flight for node in copy.locked for tier in Tier]
 
     @staticmethod
     def _only_on_device(node: TreeNode) -> list[TreeNode]:
@@ -107,16 +110,17 @@ class Backup(CopyMovement[_Copy]):
         # Locked before host pages are evicted: a copy needs its parents to stay on the host, and itself on the device.
         # The lock of the last covers the full pages of all; other components of the others need locks of their own.
         copy = _Copy(nodes if len(self._context.components) > 1 else nodes[-1:])
-        for node in copy.locked:
-            tree.lock(node, DEVICE)
-            tree.lock(node, HOST)
-        try:
-            self._start_all(copy, nodes)
-        finally:
-            if copy.ops:
-                self._in_flight.append(copy)
-            else:
-                self._unlock(copy)
+        with ExitStack() as undo:
+            for node in copy.locked:
+                for tier in Tier:
+                    tree.lock(node, tier)
+                    undo.callback(tree.unlock, node, tier)
+            try:
+                self._start_all(copy, nodes)
+            finally:
+                if copy.ops:
+                    undo.pop_all()
+                    self._in_flight.append(copy)
         return bool(copy.ops)
 
     def _start_all(self, copy: _Copy, nodes: list[TreeNode]) -> None:
@@ -146,15 +150,22 @@ class Backup(CopyMovement[_Copy]):
         pages = self._host_eviction.alloc(component, sum(map(len, values)) // page)
         if pages is None:
             return False
-        component.host.begin_read(pages)
-        copy.ops.append(component.transfer.store(component.device_ids(joined(values)), pages))
-        copy.pages[name] = pages
-        start = 0
-        for node, value in zip(nodes, values, strict=True):
-            end = start + len(value) // page
-            self._context.tree.begin_backup(node, name, pages[start:end])
-            start = end
-        copy.runs[name] = NodeRun(nodes, name, HOST)
+        tree, host, start = self._context.tree, component.host, 0
+        with ExitStack() as undo:
+            undo.callback(host.free, pages)
+            host.begin_read(pages)
+            undo.callback(host.end_read, pages)
+            for node, value in zip(nodes, values, strict=True):
+                end = start + len(value) // page
+                tree.begin_backup(node, name, pages[start:end])
+                undo.callback(tree.end_backup, node, name, False)
+                start = end
+            run = NodeRun(nodes, name, HOST)
+            undo.callback(run.detach)
+            op = component.transfer.store(component.device_ids(joined(values)), pages)
+            undo.pop_all()
+        copy.ops.append(op)
+        copy.pages[name], copy.runs[name] = pages, run
         return True
 
     def _end(self, operation: _Copy) -> None:
@@ -177,14 +188,11 @@ class Backup(CopyMovement[_Copy]):
             self._seconds.observe(copy.op.seconds())
         else:
             self._failures.value += 1
-        self._unlock(copy)
+        for node in copy.locked:
+            tree.unlock(node, HOST)
+            tree.unlock(node, DEVICE)
         for persist in self._persists:
             persist.store(list(arrived))
-
-    def _unlock(self, copy: _Copy) -> None:
-        for node in copy.locked:
-            self._context.tree.unlock(node, HOST)
-            self._context.tree.unlock(node, DEVICE)
 
 
 def _to_copy(component: CacheComponent, nodes: Sequence[TreeNode]) -> list[TreeNode]:

@@ -7,12 +7,13 @@ belongs to exactly the tokens that were computed, like a recurrent state, is don
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
 from hicache.errors import InvalidTokens, TokensMismatch, TransferError
 from hicache.flow.backup import Backup
-from hicache.flow.components import SlidingWindow
+from hicache.flow.components import CacheComponent, SlidingWindow
 from hicache.flow.context import EngineContext
 from hicache.flow.device_eviction import DeviceEviction
 from hicache.flow.lease import Lease
@@ -54,9 +55,9 @@ class Commit:
             if error is not None:
                 raise TransferError(f"{lease.request_id}: its prefix could not be loaded: {error}")
         for length in sorted({*self._context.ending.commit_points(lease, len(tokens))}):
-            donated = self._donations(lease, length)
-            if donated is not None:
-                self._share(lease, tokens, length, donated)
+            donors = self._donors(lease, length)
+            if donors is not None:
+                self._share(lease, tokens, length, donors)
 
     def track(self, leases: Sequence[Lease]) -> None:
         """See `CacheEngine.track`."""
@@ -75,59 +76,69 @@ class Commit:
 
     def release(self, lease: Lease) -> None:
         """See `CacheEngine.release`."""
+        tree = self._context.tree
         lease.released = True
-        context = self._context
-        for tier in Tier:
-            context.tree.touch(lease.node, tier)
-        context.tree.unlock(lease.node, DEVICE)
-        if lease.expected_uses is not None:
-            context.tree.expect_uses(lease.node, lease.expected_uses, max(lease.branch_points, default=0))
-        for persist in self._persists:
-            persist.touch(lease.node)
-        for component in context.components:
-            component.release(lease)
-        context.req_to_token.free(lease)
-        for load in lease.loads:
-            self._restore.stop_reading(load)
+        with ExitStack() as steps:  # all of them, the last first, whatever raises
+            steps.callback(self._restore.free, lease)
+            for persist in reversed(self._persists):
+                steps.callback(persist.touch, lease.node)
+            if lease.expected_uses is not None:
+                start = max(lease.branch_points, default=0)
+                steps.callback(tree.expect_uses, lease.node, lease.expected_uses, start)
+            steps.callback(tree.unlock, lease.node, DEVICE)
+            for tier in reversed(Tier):
+                steps.callback(tree.touch, lease.node, tier)
 
-    def _donations(self, lease: Lease, length: int) -> dict[Component, torch.Tensor] | None:
-        """What components give to the tree with the first `length` tokens; None where nothing is to be shared."""
-        donated: dict[Component, torch.Tensor] = {}
+    def _donors(self, lease: Lease, length: int) -> list[CacheComponent] | None:
+        """The components that have room for what they give with the first `length` tokens; None where nothing is to be
+        shared."""
         if length <= lease.tree_len:
             return None
+        donors: list[CacheComponent] = []
         for component in self._context.components:
             need = component.needed_to_donate(lease, length)
-            if need and not self._eviction.make_available(component, need):
-                self._skipped_states.value += 1
-                if component.rules.ends_matches:
-                    return None
+            if not need or self._eviction.make_available(component, need):
+                donors.append(component)
                 continue
-            value = component.donate(lease, length)
-            if value is not None:
-                donated[component.name] = value
-        return donated
+            self._skipped_states.value += 1
+            if component.rules.ends_matches:
+                return None
+        return donors
 
-    def _share(self, lease: Lease, tokens: Tokens, end: int, donated: dict[Component, torch.Tensor]) -> None:
-        """Give positions [tree_len, end) to the tree, with the values that belong to their end."""
+    def _share(self, lease: Lease, tokens: Tokens, end: int, donors: Sequence[CacheComponent]) -> None:
+        """Give positions [tree_len, end) to the tree, with the values that belong to their end: all of it, or nothing
+        where anything raises."""
         context, tree, start = self._context, self._context.tree, lease.tree_len
         slots = own(lease.held_slots(start, end))  # the lease's are written over below
-        window_from = None if self._windows is None else 0
-        shared = share(tree, lease.node, tokens[start:end], slots, lease.namespace, window_from, donated)
-        if len(shared.ours):
-            lease.write(start, shared.theirs)
-            if isinstance(self._windows, SlidingWindow):
-                for ours, theirs in shared.adopted:
-                    self._windows.adopt(ours, theirs)
-            context.full.free(shared.ours)
-        for name in shared.refused:
-            context.by_name[name].free(donated[name])
-        for component in context.components:
-            component.trim(shared.node)
-        tree.move_lock(lease.node, shared.node, DEVICE)
+        window_from, donated = None if self._windows is None else 0, dict[Component, torch.Tensor]()
+        with ExitStack() as undo:
+            for component in donors:
+                value = component.donate(lease, end)
+                if value is not None:
+                    donated[component.name] = value
+                    undo.callback(component.free, value)
+            shared = share(tree, lease.node, tokens[start:end], slots, lease.namespace, window_from, donated)
+            undo.callback(lambda: context.free(tree.withdraw(shared.inserted)))
+            if len(shared.ours):
+                lease.write(start, shared.theirs)
+                undo.callback(lease.write, start, shared.ours)
+                if isinstance(self._windows, SlidingWindow):
+                    for ours, theirs in shared.adopted:
+                        self._windows.adopt(ours, theirs)
+                        undo.callback(self._windows.adopt, theirs, ours)
+            for component in context.components:
+                component.trim(shared.node)
+            tree.move_lock(lease.node, shared.node, DEVICE)
+            undo.pop_all()
         # What another request is loading is shared by a later commit, when it has arrived.
         lease.node, lease.tree_len = shared.node, start + shared.accepted_len
-        if lease.tree_len > len(lease.tokens):
-            lease.tokens = TokenRun(tokens[: lease.tree_len])
+        with ExitStack() as steps:
+            for name in shared.refused:
+                steps.callback(context.by_name[name].free, donated[name])
+            if len(shared.ours):
+                steps.callback(context.full.free, shared.ours)
+            if lease.tree_len > len(lease.tokens):
+                lease.tokens = TokenRun(tokens[: lease.tree_len])
         tree.raise_priority(shared.node, lease.priority)
         if self._backup is not None:
             self._backup.maybe_backup(shared.node)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from hicache.flow.load import JointOp
+from hicache.tree.node import Component, Tier, TreeNode
 
 
 class HasOp(Protocol):
@@ -19,17 +20,41 @@ class HasOp(Protocol):
 T = TypeVar("T", bound=HasOp)
 
 
-class CopyMovement(ABC, Generic[T]):
-    """A movement by copies, which end and are completed in the order of their submission. Scheduler thread."""
+class Movement(ABC):
+    """What moves pages and states between tiers, and ends later than it began. Scheduler thread.
+
+    `is_torn`: what had ended was applied in part, so something counts as under way that never ends.
+    """
+
+    is_torn = False
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """Apply what has ended; whether there was anything. Never blocks."""
+
+    @abstractmethod
+    def is_busy(self) -> bool:
+        """Whether anything has not ended."""
+
+    @abstractmethod
+    def locks(self) -> Iterable[tuple[TreeNode, Tier]]:
+        """Each lock that it holds on the tree: the node whose prefix has to stay, and where."""
+
+    def pages_in_flight(self, component: Component) -> int:
+        """Host pages of a component that it holds and the tree does not."""
+        return 0
+
+
+class CopyMovement(Movement, Generic[T]):
+    """A movement by copies, which end and are completed in the order of their submission."""
 
     def __init__(self) -> None:
         self._in_flight: deque[T] = deque()
 
     def poll(self) -> bool:
-        """Complete the copies that have ended; whether there were any. Never blocks."""
         completed = False
         while self._in_flight and self._in_flight[0].op.done():
-            self._end(self._in_flight.popleft())
+            self._end_first()
             completed = True
         return completed
 
@@ -48,21 +73,16 @@ class CopyMovement(ABC, Generic[T]):
     def wait_and_complete(self) -> None:
         self.wait()
         while self._in_flight:
-            self._end(self._in_flight.popleft())
+            self._end_first()
+
+    def _end_first(self) -> None:
+        self.is_torn = True
+        self._end(self._in_flight.popleft())
+        self.is_torn = False
 
     @abstractmethod
     def _end(self, operation: T) -> None:
         """Apply a copy that has ended."""
-
-
-class Movement(Protocol):
-    def poll(self) -> bool:
-        """Apply what has ended; whether there was anything. Never blocks."""
-        ...
-
-    def is_busy(self) -> bool:
-        """Whether anything has not ended."""
-        ...
 
 
 def land(movements: Iterable[Movement]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -62,6 +63,7 @@ class EngineContext:
         values: dict[tuple[Component, Tier], list[torch.Tensor]] = {}
         for item in released:
             values.setdefault((item.component, item.tier), []).append(item.value)
-        for (name, tier), parts in values.items():
-            component = self.by_name[name]
-            (component.free if tier is DEVICE else component.host.free)(joined(parts))
+        with ExitStack() as steps:  # all of them, whatever raises
+            for (name, tier), parts in values.items():
+                component = self.by_name[name]
+                steps.callback(component.free if tier is DEVICE else component.host.free, joined(parts))

@@ -27,13 +27,15 @@ class DeviceEviction:
         short = size - component.available()
         if short <= 0:
             return True
-        while short > 0 and (node := component.device_victim(short)) is not None:
-            self._save(node, component)
-            component.count_eviction(node)
-            left = tree.drop(node, name, DEVICE)
-            short -= sum(item.size for item in left if item.component == name and item.tier is DEVICE)
-            released += left
-        self._context.free(released)
+        try:
+            while short > 0 and (node := component.device_victim(short)) is not None:
+                self._save(node, component)
+                component.count_eviction(node)
+                left = tree.drop(node, name, DEVICE)
+                released += left
+                short -= sum(item.size for item in left if item.component == name and item.tier is DEVICE)
+        finally:
+            self._context.free(released)
         return size <= component.available()
 
     def _save(self, node: TreeNode, component: CacheComponent) -> None:

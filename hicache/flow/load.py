@@ -16,7 +16,6 @@ class JointOp:
     """Copies that belong together, one a component: done when all are, failed when one is."""
 
     def __init__(self, ops: Sequence[TransferOp]) -> None:
-        assert ops
         self._ops = tuple(ops)
         self.num_bytes = sum(op.num_bytes for op in ops)
 

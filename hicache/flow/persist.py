@@ -11,14 +11,16 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
 from hicache.disk.jobs import Stalled, WriteDone, WriteJob
+from hicache.flow.completion import Movement
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.tree.events import EventLog
-from hicache.tree.node import DISK, FULL, HOST, REMOTE, NodeRun, Store, TreeNode
+from hicache.tree.node import DISK, FULL, HOST, REMOTE, NodeRun, Store, Tier, TreeNode
 
 _BATCH_PAGES = 16
 _DISK_SHARE, _REMOTE_SHARE = 0.5, 0.25  # of a host pool, locked until the store has it
@@ -40,7 +42,7 @@ class _Write(NodeRun):
         return self.jobs == len(self.stalled)
 
 
-class Persist:
+class Persist(Movement):
     """Owned by the scheduler thread; the writer thread sees frozen jobs only. `share`: how much of a component's host
     pool may be locked on its way to `store`."""
 
@@ -93,6 +95,7 @@ class Persist:
     def poll(self) -> bool:
         """Enter what the writer has answered, and send what waits; whether there was an answer."""
         outcomes = self._tier.writes.poll()
+        self.is_torn = bool(outcomes)
         for done in outcomes:
             write = self._writes[done.ticket]
             was_settled = write.is_settled
@@ -104,10 +107,9 @@ class Persist:
                 self._locked_pages[write.component] -= len(write.pages)
             if not write.jobs:
                 self._end(self._writes.pop(done.ticket))
-        while self._waiting and self._fits(self._waiting[0]):
-            # A split may have left part of it above; ancestors that wait for their own turn lose nothing by coming now.
-            for node in reversed(self._waiting.popleft().path()):
-                self._send(node)
+        self.is_torn = False
+        if outcomes:  # which alone make room: what waits, waits for one
+            self._send_waiting()
         self._push()
         return bool(outcomes)
 
@@ -118,6 +120,19 @@ class Persist:
 
     def is_busy(self) -> bool:
         return bool(self._waiting) or any(self._locked_pages.values())
+
+    def locks(self) -> list[tuple[TreeNode, Tier]]:
+        return [(write.nodes[-1], HOST) for write in self._writes.values()]
+
+    def _send_waiting(self) -> None:
+        """Send what waits, as far as it fits. A split may have left part of a node above it; ancestors that wait for
+        their own turn lose nothing by coming now."""
+        while self._waiting:
+            for node in reversed(self._waiting[0].path()):
+                if not self._fits(node):
+                    return
+                self._send(node)
+            self._waiting.popleft()
 
     def _take(self, write: _Write, done: WriteDone) -> None:
         write.jobs -= 1
@@ -170,15 +185,19 @@ class Persist:
 
     def _send_component(self, node: TreeNode, component: CacheComponent) -> None:
         tree, host, pages = self._context.tree, component.host, node.held(component.name, HOST)
-        keys, views = self._keys(node, component), host.views(pages)
-        tree.lock(node, HOST)
-        host.begin_read(pages)
+        keys, views, ticket = self._keys(node, component), host.views(pages), next(self._tickets)
+        parts = [slice(start, start + _BATCH_PAGES) for start in range(0, len(keys), _BATCH_PAGES)]
+        jobs = [WriteJob(ticket, tuple(keys[part]), tuple(views[part]), batch) for batch, part in enumerate(parts)]
+        with ExitStack() as undo:
+            tree.lock(node, HOST)
+            undo.callback(tree.unlock, node, HOST)
+            host.begin_read(pages)
+            undo.callback(host.end_read, pages)
+            write = _Write(self._store, node, component, pages.clone(), len(jobs))
+            undo.pop_all()
         self._locked_pages[component.name] += len(pages)
-        ticket, starts = next(self._tickets), range(0, len(keys), _BATCH_PAGES)
-        self._writes[ticket] = _Write(self._store, node, component, pages.clone(), len(starts))
-        for batch, start in enumerate(starts):
-            end = start + _BATCH_PAGES
-            self._backlog.append(WriteJob(ticket, tuple(keys[start:end]), tuple(views[start:end]), batch))
+        self._writes[ticket] = write
+        self._backlog += jobs
 
     def _keys(self, node: TreeNode, component: CacheComponent) -> list[bytes]:
         names = self._context.tree.names

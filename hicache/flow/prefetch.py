@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from hicache.config import PrefetchMode
 from hicache.disk.jobs import Stalled
 from hicache.errors import PrefetchPending
+from hicache.flow.completion import Movement
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.disk_prefix import DiskPrefix
@@ -36,7 +37,7 @@ from hicache.flow.prefetch_weigh import Weigher
 from hicache.flow.prefix_read import PrefixReads
 from hicache.flow.read_state import PrefixRead
 from hicache.tree.key import Tokens
-from hicache.tree.node import DISK, FULL, Component, Store
+from hicache.tree.node import DISK, FULL, HOST, Component, Store, Tier, TreeNode
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ _RETRY_S, _MAX_RETRY_S = 0.05, 1.0
 _MAX_READS, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
 
 
-class Prefetcher:
+class Prefetcher(Movement):
     """Owned by the scheduler thread. `waiters`, by request, are in order of arrival."""
 
     def __init__(self, context: EngineContext, host_eviction: HostEviction, cost: CostModel) -> None:
@@ -129,6 +130,7 @@ class Prefetcher:
         found: list[PrefixRead] = []
         answered: dict[PrefixRead, bool] = {}  # and whether a reader of it is stalled
         for read, done in self._reads.poll():
+            self.is_torn = True
             landed, was_known = read.landed_end, read.found is not None
             self._reads.apply(read, done)
             self._claim(read, read.landed_end - landed)
@@ -148,7 +150,7 @@ class Prefetcher:
             if read.is_done:
                 self._end_read(read)
         self._start_queued()
-        self._num_claimed = self._claimed()
+        self._num_claimed, self.is_torn = self._claimed(), False
         return True
 
     def step(self) -> None:
@@ -165,8 +167,10 @@ class Prefetcher:
         return bool(len(self._reads) or self._urgent_queue or self._background_queue)
 
     def pages_in_flight(self, component: Component) -> int:
-        """Host pages of a component that were taken for reads and are not in the tree."""
         return self._reads.pages_in_flight(component)
+
+    def locks(self) -> list[tuple[TreeNode, Tier]]:
+        return [(read.anchor, HOST) for read in self._reads.in_flight()]
 
     # From waiting to reading and back
 

@@ -21,9 +21,11 @@ def reset(context: EngineContext, names: Sequence[MemoryTier]) -> bool:
             raise InvalidArgument(f"tier={name!r}: choose one of {', '.join(_TIERS)}")
     tree, tiers = context.tree, [_TIERS[name] for name in names]
     released: list[Released] = []
-    for tier in tiers:
-        for component in context.components:
-            while (node := tree.victim(component.name, tier)) is not None:
-                released += tree.drop(node, component.name, tier)
-    context.free(released)
+    try:
+        for tier in tiers:
+            for component in context.components:
+                while (node := tree.victim(component.name, tier)) is not None:
+                    released += tree.drop(node, component.name, tier)
+    finally:
+        context.free(released)
     return not any(tree.protected(component.name, tier) for component in context.components for tier in tiers)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
+from hicache.errors import TransferError
 from hicache.flow.completion import CopyMovement
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.lease import Lease
 from hicache.flow.load import Load, LoadPlan
-from hicache.tree.node import DEVICE, FULL, HOST, TreeNode, joined
+from hicache.tree.node import DEVICE, FULL, HOST, Tier, TreeNode, joined
 
 log = logging.getLogger(__name__)
 
@@ -77,20 +79,37 @@ class Restore(CopyMovement[Load]):
         return all(component.counter.can_begin() for component in self._context.components)
 
     def start(self, plan: LoadPlan, lease: Lease, slots: torch.Tensor) -> Load:
-        """Bring what `plan` says; its full pages go to the first of `slots`, a state to the lease's own."""
-        tree = self._context.tree
-        tree.lock(plan.node, HOST)
-        tree.lock(plan.node, DEVICE)  # before values enter: on an unlocked path each would count as a use of the whole
-        load = Load(plan.node, self.loads_of(plan.node.path()))
+        """Bring what `plan` says; its full pages go to the first of `slots`, a state to the lease's own.
+
+        Where that raises, the copies that were submitted have ended, and `slots` are the lease's as before."""
+        tree, load = self._context.tree, Load(plan.node, self.loads_of(plan.node.path()))
+        with ExitStack() as undo:
+            for tier in Tier:  # before values enter: on an unlocked path each would count as a use of the whole
+                tree.lock(plan.node, tier)
+                undo.callback(tree.unlock, plan.node, tier)
+            undo.callback(load.detach)
+            for component in self._context.components:
+                nodes = plan.missing[component.name]
+                if nodes:
+                    undo.callback(component.fail_load, load)
+                    targets = component.begin_load(load, nodes, lease, slots)
+                    pages = joined([node.held(component.name, HOST) for node in nodes])
+                    self._submit(load, component, pages, targets, undo)
+            undo.pop_all()
         for below in load.depends_on:
             below.readers += 1
-        for component in self._context.components:
-            nodes = plan.missing[component.name]
-            if nodes:
-                targets = component.begin_load(load, nodes, lease, slots)
-                self._submit(load, component, joined([node.held(component.name, HOST) for node in nodes]), targets)
         self._in_flight.append(load)
         return load
+
+    def free(self, lease: Lease) -> None:
+        """What a lease holds beside its lock on the prefix: slots and states of its own, its row, its part in loads."""
+        with ExitStack() as steps:  # all of them, the last first, whatever raises
+            for load in lease.loads:
+                steps.callback(self.stop_reading, load)
+            if lease.req_pool_idx is not None:
+                steps.callback(self._context.req_to_token.free, lease)
+            for component in reversed(self._context.components):
+                steps.callback(component.release, lease)
 
     def loads_of(self, nodes: Sequence[TreeNode]) -> list[Load]:
         """The loads in flight that bring anything of `nodes`, oldest first. An abandoned one brings nothing."""
@@ -115,16 +134,27 @@ class Restore(CopyMovement[Load]):
         """The loads that have not completed, oldest first."""
         return list(self._in_flight)
 
+    def locks(self) -> list[tuple[TreeNode, Tier]]:
+        return [(load.node, tier) for load in self._in_flight for tier in Tier]
+
     def stop_reading(self, load: Load) -> None:
         """A lease, or a load that depends on it, stops reading what `load` brought."""
         load.readers -= 1
         self._free_unread(load)
 
     @staticmethod
-    def _submit(load: Load, component: CacheComponent, pages: torch.Tensor, targets: torch.Tensor) -> None:
-        component.host.begin_read(pages)
-        load.load_ids[component.name] = load_id = component.counter.begin()
-        load.ops.append(component.transfer.load(pages, component.device_ids(targets), load_id))
+    def _submit(
+        load: Load, component: CacheComponent, pages: torch.Tensor, targets: torch.Tensor, undo: ExitStack
+    ) -> None:
+        host, counter = component.host, component.counter
+        host.begin_read(pages)
+        undo.callback(host.end_read, pages)
+        load.load_ids[component.name] = load_id = counter.begin()
+        undo.callback(counter.forget, load_id)
+        undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
+        op = component.transfer.load(pages, component.device_ids(targets), load_id)
+        undo.callback(op.wait)
+        load.ops.append(op)
         load.reading[component.name] = pages
 
     def _end(self, operation: Load) -> None:

@@ -179,6 +179,23 @@ class RadixTree(Accounts):
             node, pos = child, end
         return Inserted(node, tuple(gained), tuple(duplicates), pos)
 
+    def withdraw(self, inserted: Inserted) -> list[Released]:
+        """Undo an insertion on the device, and what was attached to its end: what it gave is the caller's again. Only
+        before anybody has locked it. Splits stay; returns what other tiers held of nodes that go, to be freed."""
+        released: list[Released] = []
+        start = inserted.node.depth_tokens - inserted.accepted_len
+        for node in inserted.node.path():
+            end = node.depth_tokens - start
+            if end <= 0:
+                break
+            duplicate = next((at for at in inserted.duplicates if at.start < end <= at.end), None)
+            if duplicate is None:
+                self._drop_tier(node, DEVICE, [])
+                self._prune(node, released)
+            elif duplicate.adopts_window:
+                self._take_out(node, SWA, DEVICE)
+        return released
+
     def attach(self, node: TreeNode, component: Component, tier: Tier, value: torch.Tensor) -> bool:
         """Give `node` what it may lack of a component; False where it has it, and `value` stays the caller's.
 

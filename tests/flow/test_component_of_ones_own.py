@@ -13,7 +13,17 @@ import torch
 
 from component_case import EACH_MODEL, FULL, POLICIES, STATES, WINDOWS, compute, config, verify
 from disk_case import Gate
-from hicache import CacheEngine, CacheRequest, DiskConfig, Hit, Lease, ModelGeometry, build_engine
+from hicache import (
+    CacheEngine,
+    CacheRequest,
+    DiskConfig,
+    EngineConfig,
+    Hit,
+    KVCache,
+    Lease,
+    ModelGeometry,
+    build_engine,
+)
 from hicache.errors import ConfigError, InvalidArgument, InvariantError, ResourceExhausted, TransferError
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree import DEVICE, TreeNode
@@ -188,9 +198,32 @@ def test_no_request_waits_for_it_or_is_refused() -> None:
         assert serve(engine, "e", continued(first, 97), FULL) == (Hit(device=WHOLE), True)
 
 
-def test_the_row_of_the_prefix_before_is_not_counted_on() -> None:
-    """The only evictable row belongs to the end of what the device has of a prompt, and is pinned while the rest is
-    loaded: the prompt is served without the hidden state of its end."""
+def test_what_cannot_be_given_whole_is_not_given() -> None:
+    """Where a second component that ends matches has no room for its value, the state that the first would have given
+    is still its own."""
+
+    class Ending(tree.LastHiddenComponent):
+        ends_matches = True
+
+    class Needy(LastHidden):
+        @classmethod
+        def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> tree.LastHiddenComponent:
+            return Ending()
+
+        def needed_to_donate(self, lease: Lease, length: int) -> int:
+            return self.NUM_ROWS + 1
+
+    with build_engine(config(), STATES, components=[Needy]) as engine:
+        with engine.acquire(CacheRequest("a", prompt(1))) as lease:
+            prefill(engine, lease, prompt(1), STATES)
+            assert lease.tree_len == 0 and engine.stats()["commit.skipped_states"] > 0
+            engine.check()
+        settled(engine)
+
+
+def test_the_row_of_the_prefix_before_makes_room() -> None:
+    """The only evictable row belongs to the end of what the device has of a prompt. While the rest is loaded, nobody
+    needs it: it leaves for the hidden state of the prompt's end."""
     with build_engine(config(device_tokens=512), FULL, components=[TwoRows]) as engine:
         first, second = prompt(1), prompt(2)
         serve(engine, "a", first[:41], FULL)
@@ -199,9 +232,7 @@ def test_the_row_of_the_prefix_before_is_not_counted_on() -> None:
         serve(engine, "c", second, FULL)
         with engine.acquire(CacheRequest("reader", continued(second))) as reader:
             assert reuse(engine, reader, continued(second), FULL)
-            assert serve(engine, "d", continued(first), FULL) == (Hit(device=40, host=16), False)
-        evict(engine, second[:WHOLE], "last_hidden")
-        assert serve(engine, "e", continued(first, 98), FULL) == (Hit(device=WHOLE), True)
+            assert serve(engine, "d", continued(first), FULL) == (Hit(device=40, host=16), True)
 
 
 def test_no_request_waits_for_a_busy_link(monkeypatch: pytest.MonkeyPatch) -> None:

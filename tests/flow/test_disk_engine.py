@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import hashlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Prefe
 from hicache.config import PrefetchMode
 from hicache.engine import LookupResult
 from hicache.storage import PageBuffer, StoreError, StoreLocked, pages
-from hicache.tree import FULL
+from hicache.tree import FULL, HOST
 from toy_model import GEOMETRY, config, prompt, serve, until_ready
 from waiting import BOUND_S, eventually
 
@@ -335,6 +336,37 @@ def test_a_page_waits_for_its_turn_once(stores: Stores, tmp_path: Path) -> None:
         assert before > 0, "the host's half was to be locked by then"
         assert after <= before + 1
         engine.flush()
+        engine.check()
+
+
+def test_what_waits_for_the_disk_is_not_locked(stores: Stores, tmp_path: Path) -> None:
+    """At most half of the host is locked on its way to the disk, also where what waited was split since, and its front
+    comes with it."""
+    with engine_at(tmp_path / "s", device_tokens=1024) as engine:
+        turns, tree, whole = threading.Semaphore(0), engine.inspect.context.tree, prompt(3, 120)
+        stores[-1].trouble = lambda verb: verb != "put" or turns.acquire(timeout=BOUND_S)
+
+        def locked_pages() -> int:
+            return tree.protected(FULL, HOST) // 8
+
+        def use(name: str, tokens: np.ndarray) -> None:
+            serve(engine, name, tokens)
+            assert engine.inspect.backup is not None
+            engine.inspect.backup.wait()
+            engine.poll()
+
+        for n in (1, 2):
+            use(f"a{n}", prompt(n, 72))
+        use("b", whole)
+        use("c", np.append(whole[:104], prompt(4, 9)))  # splits what waits
+        assert locked_pages() == 9 + 9
+        turns.release()
+        eventually(lambda: engine.poll() or engine.stats()["disk.stored_pages"] == 9, engine.stats)
+        eventually(lambda: engine.poll() or locked_pages() != 9 + 9, engine.stats)
+        assert locked_pages() == 9  # of 39: the 13 pages of the front would be more than half with these
+        turns.release(100)
+        engine.flush()
+        assert engine.stats()["disk.stored_pages"] == 9 + 9 + 15 + 1
         engine.check()
 
 

@@ -259,6 +259,22 @@ def test_a_reset_forgets_what_nobody_uses(model: ModelGeometry) -> None:
         settled(engine)
 
 
+@pytest.mark.parametrize(("mamba_size", "runs_same"), [(4, False), (5, True)])
+def test_a_state_that_the_prefix_does_not_keep_makes_room(mamba_size: int, runs_same: bool) -> None:
+    """Beside one running request two states can be evicted, which is what the next one needs: the state of its prefix
+    is on the host alone, or locked already."""
+    with build_engine(config(mamba_size=mamba_size, device_tokens=512), STATES) as engine:
+        first = prompt(1, 41)
+        for n in (1, 2, 3):
+            serve(engine, f"a{n}", prompt(n, 41), STATES)
+        with engine.acquire(CacheRequest("running", first if runs_same else prompt(9, 41))):
+            assert engine.stats()["device.used_states"] == mamba_size
+            with engine.acquire(CacheRequest("next", first)) as lease:
+                assert lease.cached_len == 40
+                verify(engine, lease, first, 40, STATES)
+        settled(engine)
+
+
 def test_refused_requests_leave_no_trace() -> None:
     """A request that does not fit changes neither recency, structure, rows nor slots."""
     with build_engine(config(max_requests=1, host_bytes=0), FULL) as engine:

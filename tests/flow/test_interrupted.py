@@ -1,36 +1,43 @@
-"""An exception inside a call, as Ctrl-C raises one: the engine still closes, and says what it can no longer do."""
+"""An error inside a call, as Ctrl-C raises one: nothing has changed, or the engine says that it takes no more calls."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, build_engine
-from hicache.errors import InvariantError
+from component_case import MODELS, compute, config, prefill, verify
+from failing_calls import fails_at
+from hicache import AdvancedConfig, CacheRequest, DiskConfig, Lease, build_engine
+from hicache.errors import HiCacheError, NotRunning
 from hicache.storage import open_existing
-from toy_model import GEOMETRY, config
+from memory_store import MemoryPageStore
+from toy_model import GEOMETRY, prompt, settled
+from toy_model import config as plain_config
 from waiting import eventually
 
-
-def compute(engine: CacheEngine, name: str, tokens: np.ndarray) -> None:
-    with engine.acquire(CacheRequest(name, tokens)) as lease:
-        engine.commit(lease, tokens)
+TOKENS = np.concatenate([prompt(0, 73), prompt(9, 20)])
+OTHER = prompt(11, 80)
 
 
 def test_an_engine_closes_after_an_interrupt_inside_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The outcome of a write is lost between its arrival and its count, so it counts as under way for good. Flush says
-    so, close returns, and the store has what was acknowledged."""
+    """The outcome of a write is lost between its arrival and its count, so it counts as under way for good. The next
+    call says so, what a lease holds is not freed into accounts that do not hold, close returns, and the store has what
+    was acknowledged."""
     advanced = AdvancedConfig(disk_io_timeout_s=0.2)
-    settings = config(disk=DiskConfig(path=str(tmp_path), budget_bytes=8 << 20), advanced=advanced)
+    settings = plain_config(disk=DiskConfig(path=str(tmp_path), budget_bytes=8 << 20), advanced=advanced)
     with build_engine(settings, GEOMETRY) as engine:
         (persist,) = engine.inspect.persists
 
         def interrupted(*_: object) -> None:
             raise KeyboardInterrupt
 
-        compute(engine, "a", np.arange(100))
+        with engine.acquire(CacheRequest("a", np.arange(100))) as lease:
+            engine.commit(lease, np.arange(100))
+        lease = engine.acquire(CacheRequest("b", np.arange(20)))
         with monkeypatch.context() as patch:
             patch.setattr(persist, "_take", interrupted)
 
@@ -42,9 +49,131 @@ def test_an_engine_closes_after_an_interrupt_inside_a_call(tmp_path: Path, monke
                 return False
 
             eventually(is_interrupted)
-        with pytest.raises(InvariantError):
-            engine.flush()
+        free = engine.stats()["device.free_tokens"]
+        for call in (engine.flush, engine.poll, engine.start, lambda: engine.extend(lease, 1)):
+            with pytest.raises(NotRunning, match="KeyboardInterrupt"):
+                call()
+        engine.release(lease)
+        engine.cancel("b")
+        assert lease.released and engine.stats()["device.free_tokens"] == free
+    with pytest.raises(NotRunning, match="is closed"):
+        engine.start()
     store = open_existing(tmp_path)
     assert store.stats().entries == 96 // 8
     store.check()
     store.close()
+
+
+class Crowded:
+    """An engine whose device is full of prompts that the host has too, with a verb that is about to be called, and what
+    a caller does who calls it again."""
+
+    def __init__(self, kind: str, policy: str) -> None:
+        self.model = MODELS[kind]
+        settings = config(write_policy=policy, mamba_size=8, window_tokens=160, eviction_policy="auto")
+        store = MemoryPageStore(1 << 20) if policy == "write_through" else None
+        self.engine = build_engine(settings, self.model, store=store)
+        self.engine.start()
+        for number in range(3):
+            tokens = prompt(number, 73)
+            with self.engine.acquire(CacheRequest(f"before {number}", tokens)) as lease:
+                prefill(self.engine, lease, tokens, self.model)
+            self.engine.flush()
+
+    def acquire(self) -> Callable[[], object]:
+        """A prefix is loaded, others leave for it."""
+        self.engine.prefetch("a", TOKENS)
+        self.engine.expect("a", TOKENS)
+        self.engine.flush()
+        return lambda: self.engine.acquire(CacheRequest("a", TOKENS, reserve_tokens=24))
+
+    def extend(self) -> Callable[[], object]:
+        lease = self.engine.acquire(CacheRequest("a", prompt(11, 90), reserve_tokens=24))
+        return lambda: self.engine.extend(lease, 30)
+
+    def commit(self) -> Callable[[], object]:
+        """Another request was first with half of it."""
+        one = self.engine.acquire(CacheRequest("a", OTHER[:41]))
+        self.engine.flush()
+        two = self.engine.acquire(CacheRequest("b", OTHER[:72]))
+        for lease, end in ((one, 40), (two, 72)):
+            compute(self.engine, lease, OTHER, 0, end, self.model)
+        self.engine.commit(one, OTHER[:40])
+        self.engine.flush()
+        return lambda: self.engine.commit(two, OTHER[:72])
+
+    def release(self) -> Callable[[], object]:
+        lease = self.engine.acquire(CacheRequest("a", OTHER[:72], expected_uses=3))
+        compute(self.engine, lease, OTHER, 0, 64, self.model)
+        self.engine.commit(lease, OTHER[:64])
+        return lambda: self.engine.release(lease)
+
+
+CASES = [
+    (policy, verb) for policy in ("write_through", "write_back") for verb in ("acquire", "extend", "commit", "release")
+]
+
+
+def require_unchanged(kind: str, policy: str, verb: str, every: int) -> None:
+    number = every // 2
+    while True:
+        crowded = Crowded(kind, policy)
+        engine, call = crowded.engine, getattr(crowded, verb)()
+        if not fails_at(call, number, anywhere=False):
+            engine.close()
+            return
+        engine.check()
+        engine.flush()
+        engine.check()
+        found = call()  # whoever calls again is served, and reads the truth
+        if isinstance(found, Lease):
+            verify(engine, found, TOKENS, found.cached_len, crowded.model)
+        for lease in list(engine._leases.values()):
+            engine.release(lease)
+        settled(engine)
+        engine.close()
+        number += every
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_call_that_raises_has_changed_nothing(kind: str) -> None:
+    """Whatever raises on the way of a verb, wherever it comes: every account holds, the same call succeeds, and at the
+    end everything is given back."""
+    for policy, verb in CASES:
+        require_unchanged(kind, policy, verb, 41)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", MODELS)
+def test_no_call_that_raises_has_changed_anything(kind: str) -> None:
+    """The same at every call on the way."""
+    for policy, verb in CASES:
+        require_unchanged(kind, policy, verb, 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_engine_knows_that_a_call_was_left_half_done(kind: str) -> None:
+    """Where an error comes out of the middle of the tree or of an allocator, every account holds, or the engine takes
+    no more calls; it closes all the same."""
+    for policy, verb in CASES:
+        number = refused = 0
+        while True:
+            crowded = Crowded(kind, policy)
+            engine, call = crowded.engine, getattr(crowded, verb)()
+            with contextlib.closing(engine):
+                if not fails_at(call, number, anywhere=True):
+                    break
+                try:
+                    engine.poll()
+                except NotRunning:
+                    refused += 1
+                else:
+                    engine.check()
+                    with contextlib.suppress(HiCacheError):
+                        call()
+                    engine.check()
+            number += 5
+        assert refused < number // 5

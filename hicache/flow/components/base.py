@@ -80,6 +80,9 @@ class Admission:
 class CacheComponent(ABC):
     """One component of one engine. Scheduler thread only. The factory asks the class whether a model has it.
 
+    A method that raises has changed nothing, but for what `fail_load` undoes of `begin_load`. `free`, `release` and
+    `fail_load`, which end something, do not raise.
+
     `rules`: its counterpart in the tree. Sizes are in tokens, or in states where `rules.at_node_end`.
     """
 

@@ -99,7 +99,8 @@ class FullAttention(CacheComponent):
     def fail_load(self, load: Load) -> None:
         """Its slots stay out of use as long as anyone reads them."""
         if FULL in load.runs:
-            load.orphans += [self.tree.fail_load(node) for node in reversed(load.runs[FULL].nodes)]
+            begun = [node for node in reversed(load.runs[FULL].nodes) if node.holds(FULL, DEVICE)]
+            load.orphans += [self.tree.fail_load(node) for node in begun]
 
     def release(self, lease: Lease) -> None:
         if lease.held_len > lease.tree_len:

@@ -67,7 +67,13 @@ class RecurrentState(CacheComponent):
         return _STATES_PER_REQUEST
 
     def kept(self, admission: Admission) -> int:
-        return min(1, admission.length)
+        """The state at the end of the prefix, where the device has it and nobody has locked it."""
+        end = 0
+        for node in admission.match.nodes:
+            end += node.num_tokens
+            if end == admission.length:
+                return int(node.holds(MAMBA, DEVICE) and not node.locks(MAMBA, DEVICE))
+        return 0
 
     def shortage(self, needed: int) -> ResourceExhausted:
         return OutOfStates(needed - self.available(), self.available())
@@ -125,7 +131,7 @@ class RecurrentState(CacheComponent):
     def prepare_to_track(self, lease: Lease) -> None:
         state = self._pool.alloc(1)
         assert state is not None, "made available before"
-        lease.mamba_checkpoint_idx = state[0]
+        lease.mamba_checkpoint_idx, lease.checkpoint_len = state[0], 0
 
     def track(self, leases: Sequence[Lease]) -> None:
         """The running states become the checkpoints, and the requests go on in copies of them."""

@@ -7,6 +7,7 @@ split where the last window begins, so that no more is kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -120,11 +121,16 @@ class SlidingWindow(CacheComponent):
 
     def begin_load(self, load: Load, nodes: Sequence[TreeNode], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         full_slots = [node.held(FULL, DEVICE) for node in nodes]
-        self.take(joined(full_slots))
-        for node, value in zip(nodes, full_slots, strict=True):
-            self.tree.attach(node, SWA, DEVICE, value)
         load.runs[SWA] = NodeRun(list(nodes), SWA, DEVICE)
-        return joined(full_slots)
+        joint = joined(full_slots)
+        self.take(joint)
+        with ExitStack() as undo:
+            undo.callback(self.free, joint)
+            for node, value in zip(nodes, full_slots, strict=True):
+                self.tree.attach(node, SWA, DEVICE, value)
+                undo.callback(self.tree.detach, node, SWA, DEVICE)
+            undo.pop_all()
+        return joint
 
     def fail_load(self, load: Load) -> None:
         """Windows of nodes whose full slots stay; the others left with those."""

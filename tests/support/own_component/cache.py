@@ -78,8 +78,7 @@ class LastHidden(CacheComponent):
     def missing(self, node: TreeNode) -> tuple[TreeNode, ...]:
         """The node, where the host has what the device lacks and a row can be had for it."""
         wanted = node.holds(self.name, HOST) and not node.holds(self.name, DEVICE)
-        # One of the evictable rows may belong to the end of what is pinned before this one is taken.
-        has_row = bool(self._free) or self.tree.evictable(self.name, DEVICE) > 1
+        has_row = bool(self._free) or self.tree.evictable(self.name, DEVICE) > 0
         return (node,) if wanted and has_row and self.counter.can_begin() else ()
 
     def needed(self, admission: Admission) -> int:
