@@ -54,6 +54,7 @@ class Persist(Movement):
         # By component, of writes that are not settled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
         self._waiting: deque[TreeNode] = deque()
+        self._turn_len = 0  # tokens of the path to the first of them that had their turn
         name = _METRICS[store]
         count, gauge = context.metrics.counter, context.metrics.gauge
         moved, took = (
@@ -125,14 +126,17 @@ class Persist(Movement):
         return [(write.nodes[-1], HOST) for write in self._writes.values()]
 
     def _send_waiting(self) -> None:
-        """Send what waits, as far as it fits. A split may have left part of a node above it; ancestors that wait for
-        their own turn lose nothing by coming now."""
+        """Send what waits, as far as it fits, each once. A split may have left part of a node above it; ancestors that
+        wait for their own turn lose nothing by coming now."""
         while self._waiting:
             for node in reversed(self._waiting[0].path()):
-                if not self._fits(node):
-                    return
-                self._send(node)
+                if node.depth_tokens > self._turn_len:
+                    if not self._fits(node):
+                        return
+                    self._send(node)
+                    self._turn_len = node.depth_tokens
             self._waiting.popleft()
+            self._turn_len = 0
 
     def _take(self, write: _Write, done: WriteDone) -> None:
         write.jobs -= 1

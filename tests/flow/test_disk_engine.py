@@ -339,11 +339,12 @@ def test_a_page_waits_for_its_turn_once(stores: Stores, tmp_path: Path) -> None:
         engine.check()
 
 
-def test_what_waits_for_the_disk_is_not_locked(stores: Stores, tmp_path: Path) -> None:
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_waits_for_the_disk_is_not_locked(breaks: bool, stores: Stores, tmp_path: Path) -> None:
     """At most half of the host is locked on its way to the disk, also where what waited was split since, and its front
-    comes with it."""
+    comes with it. What a broken disk refuses is not sent again and again for the part that waits behind it."""
     with engine_at(tmp_path / "s", device_tokens=1024) as engine:
-        turns, tree, whole = threading.Semaphore(0), engine.inspect.context.tree, prompt(3, 120)
+        turns, tree, whole = threading.Semaphore(0), engine.inspect.context.tree, prompt(3, 160)
         stores[-1].trouble = lambda verb: verb != "put" or turns.acquire(timeout=BOUND_S)
 
         def locked_pages() -> int:
@@ -364,9 +365,11 @@ def test_what_waits_for_the_disk_is_not_locked(stores: Stores, tmp_path: Path) -
         eventually(lambda: engine.poll() or engine.stats()["disk.stored_pages"] == 9, engine.stats)
         eventually(lambda: engine.poll() or locked_pages() != 9 + 9, engine.stats)
         assert locked_pages() == 9  # of 39: the 13 pages of the front would be more than half with these
+        if breaks:
+            stores[-1].trouble = lambda verb: verb != "put" or 1 / 0
         turns.release(100)
         engine.flush()
-        assert engine.stats()["disk.stored_pages"] == 9 + 9 + 15 + 1
+        assert engine.stats()["disk.stored_pages"] == (9 + 9 if breaks else 9 + 9 + 20 + 1)
         engine.check()
 
 
