@@ -23,7 +23,7 @@ serve: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest -m "not long and not remote" -n $(WORKERS) --dist worksteal $(ARGS)
 
-# The same files over and over beside processes that burn every core: make test-busy FILES="tests/disk".
+# The same files over and over beside processes that burn every core: make test-busy FILES="tests/stores".
 test-busy: $(STAMP)
 	ARGS="$(ARGS)" .ci/busy $(PY) $(FILES)
 

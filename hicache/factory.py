@@ -26,7 +26,6 @@ from hicache.device import (
     SWAKVPool,
 )
 from hicache.device.base import SlotSpace
-from hicache.disk import namespace_digest
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
 from hicache.flow.components import COMPONENTS, Base, CacheComponent, HostLink
@@ -40,7 +39,8 @@ from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
 from hicache.sizing import host_shares, resolve
 from hicache.storage import PageStore
-from hicache.stores import build_stores, require_one_each
+from hicache.store_tiers import build_stores, require_one_each
+from hicache.stores import namespace_digest
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes
 from hicache.tree import (
@@ -224,7 +224,13 @@ def _links(
     for name, space in spaces.items():
         pin = space.device.type == "cuda"
         host = HostPagePool(
-            space.layout, page_tokens[name], shares[name], pin=pin, device=space.device, setting=setting
+            space.layout,
+            page_tokens[name],
+            shares[name],
+            pin=pin,
+            device=space.device,
+            setting=setting,
+            shared=config.disk is not None or config.remote is not None,
         )
         links[name] = build_link(config, space, host)
     return links

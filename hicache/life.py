@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
-from hicache.disk import DiskTier
 from hicache.errors import ConcurrentCall, DoubleFree, HiCacheError, NotRunning
 from hicache.flow.context import EngineContext
 from hicache.kv_events import EventPublisher
 from hicache.owner import OwnerProcess
+from hicache.stores import StoreTier
 from hicache.transfer.base import TransferBackend
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class EngineLife(ABC):
         self._is_started, self._why_not = True, ""
         threads = (self._transfers, self._stores, self._events)
         self._finalizer = weakref.finalize(self, abandon, self._owner, *threads)
-        for part in (*self._transfers, *self._stores, self._events):
+        for part in (*self._transfers, self._events):
             if part is not None:
                 part.start()
 
@@ -146,7 +146,7 @@ class EngineLife(ABC):
 def abandon(
     owner: OwnerProcess,
     transfers: Sequence[TransferBackend],
-    stores: Sequence[DiskTier],
+    stores: Sequence[StoreTier],
     events: EventPublisher | None,
 ) -> None:
     """Stop the threads of an engine that was not closed: at the interpreter's exit, which would otherwise end them
@@ -157,6 +157,6 @@ def abandon(
     for transfer in transfers:
         transfer.abandon(deadline_s)
     for store in stores:
-        store.close(max(0.0, deadline_s - time.monotonic()))
+        store.abandon(max(0.0, deadline_s - time.monotonic()))
     if events is not None:
         events.abandon(deadline_s)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
+from urllib.parse import quote
 
 from hicache.errors import ConfigError
 from hicache.settings import Choice, FilePath, Number, Share, Size, Urls, Whole, settle, short_repr
@@ -11,6 +13,7 @@ from hicache.settings import Choice, FilePath, Number, Share, Size, Urls, Whole,
 Durability = Literal["relaxed", "commit"]
 Backup = Literal["all", "none"]
 Filter = Literal["auto", "none", "byte_shuffle", "channel_byte_shuffle"]
+Transport = Literal["process", "inline"]
 
 MAX_S = 1e9
 # A store maps its tables into the 128 TiB of addresses that a process has.
@@ -19,7 +22,8 @@ MAX_STORE_BYTES = 1 << 46
 
 @dataclass(frozen=True, kw_only=True)
 class DiskConfig:
-    """The disk tier. `path` is a directory of its own; `budget_bytes` bounds its files from the first write."""
+    """The disk tier. `path` is a directory of its own, or unix:/path/of/socket of a store that `hicache store serve`
+    serves to several engines, with its settings; `budget_bytes` bounds the files from the first write."""
 
     path: Annotated[str, FilePath("directory of the store", may_be_empty=False)]
     budget_bytes: Annotated[int, Size("maximum size of the files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
@@ -29,9 +33,21 @@ class DiskConfig:
         Filter, Choice("byte order in which pages are compressed", get_args(Filter), computed_from="the pool's layout")
     ] = "auto"
     key_file: Annotated[str, FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64")] = ""
+    transport: Annotated[
+        Transport,
+        Choice("where the store runs: in a process of its own, or in threads of this one", get_args(Transport)),
+    ] = "process"
 
     def __post_init__(self) -> None:
         settle(self, "disk ")
+
+    @property
+    def url(self) -> str:
+        """Of the store, for `hicache.storage.open_store`, or unix:/path/of/socket."""
+        if self.path.startswith("unix:"):
+            return self.path
+        path = quote(os.path.abspath(self.path))
+        return f"lmdb://{path}?budget={self.budget_bytes}&durability={self.durability}&level={self.level}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +68,10 @@ class RemoteConfig:
         float, Number("an operation that takes longer marks the store as stalled", 1e-3, MAX_S, unit="seconds")
     ] = 2.0
     key_file: Annotated[str, FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64")] = ""
+    transport: Annotated[
+        Transport,
+        Choice("where the store runs: in a process of its own, or in threads of this one", get_args(Transport)),
+    ] = "process"
 
     def __post_init__(self) -> None:
         settle(self, "remote ")

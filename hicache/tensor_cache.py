@@ -28,13 +28,13 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from hicache.disk.health import LIMITS, Breaker
-from hicache.disk.tensor_header import HEADER_BYTES, TENSOR_FORMAT_VERSION, TensorHeader
 from hicache.errors import ConfigError, HiCacheError, InvariantError
 from hicache.host import HostPagePool
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.owner import OwnerProcess
 from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, PageFormat, StoreCorrupt
+from hicache.storage.process.health import LIMITS, Breaker
+from hicache.stores.tensor_header import HEADER_BYTES, TENSOR_FORMAT_VERSION, TensorHeader
 
 _BLOCKS_PER_CALL = 64
 
@@ -247,7 +247,7 @@ class HiCache:
         """Move the least recently used tensor of host memory to disk, or drop it when no disk takes it."""
         name, entry = self._l2.popitem(last=False)
         assert entry.blocks is not None
-        self._count_down(self._to_disk(name, entry.header, self._host.views(entry.blocks)))
+        self._count_down(self._to_disk(name, entry.header, list(self._host.views(entry.blocks))))
         self._free_blocks(entry)
 
     def _count_down(self, stored: bool) -> None:

@@ -80,7 +80,7 @@ class PageStore(Protocol):
     first to last: a suffix is worth nothing without its prefix, so the suffix is evicted first.
     Deadlines are times of `time.monotonic`. After its deadline a call begins nothing and gives up what it can; what it
     did not do is False. It never returns while anything may still write to a buffer or read one, so it may return late:
-    callers that must not wait use threads, as `hicache.disk` does.
+    callers that must not wait use threads, as `hicache.storage.process` does.
     """
 
     @property

@@ -5,6 +5,7 @@ A commit waits for the disk and compression for the processor; one after the oth
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,8 @@ from hicache.storage.base import PageBuffer
 from hicache.storage.codec import PageCodecs
 from hicache.storage.header import HeaderAndPayload
 
-_NUM_THREADS = 2  # zstd compresses 0.8 GB/s a thread, about what one writer commits
+# zstd compresses 0.8 GB/s a thread, and one writer commits 2 GB/s or more; readers decode on the other cores.
+_MAX_THREADS, _SHARE_OF_CORES = 8, 2
 _MIN_THREADED_BYTES = 64 << 10  # handing a smaller page to another thread takes longer than encoding it
 
 
@@ -24,7 +26,8 @@ class PageCompressor:
 
     def __init__(self, codecs: PageCodecs, ahead_bytes: int) -> None:
         self._codecs, self._ahead_bytes = codecs, ahead_bytes
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hicache-disk-compress")
+        num_threads = min(_MAX_THREADS, max(2, len(os.sched_getaffinity(0)) // _SHARE_OF_CORES))
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hicache-disk-compress")
 
     def values(self, pages: Mapping[bytes, PageBuffer], lag: float) -> Generator[HeaderAndPayload, None, None]:
         """The value of each page, by key. Closed early, it waits for pages being encoded: they belong to the caller."""

@@ -35,9 +35,10 @@ def open_store(
     identity: Mapping[str, str | int],
     formats: Sequence[PageFormat],
     cipher: PageCipher | None = None,
+    on_removed: Callable[[Sequence[bytes]], None] | None = None,
 ) -> PageStore:
     """The store that `url` names, for pages of `formats`. `identity` names everything that decides what a page means,
-    and with `cipher` pages are encrypted, as `LmdbPageStore` says.
+    and with `cipher` pages are encrypted, as `LmdbPageStore` says, which alone calls `on_removed`.
 
     Raises `StoreError` for a URL that cannot be used, and what the store raises.
     """
@@ -46,7 +47,8 @@ def open_store(
         raise StoreError("several URLs with commas between them; give that of one store")
     scheme = scheme_of(url)
     opener = _OPENERS.get(scheme) or _registered(scheme)
-    return opener(url, identity=identity, formats=formats, cipher=cipher)
+    about = {"identity": identity, "formats": formats, "cipher": cipher}
+    return opener(url, **about, on_removed=on_removed) if scheme == "lmdb" else opener(url, **about)
 
 
 def _open_lmdb(url: str, /, **about: Any) -> PageStore:

@@ -15,7 +15,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+import hicache.integrations.server_store
+import hicache.store_tiers
 import programs
+from hicache.stores import open_tier
 
 # Before anything imports Triton, which looks once.
 if not torch.cuda.is_available():
@@ -61,6 +64,16 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries report what is left at the exit
+
+
+@pytest.fixture(autouse=True)
+def stores_in_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores run in threads of the test's process, over the same frames: starting an interpreter for each would take
+    minutes. Tests marked `store_process`, and the programs that tests start, have them in processes."""
+    if request.node.get_closest_marker("store_process") is None:
+        in_process = {"in_process": True}
+        for module in (hicache.store_tiers, hicache.integrations.server_store):
+            monkeypatch.setattr(module, "open_tier", lambda wanted, **how: open_tier(wanted, **how | in_process))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

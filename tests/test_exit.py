@@ -21,7 +21,7 @@ from waiting import eventually
 # Ends its interpreter while its engines are busy, one with a disk and one without. Prints how many pages the store had
 # acknowledged before.
 PROGRAM = """
-import atexit, sys, threading
+import atexit, os, signal, sys, threading
 import numpy as np
 import hicache.life
 from hicache import CacheRequest, DiskConfig, EngineConfig, ModelGeometry, build_engine
@@ -51,15 +51,13 @@ for engine in engines.values():
 print(int(engines["disk"].stats()["disk.stored_pages"]) if "disk" in engines else 0, flush=True)
 if ending == "hang":
     hicache.life._EXIT_S = 1.0
-    never, hung = threading.Event(), {"copy": threading.Event(), "put": threading.Event()}
-    def hangs(what):
-        return lambda *_, **__: (hung[what].set(), never.wait())
-    engines["memory"].inspect.context.full.transfer.mover.gather = hangs("copy")
-    engines["disk"].inspect.context.disk.store.put = hangs("put")
+    never, hung = threading.Event(), threading.Event()
+    engines["memory"].inspect.context.full.transfer.mover.gather = lambda *_, **__: (hung.set(), never.wait())
+    os.kill(engines["disk"].inspect.context.disk.client.pid, signal.SIGSTOP)
 for number in range(1, 3):
     serve(number)
 if ending == "hang":
-    while not all(event.is_set() for event in hung.values()):
+    while not hung.is_set():
         for engine in engines.values():
             engine.poll()
 if ending in ("exit", "hang"):
@@ -137,7 +135,7 @@ from pathlib import Path
 import numpy as np, torch
 from hicache import CacheRequest, DiskConfig, EngineConfig, ModelGeometry, build_engine
 from hicache.errors import NotRunning
-from hicache.storage import PageFormat, StoreError, open_existing, open_store
+from hicache.storage import LmdbPageStore, PageFormat, open_existing, open_store
 from hicache.tensor_cache import HiCache
 
 root = Path(sys.argv[1])
@@ -148,13 +146,15 @@ engine = build_engine(config, ModelGeometry(layer_num=2, head_num=1, head_dim=8)
 engine.start()
 cache = HiCache(1, 2, root / "tensors", l2_bytes=1 << 20, disk_bytes=8 << 20, block_bytes=4096)
 remote = open_store("redis://localhost:1", identity={"m": 1}, formats=[PageFormat(4096)])
-page, store = np.zeros(2048, np.uint8), engine.inspect.context.disk.store
+page = np.zeros(2048, np.uint8)
+store = LmdbPageStore(root / "own", identity={"m": 1}, formats=[PageFormat(2048)], budget_bytes=8 << 20)
 
 def serve(number):
     tokens = np.arange(400) + 1000 * number
     with engine.acquire(CacheRequest(str(number), tokens)) as lease:
         engine.commit(lease, tokens)
     engine.flush()
+    store.put([(str(number).encode(), page)])
     cache.put(str(number), torch.full((1000,), number))
 
 def use():
@@ -201,12 +201,14 @@ for pid, begin in children:
 print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid, _ in children[:3]], flush=True)
 store.check()
 engine.check()
-assert store.stats().entries == 12 * 25 and not (root / "pages" / "index.mdb").exists()
+assert store.stats().entries == 12 and not (root / "own" / "index.mdb").exists()
+assert engine.stats()["disk.stored_pages"] == 12 * 25
 assert all(cache.get(str(number))[0] == number for number in range(12))
 cache.check()
 engine.release(leases[0])
 engine.close()
 cache.close()
+store.close()
 again = open_existing(root / "pages")
 print(again.stats().entries, again.rebuilt_pages)
 again.close()

@@ -20,9 +20,9 @@ MAX_FUNCTION_LINES = 50
 LEVELS = (
     ("bench",),
     ("cli", "__main__", "serving", "planning", "store_command", "config_command", "integrations", "plot", "monitoring"),
-    ("engine", "factory", "kv_events", "life", "prefix_cache", "sizing", "stores", "tensor_cache", "validation"),
+    ("engine", "factory", "kv_events", "life", "prefix_cache", "sizing", "store_tiers", "tensor_cache", "validation"),
     ("flow", "replay"),
-    ("tree", "alloc", "device", "transfer", "host", "disk"),
+    ("tree", "alloc", "device", "transfer", "host", "stores"),
     ("layout",),
     ("config", "settings", "store_config", "metrics"),
     ("kernels", "storage"),

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.disk.tensor_header import TensorHeader
 from hicache.errors import ConfigError, HiCacheError, InvariantError, ShapeError
 from hicache.host import HostPagePool
 from hicache.storage import StoreMismatch, open_existing
 from hicache.storage.index import Index
 from hicache.storage.slot_file import SlotFile
+from hicache.stores.tensor_header import TensorHeader
 from hicache.tensor_cache import HiCache
 
 BLOCK = 4096

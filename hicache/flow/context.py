@@ -12,10 +12,10 @@ import torch
 from hicache.config import EngineConfig
 from hicache.device.base import KVCache
 from hicache.device.req_to_token import ReqToTokenPool
-from hicache.disk.workers import DiskTier
 from hicache.flow.components import CacheComponent, FullAttention
 from hicache.flow.write_policy import WritePolicy
 from hicache.metrics import Metrics
+from hicache.stores.tier import StoreTier
 from hicache.tree.base import Released
 from hicache.tree.core import RadixTree
 from hicache.tree.node import DEVICE, DISK, Component, Store, Tier, joined
@@ -33,7 +33,7 @@ class EngineContext:
     metrics: Metrics
     components: tuple[CacheComponent, ...]
     write_policy: WritePolicy
-    stores: Mapping[Store, DiskTier] = field(default_factory=dict)
+    stores: Mapping[Store, StoreTier] = field(default_factory=dict)
 
     @cached_property
     def full(self) -> FullAttention:
@@ -51,7 +51,7 @@ class EngineContext:
         return next((component for component in self.components if component.rules.ends_matches), self.full)
 
     @property
-    def disk(self) -> DiskTier | None:
+    def disk(self) -> StoreTier | None:
         return self.stores.get(DISK)
 
     @property

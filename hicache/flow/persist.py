@@ -15,10 +15,10 @@ from contextlib import ExitStack
 
 import torch
 
-from hicache.disk.jobs import Stalled, WriteDone, WriteJob
 from hicache.flow.completion import Movement
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
+from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tree.events import EventLog
 from hicache.tree.node import DISK, FULL, HOST, REMOTE, NodeRun, Store, Tier, TreeNode
 
@@ -191,7 +191,7 @@ class Persist(Movement):
         tree, host, pages = self._context.tree, component.host, node.held(component.name, HOST)
         keys, views, ticket = self._keys(node, component), host.views(pages), next(self._tickets)
         parts = [slice(start, start + _BATCH_PAGES) for start in range(0, len(keys), _BATCH_PAGES)]
-        jobs = [WriteJob(ticket, tuple(keys[part]), tuple(views[part]), batch) for batch, part in enumerate(parts)]
+        jobs = [WriteJob(ticket, tuple(keys[part]), views[part], batch) for batch, part in enumerate(parts)]
         with ExitStack() as undo:
             tree.lock(node, HOST)
             undo.callback(tree.unlock, node, HOST)

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from hicache.config import PrefetchMode
-from hicache.disk.jobs import Stalled
 from hicache.errors import PrefetchPending
 from hicache.flow.completion import Movement
 from hicache.flow.context import EngineContext
@@ -36,6 +35,7 @@ from hicache.flow.prefetch_waiter import Prefetch, Waiter
 from hicache.flow.prefetch_weigh import Weigher
 from hicache.flow.prefix_read import PrefixReads
 from hicache.flow.read_state import PrefixRead
+from hicache.storage.process.jobs import Stalled
 from hicache.tree.key import Tokens
 from hicache.tree.node import DISK, FULL, HOST, Component, Store, Tier, TreeNode
 

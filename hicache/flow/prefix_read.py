@@ -17,7 +17,6 @@ from itertools import groupby, takewhile
 
 import torch
 
-from hicache.disk.jobs import FIND, FindDone, FindJob, PageBytes, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
@@ -25,6 +24,7 @@ from hicache.flow.disk_prefix import DiskPrefix, Found
 from hicache.flow.host_eviction import HostEviction
 from hicache.flow.read_state import Batch, PrefixRead
 from hicache.metrics import Histogram
+from hicache.storage.process.jobs import FIND, FindDone, FindJob, PageBytes, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tree.node import DEVICE, DISK, FULL, HOST, REMOTE, Component, Store, TreeNode
 
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
@@ -88,6 +88,8 @@ class PrefixReads:
     def stop(self, read: PrefixRead) -> None:
         """Read no further. What readers hold comes back through `apply`."""
         read.cancelled.set()
+        for _, tier in self._tiers:
+            tier.reads.tell_cancelled()
 
     def poll(self) -> Iterator[tuple[PrefixRead, FindDone | ReadDone | Stalled]]:
         """What the readers have answered, each to be applied before the next is taken. Answers for reads that ended,
@@ -223,7 +225,7 @@ class PrefixReads:
             ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ,
             read.batches[number],
         )
-        job = ReadJob(read.number, number, tuple(keys), tuple(views), read.cancelled, read.until_s, queue_class)
+        job = ReadJob(read.number, number, tuple(keys), views, read.cancelled, read.until_s, queue_class)
         if not self._context.stores[store].reads.submit(job):
             self._refused.value += 1
             read.is_short, batch.ok = True, ()
@@ -258,7 +260,7 @@ class PrefixReads:
             read.landed_end += accepted
             if accepted < len(batch.indices):
                 read.failed = True
-                read.cancelled.set()  # what follows a gap is of no use
+                self.stop(read)  # what follows a gap is of no use
 
     def _insert(self, read: PrefixRead, batch: Batch, num_pages: int) -> int:
         """Insert the first pages of a batch behind the anchor; returns how many were (the others stay the batch's)."""

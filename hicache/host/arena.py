@@ -112,6 +112,8 @@ class PinnedArena:
     Row r lies in chunk r // `rows_per_chunk`. Without `pin` memory is taken as it is written; with it, all memory is
     taken when the constructor returns, and a forked child does not see it. Built and closed by the engine's thread;
     transfer streams and disk readers copy into it. An OutOfMemory names `setting`.
+
+    `shared`: a store process may map the memory too, from `descriptor` (else -1), which `close` closes.
     """
 
     def __init__(
@@ -124,11 +126,13 @@ class PinnedArena:
         device: torch.device | None = None,
         registry: CudaRegistry | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        shared: bool = False,
     ) -> None:
         total = rows * row_bytes
         require(total, setting)
         self.rows_per_chunk = _rows_per_chunk(row_bytes, chunk_bytes)
-        mapping = _map(total, setting)
+        self.descriptor = _memory_file(total, setting) if shared else -1
+        mapping = _map(total, setting, self.descriptor)
         self.data = torch.frombuffer(mapping, dtype=torch.uint8)[:total].view(rows, row_bytes)
         self._pins: PinnedRows | None = None
         if pin:
@@ -142,6 +146,9 @@ class PinnedArena:
         """Unpin. Idempotent. The memory itself is released with the last tensor that refers to it."""
         if self._pins is not None:
             self._pins.close()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 def touch(memory: npt.NDArray[np.uint8], cpus: frozenset[int]) -> None:
@@ -154,15 +161,27 @@ def _touch_piece(piece: npt.NDArray[np.uint8]) -> None:
     piece[:: mmap.PAGESIZE] = 0  # numpy releases the GIL
 
 
-def _map(num_bytes: int, setting: str) -> mmap.mmap:
-    """Fresh zeros. Private, because shared anonymous memory belongs to tmpfs, which seldom has huge pages."""
+def _map(num_bytes: int, setting: str, descriptor: int) -> mmap.mmap:
+    """Fresh zeros; private without a descriptor, because shared memory seldom has huge pages."""
+    flags = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
-        mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(descriptor, max(num_bytes, 1), flags=flags)
     except OSError as error:  # overcommit is off, or an address space limit
         raise OutOfMemory(f"cannot map {num_bytes} bytes of CPU memory ({error}); lower {setting}") from None
     with contextlib.suppress(OSError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def _memory_file(num_bytes: int, setting: str) -> int:
+    """A file of zeros in memory, which no limit of /dev/shm bounds."""
+    descriptor = os.memfd_create("hicache-host", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, max(num_bytes, 1))
+    except OSError as error:
+        os.close(descriptor)
+        raise OutOfMemory(f"cannot take {num_bytes} bytes of shared memory ({error}); lower {setting}") from None
+    return descriptor
 
 
 def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:

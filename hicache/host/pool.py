@@ -16,6 +16,7 @@ import torch
 from hicache.errors import ConfigError, DoubleFree, InvariantError
 from hicache.host.arena import PinnedArena
 from hicache.layout import PoolLayout
+from hicache.storage.process.jobs import PageRows
 
 Pages = npt.NDArray[np.int64]
 Readers = npt.NDArray[np.int32]
@@ -114,8 +115,9 @@ class HostPagePool:
     """`host_bytes` of pages of `page_tokens` tokens. Page ids are int64 CPU tensors.
 
     Owned by the scheduler thread; the bytes of a page belong to whoever the flows handed it to. `device` is the GPU
-    near which the memory should lie (None: the current one), `setting` what an error about the size names. ConfigError
-    when not one page fits, OutOfMemory when the machine has less memory.
+    near which the memory should lie (None: the current one), `setting` what an error about the size names. `shared`: a
+    store process may map the pages too. ConfigError when not one page fits, OutOfMemory when the machine has less
+    memory.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class HostPagePool:
         pin: bool,
         device: torch.device | None = None,
         setting: str = "host_bytes",
+        shared: bool = False,
     ) -> None:
         self.layout, self.page_tokens = layout, page_tokens
         self.page_bytes = layout.page_bytes(page_tokens)
@@ -137,7 +140,8 @@ class HostPagePool:
                 f"{self.page_bytes} bytes and the sink beside it; "
                 f"raise {setting} to at least {2 * self.page_bytes}"
             )
-        self.arena = PinnedArena(self.num_pages + 1, self.page_bytes, pin=pin, setting=setting, device=device)
+        rows = self.num_pages + 1
+        self.arena = PinnedArena(rows, self.page_bytes, pin=pin, setting=setting, device=device, shared=shared)
         # One entry a page and one behind the last: copies that read or write it outside this thread; below 0: free.
         self._readers: Readers = np.empty(self.num_pages + 2, dtype=np.int32)
         self._free = FreeRuns(self._readers)
@@ -182,10 +186,9 @@ class HostPagePool:
             np.add.at(self._readers, ids, 1)
             raise InvariantError("host pool", [f"pages {ids.tolist()[:8]}… hold a page without a reader"])
 
-    def views(self, pages: torch.Tensor) -> list[npt.NDArray[np.uint8]]:
+    def views(self, pages: torch.Tensor) -> PageRows:
         """The bytes of each page, uint8 [page_bytes], sharing memory."""
-        rows = self.arena.data.numpy()
-        return [rows[page] for page in pages.tolist()]
+        return PageRows(self.arena.data.numpy(), pages.tolist())
 
     def check(self) -> None:
         """Raise `InvariantError` unless the free pages, their runs and their number agree."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from hicache.console import printable
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.settings import Size, Whole, as_flag
+from hicache.storage.process.serve import serve
 from hicache.store_command import commands
 from hicache.store_command.import_export import STREAM
 from hicache.store_command.reporting import LogCapture, Steps
@@ -55,9 +58,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _takes_size(importing, "--max-page", "maximum page size of a new store (default 256MiB)", 256 << 20)
     _takes_key(importing)
 
+    help = "serve a store to the engines and servers of this machine, until SIGTERM"
+    serving = subparsers.add_parser("serve", help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
+    serving.add_argument("url", metavar="URL", help="the store, like lmdb:///var/lib/hicache?budget=100GiB")
+    serving.add_argument("--socket", required=True, metavar="PATH", help="engines name it as disk path unix:PATH")
+
 
 def run(flags: argparse.Namespace) -> int:
     """Run one subcommand; returns the exit status. Raises what the subcommand raises."""
+    if flags.verb == "serve":
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+        serve(flags.url, Path(flags.socket))
+        return 0
     with LogCapture() as log, CalmInterrupt() as calm:
         progress = Steps(calm, wanted=not flags.json)
         outcome: commands.Outcome = flags.run_command(commands.Task(flags, progress, log))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hicache.console import columns, printable, sized
-from hicache.disk.secret import cipher_of
 from hicache.errors import ConfigError
 from hicache.storage import (
     Fault,
@@ -42,6 +41,7 @@ from hicache.store_command.import_export import (
 )
 from hicache.store_command.reporting import LogCapture, Steps
 from hicache.store_config import DiskConfig
+from hicache.stores import cipher_of
 
 _SUMMARY_FIELDS = ("server", "model", "dtype", "layout")  # of an identity
 

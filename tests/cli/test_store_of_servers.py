@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hicache.cli import main
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig
 from hicache.storage import PageFormat, store_folders
+from hicache.stores.staging import WaitingTier
 
 PAGE_BYTES = 4096
 VLLM = {"server": "vllm 0.32", "model": "m", "dtype": "bfloat16", "layout": "LBHNC", "page_tokens": 16}
@@ -26,8 +26,8 @@ def of_two_servers(tmp_path: Path) -> Path:
             ServerStoreConfig(path=str(tmp_path / "pages"), budget=32 << 20), identity, [PageFormat(PAGE_BYTES)]
         )
         keys = server.keys([bytes([n]) for n in range(num_pages)])
-        assert all(server.store.put([(key, np.full(PAGE_BYTES, 7, dtype=np.uint8)) for key in keys]))
-        server.close()
+        tier = WaitingTier(server.tier, PAGE_BYTES)
+        assert all(tier.write(keys, PAGE_BYTES, lambda _, page: page.fill(7))) and tier.close()
     return tmp_path / "pages"
 
 

@@ -17,7 +17,6 @@ import yaml
 from hicache import AdvancedConfig, DiskConfig, EngineConfig, ModelGeometry, build_engine
 from hicache.config import SECTIONS, debug_checks, kernel_choice
 from hicache.console import parse_bytes
-from hicache.disk import identity_of, namespace_digest
 from hicache.errors import ConfigError, IdentityError
 from hicache.flow.write_policy import POLICIES
 from hicache.layout import BufferSpec, PoolLayout
@@ -35,6 +34,7 @@ from hicache.settings import (
     Whole,
     settings_of,
 )
+from hicache.stores import identity_of, namespace_digest
 from hicache.tree.policy import ORDERS
 
 LAYOUT = PoolLayout((BufferSpec("k", torch.uint8, (2, 8), "token", (0, 1)),), 4)

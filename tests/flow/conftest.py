@@ -6,10 +6,10 @@ import functools
 
 import pytest
 
-import hicache.stores
+import hicache.storage.process.stores
+import hicache.store_tiers
 from disk_case import Clock, TroubledStore
-from hicache.disk import DiskTier
-from hicache.storage import LmdbPageStore
+from hicache.storage import open_store
 from prefetch_case import PacedStore
 
 
@@ -17,7 +17,9 @@ from prefetch_case import PacedStore
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of all engines that are built from here on."""
     clock = Clock()
-    monkeypatch.setattr(hicache.stores, "DiskTier", functools.partial(DiskTier, clock=clock))
+    for name in ("open_tier", "given_tier"):
+        opens = getattr(hicache.store_tiers, name)
+        monkeypatch.setattr(hicache.store_tiers, name, functools.partial(opens, clock=clock))
     return clock
 
 
@@ -31,9 +33,9 @@ def stores(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[TroubledStore]
     """The stores on disk of engines that are built from here on, newest last: they fail when told to."""
     stores: list[TroubledStore] = []
 
-    def troubled(*args: object, **settings: object) -> TroubledStore:
-        stores.append(TroubledStore(LmdbPageStore(*args, **settings)))  # type: ignore[arg-type]
+    def troubled(url: str, **settings: object) -> TroubledStore:
+        stores.append(TroubledStore(open_store(url, **settings)))  # type: ignore[arg-type]
         return stores[-1]
 
-    monkeypatch.setattr(hicache.stores, "LmdbPageStore", troubled)
+    monkeypatch.setattr(hicache.storage.process.stores, "open_store", troubled)
     return stores

@@ -19,6 +19,7 @@ from component_case import (
     config,
     prefill,
 )
+from disk_case import TroubledStore
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Hit, ModelGeometry, build_engine
 from hicache.storage import pages
 from hicache.tree import FULL as FULL_KV
@@ -27,6 +28,8 @@ from toy_model import prompt, settled, until_ready
 from waiting import BOUND_S
 
 PAGE = 8
+
+Stores = list[TroubledStore]
 
 
 def engine_at(path: Path, model: ModelGeometry, **changes: object) -> CacheEngine:
@@ -66,16 +69,16 @@ def test_a_restart_finds_what_was_committed(tmp_path: Path, model: ModelGeometry
 
 
 @pytest.mark.parametrize("model", WITH_COMPONENTS)
-def test_what_the_disk_lacks_is_computed_again(tmp_path: Path, model: ModelGeometry) -> None:
+def test_what_the_disk_lacks_is_computed_again(tmp_path: Path, model: ModelGeometry, stores: Stores) -> None:
     """Where the disk lost the state or a window page, a prompt hits only as far as all components reach."""
     tokens = prompt(1, 61)
     with engine_at(tmp_path, model) as engine:
         serve(engine, "a", tokens, model)
+        engine.flush()
         context = engine.inspect.context
-        assert context.disk is not None
         names, name = context.tree.names, MAMBA if model is STATES else SWA
         keys = names.of_prompt(context.tree.match(tokens[:56]), tokens[:56])
-        assert context.disk.store.delete(names.of_component(name, keys[-1:])) == 1
+        assert stores[-1].delete(names.of_component(name, keys[-1:])) == 1
     with engine_at(tmp_path, model) as engine:
         assert engine.lookup(tokens, disk_wait_s=BOUND_S).disk < 56
         hit = serve(engine, "b", tokens, model)
@@ -97,16 +100,18 @@ def test_only_the_last_window_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", WITH_COMPONENTS)
-def test_states_and_windows_are_evicted_before_their_pages(tmp_path: Path, model: ModelGeometry) -> None:
+def test_states_and_windows_are_evicted_before_their_pages(
+    tmp_path: Path, model: ModelGeometry, stores: Stores
+) -> None:
     """In the disk's order of use, what belongs to the end of a prefix comes before the pages that it continues."""
     tokens = prompt(1, 61)
     with engine_at(tmp_path, model) as engine:
         for turn in range(2):
             serve(engine, f"r{turn}", tokens, model)
         context = engine.inspect.context
-        assert context.disk is not None
-        context.disk.store.sync()
-        order = [key for key, _ in pages(context.disk.store)]
+        engine.flush()
+        stores[-1].sync()
+        order = [key for key, _ in pages(stores[-1].inner)]
         page_keys = context.tree.names.of_prompt(context.tree.match(tokens[:56]), tokens[:56])
         name = MAMBA if model is STATES else SWA
         others = [order.index(key) for key in context.tree.names.of_component(name, page_keys) if key in order]

@@ -10,9 +10,8 @@ import pytest
 from disk_case import Clock, Gate, TroubledStore, failing
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
 from hicache.errors import ConfigError
-from hicache.storage import PageStore, StoreError
-from hicache.storage.redis_store import RedisPageStore
-from hicache.stores import num_remote_readers
+from hicache.storage import PageStore
+from hicache.store_tiers import num_remote_readers
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config, serve, settled, until_ready
 from toy_model import prompt as prompt_of
@@ -174,21 +173,6 @@ def test_settings_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="url"):
         RemoteConfig(url="")
     assert "secret" not in repr(url)
-
-
-def test_a_store_that_takes_no_memory_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was opened for an engine that cannot be built is closed again."""
-    opened: list[RedisPageStore] = []
-
-    def refuse(store: RedisPageStore, memory: object) -> None:
-        opened.append(store)
-        raise StoreError("no memory can be registered")
-
-    monkeypatch.setattr(RedisPageStore, "register_memory", refuse)
-    with pytest.raises(StoreError, match="registered"):
-        engine_over(None, remote=RemoteConfig(url="redis://localhost:1"))
-    with pytest.raises(StoreError, match="closed"):
-        opened[0].contains([b"key"])
 
 
 def test_as_many_threads_read_as_fill_the_link() -> None:

@@ -1,51 +1,63 @@
-"""The store of a server: identities and salts on one path, and what happens where it cannot be used."""
+"""The store of a server: identities and salts on one path or socket, and what happens where it cannot be used."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from disk_case import written_elsewhere
-from hicache.disk.health import LIMITS
+import hicache.integrations.server_store
 from hicache.errors import ConfigError
-from hicache.integrations.lmcache.stores import KindStore
-from hicache.integrations.server_store import (
-    ReadOnlyStore,
-    ServerStore,
-    ServerStoreConfig,
-    server_store_config,
-)
+from hicache.integrations.server_store import ServerStore, ServerStoreConfig, server_store_config
 from hicache.integrations.versions import require_version
-from hicache.storage import PageFormat, StoreError, describe
-from memory_store import MemoryPageStore
+from hicache.storage import PageBuffer, PageFormat, StoreError, describe
+from hicache.storage.process.health import Limits
+from hicache.storage.process.service import ServiceSettings
+from hicache.stores.staging import WaitingTier
+from store_server import served
+from waiting import eventually
 
 PAGE_BYTES = 4096
 FORMATS = (PageFormat(PAGE_BYTES),)
 IDENTITY = {"server": "vllm 0.32", "model": "m", "dtype": "bfloat16", "layout": "LBHNC", "page_tokens": 16}
 
 
-def opened(
-    path: Path, salt: str = "", formats: tuple[PageFormat, ...] = FORMATS, writes: bool = True, **changed: Any
-) -> ServerStore:
-    settings = {name: changed.pop(name) for name in ("budget", "key_file") if name in changed}
-    config = ServerStoreConfig(path=str(path), salt=salt, **settings)
-    return ServerStore.open(config, {**IDENTITY, **changed}, formats, writes=writes)
+class Server:
+    """A store as a server uses it: pages of bytes that follow from their names."""
+
+    def __init__(
+        self, path: Path | str, salt: str = "", formats: tuple[PageFormat, ...] = FORMATS, **changed: Any
+    ) -> None:
+        settings = {name: changed.pop(name) for name in ("budget", "key_file") if name in changed}
+        config = ServerStoreConfig(path=str(path), salt=salt, **settings)
+        self.store = ServerStore.open(config, {**IDENTITY, **changed}, formats)
+        self.tier = WaitingTier(self.store.tier, PAGE_BYTES)
+
+    def put(self, name: bytes) -> bool:
+        def fill(_: int, page: PageBuffer) -> None:
+            page[:] = list(name.ljust(PAGE_BYTES, b"."))
+
+        return self.tier.write(self.store.keys([name]), PAGE_BYTES, fill) == [True]
+
+    def get(self, name: bytes) -> bool:
+        found: list[bytes] = []
+        self.tier.read(self.store.keys([name]), PAGE_BYTES, lambda _, page: found.append(page.tobytes()))
+        assert found in ([], [name.ljust(PAGE_BYTES, b".")])
+        return bool(found)
+
+    def close(self) -> None:
+        assert self.tier.close()
 
 
-def put(server: ServerStore, name: bytes) -> list[bool]:
-    page = np.frombuffer(name.ljust(PAGE_BYTES, b"."), dtype=np.uint8)
-    return server.store.put([(server.keys([name])[0], page)])
-
-
-def get(server: ServerStore, name: bytes) -> bool:
-    """Whether the page is there; its bytes are those that were put."""
-    page = np.zeros(PAGE_BYTES, dtype=np.uint8)
-    [found] = server.store.get_into(server.keys([name]), [page])
-    assert not found or page.tobytes() == name.ljust(PAGE_BYTES, b".")
-    return found
+@contextlib.contextmanager
+def opened(*arguments: Any, **changed: Any) -> Iterator[Server]:
+    server = Server(*arguments, **changed)
+    yield server
+    server.close()
 
 
 @pytest.mark.parametrize(
@@ -69,63 +81,77 @@ def test_servers_on_one_path_see_nothing_of_each_other(tmp_path: Path, changed: 
         changed["key_file"] = str(tmp_path / "key")
         (tmp_path / "key").write_bytes(bytes(range(32)))
     path = tmp_path / "pages"
-    first = opened(path)
-    assert put(first, b"a") == [True]
-    first.close()
-    second = opened(path, **changed)
-    assert not get(second, b"a")
-    assert put(second, b"b") == [True]
-    second.close()
+    with opened(path) as first:
+        assert first.put(b"a")
+    with opened(path, **changed) as second:
+        assert not second.get(b"a") and second.put(b"b")
     for kwargs, own, other in (({}, b"a", b"b"), (changed, b"b", b"a")):
-        again = opened(path, **kwargs)
-        assert get(again, own) and not get(again, other)
-        again.close()
+        with opened(path, **kwargs) as again:
+            assert again.get(own) and not again.get(other)
 
 
-def test_a_store_that_another_process_writes_is_read(tmp_path: Path) -> None:
-    """It stores nothing there, and raises nothing."""
-    first = opened(tmp_path)
-    put(first, b"a")
-    first.close()
-    with written_elsewhere(first.path):
-        second = opened(tmp_path)
-        assert not second.can_write and get(second, b"a") and put(second, b"b") == [False] and not get(second, b"b")
-        second.close()
+def test_a_store_of_another_process_is_left_alone_until_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server goes on without it, raises nothing and names the remedy once. It tries again, and then it has it."""
+    soon = ServiceSettings(limits=Limits(reopen_backoff_s=1e-3, max_reopen_backoff_s=1e-3))
+    monkeypatch.setattr(hicache.integrations.server_store, "ServiceSettings", lambda **_: soon)
+    first = Server(tmp_path)
+    assert first.put(b"a")
+    with opened(tmp_path) as second:
+        for _ in range(3):
+            assert not second.put(b"b") and not second.get(b"a")
+        assert caplog.text.count("hicache store serve") == 1
+        first.close()
+        assert eventually(lambda: second.get(b"a")) and second.put(b"b") and second.get(b"b")
 
 
-def test_a_reader_waits_for_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not write, and starts before any writer, reads as soon as there is a store."""
-    monkeypatch.setattr(ReadOnlyStore, "RETRY_S", 0.0)
-    reader = opened(tmp_path, writes=False)
-    assert not reader.can_write and not get(reader, b"a")
-    first = opened(tmp_path)
-    put(first, b"a")
-    first.close()
-    assert get(reader, b"a") and put(reader, b"b") == [False]
-    reader.close()
+def test_servers_of_one_socket_share_stores(tmp_path: Path) -> None:
+    """Each identity has its own, in the directory that is served; servers of one identity read and write the same."""
+    with served(tmp_path / "pages", tmp_path / "socket") as socket:
+        with opened(socket) as first, opened(socket) as second, opened(socket, model="n") as other:
+            assert first.put(b"a") and second.get(b"a") and not other.get(b"a")
+            assert second.put(b"b") and first.get(b"b") and other.put(b"b")
+        with opened(socket) as again:
+            assert again.get(b"a") and again.get(b"b")
+    assert sorted(describe(folder).entries for folder in (tmp_path / "pages").iterdir()) == [1, 2]
 
 
 def test_damaged_files_are_not_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The server goes on without its store, and the log names the file."""
-    first = opened(tmp_path)
-    put(first, b"a")
-    first.close()
-    data = first.path / "store.json"
+    with opened(tmp_path) as first:
+        first.put(b"a")
+    data = Path(first.store.path) / "store.json"
     data.write_bytes(b"\xff" * data.stat().st_size)
-    second = opened(tmp_path)
-    assert not second.can_write and not get(second, b"a") and put(second, b"b") == [False]
-    assert str(data) in caplog.text
-    second.close()
+    with opened(tmp_path) as second:
+        assert not second.get(b"a") and not second.put(b"b")
+        assert str(data) in caplog.text
+
+
+@pytest.mark.store_process
+def test_a_store_in_its_process_is_found_again(tmp_path: Path) -> None:
+    """Pages go through staging memory; two threads at once get their own."""
+    with opened(tmp_path) as first:
+        assert all(first.put(b"%d" % n) for n in range(4))
+        found: list[bool] = []
+        threads = [threading.Thread(target=lambda: found.extend(first.get(b"%d" % n) for n in range(4))) for _ in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [True] * 8
+    with opened(tmp_path) as second:
+        assert second.get(b"0")
 
 
 def test_operators_read_it_like_any_other(tmp_path: Path) -> None:
     """The subfolder is a whole store, whose identity names the server."""
-    first = opened(tmp_path)
-    put(first, b"a")
-    first.store.check()
-    first.close()
-    assert first.path.name.startswith("vllm-0.32-")
-    found = describe(first.path)
+    with opened(tmp_path) as first:
+        first.put(b"a")
+        first.put(b"b")
+        assert first.tier.clear() and not first.get(b"b") and first.put(b"c")
+    assert Path(first.store.path).name.startswith("vllm-0.32-")
+    found = describe(first.store.path)
     assert (found.entries, found.identity["server"]) == (1, "vllm 0.32")
 
 
@@ -151,12 +177,12 @@ def test_a_path_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path):
         with pytest.raises(ConfigError, match="path="):
-            opened(path)
+            Server(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
     with pytest.raises(StoreError):
-        opened(tmp_path / "new", budget=1 << 20, formats=(PageFormat(64 << 20),))
+        Server(tmp_path / "new", budget=1 << 20, formats=(PageFormat(64 << 20),))
     with pytest.raises(ConfigError, match="server="):
-        opened(tmp_path / "new", server="someone")
+        Server(tmp_path / "new", server="someone")
 
 
 def test_untested_releases_are_refused() -> None:
@@ -166,14 +192,3 @@ def test_untested_releases_are_refused() -> None:
     for server, version, tested in (("vLLM", "0.3.2", ["0.32"]), ("SGLang", "0.5.10", ["0.5.9"])):
         with pytest.raises(ConfigError):
             require_version(server, version, tested)
-
-
-def test_lmcaches_store_goes_on_writing_when_it_is_full(tmp_path: Path) -> None:
-    """However often there is no room for an object, or for some of several, it is no failure: what fits is stored."""
-    server = ServerStore(tmp_path, MemoryPageStore(PAGE_BYTES), "", can_write=True)
-    kind, large = KindStore(server), np.zeros(PAGE_BYTES + 1, np.uint8)
-    for _ in range(LIMITS.max_failures + 1):
-        assert kind.write([b"large"], [large], lag=0) == [False]
-        assert kind.write([b"large", b"small"], [large, large[1:]], lag=0).count(True) <= 1
-    assert kind.is_healthy and kind.write([b"small"], [large[1:]], lag=0) == [True]
-    kind.close()

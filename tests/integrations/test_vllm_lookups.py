@@ -8,34 +8,38 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hicache.disk import DiskTier, FindDone
 from hicache.integrations.vllm.lookups import Lookups
+from hicache.storage.process.jobs import FindDone
+from hicache.storage.process.service import ServiceSettings
+from hicache.stores import StoreTier, given_tier
 from memory_store import MemoryPageStore
 from waiting import eventually
 
 CHUNKS = [bytes([n]) * 36 for n in range(40)]
 
 
+HELD = set(CHUNKS[::2])
+
+
 @pytest.fixture
-def disk() -> Iterator[DiskTier]:
-    tier = DiskTier(MemoryPageStore(1 << 20), readers=2, queue_jobs=4)
-    tier.start()
+def disk() -> Iterator[StoreTier]:
+    store = MemoryPageStore(1 << 20)
+    store.put([(chunk, np.zeros(8, dtype=np.uint8)) for chunk in HELD])
+    tier = given_tier(store, ServiceSettings(readers=2, queue_jobs=4))
     yield tier
     assert tier.close()
 
 
-def step(disk: DiskTier, lookups: Lookups) -> None:
+def step(disk: StoreTier, lookups: Lookups) -> None:
     lookups.flush()
     for done in disk.reads.poll():
         assert isinstance(done, FindDone)
         lookups.answered(done)
 
 
-def test_every_lookup_is_answered_and_nothing_is_left_of_requests_that_finished(disk: DiskTier) -> None:
+def test_every_lookup_is_answered_and_nothing_is_left_of_requests_that_finished(disk: StoreTier) -> None:
     """Of random requests, in random steps; an answer is what the store holds, or "no" where its queue was full."""
     rng = random.Random(0)
-    held = set(CHUNKS[::2])
-    disk.store.put([(chunk, np.zeros(8, dtype=np.uint8)) for chunk in held])
     lookups = Lookups(disk.reads, list)
     running: dict[str, list[bytes]] = {}
     for n in range(400):
@@ -43,7 +47,7 @@ def test_every_lookup_is_answered_and_nothing_is_left_of_requests_that_finished(
             running[str(n)] = rng.sample(CHUNKS, rng.randrange(1, 9))
         for request, chunks in list(running.items()):
             answers = [lookups.lookup(chunk, request) for chunk in chunks]
-            assert not any(answer and chunk not in held for answer, chunk in zip(answers, chunks, strict=True))
+            assert not any(answer and chunk not in HELD for answer, chunk in zip(answers, chunks, strict=True))
             if None not in answers or rng.random() < 0.1:
                 lookups.forget(request)
                 del running[request]
@@ -52,17 +56,17 @@ def test_every_lookup_is_answered_and_nothing_is_left_of_requests_that_finished(
     for request in running:
         lookups.forget(request)
     assert len(lookups) == 0
-    eventually(lambda: not disk.reads.jobs)
+    eventually(lambda: step(disk, lookups) or not disk.reads.under_way)
 
     def answers() -> list[bool | None]:
         found = [lookups.lookup(chunk, "last") for chunk in CHUNKS]
         step(disk, lookups)
         return [] if None in found else found
 
-    assert eventually(answers) == [chunk in held for chunk in CHUNKS]
+    assert eventually(answers) == [chunk in HELD for chunk in CHUNKS]
 
 
-def test_a_verdict_is_corrected_by_what_a_load_or_a_store_shows(disk: DiskTier) -> None:
+def test_a_verdict_is_corrected_by_what_a_load_or_a_store_shows(disk: StoreTier) -> None:
     """And forgotten with the last request that asked."""
     lookups = Lookups(disk.reads, list)
     for request in ("a", "b"):

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from hicache.disk import DiskTier, Limits
 from hicache.engine import CacheEngine
 from hicache.storage import LmdbPageStore, PageBuffer, PageFormat, PageStore
+from hicache.storage.process.health import Limits
+from hicache.storage.process.service import ServiceSettings
+from hicache.stores import StoreTier, given_tier
 from programs import PIPE, Program
 from waiting import BOUND_S, eventually
 
@@ -115,17 +117,14 @@ def started_tier(
     queue_jobs: int = 64,
     full_bytes: int = 1 << 40,
     close_s: float = 30.0,
-    starts: bool = True,
-) -> tuple[DiskTier, TroubledStore]:
-    """A tier over a troubled store of 4 KiB pages, which has some."""
+) -> tuple[StoreTier, TroubledStore]:
+    """A tier over a troubled store of 4 KiB pages, which has some; the store is the tier's to close."""
     inner = LmdbPageStore(path, identity={"model": "toy"}, formats=[PageFormat(PAGE_BYTES)], budget_bytes=8 << 20)
     assert all(inner.put(list(zip(keys, data, strict=True))))
     store = TroubledStore(inner)
     limits = Limits(io_timeout_s=10, reopen_backoff_s=1, max_reopen_backoff_s=6, close_s=close_s)
-    tier = DiskTier(store, readers=readers, queue_jobs=queue_jobs, full_bytes=full_bytes, limits=limits, clock=clock)
-    if starts:
-        tier.start()
-    return tier, store
+    settings = ServiceSettings(readers=readers, queue_jobs=queue_jobs, full_bytes=full_bytes, limits=limits)
+    return given_tier(store, settings, clock=clock, owns_store=True), store
 
 
 def pages(seed: int, count: int) -> tuple[tuple[bytes, ...], tuple[np.ndarray, ...]]:
@@ -139,12 +138,12 @@ def blank(count: int) -> tuple[np.ndarray, ...]:
     return tuple(np.zeros(PAGE_BYTES, np.uint8) for _ in range(count))
 
 
-def wait_for_reads(disk: DiskTier, count: int) -> list:
+def wait_for_reads(disk: StoreTier, count: int) -> list:
     """The next `count` outcomes of reads."""
     return _wait_for(disk.reads.poll, count)
 
 
-def wait_for_writes(disk: DiskTier, count: int) -> list:
+def wait_for_writes(disk: StoreTier, count: int) -> list:
     """The next `count` outcomes of writes."""
     return _wait_for(disk.writes.poll, count)
 
@@ -158,8 +157,16 @@ def _wait_for(poll: Callable[[], list], count: int) -> list:
 
 def disk_threads() -> list[str]:
     """Names of the threads of any disk tier that are alive; a store may have its own."""
-    names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith(("hicache-disk-reads", "hicache-disk-writes"))]
+    return _threads(("hicache-disk-reads", "hicache-disk-writes"))
+
+
+def serving_threads() -> list[str]:
+    """Names of the threads that serve, open and close stores."""
+    return _threads(("hicache-store",))
+
+
+def _threads(prefixes: tuple[str, ...]) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(prefixes)]
 
 
 def page_keys(engine: CacheEngine, tokens: np.ndarray, namespace: str = "") -> list[bytes]:
@@ -168,7 +175,7 @@ def page_keys(engine: CacheEngine, tokens: np.ndarray, namespace: str = "") -> l
     return tree.names.of_prompt(tree.match(tokens, namespace), tokens)
 
 
-def num_held(disk: DiskTier, keys: Sequence[bytes], wait_s: float) -> int | None:
+def num_held(disk: StoreTier, keys: Sequence[bytes], wait_s: float) -> int | None:
     """How many of `keys`, from the first on, the disk holds; None where it did not answer in time."""
     found = disk.find(keys, wait_s)
     return None if found is None else found.num_pages

@@ -10,11 +10,11 @@ from unittest import mock
 
 import numpy as np
 
-import hicache.stores
+import hicache.storage.process.stores
+import hicache.store_tiers
 from disk_case import Clock, Gate, TroubledStore, failing
 from hicache import CacheEngine
-from hicache.disk import DiskTier
-from hicache.storage import LmdbPageStore
+from hicache.storage import open_store
 from stepped_transfer import SleepingTransfers, SteppedTransfers
 
 
@@ -30,12 +30,15 @@ class Faults:
     def patched(self) -> Iterator[None]:
         """The engine's store can be troubled, and its clock is ours."""
 
-        def store(*args: object, **settings: object) -> TroubledStore:
-            self.stores.append(TroubledStore(LmdbPageStore(*args, **settings)))  # type: ignore[arg-type]
+        def store(url: str, **settings: object) -> TroubledStore:
+            self.stores.append(TroubledStore(open_store(url, **settings)))  # type: ignore[arg-type]
             return self.stores[-1]
 
-        tier = functools.partial(DiskTier, clock=self.clock)
-        patches = (mock.patch.object(hicache.stores, *at) for at in (("LmdbPageStore", store), ("DiskTier", tier)))
+        tier = functools.partial(hicache.store_tiers.open_tier, clock=self.clock)
+        patches = (
+            mock.patch.object(hicache.storage.process.stores, "open_store", store),
+            mock.patch.object(hicache.store_tiers, "open_tier", tier),
+        )
         with contextlib.ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)

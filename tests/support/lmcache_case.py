@@ -22,7 +22,7 @@ from waiting import eventually
 SHAPE = torch.Size([2, 4, 64, 128])  # K and V, layers, tokens, channels
 
 
-def adapter_spec(path: Path, /, **params: object) -> dict[str, Any]:
+def adapter_spec(path: Path | str, /, **params: object) -> dict[str, Any]:
     """What a user writes after --l2-adapter."""
     return {
         "type": "plugin",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,9 +19,10 @@ from sglang.srt.mem_cache import memory_pool
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from disk_case import Clock, TroubledStore
-from hicache.integrations.server_store import ServerStore
+from hicache.integrations import server_store
 from hicache.integrations.sglang.releases import RELEASE
-from hicache.integrations.sglang.storage import HiCacheDisk
+from hicache.storage import open_store
+from hicache.storage.process import stores as opening
 from waiting import BOUND_S, eventually
 
 LAYERS, HEADS, HEAD_DIM, SLOTS = 3, 2, 16, 256
@@ -44,7 +46,7 @@ else:
 class Case:
     """What a server serves. `extra`: of the backend's settings."""
 
-    path: Path
+    path: Path | str
     layout: str = "page_first"
     v1: bool = True
     mla: bool = False
@@ -53,15 +55,14 @@ class Case:
     model: str | None = "model"
     tp_rank: int = 0
     tp_size: int = 1
-    class_name: str = "HiCacheDisk"
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def extra_config(self) -> dict[str, Any]:
         return {
             "backend_name": "hicache",
-            "module_path": "sglang_case",
-            "class_name": self.class_name,
+            "module_path": "hicache.integrations.sglang.storage",
+            "class_name": "HiCacheDisk",
             "interface_v1": int(self.v1),
             "path": str(self.path),
             "budget": "64MB",
@@ -109,26 +110,17 @@ def enough_memory() -> Iterator[None]:
 clock = Clock()
 
 
-class ClockedDisk(HiCacheDisk):
-    """Gives up a medium that does not answer, and asks it again, by the tests' `clock`."""
-
-    def __init__(self, storage_config: Any, kwargs: Any) -> None:
-        super().__init__(storage_config, kwargs, clock=clock)
-
-
 @contextmanager
 def troubled() -> Iterator[list[TroubledStore]]:
-    """The stores that are opened meanwhile fail and wait on demand."""
+    """The stores that are opened meanwhile fail and wait on demand, and are given up and asked again by `clock`."""
     stores: list[TroubledStore] = []
-    opened = ServerStore.open
 
-    def wrapped(*args: Any, **kwargs: Any) -> ServerStore:
-        server = opened(*args, **kwargs)
-        server.store = TroubledStore(server.store)
-        stores.append(server.store)
-        return server
+    def opened(*args: Any, **kwargs: Any) -> TroubledStore:
+        stores.append(TroubledStore(open_store(*args, **kwargs)))
+        return stores[-1]
 
-    with mock.patch.object(ServerStore, "open", wrapped):
+    by_clock = functools.partial(server_store.open_tier, clock=clock)
+    with mock.patch.object(server_store, "open_tier", by_clock), mock.patch.object(opening, "open_store", opened):
         yield stores
 
 

@@ -13,6 +13,7 @@ token.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import json
 import random
@@ -27,6 +28,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from hicache.integrations import server_store
 from hicache.integrations.vllm import HiCacheTier
 from hicache.storage import LmdbPageStore
 from waiting import eventually
@@ -114,7 +116,8 @@ class RecordingTier(HiCacheTier):
 
 
 def inject_faults() -> None:
-    """From now on every seventh call of a store fails, and of what it would give or take every fifth page is lost."""
+    """From now on every seventh call of a store fails, and of what it would give or take every fifth page is lost. The
+    stores are in threads of this process then."""
 
     def faulty(original: Any) -> Any:
         calls = itertools.count(1)
@@ -135,6 +138,8 @@ def inject_faults() -> None:
 def main(task: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
+    if "faults" in task["steps"]:
+        server_store.open_tier = functools.partial(server_store.open_tier, in_process=True)
     settings = {
         "dtype": "float32",
         "block_size": 32,

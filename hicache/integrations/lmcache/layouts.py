@@ -58,6 +58,12 @@ class ObjectKind:
         return cls(key.model_name, layout, memory.get_size())
 
     @classmethod
+    def of_description(cls, model: str, description: MemoryLayoutDesc) -> ObjectKind:
+        pairs = zip(description.shapes, description.dtypes, strict=True)
+        num_bytes = sum(shape.numel() * dtype.itemsize for shape, dtype in pairs)
+        return cls(model, ObjectLayout.of_description(description), num_bytes)
+
+    @classmethod
     def of_identity(cls, identity: Mapping[str, str | int]) -> ObjectKind:
         """The kind whose `identity` this is."""
         layout = ObjectLayout(str(identity["dtype"]), str(identity["layout"]))

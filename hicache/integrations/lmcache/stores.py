@@ -6,113 +6,124 @@ process left under the path are known from the start.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from hicache.disk.health import LIMITS, Breaker
+import numpy as np
+
 from hicache.errors import HiCacheError
 from hicache.integrations.lmcache.layouts import ObjectKind, ObjectLayout
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig, require_usable
-from hicache.storage import PageBuffer, StoreError, StoreStats, describe, store_folders
+from hicache.storage import PageBuffer, StoreError, describe, store_folders
+from hicache.storage.process.frames import Outcome
+from hicache.storage.process.jobs import FindDone, ReadDone, WriteDone
+from hicache.stores.staging import LOOK_S, StagedJob, StagedTier
+
+if TYPE_CHECKING:
+    from lmcache.v1.distributed.api import MemoryLayoutDesc
 
 log = logging.getLogger(__name__)
+
+_STAGED_BYTES = 64 << 20  # of reads and of writes, of each store, or a few objects
+_MAX_STAGED, _MIN_WRITES = 64, 3
+_NEVER = threading.Event()  # no read is cancelled
 
 _MAX_STORES = 64  # a serializer whose every output has a size of its own would open stores without end
 
 
 class KindStore:
-    """The store of one kind of objects, left alone for a while after it failed. Never raises; any thread reads, one
-    thread writes and deletes."""
+    """The store of one kind of objects. On the background thread, but `stats`; what fails is a miss."""
 
-    def __init__(self, opened: ServerStore) -> None:
-        self._opened, self._store = opened, opened.store
-        self._reads = Breaker("reads", LIMITS, time.monotonic)
-        self._writes = Breaker("writes", LIMITS, time.monotonic)
+    def __init__(self, opened: ServerStore, kind: ObjectKind) -> None:
+        self.path, self.tier, self._keys_of = opened.path, opened.tier, opened.keys
+        count = min(_MAX_STAGED, _STAGED_BYTES // kind.num_bytes)
+        num_reads, num_writes = max(self.tier.num_readers + 1, count), max(_MIN_WRITES, count)
+        self._staged = StagedTier(self.tier, kind.num_bytes, num_reads, num_writes)
+        self._reading, self._writing = asyncio.Semaphore(num_reads), asyncio.Semaphore(num_writes)
+        self._awaited: dict[StagedJob, asyncio.Future[None]] = {}
+        self._polling: asyncio.Task[None] | None = None
 
-    @property
-    def path(self) -> Path:
-        return self._opened.path
-
-    @property
-    def can_write(self) -> bool:
-        return self._opened.can_write
-
-    @property
-    def is_healthy(self) -> bool:
-        return not (self._reads.state or self._writes.state)
-
-    def stats(self) -> StoreStats:
-        return self._store.stats()
-
-    def contains(self, names: Sequence[bytes]) -> list[bool]:
-        """What is present counts as used: it is about to be loaded, and is evicted last."""
-        if self._reads.refuses():
-            return [False] * len(names)
-        keys = self._opened.keys(names)
-        held = self._ask(lambda: self._store.contains(keys), len(keys))
-        self._store.touch([key for key, present in zip(keys, held, strict=True) if present])
+    async def find(self, names: Sequence[bytes], *, will_load: bool) -> list[bool]:
+        """Which objects are held. `will_load`: those count as used, and are evicted last."""
+        keys = self._keys_of(names)
+        answer = await self._answer(self._staged.find(keys))
+        held = list(answer.others) if isinstance(answer, FindDone) and answer.answered else [False] * len(keys)
+        if will_load:
+            self.tier.used([key for key, present in zip(keys, held, strict=True) if present])
         return held
 
-    def read(self, names: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[bool]:
-        """Which buffers hold verified bytes now."""
-        missing = [False] * len(names)
-        token = self._reads.admit()
-        if token is None:
-            return missing
-        errors_before = self._store.thread_read_errors()
-        found = self._ask(lambda: self._store.get_into(self._opened.keys(names), buffers), len(names))
-        if self._store.thread_read_errors() > errors_before:
-            self._reads.failed(token, "the store cannot be read")
-        else:
-            self._reads.succeeded(token)
-        return found
+    async def read(self, name: bytes, target: PageBuffer) -> bool:
+        """Whether `target` holds the verified bytes now; nothing writes to it later."""
+        async with self._reading:
+            job = self._staged.begin(self._staged.for_reads, 1, len(target))
+            if job is None:  # late jobs have all staging pages
+                return False
+            answer = await self._answer(self._staged.read(job, self._keys_of([name]), _NEVER))
+            is_read = isinstance(answer, ReadDone) and all(answer.ok)
+            if is_read:
+                np.copyto(target, job.pages[0])
+            self._staged.release(job)
+            return is_read
 
-    def write(self, names: Sequence[bytes], objects: Sequence[PageBuffer], lag: float) -> list[bool]:
-        """Which objects are in the store now."""
-        token = self._writes.admit() if self.can_write else None
-        if token is None or (token.is_probe and not self._reopen()):
-            if token is not None:
-                self._writes.failed(token, "the store still takes no writes")
-            return [False] * len(names)
-        items = list(zip(self._opened.keys(names), objects, strict=True))
-        errors_before = self._store.stats().write_errors
-        stored = self._ask(lambda: self._store.put(items, lag=lag), len(items))
-        stats = self._store.stats()
-        if all(stored) or not (stats.read_only or stats.write_errors > errors_before):  # a full store does not fail
-            self._writes.succeeded(token)
-        elif stats.read_only:
-            self._writes.failed(token, "the store is read-only; free space on its disk", at_once=True)
-        else:
-            self._writes.failed(token, "the store did not take objects")
-        return stored
+    async def write(self, name: bytes, source: PageBuffer) -> bool:
+        """Whether the object is in the store now; nothing reads `source` later."""
+        async with self._writing:
+            job = self._staged.begin(self._staged.for_writes, 1, len(source))
+            if job is None:
+                return False
+            np.copyto(job.pages[0], source)
+            answer = await self._answer(self._staged.write(job, self._keys_of([name])))
+            self._staged.release(job)
+            return isinstance(answer, WriteDone) and all(answer.ok)
 
-    def delete(self, names: Sequence[bytes]) -> list[bool]:
-        """Which objects were there."""
-        keys = self._opened.keys(names)
-        held = self._ask(lambda: self._store.contains(keys), len(keys))
-        present = [key for key, there in zip(keys, held, strict=True) if there]
-        return held if present and self._ask(lambda: [self._store.delete(present) > 0], 1)[0] else [False] * len(keys)
+    async def delete(self, names: Sequence[bytes]) -> list[bool]:
+        """Which objects were there, and are gone."""
+        answer = await self._answer(self._staged.remove(self._keys_of(names)))
+        return list(answer.ok) if isinstance(answer, WriteDone) else [False] * len(names)
 
     def close(self) -> None:
-        self._opened.close()
+        self._staged.close()
 
-    def _reopen(self) -> bool:
-        return self._ask(lambda: [self._store.reopen()], 1)[0]
+    async def _answer(self, job: StagedJob) -> Outcome | None:
+        """Of a submitted job."""
+        answered = self._awaited[job] = asyncio.get_running_loop().create_future()
+        if self._polling is None:
+            self._polling = asyncio.create_task(self._poll())
+        await answered
+        return job.answer
 
-    def _ask(self, call: Callable[[], list[bool]], count: int) -> list[bool]:
-        """The store's answer; no success where it raised."""
-        try:
-            return call()
-        except (HiCacheError, OSError) as error:
-            log.warning("the store %s: %s", self.path, error)
-            return [False] * count
+    async def _poll(self) -> None:
+        """Take answers as long as there is somebody to wait for one."""
+        while self._awaited:
+            for job in self._staged.poll():
+                answered = self._awaited.pop(job, None)
+                if answered is not None and not answered.done():
+                    answered.set_result(None)
+            if self._awaited:
+                await _readable(self.tier.client.fileno())
+        self._polling = None
+
+
+async def _readable(descriptor: int) -> None:
+    """Until it can be read, or it is time to look for a process that says nothing."""
+    if descriptor < 0:  # no connection, so all jobs have an answer
+        await asyncio.sleep(0)
+        return
+    loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, is_readable.set)
+    try:
+        await asyncio.wait_for(is_readable.wait(), LOOK_S)
+    except asyncio.TimeoutError:
+        log.debug("a store process says nothing")
+    finally:
+        loop.remove_reader(descriptor)
 
 
 class KindStores:
-    """Any thread. `server`: name and release for the identity of new stores.
+    """On the background thread, but `opened`. `server`: name and release for the identity of new stores.
 
     `ConfigError` at once for a path or a key that cannot be used; a store that cannot be opened later is logged once,
     and its objects are neither stored nor found.
@@ -122,11 +133,10 @@ class KindStores:
         cipher = require_usable(config)
         key_id = cipher.key_id if cipher else ""
         self._config, self._server = config, server
-        self._opening = threading.Lock()
         # None: not opened yet, or it could not be opened (then it is in `_unusable`).
         self._stores: dict[ObjectKind, KindStore | None] = {}
         self._unusable: set[ObjectKind] = set()
-        for folder in store_folders(config.path):
+        for folder in () if config.is_served else store_folders(config.path):
             try:
                 found = describe(folder)
             except StoreError as error:
@@ -145,18 +155,20 @@ class KindStores:
 
     def opened_for(self, kind: ObjectKind) -> KindStore | None:
         """The store of this kind, made if there is none; None where it cannot be opened."""
-        with self._opening:
-            if self._stores.get(kind) is None and kind not in self._unusable:
-                self._stores[kind] = self._open(kind)
-            return self._stores.get(kind)
+        if self._stores.get(kind) is None and kind not in self._unusable:
+            self._stores[kind] = self._open(kind)
+        return self._stores.get(kind)
 
-    def matching(self, model: str, layout: ObjectLayout) -> list[KindStore]:
+    def matching(self, model: str, description: MemoryLayoutDesc | None) -> list[KindStore]:
         """The stores that may hold objects that a lookup asks for: those of this layout and those of serialized
         objects; all of the model, where LMCache did not say what the layout is."""
+        layout = None if description is None else ObjectLayout.of_description(description)
+        if self._config.is_served and description is not None:  # other servers may have made it
+            self.opened_for(ObjectKind.of_description(model, description))
         return [
             store
             for kind, store in self.of_model(model)
-            if not layout.dtype or kind.layout == layout or kind.layout.is_serialized
+            if layout is None or kind.layout == layout or kind.layout.is_serialized
         ]
 
     def of_model(self, model: str) -> list[tuple[ObjectKind, KindStore]]:
@@ -165,13 +177,16 @@ class KindStores:
 
     def close(self) -> None:
         for store in self.opened:
-            store.close()
+            try:
+                store.close()
+            except (HiCacheError, OSError):
+                log.exception("the store %s could not be closed", store.path)
 
     def _open(self, kind: ObjectKind) -> KindStore | None:
         try:
             if len(self.opened) >= _MAX_STORES:
                 raise HiCacheError(f"{_MAX_STORES} stores are open; do objects have a size each? choose another serde")
-            return KindStore(ServerStore.open(self._config, kind.identity(self._server), [kind.page_format()]))
+            return KindStore(ServerStore.open(self._config, kind.identity(self._server), [kind.page_format()]), kind)
         except (HiCacheError, OSError) as error:
             log.error("objects of %s are not stored: %s", kind, error)
             self._unusable.add(kind)

@@ -19,7 +19,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from hicache.disk import DiskTier, Limits
 from hicache.integrations.sglang.linker_config import Ranks, linker_config, open_store
 from hicache.integrations.sglang.linker_copies import Loads, Offloads, Pinned, unpin
 from hicache.integrations.sglang.linker_disk import LinkerDisk
@@ -33,11 +32,11 @@ from hicache.integrations.sglang.linker_pools import (
     UnifiedCacheLinker,
     linked_pools,
 )
+from hicache.storage.process.health import LIMITS
 
 log = logging.getLogger(__name__)
 
 _REPORT_S = 60.0
-_QUEUE_JOBS = 1024
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,15 +83,13 @@ class HiCacheLinker(UnifiedCacheLinker):
         try:
             self.tiers = host_tiers(config, pools)
         except BaseException:
-            store.close()
+            store.tier.close()
             raise
-        self._limits = Limits()
-        full_bytes = config.host_bytes // 2  # so much that waits for the writer makes it compress less
-        disk_tier = DiskTier(store.store, readers=config.readers, queue_jobs=_QUEUE_JOBS, full_bytes=full_bytes)
-        disk_tier.start()
+        for tier in self.tiers.values():
+            store.tier.share(tier.host.arena.descriptor, tier.host.bytes_of.view(-1).numpy())
         self.store = store
         indexes = {name: tier.index for name, tier in self.tiers.items()}
-        self._disk = LinkerDisk(store, disk_tier, indexes, config.lookup_wait_s)
+        self._disk = LinkerDisk(store, indexes, config.lookup_wait_s)
         self._loads = Loads([*self.tiers.values()], self._disk, config.load_wait_s)
         self._offloads = Offloads(self._disk, self._behind_forward)
         self.forward_stream = forward_stream
@@ -222,7 +219,7 @@ class HiCacheLinker(UnifiedCacheLinker):
         """End all copies, write what is on the host to the disk, and forget the host pages. The disk keeps its own."""
         self._loads.end_all()
         self._offloads.end_all()
-        self._disk.settle(self._limits.close_s)
+        self._disk.settle(LIMITS.close_s)
         self._disk.forget()
         for tier in self.tiers.values():
             tier.index.clear()
@@ -235,7 +232,7 @@ class HiCacheLinker(UnifiedCacheLinker):
         self._closed = True
         self.reset()
         log.info("hicache linker closes: %s", self.describe())
-        if self._disk.tier.close(self._limits.close_s):
+        if self._disk.tier.close():
             for tier in self.tiers.values():
                 tier.close()
 

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import torch
 
-from hicache.disk import page_filter
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig
 from hicache.integrations.sglang.linker_pools import RELEASE, CacheInitParams, LinkedPool
 from hicache.settings import Choice, Number, Size, as_mapping, from_mapping
 from hicache.storage import PageFormat
+from hicache.stores import page_filter
 from hicache.tree.policy import ORDERS
 
 PAGE_FORMAT_VERSION = 1
@@ -102,4 +102,5 @@ def open_store(
     for pool in pools:
         wanted = PageFormat(pool.page_bytes, page_filter("auto", pool.layout, pool.page_tokens))
         formats.setdefault(pool.page_bytes, wanted)
-    return ServerStore.open(config, identity, list(formats.values()))
+    full_bytes = config.host_bytes // 2  # so much that waits for the writer makes it compress less
+    return ServerStore.open(config, identity, list(formats.values()), full_bytes=full_bytes)

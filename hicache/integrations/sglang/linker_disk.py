@@ -1,7 +1,7 @@
 """The disk behind the host pages of the linker: what it holds, reads that requests wait for, writes in the background.
 
 Pages wait for their write unlocked, and may leave the host before it: then they are on no tier. From the submission of
-a job until its answer they are locked, or reserved, for the threads of the disk tier use their bytes.
+a job until its answer they are locked, or reserved, for the store process uses their bytes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hicache.disk import DiskTier, ReadDone, ReadJob, Stalled, WriteDone, WriteJob
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.sglang.linker_pages import HeldPage, PageIndex, host_pages
+from hicache.storage.process.jobs import ReadDone, ReadJob, Stalled, WriteDone, WriteJob
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 2e-4
+_LOOK_S = 0.25  # between two looks at what nobody answers
 _JOB_PAGES = 8  # of a read: several readers share what a request waits for
 _JOB_BYTES = 64 << 20  # of a write
 
@@ -50,10 +50,8 @@ class _Fetch:
 class LinkerDisk:
     """`indexes`: by the name of the component. Scheduler thread; `poll` once a step takes the answers."""
 
-    def __init__(
-        self, store: ServerStore, tier: DiskTier, indexes: Mapping[str, PageIndex], lookup_wait_s: float
-    ) -> None:
-        self.tier, self._store, self._indexes, self._lookup_wait_s = tier, store, indexes, lookup_wait_s
+    def __init__(self, store: ServerStore, indexes: Mapping[str, PageIndex], lookup_wait_s: float) -> None:
+        self.tier, self._store, self._indexes, self._lookup_wait_s = store.tier, store, indexes, lookup_wait_s
         self._reads: dict[int, tuple[_Read, _Fetch]] = {}
         self._writes: dict[int, tuple[PageIndex, list[HeldPage]]] = {}
         self._unwritten: deque[tuple[str, HeldPage]] = deque()
@@ -83,10 +81,10 @@ class LinkerDisk:
             if not self._submit(fetch, name, keys):
                 fetch.failed = True
                 break
-        while fetch.pending and not fetch.failed and time.monotonic() < deadline_s:
+        self._poll_reads()
+        while fetch.pending and not fetch.failed and (left_s := deadline_s - time.monotonic()) > 0:
+            self.tier.wait(min(left_s, _LOOK_S))
             self._poll_reads()
-            if fetch.pending:
-                time.sleep(_POLL_S)
         fetch.cancelled.set()
         failed = fetch.failed or bool(fetch.pending)
         self.stats["read_failures"] += failed
@@ -94,8 +92,7 @@ class LinkerDisk:
 
     def write(self, name: str, pages: Sequence[HeldPage]) -> None:
         """Have pages written when the disk has time for them."""
-        if self._store.can_write:
-            self._unwritten.extend((name, page) for page in pages)
+        self._unwritten.extend((name, page) for page in pages)
 
     @property
     def is_idle(self) -> bool:
@@ -126,7 +123,7 @@ class LinkerDisk:
             fetch.failed = True
         self.poll()
         while not self.is_idle and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
+            self.tier.wait(_LOOK_S)
             self.poll()
         self._unwritten.clear()
 

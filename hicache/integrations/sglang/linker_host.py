@@ -56,7 +56,8 @@ def host_tiers(config: LinkerConfig, pools: Sequence[LinkedPool]) -> dict[str, H
 def _host_tier(config: LinkerConfig, pool: LinkedPool, host_bytes: int) -> HostTier:
     on_cuda = pool.device.type == "cuda"
     layers = pool.layout.layers
-    host = HostPagePool(pool.layout, pool.page_tokens, host_bytes, pin=on_cuda, device=pool.device if on_cuda else None)
+    device = pool.device if on_cuda else None
+    host = HostPagePool(pool.layout, pool.page_tokens, host_bytes, pin=on_cuda, device=device, shared=True)
     counter = LayerTransferCounter(len(layers), CudaLayerEvents if on_cuda else CpuLayerEvents)
     spans = [pool.layout.spans_of(layer) for layer in layers]
     try:

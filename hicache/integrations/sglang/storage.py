@@ -23,12 +23,12 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from sglang.srt.mem_cache import hicache_storage
 
-from hicache.integrations.server_store import ServerStore, require_usable, server_store_config
-from hicache.integrations.sglang.blocking_tier import BlockingTier
+from hicache.integrations.server_store import ServerStore, require_shared, require_usable, server_store_config
 from hicache.integrations.sglang.host_pages import HostPages, as_bytes, host_pages, page_format
 from hicache.integrations.sglang.identity import describe, key_prefix, parallel_of, store_identity
 from hicache.integrations.sglang.releases import RELEASE, SHARDED, StorageMetrics
 from hicache.storage import PageBuffer
+from hicache.stores.staging import WaitingTier
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ T = TypeVar("T")
 _WHERE = "SGLang's --hicache-storage-backend-extra-config"
 _LOADER_KEYS = {"backend_name", "module_path", "class_name", "interface_v1"}
 _KV = "kv"
-_CLEAR_S = 30.0
 _MAX_SAMPLES = 4096  # of transfers that nobody asked for
 
 
@@ -47,10 +46,13 @@ class Pool(NamedTuple):
 
     pages: HostPages
     prefix: bytes
-    tier: BlockingTier
+    server: ServerStore
+    tier: WaitingTier
+    writes: bool
 
-    def names(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.prefix + key.encode() for key in keys]
+    def keys(self, keys: Sequence[str]) -> list[bytes]:
+        """Those of the store."""
+        return self.server.keys([self.prefix + key.encode() for key in keys])
 
 
 def _answering(miss: Callable[..., T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -91,18 +93,18 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     misses because something raised, by method.
 
     Construction and registration raise `ConfigError` or `StoreError`, which stop the server with a message; nothing
-    raises later. `clock`: in seconds, by which a medium that does not answer is given up.
+    raises later.
     """
 
-    def __init__(self, storage_config: Any, kwargs: Any = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         given = storage_config.extra_config or {}
         self._config = server_store_config({k: v for k, v in given.items() if k not in _LOADER_KEYS}, _WHERE)
         require_usable(self._config)
-        self._storage_config, self._clock = storage_config, clock
+        self._storage_config = storage_config
         self._has_pieces = bool(given.get("interface_v1", 0))
         self._host_pools: dict[str, Any] = {}
         self._pools: dict[str, Pool] = {}
-        self._tiers: list[BlockingTier] = []
+        self._tiers: list[WaitingTier] = []
         self.failures: Counter[str] = Counter()
         self._sampling = threading.Lock()
         self._samples: dict[str, deque[tuple[int, float]]] = {
@@ -150,19 +152,22 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             }
             identity = store_identity(self._storage_config, anchor, shared=shared)
             writes = parallel.writes_shared or not shared
-            server = ServerStore.open(config, identity, list(formats.values()), writes=writes)
+            if not writes:
+                require_shared(config)
+            server = ServerStore.open(config, identity, list(formats.values()))
             log.info("pages of %s are stored in %s, %d bytes at most", ", ".join(names), server.path, config.budget)
-            tier = BlockingTier(server, config.readers, self._clock)
+            tier = WaitingTier(server.tier, max(formats))
             self._tiers.append(tier)
             for name in names:
-                pools[name] = Pool(pages[name], key_prefix(name, describe(self._host_pools[name], pages[name])), tier)
+                prefix = key_prefix(name, describe(self._host_pools[name], pages[name]))
+                pools[name] = Pool(pages[name], prefix, server, tier, writes)
         self._pools = pools
 
     def clear(self) -> None:
         """Remove all pages on this machine's disk that this process may write."""
-        for tier in self._tiers:
-            if tier.server.can_write and not tier.clear(_CLEAR_S):
-                log.warning("the pages in %s are not removed yet", tier.server.path)
+        for pool in {pool.tier: pool for pool in self._pools.values() if pool.writes}.values():
+            if not pool.tier.clear():
+                log.warning("the pages in %s are not removed yet", pool.server.path)
 
     def close(self) -> bool:
         """False: a medium does not answer, and its store stays open; a later call tries again."""
@@ -170,12 +175,12 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         self._tiers = [tier for tier in self._tiers if not self._closed(tier)]
         return not self._tiers
 
-    def _closed(self, tier: BlockingTier) -> bool:
+    def _closed(self, tier: WaitingTier) -> bool:
         try:
             return tier.close()
         except Exception:
             self.failures["close"] += 1
-            log.exception("the store %s could not be closed", tier.server.path)
+            log.exception("a store could not be closed")
             return True
 
     def get_stats(self) -> StorageMetrics:
@@ -224,7 +229,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     def _num_stored(self, name: str, keys: list[str]) -> int:
         """From the first on, without a gap."""
         pool = self._pools[name]
-        return sum(1 for _ in takewhile(bool, pool.tier.find(pool.names(keys), until_gap=True)))
+        return sum(1 for _ in takewhile(bool, pool.tier.find(pool.keys(keys), until_gap=True)))
 
     # Reading, on the I/O thread of prefetches
 
@@ -267,9 +272,9 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
     def _read(self, pool: Pool, keys: list[str], landed: Callable[[int, PageBuffer], None]) -> list[bool]:
         begin_s = time.monotonic()
-        found = pool.tier.read(pool.names(keys), pool.pages.page_bytes, landed)
-        self._sample("prefetch", sum(found), pool, begin_s)
-        return found
+        num_read = pool.tier.read(pool.keys(keys), pool.pages.page_bytes, landed)
+        self._sample("prefetch", num_read, pool, begin_s)
+        return [i < num_read for i in range(len(keys))]
 
     # Writing, on the backup thread
 
@@ -307,8 +312,10 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         return self._write(pool, keys, lambda i, page: pool.pages.gather(locations[i], page))
 
     def _write(self, pool: Pool, keys: list[str], fill: Callable[[int, PageBuffer], None]) -> list[bool]:
+        if not pool.writes:
+            return [False] * len(keys)
         begin_s = time.monotonic()
-        stored = pool.tier.write(pool.names(keys), pool.pages.page_bytes, fill)
+        stored = pool.tier.write(pool.keys(keys), pool.pages.page_bytes, fill)
         self._sample("backup", sum(stored), pool, begin_s)
         return stored
 
@@ -328,7 +335,7 @@ def _locations(pool: Pool, keys: list[str], slots: torch.Tensor | None) -> Seque
 def _restorable(pool: Pool, keys: list[str], window: int) -> set[int]:
     """The prefix lengths, in pages, whose last `window` pages are stored."""
     lengths, run = set(), 0
-    for length, is_stored in enumerate(pool.tier.find(pool.names(keys), until_gap=False), 1):
+    for length, is_stored in enumerate(pool.tier.find(pool.keys(keys), until_gap=False), 1):
         run = run + 1 if is_stored else 0
         if run >= min(length, window):
             lengths.add(length)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hicache.disk import FindDone, FindJob, ReadDone, ReadJob
-from hicache.disk.io_queue import IoQueue
+from hicache.storage.process.client_queue import ClientQueue
+from hicache.storage.process.jobs import FindDone, FindJob, ReadDone, ReadJob
 
 
 @dataclass(slots=True)
@@ -26,7 +26,9 @@ class Lookups:
     """
 
     def __init__(
-        self, reads: IoQueue[FindJob | ReadJob, FindDone | ReadDone], keys_of: Callable[[Sequence[bytes]], list[bytes]]
+        self,
+        reads: ClientQueue[FindJob | ReadJob, FindDone | ReadDone],
+        keys_of: Callable[[Sequence[bytes]], list[bytes]],
     ) -> None:
         self._reads, self._keys_of = reads, keys_of
         self._verdicts: dict[bytes, _Verdict] = {}

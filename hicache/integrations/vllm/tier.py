@@ -1,15 +1,17 @@
 """The page store under vLLM's CPU tier: a secondary tier of its `TieringOffloadingSpec`.
 
 vLLM calls one method at a time, under a lock, and none may wait but `drain_jobs` and `shutdown`. A chunk is a row of
-the CPU tier's memory. vLLM keeps the rows of a job until its result is taken:
+the CPU tier's memory, a file in /dev/shm that the store process maps too: nothing is copied here. vLLM keeps the rows
+of a job until its result is taken:
 
-    submitted ... | answered by the disk's thread | result taken by vLLM
-    <--- a thread of ours may touch the rows ---->
+    submitted ... | answered by the store process | result taken by vLLM
+    <-- the store process may touch the rows ---->
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -29,13 +31,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from hicache.disk import DiskTier, FindDone, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.integrations.server_store import ServerStore, server_store_config
 from hicache.integrations.vllm.identity import identity_of, page_format
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.promotions import Promotions
 from hicache.integrations.vllm.release import vllm_release
 from hicache.storage import PageBuffer, StoreError
+from hicache.storage.process.jobs import FindDone, ReadDone, ReadJob, WriteDone, WriteJob
+from hicache.stores.shared_memory import descriptor_of
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ _PART_CHUNKS = 8  # of a load that one reader takes: parts of one load are read 
 _QUEUE_JOBS = 4096
 _HASH_BYTES = 32  # of SHA-256
 _GROUP_BYTES = 4  # of the group of layers, behind the hash
-_DRAIN_POLL_S, _DRAIN_WARN_S = 1e-3, 10.0
+_DRAIN_LOOK_S, _DRAIN_WARN_S = 0.25, 10.0
 
 
 @dataclass(slots=True)
@@ -66,8 +69,8 @@ class _Store:
 class HiCacheTier(SecondaryTierManager):
     """Keeps vLLM's chunks in a page store on disk: verified, compressed, within a budget, encrypted if there is a key.
 
-    Invariants: every job gets one result, once no thread uses its rows; after construction nothing raises but
-    `shutdown`, and that only where the rows' memory must stay mapped.
+    Invariants: every job gets one result, once the store process does not use its rows; after construction nothing
+    raises.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -82,25 +85,26 @@ class HiCacheTier(SecondaryTierManager):
     ) -> None:
         """`primary_kv_view`: bytes `[num_chunks, row_bytes]`. `settings`: see `ServerStoreConfig`.
 
-        `ConfigError` for wrong settings, `StoreError` for a budget that is too small.
+        `ConfigError` for wrong settings, `StoreError` for a budget that is too small, or memory that cannot be shared.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = server_store_config(settings, f"vLLM secondary tier {tier_type}")
         rows = np.asarray(primary_kv_view).view(np.uint8)
         row_bytes = rows.shape[1]
+        # Stores that wait pin rows: half of them at most.
+        self._max_waiting_bytes = max(row_bytes, rows.nbytes // 2)
+        self._descriptor = descriptor_of(rows.reshape(-1))
+        if self._descriptor is None:
+            raise StoreError("vLLM's CPU tier is no open file of this process, which a store process could map as well")
         self._server = ServerStore.open(
             config,
             identity_of(offloading_spec.config, vllm_release(), row_bytes),
             [page_format(offloading_spec.config.model.dtype, row_bytes)],
-        )
-        # Stores that wait pin rows: half of them at most.
-        self._max_waiting_bytes = max(row_bytes, rows.nbytes // 2)
-        self._disk = DiskTier(
-            self._server.store,
-            readers=config.readers,
             queue_jobs=_QUEUE_JOBS,
             full_bytes=self._max_waiting_bytes,
         )
+        self._disk = self._server.tier
+        self._disk.share(self._descriptor, rows.reshape(-1))
         self._lookups = Lookups(self._disk.reads, self._server.keys)
         self._rows: PageBuffer | None = rows
         self._loads: dict[int, _Load] = {}
@@ -110,7 +114,6 @@ class HiCacheTier(SecondaryTierManager):
         self._closing = threading.Event()
         self._results: list[JobResult] = []
         self._refused_hash = False
-        self._disk.start()
         log.info("pages of vLLM's secondary tier %s are in %s", tier_type, self._server.path)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -135,12 +138,12 @@ class HiCacheTier(SecondaryTierManager):
         store = _Store(chunks, sum(page.nbytes for page in pages))
         fits = not self._stores or self._waiting_bytes + store.num_bytes <= self._max_waiting_bytes
         job = WriteJob(job_metadata.job_id, tuple(self._server.keys(chunks)), pages)
-        if fits and self._server.can_write and self._are_sha256(chunks) and self._disk.writes.submit(job):
+        if fits and self._are_sha256(chunks) and self._disk.writes.submit(job):
             self._stores[job_metadata.job_id] = store
             self._waiting_bytes += store.num_bytes
             return
         self.dropped_stores += 1
-        if not fits and self._server.can_write:
+        if not fits:
             log.debug("store job %d dropped: %d bytes wait for the disk", job_metadata.job_id, self._waiting_bytes)
         self._results.append(JobResult(job_metadata.job_id, success=False, transfer_bytes=0))
 
@@ -171,31 +174,29 @@ class HiCacheTier(SecondaryTierManager):
         self._lookups.flush()
 
     def drain_jobs(self) -> None:
-        """Waits for a thread that is stalled in its disk for as long as that takes: its rows are not to be used."""
+        """Waits for what is stalled in its disk for as long as that takes: its rows are not to be used."""
         begin_s, warned = time.monotonic(), False
         self._poll()
         while self._loads or self._stores:
             if not warned and time.monotonic() - begin_s > _DRAIN_WARN_S:
                 warned = True
                 log.warning("%d jobs are not finished by the disk yet", len(self._loads) + len(self._stores))
-            time.sleep(_DRAIN_POLL_S)
+            self._disk.wait(_DRAIN_LOOK_S)
             self._poll()
 
     def shutdown(self) -> None:
-        """Finish what is being stored, close the store and let go of the rows. Idempotent.
-
-        `StoreError` where a thread is stalled and still uses rows: vLLM then leaves their memory mapped.
-        """
+        """Finish what is being stored, close the store and let go of the rows. Idempotent."""
         self._closing.set()
         try:
-            closed = self._disk.close()
+            if not self._disk.close():
+                log.warning("vLLM's secondary tier closes without its store, whose disk is stalled")
         except (StoreError, OSError):
-            closed = True  # the threads have ended, which is what the rows depend on
             log.exception("the store of vLLM's secondary tier was not closed")
         self._poll()
-        if not closed:
-            raise StoreError("a thread is stalled in the disk and uses vLLM's CPU tier; its memory stays mapped")
         self._rows = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def _promotions(self, req_context: ReqContext) -> Promotions:
         promotions = req_context.get_state(Promotions)
@@ -228,7 +229,7 @@ class HiCacheTier(SecondaryTierManager):
         return False
 
     def _poll(self) -> None:
-        """Take what the disk's threads have answered."""
+        """Take what the disk has answered."""
         for read in self._disk.reads.poll():
             if isinstance(read, FindDone):
                 self._lookups.answered(read)

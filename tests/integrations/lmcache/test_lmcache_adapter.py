@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import resource
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ pytest.importorskip("lmcache.v1", reason="needs LMCache; make test-servers insta
 
 from lmcache.v1.distributed.internal_api import L2AdapterListener
 
-from disk_case import Clock, written_elsewhere
-from hicache.disk.health import LIMITS
+from disk_case import Clock, Gate, TroubledStore
 from hicache.errors import ConfigError
-from hicache.integrations.lmcache.threads import Workers
-from hicache.storage import describe, store_folders
+from hicache.integrations import server_store
+from hicache.storage import describe, open_store, store_folders
+from hicache.storage.process import stores as opening
+from hicache.storage.process.health import LIMITS
 from lmcache_case import (
     SHAPE,
     adapter_spec,
@@ -33,6 +34,7 @@ from lmcache_case import (
     store,
     store_seeds,
 )
+from store_server import served
 from waiting import eventually
 
 NUMBERS = list(range(20))
@@ -59,7 +61,8 @@ class Listener(L2AdapterListener):
 
 
 @pytest.mark.smoke
-def test_what_is_stored_comes_back_also_after_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["in threads", pytest.param("in processes", marks=pytest.mark.store_process)])
+def test_what_is_stored_comes_back_also_after_a_restart(tmp_path: Path, how: str) -> None:
     """Objects of two sizes in one task; each lookup and each load tells key by key. The stores' records name the
     server, the model and the layout."""
     keys = [*KEYS, *(key_of(n, object_group_id=1) for n in NUMBERS)]
@@ -209,21 +212,61 @@ def test_a_full_disk_costs_what_it_has_no_room_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_beside_another_writer_an_adapter_reads(tmp_path: Path) -> None:
-    """It finds and loads what is there, and stores and deletes nothing."""
+def test_servers_of_one_socket_share_their_objects(tmp_path: Path) -> None:
+    """Each finds, loads and deletes what the other stored, from its start on."""
+    with served(tmp_path / "pages", tmp_path / "socket") as socket:
+        adapters = [opened(adapter_spec(socket)) for _ in range(2)]
+        first, second = adapters
+        assert store_seeds(first, NUMBERS) and look_up(second, KEYS) == NUMBERS
+        assert loaded_seeds(second, NUMBERS) == NUMBERS and store_seeds(second, [50])
+        assert look_up(first, [*KEYS, key_of(50)]) == [*NUMBERS, 20]
+        second.delete(KEYS)
+        assert loaded_seeds(first, [*NUMBERS, 50]) == [50]
+        for adapter in adapters:
+            adapter.close()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("verb", ["contains", "get_into", "put"])
+def test_a_frozen_disk_freezes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """Tasks end without it. When it answers at last, no byte reaches the memory of a task that has ended, and none is
+    stored from it; then all is as before."""
+    clock, gate, stores = Clock(), Gate(verb), list[TroubledStore]()
+
+    def troubled(*args: Any, **kwargs: Any) -> TroubledStore:
+        stores.append(TroubledStore(open_store(*args, **kwargs)))
+        return stores[-1]
+
+    def freeze(called: str) -> None:
+        clock.now_s += 2 * LIMITS.io_timeout_s * (called == verb)
+        gate(called)
+
+    monkeypatch.setattr(opening, "open_store", troubled)
+    monkeypatch.setattr(server_store, "open_tier", functools.partial(server_store.open_tier, clock=clock))
     adapter = opened(adapter_spec(tmp_path))
     assert store_seeds(adapter, NUMBERS)
+    stores[0].trouble = freeze
+    objects = [memory(None if verb == "get_into" else 100 + n) for n in NUMBERS]
+    if verb == "contains":
+        assert look_up(adapter, KEYS) == []
+    elif verb == "get_into":
+        assert load(adapter, KEYS, objects) == []
+    else:
+        assert not store(adapter, [key_of(100 + n) for n in NUMBERS], objects).is_successful()
+    assert gate.held and not adapter.report_status()["is_healthy"]
+    for held in objects:
+        held.raw_data.fill_(7)
+    gate.open()
+    stores[0].trouble = lambda verb: None
+
+    def is_served() -> bool:
+        clock.now_s += LIMITS.max_reopen_backoff_s
+        return loaded_seeds(adapter, NUMBERS) == NUMBERS and store_seeds(adapter, range(100, 100 + len(NUMBERS)))
+
+    eventually(is_served)
+    assert loaded_seeds(adapter, range(100, 100 + len(NUMBERS))) == [100 + n for n in NUMBERS]
+    assert all((held.raw_data == 7).all() for held in objects)
     adapter.close()
-    [folder] = store_folders(tmp_path)
-    with written_elsewhere(folder):
-        adapter = opened(adapter_spec(tmp_path))
-        assert look_up(adapter, KEYS) == NUMBERS and loaded_seeds(adapter, NUMBERS) == NUMBERS
-        assert not store_seeds(adapter, [50])
-        adapter.delete(KEYS)
-        assert loaded_seeds(adapter, NUMBERS) == NUMBERS
-        assert [kept["can_write"] for kept in adapter.report_status()["stores"]] == [False]
-        assert 0 < adapter.get_usage().total_bytes_used <= 1.1 * len(NUMBERS) * memory(0).get_size()
-        adapter.close()
 
 
 @pytest.mark.smoke
@@ -278,25 +321,3 @@ def test_a_budget_too_small_for_an_object_is_no_error_of_the_server(tmp_path: Pa
     assert not store(adapter, [key_of(1)], [memory(1, torch.Size([2, 32, 64, 128]))]).is_successful()
     assert look_up(adapter, [key_of(1)]) == []
     adapter.close()
-
-
-def test_threads_that_do_not_return_are_stalled() -> None:
-    """Until they do; then their work goes on."""
-    clock, gate, begun = Clock(), threading.Event(), threading.Semaphore(0)
-    workers = Workers("test", 2, clock)
-
-    def work() -> None:
-        begun.release()
-        gate.wait()
-
-    for _ in range(3):
-        workers.submit(work)
-    for _ in range(2):
-        begun.acquire()
-    clock.now_s += LIMITS.io_timeout_s
-    assert not workers.are_stalled()
-    clock.now_s += 0.1
-    assert workers.are_stalled() and not workers.close(time.monotonic())
-    gate.set()
-    eventually(lambda: not workers.are_stalled())
-    assert workers.close(time.monotonic() + 60)

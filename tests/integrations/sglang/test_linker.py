@@ -24,7 +24,9 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.test.kits.unified_radix_cache.config import CONFIGS as SGLANG_CONFIGS
 
 from hicache.errors import ConfigError
+from hicache.storage.process.jobs import RemoveJob
 from sglang_linker_case import CONFIGS, MAMBA, PAGE, LinkerCase
+from waiting import eventually
 
 Make = Callable[..., LinkerCase]
 
@@ -54,7 +56,7 @@ def restore(case: LinkerCase, prompt: list[int]) -> int:
     return len(admitted.loaded)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, pytest.param("swa_mamba", marks=pytest.mark.store_process)])
 def test_a_restart_finds_the_disk(make: Make, name: str) -> None:
     """What one server offloaded, another one on the same path restores after the first has closed."""
     first = make(name)
@@ -223,7 +225,9 @@ def test_pages_that_left_the_disk_are_computed(make: Make) -> None:
     def lookup(rid: str, transfers: Any) -> list[int]:
         found.extend(looked_up(rid, transfers))
         names = [f"kv/{key}".encode() for key in transfers[0].keys[3:]]
-        case.linker.store.store.delete(case.linker.store.keys(names))
+        gone = RemoveJob(-1, tuple(case.linker.store.keys(names)))
+        assert case.linker.store.tier.writes.submit(gone)
+        eventually(case.linker.store.tier.writes.poll)
         return found
 
     case.linker.lookup = lookup
@@ -267,7 +271,7 @@ def test_a_store_in_use_is_left_alone(make: Make) -> None:
     first.insert(prompt)
     first.settle()
     second = make("full")
-    assert not second.linker.store.can_write
+    assert not second.linker.store.tier.is_healthy
     second.insert(other)
     second.settle()
     second.evict()

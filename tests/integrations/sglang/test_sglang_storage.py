@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from disk_case import Gate, failing, written_elsewhere
-from hicache.disk.health import LIMITS
+from disk_case import Gate, failing
 from hicache.errors import ConfigError
 from hicache.integrations.sglang.host_pages import host_pages
 from hicache.storage import describe
+from hicache.storage.process.health import LIMITS
 from sglang_case import RELEASE, Case, Server, clock, device_pool, host_pool, tokens, troubled
+from store_server import served
 from waiting import eventually
 
 NUM_PAGES = 20
@@ -34,7 +35,9 @@ SHAPES = [
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("layout", "v1", "mla"), SHAPES)
+@pytest.mark.parametrize(
+    ("layout", "v1", "mla"), [*SHAPES, pytest.param("page_first", True, True, marks=pytest.mark.store_process)]
+)
 def test_pages_come_back_after_a_restart(tmp_path: Path, layout: str, v1: bool, mla: bool) -> None:
     """Byte by byte, up to the first page that was not stored; more pages than one batch of SGLang's has."""
     case = Case(tmp_path, layout, v1, mla, page_size=1 if layout == "layer_first" else 8)
@@ -105,21 +108,21 @@ def test_servers_that_mean_other_bytes_share_a_path_and_no_page(tmp_path: Path, 
 
 @pytest.mark.smoke
 def test_ranks_share_what_they_hold_alike(tmp_path: Path) -> None:
-    """Latent attention: rank 0 stores, and rank 1, which may start first, reads it and stores nothing. A second rank 0,
-    beside the one that writes, reads too."""
-    case = Case(tmp_path, mla=True, tp_size=2)
-    with Server(replace(case, tp_rank=1)) as reader:
-        assert reader.prefetch(tokens(8, case)) == []
-        with Server(case) as writer:
-            stored, num_tokens = writer.backup(tokens(8, case))
-            assert num_tokens == 8 * case.page_size
-        assert eventually(lambda: reader.prefetch(tokens(8, case))) == stored
-        assert reader.backup(tokens(8, case, first=5000))[1] == 0
-    [folder] = tmp_path.iterdir()
+    """Latent attention: rank 0 stores, and rank 1, which may start first, reads it and stores nothing. That takes a
+    process which serves both; without one rank 1 does not start, and says why."""
+    with served(tmp_path / "pages", tmp_path / "socket") as socket:
+        case = Case(socket, mla=True, tp_size=2)
+        with Server(replace(case, tp_rank=1)) as reader:
+            assert reader.prefetch(tokens(8, case)) == []
+            with Server(case) as writer:
+                stored, num_tokens = writer.backup(tokens(8, case))
+                assert num_tokens == 8 * case.page_size
+            assert eventually(lambda: reader.prefetch(tokens(8, case))) == stored
+            assert reader.backup(tokens(8, case, first=5000))[1] == 0
+    [folder] = (tmp_path / "pages").iterdir()
     assert "tp=any" in str(describe(folder).identity["parallel"])
-    with written_elsewhere(folder), Server(case) as second:
-        assert second.prefetch(tokens(8, case)) == stored
-        assert second.backup(tokens(8, case, first=5000))[1] == 0
+    with pytest.raises((ConfigError, ValueError), match="hicache store serve"):
+        Server(replace(case, path=tmp_path / "alone", tp_rank=1))
 
 
 @pytest.mark.parametrize("seed", [0, 2])
@@ -144,8 +147,10 @@ def test_damaged_files_serve_nothing_wrong(tmp_path: Path, seed: int) -> None:
 @pytest.mark.smoke
 def test_a_full_disk_keeps_what_was_stored(tmp_path: Path) -> None:
     """Pages that do not fit are not counted as stored; SGLang serves on, and stores again when there is room."""
-    case = Case(tmp_path, class_name="ClockedDisk", extra={"level": 0, "budget": "16MB"})
-    with Server(case) as server:
+    case = Case(tmp_path, extra={"level": 0, "budget": "16MB"})
+    with troubled():
+        server = Server(case)
+    with server:
         stored, _ = server.backup(tokens(8, case))
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -169,7 +174,7 @@ def test_a_full_disk_keeps_what_was_stored(tmp_path: Path) -> None:
 def test_a_frozen_disk_freezes_nothing(tmp_path: Path, verb: str) -> None:
     """What the medium does not answer is a miss, and SGLang goes on. When it answers at last, no byte reaches memory
     that SGLang has taken back, and none is stored from it."""
-    case = Case(tmp_path, class_name="ClockedDisk", extra={"readers": 2})
+    case = Case(tmp_path, extra={"readers": 2})
     with troubled() as stores:
         server = Server(case)
     with server:
@@ -203,7 +208,7 @@ def test_a_frozen_disk_freezes_nothing(tmp_path: Path, verb: str) -> None:
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "input/output error"), RuntimeError("a bug")])
 def test_a_store_that_raises_makes_misses(tmp_path: Path, error: Exception) -> None:
     """In every call, from every thread, and all is served again afterwards."""
-    case = Case(tmp_path, class_name="ClockedDisk")
+    case = Case(tmp_path)
     with troubled() as stores:
         server = Server(case)
     with server:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -18,7 +17,7 @@ import torch
 pytest.importorskip("vllm._C", reason="needs vLLM's compiled parts", exc_type=ImportError)
 
 import vllm_server
-from hicache.storage import describe, open_existing
+from hicache.storage import describe
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "vllm"
 CACHED = vllm_server.PROMPT_TOKENS // 32 * 32
@@ -109,8 +108,8 @@ def test_cached_tokens_after_a_reset_and_with_a_tier_at_fault(first: Served, pag
 def test_cached_tokens_after_a_restart_beside_tiers_at_fault(
     model: str, first: Served, pages: dict[str, str], tmp_path: Path
 ) -> None:
-    """Four tiers, first to last: damaged, with a key of its own, too small for a prompt, and the first server's, which
-    another process writes to. Another dtype and block size on its path share nothing with it."""
+    """Four tiers, first to last: damaged, with a key of its own, too small for a prompt, and the first server's.
+    Another dtype and block size on its path share nothing with it."""
     [folder] = Path(pages["path"]).iterdir()
     shutil.copytree(folder, tmp_path / "damaged" / folder.name)
     data = tmp_path / "damaged" / folder.name / "store.json"
@@ -122,14 +121,12 @@ def test_cached_tokens_after_a_restart_beside_tiers_at_fault(
         {"path": str(tmp_path / "small"), "budget": "2MB"},
         pages,
     ]
-    with contextlib.closing(open_existing(folder)) as other:
-        assert other.stats().entries
-        second = serve(model, tiering(*tiers), ["run", "reset", "run"])
+    second = serve(model, tiering(*tiers), ["run", "reset", "run"])
     assert second.cached == [[CACHED, CACHED]] * 2
     assert not second.given[0] and len(second.given[3]) == 2 * CACHED // 32
     assert all(are_bytes_of(given, first.stored[0]) for given in second.given)
     assert second.outputs == first.outputs
-    assert f"{data} is damaged" in second.log and "pages are read and not stored" in second.log
+    assert f"{data} is damaged" in second.log
 
     third = serve(model, tiering(pages), ["run", "reset", "run"], llm={"dtype": "float16", "block_size": 64})
     assert third.cached == [[0, 0], [vllm_server.PROMPT_TOKENS // 64 * 64] * 2]

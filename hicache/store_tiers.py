@@ -1,21 +1,23 @@
-"""Builds the tiers below memory: disk and remote, each a store and the threads in front of it."""
+"""Builds the tiers below memory: disk and remote, each a client of a store."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 
 import numpy as np
 
 from hicache.config import EngineConfig
-from hicache.disk import DiskTier, Limits, cipher_of, identity_of, page_filter
 from hicache.errors import ConfigError
 from hicache.host import HostPagePool
 from hicache.layout import PoolLayout
 from hicache.metrics import Metrics
-from hicache.storage import LmdbPageStore, PageFormat, PageStore, open_store
+from hicache.storage import PageBuffer, PageFormat, PageStore
+from hicache.storage.process.health import Limits
+from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.stores import StoreRequest
 from hicache.store_config import DiskConfig, Filter, RemoteConfig
+from hicache.stores import StoreTier, given_tier, identity_of, key_of, open_tier, page_filter
 from hicache.tree import DISK, FULL, REMOTE, Component, Store
 
 # Of one job, which is one call to a remote store: a client works on many pages at once, and calls in several threads
@@ -38,26 +40,26 @@ def build_stores(
     metrics: Metrics,
     *,
     tells_removed: bool,
-) -> dict[Store, DiskTier]:
+) -> dict[Store, StoreTier]:
     """The tiers that an engine has, in the order in which reads ask them. `given`: stores of the caller, which closes
     them. `tells_removed`: answers of writes name the pages that the disk lost."""
-    stores: dict[Store, DiskTier] = {}
-    removed: list[bytes] = []
-    disk, remote = given[DISK], given[REMOTE]
-    with ExitStack() as opened:  # so that what cannot be built leaves no store open
-        if config.disk is not None:
-            disk = _store(config, config.disk, layouts, hosts, removed.extend if tells_removed else None)
-            opened.callback(disk.close)
-        if disk is not None:
-            stores[DISK] = _disk(config, disk, config.disk is not None, hosts, metrics, removed)
-        if config.remote is not None:
-            identity, formats = identity_of(config, layouts), _formats("auto", layouts, hosts)
-            cipher = cipher_of(config.remote)
-            remote = open_store(config.remote.url, identity=identity, formats=formats, cipher=cipher)
-            opened.callback(remote.close)
-        if remote is not None:
-            stores[REMOTE] = _remote(config, remote, hosts, metrics)
-        opened.pop_all()
+    stores: dict[Store, StoreTier] = {}
+    try:
+        if (store := given[DISK]) is not None:
+            stores[DISK] = given_tier(store, _disk_settings(config, hosts))
+        elif config.disk is not None:
+            stores[DISK] = _disk(config, config.disk, layouts, hosts, tells_removed=tells_removed)
+        if config.remote is not None or given[REMOTE] is not None:
+            stores[REMOTE] = _remote(config, given[REMOTE], layouts, hosts)
+        for tier in stores.values():
+            tier.register(metrics)
+            for host in hosts.values():
+                if not tier.in_process:
+                    tier.share(host.arena.descriptor, _bytes_of(host))
+    except BaseException:
+        for tier in stores.values():
+            tier.close()
+        raise
     return stores
 
 
@@ -83,33 +85,21 @@ def _formats(wanted: Filter, layouts: _Layouts, hosts: _Hosts) -> list[PageForma
     return list(formats.values())
 
 
-def _store(
-    config: EngineConfig,
-    disk: DiskConfig,
-    layouts: _Layouts,
-    hosts: _Hosts,
-    on_removed: Callable[[Sequence[bytes]], None] | None,
-) -> LmdbPageStore:
-    return LmdbPageStore(
-        disk.path,
-        identity=identity_of(config, layouts),
-        formats=_formats(disk.filter, layouts, hosts),
-        budget_bytes=disk.budget_bytes,
-        durability=disk.durability,
-        level=disk.level,
-        cipher=cipher_of(disk),
-        on_removed=on_removed,
-    )
-
-
 def _disk(
-    config: EngineConfig,
-    store: PageStore,
-    owns_store: bool,
-    hosts: _Hosts,
-    metrics: Metrics,
-    removed: list[bytes],
-) -> DiskTier:
+    config: EngineConfig, disk: DiskConfig, layouts: _Layouts, hosts: _Hosts, *, tells_removed: bool
+) -> StoreTier:
+    request = StoreRequest(
+        disk.url,
+        identity_of(config, layouts),
+        _formats(disk.filter, layouts, hosts),
+        key_of(disk),
+        tells_removed,
+        _disk_settings(config, hosts),
+    )
+    return open_tier(request, in_process=disk.transport == "inline")
+
+
+def _disk_settings(config: EngineConfig, hosts: _Hosts) -> ServiceSettings:
     advanced = config.advanced
     limits = Limits(
         io_timeout_s=advanced.disk_io_timeout_s,
@@ -117,18 +107,13 @@ def _disk(
         max_reopen_backoff_s=advanced.disk_max_reopen_backoff_s,
         close_s=advanced.disk_io_timeout_s,
     )
-    tier = DiskTier(
-        store,
-        owns_store=owns_store,
+    return ServiceSettings(
         readers=advanced.disk_reader_threads,
         queue_jobs=advanced.disk_queue_jobs,
         # What may be locked on its way to the store.
         full_bytes=sum(host.page_bytes * host.num_pages for host in hosts.values()) // 2,
         limits=limits,
-        removed=removed,
     )
-    tier.register(metrics)
-    return tier
 
 
 def num_remote_readers(remote: RemoteConfig) -> int:
@@ -136,29 +121,33 @@ def num_remote_readers(remote: RemoteConfig) -> int:
     return remote.reader_threads or (1 if _ONE_READER.fullmatch(remote.url) else _REMOTE_READERS)
 
 
-def _remote(config: EngineConfig, store: PageStore, hosts: _Hosts, metrics: Metrics) -> DiskTier:
-    """`store`: of the caller, where the settings name none."""
+def _remote(config: EngineConfig, store: PageStore | None, layouts: _Layouts, hosts: _Hosts) -> StoreTier:
+    """`store`: of the caller; None: the one that the settings name."""
     remote, advanced = config.remote or RemoteConfig(url="given:"), config.advanced
-    for host in hosts.values():
-        store.register_memory(host.arena.data.numpy().reshape(-1).view(np.uint8))
     largest_bytes = max(host.page_bytes for host in hosts.values())
     job_pages = max(1, min(_MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES // largest_bytes))
-    tier = DiskTier(
-        store,
-        owns_store=config.remote is not None,
+    settings = ServiceSettings(
+        name="remote",
         readers=num_remote_readers(remote),
         queue_jobs=advanced.disk_queue_jobs,
         full_bytes=int(remote.backup_share * sum(host.page_bytes * host.num_pages for host in hosts.values())),
+        part_pages=job_pages,
+        gives_way=True,
         limits=Limits(
             io_timeout_s=remote.io_timeout_s,
             reopen_backoff_s=advanced.disk_reopen_backoff_s,
             max_reopen_backoff_s=_MAX_REMOTE_BACKOFF_S,
             close_s=remote.io_timeout_s,
         ),
-        name="remote",
-        job_pages=job_pages,
-        part_pages=job_pages,
-        gives_way=True,
     )
-    tier.register(metrics)
-    return tier
+    if store is not None:
+        for host in hosts.values():
+            store.register_memory(_bytes_of(host))
+        return given_tier(store, settings, job_pages=job_pages)
+    formats = _formats("auto", layouts, hosts)
+    request = StoreRequest(remote.url, identity_of(config, layouts), formats, key_of(remote), settings=settings)
+    return open_tier(request, in_process=remote.transport == "inline", job_pages=job_pages)
+
+
+def _bytes_of(host: HostPagePool) -> PageBuffer:
+    return host.arena.data.numpy().reshape(-1).view(np.uint8)

@@ -12,10 +12,10 @@ import torch
 
 from disk_case import PATIENCE_S
 from hicache import CacheEngine, DiskConfig, RemoteConfig, build_engine
-from hicache.disk import cipher_of, page_filter
 from hicache.errors import ConfigError
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.storage import PageFilter, StoreError, StoreMismatch
+from hicache.stores import cipher_of, page_filter
 from hicache.tree import FULL, HOST
 from toy_model import GEOMETRY, config, expected_kv, serve
 from waiting import eventually

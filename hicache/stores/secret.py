@@ -17,19 +17,25 @@ _HEX_DIGITS = 2 * KEY_BYTES
 
 def cipher_of(config: DiskConfig | RemoteConfig) -> PageCipher | None:
     """The configured cipher; None for plain pages. ConfigError for a key that cannot be read, or two keys."""
+    key = key_of(config)
+    return PageCipher(key) if key else None
+
+
+def key_of(config: DiskConfig | RemoteConfig) -> bytes:
+    """The configured key; b"" for plain pages. ConfigError for one that cannot be read, or two keys."""
     tier = "disk" if isinstance(config, DiskConfig) else "remote"
     key = disk_key()
     if key and config.key_file:
         raise ConfigError(f"{tier} key_file and HICACHE_DISK_KEY are both set; give the key in one of them")
     if key:
-        return PageCipher(_parse(key, "HICACHE_DISK_KEY"))
+        return _parse(key, "HICACHE_DISK_KEY")
     if not config.key_file:
-        return None
+        return b""
     try:
         data = Path(config.key_file).read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {tier} key_file={config.key_file}: {error.strerror}") from None
-    return PageCipher(data if len(data) == KEY_BYTES else _parse(data, f"{tier} key_file={config.key_file}"))
+    return data if len(data) == KEY_BYTES else _parse(data, f"{tier} key_file={config.key_file}")
 
 
 def _parse(data: bytes, where: str) -> bytes:

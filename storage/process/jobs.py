@@ -1,7 +1,7 @@
-"""What crosses between the scheduler thread and a store's threads: frozen jobs one way, frozen outcomes the other.
+"""Jobs for a store and their outcomes, as an engine, its client and the store process see them.
 
-The tier owns the bytes of a job's pages from its submission until its answer (`FindDone`, `ReadDone`, `WriteDone`)
-is taken. Every job is answered once. `Stalled` may come before the answer; the bytes still belong to the tier then.
+The store owns the bytes of a job's pages from its submission until its answer (`FindDone`, `ReadDone`, `WriteDone`)
+is taken. Every job is answered once. `Stalled` may come before the answer; the bytes still belong to the store then.
 """
 
 from __future__ import annotations
@@ -9,20 +9,45 @@ from __future__ import annotations
 import enum
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 
 PageBytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+class PageRows(Sequence[PageBytes]):
+    """The pages `rows` of `memory`, uint8 [num_pages, page_bytes] in one piece, without a view for each."""
+
+    __slots__ = ("memory", "rows")
+
+    def __init__(self, memory: PageBytes, rows: list[int]) -> None:
+        self.memory, self.rows = memory, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, at: int) -> PageBytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> PageRows: ...
+    def __getitem__(self, at: int | slice) -> PageBytes | PageRows:
+        if isinstance(at, slice):
+            return PageRows(self.memory, self.rows[at])
+        page: PageBytes = self.memory[self.rows[at]]
+        return page
+
+
 FIND = -1  # the `batch` of a ticket's first find, those of others lie below
 
 
 class ReadClass(enum.IntEnum):
-    """The queue classes of reads, by priority. Urgent: a request waits for it."""
+    """The queue classes of reads, by priority. Lookup: the scheduler waits for it. Urgent: a request waits for it."""
 
+    LOOKUP = -1
     URGENT_FIND = 0
     URGENT_READ = 1
     BACKGROUND_FIND = 2
@@ -56,24 +81,22 @@ class FindDone:
 class ReadJob:
     """Read `keys` into `pages`. `batch` numbers the jobs of a ticket.
 
-    Reading ends when `cancelled` is set or the tier's clock has reached `deadline_s`. `landed(i)` is called on the
-    reading thread when page i holds verified bytes, while these are in the processor's cache.
+    Reading ends when `cancelled` is set or the client's clock has reached `deadline_s`.
     """
 
     ticket: int
     batch: int
     keys: tuple[bytes, ...]
-    pages: tuple[PageBytes, ...]
+    pages: Sequence[PageBytes]
     cancelled: threading.Event = field(compare=False)
     deadline_s: float = math.inf
     queue_class: ReadClass = ReadClass.URGENT_READ
-    landed: Callable[[int], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class ReadDone:
     """`ok[i]`: page i holds verified bytes. `asked`: how many pages, from the first on, the store was asked for;
-    `seconds`: how long that took, on the tier's clock."""
+    `seconds`: how long that took, on the store's clock."""
 
     ticket: int
     batch: int
@@ -86,15 +109,27 @@ class ReadDone:
 class WriteJob:
     ticket: int
     keys: tuple[bytes, ...]
-    pages: tuple[PageBytes, ...]
+    pages: Sequence[PageBytes]
     batch: int = 0
     queue_class = 0
 
 
 @dataclass(frozen=True)
+class RemoveJob:
+    """Remove `keys`, in the order of the writes around it; None: all pages of the store. Its answer is a `WriteDone`:
+    `ok[i]`, page i was there, and is gone. With one `ok` for all pages."""
+
+    ticket: int
+    keys: tuple[bytes, ...] | None
+    batch: int = 0
+    queue_class = 0
+    pages = ()
+
+
+@dataclass(frozen=True)
 class WriteDone:
     """`ok[i]`: page i is in the store, as durable as its durability setting says. `seconds`: the job's share, by pages,
-    of the time that its batch took to write, on the tier's clock.
+    of the time that its batch took to write, on the store's clock.
 
     `removed`: keys that the store was known to lose until then, before `ok` held; those of a group of jobs come with
     the first."""
@@ -114,4 +149,4 @@ class Stalled:
     batch: int
 
 
-Job: TypeAlias = FindJob | ReadJob | WriteJob
+Job: TypeAlias = FindJob | ReadJob | WriteJob | RemoveJob

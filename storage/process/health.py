@@ -74,9 +74,12 @@ class Breaker:
 
     def refuses(self) -> bool:
         """Whether a job submitted now would surely be refused. Takes no lock."""
-        if self._state is State.OPEN:
-            return self._clock() < self._probe_at_s
-        return self._state is State.HALF_OPEN
+        return self._state is not State.CLOSED and self._clock() < self.refuses_until_s
+
+    @property
+    def refuses_until_s(self) -> float:
+        """Until when jobs are refused; infinite while a probe is under way, 0 while closed."""
+        return {State.CLOSED: 0.0, State.HALF_OPEN: math.inf, State.OPEN: self._probe_at_s}[self._state]
 
     def admit(self, *, can_probe: bool = True) -> BreakerToken | None:
         """A token, or None while the breaker is open. After the backoff, the first caller that `can_probe` gets the
@@ -139,6 +142,10 @@ class Watchdog(Generic[J]):
         self._token = BreakerToken(0)
         self.stalls_at_s = math.inf
         self.is_stalled = False
+
+    @property
+    def is_working(self) -> bool:
+        return bool(self._jobs)
 
     def begin(self, jobs: list[J], token: BreakerToken) -> None:
         with self._lock:

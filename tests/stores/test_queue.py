@@ -7,27 +7,38 @@ import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disk_case import PATIENCE_S, Clock, Gate, blank, num_held, pages, started_tier, wait_for_reads, wait_for_writes
-from hicache.disk import FindDone, FindJob, ReadClass, ReadDone, ReadJob, WriteDone, WriteJob
-from hicache.disk.io_queue import JobQueue, Queued
+from hicache.storage.process.io_queue import JobQueue, Queued
+from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, WriteDone, WriteJob
+from hicache.storage.process.status import QUEUE_NUMBERS
+from hicache.stores import StoreTier
 from waiting import eventually
+
+
+def until_queued(disk: StoreTier, name: str, num_jobs: int) -> None:
+    """So many jobs wait for a thread of the store. The tier's clock is set by hand."""
+    eventually(
+        lambda: disk.client.poll() or disk.client.queue_numbers(name)[QUEUE_NUMBERS.index("queued_jobs")] == num_jobs
+    )
+
+
+def address(page: np.ndarray) -> int:
+    return page.__array_interface__["data"][0]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=30), st.integers(1, 20), st.integers(0, 40))
 def test_a_queue_keeps_class_then_number(offers: list[tuple[int, int]], capacity: int, max_bytes: int) -> None:
-    """Jobs leave by class and, within one, by number; beyond `capacity` none enters; a group is at most `max_bytes`
-    and as large as it may be."""
+    """Jobs leave by class and, within one, by number; a group is at most `max_bytes` and as large as it may be."""
     jobs: JobQueue[int, None] = JobQueue(capacity)
-    taken = [jobs.offer(Queued(offers[n][0], n, n, offers[n][1], SimpleQueue())) for n in range(len(offers))]
-    assert taken == [n < capacity for n in range(len(offers))]
-    order = sorted(range(min(capacity, len(offers))), key=lambda n: (offers[n][0], n))
-    assert jobs.fullness(1000) == max(len(order) / capacity, sum(offers[n][1] for n in order) / 1000)
+    for n, (queue_class, num_bytes) in enumerate(offers):
+        jobs.put(Queued(queue_class, n, n, num_bytes, lambda done: None))
+    order = sorted(range(len(offers)), key=lambda n: (offers[n][0], n))
+    assert jobs.fullness(1000) == min(1, max(len(order) / capacity, sum(offers[n][1] for n in order) / 1000))
     group = [item.job for item in jobs.take_more(max_bytes)]
     sizes = [offers[n][1] for n in order[: len(group) + 1]]
     assert group == order[: len(group)] and sum(sizes[: len(group)]) <= max_bytes
@@ -42,7 +53,7 @@ def test_a_queue_keeps_class_then_number(offers: list[tuple[int, int]], capacity
 def test_reads_that_somebody_waits_for_go_first(tmp_path: Path) -> None:
     """One reader: urgent jobs go before background jobs, finds before reads, and jobs of one class in submission
     order."""
-    disk, store = started_tier(tmp_path / "s")
+    disk, store = started_tier(tmp_path / "s", clock=Clock())
     gate = store.trouble = Gate("contains")
     keys = [pages(n, 1)[0] for n in range(9)]
     disk.reads.submit(FindJob(0, keys[0]))
@@ -63,6 +74,7 @@ def test_reads_that_somebody_waits_for_go_first(tmp_path: Path) -> None:
         FindJob(2, keys[2]),
     ):
         assert disk.reads.submit(job)
+    until_queued(disk, "reads", 8)
     gate.open()
     wait_for_reads(disk, 9)
     assert [call[1] for call in store.calls] == keys
@@ -78,11 +90,22 @@ def test_unwanted_pages_are_not_read(tmp_path: Path) -> None:
     never, cancelled, halfway = threading.Event(), threading.Event(), threading.Event()
     cancelled.set()
     targets = [blank(8) for _ in range(4)]
-    store.trouble = lambda verb: halfway.set() if store.verbs("get_into") == 4 else None
+    came, goes_on = threading.Event(), threading.Event()
+
+    def trouble(verb: str) -> None:
+        if store.verbs("get_into") == 5:  # the second of the last job
+            came.set()
+            assert goes_on.wait(PATIENCE_S)
+
+    store.trouble = trouble
     disk.reads.submit(ReadJob(1, 0, keys, targets[0], cancelled))
     disk.reads.submit(ReadJob(2, 0, keys, targets[1], never, deadline_s=100.0))
     disk.reads.submit(ReadJob(3, 0, keys, targets[2], never, deadline_s=100.1))
     disk.reads.submit(ReadJob(4, 5, keys, targets[3], halfway))
+    assert came.wait(PATIENCE_S)
+    halfway.set()
+    disk.reads.tell_cancelled()
+    goes_on.set()
     answers = wait_for_reads(disk, 4)
     assert answers[:3] == [
         ReadDone(1, 0, (False,) * 8),
@@ -127,13 +150,14 @@ def test_pages_behind_a_gap_are_not_read(tmp_path: Path) -> None:
 
 def test_writes_that_wait_are_put_together(tmp_path: Path) -> None:
     """Jobs submitted while the writer is busy go into one put, in order, and each is answered for its own pages."""
-    disk, store = started_tier(tmp_path / "s", queue_jobs=10)
+    disk, store = started_tier(tmp_path / "s", queue_jobs=10, clock=Clock())
     gate = store.trouble = Gate("put")
     jobs = [WriteJob(n, *pages(n, n + 1), batch=n) for n in range(5)]
     disk.writes.submit(jobs[0])
     eventually(lambda: gate.held == 1)
     for job in jobs[1:]:
         disk.writes.submit(job)
+    until_queued(disk, "writes", 4)
     put, left_out = store.inner.put, (jobs[2].keys[0], jobs[4].keys[3])
 
     def picky(items: Sequence[tuple[bytes, np.ndarray]], *, lag: float, deadline_s: float) -> list[bool]:
@@ -149,7 +173,7 @@ def test_writes_that_wait_are_put_together(tmp_path: Path) -> None:
 
 def test_a_group_is_bounded_and_told_the_lag(tmp_path: Path) -> None:
     """A put takes at most a maximum of bytes; `lag` is the fullness of the queue behind it."""
-    disk, store = started_tier(tmp_path / "s", queue_jobs=20, full_bytes=96 << 20)
+    disk, store = started_tier(tmp_path / "s", queue_jobs=20, full_bytes=96 << 20, clock=Clock())
     store.inner.put = lambda items, lag, deadline_s=0: [True] * len(items)  # type: ignore[method-assign, assignment]
     gate = store.trouble = Gate("put")
     keys, data = pages(1, 1)
@@ -158,6 +182,7 @@ def test_a_group_is_bounded_and_told_the_lag(tmp_path: Path) -> None:
     many = data * 6144  # 24 MiB: ten are below the bound of 256 MiB, eleven above it
     for n in range(12):
         disk.writes.submit(WriteJob(1 + n, keys * len(many), many))
+    until_queued(disk, "writes", 12)
     gate.open()
     assert [answer.ticket for answer in wait_for_writes(disk, 13)] == list(range(13))
     assert [len(call[1]) for call in store.calls] == [1, 10 * len(many), 2 * len(many)]
@@ -172,10 +197,10 @@ def test_written_pages_are_read_back(tmp_path: Path) -> None:
     seen = set[int]()
     get_into, put = store.inner.get_into, store.inner.put
     store.inner.get_into = lambda keys, buffers, **of_call: (  # type: ignore[method-assign]
-        seen.update(map(id, buffers)) or get_into(keys, buffers, **of_call)
+        seen.update(map(address, buffers)) or get_into(keys, buffers, **of_call)
     )
     store.inner.put = lambda items, **of_call: (  # type: ignore[method-assign]
-        seen.update(id(page) for _, page in items) or put(items, **of_call)
+        seen.update(address(page) for _, page in items) or put(items, **of_call)
     )
     batches = [pages(n, 5) for n in range(8)]
     for ticket, (keys, data) in enumerate(batches):
@@ -190,20 +215,21 @@ def test_written_pages_are_read_back(tmp_path: Path) -> None:
     assert {(done.ticket, done.batch, done.ok) for done in results if isinstance(done, ReadDone)} == {
         (n, 7, (True,) * 5) for n in range(8)
     }
-    assert seen == {id(page) for pages in (*targets, *(data for _, data in batches)) for page in pages}
+    assert seen == {address(page) for pages in (*targets, *(data for _, data in batches)) for page in pages}
     for (_, data), got in zip(batches, targets, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(data, got, strict=True))
-    disk.store.check()
+    store.inner.check()
     disk.close()
 
 
 def test_close_finishes_what_was_queued(tmp_path: Path) -> None:
     """A full queue refuses jobs; those that it accepted are in the store when the tier has closed."""
-    disk, _ = started_tier(tmp_path / "s", queue_jobs=10, starts=False)
+    disk, store = started_tier(tmp_path / "s", queue_jobs=9)  # and one for the reader
+    gate = store.trouble = Gate("put")
     batches = [pages(n, 4) for n in range(12)]
     accepted = [disk.writes.submit(WriteJob(n, *batch)) for n, batch in enumerate(batches)]
     assert accepted == [True] * 10 + [False] * 2
-    disk.start()
+    gate.open()
     disk.close()
     again, _ = started_tier(tmp_path / "s")
     assert [num_held(again, keys, PATIENCE_S) for keys, _ in batches] == [4] * 10 + [0] * 2

@@ -1,0 +1,303 @@
+"""A tier for servers whose memory a store process cannot share: shared pages in between, and calls that wait.
+
+    write   the caller copies into staging pages | the process reads these | they are free again
+    read    the process writes staging pages | the caller copies out of these | they are free again
+
+So the process never touches the server's memory, and nothing does after a call has returned. There is no thread here:
+of the threads that wait, one takes what the process says, for all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+
+from hicache.storage import PageBuffer
+from hicache.storage.process.frames import Outcome
+from hicache.storage.process.jobs import (
+    FindDone,
+    FindJob,
+    Job,
+    ReadDone,
+    ReadJob,
+    RemoveJob,
+    Stalled,
+    WriteDone,
+    WriteJob,
+)
+from hicache.stores.tier import StoreTier
+
+LOOK_S = 0.25  # between two looks for a process that says nothing
+_FIND_KEYS = 4096  # of one question to the store
+_JOB_BYTES = 8 << 20  # of one job, or one page
+_WRITE_BYTES = 128 << 20  # staged for writes, or two pages
+_MAX_PAGES = 4096  # of a staging
+
+J = TypeVar("J", bound=Job)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class StagingPages:
+    """`num_pages` pages, each of up to `page_bytes`, that the process of `tier` shares. What is never used takes no
+    memory. One thread at a time."""
+
+    def __init__(self, tier: StoreTier, num_pages: int, page_bytes: int) -> None:
+        self._descriptor = os.memfd_create("hicache-staging", os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, num_pages * page_bytes)
+        memory = np.frombuffer(mmap.mmap(self._descriptor, num_pages * page_bytes), dtype=np.uint8)
+        tier.share(self._descriptor, memory)
+        self.num_pages = num_pages
+        self._free = list(memory.reshape(num_pages, page_bytes))
+
+    def take(self, num_pages: int) -> list[PageBuffer] | None:
+        """None where fewer are free."""
+        return [self._free.pop() for _ in range(num_pages)] if num_pages <= len(self._free) else None
+
+    def give_back(self, pages: Sequence[PageBuffer]) -> None:
+        self._free += pages
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+@dataclass(eq=False)
+class StagedJob:
+    """A job and its pages, uint8 [page_bytes] each. `answer`: None until there is one, `Stalled` where it is late, or
+    was not taken."""
+
+    staging: StagingPages | None
+    taken: list[PageBuffer]
+    page_bytes: int = 0
+    answer: Outcome | None = None
+    is_under_way: bool = False
+    is_left: bool = False
+
+    @property
+    def pages(self) -> tuple[PageBuffer, ...]:
+        return tuple(page[: self.page_bytes] for page in self.taken)
+
+
+class StagedTier:
+    """The jobs of a tier over staging pages. One thread at a time; another may wait at the tier's socket meanwhile.
+
+    A job is begun, submitted, answered in a `poll`, and released, in this order. Released before its answer, its pages
+    are free with that: nothing uses them then.
+    """
+
+    def __init__(self, tier: StoreTier, page_bytes: int, num_reads: int, num_writes: int) -> None:
+        self.tier = tier
+        self.for_reads, self.for_writes = (StagingPages(tier, count, page_bytes) for count in (num_reads, num_writes))
+        self._tickets = itertools.count()
+        self._under_way: dict[int, StagedJob] = {}
+        self._answered: list[StagedJob] = []
+
+    def begin(self, staging: StagingPages, num_pages: int, page_bytes: int) -> StagedJob | None:
+        """A job with pages of one staging; None where that has not so many."""
+        taken = staging.take(num_pages)
+        return None if taken is None else StagedJob(staging, taken, page_bytes)
+
+    def find(self, keys: Sequence[bytes]) -> StagedJob:
+        """Its answer is a `FindDone`: which of `keys` are held."""
+        return self._submit(
+            StagedJob(None, []), self.tier.reads.submit, FindJob(next(self._tickets), (), others=tuple(keys))
+        )
+
+    def read(self, staged: StagedJob, keys: Sequence[bytes], cancelled: threading.Event) -> StagedJob:
+        job = ReadJob(next(self._tickets), 0, tuple(keys), staged.pages, cancelled)
+        return self._submit(staged, self.tier.reads.submit, job)
+
+    def write(self, staged: StagedJob, keys: Sequence[bytes]) -> StagedJob:
+        return self._submit(staged, self.tier.writes.submit, WriteJob(next(self._tickets), tuple(keys), staged.pages))
+
+    def remove(self, keys: Sequence[bytes] | None) -> StagedJob:
+        """See `RemoveJob`."""
+        job = RemoveJob(next(self._tickets), None if keys is None else tuple(keys))
+        return self._submit(StagedJob(None, []), self.tier.writes.submit, job)
+
+    def poll(self) -> list[StagedJob]:
+        """The jobs that have an answer since the last call. Never blocks."""
+        for outcome in (*self.tier.reads.poll(), *self.tier.writes.poll()):
+            self._take(outcome)
+        answered, self._answered = self._answered, []
+        return answered
+
+    def release(self, job: StagedJob) -> None:
+        """Nobody needs the job's pages or its answer any more."""
+        job.is_left = True
+        if not job.is_under_way and job.staging is not None:
+            job.staging.give_back(job.taken)
+
+    def close(self, within_s: float | None = None) -> bool:
+        """See `StoreTier.close`."""
+        closed = self.tier.close(within_s)
+        if closed:
+            self.for_reads.close()
+            self.for_writes.close()
+        return closed
+
+    def _submit(self, staged: StagedJob, submit: Callable[[J], bool], job: J) -> StagedJob:
+        staged.is_under_way = submit(job)
+        if staged.is_under_way:
+            self._under_way[job.ticket] = staged
+        else:
+            self._answer(staged, Stalled(job.ticket, job.batch))
+        return staged
+
+    def _take(self, outcome: Outcome) -> None:
+        job = self._under_way[outcome.ticket]
+        if not isinstance(outcome, Stalled):
+            del self._under_way[outcome.ticket]
+            job.is_under_way = False
+            if job.is_left:
+                self.release(job)
+        self._answer(job, outcome)
+
+    def _answer(self, job: StagedJob, outcome: Outcome) -> None:
+        if job.answer is None:
+            job.answer = outcome
+            self._answered.append(job)
+
+
+class WaitingTier:
+    """A tier for threads that wait. Any thread; a second reader waits for the first, and a second writer too.
+
+    What the medium does not answer within the tier's I/O timeout is missing or not stored, and so is the rest of the
+    call, and what is asked before the tier's breaker closes. `page_bytes`: of the largest pages.
+    """
+
+    def __init__(self, tier: StoreTier, page_bytes: int) -> None:
+        self.tier = tier
+        num_reads = max(tier.num_readers, 2 * tier.num_readers * _JOB_BYTES // page_bytes)
+        num_writes = max(2, _WRITE_BYTES // page_bytes)
+        self._staged = StagedTier(tier, page_bytes, min(_MAX_PAGES, num_reads), min(_MAX_PAGES, num_writes))
+        self._changed = threading.Condition()
+        self._is_watched = False  # a thread waits at the socket, and takes the answers of all
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+
+    def find(self, keys: Sequence[bytes], *, until_gap: bool) -> list[bool]:
+        """Which pages are stored. `until_gap`: after the first that is not, the others may be wrongly False."""
+        held: list[bool] = []
+        for start in range(0, len(keys), _FIND_KEYS):
+            answer = self._wait(self._do(self._staged.find, keys[start : start + _FIND_KEYS]))
+            if not isinstance(answer, FindDone) or not answer.answered:
+                break
+            held += answer.others
+            if until_gap and not all(answer.others):
+                break
+        return held + [False] * (len(keys) - len(held))
+
+    def read(self, keys: Sequence[bytes], page_bytes: int, landed: Callable[[int, PageBuffer], None]) -> int:
+        """How many pages of `page_bytes` were read, up to the first that is missing. `landed(i, page)` takes page i,
+        whose memory is used again when it returns; what it raises ends the call."""
+        staging, cancelled = self._staged.for_reads, threading.Event()
+        share = -(-len(keys) // (2 * self.tier.num_readers))  # few pages go to all readers
+        job_pages = max(1, min(share, _JOB_BYTES // page_bytes, staging.num_pages // 2))
+        under_way, num_read, num_asked = deque[StagedJob](), 0, 0
+        with self._reading:
+            try:
+                while num_read < len(keys):
+                    while part := keys[num_asked : num_asked + job_pages]:
+                        job = self._do(self._staged.begin, staging, len(part), page_bytes)
+                        if job is None:
+                            break
+                        under_way.append(self._do(self._staged.read, job, part, cancelled))
+                        num_asked += len(part)
+                    if not under_way:
+                        break  # late jobs have all pages
+                    job = under_way[0]
+                    answer = self._wait(job)
+                    num_good = sum(1 for _ in takewhile(bool, answer.ok)) if isinstance(answer, ReadDone) else 0
+                    for page in job.pages[:num_good]:
+                        landed(num_read, page)
+                        num_read += 1
+                    if num_good < len(job.taken):
+                        break
+                    self._do(self._staged.release, under_way.popleft())
+            finally:
+                cancelled.set()
+                self._release(under_way)
+        self.used(keys[:num_read])
+        return num_read
+
+    def write(self, keys: Sequence[bytes], page_bytes: int, fill: Callable[[int, PageBuffer], None]) -> list[bool]:
+        """Which pages of `page_bytes` are stored now, up to some that are not. `fill(i, page)` writes page i into
+        `page`, in order; what it raises ends the call."""
+        staging, writes = self._staged.for_writes, self.tier.writes
+        job_pages = max(1, min(_JOB_BYTES // page_bytes, staging.num_pages // 2))
+        under_way, stored, num_filled = deque[StagedJob](), list[bool](), 0
+        with self._writing:
+            try:
+                while len(stored) < len(keys) and all(stored):
+                    part = keys[num_filled : num_filled + job_pages]
+                    is_wanted = part and not self._do(writes.refuses)
+                    job = self._do(self._staged.begin, staging, len(part), page_bytes) if is_wanted else None
+                    if job is not None:
+                        under_way.append(job)
+                        for i, page in enumerate(job.pages, num_filled):
+                            fill(i, page)
+                        self._do(self._staged.write, job, part)
+                        num_filled += len(part)
+                    elif under_way:
+                        answer = self._wait(under_way[0])
+                        stored += answer.ok if isinstance(answer, WriteDone) else (False,)
+                        self._do(self._staged.release, under_way.popleft())
+                    else:
+                        break
+            finally:
+                self._release(under_way)
+        self.used([key for key, ok in zip(keys, stored, strict=False) if ok])
+        return stored + [False] * (len(keys) - len(stored))
+
+    def clear(self) -> bool:
+        """Remove all pages. False: that takes longer than the I/O timeout, and goes on, or fails."""
+        answer = self._wait(self._do(self._staged.remove, None))
+        return isinstance(answer, WriteDone) and all(answer.ok)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """See `StoreTier.used`."""
+        self._do(self.tier.used, keys)
+
+    def close(self) -> bool:
+        """See `StoreTier.close`."""
+        return self._do(self._staged.close)
+
+    def _do(self, do: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Under the lock, after taking what has come, unless the thread at the socket does."""
+        with self._changed:
+            if not self._is_watched:
+                self._staged.poll()
+            return do(*arguments, **named)
+
+    def _release(self, jobs: Iterable[StagedJob]) -> None:
+        for job in jobs:
+            self._do(self._staged.release, job)
+
+    def _wait(self, job: StagedJob) -> Outcome:
+        """The answer to a job under way."""
+        while True:
+            with self._changed:
+                while self._is_watched and job.answer is None:
+                    self._changed.wait()
+                if job.answer is not None:
+                    return job.answer
+                self._is_watched = True
+            try:
+                self.tier.wait(LOOK_S)
+            finally:
+                with self._changed:
+                    self._is_watched = False
+                    self._changed.notify_all()
+                    self._staged.poll()

@@ -1,0 +1,397 @@
+"""What an engine has of a store that a process owns: jobs out, outcomes back, and nothing that waits for a medium.
+
+Owned by one thread. `poll` takes what has come and costs nothing while nothing is under way. The process may die or
+stand still at any time:
+
+    OPENING --- it has opened the store ---> OPEN --- it ends, or says nothing ---> LOST --- the backoff is over --->
+    OPENING
+
+While LOST or OPENING, jobs are answered as misses and failed writes. The end of the connection says that nothing
+touches shared memory any more: then, and not before, jobs that were under way are answered.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from hicache.storage import base
+from hicache.storage.base import PageBuffer, StoreCorrupt, StoreError, StoreStats
+from hicache.storage.process import frames
+from hicache.storage.process.client_queue import ClientQueue
+from hicache.storage.process.connection import Connection, ConnectionEnded
+from hicache.storage.process.frames import Body, FrameError, Kind
+from hicache.storage.process.jobs import (
+    FIND,
+    FindDone,
+    FindJob,
+    Job,
+    ReadClass,
+    ReadDone,
+    ReadJob,
+    RemoveJob,
+    Stalled,
+    WriteDone,
+    WriteJob,
+)
+from hicache.storage.process.server import LOOK_S
+from hicache.storage.process.service import unserved_read, unserved_write
+from hicache.storage.process.shared_memory import SharedMemories
+from hicache.storage.process.status import SharedStatus
+from hicache.storage.process.stores import StoreRequest
+from hicache.storage.process.transports import Transport
+
+log = logging.getLogger(__name__)
+
+_MAX_UNSENT_BYTES = 4 << 20  # beyond that, uses of pages are not told
+_MIN_SILENCE_S = 8 * LOOK_S  # a process with work says every LOOK_S that it is alive
+_OPEN_LOOK_S = 0.5
+_STALLED_CLOSE_S = 0.5  # of `close`, beside a stalled thread
+_ERRORS: Final = {
+    error.__name__: error for error in (StoreError, base.StoreLocked, base.StoreMismatch, base.StoreCorrupt)
+}
+
+
+class State(enum.IntEnum):
+    """The numbers are those of the metrics."""
+
+    OPEN = 0
+    OPENING = 1
+    LOST = 2
+
+
+class StoreClient:
+    """See the module. `numbers`: those of the process's store, and how often it was lost.
+
+    `max_jobs`: of reads, and of writes, that may be under way. `open` before use.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        request: StoreRequest,
+        *,
+        max_jobs: int = 64,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transport, self._request, self._clock = transport, request, clock
+        self._limits = request.settings.limits
+        transport.keep(self)
+        self.reads: ClientQueue[FindJob | ReadJob, FindDone | ReadDone]
+        self.reads = ClientQueue(self, "reads", max_jobs, unserved_read)
+        self.writes: ClientQueue[WriteJob | RemoveJob, WriteDone]
+        self.writes = ClientQueue(self, "writes", max_jobs, unserved_write)
+        self.status = SharedStatus.create()
+        self._memories = SharedMemories(transport.same_process)
+        self._connection: Connection | None = None
+        self.state, self.times_lost, self.page_sizes = State.LOST, 0, tuple[int, ...]()
+        self._is_closing = False
+        self._error: StoreError | None = None
+        self._doubted_s, self._why = math.inf, ""  # since when it may be lost, and why it was, since it last answered
+        self._heard_s = self._lost_at_s = self._retry_at_s = 0.0
+        self._backoff_s = self._limits.reopen_backoff_s
+        self._lookups = itertools.count(-2, -1)
+        self._lookup: FindJob | None = None
+        self._found: FindDone | None = None
+
+    def share(self, descriptor: int, memory: PageBuffer) -> None:
+        """Pages of later jobs lie in `memory`, contiguous uint8, which is a shared mapping of `descriptor` from its
+        beginning and stays until `close`. The descriptor stays the caller's."""
+        self._memories.add(descriptor, memory)
+        if self._connection is not None and self.state is not State.LOST:
+            self._memories.send(self._connection, self._memories.count)
+
+    @property
+    def in_process(self) -> bool:
+        """Whether a thread of this process serves the store, so that pages may lie anywhere."""
+        return self._transport.same_process
+
+    def open(self, tolerates: tuple[type[StoreError], ...] = ()) -> StoreError | None:
+        """Start the process and wait until it has opened the store. Raises what opening raises there, or returns it
+        where it is tolerated: the store is tried again then, with growing delays."""
+        self._connect()
+        while self.state is State.OPENING:
+            self.wait(_OPEN_LOOK_S)
+            self.poll()
+        if self.state is not State.OPEN:
+            error, self._error = self._error, None
+            if isinstance(error, tolerates):
+                return error
+            self.end()
+            raise error or StoreError("the store process ended before it had opened the store; its log says why")
+        return None
+
+    def stats(self) -> StoreStats:
+        """What the process counted until its last answer. Does no I/O."""
+        return self.status.stats()
+
+    def queue_numbers(self, name: str) -> tuple[float, ...]:
+        """The `QUEUE_NUMBERS` of its reads or writes."""
+        return self.status.queue(name)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the process takes jobs."""
+        return self.state is State.OPEN
+
+    def refuses(self, name: str) -> bool:
+        return not self.is_open or self._clock() < self.status.refuses_until_s(name)
+
+    def find(self, keys: Sequence[bytes], wait_s: float, others: Sequence[bytes] = ()) -> FindDone | None:
+        """The answer to a `FindJob`. None where the store cannot tell within `wait_s` and the I/O timeout. Until such a
+        call is answered, others do not wait."""
+        if not (keys or others):
+            return FindDone(FIND, 0)
+        self.poll()
+        if self.reads.refuses() or self._lookup is not None:
+            return None
+        job = self._lookup = FindJob(next(self._lookups), tuple(keys), ReadClass.LOOKUP, tuple(others))
+        self._found = None
+        self._send(frames.find(job))
+        until_s = time.monotonic() + min(wait_s, self._limits.io_timeout_s)
+        while self._lookup is job and (left_s := until_s - time.monotonic()) > 0:
+            self.wait(left_s)
+            self._receive()
+        return self._take_found()
+
+    def _take_found(self) -> FindDone | None:
+        """The answer to a lookup, where it has come."""
+        found, self._found = self._found, None
+        return found if found is not None and found.answered else None
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """A request used these pages, in the order of its prompt, whichever tier served them."""
+        if self._connection is not None and self.is_open and len(self._connection.unsent) < _MAX_UNSENT_BYTES:
+            self._send(frames.frame(Kind.USED, frames.keys_of(keys)))
+
+    def poll(self) -> None:
+        """Take what has come. Never blocks."""
+        if self.state is State.LOST:
+            self._poll_lost()
+        elif self._is_waiting:
+            self._transport.look()
+            self._receive()
+            silence_s = (now_s := time.monotonic()) - self._heard_s
+            is_late = silence_s > max(_MIN_SILENCE_S, self._limits.io_timeout_s) and self._is_waiting and self.is_open
+            self._doubted_s = min(self._doubted_s, now_s) if is_late else math.inf
+            if now_s - self._doubted_s > 4 * LOOK_S:  # at two polls, for the whole machine may have stood still
+                self._lose(f"the store process says nothing for {silence_s:.3g} s", announce=True)
+
+    def close(self, within_s: float) -> bool:
+        """Wait for what is under way, have the store closed, and let the process end. Idempotent.
+
+        False: that takes longer, or a thread of the store is stalled, and pages of jobs may still be used; the process
+        closes the store when it can, and a later call tells. Raises what closing the store raises there.
+        """
+        until_s = time.monotonic() + within_s
+        self._retry_at_s, self._error = math.inf, None
+        while self._is_waiting and not self._is_stalled and self._poll_until(until_s):
+            continue
+        if self.state is State.OPEN and not self._is_closing:
+            self._is_closing = True
+            self._send(frames.frame(Kind.CLOSE))
+        if self._is_waiting and self._is_stalled:
+            until_s = min(until_s, time.monotonic() + _STALLED_CLOSE_S)
+        while self._connection is not None and self._poll_until(until_s):
+            continue
+        while self._connection is None and not self._transport.has_ended() and time.monotonic() < until_s:
+            time.sleep(1e-3)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        if self._connection is not None or not self._transport.has_ended():
+            return False
+        self.status.close()
+        return True
+
+    def end(self) -> None:
+        """End the process now, where it is a child; waits a moment for its end."""
+        self._retry_at_s = math.inf
+        self.status.close()
+        self._transport.end()
+        until_s = time.monotonic() + _STALLED_CLOSE_S
+        while not self._transport.has_ended() and time.monotonic() < until_s:
+            time.sleep(1e-3)
+
+    @property
+    def pid(self) -> int:
+        """Of the child that has the store; 0 where there is none."""
+        return self._transport.pid
+
+    @property
+    def _is_stalled(self) -> bool:
+        return self.reads.is_stalled and self.writes.is_stalled
+
+    def _poll_until(self, until_s: float) -> bool:
+        """Take what comes in a while; whether there is time left."""
+        left_s = until_s - time.monotonic()
+        if left_s > 0:
+            self.wait(min(_OPEN_LOOK_S, left_s))
+            if self.is_open and not self._is_waiting:
+                self._receive()
+            else:
+                self.poll()
+        return left_s > 0
+
+    # Jobs
+
+    def send_cancels(self, jobs: Sequence[tuple[int, int]]) -> None:
+        """For the queues: by ticket and batch."""
+        for ticket, batch in jobs:
+            self._send(frames.cancel(ticket, batch))
+        self._transport.look()
+
+    def send_job(self, job: Job) -> None:
+        """For the queues."""
+        data = frames.of_job(job, self._memories.locate(job.pages))
+        if not self._is_waiting:
+            self._heard_s = time.monotonic()
+        self._send(data)
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether an answer is to come."""
+        return bool(
+            self.reads.under_way or self.writes.under_way or self._lookup or self.state is State.OPENING or self._unsent
+        )
+
+    # The connection
+
+    def _connect(self) -> None:
+        connection = self._connection = Connection(self._transport.connect())
+        self.state, self._heard_s = State.OPENING, time.monotonic()
+        self.status.clear()
+        try:
+            connection.send_with(self.status.descriptor, frames.frame(Kind.OPEN, self._request.pack()))
+            for number in range(1, self._memories.count + 1):
+                self._memories.send(connection, number)
+        except ConnectionEnded as ended:
+            self._lose(f"the store process ended: {ended}")
+
+    def _send(self, data: bytes = b"") -> None:
+        if self._connection is not None:
+            try:
+                self._connection.send(data)
+            except ConnectionEnded as ended:
+                self._lose(f"the store process ended: {ended}")
+
+    @property
+    def _unsent(self) -> bool:
+        return self._connection is not None and len(self._connection.unsent) > 0
+
+    def _receive(self) -> None:
+        if self._unsent:
+            self._send()
+        if self._connection is None or self.state is State.LOST:
+            return
+        try:
+            for kind, body in self._connection.receive():
+                self._heard_s = time.monotonic()
+                self._take(kind, body)
+        except ConnectionEnded:
+            self._has_ended()
+        except (FrameError, KeyError, ValueError) as error:
+            self._lose(f"the store process answers what is no answer: {error!r}")
+
+    def _take(self, kind: Kind, body: Body) -> None:
+        if kind is Kind.ALIVE:
+            return
+        if kind is Kind.OPENED:
+            self.page_sizes = tuple(json.loads(body.rest())["page_sizes"])
+            if self.state is State.OPENING:
+                self.state = State.OPEN
+        elif kind is Kind.FAILED:
+            self._fail(json.loads(body.rest()))
+        elif kind is not Kind.CLOSED:  # which the end of the connection follows
+            done, is_write = body.outcome(kind)
+            if self._lookup is not None and not is_write and done.ticket == self._lookup.ticket:
+                self._found, self._lookup = done if isinstance(done, FindDone) else None, None
+                return
+            if done.ticket < FIND and not is_write:  # of a lookup that was announced as stalled before
+                return
+            if isinstance(done, WriteDone) or (is_write and isinstance(done, Stalled)):
+                self.writes.take(done)
+            else:
+                self.reads.take(done)
+            if not isinstance(done, Stalled):
+                self._backoff_s, self._why = self._limits.reopen_backoff_s, ""
+
+    def _fail(self, about: dict[str, object]) -> None:
+        name, message = str(about["error"]), str(about["message"])
+        if name == StoreCorrupt.__name__:
+            violations = about["violations"]
+            assert isinstance(violations, list)
+            self._error = StoreCorrupt(message, violations)
+        else:
+            self._error = _ERRORS.get(name, StoreError)(message)
+        if self.state is State.OPENING:
+            self._lose(message)
+
+    def _lose(self, why: str, *, announce: bool = False) -> None:
+        """Use the process no more. What was under way is answered when the connection ends."""
+        if self.state is State.LOST:
+            return
+        self.state, self._lost_at_s, self._lookup = State.LOST, time.monotonic(), None
+        if self._is_closing:
+            return
+        self.times_lost += 1
+        self._retry_at_s = time.monotonic() + self._backoff_s
+        name, level = self._request.settings.name, logging.DEBUG if why == self._why else logging.WARNING
+        log.log(level, "the %s tier is lost: %s; it is tried again in %g s", name, why, self._backoff_s)
+        self._why = why
+        self._backoff_s = min(2 * self._backoff_s, self._limits.max_reopen_backoff_s)
+        if announce:
+            self._announce_all()
+        self._transport.end()
+        if self._connection is not None:
+            self._connection.finish()
+
+    def _announce_all(self) -> None:
+        self.reads.announce()
+        self.writes.announce()
+
+    def _has_ended(self) -> None:
+        """The connection has: nothing touches shared memory any more."""
+        self._lose("the store process ended")
+        assert self._connection is not None
+        self._connection.close()
+        self._connection = None
+        self.reads.settle()
+        self.writes.settle()
+
+    def _poll_lost(self) -> None:
+        if self._connection is not None:
+            self._drain_lost()
+        elif time.monotonic() >= self._retry_at_s and self._transport.has_ended():
+            log.debug("the %s tier tries its store process again", self._request.settings.name)
+            try:
+                self._connect()
+            except StoreError as error:
+                self.state = State.OPENING
+                self._lose(str(error))
+
+    def _drain_lost(self) -> None:
+        """Wait for the end of the connection, without waiting."""
+        assert self._connection is not None
+        try:
+            self._connection.drain()  # its end answers for all that is under way
+        except ConnectionEnded:
+            self._has_ended()
+        else:
+            if time.monotonic() - self._lost_at_s > self._limits.io_timeout_s:
+                self._announce_all()
+
+    def wait(self, seconds: float) -> None:
+        """Until there is something for `poll`, or that time is over. Another thread may submit meanwhile."""
+        if (connection := self._connection) is not None:
+            connection.wait(seconds)
+
+    def fileno(self) -> int:
+        """Readable when there is something for `poll`; -1 while there is no connection."""
+        return -1 if self._connection is None else self._connection.fileno()

@@ -1,0 +1,95 @@
+"""One end of a stream of frames that neither sends nor receives by waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections.abc import Iterator
+
+from hicache.storage.process.frames import Body, Frames, Kind
+
+_RECEIVE_BYTES = 1 << 18
+_WAIT_S = 0.5
+
+
+class ConnectionEnded(Exception):
+    """The other end is closed: nothing there touches shared memory any more."""
+
+
+class Connection:
+    """Owned by one thread. Every method but `close` raises `ConnectionEnded`.
+
+    `unsent`: what the socket did not take yet; each `send` tries again.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket, self._frames, self.unsent = connected, Frames(), bytearray()
+
+    def send(self, data: bytes = b"") -> None:
+        self.unsent += data
+        if self.unsent:
+            try:
+                sent = self._socket.send(self.unsent)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.unsent.clear()
+                raise ConnectionEnded(str(error)) from error
+            del self.unsent[:sent]
+
+    def send_with(self, descriptor: int, data: bytes) -> None:
+        """A descriptor travels with the first byte of its frame, so what was to be sent before goes first. May wait."""
+        while self.unsent:
+            self._await(select.POLLOUT, _WAIT_S)
+            self.send()
+        try:
+            sent = socket.send_fds(self._socket, [data], [descriptor])
+        except OSError as error:
+            raise ConnectionEnded(str(error)) from error
+        self.unsent += data[sent:]
+
+    def receive(self) -> Iterator[tuple[Kind, Body]]:
+        """The frames that have come. Raises FrameError too."""
+        while data := self._take():
+            yield from self._frames.feed(data)
+
+    def drain(self) -> None:
+        """Take what has come, and forget it."""
+        while self._take():
+            continue
+
+    def wait(self, seconds: float) -> None:
+        """Until something has come, or can be sent. Another thread may use the connection meanwhile."""
+        self._await(select.POLLIN | (select.POLLOUT if self.unsent else 0), seconds)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def finish(self) -> None:
+        """Tell the other end that nothing more comes: it ends the connection when it has done what it has."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _await(self, events: int, seconds: float) -> None:
+        descriptor = self._socket.fileno()
+        if descriptor >= 0:
+            poller = select.poll()  # select() takes no descriptor from 1024 on
+            poller.register(descriptor, events)
+            poller.poll(1e3 * seconds)
+
+    def _take(self) -> bytes:
+        """What has come; b"" where nothing has."""
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            raise ConnectionEnded(str(error)) from error
+        if not data:
+            raise ConnectionEnded("the connection is closed")
+        return data

@@ -1,0 +1,61 @@
+"""A store process that an operator starts for a machine: `hicache store serve URL --socket PATH`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+
+from hicache.storage.base import StoreError, StoreLocked
+from hicache.storage.process.server import Server
+from hicache.storage.process.stores import OpenStores
+from hicache.storage.store_url import scheme_of
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 64
+
+
+def serve(url: str, path: Path) -> None:
+    """Serve the store of `url` to engines of this user, at a Unix socket, until SIGTERM or SIGINT; then close its
+    stores.
+
+    On a disk each identity has a folder of its own below that of the URL. StoreError for a URL or a path that cannot be
+    used, StoreLocked where another process serves at the path.
+    """
+    scheme_of(url)
+    with _listening(path) as listener:
+        server = Server(OpenStores(url), listener=listener)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: server.stop())
+        log.info("stores of %s are served at %s", scheme_of(url), path)
+        server.run()
+        path.unlink(missing_ok=True)
+
+
+def _listening(path: Path) -> socket.socket:
+    """A socket in a folder that only this user may enter, made where there is none."""
+    with contextlib.suppress(FileExistsError):
+        path.parent.mkdir(mode=0o700, parents=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if not probe.connect_ex(str(path)):
+                    raise StoreLocked(f"another process serves a store at {path}; choose another path")
+            path.unlink()  # of a process that was killed
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise StoreError(f"cannot serve at {path}: {error.strerror}; choose another path") from error
+    except BaseException:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener

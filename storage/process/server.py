@@ -1,0 +1,389 @@
+"""The loop of a store process: clients on sockets, their jobs to the threads of stores, outcomes back.
+
+One thread runs the loop and owns every connection. The threads of a store hand outcomes to `_Connection.post` and wake
+it. Opening and closing a store may take long, so each has a thread of its own. The loop sleeps as long as nothing is
+under way; else it looks for stalled threads every `LOOK_S` seconds, and tells clients that it is alive.
+
+In a process of its own (`__main__`) or in a thread of the client's (`transports.InlineServer`): the same loop, the same
+frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import mmap
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from hicache.storage.base import PageBuffer, StoreCorrupt, StoreError
+from hicache.storage.process import frames
+from hicache.storage.process.frames import OWN_MEMORY, Body, FrameError, Frames, Kind, Outcome, Pages
+from hicache.storage.process.jobs import PageBytes, ReadJob, Stalled, WriteJob
+from hicache.storage.process.service import StoreService
+from hicache.storage.process.status import SharedStatus
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+_RECEIVE_BYTES, _MAX_DESCRIPTORS = 1 << 18, 16
+
+
+class Stores(Protocol):
+    """The stores of one process."""
+
+    def acquire(self, request: dict[str, object]) -> StoreService:
+        """The store that a client's OPEN asks for; opened where it is not. Raises StoreError. Any thread."""
+        ...
+
+    def release(self, service: StoreService) -> None:
+        """A client has left. Closes what is to be closed now; raises what closing raises. Any thread."""
+        ...
+
+
+class Server:
+    """Serves `stores` to the clients that `add` and `listener` bring. `run` returns after `stop`, and without a
+    listener when the last client has left. `same_process`: clients may name pages by their addresses."""
+
+    def __init__(self, stores: Stores, *, listener: socket.socket | None = None, same_process: bool = False) -> None:
+        self.stores, self.same_process = stores, same_process
+        self.selector = selectors.DefaultSelector()
+        self._listener = listener
+        self._connections: set[_Connection] = set()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._woken, self._wakes = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wakes.setblocking(False)
+        self._is_awake = self._stopped = False
+        self.selector.register(self._woken, selectors.EVENT_READ, self._drain)
+        if listener is not None:
+            listener.setblocking(False)
+            self.selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def add(self, connected: socket.socket) -> None:
+        """Before `run`, or on its thread."""
+        self._connections.add(_Connection(self, connected))
+
+    def call(self, do: Callable[[], None]) -> None:
+        """Have the loop call `do`. Any thread."""
+        self._calls.append(do)
+        if not self._is_awake:
+            self._is_awake = True
+            with contextlib.suppress(BlockingIOError, OSError):
+                self._wakes.send(b"\0")
+
+    def stop(self) -> None:
+        """End `run`, and every connection. Any thread."""
+        self.call(self._stop)
+
+    def run(self) -> None:
+        last_look_s = time.monotonic()
+        while not self._stopped and (self._listener is not None or self._connections):
+            is_busy = any(connection.is_busy for connection in self._connections)
+            for key, events in self.selector.select(LOOK_S if is_busy else None):
+                key.data(events)
+            self._is_awake = False
+            while self._calls:
+                self._calls.popleft()()
+            if is_busy and time.monotonic() - last_look_s >= LOOK_S:
+                last_look_s = time.monotonic()
+                self.look()
+        for connection in list(self._connections):
+            connection.end("the process ends")
+        for part in (self._woken, self._wakes, self._listener, self.selector):
+            if part is not None:
+                part.close()
+
+    def look(self) -> None:
+        """Announce stalled threads, and tell clients that the loop is alive. On the loop's thread."""
+        for connection in list(self._connections):
+            connection.look()
+
+    def forget(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+    def _drain(self, _events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+
+    def _accept(self, _events: int) -> None:
+        assert self._listener is not None
+        connected, _ = self._listener.accept()
+        uid = peer_of(connected)[1]
+        if uid != os.getuid():
+            log.warning("a client of user %d is refused: this store serves user %d alone", uid, os.getuid())
+            connected.close()
+            return
+        self.add(connected)
+
+
+class _Connection:
+    """One client. On the loop's thread, but for `post`."""
+
+    def __init__(self, server: Server, connected: socket.socket) -> None:
+        self._server, self._socket = server, connected
+        connected.setblocking(False)
+        self._frames, self._descriptors = Frames(), deque[int]()
+        self._memories: dict[int, PageBuffer] = {}
+        self._status: SharedStatus | None = None
+        self._service: StoreService | None = None
+        self._cancels: dict[tuple[int, int], threading.Event] = {}
+        self._outcomes: deque[tuple[Outcome, bool]] = deque()
+        self._unsent, self._waits_to_send = bytearray(), False
+        self._num_jobs = 0  # not answered yet
+        self._ended = False
+        server.selector.register(connected, selectors.EVENT_READ, self._on_ready)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._num_jobs > 0 or (self._service is not None and self._service.is_busy)
+
+    def post(self, is_write: bool, done: Outcome) -> None:
+        """Take an outcome from the thread that did the job."""
+        self._outcomes.append((done, is_write))
+        self._server.call(self._deliver)
+
+    def look(self) -> None:
+        if self._service is not None:
+            self._service.look()
+            self._deliver()
+            self._send(frames.frame(Kind.ALIVE))
+
+    def end(self, why: str) -> None:
+        """Listen to the client no more: its reads end, its writes are still done."""
+        if self._ended:
+            return
+        self._ended = True
+        log.debug("a client leaves: %s", why)
+        for cancelled in self._cancels.values():
+            cancelled.set()
+        self._server.selector.unregister(self._socket)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        if self._service is not None:
+            threading.Thread(target=self._release, args=(self._service,), name="hicache-store-close").start()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close the connection once no thread uses the client's memory: that is what its end tells the client."""
+        if self._ended and not self._num_jobs:
+            self._socket.close()
+            self._server.forget(self)
+
+    def _release(self, service: StoreService) -> None:
+        try:
+            self._server.stores.release(service)
+        except Exception:
+            log.exception("a store could not be closed")
+
+    # What the client says
+
+    def _on_ready(self, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._send(b"")
+        if not events & selectors.EVENT_READ or self._ended:
+            return
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _RECEIVE_BYTES, _MAX_DESCRIPTORS)
+            self._descriptors += descriptors
+            if not data:
+                self.end("it closed the connection")
+                return
+            for kind, body in self._frames.feed(data):
+                self._take(kind, body)
+        except BlockingIOError:
+            return
+        except (FrameError, OSError, StoreError, ValueError, KeyError, IndexError) as error:
+            log.warning("a client of the store process is left: %s", error)
+            self.end(str(error))
+
+    def _take(self, kind: Kind, body: Body) -> None:
+        if kind is Kind.MEMORY:
+            number, num_bytes = body.memory()
+            self._memories[number] = _mapped(self._descriptors.popleft(), num_bytes)
+            if self._service is not None:
+                self._register(self._service, self._memories[number])
+        elif kind is Kind.OPEN:
+            self._open(json.loads(body.rest()))
+        else:
+            self._take_job(kind, body, self._require_service())
+
+    def _take_job(self, kind: Kind, body: Body, service: StoreService) -> None:
+        if kind is Kind.FIND:
+            self._num_jobs += 1
+            service.reads.submit(body.find(), partial(self.post, False))
+        elif kind is Kind.READ:
+            ticket, batch, queue_class, deadline_s, pages, keys = body.read()
+            cancelled = self._cancels[ticket, batch] = threading.Event()
+            job = ReadJob(ticket, batch, keys, self._pages(pages, len(keys)), cancelled, deadline_s, queue_class)
+            self._num_jobs += 1
+            service.reads.submit(job, partial(self.post, False))
+        elif kind is Kind.WRITE:
+            ticket, batch, pages, keys = body.write()
+            self._num_jobs += 1
+            job_pages = self._pages(pages, len(keys))
+            service.writes.submit(WriteJob(ticket, keys, job_pages, batch), partial(self.post, True))
+        elif kind is Kind.REMOVE:
+            self._num_jobs += 1
+            service.writes.submit(body.remove(), partial(self.post, True))
+        elif kind is Kind.USED:
+            service.used(body.keys())
+            self._note_status(service)
+        elif kind is Kind.CANCEL:
+            if (wanted := self._cancels.get(body.cancel())) is not None:
+                wanted.set()
+        elif kind is Kind.CLOSE:
+            self._service = None
+            self._aside("close", partial(self._close, service))
+        else:
+            raise FrameError(f"a client does not send {kind.name}")
+
+    def _require_service(self) -> StoreService:
+        if self._service is None:
+            raise FrameError("a job for a store that is not open")
+        return self._service
+
+    def _pages(self, pages: Pages, count: int) -> tuple[PageBytes, ...]:
+        if len(pages.offsets) != count:
+            raise FrameError(f"{len(pages.offsets)} pages for {count} keys")
+        if pages.memory == OWN_MEMORY:
+            if not self._server.same_process:
+                raise FrameError("pages by address, from another process")
+            return tuple(_at(address, pages.page_bytes) for address in pages.offsets)
+        memory, num_bytes = self._memories[pages.memory], pages.page_bytes
+        if any(offset + num_bytes > len(memory) for offset in pages.offsets):
+            raise FrameError(f"a page ends behind its memory of {len(memory)} bytes")
+        return tuple(memory[offset : offset + num_bytes] for offset in pages.offsets)
+
+    # Beside the loop: what may take long
+
+    def _open(self, request: dict[str, object]) -> None:
+        if request.pop("version", None) != frames.VERSION:
+            raise FrameError(f"this store process speaks version {frames.VERSION} of its frames")
+        self._status = SharedStatus(self._descriptors.popleft())
+        self._status.close()
+        self._aside("open", partial(self._acquire, request))
+
+    def _aside(self, what: str, do: Callable[[], None]) -> None:
+        threading.Thread(target=do, name=f"hicache-store-{what}", daemon=True).start()
+
+    def _acquire(self, request: dict[str, object]) -> None:
+        try:
+            service = self._server.stores.acquire(request)
+        except Exception as error:  # which the client raises
+            log.debug("a store cannot be opened", exc_info=True)
+            self._server.call(partial(self._fail, error))
+        else:
+            self._server.call(partial(self._opened, service))
+
+    def _opened(self, service: StoreService) -> None:
+        if self._ended:
+            self._aside("close", partial(self._release, service))
+            return
+        self._service = service
+        for memory in self._memories.values():
+            self._register(service, memory)
+        self._note_status(service)
+        self._send(frames.frame(Kind.OPENED, json.dumps({"page_sizes": service.store.page_sizes}).encode()))
+
+    @staticmethod
+    def _register(service: StoreService, memory: PageBuffer) -> None:
+        """A hint: without it a store copies through memory of its own."""
+        try:
+            service.store.register_memory(memory)
+        except StoreError as error:
+            log.warning("the store takes no shared memory, and will copy: %s", error)
+
+    def _close(self, service: StoreService) -> None:
+        try:
+            self._server.stores.release(service)
+        except Exception as error:  # which the client raises
+            log.debug("a store cannot be closed", exc_info=True)
+            self._server.call(partial(self._fail, error))
+        else:
+            self._server.call(self._closed)
+
+    def _closed(self) -> None:
+        self._deliver()
+        self._send(frames.frame(Kind.CLOSED))
+        self.end("its store is closed")
+
+    def _fail(self, error: Exception) -> None:
+        violations = list(error.violations) if isinstance(error, StoreCorrupt) else []
+        about = {"error": type(error).__name__, "message": str(error), "violations": violations}
+        self._send(frames.frame(Kind.FAILED, json.dumps(about).encode()))
+        self.end("its store is not open")
+
+    # What the client is told
+
+    def _deliver(self) -> None:
+        if self._service is not None:
+            self._note_status(self._service)
+        found = []
+        while self._outcomes:
+            done, is_write = self._outcomes.popleft()
+            if not isinstance(done, Stalled):
+                self._num_jobs -= 1
+                self._cancels.pop((done.ticket, done.batch), None)
+            found.append(frames.outcome(done, is_write=is_write))
+        self._send(b"".join(found))
+        self._leave()
+
+    def _note_status(self, service: StoreService) -> None:
+        assert self._status is not None
+        self._status.write(service.store.stats(), service.failed_touches, service.numbers())
+
+    def _send(self, data: bytes) -> None:
+        if self._ended:
+            return
+        self._unsent += data
+        try:
+            sent = self._socket.send(self._unsent) if self._unsent else 0
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self.end(str(error))
+            return
+        del self._unsent[:sent]
+        if self._waits_to_send != bool(self._unsent):
+            self._waits_to_send = bool(self._unsent)
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+            self._server.selector.modify(self._socket, wanted, self._on_ready)
+
+
+def peer_of(connected: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a Unix socket; process 0 where it is not in a namespace seen here."""
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = np.frombuffer(raw, dtype=np.int32).tolist()
+    return pid, uid
+
+
+def _mapped(descriptor: int, num_bytes: int) -> PageBuffer:
+    """The shared memory behind `descriptor`, which is closed."""
+    try:
+        if os.fstat(descriptor).st_size < num_bytes:
+            raise FrameError(f"memory of {os.fstat(descriptor).st_size} bytes was to have {num_bytes}")
+        mapping = mmap.mmap(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, dtype=np.uint8)
+
+
+def _at(address: int, num_bytes: int) -> PageBytes:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))

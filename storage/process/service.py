@@ -1,0 +1,343 @@
+"""The threads of one store: one writes, several read; for all clients of the store.
+
+The serving thread puts frozen jobs on bounded queues; the thread that does a job hands its outcome to the job's
+`reply`. Reads that a request waits for go before background reads, finds before reads; writes that wait at the same
+time are put together. Whatever a store raises becomes a miss or a failed write. A store that fails or stalls is not
+used for a while (see `health`).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
+
+from hicache.storage.base import PageStore, StoreError
+from hicache.storage.lmdb_store import LmdbPageStore
+from hicache.storage.maintenance import evict
+from hicache.storage.process.health import LIMITS, Breaker, BreakerToken, Limits, Watchdog
+from hicache.storage.process.io_queue import IoQueue, Queued
+from hicache.storage.process.jobs import (
+    FindDone,
+    FindJob,
+    ReadDone,
+    ReadJob,
+    RemoveJob,
+    Stalled,
+    WriteDone,
+    WriteJob,
+)
+
+log = logging.getLogger(__name__)
+
+_GIVES_WAY_S, _LOOK_S = 0.1, 0.002  # how long a write waits for reads, and between two looks at them
+_GROUP_BYTES = 256 << 20  # of writes put together: several commits, each compressed during the previous one
+_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # another attempt would fail as well
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """`readers`: threads that read. `queue_jobs`: how many reads, and how many writes, may wait. `full_bytes`: waiting
+    writes of so many bytes count as a full queue. `part_pages`: of one call to the store, between two looks of a reader
+    at whether it should go on. `gives_way`: writes wait while reads do. `name`: of the tier, in logs and threads.
+    """
+
+    readers: int = 4
+    queue_jobs: int = 64
+    full_bytes: int = 1 << 40
+    part_pages: int = 2
+    gives_way: bool = False
+    name: str = "disk"
+    limits: Limits = LIMITS
+
+
+class _Fault(NamedTuple):
+    why: str
+    lasting: bool
+
+
+_Judge: TypeAlias = Callable[[list[bool]], "_Fault | None"]
+_Read: TypeAlias = Queued[FindJob | ReadJob, FindDone | ReadDone]
+_Write: TypeAlias = Queued[WriteJob | RemoveJob, WriteDone]
+ReadReply: TypeAlias = Callable[[FindDone | ReadDone | Stalled], None]
+WriteReply: TypeAlias = Callable[[WriteDone | Stalled], None]
+
+
+class StoreService:
+    """Owns the threads of a store. The serving thread calls every method but `close`, and none waits for the medium:
+    only the worker threads do I/O.
+
+    `owns_store`: `close` closes the store too; else it syncs it, and the store stays open for its owner. `clock`:
+    seconds, those of the jobs' deadlines. `removed`: where the store, in the writer's calls, notes the keys of pages
+    that it loses; None: nobody asks.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        settings: ServiceSettings,
+        *,
+        owns_store: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        removed: list[bytes] | None = None,
+    ) -> None:
+        self.store, self._owns_store, self._settings, self.clock = store, owns_store, settings, clock
+        self._removed = removed if removed is not None else []
+        self.failed_touches = 0
+        queue_jobs, limits, name = settings.queue_jobs, settings.limits, settings.name
+        self.reads: IoQueue[FindJob | ReadJob, FindDone | ReadDone]
+        self.reads = IoQueue("reads", queue_jobs, unserved_read, limits, clock, name)
+        self.writes: IoQueue[WriteJob | RemoveJob, WriteDone]
+        self.writes = IoQueue("writes", queue_jobs, unserved_write, limits, clock, name)
+        self.reads.add_threads(settings.readers, self._read_loop)
+        self.writes.add_threads(1, self._write_loop)
+        self.reads.start()
+        self.writes.start()
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """A request used these pages, in the order of its prompt, whichever tier served them."""
+        try:
+            self.store.touch(keys)
+        except Exception:  # the order of eviction suffers, and nothing else
+            if not self.failed_touches:
+                log.exception(
+                    "the store of the %s tier was not told what is used; further failures are counted",
+                    self._settings.name,
+                )
+            self.failed_touches += 1
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job waits or is under way."""
+        return self.reads.is_busy or self.writes.is_busy
+
+    def look(self) -> None:
+        """Announce stalled threads. Never blocks."""
+        self.reads.look()
+        self.writes.look()
+
+    def numbers(self) -> dict[str, tuple[float, ...]]:
+        """Of both queues, for the shared status."""
+        return {"reads": self.reads.numbers(), "writes": self.writes.numbers()}
+
+    def close(self) -> None:
+        """Finish what is queued, end the threads, close or sync the store; waits for a stalled medium. Not to be called
+        on the serving thread. Raises what closing the store raises."""
+        self.writes.stop()
+        self.reads.stop()
+        if self._owns_store:
+            self.store.close()
+        else:
+            self.store.sync()
+
+    # On the threads
+
+    def _read_loop(self, watchdog: Watchdog[_Read]) -> None:
+        reads = self.reads
+        while (item := reads.jobs.take()) is not None:
+            job = item.job
+            if isinstance(job, ReadJob) and self._is_void(job):
+                reads.answer(item, unserved_read(job))
+                continue
+            token = reads.breaker.admit(can_probe=isinstance(job, ReadJob))
+            if token is None:
+                reads.refuse(item)
+                continue
+            watchdog.begin([item], token)
+            answer = self._find(job, token) if isinstance(job, FindJob) else self._read(job, token)
+            watchdog.end()
+            reads.answer(item, answer)
+
+    def _write_loop(self, watchdog: Watchdog[_Write]) -> None:
+        writes = self.writes
+        while (first := writes.jobs.take()) is not None:
+            if self._settings.gives_way:
+                self._give_way()
+            items = [first, *writes.jobs.take_more(_GROUP_BYTES - first.num_bytes)]
+            token = writes.breaker.admit()
+            if token is None:
+                for item in items:
+                    writes.refuse(item)
+                continue
+            watchdog.begin(items, token)
+            answers = self._change([item.job for item in items], token)
+            watchdog.end()
+            for item, answer in zip(items, answers, strict=True):
+                writes.answer(item, answer)
+
+    def _give_way(self) -> None:
+        """Wait while reads wait, for which requests do; not for long, so that writes come to an end too."""
+        until_s = time.monotonic() + _GIVES_WAY_S
+        while len(self.reads.jobs) and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+
+    def _is_void(self, job: ReadJob) -> bool:
+        """Whether the pages are no longer wanted."""
+        return job.cancelled.is_set() or self.clock() >= job.deadline_s
+
+    def _find(self, job: FindJob, token: BreakerToken) -> FindDone:
+        keys = (*job.keys, *job.others)
+
+        def contains() -> list[bool]:
+            return _one_each(self.store.contains(keys), keys)
+
+        held, answered = _ask(self.reads.breaker, token, contains, self._judge_read, proves=False)
+        pages, others = held[: len(job.keys)], held[len(job.keys) :]
+        num_pages = next((i for i, present in enumerate(pages) if not present), len(pages))
+        return FindDone(job.ticket, num_pages, answered, tuple(others), job.batch)
+
+    def _read(self, job: ReadJob, token: BreakerToken) -> ReadDone:
+        """A part at a time, as long as the rest is wanted; pages behind a gap would be useless."""
+        ok: list[bool] = []
+        begin_s = self.clock()
+        while len(ok) < len(job.keys) and all(ok) and not (ok and self._is_void(job)):
+            part = slice(len(ok), len(ok) + self._settings.part_pages)
+            judge_read = partial(self._judge_read, job.deadline_s)
+            got, _ = _ask(self.reads.breaker, token, partial(self._get, job, part), judge_read)
+            ok += got or [False] * len(job.keys[part])
+        missing = [False] * (len(job.keys) - len(ok))
+        return ReadDone(job.ticket, job.batch, tuple(ok + missing), asked=len(ok), seconds=self.clock() - begin_s)
+
+    def _get(self, job: ReadJob, part: slice) -> list[bool]:
+        until_s = time.monotonic() + job.deadline_s - self.clock()
+        return _one_each(self.store.get_into(job.keys[part], job.pages[part], deadline_s=until_s), job.keys[part])
+
+    def _change(self, jobs: list[WriteJob | RemoveJob], token: BreakerToken) -> list[WriteDone]:
+        answers: list[WriteDone] = []
+        for kind, run in groupby(jobs, type):
+            if kind is WriteJob:
+                answers += self._write([job for job in run if isinstance(job, WriteJob)], token)
+            else:
+                answers += [self._remove(job, token) for job in run if isinstance(job, RemoveJob)]
+        return answers
+
+    def _remove(self, job: RemoveJob, token: BreakerToken) -> WriteDone:
+        keys, store = job.keys, self.store
+
+        def remove() -> list[bool]:
+            self._require_writable(token)
+            if keys is None:
+                return [_emptied(store)]
+            held = store.contains(keys)
+            store.delete(keys)
+            return [was and not still for was, still in zip(held, store.contains(keys), strict=True)]
+
+        gone, _ = _ask(self.writes.breaker, token, remove, self._judge_write)
+        return WriteDone(job.ticket, tuple(gone), job.batch) if gone else unserved_write(job)
+
+    def _require_writable(self, token: BreakerToken) -> None:
+        if token.is_probe and not self.store.reopen():
+            raise StoreError("the store still takes no writes")
+
+    def _write(self, jobs: list[WriteJob], token: BreakerToken) -> list[WriteDone]:
+        """All jobs in one `put`; each answer tells of the job's own pages."""
+        items = [item for job in jobs for item in zip(job.keys, job.pages, strict=True)]
+        lag = self.writes.jobs.fullness(self._settings.full_bytes)
+
+        def put() -> list[bool]:
+            self._require_writable(token)
+            return _one_each(self.store.put(items, lag=lag), items)
+
+        begin_s = self.clock()
+        stored = _ask(self.writes.breaker, token, put, self._judge_write)[0] or [False] * len(items)
+        page_s = (self.clock() - begin_s) / max(1, len(items))
+        answers, start = [], 0
+        for job in jobs:
+            end = start + len(job.keys)
+            answers.append(
+                WriteDone(
+                    job.ticket,
+                    tuple(stored[start:end]),
+                    job.batch,
+                    seconds=page_s * len(job.keys),
+                    removed=tuple(self._removed),
+                )
+            )
+            self._removed.clear()
+            start = end
+        return answers
+
+    def _judge_read(self, until_s: float = math.inf) -> _Judge:
+        """For this thread's next call. A store that cannot read answers with misses; its count of read errors in this
+        thread tells them from pages that it does not hold. What brings pages until `until_s` is slow at worst."""
+        before = self.store.thread_read_errors()
+
+        def judge(ok: list[bool]) -> _Fault | None:
+            is_fault = not all(ok) and self.store.thread_read_errors() > before
+            is_fault &= not (any(ok) and self.clock() >= until_s)
+            return _Fault("the store cannot be read", lasting=False) if is_fault else None
+
+        return judge
+
+    def _judge_write(self) -> _Judge:
+        """For the next call. Its count of write errors tells a store that fails from one that is full."""
+        before = self.store.stats().write_errors
+
+        def judge(ok: list[bool]) -> _Fault | None:
+            if all(ok):
+                return None
+            stats = self.store.stats()
+            if stats.read_only:
+                return _Fault("the store is read-only; free space on its disk", lasting=True)
+            return _Fault("the store did not take pages", lasting=False) if stats.write_errors > before else None
+
+        return judge
+
+
+def _ask(
+    breaker: Breaker,
+    token: BreakerToken,
+    call: Callable[[], list[bool]],
+    judge_next: Callable[[], _Judge],
+    *,
+    proves: bool = True,
+) -> tuple[list[bool], bool]:
+    """The store's answer, empty where it raised, and whether it is one; the breaker is told. `proves`: success means
+    that the store works."""
+    try:
+        judge = judge_next()
+        ok = call()
+        fault = judge(ok)
+    except (StoreError, OSError) as error:
+        lasting = isinstance(error, StoreError) or error.errno in _LASTING
+        ok, fault = [], _Fault(str(error), lasting)
+    except Exception as error:  # whatever it is, the job must be answered
+        log.exception("a store raised an unexpected error")
+        ok, fault = [], _Fault(repr(error), lasting=False)
+    if fault is not None:
+        breaker.failed(token, fault.why, at_once=fault.lasting)
+    elif proves:
+        breaker.succeeded(token)
+    return ok, fault is None
+
+
+def _one_each(answers: Iterable[object], asked: Sequence[object]) -> list[bool]:
+    """What a store answered. StoreError unless that is one answer for each that it was asked about."""
+    found = [bool(answer) for answer in answers]
+    if len(found) != len(asked):
+        raise StoreError(f"a store was asked about {len(asked)} pages, and gave {len(found)} answers")
+    return found
+
+
+def _emptied(store: PageStore) -> bool:
+    """Remove all pages; whether that is done. False for a store that cannot."""
+    if not isinstance(store, LmdbPageStore):
+        return False
+    evict(store, 0)
+    return store.stats().entries == 0
+
+
+def unserved_read(job: FindJob | ReadJob) -> FindDone | ReadDone:
+    if isinstance(job, FindJob):
+        return FindDone(job.ticket, 0, answered=False, batch=job.batch)
+    return ReadDone(job.ticket, job.batch, (False,) * len(job.keys))
+
+
+def unserved_write(job: WriteJob | RemoveJob) -> WriteDone:
+    return WriteDone(job.ticket, (False,) * (1 if job.keys is None else len(job.keys)), job.batch)

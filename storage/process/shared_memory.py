@@ -1,0 +1,52 @@
+"""The memory that a client shares with its store process, and where pages lie in it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from hicache.storage.base import PageBuffer, StoreError
+from hicache.storage.process import frames
+from hicache.storage.process.connection import Connection
+from hicache.storage.process.frames import OWN_MEMORY, Pages
+from hicache.storage.process.jobs import PageBytes, PageRows
+
+
+class SharedMemories:
+    """Numbered from 1. `same_process`: pages are named by their addresses, wherever they lie."""
+
+    def __init__(self, same_process: bool) -> None:
+        self._same_process = same_process
+        self._memories: list[tuple[int, int, int]] = []  # descriptor, address, number of bytes
+
+    @property
+    def count(self) -> int:
+        return len(self._memories)
+
+    def add(self, descriptor: int, memory: PageBuffer) -> None:
+        self._memories.append((descriptor, _address(memory), memory.nbytes))
+
+    def send(self, connection: Connection, number: int) -> None:
+        """Pass the memory of this number on."""
+        descriptor, _, num_bytes = self._memories[number - 1]
+        connection.send_with(descriptor, frames.memory(number, num_bytes))
+
+    def locate(self, pages: Sequence[PageBytes]) -> Pages:
+        """Where the process finds `pages`, which are of one size and in one memory. StoreError where it does not."""
+        if isinstance(pages, PageRows):
+            page_bytes, base = pages.memory.shape[1], _address(pages.memory)
+            addresses = [base + row * page_bytes for row in pages.rows]
+        else:
+            page_bytes = pages[0].nbytes if pages else 0
+            addresses = [_address(page) for page in pages]
+        if self._same_process or not pages:
+            return Pages(OWN_MEMORY, page_bytes, array("Q", addresses))
+        for number, (_, start, num_bytes) in enumerate(self._memories, 1):
+            last = start + num_bytes - page_bytes
+            if start <= min(addresses) and max(addresses) <= last:
+                return Pages(number, page_bytes, array("Q", [address - start for address in addresses]))
+        raise StoreError("a page lies in memory that the store process does not share")
+
+
+def _address(memory: PageBytes) -> int:
+    return int(memory.__array_interface__["data"][0])

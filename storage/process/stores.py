@@ -1,0 +1,137 @@
+"""The stores of one process: opened by what a client asks for, shared by all who ask for the same, closed by the
+last."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hicache.storage.base import PageStore, StoreError, StoreLocked
+from hicache.storage.cipher import PageCipher
+from hicache.storage.filters import PageFilter, PageFormat
+from hicache.storage.process.frames import VERSION
+from hicache.storage.process.health import Limits
+from hicache.storage.process.service import ServiceSettings, StoreService
+from hicache.storage.store_url import scheme_of
+from hicache.storage.urls import open_store
+
+
+@dataclass(frozen=True)
+class StoreRequest:
+    """What a client asks for. `url`: see `hicache.storage.urls`; "" at a process that serves one of its own. `key`: of
+    encryption, b"" without. `tells_removed`: answers of writes name the pages that the store lost."""
+
+    url: str
+    identity: Mapping[str, str | int]
+    formats: Sequence[PageFormat]
+    key: bytes = dataclasses.field(default=b"", repr=False)
+    tells_removed: bool = False
+    settings: ServiceSettings = dataclasses.field(default_factory=ServiceSettings)
+
+    def pack(self) -> bytes:
+        formats = [dataclasses.asdict(format) for format in self.formats]
+        about = {
+            "version": VERSION,
+            "url": self.url,
+            "identity": dict(self.identity),
+            "formats": formats,
+            "key": self.key.hex(),
+            "tells_removed": self.tells_removed,
+            "settings": dataclasses.asdict(self.settings),
+        }
+        return json.dumps(about).encode()
+
+    @classmethod
+    def unpack(cls, about: dict[str, Any]) -> StoreRequest:
+        """StoreError for what is no request."""
+        try:
+            formats = [PageFormat(each["page_bytes"], PageFilter(**each["filter"])) for each in about["formats"]]
+            settings = about["settings"]
+            settings["limits"] = Limits(**settings["limits"])
+            key, settings = bytes.fromhex(about["key"]), ServiceSettings(**settings)
+            return cls(about["url"], about["identity"], formats, key, about["tells_removed"], settings)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"a client asks for a store in a way that is not understood: {error!r}") from error
+
+
+class OpenStores:
+    """Any thread. `url`: of the store that this process serves, whatever its clients name; "": that which each names.
+
+    On a served disk each identity has a store in a folder of its own, so clients of any model may connect; the budget
+    is that of each.
+    """
+
+    def __init__(self, url: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._url, self._clock = url, clock
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, str], _Open] = {}
+
+    def acquire(self, about: dict[str, object]) -> StoreService:
+        request = StoreRequest.unpack(about)
+        cipher = PageCipher(request.key) if request.key else None
+        sizes = sorted(format.page_bytes for format in request.formats)
+        named = json.dumps([dict(request.identity), cipher.key_id if cipher else "", sizes], sort_keys=True)
+        at = _folder_of(self._url, named) if self._url else request.url, named
+        with self._lock:
+            found = self._open.get(at)
+            if found is None:
+                removed: list[bytes] = []
+                store = open_store(
+                    at[0],
+                    identity=request.identity,
+                    formats=request.formats,
+                    cipher=cipher,
+                    on_removed=removed.extend if request.tells_removed else None,
+                )
+                service = StoreService(store, request.settings, clock=self._clock, removed=removed)
+                found = self._open[at] = _Open(service)
+            elif not found.num_clients:
+                raise StoreLocked("this process is closing the store; try again later")
+            found.num_clients += 1
+            return found.service
+
+    def release(self, service: StoreService) -> None:
+        """Closes the store after its last client."""
+        with self._lock:
+            at, found = next((at, one) for at, one in self._open.items() if one.service is service)
+            found.num_clients -= 1
+            if found.num_clients:
+                return
+        service.close()
+        with self._lock:
+            del self._open[at]
+
+
+@dataclass
+class _Open:
+    service: StoreService
+    num_clients: int = 0
+
+
+def _folder_of(url: str, named: str) -> str:
+    """The URL of the store of an identity below a served folder; other stores tell identities apart themselves."""
+    path, mark, options = url.partition("?")
+    if scheme_of(url) != "lmdb":
+        return url
+    return f"{path.rstrip('/')}/{hashlib.sha256(named.encode()).hexdigest()[:16]}{mark}{options}"
+
+
+class GivenStore:
+    """One store that is an object of its owner's process, served there. `owns_store`: closed with its client; else its
+    owner closes it."""
+
+    def __init__(self, store: PageStore, *, owns_store: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._owns_store, self._clock = store, owns_store, clock
+
+    def acquire(self, about: dict[str, object]) -> StoreService:
+        settings = StoreRequest.unpack(about).settings
+        return StoreService(self._store, settings, owns_store=self._owns_store, clock=self._clock)
+
+    def release(self, service: StoreService) -> None:
+        service.close()

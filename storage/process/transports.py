@@ -1,0 +1,181 @@
+"""Where the server of a client runs: in a child of its own, in a process of the machine's, or in a thread beside it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from hicache.storage.base import StoreError
+from hicache.storage.process.server import Server, Stores, peer_of
+
+_LOOK_WAIT_S = 5.0
+
+
+class Transport(Protocol):
+    """`same_process`: pages may be named by their addresses. The other end closes a connection only when it touches the
+    client's memory no more, and the system does when all threads of a process have ended."""
+
+    same_process: bool
+
+    @property
+    def pid(self) -> int:
+        """Of a child of this process; 0 without one."""
+        ...
+
+    def connect(self) -> socket.socket:
+        """A new server, or one more connection to it. Raises StoreError. What was before must have ended."""
+        ...
+
+    def has_ended(self) -> bool:
+        """Whether what `connect` started has ended, so that it holds no store. Never blocks."""
+        ...
+
+    def end(self) -> None:
+        """Have it end at once, where that is ours to decide. Never blocks."""
+        ...
+
+    def keep(self, client: object) -> None:
+        """`client` names pages of this process: keep it as long as they may be used."""
+        ...
+
+    def look(self) -> None:
+        """What stalls by a clock that is set by hand is announced when this returns. Else stalls are announced on their
+        own."""
+        ...
+
+
+class ChildProcess:
+    """The program of `__main__`, a child that ends with this process and imports from where it does, whatever folder it
+    is in. Not in its session: what is typed at a terminal is for this process."""
+
+    same_process = False
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    def connect(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            imported = f"import sys; sys.path[:] = {sys.path}; from hicache.storage.process.__main__ import main"
+            command = [sys.executable, "-c", f"{imported}; main({number}, {os.getpid()})"]
+            try:
+                self._process = subprocess.Popen(
+                    command, pass_fds=[number], stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            except OSError as error:
+                ours.close()
+                raise StoreError(f"cannot start the store process {command[0]}: {error}") from error
+        return ours
+
+    def has_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def keep(self, client: object) -> None:
+        """It has mapped the pages itself."""
+
+    def look(self) -> None:
+        """Its own loop looks."""
+
+
+class ServedSocket:
+    """The process that an operator started: `hicache store serve URL --socket PATH`."""
+
+    same_process = False
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+
+    def connect(self) -> socket.socket:
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connected.connect(str(self._path))
+            uid = peer_of(connected)[1]
+        except OSError as error:
+            connected.close()
+            command = f"hicache store serve URL --socket {self._path}"
+            raise StoreError(f"nothing serves a store at {self._path} ({error.strerror}); start `{command}`") from error
+        if uid != os.getuid():
+            connected.close()
+            raise StoreError(f"the store at {self._path} is served by user {uid}; use one of your own")
+        return connected
+
+    @property
+    def pid(self) -> int:
+        return 0
+
+    def has_ended(self) -> bool:
+        """It is not ours to start again."""
+        return True
+
+    def end(self) -> None:
+        """It serves others too."""
+
+    def keep(self, client: object) -> None:
+        """It has mapped the pages itself."""
+
+    def look(self) -> None:
+        """Its own loop looks."""
+
+
+class InlineServer:
+    """The same server in a thread of this process: for stores that are Python objects here, and tiny uses. `clock`: of
+    the server's stores."""
+
+    same_process = True
+
+    def __init__(self, stores: Stores, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stores, self._looks_when_asked = stores, clock is not time.monotonic
+        self._server: Server | None = None
+        self._thread: threading.Thread | None = None
+        self._client: object = None
+
+    def connect(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        self._server = Server(self._stores, same_process=True)
+        self._server.add(theirs)
+        self._thread = threading.Thread(
+            target=self._run, args=(self._server,), name="hicache-store-server", daemon=True
+        )
+        self._thread.start()
+        return ours
+
+    @property
+    def pid(self) -> int:
+        return 0
+
+    def _run(self, server: Server) -> None:
+        """With a reference to the client: a stalled thread may use the pages of its jobs."""
+        server.run()
+
+    def has_ended(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def end(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+
+    def keep(self, client: object) -> None:
+        self._client = client
+
+    def look(self) -> None:
+        if self._looks_when_asked and self._server is not None and not self.has_ended():
+            looked = threading.Event()
+            self._server.call(self._server.look)
+            self._server.call(looked.set)
+            looked.wait(_LOOK_WAIT_S)

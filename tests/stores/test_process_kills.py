@@ -1,0 +1,117 @@
+"""Engines serve on while store processes are killed, stopped and started again, and while they are killed
+themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hicache import AdvancedConfig, CacheEngine, DiskConfig, build_engine
+from hicache.errors import ResourceExhausted
+from hicache.storage import StoreLocked, open_existing
+from hicache.tree import DISK, FULL
+from programs import Program
+from toy_model import GEOMETRY, config, prompt, serve, settled
+from waiting import eventually
+
+pytestmark = [pytest.mark.store_process, pytest.mark.timeout(1800)]
+NUM_PROMPTS = 12
+
+
+def engine_at(path: Path) -> CacheEngine:
+    advanced = AdvancedConfig(disk_reader_threads=2, disk_reopen_backoff_s=0.01, disk_max_reopen_backoff_s=0.05)
+    disk = DiskConfig(path=str(path), budget_bytes=64 << 20)
+    return build_engine(config(disk=disk, advanced=advanced, prefetch_mode="best_effort"), GEOMETRY)
+
+
+def tokens_of(number: int) -> np.ndarray:
+    return prompt(number, 90)
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.long)])
+def test_killed_processes_lose_nothing_that_was_acknowledged(kills: int, tmp_path: Path) -> None:
+    """While requests are served from all tiers, the store process is killed again and again at any moment: each byte
+    that a request reuses is right, and in the end the store holds every page that the engine was told is there."""
+    rng, acknowledged = np.random.default_rng(kills), set[bytes]()
+    with engine_at(tmp_path / "s") as engine:
+        context = engine.inspect.context
+        assert context.disk is not None
+        client = context.disk.client
+        for turn in range(kills):
+            for step in range(int(rng.integers(1, 5))):
+                tokens = tokens_of(int(rng.integers(NUM_PROMPTS)))
+                engine.prefetch(f"{turn}.{step}", tokens)
+                for _ in range(int(rng.integers(4))):
+                    engine.poll()
+                eventually(lambda name=f"{turn}.{step}", tokens=tokens: _is_served(engine, name, tokens))
+            if not turn:
+                engine.flush()
+            for node in context.tree.nodes():
+                if node.is_stored(FULL, DISK):
+                    acknowledged.update(context.tree.names.of(node))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(client.pid, signal.SIGKILL)
+            if rng.random() < 0.7:
+                eventually(lambda: engine.poll() or client.find((b"key",), 0.01))
+        eventually(lambda: engine.poll() or client.find((b"key",), 0.01))
+        settled(engine)
+        assert client.times_lost >= kills // 2 and acknowledged
+    with contextlib.closing(open_existing(tmp_path / "s")) as store:
+        store.check()
+        assert all(store.contains(sorted(acknowledged)))
+
+
+def _is_served(engine: CacheEngine, name: str, tokens: np.ndarray) -> bool:
+    """False: what is under way to the host holds the slots."""
+    try:
+        serve(engine, name, tokens)
+    except ResourceExhausted:
+        engine.poll()
+        return False
+    return True
+
+
+ENGINE = """
+import sys
+from pathlib import Path
+from disk_case import page_keys
+sys.path.insert(0, sys.argv[2])
+from test_process_kills import engine_at, tokens_of, NUM_PROMPTS
+from toy_model import serve
+engine = engine_at(Path(sys.argv[1]))
+engine.start()
+for number in range(NUM_PROMPTS * 100):
+    tokens = tokens_of(number % NUM_PROMPTS)
+    serve(engine, str(number), tokens)
+    if number < NUM_PROMPTS:
+        engine.flush()
+        print(" ".join(key.hex() for key in page_keys(engine, tokens)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(200, marks=pytest.mark.long)])
+def test_a_killed_engine_leaves_a_store_that_serves(kills: int, tmp_path: Path) -> None:
+    """An engine that is killed while it writes leaves every page that was flushed, and its process leaves the store."""
+    for turn in range(kills):
+        path = tmp_path / str(turn % 4)
+        with Program(ENGINE, path, Path(__file__).parent) as engine:
+            assert engine.stdout is not None
+            keys = [bytes.fromhex(key) for _ in range(1 + turn % 3) for key in engine.stdout.readline().split()]
+            engine.send_signal(signal.SIGKILL)
+        eventually(lambda path=path: _is_free(path))
+        with contextlib.closing(open_existing(path)) as store:
+            store.check()
+            assert keys and all(store.contains(keys))
+
+
+def _is_free(path: Path) -> bool:
+    try:
+        open_existing(path).close()
+    except StoreLocked:
+        return False
+    return True

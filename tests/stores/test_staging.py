@@ -1,0 +1,170 @@
+"""A tier for threads that wait: pages through staging memory, whatever the medium does and however many ask."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from disk_case import Clock, Gate, TroubledStore, started_tier
+from hicache.storage import PageBuffer, PageFormat
+from hicache.storage.process.health import LIMITS, Limits
+from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.stores import StoreRequest
+from hicache.stores import open_tier
+from hicache.stores.staging import WaitingTier
+from waiting import BOUND_S, eventually
+
+PAGE_BYTES, NUM_PAGES = 4096, 12
+KEYS = [b"page %d" % n for n in range(NUM_PAGES)]
+
+
+def fill(i: int, page: PageBuffer) -> None:
+    page[:] = i
+
+
+class Landed(list[tuple[int, int]]):
+    """Number and byte of each page that came."""
+
+    def __call__(self, i: int, page: PageBuffer) -> None:
+        assert len(set(page.tolist())) == 1
+        self.append((i, int(page[0])))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> Iterator[tuple[WaitingTier, TroubledStore]]:
+    """A tier whose store holds a page of bytes n for each key, with few staging pages."""
+    inner, troubled = started_tier(tmp_path, clock=clock, readers=2)
+    tier = WaitingTier(inner, PAGE_BYTES)
+    tier._staged.for_reads.num_pages = 4
+    del tier._staged.for_reads._free[4:], tier._staged.for_writes._free[4:]
+    tier._staged.for_writes.num_pages = 4
+    assert tier.write(KEYS, PAGE_BYTES, fill) == [True] * NUM_PAGES
+    yield tier, troubled
+    assert tier.close()
+
+
+Store = tuple[WaitingTier, TroubledStore]
+
+
+def read(tier: WaitingTier, keys: list[bytes]) -> Landed:
+    landed = Landed()
+    assert tier.read(keys, PAGE_BYTES, landed) == len(landed)
+    return landed
+
+
+def test_pages_up_to_the_first_that_is_missing(store: Store) -> None:
+    """More than the staging has, in order, on the calling thread."""
+    tier, _ = store
+    everything = [(n, n) for n in range(NUM_PAGES)]
+    assert read(tier, KEYS) == everything
+    assert read(tier, [*KEYS[:7], b"missing", *KEYS[7:]]) == everything[:7]
+    assert tier.find([*KEYS, b"missing"], until_gap=False) == [True] * NUM_PAGES + [False]
+
+
+@pytest.mark.parametrize("failing", [0, 5, NUM_PAGES - 1])
+def test_what_the_caller_raises_ends_the_call_alone(store: Store, failing: int) -> None:
+    """In taking a page and in giving one; the next calls have all staging pages."""
+    tier, _ = store
+
+    def fails(i: int, page: PageBuffer) -> None:
+        if i == failing:
+            raise ValueError(f"no room for page {i}")
+
+    for call in (tier.read, tier.write):
+        with pytest.raises(ValueError, match=f"no room for page {failing}"):
+            call([key + b"?" for key in KEYS] if call == tier.write else KEYS, PAGE_BYTES, fails)
+    assert read(tier, KEYS) == [(n, n) for n in range(NUM_PAGES)]
+    assert tier.write(KEYS, PAGE_BYTES, fill) == [True] * NUM_PAGES
+
+
+@pytest.mark.parametrize("verb", ["contains", "get_into", "put"])
+def test_a_frozen_medium_is_a_miss_until_it_answers(store: Store, clock: Clock, verb: str) -> None:
+    """Nothing lands late, staging pages come back with the answers, and then all is as before."""
+    tier, troubled = store
+    gate = Gate(verb)
+
+    def freeze(called: str) -> None:
+        clock.now_s += 2 * LIMITS.io_timeout_s * (called == verb)
+        gate(called)
+
+    troubled.trouble = freeze
+    calls = {
+        "contains": lambda: tier.find(KEYS, until_gap=True).count(True),
+        "get_into": lambda: len(read(tier, KEYS)),
+        "put": lambda: tier.write([b"new"], PAGE_BYTES, fill).count(True),
+    }
+    for _ in range(4):
+        assert calls[verb]() == 0
+    gate.open()
+    troubled.trouble = lambda verb: None
+
+    def is_served() -> bool:
+        clock.now_s += LIMITS.max_reopen_backoff_s
+        return len(read(tier, KEYS)) == NUM_PAGES and tier.write([b"newer"], PAGE_BYTES, fill) == [True]
+
+    assert eventually(is_served)
+    eventually(lambda: not tier.find([], until_gap=True) and len(tier._staged.for_reads._free) == 4)
+
+
+def test_many_threads_at_once_get_their_own_answers(store: Store) -> None:
+    """One of those that wait takes the answers of all."""
+    tier, _ = store
+    wrong: list[object] = []
+    start = threading.Barrier(6)
+
+    def ask(n: int) -> None:
+        start.wait(BOUND_S)
+        for i in range(20):
+            keys = KEYS[n : n + 1 + i % 4]
+            if n % 3 == 0 and read(tier, keys) != [(j, n + j) for j in range(len(keys))]:
+                wrong.append(("read", n, i))
+            if n % 3 == 1 and tier.find([*keys, b"?"], until_gap=False) != [*[True] * len(keys), False]:
+                wrong.append(("find", n, i))
+            if n % 3 == 2 and tier.write([b"%d.%d" % (n, i)], PAGE_BYTES, fill) != [True]:
+                wrong.append(("write", n, i))
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND_S)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.store_process
+def test_a_process_that_is_killed_is_a_miss_and_is_started_again(tmp_path: Path) -> None:
+    """What waits for it has its answer, what it had acknowledged is there afterwards, and nothing else is served."""
+    limits = Limits(io_timeout_s=60, reopen_backoff_s=0.01, max_reopen_backoff_s=0.01)
+    url, formats = f"lmdb://{tmp_path / 'store'}?budget=64MiB", [PageFormat(PAGE_BYTES)]
+    inner = open_tier(StoreRequest(url, {"model": "toy"}, formats, settings=ServiceSettings(limits=limits)))
+    tier = WaitingTier(inner, PAGE_BYTES)
+    assert tier.write(KEYS, PAGE_BYTES, fill) == [True] * NUM_PAGES
+    everything, is_over, found = [(n, n) for n in range(NUM_PAGES)], threading.Event(), list[Landed]()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            found.append(read(tier, KEYS))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for times in range(3):
+        eventually(lambda: inner.client.is_open and len(read(tier, KEYS)) == NUM_PAGES)
+        os.kill(inner.client.pid, signal.SIGKILL)
+        eventually(lambda times=times: read(tier, KEYS) is not None and inner.client.times_lost > times)
+    is_over.set()
+    for thread in threads:
+        thread.join(BOUND_S)
+    assert not any(thread.is_alive() for thread in threads) and all(one == everything[: len(one)] for one in found)
+    assert eventually(lambda: read(tier, KEYS) == everything)
+    assert tier.close()

@@ -1,0 +1,26 @@
+"""A process that serves stores to others, as a thread of the test's."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from hicache.storage.process.server import Server
+from hicache.storage.process.stores import OpenStores
+
+
+@contextlib.contextmanager
+def served(directory: Path, path: Path) -> Iterator[str]:
+    """The stores of `directory` behind a socket at `path`, which is how clients name it."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen()
+    server = Server(OpenStores(f"lmdb://{directory}?budget=64MiB"), listener=listener)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield f"unix:{path}"
+    server.stop()
+    thread.join()
