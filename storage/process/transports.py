@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -68,7 +69,7 @@ class ChildProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
-            imported = f"import sys; sys.path[:] = {sys.path}; from hicache.storage.process.__main__ import main"
+            imported = f"import sys; sys.path[:] = {_import_path()}; from hicache.storage.process.__main__ import main"
             command = [sys.executable, "-c", f"{imported}; main({number}, {os.getpid()})"]
             try:
                 self._process = subprocess.Popen(
@@ -179,3 +180,11 @@ class InlineServer:
             self._server.call(self._server.look)
             self._server.call(looked.set)
             looked.wait(_LOOK_WAIT_S)
+
+
+def _import_path() -> list[str]:
+    """Where this process finds modules, and first of all the package that it has: in a checkout another folder of that
+    name may be the working directory."""
+    package = find_spec("hicache")
+    assert package is not None and package.submodule_search_locations
+    return [str(Path(package.submodule_search_locations[0]).parent), *sys.path]
