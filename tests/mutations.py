@@ -50,7 +50,7 @@ MUTATIONS = (
     # Eviction
     Mutation("hicache/tree/core.py", "self.split_suffix(node, node.num_tokens - num",
              "self.split_prefix(node, num", TREE),
-    Mutation("hicache/tree/orders.py", "if self._current.get(node) == sequence:", "if node in self._current:", TREE),
+    Mutation("hicache/tree/orders.py", "self._rise(self._sink(at), last)", "self._rise(at, last)", TREE),
     Mutation("hicache/tree/orders.py", "self._others.victim() or self._expected.victim()",
              "self._expected.victim() or self._others.victim()", TREE),
     Mutation("hicache/flow/commit.py", "            context.tree.touch(lease.node, tier)\n",

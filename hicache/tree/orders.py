@@ -7,7 +7,6 @@ component on each tier and reports every event to it. A policy of one's own is a
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ IsEvictable = Callable[[TreeNode], bool]
 
 _NO_ENTRY = -1
 _uses = itertools.count(1)
-_SPARE_ENTRIES = 16  # stale ones that a small heap may have before it is worth compacting
 
 
 class EvictionOrder(Protocol):
@@ -242,8 +240,8 @@ class PriorityHeap(Generic[U]):
     """The node whose priority was lowest at its last event goes first; of equals, the one with the earlier event.
 
     `is_evictable(node)`: whether it may be a victim now. One that may not has no entry in the heap, or loses it at the
-    top, until its next event. An entry that a later event made stale stays until it comes to the top or stale entries
-    outnumber the others: every event costs O(log n), amortised. Iteration: in no order.
+    top, until its next event. Nothing stale is left behind for one later call to clear away: every event costs at most
+    O(log n). Iteration: in no order.
     """
 
     def __init__(self, strategy: EvictionStrategy, is_evictable: Callable[[U], bool]) -> None:
@@ -251,30 +249,22 @@ class PriorityHeap(Generic[U]):
         # (*priority, sequence number, node), flat: a comparison that has to follow pointers costs much of a large heap.
         self._heap: list[tuple[Any, ...]] = []
         self._sequence = itertools.count()
-        # The sequence number of the entry that speaks for each node in the order.
-        self._current: dict[U, int] = {}
-        self._num_current = 0  # of which so many are in the heap
-
-    @property
-    def num_entries(self) -> int:
-        """Entries of the heap, stale ones included: at most two a node and a few more."""
-        return len(self._heap)
+        self._at: dict[U, int] = {}  # where the entry of each node in the order is
 
     def insert(self, node: U) -> None:
-        assert node not in self._current
-        self._push(node)
+        assert node not in self._at
+        self._enter(node)
 
     def hit(self, node: U) -> None:
-        if node in self._current:
-            self._num_current -= self._current[node] != _NO_ENTRY
-            self._push(node)
+        if node in self._at:
+            self._leave(node)
+            self._enter(node)
 
     def lock(self, node: U) -> None:
-        self._num_current -= self._current.pop(node) != _NO_ENTRY
-        self._compact()
+        self._leave(node)
 
     def unlock(self, node: U) -> None:
-        self.insert(node)
+        self._enter(node)
 
     def on_leaf(self, node: U) -> None:
         self.hit(node)
@@ -284,55 +274,70 @@ class PriorityHeap(Generic[U]):
         self.insert(upper)
 
     def evict(self, node: U) -> None:
-        self.lock(node)
+        self._leave(node)
 
     def victim(self) -> U | None:
-        node: U
         while self._heap:
-            first = self._heap[0]
-            sequence, node = first[-2], first[-1]
-            if self._current.get(node) == sequence:
-                if self._is_evictable(node):
-                    return node
-                self._current[node] = _NO_ENTRY
-                self._num_current -= 1
-            heapq.heappop(self._heap)
+            node: U = self._heap[0][-1]
+            if self._is_evictable(node):
+                return node
+            self._leave(node)
+            self._at[node] = _NO_ENTRY
         return None
 
     def rank_again(self) -> None:
         """All priorities have changed."""
-        ranked = [(node, sequence) for node, sequence in self._current.items() if sequence != _NO_ENTRY]
-        self._heap = [(*self._front(node), sequence, node) for node, sequence in ranked]
-        heapq.heapify(self._heap)
+        self._heap = sorted((*self._front(entry[-1]), *entry[-2:]) for entry in self._heap)
+        self._at.update((entry[-1], at) for at, entry in enumerate(self._heap))
 
     def __contains__(self, node: U) -> bool:
-        return node in self._current
+        return node in self._at
 
     def __iter__(self) -> Iterator[U]:
-        return iter(self._current)
+        return iter(self._at)
 
     def __len__(self) -> int:
-        return len(self._current)
-
-    def _push(self, node: U) -> None:
-        """Enter the node's priority of now; an entry that it has already counts as stale before the call."""
-        if self._is_evictable(node):
-            self._current[node] = sequence = next(self._sequence)
-            self._num_current += 1
-            heapq.heappush(self._heap, (*self._front(node), sequence, node))
-        else:
-            self._current[node] = _NO_ENTRY
-        self._compact()
+        return len(self._at)
 
     def _front(self, node: U) -> tuple[float, ...]:
         priority = self._strategy.get_priority(node)
         return priority if isinstance(priority, tuple) else (priority,)
 
-    def _compact(self) -> None:
-        """Rebuild the heap when more than half of it is stale, so that each stale entry pays for one other."""
-        if len(self._heap) > 2 * self._num_current + _SPARE_ENTRIES:
-            self._heap = [entry for entry in self._heap if self._current.get(entry[-1]) == entry[-2]]
-            heapq.heapify(self._heap)
+    def _enter(self, node: U) -> None:
+        """Enter the node's priority of now."""
+        if self._is_evictable(node):
+            self._heap.append((*self._front(node), next(self._sequence), node))
+            self._rise(len(self._heap) - 1, self._heap[-1])
+        else:
+            self._at[node] = _NO_ENTRY
+
+    def _leave(self, node: U) -> None:
+        at = self._at.pop(node)
+        if at != _NO_ENTRY:
+            last = self._heap.pop()
+            if at < len(self._heap):
+                self._rise(self._sink(at), last)
+
+    def _sink(self, at: int) -> int:
+        """Fill the empty place with the lower of its children, theirs with theirs; returns the place that is left."""
+        heap, where, end = self._heap, self._at, len(self._heap)
+        while (child := 2 * at + 1) < end:
+            if child + 1 < end and heap[child + 1] < heap[child]:
+                child += 1
+            heap[at] = entry = heap[child]
+            where[entry[-1]] = at
+            at = child
+        return at
+
+    def _rise(self, at: int, entry: tuple[Any, ...]) -> None:
+        """Put `entry` into the empty place, or as far above it as it is lower than what is there."""
+        heap, where = self._heap, self._at
+        while at and entry < (above := heap[(at - 1) >> 1]):
+            heap[at] = above
+            where[above[-1]] = at
+            at = (at - 1) >> 1
+        heap[at] = entry
+        where[entry[-1]] = at
 
 
 OrderFactory = Callable[[Component, Tier, IsEvictable], EvictionOrder]
