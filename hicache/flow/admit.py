@@ -126,9 +126,10 @@ class Admit:
         node = tree.node_at(match, tree.usable_len(match, match.full_len, on_host=True))
         old = self._expectations.get(request_id)
         if old is None or old.node is not node:
+            new = None if node.parent is None else tree.expect(node)
             self.forget(request_id)
-            if node.parent is not None:
-                self._expectations[request_id] = tree.expect(node)
+            if new is not None:
+                self._expectations[request_id] = new
 
     def forget(self, request_id: str) -> None:
         """The request is queued no more, or expects another prefix."""

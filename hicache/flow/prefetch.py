@@ -86,7 +86,12 @@ class Prefetcher(Movement):
         self._waiters[request_id] = waiter
         if mode == "auto":
             self._to_weigh.append(waiter)
-        self._begin(waiter)
+        try:
+            self._begin(waiter)
+        except BaseException:
+            if self._is_waiting(waiter):
+                self._forget(waiter)
+            raise
         return handle
 
     def lookup(self, tokens: Tokens, namespace: str, wait_s: float) -> tuple[dict[Store, int], bool]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import groupby, takewhile
 
 import torch
@@ -71,17 +72,18 @@ class PrefixReads:
 
         `is_urgent`: a request waits for it. Nothing is read after `until_s` of the tier's clock.
         """
-        tree, nothing = (
-            self._context.tree,
-            prefix.nothing,
-        )  # its keys, before the anchor is split off a node of the match
+        # Its keys, before the anchor is split off a node of the match.
+        tree, nothing = self._context.tree, prefix.nothing
         anchor = tree.node_at(prefix.match, prefix.num_host_pages * tree.page_size)
         ends = (prefix.num_host_pages, prefix.num_pages, prefix.num_pages)
         read = PrefixRead(next(self._ids), prefix, anchor, is_urgent, until_s, *ends, nothing)
-        if not self._ask_next(read):
-            self._refused.value += 1
-            return None
-        tree.lock(anchor, HOST)
+        with ExitStack() as undo:
+            tree.lock(anchor, HOST)
+            undo.callback(tree.unlock, anchor, HOST)
+            if not self._ask_next(read):
+                self._refused.value += 1
+                return None
+            undo.pop_all()
         self._reads[read.number] = read
         return read
 

@@ -300,9 +300,9 @@ def test_a_failed_load_concerns_nobody_else() -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("kind", MODELS)
 def test_random_histories(device: str, kind: str, seed: int) -> None:
-    """Splits, aborts, failing and stalled copies and disks in any order: every pass reads the truth, every account
-    holds at every step, and at the end everything is given back."""
-    run(kind, seed, 120, device)
+    """Splits, aborts, failing and stalled copies and disks, and calls that raise, in any order: every pass reads the
+    truth, every account holds at every step, and at the end everything is given back. The last ones are rough."""
+    run(kind, seed, 120, device, is_rough=seed > 5)
 
 
 @pytest.mark.long
@@ -312,7 +312,7 @@ def test_random_histories(device: str, kind: str, seed: int) -> None:
 def test_many_random_histories(kind: str, first_seed: int) -> None:
     """The same, longer: 50 histories in the thorough profile."""
     for seed in range(first_seed, first_seed + settings.default.max_examples // 3):
-        run(kind, seed, 240)
+        run(kind, seed, 240, is_rough=True)
 
 
 def test_windows_of_a_failed_load_leave_with_it() -> None:

@@ -80,6 +80,10 @@ class Crowded:
                 prefill(self.engine, lease, tokens, self.model)
             self.engine.flush()
 
+    def prefetch(self) -> Callable[[], object]:
+        self.engine.reset()
+        return lambda: self.engine.prefetch("a", TOKENS)
+
     def acquire(self) -> Callable[[], object]:
         """A prefix is loaded, others leave for it."""
         self.engine.prefetch("a", TOKENS)
@@ -109,9 +113,8 @@ class Crowded:
         return lambda: self.engine.release(lease)
 
 
-CASES = [
-    (policy, verb) for policy in ("write_through", "write_back") for verb in ("acquire", "extend", "commit", "release")
-]
+VERBS = ("prefetch", "acquire", "extend", "commit", "release")
+CASES = [(policy, verb) for policy in ("write_through", "write_back") for verb in VERBS]
 
 
 def require_unchanged(kind: str, policy: str, verb: str, every: int) -> None:
@@ -119,17 +122,19 @@ def require_unchanged(kind: str, policy: str, verb: str, every: int) -> None:
     while True:
         crowded = Crowded(kind, policy)
         engine, call = crowded.engine, getattr(crowded, verb)()
+        waiting = engine.stats().get("prefetch.waiting_requests")
         if not fails_at(call, number, anywhere=False):
             engine.close()
             return
         engine.check()
         engine.flush()
         engine.check()
+        assert engine.stats().get("prefetch.waiting_requests") == waiting
         found = call()  # whoever calls again is served, and reads the truth
         if isinstance(found, Lease):
             verify(engine, found, TOKENS, found.cached_len, crowded.model)
-        for lease in list(engine._leases.values()):
-            engine.release(lease)
+        for name in ("a", "b"):
+            engine.cancel(name)
         settled(engine)
         engine.close()
         number += every

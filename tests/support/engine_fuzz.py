@@ -1,10 +1,12 @@
 """Random histories of one engine: requests that share prefixes and split nodes, aborts at any moment, copies that take
-as long as the draw says, fail or never come, and a disk that fails and stalls.
+as long as the draw says, fail or never come, a disk that fails and stalls, forwards and calls of the engine that raise.
+Roughly, forks, and Ctrl-C at the end.
 
 Every pass over a prompt compares what it reads with the truth, every account is proved after every step, and at the end
-everything is given back. Without a disk a history follows from its seed alone. As a program it takes a budget of steps:
+everything is given back. Without a disk a history follows from its seed alone. As a program it takes a budget of steps
+or of seconds:
 
-    python tests/support/engine_fuzz.py --steps 500000 [--kind full] [--seed 0]
+    python tests/support/engine_fuzz.py --steps 500000 [--seconds 180] [--kind full] [--seed 0]
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import os
+import signal
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +27,15 @@ import pytest
 
 from component_case import MODELS, POLICIES, compute, config, verify
 from disk_case import TroubledStore
+from failing_calls import fails_at
 from faults import Faults
 from hicache import AdvancedConfig, CacheRequest, DiskConfig, Lease, Prefetch, build_engine
-from hicache.errors import LeaseEnded, OutOfSlots, ResourceExhausted, TransferError
+from hicache.errors import LeaseEnded, NotRunning, OutOfSlots, ResourceExhausted, TransferError
+from hicache.flow.completion import settle
+from hicache.storage import open_existing
 from memory_store import MemoryPageStore
 from toy_model import settled
+from waiting import eventually
 
 _LONGEST = 200
 
@@ -51,7 +60,7 @@ class EngineFuzz:
         self.live: dict[str, _Live] = {}
         self.ended: list[Lease] = []
         self.waiting: dict[str, tuple[Prefetch, CacheRequest]] = {}
-        self.device = device
+        self.device, self.asked = device, set[str]()
         self.names = (f"r{n}" for n in itertools.count())
         remote = TroubledStore(MemoryPageStore(1 << 20)) if folder else None
         self.faults.stores += [remote] if remote else []
@@ -60,7 +69,8 @@ class EngineFuzz:
         self.faults.attach(self.engine, device)
         self.engine.start()
 
-    def run(self, num_steps: int) -> None:
+    def run(self, num_steps: int, *, is_rough: bool = False) -> None:
+        """`is_rough`: with forks, and with Ctrl-C at the end of each second history."""
         actions = {
             self.admit: 6,
             self.arrive: 3,
@@ -79,13 +89,19 @@ class EngineFuzz:
             self.poll: 5,
             self.flush: 1,
             self.measure: 1,
+            self.raise_inside: 2,
+            self.raise_in_forward: 1,
+            self.fork: int(is_rough),
         }
         choices = [action for action, weight in actions.items() for _ in range(weight)]
         try:
             for _ in range(num_steps):
                 choices[self.rng.integers(len(choices))]()
                 self.engine.check()
-            self.settle()
+            if is_rough and self.rng.random() < 0.5:
+                self.interrupt()
+            else:
+                self.settle()
         finally:
             self.faults.heal()
             self.engine.close()
@@ -199,6 +215,84 @@ class EngineFuzz:
         self.faults.heal_disk()
         self.engine.flush()
 
+    # Errors that nobody raises on purpose
+
+    def raise_inside(self) -> None:
+        """Anything on the way of a call raises."""
+        calls = (
+            self.admit,
+            self.arrive,
+            self.admit_waiting,
+            self.expect,
+            self.grow,
+            self.decode,
+            self.finish,
+            self.abort,
+        )
+        call, number = calls[self.rng.integers(len(calls))], int(self.rng.integers(150))
+        if fails_at(call, number, anywhere=False):
+            self.engine.check()
+            self.live = {name: at for name, at in self.live.items() if not at.lease.released}
+            for name in self.asked - {*self.live, *self.waiting}:  # of the request that was treated, nobody knows
+                self.engine.cancel(name)
+
+    def raise_in_forward(self) -> None:
+        """A pass has stored some of it, and raises: nobody uses that, the request starts over."""
+        name = self._any({name: at for name, at in self.live.items() if at.done < at.lease.length})
+        if name is not None:
+            at = self.live[name]
+            noise = np.full(at.lease.length, 999)
+            noise[: at.done] = at.tokens[: at.done]
+            try:
+                self._wait_for_loads(at.lease)
+                compute(self.engine, at.lease, noise, at.done, at.lease.length, self.model)
+            except TransferError:
+                assert self.faults.broken
+            self._end(name, cancel=bool(self.rng.integers(2)))
+
+    def fork(self) -> None:
+        """A child is refused, ends, and takes nothing from its parent."""
+        pid = os.fork()
+        if not pid:
+            signal.alarm(60)
+            status = 1
+            try:
+                for call in (self.engine.poll, self.engine.flush, lambda: self.engine.acquire(self._request())):
+                    with pytest.raises(NotRunning):
+                        call()
+                for name in list(self.live):
+                    self._end(name, cancel=True)
+                self.engine.close()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def interrupt(self) -> None:
+        """Ctrl-C anywhere in a call: the engine takes no further ones, or every account holds and requests read the
+        truth. It closes, and its store is whole."""
+        self.heal()
+        calls = (self.admit, self.grow, self.decode, self.finish, self.abort, self.poll, self.flush)
+        call, number = calls[self.rng.integers(len(calls))], int(self.rng.integers(600))
+        if fails_at(call, number, anywhere=True, error=KeyboardInterrupt):
+            self.engine._settle = lambda: settle(self.engine._movements, 0.5)  # type: ignore[method-assign]
+        try:
+            self.engine.poll()
+        except NotRunning:
+            return
+        self.engine.check()
+        for at in self.live.values():
+            if not at.lease.released:
+                self._wait_for_loads(at.lease)
+                verify(self.engine, at.lease, at.tokens, at.done, self.model)
+
+    def heal(self) -> None:
+        """Nothing fails from now on, and what had failed is gone."""
+        self.faults.heal()
+        self.engine.flush()
+        for name in [name for name, at in self.live.items() if self.engine.load_failed(at.lease)]:
+            self._end(name, cancel=True)
+
     def settle(self) -> None:
         """Everything ends: nothing is left that anybody holds."""
         self.faults.heal()
@@ -238,7 +332,9 @@ class EngineFuzz:
         stem = self.stems[rng.integers(len(self.stems))][: rng.integers(1, 65)]
         tokens = np.concatenate([stem, rng.integers(0, 3, rng.integers(0, 20))])
         space, reserve = str(rng.choice(["", "", "tenant"])), int(rng.choice([8, 16, 24]))
-        return CacheRequest(next(self.names), tokens, space, reserve, priority=int(rng.integers(0, 3)))
+        name = next(self.names)
+        self.asked.add(name)
+        return CacheRequest(name, tokens, space, reserve, priority=int(rng.integers(0, 3)))
 
     def _acquire(self, request: CacheRequest) -> None:
         try:
@@ -291,26 +387,35 @@ class EngineFuzz:
         return list(names)[self.rng.integers(len(names))] if names else None
 
 
-def run(kind: str, seed: int, num_steps: int, device: str = "cpu") -> None:
+def run(kind: str, seed: int, num_steps: int, device: str = "cpu", *, is_rough: bool = False) -> None:
     """One history; over a disk in each second."""
     with tempfile.TemporaryDirectory() as folder:
-        EngineFuzz(kind, seed, Path(folder) if seed % 2 else None, device).run(num_steps)
+        fuzz = EngineFuzz(kind, seed, Path(folder) if seed % 2 else None, device)
+        fuzz.run(num_steps, is_rough=is_rough)
+        if seed % 2:
+            eventually(lambda: all(tier.close() for tier in fuzz.engine.inspect.context.stores.values()))
+            store = open_existing(Path(folder) / "store")
+            store.check()
+            store.close()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=50_000, help="of all histories")
+    parser.add_argument("--seconds", type=float, default=1e9, help="at most")
     parser.add_argument("--each", type=int, default=300, help="steps of a history")
     parser.add_argument("--kind", choices=list(MODELS), action="append")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     flags = parser.parse_args()
     logging.disable(logging.ERROR)
-    kinds, found, number = flags.kind or list(MODELS), 0, 0
+    kinds, found, number, end_s = flags.kind or list(MODELS), 0, 0, time.monotonic() + flags.seconds
     for number in range(flags.steps // flags.each):
+        if time.monotonic() > end_s:
+            break
         kind, seed = kinds[number % len(kinds)], flags.seed + number // len(kinds)
         try:
-            run(kind, seed, flags.each, flags.device)
+            run(kind, seed, flags.each, flags.device, is_rough=True)
         except Exception as error:  # noqa: BLE001 - printed and counted; the next history may find another
             found += 1
             print(f"--kind {kind} --seed {seed}: {type(error).__name__}: {error}", flush=True)

@@ -1,9 +1,12 @@
-"""Calls that fail on their way: an error at the entry of the n-th function of hicache that a call gets to."""
+"""Calls that fail on their way: an error at the entry of the n-th function of hicache that a call gets to, as if the
+function had raised it, or a signal had come.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -19,17 +22,17 @@ class Injected(Exception):
     """What fails, for no reason."""
 
 
-def fails_at(call: Callable[[], object], number: int, *, anywhere: bool) -> bool:
-    """Whether `call` gets to its call `number`, from 0 on, at whose entry `Injected` is raised.
+def fails_at(call: Callable[[], object], number: int, *, anywhere: bool, error: type[BaseException] = Injected) -> bool:
+    """Whether `call` gets to its call `number`, from 0 on, at whose entry `error` is raised.
 
     Those count that the engine and its movements make, to one another and to the parts below them, but for `ENDINGS`;
-    `anywhere`: every call of a function of the package.
+    `anywhere`: all that come of a call of the engine.
     """
-    tracer = _Tracer(number, anywhere)
+    tracer = _Tracer(number, anywhere, error)
     sys.settrace(tracer.on_event)
     try:
         call()
-    except Exception:
+    except BaseException:
         if not tracer.has_raised:
             raise
     finally:
@@ -38,8 +41,8 @@ def fails_at(call: Callable[[], object], number: int, *, anywhere: bool) -> bool
 
 
 class _Tracer:
-    def __init__(self, number: int, anywhere: bool) -> None:
-        self._left, self._anywhere = number, anywhere
+    def __init__(self, number: int, anywhere: bool, error: type[BaseException]) -> None:
+        self._left, self._anywhere, self._error = number, anywhere, error
         self._generators: list[FrameType] = []
         self.has_raised = False
 
@@ -48,7 +51,7 @@ class _Tracer:
             self._left -= 1
             if self._left < 0:
                 self.has_raised = True
-                raise Injected(f"at the entry of {frame.f_code.co_qualname if sys.version_info >= (3, 11) else ''}")
+                raise self._error(f"at the entry of {frame.f_code.co_name}")
 
     def _counts(self, frame: FrameType) -> bool:
         code, caller = frame.f_code, frame.f_back
@@ -58,21 +61,26 @@ class _Tracer:
             if frame in self._generators:
                 return False
             self._generators.append(frame)
-        if self._anywhere:
-            return True
-        while caller is not None and not _is_in(caller.f_code):  # contextlib calls what is to be undone
-            caller = caller.f_back
-        return caller is not None and _is_in(caller.f_code, "engine.py", "flow") and not _is_ending(frame)
+        own = [at.f_code for at in _stack(caller) if _is_in(at.f_code)]  # contextlib calls what is to be undone
+        if not any(_is_in(at, "engine.py") for at in own):
+            return False
+        is_ending = any(at.co_name in ENDINGS for at in (code, *own))
+        return self._anywhere or (_is_in(own[0], "engine.py", "flow") and not is_ending)
 
 
 def _is_in(code: CodeType, *parts: str) -> bool:
-    path = Path(code.co_filename)
-    return PACKAGE in path.parents and (not parts or path.relative_to(PACKAGE).parts[0] in parts)
+    part = _part(code.co_filename)
+    return part is not None and (not parts or part in parts)
 
 
-def _is_ending(frame: FrameType | None) -> bool:
+@functools.cache
+def _part(file: str) -> str | None:
+    """The module or folder of the package that a file is in."""
+    path = Path(file)
+    return path.relative_to(PACKAGE).parts[0] if PACKAGE in path.parents else None
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        if frame.f_code.co_name in ENDINGS and _is_in(frame.f_code):
-            return True
+        yield frame
         frame = frame.f_back
-    return False
