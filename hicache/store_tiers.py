@@ -54,8 +54,7 @@ def build_stores(
         for tier in stores.values():
             tier.register(metrics)
             for host in hosts.values():
-                if not tier.in_process:
-                    tier.share(host.arena.descriptor, _bytes_of(host))
+                tier.share(host.arena.descriptor, _bytes_of(host))
     except BaseException:
         for tier in stores.values():
             tier.close()

@@ -89,8 +89,9 @@ class StoreTier:
         return self.client.in_process
 
     def share(self, descriptor: int, memory: PageBuffer) -> None:
-        """Pages of jobs lie in `memory`; see `StoreClient.share`."""
-        self.client.share(descriptor, memory)
+        """Pages of jobs lie in `memory`; see `StoreClient.share`. Threads of this process need not be told."""
+        if not self.in_process:
+            self.client.share(descriptor, memory)
 
     @property
     def is_healthy(self) -> bool:
