@@ -15,7 +15,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import ParamSpec, TypeVar
 
@@ -23,21 +23,10 @@ import numpy as np
 
 from hicache.storage import PageBuffer
 from hicache.storage.process.frames import Outcome
-from hicache.storage.process.jobs import (
-    FindDone,
-    FindJob,
-    Job,
-    ReadDone,
-    ReadJob,
-    RemoveJob,
-    Stalled,
-    WriteDone,
-    WriteJob,
-)
+from hicache.storage.process.jobs import FindDone, FindJob, Job, ReadJob, RemoveJob, Stalled, WriteJob
 from hicache.stores.tier import StoreTier
 
 LOOK_S = 0.25  # between two looks for a process that says nothing
-_FIND_KEYS = 4096  # of one question to the store
 _JOB_BYTES = 8 << 20  # of one job, or one page
 _WRITE_BYTES = 128 << 20  # staged for writes, or two pages
 _MAX_PAGES = 4096  # of a staging
@@ -75,13 +64,14 @@ class StagingPages:
 
 @dataclass(eq=False)
 class StagedJob:
-    """A job and its pages, uint8 [page_bytes] each. `answer`: None until there is one, `Stalled` where it is late, or
-    was not taken."""
+    """A job and its pages, uint8 [page_bytes] each. `ok`: of each key, whether it is held, read, stored or removed.
+    What is late, or was not taken, is not."""
 
     staging: StagingPages | None
     taken: list[PageBuffer]
     page_bytes: int = 0
-    answer: Outcome | None = None
+    ok: list[bool] = field(default_factory=list)
+    is_answered: bool = False
     is_under_way: bool = False
     is_left: bool = False
 
@@ -110,22 +100,21 @@ class StagedTier:
         return None if taken is None else StagedJob(staging, taken, page_bytes)
 
     def find(self, keys: Sequence[bytes]) -> StagedJob:
-        """Its answer is a `FindDone`: which of `keys` are held."""
-        return self._submit(
-            StagedJob(None, []), self.tier.reads.submit, FindJob(next(self._tickets), (), others=tuple(keys))
-        )
+        job = FindJob(next(self._tickets), (), others=tuple(keys))
+        return self._submit(StagedJob(None, []), self.tier.reads.submit, job, len(keys))
 
     def read(self, staged: StagedJob, keys: Sequence[bytes], cancelled: threading.Event) -> StagedJob:
         job = ReadJob(next(self._tickets), 0, tuple(keys), staged.pages, cancelled)
-        return self._submit(staged, self.tier.reads.submit, job)
+        return self._submit(staged, self.tier.reads.submit, job, len(keys))
 
     def write(self, staged: StagedJob, keys: Sequence[bytes]) -> StagedJob:
-        return self._submit(staged, self.tier.writes.submit, WriteJob(next(self._tickets), tuple(keys), staged.pages))
+        job = WriteJob(next(self._tickets), tuple(keys), staged.pages)
+        return self._submit(staged, self.tier.writes.submit, job, len(keys))
 
     def remove(self, keys: Sequence[bytes] | None) -> StagedJob:
         """See `RemoveJob`."""
         job = RemoveJob(next(self._tickets), None if keys is None else tuple(keys))
-        return self._submit(StagedJob(None, []), self.tier.writes.submit, job)
+        return self._submit(StagedJob(None, []), self.tier.writes.submit, job, 1 if keys is None else len(keys))
 
     def poll(self) -> list[StagedJob]:
         """The jobs that have an answer since the last call. Never blocks."""
@@ -148,26 +137,31 @@ class StagedTier:
             self.for_writes.close()
         return closed
 
-    def _submit(self, staged: StagedJob, submit: Callable[[J], bool], job: J) -> StagedJob:
-        staged.is_under_way = submit(job)
+    def _submit(self, staged: StagedJob, submit: Callable[[J], bool], job: J, num_keys: int) -> StagedJob:
+        staged.ok, staged.is_under_way = [False] * num_keys, submit(job)
         if staged.is_under_way:
             self._under_way[job.ticket] = staged
         else:
-            self._answer(staged, Stalled(job.ticket, job.batch))
+            self._answer(staged, staged.ok)
         return staged
 
     def _take(self, outcome: Outcome) -> None:
         job = self._under_way[outcome.ticket]
-        if not isinstance(outcome, Stalled):
-            del self._under_way[outcome.ticket]
-            job.is_under_way = False
-            if job.is_left:
-                self.release(job)
-        self._answer(job, outcome)
+        if isinstance(outcome, Stalled):
+            self._answer(job, job.ok)
+            return
+        del self._under_way[outcome.ticket]
+        job.is_under_way = False
+        if job.is_left:
+            self.release(job)
+        if isinstance(outcome, FindDone):
+            self._answer(job, list(outcome.others) if outcome.answered else job.ok)
+        else:
+            self._answer(job, list(outcome.ok))
 
-    def _answer(self, job: StagedJob, outcome: Outcome) -> None:
-        if job.answer is None:
-            job.answer = outcome
+    def _answer(self, job: StagedJob, ok: list[bool]) -> None:
+        if not job.is_answered:
+            job.is_answered, job.ok = True, ok
             self._answered.append(job)
 
 
@@ -187,17 +181,9 @@ class WaitingTier:
         self._is_watched = False  # a thread waits at the socket, and takes the answers of all
         self._reading, self._writing = threading.Lock(), threading.Lock()
 
-    def find(self, keys: Sequence[bytes], *, until_gap: bool) -> list[bool]:
-        """Which pages are stored. `until_gap`: after the first that is not, the others may be wrongly False."""
-        held: list[bool] = []
-        for start in range(0, len(keys), _FIND_KEYS):
-            answer = self._wait(self._do(self._staged.find, keys[start : start + _FIND_KEYS]))
-            if not isinstance(answer, FindDone) or not answer.answered:
-                break
-            held += answer.others
-            if until_gap and not all(answer.others):
-                break
-        return held + [False] * (len(keys) - len(held))
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which pages are stored."""
+        return self._wait(self._do(self._staged.find, keys)) if keys else []
 
     def read(self, keys: Sequence[bytes], page_bytes: int, landed: Callable[[int, PageBuffer], None]) -> int:
         """How many pages of `page_bytes` were read, up to the first that is missing. `landed(i, page)` takes page i,
@@ -218,8 +204,7 @@ class WaitingTier:
                     if not under_way:
                         break  # late jobs have all pages
                     job = under_way[0]
-                    answer = self._wait(job)
-                    num_good = sum(1 for _ in takewhile(bool, answer.ok)) if isinstance(answer, ReadDone) else 0
+                    num_good = sum(1 for _ in takewhile(bool, self._wait(job)))
                     for page in job.pages[:num_good]:
                         landed(num_read, page)
                         num_read += 1
@@ -251,8 +236,7 @@ class WaitingTier:
                         self._do(self._staged.write, job, part)
                         num_filled += len(part)
                     elif under_way:
-                        answer = self._wait(under_way[0])
-                        stored += answer.ok if isinstance(answer, WriteDone) else (False,)
+                        stored += self._wait(under_way[0])
                         self._do(self._staged.release, under_way.popleft())
                     else:
                         break
@@ -263,8 +247,7 @@ class WaitingTier:
 
     def clear(self) -> bool:
         """Remove all pages. False: that takes longer than the I/O timeout, and goes on, or fails."""
-        answer = self._wait(self._do(self._staged.remove, None))
-        return isinstance(answer, WriteDone) and all(answer.ok)
+        return self._wait(self._do(self._staged.remove, None)) == [True]
 
     def used(self, keys: Sequence[bytes]) -> None:
         """See `StoreTier.used`."""
@@ -285,14 +268,14 @@ class WaitingTier:
         for job in jobs:
             self._do(self._staged.release, job)
 
-    def _wait(self, job: StagedJob) -> Outcome:
+    def _wait(self, job: StagedJob) -> list[bool]:
         """The answer to a job under way."""
         while True:
             with self._changed:
-                while self._is_watched and job.answer is None:
+                while self._is_watched and not job.is_answered:
                     self._changed.wait()
-                if job.answer is not None:
-                    return job.answer
+                if job.is_answered:
+                    return job.ok
                 self._is_watched = True
             try:
                 self.tier.wait(LOOK_S)

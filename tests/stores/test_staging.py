@@ -68,7 +68,7 @@ def test_pages_up_to_the_first_that_is_missing(store: Store) -> None:
     everything = [(n, n) for n in range(NUM_PAGES)]
     assert read(tier, KEYS) == everything
     assert read(tier, [*KEYS[:7], b"missing", *KEYS[7:]]) == everything[:7]
-    assert tier.find([*KEYS, b"missing"], until_gap=False) == [True] * NUM_PAGES + [False]
+    assert tier.find([*KEYS, b"missing"]) == [True] * NUM_PAGES + [False]
 
 
 @pytest.mark.parametrize("failing", [0, 5, NUM_PAGES - 1])
@@ -99,7 +99,7 @@ def test_a_frozen_medium_is_a_miss_until_it_answers(store: Store, clock: Clock, 
 
     troubled.trouble = freeze
     calls = {
-        "contains": lambda: tier.find(KEYS, until_gap=True).count(True),
+        "contains": lambda: tier.find(KEYS).count(True),
         "get_into": lambda: len(read(tier, KEYS)),
         "put": lambda: tier.write([b"new"], PAGE_BYTES, fill).count(True),
     }
@@ -113,7 +113,7 @@ def test_a_frozen_medium_is_a_miss_until_it_answers(store: Store, clock: Clock, 
         return len(read(tier, KEYS)) == NUM_PAGES and tier.write([b"newer"], PAGE_BYTES, fill) == [True]
 
     assert eventually(is_served)
-    eventually(lambda: not tier.find([], until_gap=True) and len(tier._staged.for_reads._free) == 4)
+    eventually(lambda: not tier.find([]) and len(tier._staged.for_reads._free) == 4)
 
 
 def test_many_threads_at_once_get_their_own_answers(store: Store) -> None:
@@ -128,7 +128,7 @@ def test_many_threads_at_once_get_their_own_answers(store: Store) -> None:
             keys = KEYS[n : n + 1 + i % 4]
             if n % 3 == 0 and read(tier, keys) != [(j, n + j) for j in range(len(keys))]:
                 wrong.append(("read", n, i))
-            if n % 3 == 1 and tier.find([*keys, b"?"], until_gap=False) != [*[True] * len(keys), False]:
+            if n % 3 == 1 and tier.find([*keys, b"?"]) != [*[True] * len(keys), False]:
                 wrong.append(("find", n, i))
             if n % 3 == 2 and tier.write([b"%d.%d" % (n, i)], PAGE_BYTES, fill) != [True]:
                 wrong.append(("write", n, i))

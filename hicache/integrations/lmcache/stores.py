@@ -18,8 +18,6 @@ from hicache.errors import HiCacheError
 from hicache.integrations.lmcache.layouts import ObjectKind, ObjectLayout
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig, require_usable
 from hicache.storage import PageBuffer, StoreError, describe, store_folders
-from hicache.storage.process.frames import Outcome
-from hicache.storage.process.jobs import FindDone, ReadDone, WriteDone
 from hicache.stores.staging import LOOK_S, StagedJob, StagedTier
 
 if TYPE_CHECKING:
@@ -43,14 +41,13 @@ class KindStore:
         num_reads, num_writes = max(self.tier.num_readers + 1, count), max(_MIN_WRITES, count)
         self._staged = StagedTier(self.tier, kind.num_bytes, num_reads, num_writes)
         self._reading, self._writing = asyncio.Semaphore(num_reads), asyncio.Semaphore(num_writes)
-        self._awaited: dict[StagedJob, asyncio.Future[None]] = {}
+        self._awaited: dict[StagedJob, asyncio.Future[list[bool]]] = {}
         self._polling: asyncio.Task[None] | None = None
 
     async def find(self, names: Sequence[bytes], *, will_load: bool) -> list[bool]:
         """Which objects are held. `will_load`: those count as used, and are evicted last."""
         keys = self._keys_of(names)
-        answer = await self._answer(self._staged.find(keys))
-        held = list(answer.others) if isinstance(answer, FindDone) and answer.answered else [False] * len(keys)
+        held = await self._answer(self._staged.find(keys))
         if will_load:
             self.tier.used([key for key, present in zip(keys, held, strict=True) if present])
         return held
@@ -61,8 +58,7 @@ class KindStore:
             job = self._staged.begin(self._staged.for_reads, 1, len(target))
             if job is None:  # late jobs have all staging pages
                 return False
-            answer = await self._answer(self._staged.read(job, self._keys_of([name]), _NEVER))
-            is_read = isinstance(answer, ReadDone) and all(answer.ok)
+            [is_read] = await self._answer(self._staged.read(job, self._keys_of([name]), _NEVER))
             if is_read:
                 np.copyto(target, job.pages[0])
             self._staged.release(job)
@@ -75,25 +71,23 @@ class KindStore:
             if job is None:
                 return False
             np.copyto(job.pages[0], source)
-            answer = await self._answer(self._staged.write(job, self._keys_of([name])))
+            [is_stored] = await self._answer(self._staged.write(job, self._keys_of([name])))
             self._staged.release(job)
-            return isinstance(answer, WriteDone) and all(answer.ok)
+            return is_stored
 
     async def delete(self, names: Sequence[bytes]) -> list[bool]:
         """Which objects were there, and are gone."""
-        answer = await self._answer(self._staged.remove(self._keys_of(names)))
-        return list(answer.ok) if isinstance(answer, WriteDone) else [False] * len(names)
+        return await self._answer(self._staged.remove(self._keys_of(names)))
 
     def close(self) -> None:
         self._staged.close()
 
-    async def _answer(self, job: StagedJob) -> Outcome | None:
+    async def _answer(self, job: StagedJob) -> list[bool]:
         """Of a submitted job."""
         answered = self._awaited[job] = asyncio.get_running_loop().create_future()
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll())
-        await answered
-        return job.answer
+        return await answered
 
     async def _poll(self) -> None:
         """Take answers as long as there is somebody to wait for one."""
@@ -101,7 +95,7 @@ class KindStore:
             for job in self._staged.poll():
                 answered = self._awaited.pop(job, None)
                 if answered is not None and not answered.done():
-                    answered.set_result(None)
+                    answered.set_result(job.ok)
             if self._awaited:
                 await _readable(self.tier.client.fileno())
         self._polling = None

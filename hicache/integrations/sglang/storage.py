@@ -229,7 +229,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     def _num_stored(self, name: str, keys: list[str]) -> int:
         """From the first on, without a gap."""
         pool = self._pools[name]
-        return sum(1 for _ in takewhile(bool, pool.tier.find(pool.keys(keys), until_gap=True)))
+        return sum(1 for _ in takewhile(bool, pool.tier.find(pool.keys(keys))))
 
     # Reading, on the I/O thread of prefetches
 
@@ -335,7 +335,7 @@ def _locations(pool: Pool, keys: list[str], slots: torch.Tensor | None) -> Seque
 def _restorable(pool: Pool, keys: list[str], window: int) -> set[int]:
     """The prefix lengths, in pages, whose last `window` pages are stored."""
     lengths, run = set(), 0
-    for length, is_stored in enumerate(pool.tier.find(pool.keys(keys), until_gap=False), 1):
+    for length, is_stored in enumerate(pool.tier.find(pool.keys(keys)), 1):
         run = run + 1 if is_stored else 0
         if run >= min(length, window):
             lengths.add(length)
