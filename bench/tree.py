@@ -2,7 +2,7 @@
 
     match.*, insert.*        100 000 packed tokens (800 000 bytes); the ceiling is one memcmp of them, timed in turns
     evict.<policy>.<leaves>  one eviction: name the victim, take it out, account for it, in time that the thread
-                             computes; .spread: dearest over cheapest
+                             computes; .spread: maximum over minimum
     chunk.*                  committing one chunk of a prompt of a million tokens; .growth: last chunks / first chunks
     hash.*                   pages hashed, for each page of a prompt that was matched, split, extended and named again
 
@@ -124,7 +124,7 @@ def _evictions(report: Report, policy: str, samples: int) -> None:
     for leaves, tree in trees.items():
         tree.check()
         report.time(f"evict.{policy}.{leaves}", took[leaves], "us", note=f"{_BATCH} at a time")
-    medians, note = [percentile(values, 50) for values in took.values()], "the dearest size, over the cheapest"
+    medians, note = [percentile(values, 50) for values in took.values()], "maximum over minimum of the sizes"
     beside = [min(medians)]
     report.time(f"evict.{policy}.spread", [max(medians)], "us", beside=beside, target=EVICT_SPREAD, note=note)
 

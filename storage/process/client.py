@@ -3,8 +3,9 @@
 Owned by one thread. `poll` takes what has come and costs nothing while nothing is under way. The process may die or
 stand still at any time:
 
-    OPENING --- it has opened the store ---> OPEN --- it ends, or says nothing ---> LOST --- the backoff is over --->
-    OPENING
+    OPENING --- it has opened the store ---> OPEN --- it ends, or says nothing ---> LOST
+       ^                                                                             |
+       +--------------------------- the backoff is over ----------------------------+
 
 While LOST or OPENING, jobs are answered as misses and failed writes. The end of the connection says that nothing
 touches shared memory any more: then, and not before, jobs that were under way are answered.
@@ -67,7 +68,7 @@ class State(enum.IntEnum):
 
 
 class StoreClient:
-    """See the module. `numbers`: those of the process's store, and how often it was lost.
+    """See the module. `times_lost`: how often the process ended or said nothing.
 
     `max_jobs`: of reads, and of writes, that may be under way. `open` before use.
     """

@@ -122,7 +122,11 @@ class Server:
 
     def _accept(self, _events: int) -> None:
         assert self._listener is not None
-        connected, _ = self._listener.accept()
+        try:
+            connected, _ = self._listener.accept()
+        except OSError as error:  # it is gone again, or descriptors have run out
+            log.warning("a client could not be accepted: %s", error)
+            return
         uid = peer_of(connected)[1]
         if uid != os.getuid():
             log.warning("a client of user %d is refused: this store serves user %d alone", uid, os.getuid())
@@ -271,8 +275,10 @@ class _Connection:
 
     # Beside the loop: what may take long
 
-    def _open(self, request: dict[str, object]) -> None:
-        if request.pop("version", None) != frames.VERSION:
+    def _open(self, request: object) -> None:
+        if self._status is not None:
+            raise FrameError("a client asks for a second store")
+        if not isinstance(request, dict) or request.pop("version", None) != frames.VERSION:
             raise FrameError(f"this store process speaks version {frames.VERSION} of its frames")
         self._status = SharedStatus(self._descriptors.popleft())
         self._status.close()

@@ -8,10 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
 from hicache.storage.base import StoreError
 from hicache.storage.process.server import Server, Stores, peer_of
@@ -19,51 +19,42 @@ from hicache.storage.process.server import Server, Stores, peer_of
 _LOOK_WAIT_S = 5.0
 
 
-class Transport(Protocol):
-    """`same_process`: pages may be named by their addresses. The other end closes a connection only when it touches the
-    client's memory no more, and the system does when all threads of a process have ended."""
+class Transport(ABC):
+    """`same_process`: pages may be named by their addresses. `pid`: of a child of this process; 0 without one.
 
-    same_process: bool
+    The other end closes a connection only when it touches the client's memory no more, and the system does when all
+    threads of a process have ended.
+    """
 
-    @property
-    def pid(self) -> int:
-        """Of a child of this process; 0 without one."""
-        ...
+    same_process = False
+    pid = 0
 
+    @abstractmethod
     def connect(self) -> socket.socket:
         """A new server, or one more connection to it. Raises StoreError. What was before must have ended."""
-        ...
 
+    @abstractmethod
     def has_ended(self) -> bool:
         """Whether what `connect` started has ended, so that it holds no store. Never blocks."""
-        ...
 
+    @abstractmethod
     def end(self) -> None:
         """Have it end at once, where that is ours to decide. Never blocks."""
-        ...
 
-    def keep(self, client: object) -> None:
+    def keep(self, client: object) -> None:  # noqa: B027 - a process has mapped the pages itself
         """`client` names pages of this process: keep it as long as they may be used."""
-        ...
 
-    def look(self) -> None:
+    def look(self) -> None:  # noqa: B027 - a process looks on its own
         """What stalls by a clock that is set by hand is announced when this returns. Else stalls are announced on their
         own."""
-        ...
 
 
-class ChildProcess:
+class ChildProcess(Transport):
     """The program of `__main__`, a child that ends with this process and imports from where it does, whatever folder it
     is in. Not in its session: what is typed at a terminal is for this process."""
 
-    same_process = False
-
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid if self._process else 0
 
     def connect(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -78,6 +69,7 @@ class ChildProcess:
             except OSError as error:
                 ours.close()
                 raise StoreError(f"cannot start the store process {command[0]}: {error}") from error
+        self.pid = self._process.pid
         return ours
 
     def has_ended(self) -> bool:
@@ -87,17 +79,9 @@ class ChildProcess:
         if self._process is not None:
             self._process.kill()
 
-    def keep(self, client: object) -> None:
-        """It has mapped the pages itself."""
 
-    def look(self) -> None:
-        """Its own loop looks."""
-
-
-class ServedSocket:
+class ServedSocket(Transport):
     """The process that an operator started: `hicache store serve URL --socket PATH`."""
-
-    same_process = False
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -116,10 +100,6 @@ class ServedSocket:
             raise StoreError(f"the store at {self._path} is served by user {uid}; use one of your own")
         return connected
 
-    @property
-    def pid(self) -> int:
-        return 0
-
     def has_ended(self) -> bool:
         """It is not ours to start again."""
         return True
@@ -127,14 +107,8 @@ class ServedSocket:
     def end(self) -> None:
         """It serves others too."""
 
-    def keep(self, client: object) -> None:
-        """It has mapped the pages itself."""
 
-    def look(self) -> None:
-        """Its own loop looks."""
-
-
-class InlineServer:
+class InlineServer(Transport):
     """The same server in a thread of this process: for stores that are Python objects here, and tiny uses. `clock`: of
     the server's stores."""
 
@@ -155,10 +129,6 @@ class InlineServer:
         )
         self._thread.start()
         return ours
-
-    @property
-    def pid(self) -> int:
-        return 0
 
     def _run(self, server: Server) -> None:
         """With a reference to the client: a stalled thread may use the pages of its jobs."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from app_case import Parts, served
+from app_case import ServedApp, served
 from hicache.engine import CacheEngine
 from hicache.serving.models import ByteTokenizer
 from hicache.serving.runner import Chunk
@@ -54,12 +54,13 @@ class _Undecodable(ByteTokenizer):
         return ""
 
 
-async def ends_of(parts: Parts, *prompts: list[list[int]]) -> list[list[Delta] | BaseException]:
+async def ends_of(parts: ServedApp, *prompts: list[list[int]]) -> list[list[Delta] | BaseException]:
     """How requests of these prompts end that are generated together."""
-    generations = []
-    for i, ids in enumerate(prompts):
-        prepared = await parts.workers.prepare("completion", json.dumps({"prompt": ids, "max_tokens": 9}).encode())
-        generations.append(parts.frontend.start(prepared.body, prepared.prompts, f"r{i}", time.perf_counter()))
+    bodies = [json.dumps({"prompt": ids, "max_tokens": 9}).encode() for ids in prompts]
+    prepared = [await parts.workers.prepare("completion", body) for body in bodies]  # before any of them may fail
+    generations = [
+        parts.frontend.start(each.body, each.prompts, f"r{i}", time.perf_counter()) for i, each in enumerate(prepared)
+    ]
     ends = await asyncio.gather(*(generation.whole() for generation in generations), return_exceptions=True)
     await parts.frontend.wait_idle()
     return ends

@@ -331,6 +331,8 @@ def test_a_client_that_sends_nonsense_is_left(served: tuple[Program, str]) -> No
             frames.find(FindJob(1, keys)),
             frames.frame(Kind.OPEN, wrong),
             frames.frame(Kind.OPEN, pack),  # without the descriptor of its status
+            frames.frame(Kind.OPEN, b"[]"),
+            frames.frame(Kind.OPEN, b"no JSON"),
             frames.memory(1, 1 << 40),
             os.urandom(4096),
         ):

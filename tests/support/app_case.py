@@ -26,7 +26,7 @@ CONTEXT, MAX_OPEN = 512, 8
 
 
 @dataclass(frozen=True)
-class Parts:
+class ServedApp:
     """`app`: over the others."""
 
     thread: EngineThread
@@ -41,7 +41,7 @@ async def served(
     make_runner: Callable[[Any, CacheEngine], Runner] = tiny_runner,
     *,
     timeout_s: float = 60.0,
-) -> AsyncIterator[Parts]:
+) -> AsyncIterator[ServedApp]:
     """A server's parts in this process, over a tiny model; at the end the engine has stopped."""
     tiny = shared(tiny_llama, device="cpu")
     engine = tiny_engine(tiny)
@@ -51,7 +51,7 @@ async def served(
     workers = PromptWorkers(encoder, None)
     frontend = Frontend(model, Limits(MAX_OPEN, timeout_s), thread, {})
     app = create_app(frontend, workers, AppSettings("", 1 << 20))
-    parts = Parts(thread, frontend, workers, app)
+    parts = ServedApp(thread, frontend, workers, app)
     loop = asyncio.get_running_loop()
     thread.start(lambda events: loop.call_soon_threadsafe(parts.frontend.deliver, events) and None)
     try:
