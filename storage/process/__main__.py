@@ -1,4 +1,4 @@
-"""`python -m hicache.storage.process child DESCRIPTOR PARENT`: the store process of one engine; see `server`.
+"""`python -m hicache.storage.process DESCRIPTOR PARENT LOG_LEVEL`: the store process of one engine; see `server`.
 
 Ends when the engine has left or ended. Logs to the standard error of the engine.
 """
@@ -16,8 +16,10 @@ from hicache.storage.process.server import Server
 from hicache.storage.process.stores import OpenStores
 
 
-def main(descriptor: int, parent: int) -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s store process %(process)d: %(message)s")
+def main(descriptor: int, parent: int, log_level: int) -> None:
+    """Serve the client at a socket's `descriptor` until it leaves, or the process `parent` ends. `log_level`: of the
+    parent."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s store process %(process)d: %(message)s", level=log_level)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when it ends
     server = Server(OpenStores())
     server.add(socket.socket(fileno=descriptor))
@@ -28,4 +30,4 @@ def main(descriptor: int, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[2]), int(sys.argv[3]))
+    main(*map(int, sys.argv[1:]))

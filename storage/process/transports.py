@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from hicache.storage.base import StoreError
 from hicache.storage.process.server import Server, Stores, peer_of
+
+log = logging.getLogger(__name__)
 
 _LOOK_WAIT_S = 5.0
 
@@ -61,7 +64,7 @@ class ChildProcess(Transport):
         with theirs:
             number = theirs.fileno()
             imported = f"import sys; sys.path[:] = {_import_path()}; from hicache.storage.process.__main__ import main"
-            command = [sys.executable, "-c", f"{imported}; main({number}, {os.getpid()})"]
+            command = [sys.executable, "-c", f"{imported}; main({number}, {os.getpid()}, {log.getEffectiveLevel()})"]
             try:
                 self._process = subprocess.Popen(
                     command, pass_fds=[number], stdin=subprocess.DEVNULL, start_new_session=True

@@ -128,6 +128,26 @@ def test_bytes_come_back(case: Case, tmp_path: Path) -> None:
         assert store.contains(keys) == [True] * 8
 
 
+@pytest.mark.parametrize("level", ["INFO", "WARNING"])
+def test_it_logs_what_its_engine_would(level: str, tmp_path: Path) -> None:
+    """The process writes to the standard error of its engine, from the engine's level on."""
+    code = (
+        "import logging, sys; from hicache.storage import PageFormat\n"
+        "from hicache.storage.process.stores import StoreRequest; from hicache.stores import open_tier\n"
+        "logging.getLogger('hicache').setLevel(sys.argv[2])\n"
+        "open_tier(StoreRequest(sys.argv[1], {'model': 'toy'}, [PageFormat(4096)])).close()"
+    )
+    store = LmdbPageStore(tmp_path / "s", identity=IDENTITY, formats=[PageFormat(PAGE_BYTES)], budget_bytes=64 << 20)
+    keys, data = pages(1, 2)
+    assert all(store.put(list(zip(keys, data, strict=True))))
+    store.close()
+    (tmp_path / "s" / "index.mdb").unlink()  # so that it is built anew, which is told
+    with Program(code, at(tmp_path / "s"), level) as engine:
+        _, said = engine.communicate()
+    assert engine.returncode == 0, said
+    assert ("INFO store process" in said) == (level == "INFO"), said
+
+
 def test_memory_that_is_not_shared_is_refused(case: Case) -> None:
     """A page elsewhere, or one that ends behind its memory, raises and is not under way."""
     (key,), (page,) = pages(1, 1)
