@@ -1,11 +1,10 @@
 """Page stores: keys and bytes on disk or elsewhere, without tensors.
 
 base               the contract of a page store, and its errors
-lmdb_store         the embedded store, for the process that writes it; lmdb_reader: for other processes
-lookup             reading, for both, and what it tells the writer
+lmdb_store         the embedded store; lookup: its reading
 lmdb_writer        commits and the budget; compressor: encoding beside them
 store_files        the open files of a store; directory: names and the writer lock; records: identity, settings
-index              where pages are, in LMDB; live_index: where that lies, and its seal; rebuild: from the slots
+index              where pages are, in LMDB; use_order: when they were used; rebuild: an index from the slots
 slots              which slots are free; slot_file: reading and writing them, and what names a page
 codec              a page and its value: header, filters, cipher
 urls               opening a store by its URL; store_url: its parts; conformance: the tests that every store passes
@@ -29,7 +28,6 @@ from hicache.storage.check import Fault as Fault
 from hicache.storage.cipher import PageCipher as PageCipher
 from hicache.storage.filters import PageFilter as PageFilter
 from hicache.storage.filters import PageFormat as PageFormat
-from hicache.storage.lmdb_reader import LmdbPageReader as LmdbPageReader
 from hicache.storage.lmdb_store import LmdbPageStore as LmdbPageStore
 from hicache.storage.maintenance import PageEntry as PageEntry
 from hicache.storage.maintenance import StoreDescription as StoreDescription

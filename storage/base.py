@@ -24,7 +24,12 @@ class StoreError(HiCacheError):
 
 
 class StoreLocked(StoreError):
-    """Another store object, here or in another process, already writes to this path."""
+    """Another store object, here or in another process, has this path open. `pid`: the process, 0 if it cannot be
+    named."""
+
+    def __init__(self, message: str, pid: int = 0) -> None:
+        self.pid = pid
+        super().__init__(message)
 
 
 class StoreMismatch(StoreError):

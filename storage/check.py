@@ -30,14 +30,16 @@ def violations(
 
     Passes on what LMDB raises.
     """
-    entries, uses = pages.index.entries(), pages.index.by_use()
+    entries, held = pages.index.entries(), pages.index.slot_keys()
     for key, entry in entries:
         progress(entry.value_bytes)
         value = store.verified_value(pages, key, entry)
         if isinstance(value, str):
             yield Fault(key, value)
-    if sorted(uses) != sorted((entry.tick, key) for key, entry in entries):
-        yield Fault(None, f"the use order names {len(uses)} pages, and not what the index says of its {len(entries)}")
+    of_entries = {(entry.page_bytes, entry.slot): key for key, entry in entries}
+    if held != of_entries or sorted(pages.index.by_use()) != sorted(of_entries.values()):
+        said = f"the use order and the slots name {len(held)} pages"
+        yield Fault(None, f"{said}, and not what the index says of its {len(entries)}")
     found = Slots(pages.files, pages.index.records())
     if found.num_misplaced:
         yield Fault(None, f"{found.num_misplaced} of {len(entries)} pages have no slot of their own in their file")

@@ -21,7 +21,7 @@ from hicache.storage.base import StoreError, StoreLocked
 log = logging.getLogger("hicache.storage")
 
 STORE_FILE, INDEX_FILE, LOCK_FILE = "store.json", "index.mdb", "writer.lock"
-LIVE_LINK, LIVE_FOLDER, NEW_SUFFIX = "live", "live.tmp", ".new"
+NEW_SUFFIX = ".new"
 PRIVATE_FOLDER_MODE, PRIVATE_FILE_MODE = 0o700, 0o600
 _MODE_OF_OTHERS = 0o077
 _KERNEL_LOCKS = Path("/proc/locks")
@@ -37,20 +37,13 @@ def slots_files(path: Path) -> list[Path]:
     return sorted(path.glob("pages-[1-9]*.dat"))
 
 
-@contextlib.contextmanager
-def open_directory(path: Path) -> Iterator[int]:
-    """A descriptor of a directory, to be locked or synced."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def sync_directory(path: Path) -> None:
     """Make renames in `path` survive a power failure."""
-    with open_directory(path) as descriptor:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -93,7 +86,7 @@ class WriterLock:
                 pid = _holder(self._descriptor)
                 holder = f"process {pid}" if pid else "a process that cannot be named (in another container?)"
                 raise StoreLocked(
-                    f"the store {path} is in use by {holder}; close it there or choose another path"
+                    f"the store {path} is in use by {holder}; close it there or choose another path", pid
                 ) from None
             except OSError as error:
                 raise StoreError(
@@ -111,19 +104,6 @@ class WriterLock:
 
     def close(self) -> None:
         self._held.close()
-
-
-def writer_of(path: Path) -> int | None:
-    """The id of the process that writes to the store now, 0 when it cannot be named, None when there is none."""
-    try:
-        with open(path / LOCK_FILE, "rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return _holder(file.fileno())
-    except OSError:
-        pass
-    return None
 
 
 def _holder(descriptor: int) -> int:

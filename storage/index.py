@@ -1,35 +1,44 @@
-"""The index of a store: where each page is, and which was used when. An LMDB environment of two tables.
+"""The index of a store: where each page is, and which was used when. An LMDB environment of three tables.
 
-    pages    key -> u64 tick of the last use, u64 slot, u32 bytes of the payload, u32 bytes of the page (little-endian)
-    recency  u64 tick (big-endian, so the oldest is first) -> key
+    pages   key -> u64 slot, u32 bytes of the payload, u32 bytes of the page (little-endian)
+    slots   u32 bytes of the page, u64 slot (big-endian) -> key
+    uses    u32 bytes of the page (big-endian) -> u64 tick of each slot (little-endian); written when it is sealed
 
-A tick counts uses. Nothing here is verified when it is read: a wrong record leads to a slot that names another page.
+While a store is open its index is in memory without a name: a disk that hangs holds up no look-up, and it ends with its
+process. A closed store has a copy in a file, sealed by a checksum: LMDB trusts what it maps, so a copy is mapped after
+it was compared with its seal. Nothing else is verified: a wrong record leads to a slot that names another page.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import struct
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from hicache.storage.directory import PRIVATE_FILE_MODE
+from hicache.storage.directory import replacing
 from hicache.storage.header import HEADER_BYTES
+from hicache.storage.records import FORMAT
+from hicache.storage.use_order import TICK, UseOrder
 
-READER_SLOTS = 1000  # concurrent read transactions of all processes
-_TABLES = (b"pages", b"recency")
-_OTHER_PAGES = 3  # of the file: two that say where the tables are, and one with their names
+log = logging.getLogger("hicache.storage")
+
+_TABLES = (b"pages", b"slots", b"uses")
+_OTHER_PAGES = 4  # of the file: two that say where the tables are, one with their names, one of the table of uses
 _MIN_MAP_BYTES = 1 << 30  # address space, not memory
-_CHANGES_PER_CHECK = 256
-_ENTRY = struct.Struct("<QQII")
-_TICK = struct.Struct(">Q")
-_RECORD = np.dtype([("tick", "<u8"), ("slot", "<u8"), ("payload_bytes", "<u4"), ("page_bytes", "<u4")])
+_SEAL_BYTES, _CHUNK_BYTES = 8, 8 << 20
+_ENTRY, _SLOT, _SIZE = struct.Struct("<QII"), struct.Struct(">IQ"), struct.Struct(">I")
+_RECORD = np.dtype([("slot", "<u8"), ("payload_bytes", "<u4"), ("page_bytes", "<u4")])
 
 # What an LMDB call raises when it fails: its own errors, those of the operating system, and SystemError, with which the
 # binding reports a failure that it cannot name.
@@ -39,15 +48,9 @@ io_errors: tuple[type[Exception], ...] = (OSError, SystemError, lmdb.Error)
 class Entry(NamedTuple):
     """Where a page is."""
 
-    tick: int
     slot: int
     payload_bytes: int
     page_bytes: int
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """The entry without its last use."""
-        return self[1:]
 
     @property
     def value_bytes(self) -> int:
@@ -55,141 +58,172 @@ class Entry(NamedTuple):
 
 
 class Index:
-    """An open index; any thread reads, one writes. What LMDB raises passes on. Closed once nobody is inside."""
+    """An open index; any thread reads and notes uses, one writes. What LMDB raises passes on. Closed once nobody is
+    inside.
 
-    def __init__(self, path: Path, budget_bytes: int, *, writable: bool, shared: bool = True) -> None:
-        """`path`: a folder, or a file, which nobody changes. `budget_bytes` of the store: the index needs less than a
-        page's share of it for each page. `shared`: others may read or write it meanwhile."""
-        self._env = lmdb.open(
-            str(path),
-            subdir=path.is_dir(),
-            map_size=-(-max(_MIN_MAP_BYTES, budget_bytes) // _MIN_MAP_BYTES) * _MIN_MAP_BYTES,
-            readonly=not writable,
-            create=writable,
-            lock=shared,
-            sync=False,
-            max_dbs=len(_TABLES),
-            max_readers=READER_SLOTS,
-            mode=PRIVATE_FILE_MODE,
-            meminit=False,
-        )
-        self._num_changes = 0
+    `uses`: the use order. LMDB has no lock file here, so one lock keeps readers and the writer apart: what happens
+    under it is short, and no I/O.
+    """
+
+    def __init__(self, budget_bytes: int, memory: int | None = None) -> None:
+        """`budget_bytes` of the store: the index needs less than a page's share of it for each page. `memory`:
+        descriptor of a memfd with the index; it is an empty one without."""
+        descriptor = os.memfd_create("hicache-index") if memory is None else os.dup(memory)
         try:
-            self._pages, self._recency = (self._env.open_db(name, create=writable) for name in _TABLES)
-            if shared:
-                self._env.reader_check()
-            self.next_tick = 1 + max((tick for tick, _ in self.by_use(newest=True, limit=1)), default=0)
+            self._env = lmdb.open(
+                f"/proc/self/fd/{descriptor}",
+                subdir=False,
+                map_size=-(-max(_MIN_MAP_BYTES, budget_bytes) // _MIN_MAP_BYTES) * _MIN_MAP_BYTES,
+                lock=False,
+                sync=False,
+                max_dbs=len(_TABLES),
+                meminit=False,
+            )
+        finally:
+            os.close(descriptor)  # LMDB has opened it on its own
+        self._lock = threading.Lock()
+        try:
+            self._pages, self._slots, self._uses = (self._env.open_db(name) for name in _TABLES)
+            with self._env.begin() as txn, txn.cursor(db=self._uses) as cursor:
+                ticks = {_SIZE.unpack(size)[0]: np.frombuffer(raw, TICK).copy() for size, raw in cursor}
+            self.uses = UseOrder(ticks)
         except BaseException:
             self._env.close()
             raise
+
+    @classmethod
+    def open_sealed(cls, file: Path, budget_bytes: int) -> Index | None:
+        """A copy of the index in a file; None if there is none, or it is not what was sealed."""
+        with open(os.memfd_create("hicache-index"), "wb") as memory:
+            try:
+                with open(file, "rb") as source:
+                    if _copied(source, os.fstat(source.fileno()).st_size - _SEAL_BYTES, memory) != source.read():
+                        return None
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                log.warning("cannot read the sealed index %s: %s", file, error)
+                return None
+            memory.flush()
+            return cls(budget_bytes, memory.fileno())
+
+    def seal(self, file: Path) -> None:
+        """Leave a sealed copy in a file; nobody reads or writes meanwhile. OSError if the disk fails."""
+        with self._env.begin(write=True) as txn:
+            txn.drop(self._uses, delete=False)
+            for page_bytes, ticks in self.uses.ticks.items():
+                txn.put(_SIZE.pack(page_bytes), ticks.tobytes(), db=self._uses)
+        with replacing(file) as sealed:
+            self._env.copyfd(sealed.fileno(), compact=True)
+            num_bytes = sealed.seek(0, os.SEEK_END)
+            sealed.seek(0)
+            sealed.write(_copied(sealed, num_bytes))
 
     def close(self) -> None:
         self._env.close()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._env.begin(buffers=True) as txn:
+        with self._lock, self._env.begin(buffers=True) as txn:
             get, pages = txn.get, self._pages
             return [get(key, None, pages) is not None for key in keys]
 
-    def locate(self, keys: Sequence[bytes]) -> list[Entry | None]:
+    def locate(self, keys: Iterable[bytes]) -> list[Entry | None]:
         """Where the pages are; None for what is not there."""
-        with self._env.begin(buffers=True) as txn:
-            return [_entry(txn.get(key, None, self._pages)) for key in keys]
+        with self._lock, self._env.begin(buffers=True) as txn:
+            get, pages = txn.get, self._pages
+            return [_entry(get(key, None, pages)) for key in keys]
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Count pages as used, the last one as the most recently used; absent keys are ignored."""
+        for entry in self.locate(keys):
+            if entry is not None:
+                self.uses.note(entry.page_bytes, entry.slot)
 
     def num_pages(self) -> int:
-        with self._env.begin() as txn:
+        with self._lock, self._env.begin() as txn:
             return int(txn.stat(self._pages)["entries"])
 
     def num_bytes(self) -> int:
-        """What a compact copy of it takes."""
-        with self._env.begin() as txn:
-            stats = [txn.stat(table) for table in (self._pages, self._recency)]
+        """What a sealed copy of it takes."""
+        with self._lock, self._env.begin() as txn:
+            stats = [txn.stat(table) for table in (self._pages, self._slots)]
         pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
+        pages += sum(num_slots * TICK.itemsize // stats[0]["psize"] for num_slots in self.uses.num_slots)
         return int((pages + _OTHER_PAGES) * stats[0]["psize"])
 
-    def by_use(self, *, newest: bool = False, limit: int | None = None) -> list[tuple[int, bytes]]:
-        """Ticks and keys in the order of use, oldest or `newest` first; at most `limit`."""
-        with self._env.begin() as txn, txn.cursor(db=self._recency) as cursor:
-            steps = cursor.iterprev() if newest else cursor.iternext()
-            return [(_TICK.unpack(tick)[0], key) for tick, key in islice(steps, limit)]
+    def by_use(self, *, newest: bool = False, limit: int | None = None) -> list[bytes]:
+        """Keys in the order of use, oldest or `newest` first; at most `limit`."""
+        used = self.uses.by_use()
+        with self._lock, self._env.begin() as txn:
+            steps = reversed(used) if newest else used
+            keys = (txn.get(_SLOT.pack(last.page_bytes, last.slot), db=self._slots) for last in steps)
+            return list(islice((key for key in keys if key is not None), limit))
 
     def entries(self) -> list[tuple[bytes, Entry]]:
         """Every page and where it is, by key."""
-        with self._env.begin() as txn, txn.cursor(db=self._pages) as cursor:
+        with self._lock, self._env.begin() as txn, txn.cursor(db=self._pages) as cursor:
             return [(key, Entry(*_ENTRY.unpack(raw))) for key, raw in cursor]
+
+    def slot_keys(self) -> dict[tuple[int, int], bytes]:
+        """The key of the page in each slot, by page size and slot."""
+        with self._lock, self._env.begin() as txn, txn.cursor(db=self._slots) as cursor:
+            return {_SLOT.unpack(raw): key for raw, key in cursor}
 
     def records(self) -> npt.NDArray[np.void]:
         """Where every page is, as an array of records with the fields of `Entry`: a million in 0.2 s."""
-        with self._env.begin() as txn, txn.cursor(db=self._pages) as cursor:
+        with self._lock, self._env.begin() as txn, txn.cursor(db=self._pages) as cursor:
             return np.frombuffer(b"".join(cursor.iternext(keys=False)), dtype=_RECORD)
 
     @contextlib.contextmanager
     def changes(self) -> Iterator[IndexChanges]:
         """Changes that become visible together, when the block ends; none of them if it raises."""
-        self._num_changes += 1
-        if self._num_changes % _CHANGES_PER_CHECK == 0:
-            self._env.reader_check()  # a reader that was killed keeps freed pages from being used again
-        with self._env.begin(write=True) as txn:
-            changes = IndexChanges(txn, self._pages, self._recency, self.next_tick)
-            yield changes
-        self.next_tick = changes.next_tick
-
-    def copy_to(self, descriptor: int) -> None:
-        """Write a compact copy."""
-        self._env.copyfd(descriptor, compact=True)
+        with self._lock, self._env.begin(write=True) as txn:
+            yield IndexChanges(txn, self._pages, self._slots, self.uses)
 
 
 class IndexChanges:
-    """The changes of one write transaction. `pages` and `recency` stay one to one."""
+    """The changes of one write transaction. `pages` and `slots` stay one to one."""
 
-    def __init__(self, txn: Any, pages: Any, recency: Any, next_tick: int) -> None:
-        self._txn, self._pages, self._recency = txn, pages, recency
-        self.next_tick = next_tick
+    def __init__(self, txn: Any, pages: Any, slots: Any, uses: UseOrder) -> None:
+        self._txn, self._pages, self._slots, self._uses = txn, pages, slots, uses
 
-    def clear(self) -> None:
-        """Remove all pages."""
-        for table in (self._pages, self._recency):
-            self._txn.drop(table, delete=False)
-
-    def put(self, key: bytes, slot: int, payload_bytes: int, page_bytes: int) -> None:
-        """Add a page, which is not there, as the most recently used."""
-        entry = Entry(self._append(key), slot, payload_bytes, page_bytes)
+    def put(self, key: bytes, entry: Entry, tick: int) -> None:
+        """Add a page, which is not there, used at `tick`."""
+        slot = _SLOT.pack(entry.page_bytes, entry.slot)
         self._txn.put(key, _ENTRY.pack(*entry), db=self._pages)
-
-    def touch(self, key: bytes) -> None:
-        """Make a page the most recently used; an absent key is ignored."""
-        entry = _entry(self._txn.get(key, db=self._pages))
-        if entry is not None:
-            self._txn.delete(_TICK.pack(entry.tick), db=self._recency)
-            self._txn.put(key, _ENTRY.pack(*entry._replace(tick=self._append(key))), db=self._pages)
+        # Slots beyond all others fill the pages of the table whole, and need no search.
+        if not self._txn.put(slot, key, db=self._slots, append=True):
+            self._txn.put(slot, key, db=self._slots)
+        self._uses.set(entry.page_bytes, entry.slot, tick)
 
     def delete(self, key: bytes) -> Entry | None:
         """Remove a page; returns where it was."""
         entry = _entry(self._txn.get(key, db=self._pages))
         if entry is not None:
-            self._txn.delete(_TICK.pack(entry.tick), db=self._recency)
+            self._txn.delete(_SLOT.pack(entry.page_bytes, entry.slot), db=self._slots)
             self._txn.delete(key, db=self._pages)
         return entry
 
     def pop_oldest(self) -> tuple[bytes, Entry] | None:
         """Remove the least recently used page; returns its key and where it was."""
-        with self._txn.cursor(db=self._recency) as cursor:
-            while cursor.first():
-                key = bytes(cursor.value())
-                entry = self.delete(key)
-                if entry is not None:
-                    return key, entry
-                cursor.delete()
+        while last := self._uses.pop_oldest():
+            key = self._txn.pop(_SLOT.pack(last.page_bytes, last.slot), db=self._slots)
+            entry = None if key is None else self.delete(key)
+            if key is not None and entry is not None:
+                return key, entry
         return None
-
-    def _append(self, key: bytes) -> int:
-        """The next tick, which is the key's from now on."""
-        tick = self.next_tick
-        # Ticks only grow: appending fills the pages of the table and needs no search.
-        self._txn.put(_TICK.pack(tick), key, db=self._recency, append=True)
-        self.next_tick = tick + 1
-        return tick
 
 
 def _entry(raw: bytes | memoryview | None) -> Entry | None:
     return None if raw is None else Entry(*_ENTRY.unpack(raw))
+
+
+def _copied(source: BinaryIO, num_bytes: int, target: BinaryIO | None = None) -> bytes:
+    """Read so many bytes, into `target` if there is one; the seal of what was read."""
+    checksum, left = xxhash.xxh3_64(seed=FORMAT), num_bytes
+    while left > 0 and (chunk := source.read(min(_CHUNK_BYTES, left))):
+        checksum.update(chunk)
+        left -= len(chunk)
+        if target is not None:
+            target.write(chunk)
+    return bytes(checksum.digest())

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hicache.storage.base import Durability, PageBuffer, StoreCorrupt, StoreError, StoreStats
@@ -22,7 +22,7 @@ from hicache.storage.lmdb_writer import GroupWriter, commit_bytes, require_budge
 from hicache.storage.lookup import PageReads, check_keys, check_page
 from hicache.storage.rebuild import Progress
 from hicache.storage.records import StoreRecord, identity_with_key, sorted_formats
-from hicache.storage.store_files import WriterFiles
+from hicache.storage.store_files import StoreFiles
 
 _DELETES_PER_COMMIT = 4096
 
@@ -43,9 +43,8 @@ class LmdbPageStore(PageReads):
     if that was not needed. `keeps_index`: to verify a store, an index that names pages which the files have lost is
     kept; else they are logged, and the index is rebuilt without them.
 
-    A failed write makes the store read-only until `reopen` succeeds. Other processes may read meanwhile
-    (`LmdbPageReader`). Raises `StoreError` or a subclass when it cannot be opened or is called wrongly, and
-    NotRunning in a fork.
+    A failed write makes the store read-only until `reopen` succeeds. Raises `StoreError` or a subclass when it cannot
+    be opened or is called wrongly, and NotRunning in a fork.
     """
 
     def __init__(
@@ -70,11 +69,12 @@ class LmdbPageStore(PageReads):
         record = StoreRecord(named, sorted_formats(formats), budget_bytes, durability, level)
         codecs = PageCodecs(record.formats, record.namespace, level, cipher)
         require_budget(record)
-        files = WriterFiles(Path(path), record, progress, keeps_index=keeps_index)
+        files = StoreFiles(Path(path), record, progress, keeps_index=keeps_index)
         super().__init__(files, codecs, cipher)
         self.rebuilt_pages, self._writing = files.rebuilt_pages, threading.Lock()
+        self._on_removed, self._kept = on_removed, set[bytes]()  # by the `put` that is under way
         try:
-            self._writer = GroupWriter(files, self._access_log, self._counters, on_removed)
+            self._writer = GroupWriter(files, self._corrupt, self._counters, self._note_removed)
             files.record_settings()
         except BaseException:
             files.close(is_whole=False)
@@ -92,11 +92,6 @@ class LmdbPageStore(PageReads):
     def register_memory(self, memory: PageBuffer) -> None:
         """Reads and writes files from and to any memory."""
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._files.require_open()
-        check_keys(keys)
-        self._note_used(reversed(keys))  # oldest first: the first key is to become the most recently used
-
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
     ) -> list[bool]:
@@ -109,15 +104,12 @@ class LmdbPageStore(PageReads):
                 return [False] * len(items)
             # Last first, so that the first key of the call becomes the most recently used.
             pages = dict(reversed(items))
-            present = self._present(pages)
-            absent = {key: page for key, page in pages.items() if key not in present}
-            self._note_used([key for key in pages if key in present])
-            if absent or self._access_log.corrupt:  # before groups are stored, so that it cannot push out one of them
-                writer.apply_access_log()
-            stored = self._put_absent(absent, lag, deadline_s)
-            # A call larger than the budget evicts its own last keys.
-            kept = self._present([*present, *stored])
-            return [key in kept for key, _ in items]
+            writer.delete_corrupt()
+            present = dict(zip(pages, self.contains(list(pages)), strict=True))
+            self._kept = {key for key, held in present.items() if held}
+            self.touch([key for key in reversed(present) if present[key]])
+            self._put_absent({key: page for key, page in pages.items() if not present[key]}, lag, deadline_s)
+            return [key in self._kept for key, _ in items]
 
     def delete(self, keys: Sequence[bytes]) -> int:
         check_keys(keys)
@@ -161,16 +153,14 @@ class LmdbPageStore(PageReads):
                 self._compressor.close()
                 self._writer.close()
 
-    def _put_absent(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bytes]:
-        """Encode and commit in groups, in the order given; returns the keys whose commit succeeded."""
-        stored: list[bytes] = []
+    def _put_absent(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> None:
+        """Encode and commit in groups, in the order given. A call larger than the budget evicts its own last keys."""
         with contextlib.closing(self._compressor.values(pages, lag)) as values:
             for group in self._groups(pages):
                 # Encoded while it is written.
                 if time.monotonic() >= deadline_s or not self._writer.put(group, values):
                     break
-                stored += [key for key, _ in group]
-        return stored
+                self._kept.update(key for key, _ in group)
 
     def _groups(self, pages: Mapping[bytes, PageBuffer]) -> Iterator[list[tuple[bytes, int]]]:
         """Keys and page sizes in groups of one commit each."""
@@ -185,13 +175,7 @@ class LmdbPageStore(PageReads):
         if group:
             yield group
 
-    def _present(self, keys: Iterable[bytes]) -> set[bytes]:
-        wanted = list(keys)
-        return {key for key, present in zip(wanted, self.contains(wanted), strict=True) if present}
-
-    def _note_used(self, keys: Iterable[bytes]) -> None:
-        self._access_log.add_used(keys)
-
-    def _note_corrupt(self, key: bytes, reason: str) -> None:
-        super()._note_corrupt(key, reason)
-        self._access_log.add_corrupt([key])
+    def _note_removed(self, keys: Sequence[bytes]) -> None:
+        self._kept.difference_update(keys)
+        if self._on_removed is not None:
+            self._on_removed(keys)

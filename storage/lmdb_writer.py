@@ -16,17 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-import lmdb
-
 from hicache.storage.base import StoreError
 from hicache.storage.counters import Counters
 from hicache.storage.header import HeaderAndPayload, page_bytes_of
 from hicache.storage.index import Entry, io_errors
-from hicache.storage.lookup import AccessLog
 from hicache.storage.records import StoreRecord
 from hicache.storage.slot_file import SlotBlock
 from hicache.storage.slots import Sizes, Slots
-from hicache.storage.store_files import WriterFiles
+from hicache.storage.store_files import StoreFiles
 
 log = logging.getLogger("hicache.storage")
 T = TypeVar("T")
@@ -54,7 +51,7 @@ def require_budget(record: StoreRecord) -> None:
 
 
 class GroupWriter:
-    """Commits changes to the files, and applies what readers noted in the access log; one thread.
+    """Commits changes to the files, and deletes the pages that readers found `corrupt`; one thread.
 
     When a commit fails, `read_only` becomes true, and every call but `reopen` and `delete` does nothing.
     `on_removed` is told of the pages that a commit removed, after it. `sizes` and `file_bytes`: after the last commit.
@@ -62,12 +59,12 @@ class GroupWriter:
 
     def __init__(
         self,
-        files: WriterFiles,
-        access_log: AccessLog,
+        files: StoreFiles,
+        corrupt: dict[bytes, None],
         counters: Counters,
-        on_removed: Callable[[Sequence[bytes]], None] | None,
+        on_removed: Callable[[Sequence[bytes]], None],
     ) -> None:
-        self._files, self._access_log, self._counters, self._on_removed = files, access_log, counters, on_removed
+        self._files, self._corrupt, self._counters, self._on_removed = files, corrupt, counters, on_removed
         self._budget_bytes = files.record.budget_bytes
         self.read_only = self._has_evicted = self._is_index_lost = False
         self.sizes: Sizes = files.slots.sizes
@@ -105,7 +102,7 @@ class GroupWriter:
         """Remove pages, and free their disk space, which needs none; returns how many there were."""
 
         def work() -> int:
-            self._apply_access_log()
+            self._delete_corrupt()
             with self._files.pages.index.changes() as changes:
                 removed = [(key, changes.delete(key)) for key in keys]
             num_removed = self._free(removed)
@@ -118,22 +115,24 @@ class GroupWriter:
         """Evict until slots in use and index need at most `used_bytes`, and cut the files; returns how many pages."""
 
         def work() -> int:
-            self._apply_access_log()
+            self._delete_corrupt()
             num_evicted = self._evict(used_bytes)
             self._files.slots.trim()
+            self._files.pages.index.uses.trim()
             return num_evicted
 
         return self._run(work) or 0
 
-    def apply_access_log(self) -> None:
-        """Commit what readers noted: uses, and pages to delete."""
-        self._run(self._apply_access_log)
+    def delete_corrupt(self) -> None:
+        """Delete the pages that do not verify."""
+        if self._corrupt:
+            self._run(self._delete_corrupt)
 
     def sync(self) -> None:
         """Return when every page is on disk."""
 
         def work() -> None:
-            self._apply_access_log()
+            self._delete_corrupt()
             if self._syncing is not None:
                 self._syncing.result()
             self._sync_files()
@@ -181,18 +180,14 @@ class GroupWriter:
             self._become_read_only(error)
             return None
 
-    def _apply_access_log(self) -> None:
-        used, corrupt = self._access_log.take_used(), list(self._access_log.corrupt)
-        if used or corrupt:
+    def _delete_corrupt(self) -> None:
+        if corrupt := list(self._corrupt):
             with self._files.pages.index.changes() as changes:
                 removed = [(key, changes.delete(key)) for key in corrupt]
-                for key in used:
-                    changes.touch(key)
             self._free(removed)
-            if corrupt:
-                self._files.slots.punch()
+            self._files.slots.punch()
             for key in corrupt:
-                del self._access_log.corrupt[key]
+                del self._corrupt[key]
 
     def _max_slots_bytes(self) -> int:
         """What the budget leaves to slots."""
@@ -224,30 +219,30 @@ class GroupWriter:
         gone = [(key, entry) for key, entry in removed if entry is not None]
         for _, entry in gone:
             self._files.slots.release(entry.page_bytes, entry.slot, entry.payload_bytes)
-        if self._on_removed is not None and gone:
+        if gone:
             self._on_removed([key for key, _ in gone])
         return len(gone)
 
     def _store(self, keys: Sequence[bytes], values: Iterable[HeaderAndPayload]) -> int:
         """Write pages to slots, sync these, and enter the pages in the index; returns the bytes of their values."""
         index, slots, files = self._files.pages.index, self._files.slots, self._files.pages.files
-        max_bytes, written = self._max_slots_bytes(), list[Entry]()
+        max_bytes, written, ticks = self._max_slots_bytes(), list[Entry](), list[int]()
         try:
             for key, value in zip(keys, values, strict=False):  # there may be values for the next commit
                 page_bytes, payload_bytes = page_bytes_of(value.header), len(value.payload)
                 taken = slots.take(page_bytes, payload_bytes)
-                written.append(Entry(index.next_tick + len(written), taken.slot, payload_bytes, page_bytes))
+                written.append(Entry(taken.slot, payload_bytes, page_bytes))
+                ticks.append(index.uses.next_tick())
                 slots.punch(max_bytes)
-                block = SlotBlock(key, written[-1].tick, value.header).pack()
+                block = SlotBlock(key, ticks[-1], value.header).pack()
                 files[page_bytes].write(taken.slot, block, value.payload, is_hole=taken.is_hole)
             self._sync_group()
             with index.changes() as changes:
-                for key, entry in zip(keys, written, strict=True):
-                    changes.put(key, *entry.place)
+                for key, entry, tick in zip(keys, written, ticks, strict=True):
+                    changes.put(key, entry, tick)
         except BaseException:
             for entry in written:
                 slots.release(entry.page_bytes, entry.slot, entry.payload_bytes)
-            index.next_tick += len(written)  # their blocks may be there, with these sequences
             raise
         return sum(entry.value_bytes for entry in written)
 
@@ -269,6 +264,6 @@ class GroupWriter:
     def _become_read_only(self, error: Exception) -> None:
         """Nothing is written until `reopen` succeeds; stored pages are still served."""
         self.read_only, self._syncing = True, None
-        self._is_index_lost = self._is_index_lost or isinstance(error, lmdb.Error)
+        self._is_index_lost = self._is_index_lost or not isinstance(error, OSError)
         self._counters.add(write_errors=1)
         log.warning("the store %s is read-only from now on: %s; free space or repair the disk", self._files.path, error)

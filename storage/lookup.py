@@ -1,4 +1,4 @@
-"""The read path of a store, for the process that writes it and for those that only read it.
+"""The read path of a store.
 
 The index says where a page was a moment ago; its slot may hold another one by now. So what does not verify is looked up
 again, once, and only a page that is still at the same place is damaged.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -22,39 +21,21 @@ from hicache.storage.counters import Counters
 from hicache.storage.index import Entry, io_errors
 from hicache.storage.memory import Scratch, round_up
 from hicache.storage.slot_file import BLOCK_BYTES, MAX_KEY_BYTES, SlotBlock, is_aligned
-from hicache.storage.store_files import OpenFiles, OpenPages
+from hicache.storage.store_files import OpenPages, StoreFiles
 
 log = logging.getLogger("hicache.storage")
 
-_MAX_USED = 1 << 16  # uses that wait for a commit; beyond that the oldest are forgotten, which loses no page
-
-
-class AccessLog:
-    """What readers tell the writer: keys that were used, oldest first, and keys whose page does not verify, which count
-    as absent until the writer has deleted them. Any thread: each method is one operation of a deque or a dict."""
-
-    def __init__(self) -> None:
-        self._used: deque[bytes] = deque(maxlen=_MAX_USED)
-        self.corrupt: dict[bytes, None] = {}
-
-    def add_used(self, keys: Iterable[bytes]) -> None:
-        self._used.extend(keys)
-
-    def add_corrupt(self, keys: Iterable[bytes]) -> None:
-        self.corrupt.update(dict.fromkeys(keys))
-
-    def take_used(self) -> list[bytes]:
-        """The uses so far; for the one writer."""
-        return [self._used.popleft() for _ in range(len(self._used))]
-
 
 class PageReads:
-    """What all can do that read a store, as `PageStore` says; any thread. Counts what it meets, and logs it."""
+    """What a store does that changes nothing, as `PageStore` says; any thread. Counts what it meets, and logs it.
 
-    def __init__(self, files: OpenFiles, codecs: PageCodecs, cipher: PageCipher | None) -> None:
+    `_corrupt`: keys whose page does not verify, which count as absent until the writer has deleted them.
+    """
+
+    def __init__(self, files: StoreFiles, codecs: PageCodecs, cipher: PageCipher | None) -> None:
         self._files, self._codecs = files, codecs
         self._missing_key_id = "" if cipher else files.record.key_id
-        self._counters, self._access_log = Counters(), AccessLog()
+        self._counters, self._corrupt = Counters(), dict[bytes, None]()
         self._scratch, self._blocks = Scratch(), Scratch()
 
     @property
@@ -70,7 +51,7 @@ class PageReads:
         except io_errors as error:
             self._note_failed(error)
             return [False] * len(keys)
-        corrupt = self._access_log.corrupt
+        corrupt = self._corrupt
         return [held and key not in corrupt for key, held in zip(keys, found, strict=True)] if corrupt else found
 
     def get_into(
@@ -85,21 +66,32 @@ class PageReads:
         found = [False] * len(keys)
         try:
             with self.reading() as pages:
-                for i, entry in enumerate(pages.index.locate(keys)):
+                entries = pages.index.locate(keys)
+                for i, entry in enumerate(entries):
                     if time.monotonic() >= deadline_s:
                         break
-                    if entry is None or keys[i] in self._access_log.corrupt:
+                    if entry is None or keys[i] in self._corrupt:
                         continue
                     try:
                         found[i] = self._get(pages, keys[i], entry, buffers[i])
                     except OSError as error:
                         self._note_failed(error)
+                # Oldest first: the first key of the call is to become the most recently used.
+                for entry, hit in zip(reversed(entries), reversed(found), strict=True):
+                    if hit and entry is not None:
+                        pages.index.uses.note(entry.page_bytes, entry.slot)
         except io_errors as error:
             self._note_failed(error)
-        # Oldest first: the first key of the call is to become the most recently used.
-        self._note_used([key for key, hit in zip(reversed(keys), reversed(found), strict=True) if hit])
         self._counters.add(hits=sum(found), misses=len(found) - sum(found))
         return found
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        check_keys(keys)
+        try:
+            with self.reading() as pages:
+                pages.index.touch(reversed(keys))  # the first key is to become the most recently used
+        except io_errors as error:
+            self._note_failed(error)
 
     def thread_read_errors(self) -> int:
         return self._counters.thread_read_errors
@@ -125,12 +117,10 @@ class PageReads:
         """Why this is not the value of a page of this store; "" if it is. Decrypts where the store has its key."""
         return self._codecs.verify_stored(key, value)
 
-    def _note_used(self, keys: Iterable[bytes]) -> None:
-        """The order of use is the writer's."""
-
     def _note_corrupt(self, key: bytes, reason: str) -> None:
         log.warning("a page of the store %s does not verify: %s", self._files.path, reason)
         self._counters.add(corrupt=1)
+        self._corrupt[key] = None
 
     def _note_failed(self, error: Exception) -> None:
         log.warning("cannot read the store %s: %s", self._files.path, error)
@@ -152,7 +142,7 @@ class PageReads:
             (now,) = pages.index.locate([key])
             if now is None:
                 return False
-            has_moved, entry = now.place != entry.place, now
+            has_moved, entry = now != entry, now
         if not has_moved:
             self._note_corrupt(key, reason)
         return False

@@ -6,31 +6,34 @@ verified and copied without its key.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from hicache.storage.base import Durability, StoreError
+from hicache.storage.base import Durability, StoreError, StoreLocked
 from hicache.storage.check import Fault, violations
 from hicache.storage.cipher import PageCipher
-from hicache.storage.directory import STORE_FILE, writer_of
+from hicache.storage.directory import STORE_FILE, slots_files
 from hicache.storage.filters import PageFormat
 from hicache.storage.header import HeaderAndPayload, page_bytes_of
-from hicache.storage.lmdb_reader import ReaderFiles
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.lmdb_writer import GroupWriter
-from hicache.storage.lookup import PageReads, check_keys
+from hicache.storage.lookup import check_keys
 from hicache.storage.rebuild import Progress
 from hicache.storage.records import FORMAT, KEY_ID_FIELD
-from hicache.storage.slots import Sizes
 from hicache.storage.store_files import read_record
 
 
 @dataclass(frozen=True)
 class StoreDescription:
-    """What a store says of itself, and its sizes now. `key_id` is "" if pages are not encrypted. `writer_pid`: see
-    `writer_of`."""
+    """What a store says of itself, and its sizes now. `key_id` is "" if pages are not encrypted.
+
+    `writer_pid`: the process that has it open, 0 if that cannot be named, None if there is none. What only that process
+    knows is None; `file_bytes` is without the index then.
+    """
 
     path: Path
     format: int
@@ -40,9 +43,9 @@ class StoreDescription:
     durability: Durability
     budget_bytes: int
     key_id: str
-    entries: int
-    live_bytes: int
-    raw_bytes: int
+    entries: int | None
+    live_bytes: int | None
+    raw_bytes: int | None
     file_bytes: int
     writer_pid: int | None
 
@@ -71,25 +74,28 @@ class VerifyReport:
 
 
 def describe(path: str | os.PathLike[str]) -> StoreDescription:
-    """Describe a store, which another process may be writing. Raises `StoreError` and its subclasses."""
-    files = ReaderFiles(Path(path))
+    """Describe a store, which another process may have open. Raises `StoreError` and its subclasses."""
+    record, writer_pid = read_record(Path(path)), None
+    sizes: dict[str, Any] = dict.fromkeys(("entries", "live_bytes", "raw_bytes"))
     try:
-        settings = dict(vars(files.record))
-        identity = {name: value for name, value in settings.pop("identity").items() if name != KEY_ID_FIELD}
-        with files.reading() as pages:
-            sizes, file_bytes = Sizes.of(pages.index.records()), pages.file_bytes()
-        return StoreDescription(
-            path=Path(path),
-            format=FORMAT,
-            identity=identity,
-            **settings,
-            key_id=files.record.key_id,
-            **sizes._asdict(),
-            file_bytes=file_bytes,
-            writer_pid=writer_of(Path(path)),
-        )
-    finally:
-        files.close()
+        with contextlib.closing(open_existing(path, keeps_index=True)) as store:
+            now = store.stats()
+        sizes, file_bytes = {name: getattr(now, name) for name in sizes}, now.file_bytes
+    except StoreLocked as error:
+        writer_pid = error.pid
+        file_bytes = sum(file.stat().st_blocks * 512 for file in slots_files(Path(path)))
+    settings = dict(vars(record))
+    identity = {name: value for name, value in settings.pop("identity").items() if name != KEY_ID_FIELD}
+    return StoreDescription(
+        path=Path(path),
+        format=FORMAT,
+        identity=identity,
+        **settings,
+        key_id=record.key_id,
+        **sizes,
+        file_bytes=file_bytes,
+        writer_pid=writer_pid,
+    )
 
 
 def store_folders(path: str | os.PathLike[str]) -> list[Path]:
@@ -117,10 +123,10 @@ def open_existing(
     return LmdbPageStore(path, cipher=cipher, progress=progress, keeps_index=keeps_index, **vars(record))
 
 
-def list_pages(store: PageReads, *, newest: bool, limit: int | None) -> Iterator[PageEntry]:
+def list_pages(store: LmdbPageStore, *, newest: bool, limit: int | None) -> Iterator[PageEntry]:
     """Least recently used first, or `newest` first; at most `limit`."""
     with store.reading() as pages:
-        keys = [key for _, key in pages.index.by_use(newest=newest, limit=limit)]
+        keys = pages.index.by_use(newest=newest, limit=limit)
         entries = pages.index.locate(keys)
     for key, entry in zip(keys, entries, strict=True):
         if entry is not None:
@@ -151,11 +157,11 @@ def verify(
     return VerifyReport(len(sizes), sum(sizes), tuple(faults))
 
 
-def pages(store: PageReads) -> Iterator[tuple[bytes, bytes]]:
+def pages(store: LmdbPageStore) -> Iterator[tuple[bytes, bytes]]:
     """Keys and values as they are stored, least recently used first: of the pages that are there at the start those
     that are still there when their turn comes, and verify."""
     with store.reading() as opened:
-        keys = [key for _, key in opened.index.by_use()]
+        keys = opened.index.by_use()
     for key in keys:
         with store.reading() as opened:
             (entry,) = opened.index.locate([key])
@@ -173,9 +179,9 @@ def put_values(store: LmdbPageStore, items: Sequence[tuple[bytes, bytes]]) -> li
     check_keys([key for key, _ in items])
     with store.writing() as writer:
         values = {key: value for key, value in items if not store.verify_value(key, value)}
+        writer.delete_corrupt()
         present = dict(zip(values, store.contains(list(values)), strict=True))
         store.touch([key for key in reversed(values) if present[key]])
-        writer.apply_access_log()
         stored = {
             key: present[key] or writer.put([(key, page_bytes_of(value))], [HeaderAndPayload.of(value)])
             for key, value in values.items()

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from hicache.storage.header import parse_header
-from hicache.storage.index import Index
+from hicache.storage.index import Entry, Index
 from hicache.storage.slot_file import SlotFile
 
 log = logging.getLogger("hicache.storage")
@@ -28,7 +28,7 @@ class _Found(NamedTuple):
 
 
 def rebuild(index: Index, files: Mapping[int, SlotFile], namespace: bytes, progress: Progress) -> None:
-    """Fill the index anew. The use order is that of the sequence. All other slots become holes, those that cannot be
+    """Fill an empty index. The use order is that of the sequence. All other slots become holes, those that cannot be
     read too. OSError if the disk fails."""
 
     def read(page_bytes: int, slots: range) -> list[_Found]:
@@ -46,12 +46,11 @@ def rebuild(index: Index, files: Mapping[int, SlotFile], namespace: bytes, progr
                         newest[one.key] = one
                 done += len(part)
                 progress(done, total)
-    pages = sorted(newest.values())
+    pages = list(newest.values())
     with index.changes() as changes:
-        changes.clear()
         for one in pages:
-            changes.next_tick = max(changes.next_tick, one.sequence)  # so that later sequences are higher
-            changes.put(one.key, one.slot, one.payload_bytes, one.page_bytes)
+            changes.put(one.key, Entry(one.slot, one.payload_bytes, one.page_bytes), max(1, one.sequence))
+    index.uses.restart_clock()  # so that later sequences are higher
     for page_bytes, file in files.items():
         used = {one.slot for one in pages if one.page_bytes == page_bytes}
         file.truncate(max(used, default=-1) + 1)

@@ -1,7 +1,7 @@
-"""The open files of a store, for the process that writes it and, as a base, for those that only read it.
+"""The open files of a store, which one process has open at a time.
 
-DIR/store.json       identity and settings (records.py)     DIR/writer.lock        held by the writer (directory.py)
-DIR/pages-SIZE.dat   slots (slot_file.py)                   DIR/live, DIR/index.mdb  the index (live_index.py)
+DIR/store.json       identity and settings (records.py)   DIR/writer.lock   held while it is open (directory.py)
+DIR/pages-SIZE.dat   slots (slot_file.py)                 DIR/index.mdb     while it is closed, its index (index.py)
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from hicache.storage.directory import (
     sync_directory,
 )
 from hicache.storage.index import Index, io_errors
-from hicache.storage.live_index import LiveFolder, copy_sealed, seal
 from hicache.storage.rebuild import Progress, rebuild
 from hicache.storage.records import StoreRecord
 from hicache.storage.slot_file import SlotFile
@@ -36,27 +35,44 @@ log = logging.getLogger("hicache.storage")
 
 @dataclass(frozen=True)
 class OpenPages:
-    """What a page is read from: the index, and the slot files by page size. Valid inside `OpenFiles.reading`."""
+    """What a page is read from: the index, and the slot files by page size. Valid inside `StoreFiles.reading`."""
 
     index: Index
     files: dict[int, SlotFile]
 
     def file_bytes(self) -> int:
-        """The disk space of the slots, and of the index once it is sealed."""
+        """The disk space of the slots, and of the index once that is sealed."""
         return sum(file.allocated_bytes() for file in self.files.values()) + self.index.num_bytes()
 
 
-class OpenFiles:
-    """A store whose index may be closed or replaced while threads read: an LMDB buffer is an address in its map, and
-    accessing it after the map is gone ends the process. So that waits until no reader is inside, and keeps new ones
-    out."""
+class StoreFiles:
+    """Owns everything that is open of one store, from construction to `close`.
 
-    def __init__(self, path: Path, record: StoreRecord) -> None:
+    `reading` from any thread, everything else from the writer. The index may be closed or replaced while threads read:
+    an LMDB buffer is an address in its map, and accessing it after the map is gone ends the process. So that waits
+    until no reader is inside, and keeps new ones out. `rebuilt_pages`: how many pages the index had when it was built
+    anew by this opening, None if it was sealed. `keeps_index`: see `LmdbPageStore`. Raises `StoreError` and its
+    subclasses; then nothing stays locked or open.
+    """
+
+    def __init__(self, path: Path, record: StoreRecord, progress: Progress | None, *, keeps_index: bool) -> None:
         self.path, self.record, self.closed = path, record, False
         self.owner = OwnerProcess(f"the store {path}")
         self.pages: OpenPages  # the writer needs no lock against itself
         self._changed = threading.Condition()
         self._num_readers, self._is_replacing = 0, False
+        self._progress, self._keeps_index = progress or (lambda done, total: None), keeps_index
+        self.rebuilt_pages: int | None = None
+        with contextlib.ExitStack() as held:
+            self.lock = held.enter_context(contextlib.closing(WriterLock(path)))
+            try:
+                self._recorded = _record(path, record)
+                files = _open_slot_files(path, record, held)
+                sync_directory(path)
+                self._open_index(files, rebuilds=False)
+            except io_errors as error:
+                raise StoreError(f"cannot open the store {path}: {error}; free space or repair the disk") from error
+            self._held = held.pop_all()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[OpenPages]:
@@ -73,49 +89,11 @@ class OpenFiles:
                 self._num_readers -= 1
                 self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def replacing(self) -> Iterator[None]:
-        """Nobody reads inside the block."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_replacing)
-            self._is_replacing = True
-            self._changed.wait_for(lambda: not self._num_readers)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_replacing = False
-                self._changed.notify_all()
-
     def require_open(self) -> None:
         """`StoreError` when the store is closed, NotRunning in a fork."""
         self.owner.require_here()
         if self.closed:
             raise StoreError("the store is closed; open it again")
-
-
-class WriterFiles(OpenFiles):
-    """Owns everything that is open for one writer, from construction to `close`.
-
-    `reading` from any thread, everything else from the writer. `rebuilt_pages`: how many pages the index had when it
-    was built anew by this opening, None if it was sealed. `keeps_index`: see `LmdbPageStore`. Raises `StoreError` and
-    its subclasses; then nothing stays locked or open.
-    """
-
-    def __init__(self, path: Path, record: StoreRecord, progress: Progress | None, *, keeps_index: bool) -> None:
-        super().__init__(path, record)
-        self._progress, self._keeps_index = progress or (lambda done, total: None), keeps_index
-        self.rebuilt_pages: int | None = None
-        with contextlib.ExitStack() as held:
-            self.lock = held.enter_context(contextlib.closing(WriterLock(path)))
-            try:
-                self._recorded = _record(path, record)
-                files = open_slot_files(path, record, held, writable=True)
-                sync_directory(path)
-                self._open_index(files, rebuilds=False)
-            except io_errors as error:
-                raise StoreError(f"cannot open the store {path}: {error}; free space or repair the disk") from error
-            self._held = held.pop_all()
 
     def record_settings(self) -> None:
         """Record how the store is open now. Not before it is within its budget, which may be what makes room."""
@@ -129,57 +107,74 @@ class WriterFiles(OpenFiles):
     def rebuild(self) -> None:
         """Build the index anew from the slots. OSError or what LMDB raises; then every read is a miss."""
         self.lock.require_same()
-        with self.replacing():
-            self._held_index.close()
+        with self._replacing():
+            self.pages.index.close()
             self._open_index(self.pages.files, rebuilds=True)
 
     def close(self, *, is_whole: bool) -> None:
         """Wait for readers, seal the index if it `is_whole`, and release everything."""
-        with self.replacing():
+        with self._replacing():
             self.closed = True
             try:
                 if is_whole:
                     self.lock.require_same()
                     self.slots.trim()
-                    seal(self.path, self.pages.index)
+                    self.pages.index.seal(self.path / INDEX_FILE)
             except io_errors as error:
                 log.warning("the index of the store %s is not sealed, and is rebuilt next time: %s", self.path, error)
             finally:
-                self._held_index.close()
+                self.pages.index.close()
                 self._held.close()
+
+    @contextlib.contextmanager
+    def _replacing(self) -> Iterator[None]:
+        """Nobody reads inside the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_replacing)
+            self._is_replacing = True
+            self._changed.wait_for(lambda: not self._num_readers)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_replacing = False
+                self._changed.notify_all()
 
     def _open_index(self, files: dict[int, SlotFile], *, rebuilds: bool) -> None:
         """The sealed index, or a new one built from the slots where there is none that fits them. What was sealed is
         removed: it will not be true any more."""
+        sealed = None if rebuilds else Index.open_sealed(self.path / INDEX_FILE, self.record.budget_bytes)
         with contextlib.ExitStack() as held:
-            live = held.enter_context(contextlib.closing(LiveFolder(self.path)))
-            is_sealed = not rebuilds and copy_sealed(self.path, live.data)
-            if not is_sealed:
-                live.data.unlink(missing_ok=True)
-            index = held.enter_context(contextlib.closing(Index(live.path, self.record.budget_bytes, writable=True)))
-            self.slots = Slots(files, index.records())
-            if not is_sealed or (self.slots.num_misplaced and not self._keeps_index):
-                sealed_pages = index.num_pages()
-                if num_slots := sum(file.num_slots() for file in files.values()):
-                    log.info("the index of the store %s is built anew from its %d slots", self.path, num_slots)
-                rebuild(index, files, self.record.namespace, self._progress)
-                self.slots, self.rebuilt_pages = Slots(files, index.records()), index.num_pages()
-                if self.rebuilt_pages < sealed_pages:
-                    lost = "%d of %d pages of the store %s are lost: since it was closed its files were cut or removed"
-                    log.warning(lost, sealed_pages - self.rebuilt_pages, sealed_pages, self.path)
-            live.publish()
+            if sealed is not None:
+                index = held.enter_context(contextlib.closing(sealed))
+                self.slots = Slots(files, index.records())
+            if sealed is None or (self.slots.num_misplaced and not self._keeps_index):
+                index = held.enter_context(contextlib.closing(Index(self.record.budget_bytes)))
+                num_slots = sum(file.num_slots() for file in files.values())
+                if num_slots and not rebuilds:
+                    log.warning("the index of the store %s is built anew from its %d slots", self.path, num_slots)
+                self._rebuild(index, files, sealed_pages=0 if sealed is None else sealed.num_pages())
+                if sealed is not None:
+                    sealed.close()
             (self.path / INDEX_FILE).unlink(missing_ok=True)
             sync_directory(self.path)
-            self.pages, self._held_index = OpenPages(index, files), held.pop_all()
+            self.pages = OpenPages(index, files)
+            held.pop_all()
+
+    def _rebuild(self, index: Index, files: dict[int, SlotFile], *, sealed_pages: int) -> None:
+        """Fill an empty index from the slots. `sealed_pages`: how many there should be."""
+        rebuild(index, files, self.record.namespace, self._progress)
+        self.slots, self.rebuilt_pages = Slots(files, index.records()), index.num_pages()
+        if self.rebuilt_pages < sealed_pages:
+            lost = "%d of %d pages of the store %s are lost: since it was closed its files were cut or removed"
+            log.warning(lost, sealed_pages - self.rebuilt_pages, sealed_pages, self.path)
 
 
-def open_slot_files(
-    path: Path, record: StoreRecord, held: contextlib.ExitStack, *, writable: bool
-) -> dict[int, SlotFile]:
+def _open_slot_files(path: Path, record: StoreRecord, held: contextlib.ExitStack) -> dict[int, SlotFile]:
     """The slot files by page size, which `held` closes. OSError for what cannot be opened."""
     files = {}
     for page_bytes in record.page_sizes:
-        file = SlotFile(slots_file(path, page_bytes), record.slot_bytes(page_bytes), writable=writable)
+        file = SlotFile(slots_file(path, page_bytes), record.slot_bytes(page_bytes), writable=True)
         files[page_bytes] = held.enter_context(contextlib.closing(file))
     return files
 

@@ -72,8 +72,7 @@ MUTATIONS = (
     Mutation("storage/slot_file.py", "_CHECKSUM.unpack_from(raw, end)[0] != xxhash", "0 and xxhash", STORE),
     Mutation("storage/lmdb_writer.py", "            self._sync_group()\n            with", "            with", STORE),
     Mutation("storage/index.py",
-             "            self._txn.delete(_TICK.pack(entry.tick), db=self._recency)\n            self._txn.put(",
-             "            self._txn.put(", STORE),
+             "            self._txn.delete(_SLOT.pack(entry.page_bytes, entry.slot), db=self._slots)\n", "", STORE),
     Mutation("storage/rebuild.py", "if one.key not in newest or newest[one.key] < one:",
              "if one.key not in newest:", STORE),
     # Codec

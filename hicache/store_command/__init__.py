@@ -22,9 +22,9 @@ from hicache.store_config import MAX_STORE_BYTES
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The subcommands of `hicache store`, each with its flags."""
     subparsers = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
-    _add(subparsers, commands.stat, "stat", "what a store holds; works while it is written")
+    _add(subparsers, commands.stat, "stat", "what a store holds; of one that is open, what its record says")
 
-    listing = _add(subparsers, commands.ls, "ls", "keys, sizes and codecs in use order; works while it is written")
+    listing = _add(subparsers, commands.ls, "ls", "keys, sizes and codecs in use order")
     limit = Whole("list at most so many pages; without it, all", minimum=1)
     listing.add_argument("--limit", type=as_flag(limit), metavar="N", help=limit.help)
     listing.add_argument("--newest", action="store_true", help="most recently used first (default: least recently)")
@@ -42,9 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _takes_size(evicting, "--to", "maximum disk space of the store, like 2GB; 0 empties it", required=True)
     _takes_key(evicting)
 
-    exporting = _add(
-        subparsers, commands.export_pages, "export", "write all pages to an archive; works while it is written"
-    )
+    exporting = _add(subparsers, commands.export_pages, "export", "write all pages to an archive")
     exporting.add_argument("file", metavar="FILE", help="the archive, - for the standard output")
     exporting.add_argument("--force", action="store_true", help="replace FILE if it exists")
     _takes_key(exporting)

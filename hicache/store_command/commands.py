@@ -14,7 +14,6 @@ from hicache.console import columns, printable, sized
 from hicache.errors import ConfigError
 from hicache.storage import (
     Fault,
-    LmdbPageReader,
     LmdbPageStore,
     PageCipher,
     PageFilter,
@@ -104,7 +103,11 @@ def _stat_all(path: Path, folders: Sequence[Path]) -> Outcome:
         named: list[tuple[str, object]] = [
             (name, found.identity[name]) for name in _SUMMARY_FIELDS if name in found.identity
         ]
-        rows = [("entries", found.entries), ("file", sized(found.file_bytes)), ("budget", sized(found.budget_bytes))]
+        rows = [
+            ("entries", _known(found.entries)),
+            ("file", sized(found.file_bytes)),
+            ("budget", sized(found.budget_bytes)),
+        ]
         parts.append(columns([("path", folder), *named, *rows, ("written by", _writer(found))]))
     failed = any("error" in one for one in stats)
     return Outcome({"path": str(path), "stores": stats}, "\n\n".join(parts), status=int(failed))
@@ -121,8 +124,8 @@ def _stat_one(found: StoreDescription) -> Outcome:
         ("level", found.level),
         ("durability", found.durability),
         ("encrypted", f"with the key {found.key_id}" if found.encrypted else "no"),
-        ("entries", found.entries),
-        ("live", f"{sized(found.live_bytes)}, of pages of {sized(found.raw_bytes)}"),
+        ("entries", _known(found.entries)),
+        ("live", _live(found)),
         ("file", sized(found.file_bytes)),
         ("budget", sized(found.budget_bytes)),
         ("ratio", "-" if ratio is None else f"{ratio:.3f} bytes of pages a byte stored"),
@@ -132,9 +135,19 @@ def _stat_one(found: StoreDescription) -> Outcome:
 
 
 def _stats_of(found: StoreDescription) -> dict[str, Any]:
-    ratio = found.raw_bytes / found.live_bytes if found.live_bytes else None
+    ratio = found.raw_bytes / found.live_bytes if found.raw_bytes and found.live_bytes else None
     changed = {"path": str(found.path), "identity": dict(found.identity), "encrypted": found.encrypted, "ratio": ratio}
     return {**dataclasses.asdict(found), **changed}
+
+
+def _known(number: int | None) -> object:
+    return "-" if number is None else number
+
+
+def _live(found: StoreDescription) -> str:
+    if found.live_bytes is None or found.raw_bytes is None:
+        return "-"
+    return f"{sized(found.live_bytes)}, of pages of {sized(found.raw_bytes)}"
 
 
 def _writer(found: StoreDescription) -> str:
@@ -149,7 +162,7 @@ def _filter_text(filter: PageFilter) -> str:
 
 def ls(task: Task) -> Outcome:
     limit, newest = task.flags.limit, task.flags.newest
-    with contextlib.closing(LmdbPageReader(task.path, cipher=task.cipher())) as store:
+    with _opened(task, task.cipher(), keeps_index=True) as store:
         listed = list(list_pages(store, newest=newest, limit=limit))
     stats = {
         "path": str(task.path),
@@ -163,7 +176,7 @@ def ls(task: Task) -> Outcome:
 def verify_pages(task: Task) -> Outcome:
     repair, cipher = task.flags.repair, task.cipher()
     report, left, rebuilt = _verify_once(task, cipher)
-    encrypted = describe(task.path).encrypted
+    encrypted = bool(read_record(task.path).key_id)
     stats = {
         "path": str(task.path),
         "pages": report.pages,
@@ -182,7 +195,7 @@ def _verify_once(task: Task, cipher: PageCipher | None) -> tuple[VerifyReport, t
     """The first report, after a repair if that is asked for, the faults that are left, and how many pages the index had
     if opening built it anew."""
     repair = task.flags.repair
-    with _opened_to_write(task, cipher, keeps_index=True) as store:
+    with _opened(task, cipher, keeps_index=True) as store:
         with task.progress.during("verifying") as step:
             report = verify(store, step, repair=repair)
         if not repair or not report.faults:
@@ -192,7 +205,7 @@ def _verify_once(task: Task, cipher: PageCipher | None) -> tuple[VerifyReport, t
 
 
 def compact(task: Task) -> Outcome:
-    with _opened_to_write(task, task.cipher()) as store:
+    with _opened(task, task.cipher()) as store:
         with task.progress.during("compacting"):
             before_bytes = store.stats().file_bytes
             saved_bytes = store.compact()
@@ -209,7 +222,7 @@ def compact(task: Task) -> Outcome:
 
 def evict_pages(task: Task) -> Outcome:
     to_bytes = task.flags.to
-    with _opened_to_write(task, task.cipher()) as store:
+    with _opened(task, task.cipher()) as store:
         with task.progress.during("evicting"):
             num_evicted = evict(store, to_bytes)
         _require_written(store, task)
@@ -230,18 +243,20 @@ def export_pages(task: Task) -> Outcome:
     name = task.flags.file
     if name == STREAM and task.flags.json:
         raise ConfigError("the archive goes to the standard output, and so does --json; leave one of them out")
-    found = describe(task.path)
-    reader = LmdbPageReader(task.path, cipher=task.cipher())
-    with contextlib.closing(reader) as store, destination(name, force=task.flags.force) as file:
+    with (
+        destination(name, force=task.flags.force) as file,
+        _opened(task, task.cipher(), keeps_index=True) as store,
+    ):
+        num_pages = store.stats().entries
         archive = ArchiveWriter(file, name, read_record(task.path))
         with task.progress.during("exporting") as step:
             for key, value in pages(store):
                 archive.add(key, value)
-                step(archive.num_entries, max(found.entries, archive.num_entries))
+                step(archive.num_entries, num_pages)
         if store.stats().read_errors:
             raise StoreError(f"{task.log.last(f'cannot read the store {task.path}')}; verify the store")
         archive.finish()
-    left_out = max(0, found.entries - archive.num_entries)
+    left_out = num_pages - archive.num_entries
     stats = {
         "path": str(task.path),
         "file": name,
@@ -251,7 +266,7 @@ def export_pages(task: Task) -> Outcome:
     }
     rows: list[tuple[str, object]] = [("exported", f"{archive.num_entries} pages")]
     if left_out:
-        rows.append(("left out", f"{left_out} pages that are damaged or were removed meanwhile; verify the store"))
+        rows.append(("left out", f"{left_out} pages that are damaged; verify the store"))
     return Outcome(stats, columns([*rows, ("archive", sized(archive.written_bytes))]))
 
 
@@ -303,8 +318,6 @@ def _verify_text(stats: dict[str, Any]) -> str:
     for fault in faults:
         where = f"page {fault['key']}: " if fault["key"] else ""
         lines.append(printable(f"{fault['action'] or 'left as it is':<14}  {where}{fault['reason']}"))
-    if stats["rebuilt"] is not None:
-        lines.append(f"the store was not closed: its index was built anew, with {stats['rebuilt']} pages")
     remedy = ""
     if faults and repaired:
         remedy = (
@@ -337,7 +350,7 @@ def _fault_stats(fault: Fault) -> dict[str, str | None]:
 
 
 @contextlib.contextmanager
-def _opened_to_write(task: Task, cipher: PageCipher | None, *, keeps_index: bool = False) -> Iterator[LmdbPageStore]:
+def _opened(task: Task, cipher: PageCipher | None, *, keeps_index: bool = False) -> Iterator[LmdbPageStore]:
     with task.progress.during("rebuilding the index") as step:
         store = open_existing(task.path, cipher=cipher, progress=step, keeps_index=keeps_index)
     try:

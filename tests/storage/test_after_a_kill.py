@@ -43,7 +43,7 @@ def held(store: LmdbPageStore) -> Versions:
 
 def kill(folder: Path, copy: Path) -> None:
     """Have in `copy` what is there after the process of a store was killed now."""
-    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("live*"))
+    shutil.copytree(folder, copy)
 
 
 class History:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hicache.storage import LmdbPageStore, PageBuffer, StoreError, describe, evict
+from hicache.storage import (
+    LmdbPageStore,
+    PageBuffer,
+    StoreError,
+    describe,
+    evict,
+    list_pages,
+    open_existing,
+    use_order,
+)
+from hicache.storage.index import Index
 from hicache.storage.slot_file import SlotFile
 from storage_pages import (
     PAGE_BYTES,
@@ -140,6 +151,62 @@ def test_no_more_is_evicted_than_it_takes(tmp_path: Path) -> None:
                 needed_bytes = writer.slots.used_bytes + pages.index.num_bytes()
                 page_bytes = writer.slots.space_of(PAGE_BYTES, PAGE_BYTES)
             assert evict(store, needed_bytes - 3 * page_bytes - more_bytes) == num_pages
+
+
+@pytest.mark.parametrize("chosen", [1, 5, 4096])
+def test_the_least_recently_used_go_first(tmp_path: Path, chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was put, read, touched and deleted, and however often the store was closed and opened: pages are listed
+    and evicted in the order of their last use, and a use changes nothing in the index."""
+    monkeypatch.setattr(use_order, "_MIN_CHOSEN", chosen)
+    draw, order = random.Random(chosen), list[int]()  # least recently used first
+    store = open_store(tmp_path, level=0)
+    for _ in range(150):
+        numbers = draw.sample(range(60), 3)
+        way = draw.choice(["put", "get", "touch", "delete", "evict", "close"])
+        if way == "close":
+            store.close()
+            store = open_existing(tmp_path)
+        elif way == "delete":
+            assert store.delete([key_of(n) for n in numbers[:1]]) == (numbers[0] in order)
+            order = [n for n in order if n != numbers[0]]
+        elif way == "evict" and order:
+            with store.writing() as writer, store.reading() as pages:
+                used_bytes = writer.slots.used_bytes + pages.index.num_bytes()
+            num_evicted = evict(store, max(0, used_bytes - 3 * 5 * 4096))
+            order = order[num_evicted:]
+            assert num_evicted <= 4 or not order
+        elif way == "put":
+            present = [n for n in reversed(numbers) if n in order]
+            absent = [n for n in reversed(numbers) if n not in order]
+            assert put_numbers(store, numbers) == [True] * 3
+            order = [n for n in order if n not in present] + present + absent
+        else:
+            with monkeypatch.context() as patched:
+                patched.setattr(Index, "changes", None)
+                if way == "get":
+                    assert found_numbers(store, numbers) == set(numbers) & set(order)
+                else:
+                    store.touch([key_of(n) for n in numbers])
+            used = [n for n in reversed(numbers) if n in order]
+            order = [n for n in order if n not in used] + used
+        listed = [page.key for page in list_pages(store, newest=False, limit=None)]
+        assert listed == [key_of(n) for n in order]
+    store.check()
+    assert [page.key for page in list_pages(store, newest=True, limit=2)] == [key_of(n) for n in order[:-3:-1]]
+    store.close()
+
+
+def test_a_put_looks_its_keys_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call that names present pages, absent ones, one of them twice, and evicts, the answer is what is there."""
+    with contextlib.closing(open_store(tmp_path, budget_bytes=budget_of(20))) as store:
+        put_numbers(store, range(10))
+        contains, asked = Index.contains, list[int]()
+        monkeypatch.setattr(Index, "contains", lambda self, keys: asked.append(len(keys)) or contains(self, keys))
+        numbers = [3, 30, *range(40, 70), 4, 30]
+        stored = put_numbers(store, numbers)
+        assert asked == [len(set(numbers))]
+        assert stored == store.contains([key_of(n) for n in numbers])
+        assert any(stored) and not all(stored)
 
 
 def test_space_comes_back(tmp_path: Path) -> None:

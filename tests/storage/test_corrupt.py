@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.storage import LmdbPageReader, PageFilter, StoreCorrupt, StoreError, StoreMismatch, verify
+from hicache.storage import PageFilter, StoreCorrupt, StoreError, StoreMismatch, verify
 from hicache.storage.slot_file import BLOCK_BYTES, SlotBlock
 from storage_pages import (
     PAGE_BYTES,
@@ -176,8 +176,8 @@ def test_an_index_that_contradicts_itself_is_not_used(tmp_path: Path, slot: str)
     def contradict(txn: Any, tables: dict[str, Any]) -> None:
         one, other = (bytes(txn.get(key_of(n), db=tables["pages"])) for n in range(2))
         places = {"far away": 1 << 40, "behind the end": 4}
-        place = places[slot].to_bytes(8, "little") if slot in places else other[8:16]
-        txn.put(key_of(0), one[:8] + place + one[16:], db=tables["pages"])
+        place = places[slot].to_bytes(8, "little") if slot in places else other[:8]
+        txn.put(key_of(0), place + one[8:], db=tables["pages"])
 
     change_index(tmp_path, contradict)
     with contextlib.closing(open_store(tmp_path, **SETTINGS)) as store:
@@ -192,9 +192,9 @@ def test_a_wrong_index_costs_misses(tmp_path: Path) -> None:
 
     def mislead(txn: Any, tables: dict[str, Any]) -> None:
         one, other, long = (bytes(txn.get(key_of(n), db=tables["pages"])) for n in range(3))
-        txn.put(key_of(0), one[:8] + other[8:], db=tables["pages"])
-        txn.put(key_of(1), other[:8] + one[8:], db=tables["pages"])
-        txn.put(key_of(2), long[:16] + (1 << 31).to_bytes(4, "little") + long[20:], db=tables["pages"])
+        txn.put(key_of(0), other, db=tables["pages"])
+        txn.put(key_of(1), one, db=tables["pages"])
+        txn.put(key_of(2), long[:8] + (1 << 31).to_bytes(4, "little") + long[12:], db=tables["pages"])
 
     change_index(tmp_path, mislead)
     with contextlib.closing(open_store(tmp_path, **SETTINGS)) as store:
@@ -228,13 +228,11 @@ def damage(path: Path, generator: random.Random) -> None:
 
 
 def run_damaged(path: Path, whole: Path, seed: int) -> str:
-    """Damage a copy of a store and use it, as a reader and as a writer; what came of it."""
+    """Damage a copy of a store and use it; what came of it."""
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(whole, path)
     damage(path, random.Random(seed))
     settings = {"page_bytes": MIXED}
-    with contextlib.suppress(StoreError), contextlib.closing(LmdbPageReader(path)) as reader:
-        found_numbers(reader, range(30), MIXED)  # compares every byte of what is found
     try:
         store = open_store(path, **settings)
     except StoreError:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.storage import LmdbPageReader, StoreError, StoreLocked, describe, live_index
-from hicache.storage.live_index import MEMORY
+from hicache.storage import StoreError, StoreLocked, describe
 from storage_pages import (
     IDENTITY,
     found_numbers,
@@ -56,14 +55,11 @@ def descriptors() -> list[str]:
 
 @pytest.mark.usefixtures("open_umask")
 def test_files_are_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the umask, only the user can read or write what a store makes, its index in memory included."""
+    """Whatever the umask, only the user can read or write what a store makes."""
     path = tmp_path / "parent" / "store"
     store = open_store(path)
     put_numbers(store, range(30))
     assert set(modes(path).values()) == {0o600, 0o700} and modes(path)[""] == 0o700
-    index = (path / "live").readlink()
-    assert set(modes(index).values()) == {0o600, 0o700}
-    assert stat.S_IMODE(index.parent.stat().st_mode) == 0o700
     store.close()
     assert set(modes(path).values()) == {0o600, 0o700} and "index.mdb" in modes(path)
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o777, "what is above it is not the store's"
@@ -134,14 +130,13 @@ def test_a_store_that_took_the_place_has_one_writer(tmp_path: Path) -> None:
     new.close()
 
 
-@pytest.mark.parametrize("why", ["identity", "damaged record", "slots", "reader"])
+@pytest.mark.parametrize("why", ["identity", "damaged record", "slots"])
 def test_no_descriptor_is_left(tmp_path: Path, why: str) -> None:
-    """Opening and closing, and openings that fail, leave no descriptor open and no index in memory."""
+    """Opening and closing, and openings that fail, leave no descriptor open, and a store no file anywhere else."""
     path = tmp_path / "store"
     with contextlib.closing(open_store(path)) as store:
         put_numbers(store, range(20))
-    opens = LmdbPageReader if why == "reader" else open_store
-    changes = {"identity": {**IDENTITY, "model": "huge"}} if why in ("identity", "reader") else {}
+    changes = {"identity": {**IDENTITY, "model": "huge"}} if why == "identity" else {}
     file = {"damaged record": path / "store.json", "slots": slots_path(path)}.get(why)
     before = descriptors()
     if file is not None:
@@ -149,50 +144,12 @@ def test_no_descriptor_is_left(tmp_path: Path, why: str) -> None:
         file.write_text("{}") if why == "damaged record" else file.mkdir()
     for _ in range(2):
         with pytest.raises(StoreError):
-            opens(path, **changes)
+            open_store(path, **changes)
         assert descriptors() == before
     if file is not None:
         file.unlink() if file.is_file() else file.rmdir()
         (tmp_path / "moved").rename(file)
-    open_store(path).close()
-    LmdbPageReader(path).close()
+    with contextlib.closing(open_store(path)):
+        opened = set(descriptors()) - set(before)
+        assert {name for name in opened if not name.startswith(str(path))} == {"/memfd:hicache-index (deleted)"}
     assert descriptors() == before
-    held = path.stat()
-    assert not list(MEMORY.glob(f"hicache-*/{held.st_dev:x}-{held.st_ino:x}-*"))
-
-
-@pytest.mark.parametrize("place", ["nothing", "a file", "open to others"])
-def test_without_memory_the_index_is_in_the_directory(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Where the index has no private place in memory, it lies in the directory, with a warning; the store works, and
-    leaves nothing behind."""
-    folder = tmp_path / f"hicache-{os.geteuid()}"
-    if place == "a file":
-        folder.write_text("of somebody else")
-    elif place == "open to others":
-        folder.mkdir()
-        folder.chmod(0o777)
-    if place == "nothing":
-        monkeypatch.setattr(live_index, "MEMORY", tmp_path / "none")
-    else:
-        monkeypatch.setattr(live_index, "_memory_path", lambda: folder)
-    store = open_store(tmp_path / "store")
-    assert "the index of" in caplog.text and (tmp_path / "store" / "live.tmp").is_dir()
-    assert put_numbers(store, range(8)) == [True] * 8 and found_numbers(store, range(9)) == set(range(8))
-    store.close()
-    assert not (tmp_path / "store" / "live.tmp").exists()
-    with contextlib.closing(LmdbPageReader(tmp_path / "store")) as reader:
-        assert found_numbers(reader, range(9)) == set(range(8))
-
-
-def test_what_a_killed_writer_left_in_memory_goes(tmp_path: Path) -> None:
-    """The index in memory of a process that was killed is removed when this user's next store is opened; those of
-    living writers stay."""
-    held = open_store(tmp_path / "held")
-    left = (tmp_path / "held" / "live").readlink().parent / "0-0-of-a-process-that-died"
-    left.mkdir()
-    (left / "data.mdb").write_bytes(b"index")
-    open_store(tmp_path / "other").close()
-    assert not left.exists() and put_numbers(held, [1]) == [True]
-    held.close()

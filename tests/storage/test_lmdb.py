@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hicache.storage import LmdbPageReader, PageFilter, PageFormat, StoreCorrupt, StoreError, StoreMismatch, describe
+from hicache.storage import PageFilter, PageFormat, StoreCorrupt, StoreError, StoreMismatch, describe, open_existing
 from storage_pages import IDENTITY, PAGE_BYTES, found_numbers, key_of, open_store, put_numbers
 
 FORMATS = (
@@ -65,8 +65,8 @@ def test_identity(tmp_path: Path) -> None:
     for change, both in changes:
         with pytest.raises(StoreMismatch, match=both):
             open_store(tmp_path, **{"formats": FORMATS, **change})
-    with contextlib.closing(LmdbPageReader(tmp_path)) as reader:
-        assert reader.page_sizes == SIZES and found_numbers(reader, range(7), SIZES) == set(range(6))
+    with contextlib.closing(open_existing(tmp_path)) as store:
+        assert store.page_sizes == SIZES and found_numbers(store, range(7), SIZES) == set(range(6))
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -78,11 +78,11 @@ def test_encrypted_store(tmp_path: Path) -> None:
 
 
 def plant(txn: Any, tables: dict[str, Any]) -> None:
-    """Wrong records in the index of the numbers 0 to 29: of places and of use."""
+    """Wrong records in the index of the numbers 0 to 29: of two pages, and of a slot that is free."""
     one, other = (bytes(txn.get(key_of(number), db=tables["pages"])) for number in (7, 8))
-    txn.put(key_of(7), one[:8] + other[8:], db=tables["pages"])
-    txn.put(key_of(8), other[:8] + one[8:], db=tables["pages"])
-    txn.put((900).to_bytes(8, "big"), key_of(77), db=tables["recency"])
+    txn.put(key_of(7), other, db=tables["pages"])
+    txn.put(key_of(8), one, db=tables["pages"])
+    txn.put(PAGE_BYTES.to_bytes(4, "big") + (900).to_bytes(8, "big"), key_of(77), db=tables["slots"])
 
 
 def test_verify_finds_and_repairs_every_fault(tmp_path: Path) -> None:

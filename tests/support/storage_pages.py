@@ -95,8 +95,8 @@ def change_index(path: Path, body: Callable[[Any, dict[str, Any]], None]) -> Non
     """Change the tables of a closed store's index behind its back, and seal it again."""
     file = path / "index.mdb"
     os.truncate(file, file.stat().st_size - 8)
-    with lmdb.open(str(file), subdir=False, max_dbs=2, map_size=1 << 27, lock=False) as env:
-        tables = {name: env.open_db(name.encode()) for name in ("pages", "recency")}
+    with lmdb.open(str(file), subdir=False, max_dbs=3, map_size=1 << 27, lock=False) as env:
+        tables = {name: env.open_db(name.encode()) for name in ("pages", "slots", "uses")}
         with env.begin(write=True) as txn:
             body(txn, tables)
     with file.open("ab") as sealed:

@@ -1,22 +1,20 @@
-"""Another process that has a store open, to write it or to read it: it obeys one command a line, and answers in one."""
+"""Another process that has a store open: it obeys one command a line, and answers in one."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import select
 import sys
 from typing import Any
 
-from hicache.storage import LmdbPageReader
 from programs import PIPE, Program, program
-from storage_pages import PAGE_BYTES, found_numbers, key_of, open_store, put_numbers
+from storage_pages import PAGE_BYTES, found_numbers, open_store, put_numbers
 
 
 class StoreProgram:
-    """The process, as its test sees it. `settings`: of `storage_pages.open_store`; None: it reads."""
+    """The process, as its test sees it. `settings`: of `storage_pages.open_store`."""
 
-    def __init__(self, path: object, settings: dict[str, Any] | None = None) -> None:
+    def __init__(self, path: object, settings: dict[str, Any]) -> None:
         self.process: Program = program(__file__, path, json.dumps(settings), stdin=PIPE)
         assert self.answer() == "ready"
 
@@ -32,9 +30,6 @@ class StoreProgram:
     def do(self, verb: str, *numbers: int) -> Any:
         self.send(verb, *numbers)
         return self.answer()
-
-    def has_answered(self) -> bool:
-        return bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def kill(self) -> list[Any]:
         """What it had answered and nobody had read; half a line is none."""
@@ -54,10 +49,9 @@ class StoreProgram:
 class Commands:
     """What the process can be told: the methods, and their arguments."""
 
-    def __init__(self, path: str, settings: dict[str, Any] | None) -> None:
-        self.path, self.settings = path, settings or {}
-        self.page_bytes = self.settings.get("page_bytes", PAGE_BYTES)
-        self.store: Any = LmdbPageReader(path) if settings is None else open_store(path, **settings)
+    def __init__(self, path: str, settings: dict[str, Any]) -> None:
+        self.page_bytes = settings.get("page_bytes", PAGE_BYTES)
+        self.store = open_store(path, **settings)
 
     def put(self, start: int, stop: int) -> int:
         return sum(put_numbers(self.store, range(start, stop), self.page_bytes))
@@ -70,28 +64,11 @@ class Commands:
                 print(json.dumps(numbers), flush=True)
             start += batch
 
-    def delete(self, start: int, stop: int) -> int:
-        return int(self.store.delete([key_of(n) for n in range(start, stop)]))
-
     def found(self, start: int, stop: int) -> list[int]:
         return sorted(found_numbers(self.store, range(start, stop), self.page_bytes))
 
-    def churn(self, start: int, stop: int) -> None:
-        """Change the store, close it and open it again, over and over."""
-        for number in range(start, stop):
-            put_numbers(self.store, [number, number + 1000, number + 2000], self.page_bytes)
-            self.store.delete([key_of(number - 1), key_of(number + 999), key_of(number + 1998)])
-            self.close()
-            self.open()
-
-    def open(self) -> None:
-        self.store = open_store(self.path, **self.settings)
-
     def close(self) -> None:
         self.store.close()
-
-    def check(self) -> None:
-        self.store.check()
 
     def stats(self) -> dict[str, Any]:
         return dataclasses.asdict(self.store.stats())

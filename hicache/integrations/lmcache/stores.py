@@ -17,7 +17,8 @@ import numpy as np
 from hicache.errors import HiCacheError
 from hicache.integrations.lmcache.layouts import ObjectKind, ObjectLayout
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig, require_usable
-from hicache.storage import PageBuffer, StoreError, describe, store_folders
+from hicache.storage import PageBuffer, StoreError, store_folders
+from hicache.storage.store_files import read_record
 from hicache.stores.staging import LOOK_S, StagedJob, StagedTier
 
 if TYPE_CHECKING:
@@ -132,12 +133,12 @@ class KindStores:
         self._unusable: set[ObjectKind] = set()
         for folder in () if config.is_served else store_folders(config.path):
             try:
-                found = describe(folder)
+                record = read_record(folder)
             except StoreError as error:
                 log.warning("a store is left out: %s", error)
                 continue
-            if found.identity.get("server") == server and found.key_id == key_id:
-                self._stores[ObjectKind.of_identity(found.identity)] = None
+            if record.identity.get("server") == server and record.key_id == key_id:
+                self._stores[ObjectKind.of_identity(record.identity)] = None
 
     @property
     def opened(self) -> list[KindStore]:
