@@ -20,14 +20,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
 
-from hicache.storage import base
-from hicache.storage.base import PageBuffer, StoreCorrupt, StoreError, StoreStats
+from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.process import frames
 from hicache.storage.process.client_queue import ClientQueue
 from hicache.storage.process.connection import Connection, ConnectionEnded
 from hicache.storage.process.frames import Body, FrameError, Kind
+from hicache.storage.process.health import SilenceWatch
 from hicache.storage.process.jobs import (
     FIND,
     FindDone,
@@ -53,10 +52,8 @@ log = logging.getLogger(__name__)
 _MAX_UNSENT_BYTES = 4 << 20  # beyond that, uses of pages are not told
 _MIN_SILENCE_S = 8 * LOOK_S  # a process with work says every LOOK_S that it is alive
 _OPEN_LOOK_S = 0.5
+_IDLE_POLLS = 256  # in a row, after which it is looked whether the process lives
 _STALLED_CLOSE_S = 0.5  # of `close`, beside a stalled thread
-_ERRORS: Final = {
-    error.__name__: error for error in (StoreError, base.StoreLocked, base.StoreMismatch, base.StoreCorrupt)
-}
 
 
 class State(enum.IntEnum):
@@ -94,8 +91,9 @@ class StoreClient:
         self.state, self.times_lost, self.page_sizes = State.LOST, 0, tuple[int, ...]()
         self._is_closing = False
         self._error: StoreError | None = None
-        self._doubted_s, self._why = math.inf, ""  # since when it may be lost, and why it was, since it last answered
-        self._heard_s = self._lost_at_s = self._retry_at_s = 0.0
+        self._silence, self._idle_polls = SilenceWatch(4 * LOOK_S), 0
+        self._why = ""  # it was lost, since it last answered
+        self._late_open_s = self._lost_at_s = self._retry_at_s = 0.0
         self._backoff_s = self._limits.reopen_backoff_s
         self._lookups = itertools.count(-2, -1)
         self._lookup: FindJob | None = None
@@ -114,13 +112,14 @@ class StoreClient:
         return self._transport.same_process
 
     def open(self, tolerates: tuple[type[StoreError], ...] = ()) -> StoreError | None:
-        """Start the process and wait until it has opened the store. Raises what opening raises there, or returns it
-        where it is tolerated: the store is tried again then, with growing delays."""
+        """Start the process and wait until it has opened the store, for `open_s` at most: after that it is used once it
+        is open. Raises what opening raises there, or returns it where it is tolerated: the store is tried again then,
+        with growing delays."""
         self._connect()
-        while self.state is State.OPENING:
+        while self.state is State.OPENING and self._late_open_s < math.inf:
             self.wait(_OPEN_LOOK_S)
             self.poll()
-        if self.state is not State.OPEN:
+        if self.state is State.LOST:
             error, self._error = self._error, None
             if isinstance(error, tolerates):
                 return error
@@ -153,18 +152,13 @@ class StoreClient:
         if self.reads.refuses() or self._lookup is not None:
             return None
         job = self._lookup = FindJob(next(self._lookups), tuple(keys), ReadClass.LOOKUP, tuple(others))
-        self._found = None
         self._send(frames.find(job))
         until_s = time.monotonic() + min(wait_s, self._limits.io_timeout_s)
         while self._lookup is job and (left_s := until_s - time.monotonic()) > 0:
             self.wait(left_s)
             self._receive()
-        return self._take_found()
-
-    def _take_found(self) -> FindDone | None:
-        """The answer to a lookup, where it has come."""
-        found, self._found = self._found, None
-        return found if found is not None and found.answered else None
+        found = self._found  # or the answer to one that nobody waited for so long
+        return found if found is not None and found.ticket == job.ticket and found.answered else None
 
     def used(self, keys: Sequence[bytes]) -> None:
         """A request used these pages, in the order of its prompt, whichever tier served them."""
@@ -176,13 +170,26 @@ class StoreClient:
         if self.state is State.LOST:
             self._poll_lost()
         elif self._is_waiting:
+            self._idle_polls = 0
             self._transport.look()
             self._receive()
-            silence_s = (now_s := time.monotonic()) - self._heard_s
-            is_late = silence_s > max(_MIN_SILENCE_S, self._limits.io_timeout_s) and self._is_waiting and self.is_open
-            self._doubted_s = min(self._doubted_s, now_s) if is_late else math.inf
-            if now_s - self._doubted_s > 4 * LOOK_S:  # at two polls, for the whole machine may have stood still
-                self._lose(f"the store process says nothing for {silence_s:.3g} s", announce=True)
+            if self._is_waiting:
+                self._look_for_silence()
+        else:
+            self._idle_polls += 1
+            if self._idle_polls > _IDLE_POLLS:
+                self._idle_polls = 0
+                self._receive()
+
+    def _look_for_silence(self) -> None:
+        limits, now_s = self._limits, time.monotonic()
+        enough_s = max(_MIN_SILENCE_S, limits.io_timeout_s if self.is_open else limits.open_s)
+        if self._silence.is_too_long(enough_s):
+            self._lose(f"the store process says nothing for {now_s - self._silence.heard_s:.3g} s", announce=True)
+        elif self.state is State.OPENING and now_s > self._late_open_s:
+            self._late_open_s = math.inf
+            text = "the store of the %s tier is not open after %g s, and is used once it is; is its disk frozen?"
+            log.warning(text, self._request.settings.name, limits.open_s)
 
     def close(self, within_s: float) -> bool:
         """Wait for what is under way, have the store closed, and let the process end. Idempotent.
@@ -192,6 +199,9 @@ class StoreClient:
         """
         until_s = time.monotonic() + within_s
         self._retry_at_s, self._error = math.inf, None
+        if self.state is State.OPENING and self._connection is not None:
+            self._is_closing = True
+            self._connection.finish()  # what it has not opened it closes by itself
         while self._is_waiting and not self._is_stalled and self._poll_until(until_s):
             continue
         if self.state is State.OPEN and not self._is_closing:
@@ -250,9 +260,9 @@ class StoreClient:
 
     def send_job(self, job: Job) -> None:
         """For the queues."""
-        data = frames.of_job(job, self._memories.locate(job.pages))
+        data = frames.of_job(job, self._memories.locate(job.pages, self.page_sizes))
         if not self._is_waiting:
-            self._heard_s = time.monotonic()
+            self._silence.heard()
         self._send(data)
 
     @property
@@ -266,7 +276,8 @@ class StoreClient:
 
     def _connect(self) -> None:
         connection = self._connection = Connection(self._transport.connect())
-        self.state, self._heard_s = State.OPENING, time.monotonic()
+        self.state, self._late_open_s = State.OPENING, time.monotonic() + self._limits.open_s
+        self._silence.heard()
         self.status.clear()
         try:
             connection.send_with(self.status.descriptor, frames.frame(Kind.OPEN, self._request.pack()))
@@ -293,7 +304,7 @@ class StoreClient:
             return
         try:
             for kind, body in self._connection.receive():
-                self._heard_s = time.monotonic()
+                self._silence.heard()
                 self._take(kind, body)
         except ConnectionEnded:
             self._has_ended()
@@ -308,7 +319,9 @@ class StoreClient:
             if self.state is State.OPENING:
                 self.state = State.OPEN
         elif kind is Kind.FAILED:
-            self._fail(json.loads(body.rest()))
+            self._error = body.failed()
+            if self.state is State.OPENING:
+                self._lose(str(self._error))
         elif kind is not Kind.CLOSED:  # which the end of the connection follows
             done, is_write = body.outcome(kind)
             if self._lookup is not None and not is_write and done.ticket == self._lookup.ticket:
@@ -322,17 +335,6 @@ class StoreClient:
                 self.reads.take(done)
             if not isinstance(done, Stalled):
                 self._backoff_s, self._why = self._limits.reopen_backoff_s, ""
-
-    def _fail(self, about: dict[str, object]) -> None:
-        name, message = str(about["error"]), str(about["message"])
-        if name == StoreCorrupt.__name__:
-            violations = about["violations"]
-            assert isinstance(violations, list)
-            self._error = StoreCorrupt(message, violations)
-        else:
-            self._error = _ERRORS.get(name, StoreError)(message)
-        if self.state is State.OPENING:
-            self._lose(message)
 
     def _lose(self, why: str, *, announce: bool = False) -> None:
         """Use the process no more. What was under way is answered when the connection ends."""
@@ -348,14 +350,11 @@ class StoreClient:
         self._why = why
         self._backoff_s = min(2 * self._backoff_s, self._limits.max_reopen_backoff_s)
         if announce:
-            self._announce_all()
+            self.reads.announce()
+            self.writes.announce()
         self._transport.end()
         if self._connection is not None:
             self._connection.finish()
-
-    def _announce_all(self) -> None:
-        self.reads.announce()
-        self.writes.announce()
 
     def _has_ended(self) -> None:
         """The connection has: nothing touches shared memory any more."""
@@ -386,7 +385,8 @@ class StoreClient:
             self._has_ended()
         else:
             if time.monotonic() - self._lost_at_s > self._limits.io_timeout_s:
-                self._announce_all()
+                self.reads.announce()
+                self.writes.announce()
 
     def wait(self, seconds: float) -> None:
         """Until there is something for `poll`, or that time is over. Another thread may submit meanwhile."""

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import enum
 import itertools
+import json
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from hicache.storage.base import StoreCorrupt, StoreError, StoreLocked, StoreMismatch
 from hicache.storage.process.jobs import (
     FindDone,
     FindJob,
@@ -32,6 +34,7 @@ from hicache.storage.process.jobs import (
     Stalled,
     WriteDone,
 )
+from hicache.storage.slot_file import MAX_KEY_BYTES
 
 VERSION = 1
 MAX_FRAME_BYTES = 64 << 20
@@ -48,6 +51,7 @@ _READ_DONE = struct.Struct("<qiId")  # ticket, batch, asked, seconds
 _WRITTEN = struct.Struct("<qidI")  # ticket, batch, seconds, count of verdicts
 _STALLED = struct.Struct("<qiB")  # ticket, batch, whether it is a write
 _MEMORY = struct.Struct("<IQ")  # number, bytes
+_ERRORS = {error.__name__: error for error in (StoreLocked, StoreMismatch)}
 
 
 class FrameError(ValueError):
@@ -93,6 +97,9 @@ def frame(kind: Kind, *parts: bytes) -> bytes:
 
 
 def keys_of(keys: Sequence[bytes]) -> bytes:
+    """StoreError for what is no key."""
+    if keys and not 1 <= min(map(len, keys)) <= max(map(len, keys)) <= MAX_KEY_BYTES:
+        raise StoreError(f"a key has 1 to {MAX_KEY_BYTES} bytes")
     return b"".join((_COUNT.pack(len(keys)), array("H", map(len, keys)).tobytes(), *keys))
 
 
@@ -136,6 +143,12 @@ def memory(number: int, num_bytes: int) -> bytes:
     return frame(Kind.MEMORY, _MEMORY.pack(number, num_bytes))
 
 
+def failed(error: Exception) -> bytes:
+    violations = list(error.violations) if isinstance(error, StoreCorrupt) else []
+    about = {"error": type(error).__name__, "message": str(error), "violations": violations}
+    return frame(Kind.FAILED, json.dumps(about).encode())
+
+
 def outcome(done: Outcome, *, is_write: bool) -> bytes:
     if isinstance(done, Stalled):
         return frame(Kind.STALLED, _STALLED.pack(done.ticket, done.batch, is_write))
@@ -169,6 +182,8 @@ class Body:
     def keys(self) -> tuple[bytes, ...]:
         (count,) = self.fields(_COUNT)
         lengths = array("H", self.take(2 * count))
+        if count and not 1 <= min(lengths) <= max(lengths) <= MAX_KEY_BYTES:
+            raise FrameError("a key of no length, or too long")
         joined = self.take(sum(lengths))
         ends = itertools.accumulate(lengths)
         return tuple(joined[end - length : end] for end, length in zip(ends, lengths, strict=True))
@@ -203,6 +218,13 @@ class Body:
     def memory(self) -> tuple[int, int]:
         number, num_bytes = self.fields(_MEMORY)
         return number, num_bytes
+
+    def failed(self) -> StoreError:
+        about = json.loads(self.rest())
+        name, message = str(about["error"]), str(about["message"])
+        if name == StoreCorrupt.__name__:
+            return StoreCorrupt(message, about["violations"])
+        return _ERRORS.get(name, StoreError)(message)
 
     def outcome(self, kind: Kind) -> tuple[Outcome, bool]:
         """What a job came to, and whether it was a write."""

@@ -13,6 +13,7 @@ import enum
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -27,14 +28,16 @@ class Limits:
     """When reads or writes stop, and when they are tried again.
 
     `io_timeout_s`: a job under way for longer opens the breaker. `reopen_backoff_s`: the first backoff; it doubles up
-    to `max_reopen_backoff_s`. `max_failures`: failures in a row that open the breaker. `close_s`: how long closing
-    waits for threads that do not return.
+    to `max_reopen_backoff_s`. `max_failures`: failures in a row that open the breaker. `open_s`: how long a client
+    waits for its store to be opened, before it goes on without. `close_s`: how long closing waits for threads that do
+    not return.
     """
 
     io_timeout_s: float = 10.0
     reopen_backoff_s: float = 1.0
     max_reopen_backoff_s: float = 300.0
     max_failures: int = 3
+    open_s: float = 30.0
     close_s: float = 30.0
 
 
@@ -165,3 +168,22 @@ class Watchdog(Generic[J]):
             for job in self._jobs:
                 announce(job)
             return self._token
+
+
+class SilenceWatch:
+    """Tells a process that says nothing from a machine that stood still: it is late at two looks, `apart_s` apart.
+
+    One thread. `heard_s`: when it said something, or was asked, on the clock of `time.monotonic`.
+    """
+
+    def __init__(self, apart_s: float) -> None:
+        self._apart_s, self.heard_s, self._doubted_s = apart_s, 0.0, math.inf
+
+    def heard(self) -> None:
+        self.heard_s, self._doubted_s = time.monotonic(), math.inf
+
+    def is_too_long(self, enough_s: float) -> bool:
+        """Whether it has said nothing for `enough_s`. To be asked again and again."""
+        now_s = time.monotonic()
+        self._doubted_s = min(self._doubted_s, now_s) if now_s - self.heard_s > enough_s else math.inf
+        return now_s - self._doubted_s > self._apart_s

@@ -11,32 +11,33 @@ frames.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
-import mmap
 import os
 import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from hicache.storage.base import PageBuffer, StoreCorrupt, StoreError
+from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.process import frames
 from hicache.storage.process.frames import OWN_MEMORY, Body, FrameError, Frames, Kind, Outcome, Pages
-from hicache.storage.process.jobs import PageBytes, ReadJob, Stalled, WriteJob
+from hicache.storage.process.io_queue import IoQueue
+from hicache.storage.process.jobs import Job, PageBytes, ReadJob, Stalled, WriteJob
 from hicache.storage.process.service import StoreService
+from hicache.storage.process.shared_memory import mapped, page_at
 from hicache.storage.process.status import SharedStatus
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
+J = TypeVar("J", bound=Job)
 _RECEIVE_BYTES, _MAX_DESCRIPTORS = 1 << 18, 16
 
 
@@ -149,12 +150,12 @@ class _Connection:
         self._outcomes: deque[tuple[Outcome, bool]] = deque()
         self._unsent, self._waits_to_send = bytearray(), False
         self._num_jobs = 0  # not answered yet
-        self._ended = False
+        self._ended = self._is_opening = False
         server.selector.register(connected, selectors.EVENT_READ, self._on_ready)
 
     @property
     def is_busy(self) -> bool:
-        return self._num_jobs > 0 or (self._service is not None and self._service.is_busy)
+        return self._num_jobs > 0 or self._is_opening or (self._service is not None and self._service.is_busy)
 
     def post(self, is_write: bool, done: Outcome) -> None:
         """Take an outcome from the thread that did the job."""
@@ -165,7 +166,7 @@ class _Connection:
         if self._service is not None:
             self._service.look()
             self._deliver()
-            self._send(frames.frame(Kind.ALIVE))
+        self._send(frames.frame(Kind.ALIVE))
 
     def end(self, why: str) -> None:
         """Listen to the client no more: its reads end, its writes are still done."""
@@ -183,10 +184,12 @@ class _Connection:
         self._leave()
 
     def _leave(self) -> None:
-        """Close the connection once no thread uses the client's memory: that is what its end tells the client."""
+        """Close the connection once no thread uses the client's memory: that is what its end tells the client. What is
+        being opened has to be closed by this loop."""
         if self._ended and not self._num_jobs:
             self._socket.close()
-            self._server.forget(self)
+            if not self._is_opening:
+                self._server.forget(self)
 
     def _release(self, service: StoreService) -> None:
         try:
@@ -218,7 +221,7 @@ class _Connection:
     def _take(self, kind: Kind, body: Body) -> None:
         if kind is Kind.MEMORY:
             number, num_bytes = body.memory()
-            self._memories[number] = _mapped(self._descriptors.popleft(), num_bytes)
+            self._memories[number] = mapped(self._descriptors.popleft(), num_bytes)
             if self._service is not None:
                 self._register(self._service, self._memories[number])
         elif kind is Kind.OPEN:
@@ -228,22 +231,18 @@ class _Connection:
 
     def _take_job(self, kind: Kind, body: Body, service: StoreService) -> None:
         if kind is Kind.FIND:
-            self._num_jobs += 1
-            service.reads.submit(body.find(), partial(self.post, False))
+            self._submit(service.reads, body.find())
         elif kind is Kind.READ:
             ticket, batch, queue_class, deadline_s, pages, keys = body.read()
-            cancelled = self._cancels[ticket, batch] = threading.Event()
-            job = ReadJob(ticket, batch, keys, self._pages(pages, len(keys)), cancelled, deadline_s, queue_class)
-            self._num_jobs += 1
-            service.reads.submit(job, partial(self.post, False))
+            cancelled, job_pages = threading.Event(), self._pages(pages, keys, service)
+            self._cancels[ticket, batch] = cancelled
+            job = ReadJob(ticket, batch, keys, job_pages, cancelled, deadline_s, queue_class)
+            self._submit(service.reads, job)
         elif kind is Kind.WRITE:
             ticket, batch, pages, keys = body.write()
-            self._num_jobs += 1
-            job_pages = self._pages(pages, len(keys))
-            service.writes.submit(WriteJob(ticket, keys, job_pages, batch), partial(self.post, True))
+            self._submit(service.writes, WriteJob(ticket, keys, self._pages(pages, keys, service), batch))
         elif kind is Kind.REMOVE:
-            self._num_jobs += 1
-            service.writes.submit(body.remove(), partial(self.post, True))
+            self._submit(service.writes, body.remove())
         elif kind is Kind.USED:
             service.used(body.keys())
             self._note_status(service)
@@ -256,18 +255,24 @@ class _Connection:
         else:
             raise FrameError(f"a client does not send {kind.name}")
 
+    def _submit(self, queue: IoQueue[J, Any], job: J) -> None:
+        self._num_jobs += 1
+        queue.submit(job, partial(self.post, queue.name == "writes"))
+
     def _require_service(self) -> StoreService:
         if self._service is None:
             raise FrameError("a job for a store that is not open")
         return self._service
 
-    def _pages(self, pages: Pages, count: int) -> tuple[PageBytes, ...]:
-        if len(pages.offsets) != count:
-            raise FrameError(f"{len(pages.offsets)} pages for {count} keys")
+    def _pages(self, pages: Pages, keys: Sequence[bytes], service: StoreService) -> tuple[PageBytes, ...]:
+        if len(pages.offsets) != len(keys):
+            raise FrameError(f"{len(pages.offsets)} pages for {len(keys)} keys")
+        if service.store.page_sizes and keys and pages.page_bytes not in service.store.page_sizes:
+            raise FrameError(f"pages of {pages.page_bytes} bytes in a store of {service.store.page_sizes}")
         if pages.memory == OWN_MEMORY:
             if not self._server.same_process:
                 raise FrameError("pages by address, from another process")
-            return tuple(_at(address, pages.page_bytes) for address in pages.offsets)
+            return tuple(page_at(address, pages.page_bytes) for address in pages.offsets)
         memory, num_bytes = self._memories[pages.memory], pages.page_bytes
         if any(offset + num_bytes > len(memory) for offset in pages.offsets):
             raise FrameError(f"a page ends behind its memory of {len(memory)} bytes")
@@ -282,6 +287,7 @@ class _Connection:
             raise FrameError(f"this store process speaks version {frames.VERSION} of its frames")
         self._status = SharedStatus(self._descriptors.popleft())
         self._status.close()
+        self._is_opening = True
         self._aside("open", partial(self._acquire, request))
 
     def _aside(self, what: str, do: Callable[[], None]) -> None:
@@ -297,8 +303,10 @@ class _Connection:
             self._server.call(partial(self._opened, service))
 
     def _opened(self, service: StoreService) -> None:
+        self._is_opening = False
         if self._ended:
             self._aside("close", partial(self._release, service))
+            self._leave()
             return
         self._service = service
         for memory in self._memories.values():
@@ -329,10 +337,10 @@ class _Connection:
         self.end("its store is closed")
 
     def _fail(self, error: Exception) -> None:
-        violations = list(error.violations) if isinstance(error, StoreCorrupt) else []
-        about = {"error": type(error).__name__, "message": str(error), "violations": violations}
-        self._send(frames.frame(Kind.FAILED, json.dumps(about).encode()))
+        self._is_opening = False
+        self._send(frames.failed(error))
         self.end("its store is not open")
+        self._leave()
 
     # What the client is told
 
@@ -376,20 +384,3 @@ def peer_of(connected: socket.socket) -> tuple[int, int]:
     raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, uid, _ = np.frombuffer(raw, dtype=np.int32).tolist()
     return pid, uid
-
-
-def _mapped(descriptor: int, num_bytes: int) -> PageBuffer:
-    """The shared memory behind `descriptor`, which is closed."""
-    try:
-        if os.fstat(descriptor).st_size < num_bytes:
-            raise FrameError(f"memory of {os.fstat(descriptor).st_size} bytes was to have {num_bytes}")
-        mapping = mmap.mmap(descriptor, num_bytes)
-    finally:
-        os.close(descriptor)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapping, dtype=np.uint8)
-
-
-def _at(address: int, num_bytes: int) -> PageBytes:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
+import os
 from array import array
 from collections.abc import Sequence
+
+import numpy as np
 
 from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.process import frames
 from hicache.storage.process.connection import Connection
-from hicache.storage.process.frames import OWN_MEMORY, Pages
+from hicache.storage.process.frames import OWN_MEMORY, FrameError, Pages
 from hicache.storage.process.jobs import PageBytes, PageRows
 
 
@@ -31,14 +37,17 @@ class SharedMemories:
         descriptor, _, num_bytes = self._memories[number - 1]
         connection.send_with(descriptor, frames.memory(number, num_bytes))
 
-    def locate(self, pages: Sequence[PageBytes]) -> Pages:
-        """Where the process finds `pages`, which are of one size and in one memory. StoreError where it does not."""
+    def locate(self, pages: Sequence[PageBytes], page_sizes: tuple[int, ...]) -> Pages:
+        """Where the process finds `pages`, which are of one of the sizes and in one memory. StoreError where it does
+        not. `page_sizes`: those of its store; none: any."""
         if isinstance(pages, PageRows):
             page_bytes, base = pages.memory.shape[1], _address(pages.memory)
             addresses = [base + row * page_bytes for row in pages.rows]
         else:
             page_bytes = pages[0].nbytes if pages else 0
             addresses = [_address(page) for page in pages]
+        if pages and page_sizes and page_bytes not in page_sizes:
+            raise StoreError(f"a page has {page_bytes} bytes, and the store has pages of {page_sizes}")
         if self._same_process or not pages:
             return Pages(OWN_MEMORY, page_bytes, array("Q", addresses))
         for number, (_, start, num_bytes) in enumerate(self._memories, 1):
@@ -46,6 +55,24 @@ class SharedMemories:
             if start <= min(addresses) and max(addresses) <= last:
                 return Pages(number, page_bytes, array("Q", [address - start for address in addresses]))
         raise StoreError("a page lies in memory that the store process does not share")
+
+
+def mapped(descriptor: int, num_bytes: int) -> PageBuffer:
+    """The shared memory behind `descriptor`, which is closed."""
+    try:
+        if os.fstat(descriptor).st_size < num_bytes:
+            raise FrameError(f"memory of {os.fstat(descriptor).st_size} bytes was to have {num_bytes}")
+        mapping = mmap.mmap(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, dtype=np.uint8)
+
+
+def page_at(address: int, num_bytes: int) -> PageBytes:
+    """A page of this process, which its owner keeps."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
 def _address(memory: PageBytes) -> int:

@@ -79,39 +79,52 @@ class OpenStores:
         named = json.dumps([dict(request.identity), cipher.key_id if cipher else "", sizes], sort_keys=True)
         at = _folder_of(self._url, named) if self._url else request.url, named
         with self._lock:
-            found = self._open.get(at)
-            if found is None:
-                removed: list[bytes] = []
-                store = open_store(
-                    at[0],
-                    identity=request.identity,
-                    formats=request.formats,
-                    cipher=cipher,
-                    on_removed=removed.extend if request.tells_removed else None,
-                )
-                service = StoreService(store, request.settings, clock=self._clock, removed=removed)
-                found = self._open[at] = _Open(service)
-            elif not found.num_clients:
+            found = self._open.setdefault(at, _Open())
+            if found.service is not None and not found.num_clients:
                 raise StoreLocked("this process is closing the store; try again later")
             found.num_clients += 1
-            return found.service
+        try:
+            with found.opening:  # which may take long, and holds up no other store
+                if found.service is None:
+                    found.service = self._opened(at[0], request, cipher)
+                return found.service
+        except BaseException:
+            with self._lock:
+                found.num_clients -= 1
+                if not found.num_clients:
+                    del self._open[at]
+            raise
+
+    def _opened(self, url: str, request: StoreRequest, cipher: PageCipher | None) -> StoreService:
+        removed: list[bytes] = []
+        store = open_store(
+            url,
+            identity=request.identity,
+            formats=request.formats,
+            cipher=cipher,
+            on_removed=removed.extend if request.tells_removed else None,
+        )
+        return StoreService(store, request.settings, clock=self._clock, removed=removed)
 
     def release(self, service: StoreService) -> None:
         """Closes the store after its last client."""
+        at, found = next((at, one) for at, one in list(self._open.items()) if one.service is service)
         with self._lock:
-            at, found = next((at, one) for at, one in self._open.items() if one.service is service)
             found.num_clients -= 1
             if found.num_clients:
                 return
-        service.close()
-        with self._lock:
-            del self._open[at]
+        try:
+            service.close()
+        finally:
+            with self._lock:
+                del self._open[at]
 
 
 @dataclass
 class _Open:
-    service: StoreService
+    service: StoreService | None = None
     num_clients: int = 0
+    opening: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 def _folder_of(url: str, named: str) -> str:

@@ -11,20 +11,23 @@ import select
 import signal
 import socket
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from disk_case import pages
-from hicache.storage import LmdbPageStore, PageFormat, StoreCorrupt, StoreError, StoreLocked, open_existing
+import hicache.storage.process.stores
+from disk_case import PATIENCE_S, Gate, TroubledStore, pages
+from hicache.storage import LmdbPageStore, PageFormat, StoreCorrupt, StoreError, StoreLocked, open_existing, open_store
 from hicache.storage.process import frames
-from hicache.storage.process.frames import Kind
+from hicache.storage.process.frames import _COUNT, Kind, Pages
 from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import FindJob, ReadDone, ReadJob, Stalled, WriteDone, WriteJob
 from hicache.storage.process.service import ServiceSettings
-from hicache.storage.process.stores import StoreRequest
+from hicache.storage.process.stores import OpenStores, StoreRequest
 from hicache.stores import StoreTier, open_tier
 from programs import Program
 from waiting import eventually
@@ -148,13 +151,15 @@ def test_it_logs_what_its_engine_would(level: str, tmp_path: Path) -> None:
     assert ("WARNING store process" in said) == (level == "WARNING"), said
 
 
-def test_memory_that_is_not_shared_is_refused(case: Case) -> None:
-    """A page elsewhere, or one that ends behind its memory, raises and is not under way."""
+def test_wrong_jobs_are_refused(case: Case) -> None:
+    """A page elsewhere, or one that ends behind its memory, one of a size that the store has not, and what is no key
+    raise, and are not under way; the store's breakers hear nothing of it."""
     (key,), (page,) = pages(1, 1)
-    for wrong in (page, np.frombuffer(case.memory.data, np.uint8)[-100:]):
-        with pytest.raises(StoreError, match="does not share"):
-            case.tier.writes.submit(WriteJob(7, (key,), (wrong if wrong is page else np.resize(wrong, 4096),)))
-    assert not case.tier.writes.under_way
+    shared, last = case.memory[0], np.resize(np.frombuffer(case.memory.data, np.uint8)[-100:], PAGE_BYTES)
+    for keys, wrong in ((key, page), (key, last), (key, shared[:100]), (b"", shared), (b"k" * 512, shared)):
+        with pytest.raises(StoreError, match=r"does not share|store has pages of|a key has"):
+            case.tier.writes.submit(WriteJob(7, (keys,), (wrong,)))
+    assert not case.tier.writes.under_way and case.stored((key,), (page,)) == (True,)
 
 
 @pytest.mark.parametrize("url", ["nowhere://x", "lmdb://relative", "lmdb:///proc/x/y?budget=64MiB"])
@@ -211,13 +216,97 @@ def test_a_process_that_stands_still_is_left(tmp_path: Path) -> None:
         assert case.found(keys, data) == (True,) * 4
 
 
+def test_a_process_that_dies_idle_is_started_again(case: Case) -> None:
+    """The client of an idle engine, which asks nothing, notices and is ready for the next request."""
+    pid = case.tier.client.pid
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: any(case.tier.reads.poll() or case.tier.client.pid != pid for _ in range(256)))
+    case.until_open()
+    assert case.tier.client.times_lost == 1 and case.stored(*pages(1, 2)) == (True, True)
+
+
+def test_a_process_that_stands_still_while_it_opens_is_left(case: Case) -> None:
+    """It is ended and another one is started, as one that stands still with jobs under way."""
+    client, first = case.tier.client, case.tier.client.pid
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: client.find((b"key",), 0.01) is None and client.pid != first)
+    os.kill(second := client.pid, signal.SIGSTOP)
+
+    def is_served() -> bool:
+        if client.pid == second:
+            client._silence.heard_s -= 3600
+        return client.find((b"key",), 0.01) is not None and client.pid != second
+
+    eventually(is_served)
+    assert client.times_lost == 2 and case.stored(*pages(1, 2)) == (True, True)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_store_that_does_not_open_holds_nobody_up(
+    closes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine goes on without it, and one line tells; it is used once it is open; one that nobody waits for any more
+    is closed when it is."""
+    gate, opened = Gate("open"), threading.Event()
+
+    def slow(url: str, **about: Any) -> Any:
+        gate("open")
+        store = open_store(url, **about)
+        opened.set()
+        return store
+
+    monkeypatch.setattr(hicache.storage.process.stores, "open_store", slow)
+    limits = Limits(open_s=0.05, close_s=60)
+    with contextlib.closing(open_tier(request(at(tmp_path / "s"), limits), in_process=True)) as tier:
+        assert tier.find([b"key"], 60) is None and gate.held == 1
+        assert len([line for line in caplog.messages if "not open" in line]) == 1
+        if not closes:
+            gate.open()
+            eventually(lambda: tier.find([b"key"], 60))
+            assert tier.client.times_lost == 0
+    gate.open()
+    eventually(opened.is_set)
+    eventually(lambda: _is_free(tmp_path / "s"))
+
+
+def test_stores_of_a_process_do_not_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is being opened another is opened and closed; one whose closing raised can be opened again."""
+    stores, gate = OpenStores(), Gate("first")
+
+    def slow(url: str, **about: Any) -> Any:
+        gate(Path(url.partition("?")[0]).name)
+        return open_store(url, **about)
+
+    def about(name: str) -> dict[str, Any]:
+        return json.loads(request(at(tmp_path / name)).pack())
+
+    monkeypatch.setattr(hicache.storage.process.stores, "open_store", slow)
+    first = threading.Thread(target=lambda: stores.release(stores.acquire(about("first"))))
+    first.start()
+    eventually(lambda: gate.held)
+    for _ in range(2):
+        service = stores.acquire(about("second"))
+        service.store, closes = TroubledStore(service.store), service.store.close
+
+        def failing_close(closes: Callable[[], None] = closes) -> None:
+            closes()
+            raise OSError("the disk is gone")
+
+        monkeypatch.setattr(service.store, "close", failing_close, raising=False)
+        with pytest.raises(OSError, match="is gone"):
+            stores.release(service)
+    gate.open()
+    first.join(PATIENCE_S)
+    assert not first.is_alive()
+
+
 def test_a_client_that_did_not_look_for_long_loses_nothing(case: Case) -> None:
     """However long ago it heard of a process that had no time to answer either, as when the machine stood still."""
     keys, data = pages(1, 4)
     assert case.stored(keys, data) == (True,) * 4
     for _ in range(20):
         case.read(keys)
-        case.tier.client._heard_s -= 3600
+        case.tier.client._silence.heard_s -= 3600
         assert case.answer(case.tier.reads.poll).ok == (True,) * 4  # type: ignore[attr-defined]
     assert case.tier.client.times_lost == 0
 
@@ -366,6 +455,28 @@ def test_a_client_that_sends_nonsense_is_left(served: tuple[Program, str]) -> No
             assert good.found(keys, data) == (True, True)
 
 
+def test_a_client_that_asks_wrongly_is_left_alone(served: tuple[Program, str]) -> None:
+    """Jobs that are none end the connection that brought them; the store serves the others, and its breakers are as
+    they were."""
+    keys, data = pages(1, 2)
+    somewhere, one = Pages(1, PAGE_BYTES, array("Q", [0])), _COUNT.pack(1) + array("H", [0]).tobytes()
+    wrong = [
+        frames.write(7, 0, (b"k",), Pages(99, PAGE_BYTES, array("Q", [0]))),
+        frames.write(7, 0, (b"k",), Pages(1, PAGE_BYTES, array("Q", [NUM_PAGES * PAGE_BYTES]))),
+        frames.write(7, 0, (b"k",), Pages(1, 100, array("Q", [0]))),
+        frames.write(7, 0, (b"k", b"l"), somewhere),
+        frames.frame(Kind.FIND, frames.find(FindJob(7, ()))[5:-4], one),
+        frames.frame(Kind.REMOVE, b"short"),
+    ]
+    with contextlib.closing(Case(served[1])) as good, contextlib.closing(Case(served[1])) as bad:
+        for times, frame in enumerate(wrong, 1):
+            bad.tier.client._send(frame)
+            eventually(lambda times=times: bad.tier.find(keys, 0.01) is None and bad.tier.client.times_lost == times)
+            bad.until_open()
+            assert good.stored(keys, data) == (True, True) and good.found(keys, data) == (True, True)
+        assert good.tier.is_healthy
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """Descriptors and children are as before, after tiers that were closed and processes that were lost."""
 
@@ -387,3 +498,12 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         del case
     gc.collect()
     assert held() == before
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether nobody has the store open."""
+    try:
+        open_existing(folder).close()
+    except StoreLocked:
+        return False
+    return True
