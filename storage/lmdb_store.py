@@ -104,10 +104,10 @@ class LmdbPageStore(PageReads):
                 return [False] * len(items)
             # Last first, so that the first key of the call becomes the most recently used.
             pages = dict(reversed(items))
-            writer.delete_corrupt()
             present = dict(zip(pages, self.contains(list(pages)), strict=True))
             self._kept = {key for key, held in present.items() if held}
             self.touch([key for key in reversed(present) if present[key]])
+            writer.delete_corrupt()  # which are absent, and yet in the index
             self._put_absent({key: page for key, page in pages.items() if not present[key]}, lag, deadline_s)
             return [key in self._kept for key, _ in items]
 

@@ -179,9 +179,9 @@ def put_values(store: LmdbPageStore, items: Sequence[tuple[bytes, bytes]]) -> li
     check_keys([key for key, _ in items])
     with store.writing() as writer:
         values = {key: value for key, value in items if not store.verify_value(key, value)}
-        writer.delete_corrupt()
         present = dict(zip(values, store.contains(list(values)), strict=True))
         store.touch([key for key in reversed(values) if present[key]])
+        writer.delete_corrupt()
         stored = {
             key: present[key] or writer.put([(key, page_bytes_of(value))], [HeaderAndPayload.of(value)])
             for key, value in values.items()
