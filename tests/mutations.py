@@ -73,6 +73,7 @@ MUTATIONS = (
     Mutation("storage/lmdb_writer.py", "            self._sync_group()\n            with", "            with", STORE),
     Mutation("storage/index.py",
              "            self._txn.delete(_SLOT.pack(entry.page_bytes, entry.slot), db=self._slots)\n", "", STORE),
+    Mutation("storage/use_order.py", "if ticks[last.slot] == last.tick:", "if True:", STORE),
     Mutation("storage/rebuild.py", "if one.key not in newest or newest[one.key] < one:",
              "if one.key not in newest:", STORE),
     # Codec
