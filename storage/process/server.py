@@ -180,7 +180,7 @@ class _Connection:
         for descriptor in self._descriptors:
             os.close(descriptor)
         if self._service is not None:
-            threading.Thread(target=self._release, args=(self._service,), name="hicache-store-close").start()
+            self._aside("close", partial(self._release, self._service))
         self._leave()
 
     def _leave(self) -> None:
@@ -214,6 +214,8 @@ class _Connection:
                 self._take(kind, body)
         except BlockingIOError:
             return
+        except ConnectionResetError:
+            self.end("it ended")
         except (FrameError, OSError, StoreError, ValueError, KeyError, IndexError) as error:
             log.warning("a client of the store process is left: %s", error)
             self.end(str(error))
@@ -291,7 +293,9 @@ class _Connection:
         self._aside("open", partial(self._acquire, request))
 
     def _aside(self, what: str, do: Callable[[], None]) -> None:
-        threading.Thread(target=do, name=f"hicache-store-{what}", daemon=True).start()
+        """A process ends after such a thread, so a store that its engine closed is closed whatever becomes of the
+        engine. In a thread of an engine it is a daemon, as that thread is."""
+        threading.Thread(target=do, name=f"hicache-store-{what}").start()
 
     def _acquire(self, request: dict[str, object]) -> None:
         try:

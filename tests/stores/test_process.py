@@ -29,7 +29,7 @@ from hicache.storage.process.jobs import FindJob, ReadDone, ReadJob, Stalled, Wr
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.stores import OpenStores, StoreRequest
 from hicache.stores import StoreTier, open_tier
-from programs import Program
+from programs import Program, output
 from waiting import eventually
 
 PAGE_BYTES, NUM_PAGES = 4096, 64
@@ -361,6 +361,27 @@ def test_it_ends_with_its_engine(how: str, tmp_path: Path) -> None:
         os.close(pidfd)
     with contextlib.closing(open_existing(tmp_path / "s")) as store:
         store.check()
+
+
+CLOSING = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+from test_process import Case, pages
+case = Case(sys.argv[1])
+for seed in range(60):
+    case.write(pages(seed, 32)[0], pages(0, 32)[1])
+assert not case.tier.close(0.0)
+os._exit(0)
+"""
+
+
+def test_what_an_engine_left_to_be_closed_is_closed(tmp_path: Path) -> None:
+    """An engine that does not wait for the end of its store may end: the process does the writes that it has, and
+    closes the store."""
+    output(CLOSING, at(tmp_path / "s"), Path(__file__).parent)
+    eventually(lambda: _is_free(tmp_path / "s"))
+    with contextlib.closing(open_existing(tmp_path / "s")) as store:
+        assert all(all(store.contains(pages(seed, 32)[0])) for seed in range(60))
 
 
 @pytest.fixture

@@ -1,0 +1,276 @@
+"""An engine with a store process on a disk that really stalls: a file system that is frozen, or a device that answers
+no reads.
+
+As a program it tells the engine's longest steps meanwhile. It needs root, a loop device and mkfs.ext4:
+
+    python tests/support/frozen_disk.py [--requests 1000] [writes] [reads]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Lease, build_engine
+from hicache.errors import ResourceExhausted
+from hicache.storage import PageFormat, open_existing
+from hicache.storage.process.health import Limits
+from hicache.storage.process.jobs import PageRows
+from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.stores import StoreRequest
+from hicache.storage.store_files import INDEX_FILE
+from hicache.stores import open_tier
+from storage_pages import forget_cached
+from toy_model import GEOMETRY, config
+from waiting import eventually
+
+BLKIO = Path("/sys/fs/cgroup/blkio")
+NUM_STORED, NUM_TOKENS = 60, 100
+KINDS = ("writes", "reads")
+
+
+class Unavailable(Exception):
+    """What is missing to freeze a disk."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of an engine on a disk that stalled: requests that were served meanwhile, pages that jobs kept, the longest step
+    by verb, in ms, and keys that the engine was told are stored, before."""
+
+    requests: int
+    quarantined: int
+    longest_ms: dict[str, float]
+    stored: list[bytes]
+
+
+def run(*command: object) -> str:
+    try:
+        return subprocess.run([str(word) for word in command], capture_output=True, check=True, text=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        raise Unavailable(f"needs root, a loop device and mkfs.ext4: {error}") from error
+
+
+@contextlib.contextmanager
+def mounted(folder: Path) -> Iterator[Path]:
+    """A file system of its own, on a loop device."""
+    image, mount = folder / "image", folder / "mount"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    run("mkfs.ext4", "-q", image)
+    run("mount", "-o", "loop", image, mount)
+    try:
+        yield mount
+    finally:
+        run("umount", "-l", mount)
+
+
+@contextlib.contextmanager
+def frozen(kind: str, mount: Path, pid: int) -> Iterator[None]:
+    """Writes to the file system, or reads of it by a process, do not end before the end of the block."""
+    if kind == "writes":
+        run("fsfreeze", "--freeze", mount)
+        try:
+            yield
+        finally:
+            run("fsfreeze", "--unfreeze", mount)
+        return
+    device = run("lsblk", "--noheadings", "--output", "MAJ:MIN", run("findmnt", "-no", "SOURCE", mount).strip()).strip()
+    group = BLKIO / f"hicache-test-{os.getpid()}"
+    limit = group / "blkio.throttle.read_bps_device"
+    try:
+        group.mkdir()
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError as error:
+        raise Unavailable(f"needs root and the control group blkio: {error}") from error
+    limit.write_text(f"{device} 1")  # byte a second
+    try:
+        yield
+    finally:
+        limit.write_text(f"{device} 0")
+        eventually(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
+def observe(kind: str, folder: Path, num_requests: int) -> Report:
+    """Serve `num_requests` while the disk stalls, close the engine and end its process; when the disk answers again,
+    the store opens. Raises Unavailable."""
+    command = [sys.executable, __file__, "serve"]
+    with mounted(folder) as mount, _started([*command, str(mount / "store"), kind, str(num_requests)]) as child:
+        said: list[str] = []
+        reader = threading.Thread(target=lambda: said.extend(child.stdout or ()), daemon=True)
+        reader.start()
+        pid, stored = _next(said, child)
+        with frozen(kind, mount, pid):
+            print(file=child.stdin, flush=True)
+            served = _next(said, child)  # else the engine stands still
+            eventually(lambda: child.poll() is not None)
+            assert child.returncode == 0
+        report = Report(stored=[bytes.fromhex(key) for key in stored], **served)
+        eventually(lambda: not Path(f"/proc/{pid}").exists())
+        assert (mount / "store" / INDEX_FILE).exists(), "what the engine closed was not closed"
+        store = open_existing(mount / "store")
+        store.check()
+        assert all(store.contains(report.stored))
+        store.close()
+        with engine_at(mount / "store") as again:
+            handle = again.prefetch("again", tokens_of(0), mode="wait_complete")
+            eventually(lambda: again.poll() or handle.ready)
+            assert handle.found_tokens == NUM_TOKENS // 8 * 8
+    return report
+
+
+@contextlib.contextmanager
+def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def _next(said: list[str], child: subprocess.Popen[str]) -> Any:
+    eventually(lambda: said or child.poll() is not None)
+    assert said, "the engine's process ended"
+    return json.loads(said.pop(0))
+
+
+def tokens_of(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 5000, NUM_TOKENS)
+
+
+def engine_at(path: Path) -> CacheEngine:
+    disk = DiskConfig(path=str(path), budget_bytes=16 << 20)
+    advanced = AdvancedConfig(disk_io_timeout_s=1.0, disk_reopen_backoff_s=1.0)
+    engine = build_engine(config(disk=disk, advanced=advanced, device_tokens=1024), GEOMETRY)
+    for layer in range(GEOMETRY.layer_num):
+        for buffer in engine.pool.get_kv_buffer(layer):
+            buffer.random_()
+    return engine
+
+
+class ServingEngine:
+    """Calls an engine, and keeps the longest call by verb, in ms, less what other programs took of the cores."""
+
+    def __init__(self, path: Path) -> None:
+        self.engine = engine_at(path)
+        self.engine.start()
+        self.longest_ms: dict[str, float] = {}
+        disk = self.engine.inspect.context.disk
+        assert disk is not None
+        self.disk = disk
+
+    def serve(self, number: int) -> None:
+        """To its end: what a stalled job should have brought is computed."""
+        name, tokens = f"r{number}", tokens_of(number)
+        handle = self.do(self.engine.prefetch, name, tokens, mode="wait_complete")
+        eventually(lambda: self.do(self.engine.poll) or handle.ready)
+        self.do(self.engine.lookup, tokens, disk_wait_s=0.0)
+        lease = eventually(lambda: self._admitted(CacheRequest(name, tokens)))
+        self.do(self.engine.commit, lease, tokens)
+        self.do(self.engine.release, lease)
+        self.do(self.engine.poll)
+        self.do(self.engine.stats)
+
+    def do(self, call: Callable[..., Any], *arguments: object, **named: object) -> Any:
+        begin_s, waited_s = time.perf_counter(), _waited_s()
+        try:
+            return call(*arguments, **named)
+        finally:
+            waited_s = _waited_s() - waited_s
+            ms, name = 1e3 * (time.perf_counter() - begin_s - waited_s), call.__name__
+            self.longest_ms[name] = round(max(ms, self.longest_ms.get(name, 0.0)), 2)
+
+    def _admitted(self, request: CacheRequest) -> Lease | None:
+        try:
+            return self.do(self.engine.acquire, request)  # type: ignore[no-any-return]
+        except ResourceExhausted:
+            self.do(self.engine.poll)
+            return None
+
+    def quarantined(self) -> int:
+        """How many pages stalled jobs have; none of them is free."""
+        queues = (self.disk.reads, self.disk.writes)
+        of_jobs = [job.pages for queue in queues for job in queue.under_way.values()]
+        pages = torch.tensor([row for rows in of_jobs if isinstance(rows, PageRows) for row in rows.rows])
+        host = self.engine.inspect.context.full.host
+        host.begin_read(pages)  # which raises for a free page
+        host.end_read(pages)
+        return len(pages)
+
+
+def _waited_s() -> float:
+    """How long this thread was ready to run while every core had other work."""
+    return 1e-9 * int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+
+
+def serve(path: Path, kind: str, num_requests: int) -> None:
+    """The program of the engine: serves from its first line of input on."""
+    serving = ServingEngine(path)
+    for number in range(NUM_STORED):
+        serving.serve(number)
+        serving.engine.flush()
+    tree = serving.engine.inspect.context.tree
+    keys = [tree.names.of_prompt(tree.match(tokens_of(n), ""), tokens_of(n)) for n in range(NUM_STORED)]
+    serving.engine.close()
+    serving = ServingEngine(path)
+    for file in path.iterdir():
+        forget_cached(file)
+    os.sync()  # what was written back is write-protected from here on
+    print(json.dumps([serving.disk.client.pid, [key.hex() for each in keys for key in each]]), flush=True)
+    sys.stdin.readline()
+    num_served = 0
+    # New prompts are written and asked for; old ones are read.
+    while num_served < num_requests or not serving.engine.stats()[f"disk.{kind}_stalled_jobs"]:
+        serving.serve(num_served % NUM_STORED if kind == "reads" else 1000 + num_served)
+        num_served += 1
+    serving.engine.flush()
+    serving.engine.check()
+    quarantined = serving.quarantined()
+    if kind == "writes":
+        opens_late(path.with_name("another"))
+    serving.engine.close()
+    about = {"requests": num_served, "quarantined": quarantined, "longest_ms": serving.longest_ms}
+    print(json.dumps(about), flush=True)
+
+
+def opens_late(path: Path) -> None:
+    """A store that does not come to its end of being opened holds nobody up, in the beginning or at the end."""
+    settings = ServiceSettings(limits=Limits(open_s=0.2))
+    tier = open_tier(
+        StoreRequest(f"lmdb://{path}?budget=8MiB", {"model": "toy"}, [PageFormat(4096)], settings=settings)
+    )
+    assert tier.find([b"key"], 60) is None
+    tier.abandon(0.1)
+
+
+def main(*arguments: str) -> None:
+    if arguments[:1] == ("serve",):
+        serve(Path(arguments[1]), arguments[2], int(arguments[3]))
+        return
+    num_requests = int(arguments[arguments.index("--requests") + 1]) if "--requests" in arguments else 1000
+    for kind in [kind for kind in KINDS if kind in arguments] or KINDS:
+        with tempfile.TemporaryDirectory() as folder:
+            report = observe(kind, Path(folder), num_requests)
+        print(
+            f"{kind} stalled: {report.requests} requests, {report.quarantined} pages quarantined, longest calls in ms:"
+        )
+        print("   ", ", ".join(f"{verb} {ms:g}" for verb, ms in report.longest_ms.items()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
