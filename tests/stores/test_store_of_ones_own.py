@@ -90,7 +90,8 @@ def test_engines_share_a_store_that_its_owner_closes() -> None:
         assert store.contains(page_keys(third, tokens)) == [True] * NUM_PAGES
         store.close()
         assert ask(third, "d", tokens) == Hit(device=CACHED_LEN)
-        eventually(lambda: third.stats()["disk.failed_touches"] == 1, third.stats)
+        # At least that of "d": that of "c" may come to the store after it was closed.
+        eventually(lambda: third.stats()["disk.failed_touches"] >= 1, third.stats)
     with engine_over(store) as fourth:  # every call raises now
         assert ask(fourth, "d", tokens) == Hit() and ask(fourth, "e", tokens) == Hit(device=CACHED_LEN)
 
