@@ -326,8 +326,8 @@ class CacheEngine(EngineLife):
 
     def _settle(self) -> bool:
         """Land what is under way. False: nothing has landed for twice the time that any job may take."""
-        config = self._context.config
-        patience_s = 2 * max(config.advanced.disk_io_timeout_s, config.remote.io_timeout_s if config.remote else 0.0)
+        advanced = self._context.config.advanced
+        patience_s = 2 * max(advanced.disk_io_timeout_s, *(tier.patience_s for tier in self._stores), 0.0)
         return settle(self._movements, patience_s)
 
     @exclusive

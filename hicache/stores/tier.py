@@ -13,7 +13,7 @@ from functools import partial
 from hicache.metrics import Metrics, MetricType
 from hicache.owner import OwnerProcess
 from hicache.storage.base import PageBuffer, PageStore, StoreError, StoreStats
-from hicache.storage.process.client import StoreClient
+from hicache.storage.process.client import MAX_SILENCE_S, StoreClient
 from hicache.storage.process.jobs import FindDone
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.status import QUEUE_NUMBERS
@@ -60,7 +60,8 @@ class StoreTier:
     """Owned by the scheduler thread; no method waits for the medium longer than its argument says.
 
     `reads` and `writes` take jobs and return their outcomes. `job_pages`: pages of one job that reads a prefix.
-    `num_readers`: threads that read from the store. `clock`: seconds, those of the jobs' deadlines. `tolerates`: errors
+    `num_readers`: threads that read from the store. `patience_s`: until a job is answered, or announced as stalled, at
+    most. `clock`: seconds, those of the jobs' deadlines. `tolerates`: errors
     of opening that are kept in `refused`, after which the store is tried again with growing delays; others are raised.
     """
 
@@ -76,6 +77,7 @@ class StoreTier:
         settings = request.settings
         self.name, self.num_readers, self.job_pages, self.clock = settings.name, settings.readers, job_pages, clock
         self._limits = settings.limits
+        self.patience_s = max(settings.limits.io_timeout_s, MAX_SILENCE_S)
         # Those that wait there, and those that the threads work on.
         max_jobs = settings.queue_jobs + settings.readers
         self.client = StoreClient(transport, request, max_jobs=max_jobs, clock=clock)

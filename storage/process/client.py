@@ -50,7 +50,8 @@ from hicache.storage.process.transports import Transport
 log = logging.getLogger(__name__)
 
 _MAX_UNSENT_BYTES = 4 << 20  # beyond that, uses of pages are not told
-_MIN_SILENCE_S = 8 * LOOK_S  # a process with work says every LOOK_S that it is alive
+_MIN_SILENCE_S, _DOUBT_S = 8 * LOOK_S, 4 * LOOK_S  # a process with work says every LOOK_S that it is alive
+MAX_SILENCE_S = _MIN_SILENCE_S + _DOUBT_S  # where that is more than the I/O timeout, a stop is announced this late
 _OPEN_LOOK_S = 0.5
 _IDLE_POLLS = 256  # in a row, after which it is looked whether the process lives
 _STALLED_CLOSE_S = 0.5  # of `close`, beside a stalled thread
@@ -91,7 +92,7 @@ class StoreClient:
         self.state, self.times_lost, self.page_sizes = State.LOST, 0, tuple[int, ...]()
         self._is_closing = False
         self._error: StoreError | None = None
-        self._silence, self._idle_polls = SilenceWatch(4 * LOOK_S), 0
+        self._silence, self._idle_polls = SilenceWatch(_DOUBT_S), 0
         self._why = ""  # it was lost, since it last answered
         self._late_open_s = self._lost_at_s = self._retry_at_s = 0.0
         self._backoff_s = self._limits.reopen_backoff_s

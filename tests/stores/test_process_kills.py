@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import store_fuzz
+from component_case import MODELS
 from hicache import AdvancedConfig, CacheEngine, DiskConfig, build_engine
 from hicache.errors import ResourceExhausted
 from hicache.storage import StoreLocked, open_existing
@@ -23,8 +25,10 @@ pytestmark = [pytest.mark.store_process, pytest.mark.timeout(1800)]
 NUM_PROMPTS = 12
 
 
-def engine_at(path: Path) -> CacheEngine:
-    advanced = AdvancedConfig(disk_reader_threads=2, disk_reopen_backoff_s=0.01, disk_max_reopen_backoff_s=0.05)
+def engine_at(path: Path, **settings: float) -> CacheEngine:
+    advanced = AdvancedConfig(
+        disk_reader_threads=2, disk_reopen_backoff_s=0.01, disk_max_reopen_backoff_s=0.05, **settings
+    )
     disk = DiskConfig(path=str(path), budget_bytes=64 << 20)
     return build_engine(config(disk=disk, advanced=advanced, prefetch_mode="best_effort"), GEOMETRY)
 
@@ -76,6 +80,20 @@ def _is_served(engine: CacheEngine, name: str, tokens: np.ndarray) -> bool:
     return True
 
 
+@pytest.mark.long
+def test_a_process_that_stands_still_holds_up_no_flush(tmp_path: Path) -> None:
+    """With an I/O timeout shorter than a process may say nothing, what is under way is given up before flush is."""
+    with engine_at(tmp_path / "s", disk_io_timeout_s=0.5) as engine:
+        assert engine.inspect.context.disk is not None
+        client = engine.inspect.context.disk.client
+        for number in range(4):
+            eventually(lambda number=number: _is_served(engine, str(number), tokens_of(number)))
+            if number == 2:
+                os.kill(client.pid, signal.SIGSTOP)
+        engine.flush()
+        assert client.times_lost == 1
+
+
 ENGINE = """
 import sys
 from pathlib import Path
@@ -115,3 +133,10 @@ def _is_free(path: Path) -> bool:
     except StoreLocked:
         return False
     return True
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", MODELS)
+def test_histories_of_kills_and_flipped_bytes(kind: str) -> None:
+    """Short ones of `store_fuzz`, for each kind of model."""
+    assert store_fuzz.run(kind, 1, num_rounds=3, num_steps=40)["steps"]
