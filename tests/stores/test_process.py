@@ -29,7 +29,7 @@ from hicache.storage.process.jobs import FindJob, ReadDone, ReadJob, Stalled, Wr
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.stores import OpenStores, StoreRequest
 from hicache.stores import StoreTier, open_tier
-from programs import Program, output
+from programs import PIPE, Program, output
 from waiting import eventually
 
 PAGE_BYTES, NUM_PAGES = 4096, 64
@@ -397,21 +397,42 @@ def served(tmp_path: Path) -> Iterator[tuple[Program, str]]:
         assert program.returncode == 0 and not path.exists()
 
 
+WRITING = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from test_process import Case, pages
+case = Case(sys.argv[1])
+for seed in range(60):
+    case.write(pages(seed, 32)[0], pages(0, 32)[1])
+print("under way", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_engines_share_a_served_store(served: tuple[Program, str], tmp_path: Path) -> None:
-    """Two clients of one identity read what either wrote, one of another identity finds nothing; one that is gone in
-    the middle of a write takes nothing with it; the store is closed when the operator's process ends."""
-    _, path = served
-    keys, data = pages(1, 8)
+    """Two clients of one identity read what either wrote, one of another identity finds nothing; one that is killed in
+    the middle of writes takes nothing with it, and each of its pages is whole or absent; the stores are whole when the
+    operator's process has ended."""
+    program, path = served
+    keys, data = pages(100, 8)
     with contextlib.closing(Case(path)) as first, contextlib.closing(Case(path, identity={"model": "other"})) as other:
-        second = Case(path)
-        assert first.stored(keys[:4], data[:4]) == (True,) * 4 and second.found(keys[:4], data[:4]) == (True,) * 4
+        with contextlib.closing(Case(path)) as second:
+            assert first.stored(keys[:4], data[:4]) == (True,) * 4 and second.found(keys[:4], data[:4]) == (True,) * 4
         assert other.found(keys[:4], data[:4]) == (False,) * 4 and other.stored(keys[:2], data[2:4]) == (True, True)
-        second.write(keys[4:], data[4:])
-        second.tier.client._connection.close()  # type: ignore[union-attr]
-        assert first.found(keys[:4], data[:4]) == (True,) * 4
-        eventually(lambda: first.found(keys, data) == (True,) * 8)
+        with Program(WRITING, path, Path(__file__).parent, stdin=PIPE) as third:
+            assert third.stdout is not None and third.stdout.readline()
+            third.kill()
+        assert first.stored(keys[4:], data[4:]) == (True,) * 4 and first.found(keys, data) == (True,) * 8
+        for seed in range(60):
+            first.found(pages(seed, 32)[0], pages(0, 32)[1])
         assert other.found(keys[:2], data[2:4]) == (True, True)
-    assert [len(list((tmp_path / "root").iterdir()))] == [2]
+    program.send_signal(signal.SIGTERM)
+    program.wait()
+    folders = list((tmp_path / "root").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        with contextlib.closing(open_existing(folder)) as store:
+            store.check()
 
 
 def test_a_served_process_that_goes_on_is_used_again(served: tuple[Program, str]) -> None:
