@@ -346,7 +346,14 @@ def test_what_waits_for_the_disk_is_not_locked(breaks: bool, stores: Stores, tmp
     comes with it. What a broken disk refuses is not sent again and again for the part that waits behind it."""
     with engine_at(tmp_path / "s", device_tokens=1024) as engine:
         turns, tree, whole = threading.Semaphore(0), engine.inspect.context.tree, prompt(3, 160)
-        stores[-1].trouble = lambda verb: verb != "put" or turns.acquire(timeout=BOUND_S)
+        begun = list[str]()
+
+        def takes_turns(verb: str) -> bool:
+            if verb == "put":
+                begun.append(verb)
+            return verb != "put" or turns.acquire(timeout=BOUND_S)
+
+        stores[-1].trouble = takes_turns
 
         def locked_pages() -> int:
             return tree.protected(FULL, HOST) // 8
@@ -366,6 +373,7 @@ def test_what_waits_for_the_disk_is_not_locked(breaks: bool, stores: Stores, tmp
         eventually(lambda: engine.poll() or engine.stats()["disk.stored_pages"] == 9, engine.stats)
         eventually(lambda: engine.poll() or locked_pages() != 9 + 9, engine.stats)
         assert locked_pages() == 9  # of 39: the 13 pages of the front would be more than half with these
+        eventually(lambda: len(begun) == 2)  # the second write goes through
         if breaks:
             stores[-1].trouble = lambda verb: verb != "put" or 1 / 0
         turns.release(100)
