@@ -125,7 +125,9 @@ def test_a_hung_remote_tier_holds_nobody_up(verb: str, clock: Clock) -> None:
         remote.trouble = gate
         handle = engine.prefetch("c", prompt(0))
         if verb != "put":
+            landed_tokens = 40 if verb == "get_into" else 0  # nothing is read before all were asked what they hold
             eventually(lambda: engine.poll() or gate.held > 0, engine.stats)
+            eventually(lambda: engine.poll() or engine.stats()["prefetch.landed_tokens"] == landed_tokens, engine.stats)
             assert not handle.ready
             clock.now_s += 11
         until_ready(engine, handle)
