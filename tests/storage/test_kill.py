@@ -33,7 +33,7 @@ def acknowledged_until_killed(path: Path, settings: dict[str, Any], start: int, 
     [
         (SIZES, "relaxed", 3),
         (SIZES[:1], "commit", 1),
-        *(pytest.param(s, d, 200, marks=pytest.mark.long) for s in (SIZES, SIZES[:1]) for d in ("relaxed", "commit")),
+        *(pytest.param(s, d, 50, marks=pytest.mark.long) for s in (SIZES, SIZES[:1]) for d in ("relaxed", "commit")),
     ],
 )
 def test_kill(tmp_path: Path, page_bytes: Sequence[int], durability: str, rounds: int) -> None:
