@@ -118,7 +118,8 @@ class Commit:
                     donated[component.name] = value
                     undo.callback(component.free, value)
             shared = share(tree, lease.node, tokens[start:end], slots, lease.namespace, window_from, donated)
-            undo.callback(lambda: context.free(tree.withdraw(shared.inserted)))
+            attached = donated.keys() - set(shared.refused)
+            undo.callback(lambda: context.free(tree.withdraw(shared.inserted, attached)))
             if len(shared.ours):
                 lease.write(start, shared.theirs)
                 undo.callback(lease.write, start, shared.ours)

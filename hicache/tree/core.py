@@ -13,7 +13,7 @@ What holds after every call (`check()` proves it):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -179,9 +179,11 @@ class RadixTree(Accounts):
             node, pos = child, end
         return Inserted(node, tuple(gained), tuple(duplicates), pos)
 
-    def withdraw(self, inserted: Inserted) -> list[Released]:
-        """Undo an insertion on the device, and what was attached to its end: what it gave is the caller's again. Only
+    def withdraw(self, inserted: Inserted, attached: Iterable[Component]) -> list[Released]:
+        """Undo an insertion on the device, and what was `attached` to its end: what it gave is the caller's again. Only
         before anybody has locked it. Splits stay; returns what other tiers held of nodes that go, to be freed."""
+        for component in attached:
+            self.detach(inserted.node, component, DEVICE)
         released: list[Released] = []
         start = inserted.node.depth_tokens - inserted.accepted_len
         for node in inserted.node.path():
