@@ -1,17 +1,15 @@
 """The disk tier: cold reads, compressed reads, writes and lookups through the store, beside raw I/O of the same bytes.
 
-    read.cold          random, incompressible pages, 8 threads, caches dropped before each round; the ceiling is the
-                       same bytes of the same file by O_DIRECT, in blocks of a page in random order, 8 threads
-    read.packed        the same with compressible synthetic KV: bytes of pages a second over raw bytes read a second, of
-                       what its own file stores (read.raw.packed): a host keeps in memory what is read most often
-    pack.<data>.<filter>  bytes of a page over bytes stored
-    write.<mode>       groups of pages until they are as durable as the mode says, beside plain files that get the same
-                       bytes and as many fdatasync calls (bench.disk_writes)
+    cold.<size>        random, incompressible pages of 8 MiB, 2 MiB and 128 KiB, 8 threads, caches dropped before each
+                       round; the ceiling, raw.<size>, is the same pages of the same file by O_DIRECT, one a call
+    compressed.8mib    the same with compressible synthetic KV: bytes of pages a second over those of raw.8mib
+    pack.<filter>      bytes of a page of it over bytes stored
+    write.*, read.*    writes alone and beside readers, and these (bench.disk_writes)
     contains, open     in a store of a million small pages
     pipeline           documents from disk to device through an engine, beside its slowest leg (bench.disk_pipeline)
 
-Rounds of reads come in a random order. A round is cold when the kernel read all its bytes from the medium; the note
-tells the share that it read.
+A thread reads documents of 8 MiB in a random order, each in one call. Rounds come in a random order. A round is cold
+when the kernel read all its bytes from the medium; the note tells the share that it read.
 """
 
 from __future__ import annotations
@@ -21,16 +19,17 @@ import mmap
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
-from hicache.bench.common import BenchUnavailable, Report, gb_per_s, interleave, percentile
+from hicache.bench.common import BenchUnavailable, Report, interleave, percentile
 from hicache.bench.disk_pipeline import measure_pipeline
 from hicache.bench.disk_writes import measure_writes
 from hicache.bench.raw_io import drop_caches, host_pages, raw_file
@@ -38,7 +37,7 @@ from hicache.storage import LmdbPageStore, PageBuffer, PageFormat
 from hicache.storage.codec import PageCodec
 from hicache.storage.directory import slots_file
 from hicache.storage.filters import PageFilter
-from hicache.storage.memory import ALIGNMENT, round_up
+from hicache.storage.memory import round_up
 from hicache.storage.slot_file import BLOCK_BYTES
 
 NAME = "disk"
@@ -46,20 +45,57 @@ DESCRIPTION = "disk tier: cold reads, compressed reads, writes and lookups, agai
 
 THREADS = 8
 PAGE_TOKENS, CHANNELS = 64, 1024  # of synthetic KV: segments [tokens, channels] of bf16
-TARGETS = {"read.cold": 0.90, "read.packed": 1.2}
+DOCUMENT_BYTES = 8 << 20  # of one call
 CONTAINS_MS, OPEN_S = 2.0, 1.0
 _SMALL_PAGE = 256
-_Fetch: TypeAlias = Callable[[int, PageBuffer], None]
+_NUM_KINDS = 8  # of pages, which differ in their first bytes beside
+_Fetch: TypeAlias = Callable[[range, PageBuffer], None]
 _Reader: TypeAlias = Callable[[], AbstractContextManager[_Fetch]]
 # Virtual disks give credit for the time in which they were used less: what always follows the same round of reads gains
 # or loses by it, up to a third.
 _ROUNDS_PER_SAMPLE = 2
 
 
+@dataclass(frozen=True)
+class _Case:
+    """`num_pages` of one size in a store of their own, whose reads reach `target` of the raw reads `beside`."""
+
+    name: str
+    page_bytes: int
+    num_pages: int
+    target: float
+    beside: str
+    is_kv: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    @property
+    def documents(self) -> list[range]:
+        step = max(1, DOCUMENT_BYTES // self.page_bytes)
+        return [range(start, start + step) for start in range(0, self.num_pages, step)]
+
+    def pages(self) -> list[PageBuffer]:
+        rng = np.random.default_rng(0)
+        if self.is_kv:
+            return [synthetic_kv(rng, self.page_bytes) for _ in range(_NUM_KINDS)]
+        return [rng.integers(0, 256, self.page_bytes, dtype=np.uint8) for _ in range(_NUM_KINDS)]
+
+
+def cases_of(num_bytes: int) -> list[_Case]:
+    num_documents = num_bytes // DOCUMENT_BYTES
+    cold = (("8mib", 8 << 20, 0.98), ("2mib", 2 << 20, 0.97), ("128kib", 128 << 10, 0.85))
+    cases = [
+        _Case(f"cold.{name}", size, num_documents * DOCUMENT_BYTES // size, target, f"raw.{name}")
+        for name, size, target in cold
+    ]
+    return [*cases, _Case("compressed.8mib", 8 << 20, num_documents, 1.25, "raw.8mib", is_kv=True)]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, help="folder on the disk to be measured (default: the working directory)")
-    parser.add_argument("--gib", type=float, default=2.0, help="GiB of pages (default: %(default)s)")
-    parser.add_argument("--page-mib", type=int, default=8, help="MiB of a page (default: %(default)s)")
+    parser.add_argument("--gib", type=float, default=1.0, help="GiB of pages of each kind (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=5, help="timed rounds (default: %(default)s)")
     parser.add_argument("--small-pages", type=int, default=1_000_000, help="of the large store (default: %(default)s)")
     parser.add_argument(
@@ -68,15 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    page_bytes = args.page_mib << 20
-    num_pages = int(args.gib * (1 << 30)) // page_bytes
-    if num_pages < 2 * THREADS:
-        raise BenchUnavailable(f"--gib {args.gib} is too little for {2 * THREADS} pages of {args.page_mib} MiB")
+    cases = cases_of(int(args.gib * (1 << 30)))
+    if cases[0].num_pages < THREADS:
+        raise BenchUnavailable(f"--gib {args.gib} is too little for {THREADS} pages of 8 MiB")
     with tempfile.TemporaryDirectory(prefix="bench-disk-", dir=args.dir or Path.cwd()) as name:
         folder = Path(name)
-        _reads(report, folder, page_bytes, num_pages, args.samples)
-        for durability in ("relaxed", "commit"):
-            measure_writes(report, folder, page_bytes, num_pages // 2, durability, args.samples)
+        _reads(report, folder, cases, args.samples)
+        measure_writes(report, folder, cases[0].page_bytes, cases[0].num_pages // 2, args.samples)
         _large_store(report, folder, args.small_pages)
         tokens = args.document_tokens or (2048 if args.device.type == "cuda" else 1024)
         measure_pipeline(report, folder, args.device, tokens, args.samples)
@@ -96,12 +130,12 @@ def _key(i: int) -> bytes:
     return i.to_bytes(32, "big")
 
 
-def _open(path: Path, page_bytes: int, num_pages: int, *, filter: PageFilter | None = None) -> LmdbPageStore:
+def _open(path: Path, case: _Case) -> LmdbPageStore:
     return LmdbPageStore(
         path,
         identity={"model": "bench"},
-        formats=[PageFormat(page_bytes, filter or PageFilter("byte_shuffle", 2))],
-        budget_bytes=int((num_pages + 32) * page_bytes * 1.1) + (64 << 20),
+        formats=[PageFormat(case.page_bytes, PageFilter("byte_shuffle", 2))],
+        budget_bytes=int(1.3 * case.num_bytes) + (512 << 20),
     )
 
 
@@ -110,84 +144,70 @@ def _open_small(path: Path, budget_bytes: int) -> LmdbPageStore:
     return LmdbPageStore(path, identity={"model": "bench"}, formats=formats, budget_bytes=budget_bytes, level=0)
 
 
-def _reads(report: Report, folder: Path, page_bytes: int, num_pages: int, samples: int) -> None:
+def _reads(report: Report, folder: Path, cases: Sequence[_Case], samples: int) -> None:
     """Cold reads of all kinds, and raw reads, in turns."""
-    rng = np.random.default_rng(0)
-    kinds = {
-        "read.cold": [rng.integers(0, 256, page_bytes, dtype=np.uint8) for _ in range(8)],
-        "read.packed": [synthetic_kv(rng, page_bytes) for _ in range(8)],
-    }
-    _compression(report, kinds["read.packed"])
+    readers: dict[str, tuple[_Case, _Reader]] = {}
     kept: dict[str, PageBuffer] = {}
-    for kind, pages in kinds.items():  # pages of one kind differ in their first bytes
-        store = _open(folder / kind, page_bytes, num_pages)
-        for start in range(0, num_pages, 8):
-            items = []
-            for i in range(start, min(start + 8, num_pages)):
-                page = pages[i % 8].copy()
-                page[:8] = np.frombuffer(i.to_bytes(8, "big"), dtype=np.uint8)
-                items.append((_key(i), page))
-            if not all(store.put(items)):
-                raise BenchUnavailable(f"the disk below {folder} has no room for {num_pages} pages")
-        kept[kind] = pages[1]
-        store.close()
-    buffers = host_pages(THREADS, page_bytes)
-    raw_bytes = {kind: _stored_bytes(pages) for kind, pages in kinds.items()}
-    readers: dict[str, _Reader] = {kind: partial(_store_reader, folder / kind, page_bytes, num_pages) for kind in kinds}
-    for kind, length in raw_bytes.items():
-        file = slots_file(folder / kind, page_bytes)
-        readers[_raw(kind)] = partial(_raw_reader, file, BLOCK_BYTES + round_up(page_bytes), length)
+    for case in cases:
+        pages = case.pages()
+        if case.is_kv:
+            _compression(report, pages)
+        _fill(folder / case.name, case, pages)
+        kept[case.name] = pages[1]
+        readers[case.name] = case, partial(_store_reader, folder / case.name, case)
+        if case.beside not in readers:
+            file = slots_file(folder / case.name, case.page_bytes, BLOCK_BYTES + round_up(case.page_bytes))
+            readers[case.beside] = case, partial(_raw_reader, file, case)
+    buffers = host_pages(THREADS, DOCUMENT_BYTES)
     rounds: dict[str, list[float]] = {name: [] for name in readers}
     read: dict[str, list[float]] = {name: [] for name in readers}
     for turn in range(-1, _ROUNDS_PER_SAMPLE * samples):
         rng = np.random.default_rng(turn + 1)
-        order = rng.permutation(num_pages)
         for name in rng.permutation([*readers]).tolist():
-            with readers[name]() as fetch, ThreadPoolExecutor(THREADS) as threads:
-                _warm_up(threads, fetch, buffers)
-                drop_caches(folder / name.replace(".raw", ""))
-                before, began = _bytes_read(), time.perf_counter()
-                works = [partial(_fetch_all, fetch, order[t::THREADS].tolist(), buffers[t]) for t in range(THREADS)]
-                done = [threads.submit(work) for work in works]
-                for future in done:
-                    future.result()
-                elapsed = time.perf_counter() - began
+            case, reader = readers[name]
+            documents = case.documents
+            order = [documents[i] for i in rng.permutation(len(documents)).tolist()]
+            seconds, read_bytes = _timed(folder / case.name, reader, order, buffers)
             if turn >= 0:
-                rounds[name].append(elapsed)
-                read[name].append((_bytes_read() - before) / (num_pages * page_bytes))
+                rounds[name].append(seconds)
+                read[name].append(read_bytes / case.num_bytes)
             if name in kept:
-                _compare(buffers, kept[name], order.tolist())
-    for kind in kinds:
-        _report_reads(report, kind, rounds, read[kind], num_pages, page_bytes, raw_bytes[kind])
+                compare(buffers, kept[name], order)
+    for name, (case, _) in readers.items():
+        if name == case.beside:
+            report.rate(name, case.num_bytes, rounds[name], note=f"O_DIRECT, blocks of {case.page_bytes} bytes")
+    for case in cases:
+        data = "synthetic KV, bf16" if case.is_kv else "random bytes"
+        note = f"{data}; read from the medium: {percentile(read[case.name], 50):.2f} of the pages' bytes"
+        beside = rounds[case.beside]
+        report.rate(case.name, case.num_bytes, rounds[case.name], beside=beside, target=case.target, note=note)
 
 
-def _raw(kind: str) -> str:
-    return kind.replace("read", "read.raw")
+def _fill(path: Path, case: _Case, pages: Sequence[PageBuffer]) -> None:
+    store = _open(path, case)
+    for document in case.documents:
+        items = []
+        for i in document:
+            page = pages[i % _NUM_KINDS].copy()
+            page[:8] = np.frombuffer(i.to_bytes(8, "big"), dtype=np.uint8)
+            items.append((_key(i), page))
+        if not all(store.put(items)):
+            raise BenchUnavailable(f"the disk below {path} has no room for {case.num_pages} pages")
+    store.close()
 
 
-def _report_reads(
-    report: Report,
-    kind: str,
-    rounds: Mapping[str, list[float]],
-    read: Sequence[float],
-    num_pages: int,
-    page_bytes: int,
-    raw_bytes: int,
-) -> None:
-    """Reads of one kind beside raw ones of its file, `raw_bytes` of each page."""
-    data = {"read.cold": "random bytes", "read.packed": "synthetic KV, bf16"}[kind]
-    raw = gb_per_s(num_pages * raw_bytes, rounds[_raw(kind)])
-    report.case(_raw(kind), raw, "GB/s", note=f"O_DIRECT, blocks of {raw_bytes} bytes")
-    share = percentile(read, 50)
-    note = f"{data}, pages of {page_bytes >> 20} MiB; read from the medium: {share:.2f} of the pages' bytes"
-    report.rate(kind, num_pages * page_bytes, rounds[kind], ceiling=raw, target=TARGETS[kind], note=note)
-
-
-def _stored_bytes(pages: Sequence[PageBuffer]) -> int:
-    """What each of them takes in its slot at least, in whole blocks."""
-    codec = PageCodec(PageFormat(len(pages[0]), PageFilter("byte_shuffle", 2)), bytes(16), 1)
-    shortest = min(len(codec.encode_split(b"key", page, memoryview(b"")).payload) for page in pages)
-    return shortest // ALIGNMENT * ALIGNMENT
+def _timed(path: Path, reader: _Reader, order: Sequence[range], buffers: Sequence[PageBuffer]) -> tuple[float, int]:
+    """Seconds of reading all documents in `THREADS` threads, each to a buffer of its own, nothing of them cached, and
+    the bytes that the medium gave."""
+    with reader() as fetch, ThreadPoolExecutor(THREADS) as threads:
+        _warm_up(threads, partial(fetch, order[0]), buffers)
+        drop_caches(path)
+        before, began = _bytes_read(), time.perf_counter()
+        works = [partial(_fetch_all, fetch, order[t::THREADS], buffers[t]) for t in range(THREADS)]
+        done = [threads.submit(work) for work in works]
+        for future in done:
+            future.result()
+        return time.perf_counter() - began, _bytes_read() - before
 
 
 def _compression(report: Report, pages: Sequence[PageBuffer]) -> None:
@@ -195,33 +215,35 @@ def _compression(report: Report, pages: Sequence[PageBuffer]) -> None:
     by_channel = PageFilter("channel_byte_shuffle", 2, PAGE_TOKENS, CHANNELS)
     for page_filter in (PageFilter(), PageFilter("byte_shuffle", 2), by_channel):
         codec = PageCodec(PageFormat(len(pages[0]), page_filter), bytes(16), 1)
-        values = (codec.encode_split(b"key", page, memoryview(b"")) for page in pages)
-        report.case(f"pack.packed.{page_filter.kind}", [len(pages[0]) / len(value) for value in values], "x")
+        buffer = memoryview(bytearray(codec.max_payload_bytes))
+        values = (codec.encode_split(b"key", page, buffer) for page in pages)
+        report.case(f"pack.{page_filter.kind}", [len(pages[0]) / len(value) for value in values], "x")
 
 
-def _warm_up(threads: Executor, fetch: _Fetch, buffers: Sequence[PageBuffer]) -> None:
-    """Each thread reads a page, after which it has its memory, like the threads of an engine, which live as long."""
+def _warm_up(threads: Executor, fetch: Callable[[PageBuffer], None], buffers: Sequence[PageBuffer]) -> None:
+    """Each thread reads once, after which it has its memory, like the threads of an engine, which live as long."""
     together = threading.Barrier(THREADS, timeout=60)
 
     def read(buffer: PageBuffer) -> None:
-        fetch(0, buffer)
+        fetch(buffer)
         together.wait()
 
     list(threads.map(read, buffers))
 
 
-def _fetch_all(fetch: _Fetch, pages: Sequence[int], into: PageBuffer) -> None:
-    for i in pages:
-        fetch(int(i), into)
+def _fetch_all(fetch: _Fetch, documents: Sequence[range], into: PageBuffer) -> None:
+    for document in documents:
+        fetch(document, into)
 
 
 @contextmanager
-def _store_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[_Fetch]:
-    store = _open(path, page_bytes, num_pages)
+def _store_reader(path: Path, case: _Case) -> Iterator[_Fetch]:
+    store = _open(path, case)
 
-    def fetch(i: int, into: PageBuffer) -> None:
-        if store.get_into([_key(i)], [into]) != [True]:
-            raise AssertionError(f"page {i} is missing")
+    def fetch(document: range, into: PageBuffer) -> None:
+        buffers = list(into.reshape(-1, case.page_bytes))
+        if not all(store.get_into([_key(i) for i in document], buffers)):
+            raise AssertionError(f"a page of {document} is missing")
 
     try:
         yield fetch
@@ -230,19 +252,25 @@ def _store_reader(path: Path, page_bytes: int, num_pages: int) -> Iterator[_Fetc
 
 
 @contextmanager
-def _raw_reader(path: Path, stride_bytes: int, length: int) -> Iterator[_Fetch]:
+def _raw_reader(path: Path, case: _Case) -> Iterator[_Fetch]:
     with raw_file(path) as read_at:
-        yield lambda i, into: read_at(i * stride_bytes, into[:length])
+
+        def fetch(document: range, into: PageBuffer) -> None:
+            for i, buffer in zip(document, into.reshape(-1, case.page_bytes), strict=True):
+                read_at(i * (BLOCK_BYTES + round_up(case.page_bytes)), buffer)
+
+        yield fetch
 
 
-def _compare(buffers: Sequence[PageBuffer], like: PageBuffer, order: Sequence[int]) -> None:
-    """The last page of each thread is the one it asked for; those made like `like` are so to the last byte."""
+def compare(buffers: Sequence[PageBuffer], like: PageBuffer, order: Sequence[range]) -> None:
+    """The last document of each thread is the one it asked for; its pages made like `like` are so to the last byte."""
     for t, buffer in enumerate(buffers):
-        i = int(order[t::THREADS][-1])
-        if int.from_bytes(buffer[:8].tobytes(), "big") != i:
-            raise AssertionError(f"page {i} holds another page's bytes")
-        if i % 8 == 1 and not np.array_equal(buffer[8:], like[8:]):
-            raise AssertionError(f"page {i} is not what was put")
+        document = order[t::THREADS][-1]
+        for i, page in zip(document, buffer.reshape(len(document), -1), strict=True):
+            if int.from_bytes(page[:8].tobytes(), "big") != i:
+                raise AssertionError(f"page {i} holds another page's bytes")
+            if i % _NUM_KINDS == 1 and not np.array_equal(page[8:], like[8:]):
+                raise AssertionError(f"page {i} is not what was put")
 
 
 def _bytes_read() -> int:

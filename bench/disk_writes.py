@@ -1,9 +1,11 @@
 """Group commits of new pages into a fresh store, beside the same bytes into a fresh file, in turns.
 
-    write.<mode>          the ceiling is a plain file written through the page cache, with a fdatasync after each group
-    write.<mode>.direct   the same values; the ceiling is a plain file written by O_DIRECT, in blocks of a page
-    mixed.write, .read    the same writes, `relaxed`, while 4 threads read other pages, caches dropped before; and those
-                          reads. The ceiling is writing alone
+    write.alone           durability `relaxed`; the ceiling, write.raw, is a plain file written by O_DIRECT, in blocks
+                          of a page, with a fdatasync after each group
+    write.commit          the same with durability `commit`
+    write.beside_readers  `relaxed`, while 4 threads read other pages; the same ceiling, of writing alone
+    read.beside_writer    these reads; the ceiling is reading without the writer
+    *.raw.beside_*        both for a plain file that is written and read by O_DIRECT: what the medium gives
 
 Pages are aligned and in huge pages, as those of a host pool are. A helper of the disk bench.
 """
@@ -15,10 +17,12 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,93 +31,96 @@ from hicache.bench.raw_io import drop_caches, host_pages, in_threads
 from hicache.storage import LmdbPageStore, PageBuffer, PageFormat
 from hicache.storage.base import Durability
 
-TARGET = 0.85
+ALONE_S = 1.0
 _GROUP_BYTES = 56 << 20  # of one commit of a store of 4 GiB or more
 _GROUPS_PER_PUT = 4
 _BLOCK_BYTES = 4096
 _READERS = 4
 
 
-class SyncedFiles:
-    """The files that another system writes to `folder` without a sync."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._synced: set[Path] = set()
-
-    def timed(self, seconds: dict[str, float]) -> dict[str, float]:
-        """`seconds`, and as "synced" those of its "store" and until the files that it wrote are on the disk."""
-        new = {file for file in self._folder.rglob("*") if file.is_file()} - self._synced
-        self._synced |= new
-        start = time.perf_counter()
-        for file in new:
-            descriptor = os.open(file, os.O_RDONLY)
-            os.fdatasync(descriptor)
-            os.close(descriptor)
-        return {**seconds, "synced": seconds["store"] + time.perf_counter() - start}
-
-
-def measure_writes(
-    report: Report, folder: Path, page_bytes: int, num_pages: int, durability: Durability, samples: int
-) -> None:
-    """Both cases of one mode; `num_pages` are written each time."""
+def measure_writes(report: Report, folder: Path, page_bytes: int, num_pages: int, samples: int) -> None:
+    """All cases; `num_pages` are written each time."""
     per_group = max(1, _GROUP_BYTES // page_bytes)
     pages = _aligned_pages(per_group, page_bytes)
-    variants: dict[str, Callable[[], AbstractContextManager[tuple[object, Callable[..., None]]]]] = {
-        "raw": lambda: _raw(folder / "write-raw", pages, num_pages, 0),
-        "direct": lambda: _raw(folder / "write-direct", pages, num_pages, os.O_DIRECT),
-        "store": lambda: _store(folder / "write-store", pages, num_pages, durability),
+    variants: dict[str, Callable[[], AbstractContextManager[_Target]]] = {
+        "raw": lambda: _raw(folder / "write-raw", pages, num_pages),
+        "relaxed": lambda: _store(folder / "write-relaxed", pages, num_pages, "relaxed"),
+        "commit": lambda: _store(folder / "write-commit", pages, num_pages, "commit"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in variants}
+    mixed: dict[str, list[_Mixed]] = {"raw": [], "relaxed": []}
     for _ in range(samples):
         for name, variant in variants.items():
-            with variant() as (_, write):
-                start = time.perf_counter()
-                write()
-                seconds[name].append(time.perf_counter() - start)
+            with variant() as target:
+                seconds[name].append(target.timed_write(0))
+                if name in mixed:
+                    mixed[name].append(_beside(target, num_pages, page_bytes))
+    num_bytes = num_pages * page_bytes
     note = f"random bytes, groups of {per_group} pages of {page_bytes >> 20} MiB, a fdatasync each"
-    for case, ceiling in ((f"write.{durability}", "raw"), (f"write.{durability}.direct", "direct")):
-        beside = seconds[ceiling]
-        report.rate(case, num_pages * page_bytes, seconds["store"], beside=beside, target=TARGET, note=note)
-    if durability == "relaxed":
-        _mixed(report, folder / "write-mixed", pages, num_pages, seconds["store"], samples)
+    report.rate("write.raw", num_bytes, seconds["raw"], note=note)
+    report.rate("write.alone", num_bytes, seconds["relaxed"], beside=seconds["raw"], target=0.95, note=note)
+    report.rate("write.commit", num_bytes, seconds["commit"], beside=seconds["raw"], note=note)
+    for name, kind in (("raw.", "raw"), ("", "relaxed")):
+        written = [one.write_s for one in mixed[kind]]
+        targets = (None, None) if name else (0.6, 0.9)
+        note = f"beside {_READERS} readers"
+        report.rate(
+            f"write.{name}beside_readers", num_bytes, written, beside=seconds["raw"], target=targets[0], note=note
+        )
+        alone, beside = ([one.alone for one in mixed[kind]], [one.beside for one in mixed[kind]])
+        report.case(f"read.{name}beside_writer", beside, "GB/s", ceiling=alone, target=targets[1])
 
 
-def _mixed(
-    report: Report, path: Path, pages: list[PageBuffer], num_pages: int, alone: Sequence[float], samples: int
-) -> None:
-    """`alone`: seconds of writing as many pages without readers."""
-    written: list[float] = []
-    read: list[float] = []
-    for turn in range(samples):
-        with _store(path, pages, num_pages, "relaxed") as (store, write):
-            write(1)
-            drop_caches(path)
-            done, counts = threading.Event(), [0] * _READERS
-            readers = [partial(_read_until, done, store, num_pages, counts, t, len(pages[0])) for t in range(_READERS)]
+class _Mixed(NamedTuple):
+    """Seconds of writing beside readers, whose GB/s alone, and beside the writer."""
 
-            def write_beside(done: threading.Event = done, write: Callable[[int], None] = write) -> None:
-                start = time.perf_counter()
-                try:
-                    write(2)
-                finally:
-                    done.set()
-                    written.append(time.perf_counter() - start)
+    write_s: float
+    alone: float
+    beside: float
 
-            in_threads([write_beside, *readers])
-            read.append(sum(counts) * len(pages[0]) / written[turn] / 1e9)
-    report.rate("mixed.write", num_pages * len(pages[0]), written, beside=alone, note=f"beside {_READERS} readers")
-    report.case("mixed.read", read, "GB/s", note="beside one writer")
+
+@dataclass(frozen=True)
+class _Target:
+    """What is written and read. `write` writes all pages, again under other keys for each salt; `read` reads one of
+    those with salt 0."""
+
+    write: Callable[[int], None]
+    read: Callable[[int, PageBuffer], None]
+    path: Path
+
+    def timed_write(self, salt: int) -> float:
+        start = time.perf_counter()
+        self.write(salt)
+        return time.perf_counter() - start
+
+
+def _beside(target: _Target, num_pages: int, page_bytes: int) -> _Mixed:
+    """Readers alone, and then beside a writer."""
+    rates, written = list[float](), list[float]()
+    for work in (lambda: time.sleep(ALONE_S), lambda: written.append(target.timed_write(1))):
+        drop_caches(target.path)
+        done, counts = threading.Event(), [0] * _READERS
+
+        def until_done(work: Callable[[], None] = work, done: threading.Event = done) -> None:
+            try:
+                work()
+            finally:
+                done.set()
+
+        start = time.perf_counter()
+        readers = [partial(_read_until, done, target, num_pages, counts, t, page_bytes) for t in range(_READERS)]
+        in_threads([until_done, *readers])
+        rates.append(sum(counts) * page_bytes / (time.perf_counter() - start) / 1e9)
+    return _Mixed(written[0], *rates)
 
 
 def _read_until(
-    done: threading.Event, store: LmdbPageStore, num_pages: int, counts: list[int], which: int, page_bytes: int
+    done: threading.Event, target: _Target, num_pages: int, counts: list[int], which: int, page_bytes: int
 ) -> None:
     rng = np.random.default_rng(which)
     (page,) = host_pages(1, page_bytes)
     while not done.is_set():
-        if store.get_into([_key(1, int(rng.integers(num_pages)))], [page]) != [True]:
-            raise AssertionError("a page is missing")
+        target.read(int(rng.integers(num_pages)), page)
         counts[which] += 1
 
 
@@ -130,28 +137,27 @@ def _groups(num_pages: int, step: int) -> list[range]:
 
 
 @contextlib.contextmanager
-def _raw(path: Path, pages: list[PageBuffer], num_pages: int, flags: int) -> Iterator[tuple[None, Callable[[], None]]]:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
-    end = len(pages[0]) * num_pages
+def _raw(path: Path, pages: list[PageBuffer], num_pages: int) -> Iterator[_Target]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o644)
+    page_bytes = len(pages[0])
 
-    def write() -> None:
+    def write(salt: int) -> None:
+        first = salt * (num_pages + 1)
         for group in _groups(num_pages, len(pages)):
             for i in group:
-                os.pwrite(file, pages[i % len(pages)].data, i * len(pages[0]))
-            os.pwrite(file, pages[0].data[:_BLOCK_BYTES], end)
+                os.pwrite(file, pages[i % len(pages)].data, (first + i) * page_bytes)
+            os.pwrite(file, pages[0].data[:_BLOCK_BYTES], (first + num_pages) * page_bytes)
             os.fdatasync(file)
 
     try:
-        yield None, write
+        yield _Target(write, lambda i, page: _require(os.preadv(file, [page.data], i * page_bytes) == page_bytes), path)
     finally:
         os.close(file)
         path.unlink()
 
 
 @contextlib.contextmanager
-def _store(
-    path: Path, pages: list[PageBuffer], num_pages: int, durability: Durability
-) -> Iterator[tuple[LmdbPageStore, Callable[..., None]]]:
+def _store(path: Path, pages: list[PageBuffer], num_pages: int, durability: Durability) -> Iterator[_Target]:
     page_bytes = len(pages[0])
     store = LmdbPageStore(
         path,
@@ -161,27 +167,24 @@ def _store(
         durability=durability,
     )
 
-    def write(salt: int = 0) -> None:
+    def write(salt: int) -> None:
         for group in _groups(num_pages, len(pages) * _GROUPS_PER_PUT):
-            if not all(store.put([(_key(salt, i), pages[i % len(pages)]) for i in group])):
-                raise AssertionError("a page was not stored")
+            _require(all(store.put([(_key(salt, i), pages[i % len(pages)]) for i in group])))
 
     try:
-        yield store, write
-        _compare(store, pages, num_pages)
+        yield _Target(write, lambda i, page: _require(all(store.get_into([_key(0, i)], [page]))), path)
+        back = np.empty(page_bytes, dtype=np.uint8)
+        for i in (*range(0, num_pages, 17), num_pages - 1):
+            _require(store.get_into([_key(0, i)], [back]) == [True] and np.array_equal(back, pages[i % len(pages)]))
     finally:
         store.close()
         shutil.rmtree(path)
 
 
+def _require(is_right: bool) -> None:
+    if not is_right:
+        raise AssertionError("a page was not written, or is not the page that was put")
+
+
 def _key(salt: int, i: int) -> bytes:
     return salt.to_bytes(8, "big") + i.to_bytes(24, "big")
-
-
-def _compare(store: LmdbPageStore, pages: list[PageBuffer], num_pages: int) -> None:
-    """AssertionError unless some pages of the last write, its last page among them, are stored byte for byte."""
-    back = np.empty(len(pages[0]), dtype=np.uint8)
-    salt = next(salt for salt in (2, 0) if store.contains([_key(salt, 0)]) == [True])
-    for i in (*range(0, num_pages, 17), num_pages - 1):
-        if store.get_into([_key(salt, i)], [back]) != [True] or not np.array_equal(back, pages[i % len(pages)]):
-            raise AssertionError(f"page {i} is not the page that was put")

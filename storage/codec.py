@@ -99,8 +99,8 @@ class PageCodec:
         return self._page_bytes + (ENCRYPTION_BYTES if self._cipher else 0)
 
     def encode_split(self, key: bytes, page: PageBuffer, buffer: memoryview, *, lag: float = 0.0) -> HeaderAndPayload:
-        """The value of `page`, contiguous uint8 `[page_bytes]`. A raw payload is `page` itself, an encrypted one lies
-        in `buffer`, of `max_payload_bytes` or more.
+        """The value of `page`, contiguous uint8 `[page_bytes]`. A raw payload is `page` itself, any other lies in
+        `buffer`, of `max_payload_bytes` or more.
 
         `lag` says how far the writer is behind, from 0 (it keeps up) to 1 (its queue is full): from 0.5 on pages are
         compressed at level 1, from 0.9 on not at all.
@@ -117,6 +117,10 @@ class PageCodec:
         ).pack()
         if self._cipher is not None:
             payload = self._cipher.encrypt(payload, associated_data(key, fields), buffer)
+        elif compressed is not None:
+            payload = buffer[: len(compressed)]
+            # Without the interpreter's lock, unlike an assignment to the view.
+            np.copyto(np.frombuffer(payload, dtype=np.uint8), np.frombuffer(compressed, dtype=np.uint8))
         return HeaderAndPayload(finalise_header(key, fields, payload), payload)
 
     def decode_split(self, key: bytes, header: bytes | memoryview, payload: memoryview, page: PageBuffer) -> str:

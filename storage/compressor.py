@@ -10,11 +10,10 @@ from collections import deque
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
-
 from hicache.storage.base import PageBuffer
 from hicache.storage.codec import PageCodecs
 from hicache.storage.header import HeaderAndPayload
+from hicache.storage.memory import aligned_from_heap
 
 # zstd compresses 0.8 GB/s a thread, and one writer commits 2 GB/s or more; readers decode on the other cores.
 _MAX_THREADS, _SHARE_OF_CORES = 8, 2
@@ -66,8 +65,4 @@ class PageCompressor:
 
     def _encode(self, key: bytes, page: PageBuffer, lag: float) -> HeaderAndPayload:
         codec = self._codecs[len(page)]
-        # What is not encrypted lies in the page, or in memory of zstd's. Unlike a new map, memory that was freed and is
-        # allocated again is not page-faulted, which costs more than encrypting.
-        is_encrypted = codec.max_payload_bytes > len(page)
-        buffer = np.empty(codec.max_payload_bytes if is_encrypted else 0, dtype=np.uint8).data
-        return codec.encode_split(key, page, buffer, lag=lag)
+        return codec.encode_split(key, page, aligned_from_heap(codec.max_payload_bytes), lag=lag)

@@ -27,9 +27,9 @@ _MODE_OF_OTHERS = 0o077
 _KERNEL_LOCKS = Path("/proc/locks")
 
 
-def slots_file(path: Path, page_bytes: int) -> Path:
-    """The file with the slots for pages of one size."""
-    return path / f"pages-{page_bytes}.dat"
+def slots_file(path: Path, page_bytes: int, slot_bytes: int) -> Path:
+    """The file with the slots of one length for pages of one size."""
+    return path / f"pages-{page_bytes}-{slot_bytes}.dat"
 
 
 def slots_files(path: Path) -> list[Path]:

@@ -1,8 +1,9 @@
 """The index of a store: where each page is, and which was used when. An LMDB environment of three tables.
 
     pages   key -> u64 slot, u32 bytes of the payload, u32 bytes of the page (little-endian)
-    slots   u32 bytes of the page, u64 slot (big-endian) -> key
-    uses    u32 bytes of the page (big-endian) -> u64 tick of each slot (little-endian); written when it is sealed
+    slots   u32 bytes of the page, u32 bytes of the slot, u64 slot (big-endian) -> key
+    uses    u32 bytes of the page, u32 bytes of the slot (big-endian) -> u64 tick of each slot (little-endian); written
+            when it is sealed
 
 While a store is open its index is in memory without a name: a disk that hangs holds up no look-up, and it ends with its
 process. A closed store has a copy in a file, sealed by a checksum: LMDB trusts what it maps, so a copy is mapped after
@@ -29,6 +30,7 @@ import xxhash
 from hicache.storage.directory import replacing
 from hicache.storage.header import HEADER_BYTES
 from hicache.storage.records import FORMAT
+from hicache.storage.slot_file import SlotLength
 from hicache.storage.use_order import TICK, UseOrder
 
 log = logging.getLogger("hicache.storage")
@@ -37,7 +39,7 @@ _TABLES = (b"pages", b"slots", b"uses")
 _OTHER_PAGES = 4  # of the file: two that say where the tables are, one with their names, one of the table of uses
 _MIN_MAP_BYTES = 1 << 30  # address space, not memory
 _SEAL_BYTES, _CHUNK_BYTES = 8, 8 << 20
-_ENTRY, _SLOT, _SIZE = struct.Struct("<QII"), struct.Struct(">IQ"), struct.Struct(">I")
+_ENTRY, _SLOT, _LENGTH = struct.Struct("<QII"), struct.Struct(">IIQ"), struct.Struct(">II")
 _RECORD = np.dtype([("slot", "<u8"), ("payload_bytes", "<u4"), ("page_bytes", "<u4")])
 
 # What an LMDB call raises when it fails: its own errors, those of the operating system, and SystemError, with which the
@@ -51,6 +53,10 @@ class Entry(NamedTuple):
     slot: int
     payload_bytes: int
     page_bytes: int
+
+    @property
+    def length(self) -> SlotLength:
+        return SlotLength.of(self.page_bytes, self.payload_bytes)
 
     @property
     def value_bytes(self) -> int:
@@ -85,7 +91,7 @@ class Index:
         try:
             self._pages, self._slots, self._uses = (self._env.open_db(name) for name in _TABLES)
             with self._env.begin() as txn, txn.cursor(db=self._uses) as cursor:
-                ticks = {_SIZE.unpack(size)[0]: np.frombuffer(raw, TICK).copy() for size, raw in cursor}
+                ticks = {SlotLength(*_LENGTH.unpack(length)): np.frombuffer(raw, TICK).copy() for length, raw in cursor}
             self.uses = UseOrder(ticks)
         except BaseException:
             self._env.close()
@@ -111,8 +117,8 @@ class Index:
         """Leave a sealed copy in a file; nobody reads or writes meanwhile. OSError if the disk fails."""
         with self._env.begin(write=True) as txn:
             txn.drop(self._uses, delete=False)
-            for page_bytes, ticks in self.uses.ticks.items():
-                txn.put(_SIZE.pack(page_bytes), ticks.tobytes(), db=self._uses)
+            for length, ticks in self.uses.ticks.items():
+                txn.put(_LENGTH.pack(*length), ticks.tobytes(), db=self._uses)
         with replacing(file) as sealed:
             self._env.copyfd(sealed.fileno(), compact=True)
             num_bytes = sealed.seek(0, os.SEEK_END)
@@ -137,7 +143,7 @@ class Index:
         """Count pages as used, the last one as the most recently used; absent keys are ignored."""
         for entry in self.locate(keys):
             if entry is not None:
-                self.uses.note(entry.page_bytes, entry.slot)
+                self.uses.note(entry.length, entry.slot)
 
     def num_pages(self) -> int:
         with self._lock, self._env.begin() as txn:
@@ -156,7 +162,7 @@ class Index:
         used = self.uses.by_use()
         with self._lock, self._env.begin() as txn:
             steps = reversed(used) if newest else used
-            keys = (txn.get(_SLOT.pack(last.page_bytes, last.slot), db=self._slots) for last in steps)
+            keys = (txn.get(_SLOT.pack(*last.length, last.slot), db=self._slots) for last in steps)
             return list(islice((key for key in keys if key is not None), limit))
 
     def entries(self) -> list[tuple[bytes, Entry]]:
@@ -164,8 +170,8 @@ class Index:
         with self._lock, self._env.begin() as txn, txn.cursor(db=self._pages) as cursor:
             return [(key, Entry(*_ENTRY.unpack(raw))) for key, raw in cursor]
 
-    def slot_keys(self) -> dict[tuple[int, int], bytes]:
-        """The key of the page in each slot, by page size and slot."""
+    def slot_keys(self) -> dict[tuple[int, int, int], bytes]:
+        """The key of the page in each slot, by the length of slots and slot."""
         with self._lock, self._env.begin() as txn, txn.cursor(db=self._slots) as cursor:
             return {_SLOT.unpack(raw): key for raw, key in cursor}
 
@@ -189,25 +195,30 @@ class IndexChanges:
 
     def put(self, key: bytes, entry: Entry, tick: int) -> None:
         """Add a page, which is not there, used at `tick`."""
-        slot = _SLOT.pack(entry.page_bytes, entry.slot)
+        slot = _SLOT.pack(*entry.length, entry.slot)
         self._txn.put(key, _ENTRY.pack(*entry), db=self._pages)
         # Slots beyond all others fill the pages of the table whole, and need no search.
         if not self._txn.put(slot, key, db=self._slots, append=True):
             self._txn.put(slot, key, db=self._slots)
-        self._uses.set(entry.page_bytes, entry.slot, tick)
+        self._uses.set(entry.length, entry.slot, tick)
 
     def delete(self, key: bytes) -> Entry | None:
         """Remove a page; returns where it was."""
         entry = _entry(self._txn.get(key, db=self._pages))
         if entry is not None:
-            self._txn.delete(_SLOT.pack(entry.page_bytes, entry.slot), db=self._slots)
+            self._txn.delete(_SLOT.pack(*entry.length, entry.slot), db=self._slots)
             self._txn.delete(key, db=self._pages)
         return entry
+
+    def delete_slots(self, length: SlotLength, slots: Iterable[int]) -> list[tuple[bytes, Entry | None]]:
+        """Remove the pages in these slots; returns their keys and where they were."""
+        keys = (self._txn.get(_SLOT.pack(*length, slot), db=self._slots) for slot in slots)
+        return [(key, self.delete(key)) for key in keys if key is not None]
 
     def pop_oldest(self) -> tuple[bytes, Entry] | None:
         """Remove the least recently used page; returns its key and where it was."""
         while last := self._uses.pop_oldest():
-            key = self._txn.pop(_SLOT.pack(last.page_bytes, last.slot), db=self._slots)
+            key = self._txn.pop(_SLOT.pack(*last.length, last.slot), db=self._slots)
             entry = None if key is None else self.delete(key)
             if key is not None and entry is not None:
                 return key, entry

@@ -167,11 +167,12 @@ class LmdbPageStore(PageReads):
         max_bytes = commit_bytes(self._files.record.budget_bytes)
         group, group_bytes = list[tuple[bytes, int]](), 0
         for key, page in pages.items():
-            if group and group_bytes + len(page) > max_bytes:
+            slot_bytes = self._files.record.max_slot_bytes(len(page))
+            if group and group_bytes + slot_bytes > max_bytes:
                 yield group
                 group, group_bytes = [], 0
             group.append((key, len(page)))
-            group_bytes += len(page)
+            group_bytes += slot_bytes
         if group:
             yield group
 

@@ -1,35 +1,43 @@
 """The write path of a store: commits, the budget, and what happens when a write fails.
 
-A commit takes one group of pages: it evicts as the budget demands, which makes slots free; writes the pages to slots;
-syncs them; and enters them in the index. So a page is found only when its slot holds it, and a slot is written only
-when no page in the index is there. The files of a store need at most its budget: slots in use, freed ones that are no
-holes yet, and the index.
+A commit takes one group of pages: it evicts until slots of their lengths are free, or can be within the budget; writes
+the pages to slots; syncs them; and enters them in the index. So a page is found only when its slot holds it, and a slot
+is written only when no page in the index is there. The files of a store need at most its budget: slots in use, free
+ones, and the index.
 
-With durability "commit" the slots are on disk before their pages are acknowledged. With "relaxed" the kernel has begun
-to write them, and they are on disk one commit later: a thread syncs one group while the next one is written.
+The least recently used pages are evicted. Where that leaves too much free in slots of lengths that nobody writes any
+more, the segment with the most of it is emptied: its disk space serves any length.
+
+With durability "commit" the slots are on disk before their pages are acknowledged, with "relaxed" one commit later: a
+thread syncs one group while the next one is written.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from hicache.storage.base import StoreError
 from hicache.storage.counters import Counters
 from hicache.storage.header import HeaderAndPayload, page_bytes_of
 from hicache.storage.index import Entry, io_errors
 from hicache.storage.records import StoreRecord
-from hicache.storage.slot_file import SlotBlock
-from hicache.storage.slots import Sizes, Slots
+from hicache.storage.slot_file import MAX_RUN, SlotBlock, SlotLength, SlotWrite, runs
+from hicache.storage.slots import Segment, Sizes, Slots
 from hicache.storage.store_files import StoreFiles
 
 log = logging.getLogger("hicache.storage")
 T = TypeVar("T")
+_Batch: TypeAlias = list[tuple[bytes, HeaderAndPayload]]
 
 _GROUP_SHARE, _MAX_GROUP_BYTES = 64, 64 << 20
 _MAX_EVICTIONS = 256  # of one commit
+_BATCH_BYTES = 16 << 20  # of values whose slots are chosen together, and written in one call where they are neighbours
+_SCATTERED_SHARE = 16  # of the budget, in free slots beside pages
 _MIN_SLOTS, _MIN_INDEX_BYTES = 8, 256 << 10
 _ENTRY_BYTES = 300  # about what a page adds to the index, beside three times its key
 _SPARE_BYTES = 32 << 10  # for pages of the index that are split
@@ -43,7 +51,7 @@ def commit_bytes(budget_bytes: int) -> int:
 def require_budget(record: StoreRecord) -> None:
     """`StoreError` unless eviction works within the budget, and pages are found again."""
     largest = record.page_sizes[-1]
-    min_bytes = _MIN_SLOTS * record.slot_bytes(largest) + _MIN_INDEX_BYTES
+    min_bytes = _MIN_SLOTS * record.max_slot_bytes(largest) + _MIN_INDEX_BYTES
     if record.budget_bytes < min_bytes:
         raise StoreError(
             f"budget_bytes={record.budget_bytes} is too small for pages of {largest} bytes; raise it to {min_bytes}"
@@ -82,16 +90,7 @@ class GroupWriter:
     def put(self, group: Sequence[tuple[bytes, int]], values: Iterable[HeaderAndPayload]) -> bool:
         """Store absent pages, given as keys and page sizes and by their values, in one commit, evicting as the budget
         demands; whether that succeeded. The last is the most recently used."""
-        max_bytes = sum(self._files.record.slot_bytes(size) + 3 * len(key) + _ENTRY_BYTES for key, size in group)
-
-        def work() -> int:
-            if self._evict(self._budget_bytes - _SPARE_BYTES - max_bytes) and not self._has_evicted:
-                self._has_evicted = True
-                reached = "the store %s has reached its budget of %d bytes: the least recently used pages are evicted"
-                log.info(reached, self._files.path, self._budget_bytes)
-            return self._store([key for key, _ in group], values)
-
-        num_bytes = self._run(work)
+        num_bytes = self._run(lambda: self._store([key for key, _ in group], values))
         if num_bytes is None:
             return False
         raw_bytes = sum(page_bytes for _, page_bytes in group)
@@ -99,14 +98,14 @@ class GroupWriter:
         return True
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove pages, and free their disk space, which needs none; returns how many there were."""
+        """Remove pages, which needs no disk space; returns how many there were."""
 
         def work() -> int:
             self._delete_corrupt()
             with self._files.pages.index.changes() as changes:
                 removed = [(key, changes.delete(key)) for key in keys]
             num_removed = self._free(removed)
-            self._files.slots.punch()  # a page that was evicted before has its block still
+            self._files.slots.erase()  # pages that were evicted before too
             return num_removed
 
         return self._change(work) or 0
@@ -185,32 +184,52 @@ class GroupWriter:
             with self._files.pages.index.changes() as changes:
                 removed = [(key, changes.delete(key)) for key in corrupt]
             self._free(removed)
-            self._files.slots.punch()
+            self._files.slots.erase()
             for key in corrupt:
                 del self._corrupt[key]
 
-    def _max_slots_bytes(self) -> int:
-        """What the budget leaves to slots."""
-        return self._budget_bytes - _SPARE_BYTES - self._files.pages.index.num_bytes()
+    def _make_room(self, needed: Counter[SlotLength], max_index_bytes: int) -> None:
+        """Evict until so many slots are free, or can be within the budget, and make them so."""
+        slots, index = self._files.slots, self._files.pages.index
+        while True:
+            max_bytes = self._budget_bytes - _SPARE_BYTES - max_index_bytes - index.num_bytes()
+            missing_bytes = slots.missing_bytes(needed, max_bytes)
+            if missing_bytes <= 0:
+                return slots.reserve(needed, max_bytes)
+            if not self._has_evicted:
+                self._has_evicted = True
+                reached = "the store %s has reached its budget of %d bytes: the least recently used pages are evicted"
+                log.info(reached, self._files.path, self._budget_bytes)
+            segment = slots.most_scattered(self._budget_bytes // _SCATTERED_SHARE)
+            if not (self._evict_segment(segment) if segment else self._evict_oldest(missing_bytes)):
+                slots.trim()  # where there are no holes, the space is free at last
+                if slots.missing_bytes(needed, max_bytes) > 0:
+                    raise OSError(errno.ENOSPC, f"{missing_bytes} bytes more than the budget are needed")
 
     def _evict(self, used_bytes: int) -> int:
         """Evict the least recently used pages until slots in use and index have at most `used_bytes`; returns how many.
         In batches, for the index shrinks with its pages."""
-        num_evicted = 0
-        while evicted := self._evict_batch(used_bytes - self._files.pages.index.num_bytes()):
+        slots, index, num_evicted = self._files.slots, self._files.pages.index, 0
+        while (excess_bytes := slots.used_bytes + index.num_bytes() - used_bytes) > 0:
+            if not (evicted := self._evict_oldest(excess_bytes)):
+                break
             num_evicted += evicted
         return num_evicted
 
-    def _evict_batch(self, slots_bytes: int) -> int:
-        """The same in one commit, until slots in use have at most `slots_bytes`."""
-        slots, removed = self._files.slots, list[tuple[bytes, Entry | None]]()
-        left_bytes = slots.used_bytes
-        if left_bytes <= slots_bytes:
-            return 0
+    def _evict_oldest(self, num_bytes: int) -> int:
+        """Evict, in one commit, the least recently used pages whose slots have so many bytes; returns how many."""
+        removed = list[tuple[bytes, Entry | None]]()
         with self._files.pages.index.changes() as changes:
-            while left_bytes > slots_bytes and len(removed) < _MAX_EVICTIONS and (oldest := changes.pop_oldest()):
+            while num_bytes > 0 and len(removed) < _MAX_EVICTIONS and (oldest := changes.pop_oldest()):
                 removed.append(oldest)
-                left_bytes -= slots.space_of(oldest[1].page_bytes, oldest[1].payload_bytes)
+                num_bytes -= oldest[1].length.slot_bytes
+        self._counters.add(evicted=len(removed))
+        return self._free(removed)
+
+    def _evict_segment(self, segment: Segment) -> int:
+        """Evict the pages in a segment; returns how many."""
+        with self._files.pages.index.changes() as changes:
+            removed = changes.delete_slots(*segment)
         self._counters.add(evicted=len(removed))
         return self._free(removed)
 
@@ -218,33 +237,44 @@ class GroupWriter:
         """Free the slots of pages that the index lacks now, and tell of them; returns how many there were."""
         gone = [(key, entry) for key, entry in removed if entry is not None]
         for _, entry in gone:
-            self._files.slots.release(entry.page_bytes, entry.slot, entry.payload_bytes)
+            self._files.slots.release(entry)
         if gone:
             self._on_removed([key for key, _ in gone])
         return len(gone)
 
     def _store(self, keys: Sequence[bytes], values: Iterable[HeaderAndPayload]) -> int:
         """Write pages to slots, sync these, and enter the pages in the index; returns the bytes of their values."""
-        index, slots, files = self._files.pages.index, self._files.slots, self._files.pages.files
-        max_bytes, written, ticks = self._max_slots_bytes(), list[Entry](), list[int]()
+        index, written = self._files.pages.index, list[tuple[bytes, Entry, int]]()
+        index_bytes = sum(3 * len(key) + _ENTRY_BYTES for key in keys)
         try:
-            for key, value in zip(keys, values, strict=False):  # there may be values for the next commit
-                page_bytes, payload_bytes = page_bytes_of(value.header), len(value.payload)
-                taken = slots.take(page_bytes, payload_bytes)
-                written.append(Entry(taken.slot, payload_bytes, page_bytes))
-                ticks.append(index.uses.next_tick())
-                slots.punch(max_bytes)
-                block = SlotBlock(key, ticks[-1], value.header).pack()
-                files[page_bytes].write(taken.slot, block, value.payload, is_hole=taken.is_hole)
+            for batch in _batches(zip(keys, values, strict=False)):  # there may be values for the next commit
+                self._make_room(
+                    Counter(_length_of(value) for _, value in batch),
+                    index_bytes,
+                )
+                self._write(batch, written)
             self._sync_group()
             with index.changes() as changes:
-                for key, entry, tick in zip(keys, written, ticks, strict=True):
-                    changes.put(key, entry, tick)
+                for one in written:
+                    changes.put(*one)
         except BaseException:
-            for entry in written:
-                slots.release(entry.page_bytes, entry.slot, entry.payload_bytes)
+            for _, entry, _ in written:
+                self._files.slots.release(entry)
             raise
-        return sum(entry.value_bytes for entry in written)
+        return sum(entry.value_bytes for _, entry, _ in written)
+
+    def _write(self, batch: _Batch, written: list[tuple[bytes, Entry, int]]) -> None:
+        """Write pages to free slots, neighbours in one call; adds their keys, places and ticks to `written`."""
+        writes = defaultdict[SlotLength, list[SlotWrite]](list)
+        for key, value in batch:
+            entry = self._files.slots.take(page_bytes_of(value.header), len(value.payload))
+            tick = self._files.pages.index.uses.next_tick()
+            written.append((key, entry, tick))
+            block = SlotBlock(key, tick, value.header).pack()
+            writes[entry.length].append(SlotWrite(entry.slot, block, value.payload))
+        for length, of_file in writes.items():
+            for run in runs(of_file, lambda one: one.slot):
+                self._files.pages.files[length].write(run)
 
     def _sync_group(self) -> None:
         """Have the slots that were written synced: these before it returns, or, relaxed, those of the last time."""
@@ -258,7 +288,7 @@ class GroupWriter:
             awaited.result()
 
     def _sync_files(self) -> None:
-        for file in self._files.pages.files.values():
+        for _, file in self._files.pages.files.items():
             file.sync()
 
     def _become_read_only(self, error: Exception) -> None:
@@ -267,3 +297,20 @@ class GroupWriter:
         self._is_index_lost = self._is_index_lost or not isinstance(error, OSError)
         self._counters.add(write_errors=1)
         log.warning("the store %s is read-only from now on: %s; free space or repair the disk", self._files.path, error)
+
+
+def _length_of(value: HeaderAndPayload) -> SlotLength:
+    return SlotLength.of(page_bytes_of(value.header), len(value.payload))
+
+
+def _batches(items: Iterable[tuple[bytes, HeaderAndPayload]]) -> Iterator[_Batch]:
+    """Values, as many at a time as are written together."""
+    batch, batch_bytes = _Batch(), 0
+    for item in items:
+        batch.append(item)
+        batch_bytes += len(item[1])
+        if batch_bytes >= _BATCH_BYTES or len(batch) == MAX_RUN:
+            yield batch
+            batch, batch_bytes = [], 0
+    if batch:
+        yield batch

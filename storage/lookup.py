@@ -1,7 +1,8 @@
 """The read path of a store.
 
-The index says where a page was a moment ago; its slot may hold another one by now. So what does not verify is looked up
-again, once, and only a page that is still at the same place is damaged.
+Pages of one call that lie in neighbouring slots are read together. The index says where a page was a moment ago; its
+slot may hold another one by now. So what does not verify is looked up again, once, and only a page that is still at the
+same place is damaged.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,11 +22,31 @@ from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
 from hicache.storage.counters import Counters
 from hicache.storage.index import Entry, io_errors
-from hicache.storage.memory import Scratch, round_up
-from hicache.storage.slot_file import BLOCK_BYTES, MAX_KEY_BYTES, SlotBlock, is_aligned
+from hicache.storage.memory import Scratch
+from hicache.storage.slot_file import (
+    MAX_KEY_BYTES,
+    MAX_RUN,
+    SlotBlock,
+    SlotLength,
+    SlotRead,
+    is_aligned,
+    runs,
+)
 from hicache.storage.store_files import OpenPages, StoreFiles
 
 log = logging.getLogger("hicache.storage")
+
+_Read: TypeAlias = tuple[bytes, Entry, memoryview]  # a key, where its page is, and what takes the payload
+_WINDOW_BYTES = 8 << 20  # of pages that are looked through for neighbours
+
+
+class _Wanted(NamedTuple):
+    """A page to be read: which of its call, and where it is."""
+
+    number: int
+    key: bytes
+    entry: Entry
+    buffer: PageBuffer
 
 
 class PageReads:
@@ -36,7 +59,7 @@ class PageReads:
         self._files, self._codecs = files, codecs
         self._missing_key_id = "" if cipher else files.record.key_id
         self._counters, self._corrupt = Counters(), dict[bytes, None]()
-        self._scratch, self._blocks = Scratch(), Scratch()
+        self._scratch = Scratch()
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
@@ -66,20 +89,18 @@ class PageReads:
         found = [False] * len(keys)
         try:
             with self.reading() as pages:
-                entries = pages.index.locate(keys)
-                for i, entry in enumerate(entries):
+                wanted = self._wanted(pages, keys, buffers)
+                for window in _windows(wanted):
                     if time.monotonic() >= deadline_s:
                         break
-                    if entry is None or keys[i] in self._corrupt:
-                        continue
-                    try:
-                        found[i] = self._get(pages, keys[i], entry, buffers[i])
-                    except OSError as error:
-                        self._note_failed(error)
+                    for _, of_file in groupby(window, key=lambda one: one.entry.length):
+                        for run in runs(of_file, lambda one: one.entry.slot):
+                            for one in self._get(pages, run):
+                                found[one.number] = True
                 # Oldest first: the first key of the call is to become the most recently used.
-                for entry, hit in zip(reversed(entries), reversed(found), strict=True):
-                    if hit and entry is not None:
-                        pages.index.uses.note(entry.page_bytes, entry.slot)
+                for one in reversed(wanted):
+                    if found[one.number]:
+                        pages.index.uses.note(one.entry.length, one.entry.slot)
         except io_errors as error:
             self._note_failed(error)
         self._counters.add(hits=sum(found), misses=len(found) - sum(found))
@@ -103,9 +124,9 @@ class PageReads:
 
     def verified_value(self, pages: OpenPages, key: bytes, entry: Entry) -> bytes | str:
         """The value of a page as it is stored, or why it cannot be read or does not verify."""
-        payload = self._scratch.take(round_up(entry.payload_bytes))
+        payload = self._scratch.take(entry.length.slot_bytes)
         try:
-            header = self._fetch(pages, key, entry, payload)
+            (header,) = self._read(pages, [(key, entry, payload)])
         except OSError as error:
             return f"cannot be read: {error}"
         if isinstance(header, str):
@@ -132,44 +153,89 @@ class PageReads:
                 f"the store {self._files.path} is encrypted with the key {self._missing_key_id}; open it with its key"
             )
 
-    def _get(self, pages: OpenPages, key: bytes, entry: Entry, buffer: PageBuffer) -> bool:
-        for _ in range(2):
-            if entry.page_bytes != len(buffer):
-                return False
-            reason = self._decode(pages, key, entry, buffer)
+    def _wanted(self, pages: OpenPages, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[_Wanted]:
+        """Where the pages are that the index has, of the size of their buffers."""
+        return [
+            _Wanted(number, key, entry, buffer)
+            for number, (key, entry, buffer) in enumerate(zip(keys, pages.index.locate(keys), buffers, strict=True))
+            if entry is not None and entry.page_bytes == len(buffer) and key not in self._corrupt
+        ]
+
+    def _get(self, pages: OpenPages, run: Sequence[_Wanted]) -> Iterator[_Wanted]:
+        """Fill the buffers of pages in slots that follow one another; those that hold their page then."""
+        try:
+            for one, reason in zip(run, self._decode(pages, run), strict=True):
+                if not reason or self._get_again(pages, one):
+                    yield one
+        except OSError as error:
+            if len(run) == 1:
+                self._note_failed(error)
+            else:
+                for one in run:
+                    yield from self._get(pages, [one])
+
+    def _get_again(self, pages: OpenPages, before: _Wanted) -> bool:
+        """The same for one that did not verify, wherever it is now. OSError if the disk fails."""
+        for now in self._wanted(pages, [before.key], [before.buffer]):
+            (reason,) = self._decode(pages, [now])
             if not reason:
                 return True
-            (now,) = pages.index.locate([key])
-            if now is None:
-                return False
-            has_moved, entry = now != entry, now
-        if not has_moved:
-            self._note_corrupt(key, reason)
+            if pages.index.locate([now.key]) == [now.entry]:
+                self._note_corrupt(now.key, reason)
         return False
 
-    def _decode(self, pages: OpenPages, key: bytes, entry: Entry, buffer: PageBuffer) -> str:
-        """Why the buffer does not hold the page now, "" if it does. OSError if the disk fails."""
-        if entry.payload_bytes == len(buffer) and is_aligned(buffer):  # read in place, without a copy
+    def _decode(self, pages: OpenPages, run: Sequence[_Wanted]) -> list[str]:
+        """Why each buffer does not hold its page now, "" if it does. OSError if the disk fails."""
+        scratch, reads = self._scratch.take(len(run) * run[0].entry.length.slot_bytes), list[_Read]()
+        for _, key, entry, buffer in run:
             payload = buffer.data
-        else:
-            payload = self._scratch.take(round_up(entry.payload_bytes))
-        header = self._fetch(pages, key, entry, payload)
-        if isinstance(header, str):
-            return header
-        return self._codecs[len(buffer)].decode_split(key, header, payload[: entry.payload_bytes], buffer)
+            if entry.payload_bytes < len(buffer) or not is_aligned(buffer):  # else read in place, without a copy
+                payload, scratch = scratch[: entry.length.slot_bytes], scratch[entry.length.slot_bytes :]
+            reads.append((key, entry, payload))
+        reasons = list[str]()
+        for one, found, (_, entry, payload) in zip(run, self._read(pages, reads), reads, strict=True):
+            if isinstance(found, bytes):
+                value = found, payload[: entry.payload_bytes]
+                reasons.append(self._codecs[entry.page_bytes].decode_split(one.key, *value, one.buffer))
+            else:
+                reasons.append(found)
+        return reasons
 
-    def _fetch(self, pages: OpenPages, key: bytes, entry: Entry, payload: memoryview) -> bytes | str:
-        """Read the payload to the start of `payload`; the header of its value, or why the slot does not hold it."""
-        file = pages.files.get(entry.page_bytes)
-        if file is None or entry.payload_bytes > file.slot_bytes - BLOCK_BYTES:
-            return f"no slot holds {entry.payload_bytes} bytes of a page of {entry.page_bytes}"
-        block = self._blocks.take(BLOCK_BYTES)[:BLOCK_BYTES]
-        if not file.read(entry.slot, entry.payload_bytes, block, payload):
-            return "its slot is cut short"
-        found = SlotBlock.unpack(block)
-        if found is None:
-            return "its slot holds no page"
-        return found.header if found.key == key else "its slot holds another page"
+    def _read(self, pages: OpenPages, run: Sequence[_Read]) -> list[bytes | str]:
+        """Read payloads in slots that follow one another; the headers of their values, or why a slot does not hold one.
+        OSError if the disk fails."""
+        file = pages.files.get(run[0][1].length)
+        if file is None:
+            return ["there are no slots for such pages"] * len(run)
+        blocks = file.read([SlotRead(entry.slot, payload, entry.payload_bytes) for _, entry, payload in run])
+        return [_header(block, key) for (key, _, _), block in zip(run, blocks, strict=True)]
+
+
+def _header(block: memoryview | None, key: bytes) -> bytes | str:
+    """The header of the value under a key in a slot, or why it holds none."""
+    if block is None:
+        return "its slot is cut short"
+    found = SlotBlock.unpack(block)
+    if found is None:
+        return "its slot holds no page"
+    return found.header if found.key == key else "its slot holds another page"
+
+
+def _windows(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
+    """Pages in the order given, so many that they are read together; each window by file and slot."""
+    window, window_bytes = list[_Wanted](), 0
+    for one in wanted:
+        if window and (window_bytes + len(one.buffer) > _WINDOW_BYTES or len(window) == MAX_RUN):
+            yield sorted(window, key=_by_place)
+            window, window_bytes = [], 0
+        window.append(one)
+        window_bytes += len(one.buffer)
+    if window:
+        yield sorted(window, key=_by_place)
+
+
+def _by_place(wanted: _Wanted) -> tuple[SlotLength, int]:
+    return wanted.entry.length, wanted.entry.slot
 
 
 def check_keys(keys: Sequence[bytes]) -> None:

@@ -64,8 +64,8 @@ class StoreRecord:
         """What every value of the store carries."""
         return namespace_digest(self.identity)[:NAMESPACE_BYTES]
 
-    def slot_bytes(self, page_bytes: int) -> int:
-        """The length of a slot for pages of that size."""
+    def max_slot_bytes(self, page_bytes: int) -> int:
+        """The length of the slot of a page of that size that is not compressed."""
         return BLOCK_BYTES + round_up(page_bytes + (ENCRYPTION_BYTES if self.key_id else 0))
 
     def require(self, path: Path, wanted: StoreRecord) -> None:

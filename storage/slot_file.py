@@ -1,4 +1,4 @@
-"""The file with the pages of one size: slots of equal length, each a block that names the page, then its payload.
+"""The files with the pages of a store: slots of equal length, each a block that names the page, then its payload.
 
     [ 0,  4)  magic, b"HKVS"
     [ 4,  6)  u16 version, 1
@@ -8,15 +8,9 @@
     and k     the key
     and 8     u64 XXH3_64 over all of that; zeros up to 4096, where the payload begins
 
-Writes go through the kernel's page cache, and after each piece the kernel is told to start writing it back, so that the
-next piece is copied meanwhile and recently written payloads are read from memory. The block is written last, and before
-a slot is used again its old one is erased: a process that is killed leaves no block whose payload is not whole. A slot
-that holds less than its size, or nothing, is a hole after that. Without holes one that holds nothing begins with zeros.
-
-A read through the page cache page-faults memory for every page and copies the data once more, which takes cores from
-decompression. So the kernel is asked (`cachestat`, Linux 6.5) how much of a payload is cached; if that is little, the
-payload is read with O_DIRECT. Not while slots are written: file systems like ext4 block a write until all direct reads
-of the file have ended, and later reads until the write has.
+Slots are allocated in segments and written in place. Block and payload of a page, and of those in the slots beside it,
+go in one O_DIRECT call each way: no copy through the kernel's page cache, and on ext4 no lock that readers wait for. A
+write that was cut off leaves a block whose header is not that of its payload, which is a miss.
 """
 
 from __future__ import annotations
@@ -25,37 +19,36 @@ import contextlib
 import ctypes
 import errno
 import io
-import math
-import mmap
 import os
 import struct
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import xxhash
 
 from hicache.storage.base import PageBuffer
 from hicache.storage.directory import PRIVATE_FILE_MODE
 from hicache.storage.header import HEADER_BYTES
-from hicache.storage.memory import ALIGNMENT, round_up
+from hicache.storage.memory import ALIGNMENT, Scratch, aligned_buffer, round_up
+
+T = TypeVar("T")
 
 MAGIC, VERSION = b"HKVS", 1
 BLOCK_BYTES = 4096
 MAX_KEY_BYTES = 511
+_LENGTHS = 16  # of slots for pages of one size
+MAX_RUN = 256  # slots of one read or write, whose parts of memory are at most 1024
 _END_SEQUENCE = 1 << 63  # later pages have higher ones
-MIN_DIRECT_BYTES = 256 << 10  # of a payload: for shorter ones a direct read gains nothing
 _START = struct.Struct(f"<4sHHQ{HEADER_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
-_WRITE_BACK_BYTES = 1 << 20
-_QUIET_S = 0.25  # without a write, until reads are direct again
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of linux/falloc.h
-_START_WRITE_BACK = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h
-_STAT_BLOCK_BYTES = 512  # the unit of st_blocks
 _MAX_OFFSET = 1 << 40  # beyond the end of files, within the limits of file systems
-_CACHESTAT = 451  # the number of the system call, on all architectures
+_STAT_BLOCK_BYTES = 512  # the unit of st_blocks
+_NO_BLOCK = aligned_buffer(BLOCK_BYTES)[:BLOCK_BYTES]
+_blocks, _gap, _joined = Scratch(), Scratch(), Scratch()
 
 
 class SlotBlock(NamedTuple):
@@ -84,19 +77,45 @@ class SlotBlock(NamedTuple):
         return cls(bytes(raw[_START.size : end]), sequence, header)
 
 
+class SlotLength(NamedTuple):
+    """Slots of one file: the size of their pages, and their length."""
+
+    page_bytes: int
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, page_bytes: int, payload_bytes: int) -> SlotLength:
+        """The slots for such payloads: a block, and whole sixteenths of a page, which are whole blocks, but no more
+        blocks than page and payload need."""
+        whole_bytes = round_up(payload_bytes, round_up(-(-page_bytes // _LENGTHS)))
+        return cls(page_bytes, BLOCK_BYTES + min(whole_bytes, round_up(max(page_bytes, payload_bytes))))
+
+
+class SlotRead(NamedTuple):
+    """A slot to be read: `payload`, in whole aligned blocks, takes the `payload_bytes` that are wanted."""
+
+    slot: int
+    payload: memoryview
+    payload_bytes: int
+
+
+class SlotWrite(NamedTuple):
+    """A page to be written. Where `payload` is not aligned it is copied."""
+
+    slot: int
+    block: bytes
+    payload: memoryview
+
+
 def is_aligned(page: PageBuffer) -> bool:
     """Whether a page can be read directly to its memory."""
     return not (page.ctypes.data | page.nbytes) % ALIGNMENT
 
 
-class _Range(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
-
-
-class _CacheStat(ctypes.Structure):
-    """struct cachestat of linux/mman.h, in pages."""
-
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "just_evicted"))
+def runs(items: Iterable[T], slot_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """What is in slots that follow one another, of `items` in the order of their slots."""
+    for _, run in groupby(enumerate(items), key=lambda at: slot_of(at[1]) - at[0]):
+        yield [item for _, item in run]
 
 
 class SlotFile:
@@ -105,95 +124,87 @@ class SlotFile:
     OSError for I/O errors, a full disk, or a limit. Which slots are in use is known in slots.py.
     """
 
-    def __init__(self, data: Path, slot_bytes: int, *, writable: bool) -> None:
+    def __init__(self, data: Path, slot_bytes: int) -> None:
         self._data, self.slot_bytes = data, slot_bytes
         self._num_writes = self._num_synced = 0
-        self._synced_s = -math.inf
         self._system = ctypes.CDLL(None, use_errno=True)
         with contextlib.ExitStack() as held:
-            self._file = held.enter_context(io.FileIO(data, "r+" if writable else "r", opener=_open_private))
-            self._direct: io.FileIO | None = None
-            if writable:  # only the writer's process knows when slots are written
-                with contextlib.suppress(OSError):  # a file system without direct reads
-                    self._direct = held.enter_context(io.FileIO(data, "r", opener=_open_direct))
-            self.has_holes = writable and self._punch(_MAX_OFFSET, BLOCK_BYTES)
+            self._file = self._direct = held.enter_context(io.FileIO(data, "r+", opener=_open_private))
+            with contextlib.suppress(OSError):  # a file system without direct access
+                self._direct = held.enter_context(io.FileIO(data, "r+", opener=_open_direct))
+            self.has_holes = self._punch(_MAX_OFFSET, BLOCK_BYTES)
             self._held = held.pop_all()
 
     def close(self) -> None:
         self._held.close()
 
-    def allocated_bytes(self) -> int:
+    def disk_bytes(self) -> int:
         """Disk space of the file: holes take none."""
         return os.fstat(self._file.fileno()).st_blocks * _STAT_BLOCK_BYTES
-
-    def space_of(self, payload_bytes: int) -> int:
-        """Disk space of a slot with such a payload."""
-        return BLOCK_BYTES + round_up(payload_bytes) if self.has_holes else self.slot_bytes
-
-    def read(self, slot: int, payload_bytes: int, block: memoryview, payload: memoryview) -> bool:
-        """Fill `block`, one aligned block, and the first `payload_bytes` of `payload`; whether the file has them.
-
-        Aligned memory in whole blocks may be read directly.
-        """
-        start, done, end = slot * self.slot_bytes, 0, BLOCK_BYTES + payload_bytes
-        whole = round_up(payload_bytes)
-        is_quiet = self._num_writes == self._num_synced and time.monotonic() - self._synced_s > _QUIET_S
-        if self._direct is not None and is_quiet and len(payload) >= whole and not self.is_cached(start, end):
-            try:
-                done = os.preadv(self._direct.fileno(), [block, payload[:whole]], start)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # memory or file system that cannot be read so after all
-                    raise
-        while done < end:
-            parts = [block[done:BLOCK_BYTES], payload[max(0, done - BLOCK_BYTES) : payload_bytes]]
-            got = os.preadv(self._file.fileno(), parts, start + done)
-            if not got:
-                return False
-            done += got
-        return True
-
-    def is_cached(self, offset: int, length: int) -> bool:
-        """Whether these bytes are best read through the page cache: few, half of them there, or nobody knows."""
-        if length < MIN_DIRECT_BYTES:
-            return True
-        asked, found = _Range(offset, length), _CacheStat()
-        pointers = ctypes.byref(asked), ctypes.byref(found)
-        descriptor = ctypes.c_int(self._file.fileno())
-        if self._system.syscall(ctypes.c_long(_CACHESTAT), descriptor, *pointers, ctypes.c_int(0)) != 0:
-            return True  # an older kernel, or a file of another user
-        return bool(2 * found.cached * mmap.PAGESIZE >= length)
-
-    def read_block(self, slot: int) -> SlotBlock | None:
-        """The block of a slot; None where there is none."""
-        return SlotBlock.unpack(os.pread(self._file.fileno(), BLOCK_BYTES, slot * self.slot_bytes))
-
-    def write(self, slot: int, block: bytes, payload: bytes | memoryview, *, is_hole: bool) -> None:
-        """Write a page to a slot. The data is on disk after the next `sync`; until then, and for ever if that fails,
-        reads are not direct. `is_hole`: the slot takes no disk space yet."""
-        view, start = memoryview(payload), slot * self.slot_bytes
-        if BLOCK_BYTES + len(view) > self.slot_bytes:
-            raise ValueError(f"{len(view)} bytes do not fit a slot of {self.slot_bytes}")
-        if not is_hole:
-            self._write(bytes(BLOCK_BYTES), start)
-        for at in range(0, len(view), _WRITE_BACK_BYTES):
-            self._write(view[at : at + _WRITE_BACK_BYTES], start + BLOCK_BYTES + at)
-        self._write(block, start)
-        used_bytes = BLOCK_BYTES + round_up(len(view))
-        if not is_hole and used_bytes < self.slot_bytes:
-            self._punch(start + used_bytes, self.slot_bytes - used_bytes)
-
-    def punch(self, slots: Iterable[int]) -> None:
-        """Free the disk space of slots, that of neighbours in one call: each takes a file system a millisecond. If it
-        has no holes, only erase their blocks."""
-        for _, run in groupby(enumerate(sorted(slots)), key=lambda at: at[1] - at[0]):
-            offsets = [slot * self.slot_bytes for _, slot in run]
-            if not self._punch(offsets[0], len(offsets) * self.slot_bytes):
-                for offset in offsets:
-                    self._write(bytes(BLOCK_BYTES), offset)
 
     def num_slots(self) -> int:
         """How many slots the file reaches into."""
         return -(-os.fstat(self._file.fileno()).st_size // self.slot_bytes)
+
+    def read(self, run: Sequence[SlotRead]) -> list[memoryview | None]:
+        """Read slots that follow one another in one call. The block of each, valid until this thread reads again; None:
+        the file ends before the payload does."""
+        memory, parts, ends, at = _blocks.take(len(run) * BLOCK_BYTES), list[memoryview](), list[int](), 0
+        blocks = [memory[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES] for n in range(len(run))]
+        for block, one in zip(blocks, run, strict=True):
+            whole = BLOCK_BYTES + round_up(one.payload_bytes)
+            parts += [block, one.payload[: whole - BLOCK_BYTES]]
+            parts.append(_gap.take(self.slot_bytes - whole)[: self.slot_bytes - whole])
+            ends.append(at + BLOCK_BYTES + one.payload_bytes)
+            at += self.slot_bytes
+        done = self._transfer(os.preadv, parts[:-1], run[0].slot * self.slot_bytes)
+        return [block if end <= done else None for block, end in zip(blocks, ends, strict=True)]
+
+    def read_block(self, slot: int) -> SlotBlock | None:
+        """The block of a slot; None where there is none."""
+        block = _blocks.take(BLOCK_BYTES)[:BLOCK_BYTES]
+        done = self._transfer(os.preadv, [block], slot * self.slot_bytes)
+        return SlotBlock.unpack(block) if done == BLOCK_BYTES else None
+
+    def write(self, run: Sequence[SlotWrite]) -> None:
+        """Write pages to slots that follow one another in one call. They are on disk after the next `sync`."""
+        bodies = [_aligned_part(one.payload) for one in run]
+        used = [BLOCK_BYTES + round_up(len(one.payload)) for one in run]
+        if max(used) > self.slot_bytes:
+            raise ValueError(f"{max(used) - BLOCK_BYTES} bytes do not fit a slot of {self.slot_bytes}")
+        used[:-1] = [self.slot_bytes] * (len(run) - 1)
+        joined = _joined.take(sum(used) - sum(map(len, bodies)))
+        parts, start, end = list[memoryview](), 0, 0
+        for one, body, length in zip(run, bodies, used, strict=True):
+            joined[end : end + BLOCK_BYTES] = one.block
+            end += BLOCK_BYTES
+            if body:
+                parts += [joined[start:end], body]
+                start = end
+            rest = one.payload[len(body) :]
+            joined[end : end + len(rest)] = rest
+            end += length - BLOCK_BYTES - len(body)
+        self._write([*parts, joined[start:end]], run[0].slot)
+
+    def erase(self, slots: Iterable[int]) -> None:
+        """Have these slots name no page."""
+        for slot in slots:
+            self._write([_NO_BLOCK], slot)
+
+    def allocate(self, slots: Iterable[int]) -> None:
+        """Take disk space for slots, in ascending order."""
+        for run in runs(slots, int):
+            os.posix_fallocate(self._file.fileno(), run[0] * self.slot_bytes, len(run) * self.slot_bytes)
+
+    def punch(self, slots: Iterable[int]) -> bool:
+        """Give the disk space of slots back, in ascending order; False if the file system has no holes: then they only
+        name no page any more."""
+        if not self.has_holes:
+            self.erase(slots)
+            return False
+        for run in runs(slots, int):
+            self._punch(run[0] * self.slot_bytes, len(run) * self.slot_bytes)
+        return True
 
     def truncate(self, num_slots: int) -> None:
         """Remove what lies after the first `num_slots`."""
@@ -206,7 +217,7 @@ class SlotFile:
         num_writes = self._num_writes
         if num_writes > self._num_synced:
             os.fdatasync(self._file.fileno())
-            self._num_synced, self._synced_s = num_writes, time.monotonic()
+            self._num_synced = num_writes
 
     def _punch(self, offset: int, num_bytes: int) -> bool:
         """Make these bytes a hole; False if the file system has none."""
@@ -218,18 +229,39 @@ class SlotFile:
             raise OSError(reason, os.strerror(reason), str(self._data))
         return False
 
-    def _write(self, data: bytes | memoryview, start: int) -> None:
-        view, done = memoryview(data), 0
-        while done < len(view):
-            done += os.pwrite(self._file.fileno(), view[done:], start + done)
+    def _write(self, parts: Sequence[memoryview], slot: int) -> None:
+        self._transfer(os.pwritev, parts, slot * self.slot_bytes)
         self._num_writes += 1  # after it: a sync that began meanwhile may have missed it
-        where = ctypes.c_int64(start), ctypes.c_int64(len(view))
-        # Only a hint: `sync` reports errors.
-        self._system.sync_file_range(ctypes.c_int(self._file.fileno()), *where, ctypes.c_uint(_START_WRITE_BACK))
+
+    def _transfer(self, call: Callable[..., int], parts: Sequence[memoryview], start: int) -> int:
+        """Read or write all parts from `start` on, directly where that can be; how many bytes there are."""
+        file, done, left = self._direct, 0, [part for part in parts if part]
+        while left:
+            try:
+                moved = call(file.fileno(), left, start + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or file is self._file:
+                    raise
+                file = self._file  # memory, or what is left of a part, that cannot go directly
+                continue
+            if not moved:
+                break
+            done += moved
+            while left and moved >= len(left[0]):
+                moved -= len(left.pop(0))
+            if moved:
+                left[0] = left[0][moved:]
+        return done
+
+
+def _aligned_part(payload: memoryview) -> memoryview:
+    """The whole blocks of a payload, where its memory is aligned."""
+    is_direct = len(payload) and not np.frombuffer(payload, dtype=np.uint8).ctypes.data % ALIGNMENT
+    return payload[: len(payload) // ALIGNMENT * ALIGNMENT if is_direct else 0]
 
 
 def _open_private(file: str, flags: int) -> int:
-    return os.open(file, flags | (os.O_CREAT if flags & os.O_RDWR else 0), PRIVATE_FILE_MODE)
+    return os.open(file, flags | os.O_CREAT, PRIVATE_FILE_MODE)
 
 
 def _open_direct(file: str, flags: int) -> int:

@@ -1,7 +1,7 @@
 """The open files of a store, which one process has open at a time.
 
-DIR/store.json       identity and settings (records.py)   DIR/writer.lock   held while it is open (directory.py)
-DIR/pages-SIZE.dat   slots (slot_file.py)                 DIR/index.mdb     while it is closed, its index (index.py)
+DIR/store.json      identity and settings (records.py)   DIR/writer.lock   held while it is open (directory.py)
+DIR/pages-*.dat     slots (slot_files.py)                DIR/index.mdb     while it is closed, its index (index.py)
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from hicache.storage.directory import (
     STORE_FILE,
     WriterLock,
     replacing,
-    slots_file,
     slots_files,
     sync_directory,
 )
 from hicache.storage.index import Index, io_errors
 from hicache.storage.rebuild import Progress, rebuild
 from hicache.storage.records import StoreRecord
-from hicache.storage.slot_file import SlotFile
+from hicache.storage.slot_files import SlotFiles
 from hicache.storage.slots import Slots
 
 log = logging.getLogger("hicache.storage")
@@ -35,14 +34,14 @@ log = logging.getLogger("hicache.storage")
 
 @dataclass(frozen=True)
 class OpenPages:
-    """What a page is read from: the index, and the slot files by page size. Valid inside `StoreFiles.reading`."""
+    """What a page is read from: the index and the slot files. Valid inside `StoreFiles.reading`."""
 
     index: Index
-    files: dict[int, SlotFile]
+    files: SlotFiles
 
     def file_bytes(self) -> int:
         """The disk space of the slots, and of the index once that is sealed."""
-        return sum(file.allocated_bytes() for file in self.files.values()) + self.index.num_bytes()
+        return self.files.disk_bytes() + self.index.num_bytes()
 
 
 class StoreFiles:
@@ -67,7 +66,7 @@ class StoreFiles:
             self.lock = held.enter_context(contextlib.closing(WriterLock(path)))
             try:
                 self._recorded = _record(path, record)
-                files = _open_slot_files(path, record, held)
+                files = held.enter_context(contextlib.closing(SlotFiles(path, record)))
                 sync_directory(path)
                 self._open_index(files, rebuilds=False)
             except io_errors as error:
@@ -118,7 +117,7 @@ class StoreFiles:
             try:
                 if is_whole:
                     self.lock.require_same()
-                    self.slots.trim()
+                    self.slots.close()
                     self.pages.index.seal(self.path / INDEX_FILE)
             except io_errors as error:
                 log.warning("the index of the store %s is not sealed, and is rebuilt next time: %s", self.path, error)
@@ -140,7 +139,7 @@ class StoreFiles:
                 self._is_replacing = False
                 self._changed.notify_all()
 
-    def _open_index(self, files: dict[int, SlotFile], *, rebuilds: bool) -> None:
+    def _open_index(self, files: SlotFiles, *, rebuilds: bool) -> None:
         """The sealed index, or a new one built from the slots where there is none that fits them. What was sealed is
         removed: it will not be true any more."""
         sealed = None if rebuilds else Index.open_sealed(self.path / INDEX_FILE, self.record.budget_bytes)
@@ -150,33 +149,24 @@ class StoreFiles:
                 self.slots = Slots(files, index.records())
             if sealed is None or (self.slots.num_misplaced and not self._keeps_index):
                 index = held.enter_context(contextlib.closing(Index(self.record.budget_bytes)))
-                num_slots = sum(file.num_slots() for file in files.values())
-                if num_slots and not rebuilds:
+                if (num_slots := files.num_slots()) and not rebuilds:
                     log.warning("the index of the store %s is built anew from its %d slots", self.path, num_slots)
                 self._rebuild(index, files, sealed_pages=0 if sealed is None else sealed.num_pages())
                 if sealed is not None:
                     sealed.close()
+            self.slots.settle()
             (self.path / INDEX_FILE).unlink(missing_ok=True)
             sync_directory(self.path)
             self.pages = OpenPages(index, files)
             held.pop_all()
 
-    def _rebuild(self, index: Index, files: dict[int, SlotFile], *, sealed_pages: int) -> None:
+    def _rebuild(self, index: Index, files: SlotFiles, *, sealed_pages: int) -> None:
         """Fill an empty index from the slots. `sealed_pages`: how many there should be."""
-        rebuild(index, files, self.record.namespace, self._progress)
+        rebuild(index, files, self._progress)
         self.slots, self.rebuilt_pages = Slots(files, index.records()), index.num_pages()
         if self.rebuilt_pages < sealed_pages:
             lost = "%d of %d pages of the store %s are lost: since it was closed its files were cut or removed"
             log.warning(lost, sealed_pages - self.rebuilt_pages, sealed_pages, self.path)
-
-
-def _open_slot_files(path: Path, record: StoreRecord, held: contextlib.ExitStack) -> dict[int, SlotFile]:
-    """The slot files by page size, which `held` closes. OSError for what cannot be opened."""
-    files = {}
-    for page_bytes in record.page_sizes:
-        file = SlotFile(slots_file(path, page_bytes), record.slot_bytes(page_bytes), writable=True)
-        files[page_bytes] = held.enter_context(contextlib.closing(file))
-    return files
 
 
 def read_record(path: Path) -> StoreRecord:

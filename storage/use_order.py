@@ -1,4 +1,4 @@
-"""Which page of a store was used when: an array of ticks for each page size, one for each slot.
+"""Which page of a store was used when: an array of ticks for each length of slots, one for each slot.
 
 A tick counts uses, 0 says that no page is there. A use is one store to an array and costs the index nothing. The least
 recently used pages are chosen many at a time, and each is compared with its tick when its turn comes.
@@ -13,39 +13,41 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hicache.storage.slot_file import SlotLength
+
 TICK = np.dtype("<u8")
 _MIN_CHOSEN, _CHOSEN_SHARE = 4096, 64
 _MIN_SPARE, _SPARE_SHARE = 128, 8
 
 
 class LastUse(NamedTuple):
-    """The last use of a slot of pages of `page_bytes`."""
+    """The last use of a slot."""
 
     tick: int
-    page_bytes: int
+    length: SlotLength
     slot: int
 
 
 class UseOrder:
-    """The last use of every slot, by page size. Any thread notes uses; everything else is the writer's.
+    """The last use of every slot, by its length. Any thread notes uses; everything else is the writer's.
 
     A use that is noted while an array grows may be lost, and one of a page that has just left its slot marks a slot
     without a page. Neither matters to any page but in its order.
     """
 
-    def __init__(self, ticks: Mapping[int, npt.NDArray[np.uint64]]) -> None:
+    def __init__(self, ticks: Mapping[SlotLength, npt.NDArray[np.uint64]]) -> None:
         self._ticks = dict(ticks)
         self._chosen: Iterator[LastUse] = iter(())
         self.restart_clock()
 
     @property
-    def ticks(self) -> dict[int, npt.NDArray[np.uint64]]:
-        """The tick of each slot, by page size, up to the last one with a page."""
-        return {page_bytes: np.trim_zeros(ticks, "b") for page_bytes, ticks in self._ticks.items()}
+    def ticks(self) -> dict[SlotLength, npt.NDArray[np.uint64]]:
+        """The tick of each slot, by length, up to the last one with a page."""
+        return {length: np.trim_zeros(ticks, "b") for length, ticks in self._ticks.items()}
 
     @property
     def num_slots(self) -> list[int]:
-        """How many slots each page size has, and some to come."""
+        """How many slots each length has, and some to come."""
         return [len(ticks) for ticks in self._ticks.values()]
 
     def restart_clock(self) -> None:
@@ -60,26 +62,26 @@ class UseOrder:
     def next_tick(self) -> int:
         return next(self._clock)
 
-    def note(self, page_bytes: int, slot: int) -> None:
+    def note(self, length: SlotLength, slot: int) -> None:
         """The page in a slot is used now. What is no slot is ignored."""
-        ticks = self._ticks.get(page_bytes)
+        ticks = self._ticks.get(length)
         if ticks is not None and slot < len(ticks):
             ticks[slot] = next(self._clock)
 
-    def set(self, page_bytes: int, slot: int, tick: int) -> None:
+    def set(self, length: SlotLength, slot: int, tick: int) -> None:
         """A page came to a slot, and was used at `tick`."""
-        ticks = self._ticks.get(page_bytes, np.empty(0, TICK))
+        ticks = self._ticks.get(length, np.empty(0, TICK))
         if slot >= len(ticks):
             num_slots = slot + max(_MIN_SPARE, slot // _SPARE_SHARE)
             ticks = np.concatenate([ticks, np.zeros(num_slots - len(ticks), TICK)])
-            self._ticks[page_bytes] = ticks
+            self._ticks[length] = ticks
         ticks[slot] = tick
 
     def pop_oldest(self) -> LastUse | None:
         """Take out the slot that was used least recently; None when none is left."""
         while True:
             for last in self._chosen:
-                ticks = self._ticks[last.page_bytes]
+                ticks = self._ticks[last.length]
                 if ticks[last.slot] == last.tick:  # it was neither used nor filled anew since
                     ticks[last.slot] = 0
                     return last
@@ -90,15 +92,15 @@ class UseOrder:
 
     def by_use(self, limit: int | None = None) -> list[LastUse]:
         """The slots that were used, least recently used first; at most `limit`."""
-        slots = {page_bytes: np.flatnonzero(ticks) for page_bytes, ticks in self._ticks.items()}
-        of_size = [
-            (self._ticks[page_bytes][used], np.full(len(used), page_bytes), used) for page_bytes, used in slots.items()
-        ]
-        if not of_size:
+        lengths, uses = list(self._ticks), list(self._ticks.values())
+        slots = [np.flatnonzero(ticks) for ticks in uses]
+        if not slots:
             return []
-        ticks, page_bytes, used = (np.concatenate(columns) for columns in zip(*of_size, strict=True))
+        ticks = np.concatenate([of_length[used] for of_length, used in zip(uses, slots, strict=True)])
+        which, used = np.repeat(np.arange(len(slots)), [len(used) for used in slots]), np.concatenate(slots)
         chosen = np.arange(len(ticks))
         if limit is not None and limit < len(ticks):
             chosen = np.argpartition(ticks, limit)[:limit]
         chosen = chosen[np.argsort(ticks[chosen])]
-        return list(map(LastUse, ticks[chosen].tolist(), page_bytes[chosen].tolist(), used[chosen].tolist()))
+        of_chosen = (lengths[n] for n in which[chosen].tolist())
+        return list(map(LastUse, ticks[chosen].tolist(), of_chosen, used[chosen].tolist()))

@@ -78,7 +78,7 @@ _STATS = {
 # Cases of bench results, by the front of their names; the first of each counts.
 _CASES = {
     "up.page64.contiguous.": "load_bytes_per_s",
-    "read.cold": "disk_bytes_per_s",
+    "cold.": "disk_bytes_per_s",
     "serving.prefill.": "prefill_tokens_per_s",
 }
 _UNITS = {"GB/s": 1e9, "tokens/s": 1.0}

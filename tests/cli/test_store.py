@@ -26,6 +26,7 @@ from storage_pages import (
     open_store,
     page_of,
     put_numbers,
+    slot_key,
     slots_path,
 )
 
@@ -91,7 +92,7 @@ def forget(number: int) -> Callable[[Any, dict[str, Any]], None]:
 
     def change(txn: Any, tables: dict[str, Any]) -> None:
         slot = int.from_bytes(txn.get(key_of(number), db=tables["pages"])[:8], "little")
-        assert txn.delete(PAGE_BYTES.to_bytes(4, "big") + slot.to_bytes(8, "big"), db=tables["slots"])
+        assert txn.delete(slot_key(slot), db=tables["slots"])
 
     return change
 

@@ -102,7 +102,7 @@ def test_rates_are_found_in_files(tmp_path: Path) -> None:
     stats = {"cost.load_bytes_per_s": 7.0, "cost.read_bytes_per_s": 5.0, "cost.prefill_tokens_per_s": 0.0, "x": 1}
     cases = [
         {"name": "read.raw", "value": 9.0, "unit": "GB/s"},
-        {"name": "read.cold", "value": 2.0, "unit": "GB/s"},
+        {"name": "cold.8mib", "value": 2.0, "unit": "GB/s"},
         {"name": "serving.prefill.32768", "value": 500.0, "unit": "tokens/s"},
     ]
     for file, content in zip(files, (stats, {"schema": 1, "cases": cases}, {"bytes_per_token": 3}), strict=True):
@@ -113,7 +113,7 @@ def test_rates_are_found_in_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"cases": [1, {"name": "read.cold"}]}', '{"bytes_per_token": "x"}']
+    "content", ["", "[]", "{}", '{"cases": [1, {"name": "cold.8mib"}]}', '{"bytes_per_token": "x"}']
 )
 def test_a_file_without_rates_is_refused(tmp_path: Path, content: str) -> None:
     """The message names the file."""

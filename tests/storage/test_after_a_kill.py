@@ -4,23 +4,28 @@ last, and nothing that was deleted. A kill is a copy of the files."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import os
 import random
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from hicache.storage import LmdbPageStore, PageBuffer
+from hicache.storage import LmdbPageStore, PageBuffer, verify
 from hicache.storage.slot_file import SlotFile
 from storage_pages import budget_of, key_of, open_store, page_of
 
 PAGE_BYTES, NUM_KEYS = 64 << 10, 100
 KEYS = [key_of(key) for key in range(NUM_KEYS)]
-SETTINGS = {"page_bytes": PAGE_BYTES, "budget_bytes": budget_of(8, PAGE_BYTES)}
+SETTINGS: dict[str, Any] = {"page_bytes": PAGE_BYTES, "budget_bytes": budget_of(8, PAGE_BYTES)}
+SEGMENTS = {**SETTINGS, "budget_bytes": 4 << 20}  # of eight slots each for what compresses well
+
+WRITE = SlotFile._write
 
 Versions = dict[int, int]  # by key: which of the pages that were put under it
 
@@ -46,6 +51,15 @@ def kill(folder: Path, copy: Path) -> None:
     shutil.copytree(folder, copy)
 
 
+def begin_write(file: SlotFile, content: bytes, slot: int, random: random.Random) -> None:
+    """Write some blocks of it, not always the first ones."""
+    stop = random.randrange(0, len(content) + 1, 4096)
+    start = random.choice([0, random.randrange(0, stop + 1, 4096)])
+    with file._data.open("r+b") as written:
+        written.seek(slot * file.slot_bytes + start)
+        written.write(content[start:stop])
+
+
 class History:
     """A store in one folder after another below `root`, and the pages that may be under each key after a kill."""
 
@@ -58,8 +72,11 @@ class History:
             monkeypatch.setattr(SlotFile, name, self.before(getattr(SlotFile, name)))
 
     def before(self, change: Callable[..., bool | None]) -> Callable[..., bool | None]:
-        def perhaps_copy(file: SlotFile, *arguments: object) -> bool | None:
+        def perhaps_copy(file: SlotFile, *arguments: Any) -> bool | None:
             if self.kill_at == 0:
+                if change is WRITE:  # which may be cut off
+                    parts, slot = arguments
+                    begin_write(file, b"".join(parts), slot, self.random)
                 self.copy()
             self.kill_at -= 1
             return change(file, *arguments)
@@ -111,6 +128,7 @@ class History:
         self.num_kills += 1
         (self.root / "copy").rename(self.folder)
         store = open_store(self.folder, **SETTINGS)
+        assert {fault.action for fault in verify(store, repair=True).faults} <= {"dropped"}  # what was cut off
         store.check()
         assert store.rebuilt_pages is not None
         if self.random.random() < 0.5:
@@ -136,8 +154,8 @@ def test_after_a_kill(disk: Path, seed: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def evict(store: LmdbPageStore, count: int) -> list[bytes]:
-    """Put pages of which the last but one takes the room of many; the keys of those that were evicted, some of which
-    leave slots that are not used again."""
+    """Put pages of which the last but one takes the room of many, from segments of some; the keys of those that were
+    evicted, some of which leave slots that are not used again."""
     numbers = range(1000, 1000 + count)
     before = [*KEYS, *map(key_of, numbers)]
     for n in numbers:
@@ -148,48 +166,50 @@ def evict(store: LmdbPageStore, count: int) -> list[bytes]:
 def test_what_was_deleted_after_it_was_evicted_does_not_come_back(tmp_path: Path) -> None:
     """An evicted page may be back after a kill, but not once it was deleted, which found none."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    with contextlib.closing(open_store(first, **SETTINGS)) as store:
-        evicted = evict(store, 82)
+    with contextlib.closing(open_store(first, **SEGMENTS)) as store:
+        evicted = evict(store, 600)
         kill(first, second)
         assert store.delete(evicted) == 0
         kill(first, third)
     for folder, may_be_back in ((second, True), (third, False)):
-        with contextlib.closing(open_store(folder, **SETTINGS)) as store:
+        with contextlib.closing(open_store(folder, **SEGMENTS)) as store:
             assert any(store.contains(evicted)) == may_be_back
 
 
 def test_the_page_that_was_put_last_wins(tmp_path: Path) -> None:
     """Also over one that was put after more uses than an index has counted that was built anew, and closed, since."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    with contextlib.closing(open_store(first, **SETTINGS)) as store:
+    with contextlib.closing(open_store(first, **SEGMENTS)) as store:
         store.put([(KEYS[0], page(0, 1))])
         store.touch([KEYS[0]] * 5000)
-        assert all(store.put([(key, page_of(n, PAGE_BYTES, "flat")) for n, key in enumerate(KEYS[:70])]))
+        assert all(store.put([(key, page_of(n, PAGE_BYTES, "flat")) for n, key in enumerate(KEYS)]))
         kill(first, second)
-    open_store(second, **SETTINGS).close()
-    with contextlib.closing(open_store(second, **SETTINGS)) as store:
-        again = sorted(set(KEYS[:70]) & set(evict(store, 30)))
+    open_store(second, **SEGMENTS).close()
+    with contextlib.closing(open_store(second, **SEGMENTS)) as store:
+        again = sorted(set(KEYS) & set(evict(store, 600)))
         new = page_of(1, PAGE_BYTES, "flat")
+        assert again
         new[0] = 200
         assert store.put([(key, new) for key in again]) == [True] * len(again)
         kill(second, third)
-    with contextlib.closing(open_store(third, **SETTINGS)) as store:
+    with contextlib.closing(open_store(third, **SEGMENTS)) as store:
         buffers = [np.empty(PAGE_BYTES, dtype=np.uint8) for _ in again]
         assert store.get_into(again, buffers) == [True] * len(again)
         assert all(np.array_equal(buffer, new) for buffer in buffers)
 
 
-def test_a_page_whose_commit_failed_yields(tmp_path: Path) -> None:
-    """A page that was written before its commit met a limit is not put; what is put under its key afterwards wins."""
+def test_a_page_whose_commit_failed_yields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that was written before its commit failed is not put; what is put under its key afterwards wins."""
     first, second = tmp_path / "first", tmp_path / "second"
-    settings = {**SETTINGS, "budget_bytes": 64 << 20}  # three pages are one commit
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    settings = {**SETTINGS, "budget_bytes": 64 << 20, "durability": "commit"}  # three pages are one commit
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
     with contextlib.closing(open_store(first, **settings)) as store:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * (4096 + PAGE_BYTES), hard))
-        try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fdatasync", fail)
             assert store.put([(KEYS[key], page_of(key, PAGE_BYTES)) for key in (0, 1, 2)]) == [False] * 3
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert store.reopen() and store.put([(KEYS[1], page_of(7, PAGE_BYTES))]) == [True]
         kill(first, second)
     with contextlib.closing(open_store(second, **settings)) as store:

@@ -27,7 +27,7 @@ SLOT_BYTES = 5 * BLOCK_BYTES
 USED_BYTES = 68 + 32 + 8  # of the first block: its fields, the key, the checksum
 SETTINGS = {"filter": PageFilter("byte_shuffle", 2)}
 MIXED = (700, PAGE_BYTES)
-FILES = ("store.json", "index.mdb", "pages-700.dat", "pages-16320.dat")
+FILES = ("store.json", "index.mdb", "pages-700-8192.dat", "pages-16320-20480.dat")
 
 
 def fill(path: Path, num_pages: int, kind: str = "random") -> None:
@@ -168,16 +168,17 @@ def test_every_bit_of_the_record_counts(tmp_path: Path) -> None:
         assert found_numbers(store, range(3)) == {0, 1}
 
 
-@pytest.mark.parametrize("slot", ["of another page", "far away", "behind the end"])
+@pytest.mark.parametrize("slot", ["of another page", "far away", "behind the end", "too short"])
 def test_an_index_that_contradicts_itself_is_not_used(tmp_path: Path, slot: str) -> None:
-    """An index with two pages in one slot, or one outside its file, is built anew."""
+    """An index with two pages in one slot, one outside its file, or one too long for the slots of any is built anew."""
     fill(tmp_path, 4)
 
     def contradict(txn: Any, tables: dict[str, Any]) -> None:
         one, other = (bytes(txn.get(key_of(n), db=tables["pages"])) for n in range(2))
         places = {"far away": 1 << 40, "behind the end": 4}
         place = places[slot].to_bytes(8, "little") if slot in places else other[:8]
-        txn.put(key_of(0), place + one[8:], db=tables["pages"])
+        length = (1 << 31).to_bytes(4, "little") if slot == "too short" else one[8:12]
+        txn.put(key_of(0), place + length + one[12:], db=tables["pages"])
 
     change_index(tmp_path, contradict)
     with contextlib.closing(open_store(tmp_path, **SETTINGS)) as store:
@@ -186,15 +187,15 @@ def test_an_index_that_contradicts_itself_is_not_used(tmp_path: Path, slot: str)
 
 
 def test_a_wrong_index_costs_misses(tmp_path: Path) -> None:
-    """A page does not come back under another key whose index entry leads to it, and what is longer than a slot is not
-    read: these are misses, and put again they are found."""
+    """A page does not come back under another key whose index entry leads to it, nor with another length: these are
+    misses, and put again they are found."""
     fill(tmp_path, 4)
 
     def mislead(txn: Any, tables: dict[str, Any]) -> None:
         one, other, long = (bytes(txn.get(key_of(n), db=tables["pages"])) for n in range(3))
         txn.put(key_of(0), other, db=tables["pages"])
         txn.put(key_of(1), one, db=tables["pages"])
-        txn.put(key_of(2), long[:8] + (1 << 31).to_bytes(4, "little") + long[12:], db=tables["pages"])
+        txn.put(key_of(2), long[:8] + (PAGE_BYTES - 9).to_bytes(4, "little") + long[12:], db=tables["pages"])
 
     change_index(tmp_path, mislead)
     with contextlib.closing(open_store(tmp_path, **SETTINGS)) as store:

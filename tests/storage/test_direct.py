@@ -1,129 +1,137 @@
-"""Long values that are read past the kernel's memory: the bytes, and when that way is taken."""
+"""Slots that are read and written past the kernel's page cache, neighbours in one call: the bytes, and the calls."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.storage import slot_file
 from hicache.storage.memory import ALIGNMENT, aligned_buffer
-from hicache.storage.slot_file import MIN_DIRECT_BYTES, SlotFile
-from storage_pages import (
-    forget_cached,
-    found_numbers,
-    open_store,
-    put_numbers,
-    slots_path,
-)
+from hicache.storage.slot_file import BLOCK_BYTES, SlotFile, SlotRead, SlotWrite
+from storage_pages import forget_cached, found_numbers, open_store, put_numbers
 
-FILE_BYTES = 3 * MIN_DIRECT_BYTES + 5 * ALIGNMENT
-CASES = ("cold", "partly cached", "beside a write", "of a reader")
+SLOT_BYTES = BLOCK_BYTES + 3 * ALIGNMENT
+NUM_SLOTS = 12
+PAYLOADS = st.lists(st.tuples(st.integers(1, 3 * ALIGNMENT), st.booleans()), min_size=1, max_size=5)
 
 
-class File:
-    """Random bytes on disk, which `slots_of` takes for slots of one block each."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.truth = np.random.default_rng(4).integers(0, 256, FILE_BYTES, dtype=np.uint8).tobytes()
-        path.write_bytes(self.truth)
-
-    def slots_of(self, case: str) -> contextlib.closing[SlotFile]:
-        """Nothing of the file is in the kernel's memory."""
-        slots = SlotFile(self.path, ALIGNMENT, writable=case != "of a reader")
-        if case == "beside a write":
-            slots.write(0, self.truth[:ALIGNMENT], b"", is_hole=True)
-        forget_cached(self.path)
-        return contextlib.closing(slots)
-
-    def needs_direct_reads(self) -> None:
-        with self.slots_of("cold") as slots:
-            if slots.is_cached(0, FILE_BYTES):
-                pytest.skip("the kernel does not tell what it has in memory")
+@contextlib.contextmanager
+def slots_at(path: Path) -> Iterator[SlotFile]:
+    with contextlib.closing(SlotFile(path, SLOT_BYTES)) as slots:
+        slots.allocate(range(NUM_SLOTS))
+        yield slots
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> File:
-    return File(tmp_path / "data")
+def payload_of(seed: int, num_bytes: int, is_aligned: bool) -> memoryview:
+    memory = aligned_buffer(num_bytes + 1)[0 if is_aligned else 1 :][:num_bytes]
+    memory[:] = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8).tobytes()
+    return memory
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> File:
-    return File(tmp_path_factory.mktemp("direct") / "data")
+def block_of(seed: int) -> bytes:
+    return bytes([seed % 251 + 1]) * BLOCK_BYTES
 
 
-@settings(max_examples=settings.default.max_examples * 3)
+def read_run(slots: SlotFile, first: int, lengths: Sequence[int], start: int = 0) -> list[tuple[bytes, bytes] | None]:
+    """Blocks and payloads, read in one call to memory from `start` on; None for what the file does not have whole."""
+    reads = [SlotRead(first + n, aligned_buffer(length)[start:], length) for n, length in enumerate(lengths)]
+    blocks = slots.read(reads)
+    return [
+        None if block is None else (bytes(block), bytes(one.payload[: one.payload_bytes]))
+        for block, one in zip(blocks, reads, strict=True)
+    ]
+
+
 @given(
-    block=st.integers(0, FILE_BYTES // ALIGNMENT),
-    length=st.integers(1, FILE_BYTES),
-    start=st.sampled_from([0, 0, 1]),
-    case=st.sampled_from(CASES),
+    steps=st.lists(st.tuples(st.integers(0, NUM_SLOTS - 5), PAYLOADS), min_size=1, max_size=6), start=st.integers(0, 1)
 )
-def test_a_payload_is_the_same_either_way(kept: File, block: int, length: int, start: int, case: str) -> None:
-    """Wherever a slot begins and its payload ends, whatever of it the kernel has in memory, beside a write, and in
-    memory that is not aligned; what the file does not have whole is told."""
-    offset = block * ALIGNMENT
-    with kept.slots_of(case) as slots:
-        if case == "partly cached":
-            with kept.path.open("rb", buffering=0) as cached:
-                cached.seek(offset)
-                cached.read(length // 3)
-        first, buffer = aligned_buffer(ALIGNMENT)[:ALIGNMENT], aligned_buffer(length)[start:]
-        is_whole = slots.read(block, length, first, buffer)
-    found = kept.truth[offset : offset + ALIGNMENT + length]
-    assert is_whole == (len(found) == ALIGNMENT + length)
-    assert not is_whole or bytes(first) + bytes(buffer[:length]) == found
+def test_what_was_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, list[tuple[int, bool]]]], start: int
+) -> None:
+    """Runs of pages, whatever their lengths and wherever they lie in memory, come back alone and beside their
+    neighbours, and change no other slot; what a file that was cut does not have whole is told."""
+    model: dict[int, tuple[bytes, bytes]] = {}
+    path = tmp_path_factory.mktemp("slots") / "data"
+    with slots_at(path) as slots:
+        for step, (first, payloads) in enumerate(steps):
+            run = [
+                SlotWrite(first + n, block_of(9 * step + n), payload_of(9 * step + n, *payload))
+                for n, payload in enumerate(payloads)
+            ]
+            slots.write(run)
+            model.update((one.slot, (one.block, bytes(one.payload))) for one in run)
+        lengths = [len(model[slot][1]) if slot in model else 1 for slot in range(NUM_SLOTS)]
+        found = read_run(slots, 0, lengths, start)
+        assert {slot: found[slot] for slot in model} == model
+        assert [read_run(slots, slot, lengths[slot : slot + 1], start) for slot in model] == [[model[s]] for s in model]
+        last = max(model)
+        os.truncate(path, last * SLOT_BYTES + BLOCK_BYTES + lengths[last] - 1)
+        found = read_run(slots, 0, lengths[: last + 1], start)
+        assert found[last] is None and all(found[slot] == model[slot] for slot in model if slot != last)
 
 
-@pytest.mark.parametrize(("case", "through_memory"), [("cold", False), ("beside a write", True), ("of a reader", True)])
-def test_reads_beside_a_writer_are_not_direct(file: File, case: str, through_memory: bool) -> None:
-    """What is read directly is not in the kernel's memory afterwards. While slots are written, and in processes that do
-    not know whether they are, reads go through it: direct ones would hold up the writer."""
-    file.needs_direct_reads()
-    with file.slots_of(case) as slots:
-        first = aligned_buffer(ALIGNMENT)[:ALIGNMENT]
-        assert slots.read(0, MIN_DIRECT_BYTES, first, aligned_buffer(MIN_DIRECT_BYTES))
-        assert slots.is_cached(ALIGNMENT, MIN_DIRECT_BYTES) == through_memory
+class Calls:
+    """Counts reads and writes of files: how many were direct, and how many were not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: dict[tuple[str, bool], int] = {}
+        for name in ("preadv", "pwritev"):
+            monkeypatch.setattr(os, name, self.counted(name, getattr(os, name)))
+
+    def counted(self, name: str, call: Callable[..., int]) -> Callable[..., int]:
+        def count(descriptor: int, *arguments: Any) -> int:
+            kind = name, bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+            return call(descriptor, *arguments)
+
+        return count
 
 
-def test_only_long_values_that_are_not_in_memory_go_direct(file: File) -> None:
-    """A short value, and one that the kernel has most of, are left to it."""
-    file.needs_direct_reads()
-    with file.slots_of("cold") as slots:
-        assert not slots.is_cached(100, MIN_DIRECT_BYTES) and slots.is_cached(100, MIN_DIRECT_BYTES - 1)
-        file.path.read_bytes()
-        assert slots.is_cached(0, FILE_BYTES)
+def test_neighbours_are_one_direct_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of one call are written in one, and a batch of them is read in one, in whatever order it asks; a page that
+    is aligned is not copied."""
+    page_bytes, calls = 64 << 10, Calls(monkeypatch)
+    with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=1 << 30)) as store:
+        assert all(put_numbers(store, range(8), page_bytes))
+        assert calls.counts == {("pwritev", True): 1}
+        order = [3, 0, 7, 1, 2, 6, 5, 4]
+        assert found_numbers(store, order, page_bytes) == set(order)
+        assert calls.counts == {("pwritev", True): 1, ("preadv", True): 1}
+        assert found_numbers(store, [0, 1, 4, 5], page_bytes) == {0, 1, 4, 5}
+        assert calls.counts[("preadv", True)] == 3
 
 
-def test_without_direct_reads(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file system without such reads the same bytes come through the kernel's memory; a failing disk raises."""
-    file.needs_direct_reads()
-    first, buffer = aligned_buffer(ALIGNMENT)[:ALIGNMENT], aligned_buffer(MIN_DIRECT_BYTES)
+def test_without_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system without it, or for memory that it does not take, the same bytes go through the page cache; a
+    failing disk raises."""
 
     def refuse(path: str, flags: int) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(slot_file, "_open_direct", refuse)
-    with file.slots_of("cold") as slots:
-        assert slots.read(0, MIN_DIRECT_BYTES, first, buffer)
-        assert bytes(first) + bytes(buffer[:MIN_DIRECT_BYTES]) == file.truth[: ALIGNMENT + MIN_DIRECT_BYTES]
+    page = SlotWrite(2, block_of(1), payload_of(1, 5000, is_aligned=True))
+    with slots_at(tmp_path / "data") as slots:
+        slots.write([page])
+        assert read_run(slots, 2, [5000]) == [(page.block, bytes(page.payload))]
     monkeypatch.setattr(slot_file, "_open_direct", lambda path, flags: os.open(path, os.O_WRONLY))
-    with file.slots_of("cold") as slots, pytest.raises(OSError):
-        slots.read(0, MIN_DIRECT_BYTES, first, buffer)
+    with slots_at(tmp_path / "data") as slots, pytest.raises(OSError):
+        read_run(slots, 2, [5000])
 
 
 def test_a_sync_beside_a_write_leaves_the_rest_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a sync in another thread may have missed of a page, the next one brings to the disk."""
-    write, sync, calls = os.pwrite, os.fdatasync, list[str]()
-    with contextlib.closing(SlotFile(tmp_path / "data", 2 * ALIGNMENT, writable=True)) as slots:
+    write, sync, calls = os.pwritev, os.fdatasync, list[str]()
+    with slots_at(tmp_path / "data") as slots:
 
         def write_beside_a_sync(*arguments: Any) -> int:
             slots.sync()
@@ -134,22 +142,23 @@ def test_a_sync_beside_a_write_leaves_the_rest_to_the_next(tmp_path: Path, monke
             calls.append("sync")
             sync(descriptor)
 
-        monkeypatch.setattr(os, "pwrite", write_beside_a_sync)
+        monkeypatch.setattr(os, "pwritev", write_beside_a_sync)
         monkeypatch.setattr(os, "fdatasync", counted_sync)
-        slots.write(0, bytes(ALIGNMENT), bytes(ALIGNMENT), is_hole=True)
+        slots.write([SlotWrite(0, bytes(BLOCK_BYTES), memoryview(bytes(ALIGNMENT)))])
         slots.sync()
-    assert calls.count("write") == 2 and calls[-1] == "sync"
+    assert calls == ["write", "sync"]
 
 
 @pytest.mark.parametrize("kind", ["random", "normal"])
 def test_long_pages_come_back_from_disk(tmp_path: Path, kind: str) -> None:
     """Cold and warm, one by one and in batches, before and while more are written: every page to the last byte."""
-    settings = {"page_bytes": 2 * MIN_DIRECT_BYTES, "budget_bytes": 64 << 20}
+    settings = {"page_bytes": 512 << 10, "budget_bytes": 64 << 20}
     for stop in (4, 8):
         with contextlib.closing(open_store(tmp_path, **settings)) as store:
             for numbers in ([0], range(stop)):
-                forget_cached(slots_path(tmp_path))
-                assert found_numbers(store, numbers, 2 * MIN_DIRECT_BYTES, kind) == set(numbers) & set(range(stop - 4))
-            put_numbers(store, range(stop), 2 * MIN_DIRECT_BYTES, kind)
-            assert found_numbers(store, range(stop), 2 * MIN_DIRECT_BYTES, kind) == set(range(stop))
+                for file in tmp_path.glob("pages-*.dat"):
+                    forget_cached(file)
+                assert found_numbers(store, numbers, 512 << 10, kind) == set(numbers) & set(range(stop - 4))
+            put_numbers(store, range(stop), 512 << 10, kind)
+            assert found_numbers(store, range(stop), 512 << 10, kind) == set(range(stop))
             store.check()

@@ -70,7 +70,8 @@ def test_existing_files_are_narrowed(tmp_path: Path, caplog: pytest.LogCaptureFi
     """Opening takes the rights of others away from the files of an existing store, and warns; the mode of the directory
     and of other files is their owner's affair."""
     path = tmp_path / "store"
-    open_store(path).close()
+    with contextlib.closing(open_store(path)) as store:
+        put_numbers(store, [0])
     for file in (path, *path.iterdir()):
         file.chmod(0o755)
     caplog.set_level(logging.WARNING)

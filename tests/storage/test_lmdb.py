@@ -102,7 +102,7 @@ def test_paths_that_are_no_directory(tmp_path: Path) -> None:
             open_store(path)
 
 
-@pytest.mark.parametrize("name", ["store.json", "index.mdb", "pages-4096.dat"])
+@pytest.mark.parametrize("name", ["store.json", "index.mdb", "pages-4096-8192.dat"])
 def test_foreign_file(tmp_path: Path, name: str) -> None:
     """A file that no store wrote is refused and not touched."""
     for content in (b"some notes\n", b"\0" * 20000, b"{}"):

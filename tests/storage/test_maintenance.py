@@ -29,6 +29,7 @@ from storage_pages import (
     key_of,
     open_store,
     put_numbers,
+    slot_key,
     slots_path,
 )
 
@@ -82,7 +83,7 @@ def plant(txn: Any, tables: dict[str, Any]) -> None:
     one, other = (bytes(txn.get(key_of(number), db=tables["pages"])) for number in (7, 8))
     txn.put(key_of(7), other, db=tables["pages"])
     txn.put(key_of(8), one, db=tables["pages"])
-    txn.put(PAGE_BYTES.to_bytes(4, "big") + (900).to_bytes(8, "big"), key_of(77), db=tables["slots"])
+    txn.put(slot_key(900), key_of(77), db=tables["slots"])
 
 
 def test_verify_finds_and_repairs_every_fault(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,11 @@ def change_index(path: Path, body: Callable[[Any, dict[str, Any]], None]) -> Non
             body(txn, tables)
     with file.open("ab") as sealed:
         sealed.write(xxhash.xxh3_64_digest(file.read_bytes(), seed=1))
+
+
+def slot_key(slot: int) -> bytes:
+    """The name in the index of a slot for pages of `PAGE_BYTES`."""
+    return struct.pack(">IIQ", PAGE_BYTES, 5 * 4096, slot)
 
 
 def blocks_bytes(path: Path) -> int:
