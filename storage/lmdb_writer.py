@@ -248,11 +248,7 @@ class GroupWriter:
         index_bytes = sum(3 * len(key) + _ENTRY_BYTES for key in keys)
         try:
             for batch in _batches(zip(keys, values, strict=False)):  # there may be values for the next commit
-                self._make_room(
-                    Counter(_length_of(value) for _, value in batch),
-                    index_bytes,
-                )
-                self._write(batch, written)
+                self._write(batch, written, index_bytes)
             self._sync_group()
             with index.changes() as changes:
                 for one in written:
@@ -263,15 +259,18 @@ class GroupWriter:
             raise
         return sum(entry.value_bytes for _, entry, _ in written)
 
-    def _write(self, batch: _Batch, written: list[tuple[bytes, Entry, int]]) -> None:
+    def _write(self, batch: _Batch, written: list[tuple[bytes, Entry, int]], index_bytes: int) -> None:
         """Write pages to free slots, neighbours in one call; adds their keys, places and ticks to `written`."""
-        writes = defaultdict[SlotLength, list[SlotWrite]](list)
+        needed = Counter(_length_of(value) for _, value in batch)
+        self._make_room(needed, index_bytes)
+        taken, writes = self._files.slots.take(needed), defaultdict[SlotLength, list[SlotWrite]](list)
         for key, value in batch:
-            entry = self._files.slots.take(page_bytes_of(value.header), len(value.payload))
-            tick = self._files.pages.index.uses.next_tick()
+            length, tick = _length_of(value), self._files.pages.index.uses.next_tick()
+            entry = Entry(next(taken[length]), len(value.payload), length.page_bytes)
+            self._files.slots.fill(entry)
             written.append((key, entry, tick))
             block = SlotBlock(key, tick, value.header).pack()
-            writes[entry.length].append(SlotWrite(entry.slot, block, value.payload))
+            writes[length].append(SlotWrite(entry.slot, block, value.payload))
         for length, of_file in writes.items():
             for run in runs(of_file, lambda one: one.slot):
                 self._files.pages.files[length].write(run)
