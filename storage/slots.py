@@ -87,7 +87,8 @@ class _FileSlots:
         self._all[slot] = _STALE
 
     def grow(self, least: int, most: int) -> int:
-        """Give disk space to holes, as many as end a segment if they are between `least` and `most`; how many."""
+        """Give disk space to holes, as many as end a segment if they are between `least` and `most`; how many. On a
+        disk with too little space for that, `least`."""
         self._extend(int(np.count_nonzero(self.states)) + least)
         holes, per_segment = np.flatnonzero(self._all == _HOLE), self.states.shape[1]
         chosen = holes[: max(least, min(most, per_segment - int(holes[0]) % per_segment))]
@@ -95,6 +96,8 @@ class _FileSlots:
             self.file.allocate(chosen.tolist())
         except OSError:
             self.file.truncate(int(np.flatnonzero(self._all != _HOLE).max(initial=-1)) + 1)
+            if len(chosen) > least:
+                return self.grow(least, least)
             raise
         self._all[chosen] = _FREE
         return len(chosen)
