@@ -212,7 +212,7 @@ def test_a_page_whose_commit_failed_yields(tmp_path: Path, monkeypatch: pytest.M
         assert store.delete(KEYS[5:7]) == 2
         with monkeypatch.context() as patched:
             patched.setattr(os, "fdatasync", fail)
-            assert store.put([(KEYS[key], page_of(key, PAGE_BYTES)) for key in (0, 1, 2)]) == [False] * 3
+            assert store.put([(KEYS[key], page_of(key, PAGE_BYTES)) for key in (1, 0, 2)]) == [False] * 3
         assert store.reopen() and store.put([(KEYS[1], page_of(7, PAGE_BYTES))]) == [True]
         kill(first, second)
     with contextlib.closing(open_store(second, **settings)) as store:
