@@ -108,6 +108,7 @@ class LmdbPageStore(PageReads):
             self._kept = {key for key, held in present.items() if held}
             self.touch([key for key in reversed(present) if present[key]])
             writer.delete_corrupt()  # which are absent, and yet in the index
+            writer.begin_call()
             self._put_absent({key: page for key, page in pages.items() if not present[key]}, lag, deadline_s)
             return [key in self._kept for key, _ in items]
 

@@ -75,6 +75,7 @@ class GroupWriter:
         self._files, self._corrupt, self._counters, self._on_removed = files, corrupt, counters, on_removed
         self._budget_bytes = files.record.budget_bytes
         self.read_only = self._has_evicted = self._is_index_lost = False
+        self._call_tick = 0
         self.sizes: Sizes = files.slots.sizes
         self.file_bytes = files.pages.file_bytes()
         self._syncing: Future[None] | None = None
@@ -96,6 +97,10 @@ class GroupWriter:
         raw_bytes = sum(page_bytes for _, page_bytes in group)
         self._counters.add(puts=len(group), put_bytes_raw=raw_bytes, put_bytes_stored=num_bytes)
         return True
+
+    def begin_call(self) -> None:
+        """A segment with pages that come or are used from now on is not emptied until the next call."""
+        self._call_tick = self._files.pages.index.uses.next_tick()
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Remove pages, which needs no disk space; returns how many there were."""
@@ -201,6 +206,8 @@ class GroupWriter:
                 reached = "the store %s has reached its budget of %d bytes: the least recently used pages are evicted"
                 log.info(reached, self._files.path, self._budget_bytes)
             segment = slots.most_scattered(self._budget_bytes // _SCATTERED_SHARE)
+            if segment and index.uses.newest(*segment) > self._call_tick:
+                segment = None
             if not (self._evict_segment(segment) if segment else self._evict_oldest(missing_bytes)):
                 slots.trim()  # where there are no holes, the space is free at last
                 if slots.missing_bytes(needed, max_bytes) > 0:

@@ -77,6 +77,10 @@ class UseOrder:
             self._ticks[length] = ticks
         ticks[slot] = tick
 
+    def newest(self, length: SlotLength, slots: range) -> int:
+        """The last tick of these slots."""
+        return int(self._ticks[length][slots.start : slots.stop].max(initial=0))
+
     def pop_oldest(self) -> LastUse | None:
         """Take out the slot that was used least recently; None when none is left."""
         while True:
