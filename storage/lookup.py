@@ -189,7 +189,7 @@ class PageReads:
         scratch, reads = self._scratch.take(len(run) * run[0].entry.length.slot_bytes), list[_Read]()
         for _, key, entry, buffer in run:
             payload = buffer.data
-            if entry.payload_bytes < len(buffer) or not is_aligned(buffer):  # else read in place, without a copy
+            if entry.payload_bytes != len(buffer) or not is_aligned(buffer):  # else read in place, without a copy
                 payload, scratch = scratch[: entry.length.slot_bytes], scratch[entry.length.slot_bytes :]
             reads.append((key, entry, payload))
         reasons = list[str]()

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.storage import slot_file
+from hicache.storage import PageCipher, slot_file
 from hicache.storage.memory import ALIGNMENT, aligned_buffer
 from hicache.storage.slot_file import BLOCK_BYTES, SlotFile, SlotRead, SlotWrite
-from storage_pages import forget_cached, found_numbers, open_store, put_numbers
+from storage_pages import forget_cached, found_numbers, key_of, open_store, page_of, put_numbers
 
 SLOT_BYTES = BLOCK_BYTES + 3 * ALIGNMENT
 NUM_SLOTS = 12
@@ -162,3 +162,15 @@ def test_long_pages_come_back_from_disk(tmp_path: Path, kind: str) -> None:
             put_numbers(store, range(stop), 512 << 10, kind)
             assert found_numbers(store, range(stop), 512 << 10, kind) == set(range(stop))
             store.check()
+
+
+@pytest.mark.parametrize("num_pages", [1, 3])
+def test_an_encrypted_page_is_longer_than_its_aligned_buffer(tmp_path: Path, num_pages: int) -> None:
+    """What encryption adds to a page that does not compress has no room in the buffer: it is read beside it."""
+    pages = {key_of(n): page_of(n, ALIGNMENT) for n in range(num_pages)}
+    with contextlib.closing(open_store(tmp_path, page_bytes=ALIGNMENT, cipher=PageCipher(bytes(32)))) as store:
+        assert store.put(list(pages.items())) == [True] * num_pages
+        memory = np.frombuffer(aligned_buffer(num_pages * ALIGNMENT), dtype=np.uint8)
+        into = list(memory[: num_pages * ALIGNMENT].reshape(num_pages, ALIGNMENT))
+        assert store.get_into(list(pages), into) == [True] * num_pages
+        assert all(np.array_equal(page, pages[key]) for key, page in zip(pages, into, strict=True))
