@@ -1,6 +1,7 @@
 """Encodes pages in threads beside the writer: while one group is committed, the next is compressed.
 
-A commit waits for the disk and compression for the processor; one after the other they would add up.
+A commit waits for the disk and compression for the processor; one after the other they would add up. A writer that is
+behind compresses less, but only where it waits for compression: where the disk is slower, fewer bytes are faster.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hicache.storage.memory import aligned_from_heap
 # zstd compresses 0.8 GB/s a thread, and one writer commits 2 GB/s or more; readers decode on the other cores.
 _MAX_THREADS, _SHARE_OF_CORES = 8, 2
 _MIN_THREADED_BYTES = 64 << 10  # handing a smaller page to another thread takes longer than encoding it
+_WAITS_MEMORY = 16  # of about so many of the last pages it is known how many the writer waited for
 
 
 class PageCompressor:
@@ -27,16 +29,23 @@ class PageCompressor:
         self._codecs, self._ahead_bytes = codecs, ahead_bytes
         num_threads = min(_MAX_THREADS, max(2, len(os.sched_getaffinity(0)) // _SHARE_OF_CORES))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hicache-disk-compress")
+        self._waits_share = 0.0  # of the last pages
 
     def values(self, pages: Mapping[bytes, PageBuffer], lag: float) -> Generator[HeaderAndPayload, None, None]:
-        """The value of each page, by key. Closed early, it waits for pages being encoded: they belong to the caller."""
+        """The value of each page, by key. Closed early, it waits for pages being encoded: they belong to the caller.
+
+        `lag`: see `PageCodec.encode_split`; 0 is taken while most pages are encoded before the consumer needs them.
+        """
         pending, pending_bytes = deque[tuple[bytes, Future[HeaderAndPayload] | None]](), 0
 
         def first() -> HeaderAndPayload:
             nonlocal pending_bytes
             key, value = pending.popleft()
             pending_bytes -= len(pages[key])
-            return self._encode(key, pages[key], lag) if value is None else value.result()
+            if value is None:
+                return self._encode(key, pages[key], lag)
+            self._waits_share += ((not value.done()) - self._waits_share) / _WAITS_MEMORY
+            return value.result()
 
         try:
             for key, page in pages.items():
@@ -59,7 +68,7 @@ class PageCompressor:
         if len(page) < _MIN_THREADED_BYTES:
             return None
         try:
-            return self._threads.submit(self._encode, key, page, lag)
+            return self._threads.submit(self._encode, key, page, lag if self._waits_share > 0.5 else 0.0)
         except RuntimeError:  # at the interpreter's exit threads accept no work any more, and the writer has some left
             return None
 

@@ -256,6 +256,25 @@ def test_a_put_looks_its_keys_up_once(tmp_path: Path, monkeypatch: pytest.Monkey
         assert any(stored) and not all(stored)
 
 
+def test_a_call_keeps_its_own_pages(tmp_path: Path) -> None:
+    """Pages of another length need room, most of the free slots lie beside pages, and those of the call are in the
+    segment with most of them: it is not emptied."""
+    page_bytes, budget_bytes, number = 64 << 10, budget_of(80, 64 << 10), 0
+    with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=budget_bytes)) as store:
+        while not store.stats().evicted:
+            put_numbers(store, [number], page_bytes, "flat")
+            number += 1
+        with store.writing() as writer:
+            segment = writer.slots.most_scattered(-1)
+            assert segment is not None
+        per_segment = len(segment.slots)
+        store.delete([key_of(n) for n in range(number) if n < per_segment - 1 or n % per_segment < 4])
+        flat = [(key_of(n), page_of(n, page_bytes, "flat")) for n in (number, number + 1)]
+        raw = [(key_of(n), page_of(n, page_bytes)) for n in range(number + 2, number + 5)]
+        assert store.put([*raw, *flat]) == [True] * 5
+        store.check()
+
+
 def test_space_comes_back(tmp_path: Path) -> None:
     """The space of deleted pages is used again, and given back by compacting, which cuts the files behind the last page
     too, and is counted as what it is from then on; every other page is kept."""

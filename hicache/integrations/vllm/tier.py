@@ -91,8 +91,8 @@ class HiCacheTier(SecondaryTierManager):
         config = server_store_config(settings, f"vLLM secondary tier {tier_type}")
         rows = np.asarray(primary_kv_view).view(np.uint8)
         row_bytes = rows.shape[1]
-        # Stores that wait pin rows: half of them at most.
-        self._max_waiting_bytes = max(row_bytes, rows.nbytes // 2)
+        # Stores that wait pin rows, the most recent ones. A quarter is left for what comes meanwhile.
+        self._max_waiting_bytes = max(row_bytes, rows.nbytes // 4 * 3)
         self._descriptor = descriptor_of(rows.reshape(-1))
         if self._descriptor is None:
             raise StoreError("vLLM's CPU tier is no open file of this process, which a store process could map as well")
