@@ -130,7 +130,7 @@ def _remote(config: EngineConfig, store: PageStore | None, layouts: _Layouts, ho
         readers=num_remote_readers(remote),
         queue_jobs=advanced.disk_queue_jobs,
         full_bytes=int(remote.backup_share * sum(host.page_bytes * host.num_pages for host in hosts.values())),
-        part_pages=job_pages,
+        part_bytes=_REMOTE_JOB_BYTES,
         gives_way=True,
         limits=Limits(
             io_timeout_s=remote.io_timeout_s,

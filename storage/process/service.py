@@ -44,14 +44,14 @@ _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # another attempt would fa
 @dataclass(frozen=True)
 class ServiceSettings:
     """`readers`: threads that read. `queue_jobs`: how many reads, and how many writes, may wait. `full_bytes`: waiting
-    writes of so many bytes count as a full queue. `part_pages`: of one call to the store, between two looks of a reader
-    at whether it should go on. `gives_way`: writes wait while reads do. `name`: of the tier, in logs and threads.
+    writes of so many bytes count as a full queue. `part_bytes`: of the pages of one call to the store, between two
+    looks of a reader at whether it should go on; a larger page goes alone. `gives_way`: writes wait while reads do. `name`: of the tier, in logs and threads.
     """
 
     readers: int = 4
     queue_jobs: int = 64
     full_bytes: int = 1 << 40
-    part_pages: int = 2
+    part_bytes: int = 8 << 20  # neighbours are read together
     gives_way: bool = False
     name: str = "disk"
     limits: Limits = LIMITS
@@ -195,9 +195,10 @@ class StoreService:
     def _read(self, job: ReadJob, token: BreakerToken) -> ReadDone:
         """A part at a time, as long as the rest is wanted; pages behind a gap would be useless."""
         ok: list[bool] = []
+        part_pages = max(1, self._settings.part_bytes // max(1, job.pages[0].nbytes)) if job.pages else 1
         begin_s = self.clock()
         while len(ok) < len(job.keys) and all(ok) and not (ok and self._is_void(job)):
-            part = slice(len(ok), len(ok) + self._settings.part_pages)
+            part = slice(len(ok), len(ok) + part_pages)
             judge_read = partial(self._judge_read, job.deadline_s)
             got, _ = _ask(self.reads.breaker, token, partial(self._get, job, part), judge_read)
             ok += got or [False] * len(job.keys[part])

@@ -10,13 +10,19 @@ import hicache.storage.process.stores
 import hicache.store_tiers
 from disk_case import Clock, TroubledStore
 from hicache.storage import open_store
+from hicache.storage.process.service import ServiceSettings
 from prefetch_case import PacedStore
+
+TOY_PAGE_BYTES = 8 * 192  # of 8 tokens of the toy model
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of all engines that are built from here on."""
     clock = Clock()
+    # Reads of two pages, so that there is something between two looks of a reader.
+    settings = functools.partial(ServiceSettings, part_bytes=2 * TOY_PAGE_BYTES)
+    monkeypatch.setattr(hicache.store_tiers, "ServiceSettings", settings)
     for name in ("open_tier", "given_tier"):
         opens = getattr(hicache.store_tiers, name)
         monkeypatch.setattr(hicache.store_tiers, name, functools.partial(opens, clock=clock))

@@ -119,7 +119,7 @@ def test_little_of_an_unknown_disk_shows_that_it_is_slow(store: PacedStore, capl
         store.hold()
         handle = engine.prefetch("a", tokens)
         until_found(engine, store, handle)
-        store.allow(2)
+        store.allow(4)
         until_ready(engine, handle)
         assert (handle.ended, handle.landed_tokens) == (False, 4 * PAGE)
         assert not caplog.records  # no read had to fail for that

@@ -123,7 +123,9 @@ def started_tier(
     assert all(inner.put(list(zip(keys, data, strict=True))))
     store = TroubledStore(inner)
     limits = Limits(io_timeout_s=10, reopen_backoff_s=1, max_reopen_backoff_s=6, close_s=close_s)
-    settings = ServiceSettings(readers=readers, queue_jobs=queue_jobs, full_bytes=full_bytes, limits=limits)
+    settings = ServiceSettings(
+        readers=readers, queue_jobs=queue_jobs, full_bytes=full_bytes, part_bytes=2 * PAGE_BYTES, limits=limits
+    )
     return given_tier(store, settings, clock=clock, owns_store=True), store
 
 
