@@ -45,7 +45,8 @@ _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # another attempt would fa
 class ServiceSettings:
     """`readers`: threads that read. `queue_jobs`: how many reads, and how many writes, may wait. `full_bytes`: waiting
     writes of so many bytes count as a full queue. `part_bytes`: of the pages of one call to the store, between two
-    looks of a reader at whether it should go on; a larger page goes alone. `gives_way`: writes wait while reads do. `name`: of the tier, in logs and threads.
+    looks of a reader at whether it should go on; a larger page goes alone. `gives_way`: writes wait while reads do.
+    `name`: of the tier, in logs and threads.
     """
 
     readers: int = 4
