@@ -4,8 +4,8 @@
     threads.busy.2mib    the same by a store in threads of the interpreter, for comparison
     loop.reads, .writes  parts of the loop a second beside reads and beside writes; the ceiling is the loop alone
     loop.longest         the longest part of the loop beside reads, in ms, against 1 ms
-    engine.batch64       time in the engine's thread, which computes meanwhile, for a batch of 64 pages: to submit it and to
-                         take its answer, against 100 us
+    engine.batch64       time in the engine's thread, which computes meanwhile, to submit a batch of 64 pages and take
+                         its answer, against 100 us
     ready                from the start of the process until it takes jobs, against 0.5 s
 
 Every read is compared with what was written, outside the timing. Pages are bf16 normals at level 1; those that are read

@@ -366,6 +366,7 @@ def test_what_waits_for_the_disk_is_not_locked(breaks: bool, stores: Stores, tmp
 
         for n in (1, 2):
             use(f"a{n}", prompt(n, 72))
+            eventually(lambda: len(begun) == 1)  # so that the second is not put together with the first
         use("b", whole)
         use("c", np.append(whole[:104], prompt(4, 9)))  # splits what waits
         assert locked_pages() == 9 + 9
