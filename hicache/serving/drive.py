@@ -61,6 +61,7 @@ def serve_cached(
     def on_finished(index: int, request: Request, output: RequestOutput) -> None:
         turn = done[order[index]] = Turn(request.request_id, *order[index], request.tokens, output)
         show(turn)
+        engine.flush()  # turns of a person come seconds apart: what this one left is on the disk before the next begins
 
     is_shared, identity = REMOTE in engine.inspect.context.stores, f"{workload.loaded.model_id} {dtype}"
     with contextlib.closing(KVAudit(engine, identity, sidecar, is_shared=is_shared)) as audit:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hicache.storage.process.stores
 import programs
+from disk_case import TroubledStore
 from family_case import save_model, tiny_config
 from hicache.cli import main
 from hicache.serving import drive
+from hicache.storage import open_store
 
 SMALL = ["--documents", "3", "--turns", "2", "--document-tokens", "400", "--chunk", "128", "--max-new-tokens", "4"]
 
@@ -46,6 +50,21 @@ def test_every_kind_of_model_hits_on_disk(row: str, tmp_path: Path, capsys: pyte
     assert report["pages"]["compared"] > 0 == report["pages"]["mismatched"]
     references = f"{'a run without a cache and ' * (row == 'llama')}transformers' generate"
     assert f"every generated token equals that of {references}" in capsys.readouterr().out
+
+
+def test_a_slow_disk_changes_no_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a turn leaves is on the disk before the next begins, however long that takes."""
+    model = _saved(tmp_path, "llama")
+    _, before = _demo(model, "--no-baseline")
+
+    def slow(url: str, **settings: Any) -> TroubledStore:
+        store = TroubledStore(open_store(url, **settings))
+        store.trouble = lambda verb: time.sleep(0.3) if verb == "put" else None
+        return store
+
+    monkeypatch.setattr(hicache.storage.process.stores, "open_store", slow)
+    _, after = _demo(model, "--no-baseline")
+    assert after["hit_tokens"] == before["hit_tokens"] and before["hit_tokens"]["disk"] > 0
 
 
 def test_a_second_process_hits_on_disk(tmp_path: Path) -> None:
