@@ -68,8 +68,8 @@ def get(store: LmdbPageStore, numbers: Any) -> list[int]:
 
 
 class Model:
-    """A store, and the numbers of its pages from the least to the most recently used. `emptied`: where the keys of pages
-    are noted whose segment was emptied."""
+    """A store, and the numbers of its pages from the least to the most recently used. `emptied`: where the keys of
+    pages are noted whose segment was emptied."""
 
     def __init__(self, path: Path, emptied: set[bytes]) -> None:
         self.path, self.order, self.emptied = path, list[int](), emptied
