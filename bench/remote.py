@@ -27,7 +27,7 @@ import numpy as np
 
 from hicache.bench.common import BenchUnavailable, Report, in_turns, interleave, wall_timer
 from hicache.bench.remote_engines import NUM_PROMPTS, PROMPT_PAGES, measure_engines
-from hicache.bench.servers import BUCKET, CREDENTIALS, MooncakeServer, RedisServer, S3Server, Server, free_port
+from hicache.bench.remote_servers import BUCKET, CREDENTIALS, MooncakeServer, RedisServer, S3Server, Server, free_port
 from hicache.storage import PageBuffer, PageFormat, PageStore, open_store
 from hicache.storage.header import HEADER_BYTES
 

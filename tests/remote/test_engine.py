@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
-from hicache.bench.servers import CREDENTIALS, MooncakeServer, RedisServer, S3Server, Server
+from hicache.bench.remote_servers import CREDENTIALS, MooncakeServer, RedisServer, S3Server, Server
 from hicache.storage import PageFormat, open_store
 from hicache.tree import REMOTE
 from programs import command, program

@@ -11,7 +11,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from hicache.bench.servers import MooncakeServer, end, freeze
+from hicache.bench.remote_servers import MooncakeServer, end, freeze
 from hicache.storage import PageBuffer, PageCipher, PageFormat, PageStore, StoreError, open_store
 from waiting import eventually
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache.bench.servers import RedisServer
+from hicache.bench.remote_servers import RedisServer
 from hicache.storage import PageFormat
 from hicache.storage.conformance import FORMATS, IDENTITY, SMALL_BYTES, page
 from remote_case import PAGES, PATIENCE, found_in, opened, opener

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from hicache.bench.servers import CREDENTIALS, S3Server
+from hicache.bench.remote_servers import CREDENTIALS, S3Server
 from hicache.storage.conformance import FORMATS, IDENTITY, page
 from remote_case import PAGES, PATIENCE, found_in, opened, opener
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hicache.bench.servers import CREDENTIALS, MooncakeServer, RedisServer, S3Server, Server, free_port
+from hicache.bench.remote_servers import CREDENTIALS, MooncakeServer, RedisServer, S3Server, Server, free_port
 from hicache.storage import StoreError
 from hicache.storage.conformance import FORMATS, IDENTITY, MakeStore, StoreConformance, page
 from hicache.storage.records import namespace_digest

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hicache.bench.servers import Server
+from hicache.bench.remote_servers import Server
 from hicache.storage import PageCipher, PageFormat, PageStore, open_store
 from hicache.storage.conformance import FORMATS, IDENTITY, MakeStore, page
 

@@ -21,12 +21,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import xxhash
-from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker, OffloadKey, TransferResult
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.integrations import server_store
 from hicache.integrations.vllm import HiCacheTier
@@ -37,50 +34,6 @@ PROMPT_TOKENS = 1200
 Checksums = dict[str, list[str]]  # of a chunk's bytes, one for each time, by the hexadecimal key of the chunk
 stored: list[Checksums] = []  # by tier
 given: list[Checksums] = []
-
-
-class CopyingWorker(OffloadingWorker):
-    """Copies blocks between vLLM's cache and its CPU tier on the CPU, where its own worker does not run."""
-
-    def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
-        self._blocks = [cache.tensor for cache in caches.tensors]
-        self._rows = [region.create_next_worker_view(cache.page_size_bytes) for cache in caches.tensors]
-        self._finished: list[TransferResult] = []
-
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
-        for blocks, rows in zip(self._blocks, self._rows, strict=True):
-            for block, row in zip(src_spec.block_ids, dst_spec.chunk_ids, strict=True):
-                rows[row] = blocks[block].reshape(-1).view(torch.int8)
-        self._finished.append(TransferResult(job_id, True))
-        return True
-
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, expedited: bool = False) -> bool:
-        for blocks, rows in zip(self._blocks, self._rows, strict=True):
-            for row, block in zip(src_spec.chunk_ids, dst_spec.block_ids, strict=True):
-                blocks[block] = rows[row].view(blocks.dtype).reshape(blocks[block].shape)
-        self._finished.append(TransferResult(job_id, True))
-        return True
-
-    def get_finished(self) -> list[TransferResult]:
-        finished, self._finished = self._finished, []
-        return finished
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Nothing is under way."""
-
-
-class CPUTieringSpec(TieringOffloadingSpec):
-    """vLLM's own refuses CPUs."""
-
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        region = SharedOffloadRegion(
-            engine_id=self.config.engine_id,
-            num_chunks=self.num_chunks,
-            rank=0,
-            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-            cpu_page_size=self.cpu_page_size_per_worker,
-        )
-        return CopyingWorker(kv_caches, region)
 
 
 class RecordingTier(HiCacheTier):

@@ -17,6 +17,10 @@ import torch
 pytest.importorskip("vllm._C", reason="needs vLLM's compiled parts", exc_type=ImportError)
 
 import vllm_server
+from hicache.bench import servers
+from hicache.bench.command import run_one
+from hicache.bench.common import read_report
+from hicache.bench.servers import vllm_worker
 from hicache.storage import describe
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "vllm"
@@ -72,7 +76,7 @@ def serve(model: str, extra: dict[str, Any], steps: list[str], in_process: bool 
 def tiering(*tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The connector's configuration for vLLM's CPU tier and ours."""
     secondary = [{"type": "RecordingTier", "module_path": "vllm_server", **tier} for tier in tiers]
-    of_spec = {"spec_name": "CPUTieringSpec", "spec_module_path": "vllm_server", "cpu_bytes_to_use": 64 << 20}
+    of_spec = {"spec_name": "CPUTieringSpec", "spec_module_path": vllm_worker.__name__, "cpu_bytes_to_use": 64 << 20}
     return {**of_spec, "secondary_tiers": secondary, **more}
 
 
@@ -163,3 +167,19 @@ def test_two_workers_over_our_cpu_tier_and_disk(model: str, tmp_path: Path) -> N
     three = served(["run each"], LITTLE_CHUNKS * CHUNK_BYTES)
     # What the first prompt stored may still pin rows when the next is looked up.
     assert three.cached[0][0] == LITTLE_CHUNKS * 32 and three.outputs == one.outputs
+
+
+@pytest.mark.smoke
+def test_the_benchmark_compares_a_restart_with_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes: no offloading, our tier, and our tier after a restart. Five documents, asked twice in each, have
+    the same tokens, computed or loaded; from the disk comes all that was stored."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    report = read_report(run_one(servers, ["--device", "cpu", "--only", "none,hicache", "--out", str(tmp_path)]))
+    cases = {case.name.removeprefix("servers.vllm."): case for case in report.cases}
+    timed = {"first", "restart.over_computing", "shared50.disk"}
+    assert cases.keys() == {*timed, "bytes.hicache", "bytes.hicache.restart", "tokens"}
+    assert all(cases[name].ratio for name in timed)
+    assert cases["tokens"].value == 2 * 5 * 2
+    cached = [cases[name].note.split()[2] for name in ("first", "restart.over_computing")]
+    assert cached == ["0", "1024"]

@@ -1,0 +1,143 @@
+"""A real server with a model of random weights: no offloading, its own CPU and disk tiers, and ours, in one run.
+
+Each mode has a process of its own, so that a restart is one, and the device is free for the next. For vLLM:
+
+    first             time to the first token of new prompts, with `HiCacheTier`, over no offloading; .cpu, .fs, .spec:
+                      with vLLM's CPU tier, with its disk tier, and with `HiCacheOffloadingSpec`
+    host.one          a document from CPU memory and 8 tokens, with `HiCacheOffloadingSpec`, over vLLM's own CPU tier
+    host.throughput   more documents than the device holds, from CPU memory, in tokens a second; over the same
+    restart.over_fs   time to the first token of documents after a restart, with `HiCacheTier`, over vLLM's disk tier;
+                      .over_computing: over no offloading
+    cold              tokens a second with `HiCacheOffloadingSpec` and nothing in it, over no offloading
+    shared50          requests at once that share a document in CPU memory, all together over one; .disk: on the disk
+    bytes.<run>       what a run has moved, by the server's metrics
+    tokens            answers that equal another's with as many cached tokens; one that differs is an error
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from hicache.bench.common import BenchUnavailable, Better, Report
+from hicache.bench.servers import vllm
+from hicache.bench.servers.workload import Served, compare_tokens, workloads
+
+NAME = "servers"
+DESCRIPTION = "a real server (vLLM): no offloading, its own CPU and disk tiers, and ours"
+
+_SERVERS: dict[str, ModuleType] = {"vllm": vllm}
+_PATIENCE_S = 600.0
+
+_Side = tuple[str, str, Callable[[Served, str], list[float]]]  # run, workload, and what is taken of it
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--server", choices=_SERVERS, default="vllm")
+    modes = "modes, with commas; a case needs both of its modes (default: all): none, cpu, spec, fs, hicache"
+    parser.add_argument("--only", type=lambda text: text.split(","), metavar="MODES", help=modes)
+    parser.add_argument("--model", default="", help="name or folder (default: random weights, 8B geometry)")
+    parser.add_argument("--cpu-bytes", type=int, default=0, help="of the CPU tier (default: 36 GiB, small: 64 MiB)")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
+    parser.add_argument("--small", action="store_true", help="a tiny model and short documents; always so on CPUs")
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    server = _SERVERS[args.server]
+    if reason := server.missing():
+        raise BenchUnavailable(reason)
+    modes = {name.partition(".")[0] for name in server.RUNS}
+    if unknown := set(args.only or ()) - modes:
+        raise BenchUnavailable(f"--only {','.join(sorted(unknown))}: there are {', '.join(sorted(modes))}")
+    args.model = str(Path(args.model).resolve()) if args.model and Path(args.model).exists() else args.model
+    args.small = args.small or args.device.type == "cpu"
+    report.bench = "-".join([NAME, args.server, *(args.only or ())])  # a part does not replace the results of all
+    runs: dict[str, Served] = {}
+    with tempfile.TemporaryDirectory(prefix="hicache-servers-", dir=args.folder) as folder:
+        for name in server.RUNS:
+            if not args.only or name.partition(".")[0] in args.only:
+                runs[name] = _serve(server, name, args, Path(folder).resolve())
+                report.software[args.server] = runs[name].version
+                spent_s = sum(map(sum, runs[name].seconds.values()))
+                print(f"{name}: started in {runs[name].start_s:.0f} s, served for {spent_s:.0f} s", flush=True)
+    _compare_modes(report, args, server, runs)
+    for name, served in runs.items():
+        if served.num_bytes:
+            note = ", ".join(f"{what} {number / 1e9:.3f} GB" for what, number in served.num_bytes.items())
+            gb = sum(served.num_bytes.values()) / 1e9
+            report.case(f"{NAME}.{args.server}.bytes.{name}", [gb], "GB", note=note)
+    compared, different = compare_tokens(runs, list(workloads(args.small).values()))
+    note = f"equal another's to the same prompt with as many cached tokens; {different} different ones"
+    report.case(f"{NAME}.{args.server}.tokens", [compared], "answers", note=note)
+
+
+def _serve(server: ModuleType, name: str, args: argparse.Namespace, folder: Path) -> Served:
+    """BenchUnavailable where the server does not serve; the end of its log is printed."""
+    result, log = folder / f"{name}.json", folder / f"{name}.log"
+    task = {**server.task(name, args, folder), "result": str(result)}
+    environment = {**os.environ, **server.ENVIRONMENT, **({} if args.model else {"HF_HUB_OFFLINE": "1"})}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", server.__name__],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=out,
+            env=environment,
+            cwd=folder,  # `-m` looks for modules there first: in a checkout it would find a folder hicache
+            start_new_session=True,
+        )
+        try:
+            process.communicate(json.dumps(task).encode(), timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            out.write(f"\nnot done after {_PATIENCE_S:.0f} s".encode())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its workers too
+            process.wait()
+            server.clean_up(name, folder)
+    if not result.exists():
+        print(*log.read_text(errors="replace").splitlines()[-40:], sep="\n", file=sys.stderr)
+        raise BenchUnavailable(f"{args.server} does not serve {name}: the end of its log is above")
+    return Served.from_json(json.loads(result.read_text(encoding="utf-8")))
+
+
+def _compare_modes(report: Report, args: argparse.Namespace, server: ModuleType, runs: dict[str, Served]) -> None:
+    """The cases of the runs that there are. The targets are for a model that fills a GPU."""
+
+    def add(name: str, side: _Side, other: _Side, target: float | None = None, better: Better = "lower") -> None:
+        if {side[0], other[0]} <= runs.keys():
+            (run, workload, take), (other_run, other_workload, take_other) = side, other
+            values, ceiling = take(runs[run], workload), take_other(runs[other_run], other_workload)
+            answers = runs[run].first(workload)
+            cached = sum(answer.cached for answer in answers) / len(answers)
+            report.case(
+                f"{NAME}.{args.server}.{name}",
+                values,
+                "ms" if better == "lower" else "tokens/s",
+                better=better,
+                ceiling=ceiling,
+                target=None if args.small else target,
+                note=f"{len(answers)} prompts, {cached:.0f} tokens of each cached by the server's count",
+            )
+
+    computed, restarted = ("none", "first", Served.first_ms), ("hicache.restart", "first", Served.first_ms)
+    for mode in [name for name in runs if name != "none" and not name.endswith(".restart")]:
+        ours = mode == "hicache"
+        add("first" if ours else f"first.{mode}", (mode, "first", Served.first_ms), computed, 1.03 if ours else None)
+    add("host.one", ("spec", "host", Served.total_ms), ("cpu", "host", Served.total_ms), 0.97)
+    many = [(run, "throughput", Served.rates) for run in ("spec", "cpu")]
+    add("host.throughput", many[0], many[1], 1.05, "higher")
+    add(f"restart.over_{server.OWN_DISK}", restarted, (f"{server.OWN_DISK}.restart", "first", Served.first_ms), 0.85)
+    add("restart.over_computing", restarted, computed, 1.03)
+    add("cold", ("spec", "cold", Served.rates), ("none", "cold", Served.rates), 0.99, "higher")
+    add("shared50", ("spec", "shared", Served.total_ms), ("spec", "host", Served.first_ms), 1.3)
+    add("shared50.disk", ("hicache.restart", "shared", Served.total_ms), restarted)

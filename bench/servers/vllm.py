@@ -1,0 +1,206 @@
+"""vLLM for the benchmark `servers`: what each mode configures, and the program that serves workloads.
+
+`python -m hicache.bench.servers.vllm` reads a task from its standard input, as JSON (`task`), and writes a `Served`
+into a file. vLLM is imported there alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hicache.bench.servers.workload import Answer, Served, Workload, workloads
+
+# What each run serves, in this order. A run has a process of its own; one with ".restart" finds the files of another.
+RUNS = {
+    "none": ("warm", "first", "cold"),
+    "cpu": ("warm", "first", "host", "cold", "throughput"),
+    "spec": ("warm", "first", "one_more", "host", "shared", "cold", "throughput"),
+    "fs": ("warm", "first"),
+    "fs.restart": ("warm", "first"),
+    "hicache": ("warm", "first", "one_more"),
+    "hicache.restart": ("warm", "first", "shared"),
+}
+OWN_DISK = "fs"
+_ON_CPUS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", **_ON_CPUS}
+
+_WORKER = "hicache.bench.servers.vllm_worker"  # importing it needs vLLM
+_QUIET_S, _PATIENCE_S = 3.0, 120.0
+_8B = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 32768,
+    "rope_theta": 500000.0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": false}"""
+_TINY = """{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256}"""
+
+
+def missing() -> str:
+    """What has to be installed; "" if nothing."""
+    return (
+        "" if importlib.util.find_spec("vllm") else "vLLM is not installed: pip install '.[vllm]' in a clone of hicache"
+    )
+
+
+def task(run: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A run of the program, as JSON. Files of models and tiers are in `folder`."""
+    chosen = workloads(args.small)
+    settings = _settings(args, chosen["first"].tokens, folder)
+    extra = _offloading(run.partition(".")[0], args, folder)
+    if extra is not None:
+        settings["kv_transfer_config"] = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "engine_id": f"{folder.name}-{run}",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }
+    return {
+        "llm": settings,
+        "workloads": [dataclasses.asdict(chosen[name]) for name in RUNS[run]],
+        "settle": f"{run}.restart" in RUNS,
+    }
+
+
+def clean_up(run: str, folder: Path) -> None:
+    """After the processes of a run have ended. vLLM leaves the file of its CPU tier when it is killed, or just ends."""
+    for file in Path("/dev/shm").glob(f"vllm_offload_{folder.name}-{run}*"):
+        file.unlink(missing_ok=True)
+
+
+def _settings(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, Any]:
+    """Of `LLM`. The device holds four documents."""
+    block_tokens = 16 if args.device.type == "cuda" else 32  # vLLM on CPUs takes multiples of 32
+    settings = {
+        "model": args.model,
+        "skip_tokenizer_init": True,
+        "block_size": block_tokens,
+        "max_model_len": tokens + 256,
+        "num_gpu_blocks_override": 4 * tokens // block_tokens,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256",
+        "disable_log_stats": False,
+    }
+    if args.device.type == "cuda":
+        compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        more = {"gpu_memory_utilization": 0.6, "max_num_batched_tokens": 8192, "compilation_config": compilation}
+        settings |= {"dtype": "bfloat16", **more}
+    else:
+        settings |= {"dtype": "float32", "enforce_eager": True}
+    if not args.model:
+        model = folder / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps(json.loads(_8B) | (json.loads(_TINY) if args.small else {})))
+        worker = {"load_format": "hicache_random", "worker_extension_cls": f"{_WORKER}.WorkerExtension"}
+        settings |= {"model": str(model), **worker}
+    return settings
+
+
+def _offloading(mode: str, args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
+    """The connector's extra configuration; None for no offloading."""
+    cpu_bytes = args.cpu_bytes or (64 << 20 if args.small else 36 << 30)
+    files = str(folder / mode)
+    ours = {"path": files, "budget": "100GB"}
+    if mode == "none":
+        return None
+    if mode == "spec":
+        name = {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": "hicache.integrations.vllm"}
+        return {**name, "cpu_bytes_to_use": cpu_bytes}
+    extra: dict[str, Any] = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": cpu_bytes}
+    if args.device.type == "cpu":
+        extra |= {"spec_name": "CPUTieringSpec", "spec_module_path": _WORKER}
+    tiers = {
+        "fs": {"type": "fs", "root_dir": files},
+        "hicache": {"type": "HiCacheTier", "module_path": "hicache.integrations.vllm", **ours},
+    }
+    return {**extra, "secondary_tiers": [tiers[mode]]} if mode in tiers else extra
+
+
+class _Server:
+    """vLLM in this process and its workers."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        begin_s = time.perf_counter()
+        from vllm import LLM, SamplingParams, __version__
+
+        self.version = str(__version__)
+        self._sampling = SamplingParams
+        self._llm = LLM(**settings)
+        self.start_s = time.perf_counter() - begin_s
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def serve(self, workload: Workload) -> tuple[list[Answer], list[float]]:
+        """The answers, and the seconds of each round."""
+        if workload.forget:
+            give_up_s = time.monotonic() + _PATIENCE_S
+            while not self._llm.reset_prefix_cache():  # refused while blocks are copied, which a step notes
+                self._step(give_up_s, "the prefix cache is not emptied")
+        batches = [(batch, [workload.prompt(*request) for request in batch]) for batch in workload.batches()]
+        answers, seconds = list[Answer](), list[float]()
+        for number in range(workload.rounds):
+            begin_s = time.perf_counter()
+            found = [(batch, *self._ask(prompts, workload.answer_tokens)) for batch, prompts in batches]
+            seconds.append(time.perf_counter() - begin_s)
+            for batch, outputs, total_s in found:
+                for request, output in zip(batch, outputs, strict=True):
+                    cached, first_s = output.num_cached_tokens or 0, output.metrics.first_token_latency
+                    tokens = list(output.outputs[0].token_ids)
+                    answers.append(Answer(number, *request, cached, first_s, total_s, tokens))
+        return answers, seconds
+
+    def num_bytes(self) -> dict[str, int]:
+        """What vLLM says that it has moved, by metric."""
+        found: dict[str, int] = {}
+        for metric in self._llm.get_metrics():
+            name = metric.name.removeprefix("vllm:kv_offload_").removesuffix("_bytes")
+            if name in ("load", "store", "tiering_read", "tiering_write") and metric.name.endswith("_bytes"):
+                found[name] = found.get(name, 0) + int(metric.value)
+        return found
+
+    def settle(self) -> None:
+        """Until no more bytes go to a disk."""
+        known = self.num_bytes()
+        give_up_s, quiet_s = time.monotonic() + _PATIENCE_S, time.monotonic() + _QUIET_S
+        while time.monotonic() < quiet_s:
+            self._step(give_up_s, "the disk is not done")
+            if (now := self.num_bytes()) != known:
+                known, quiet_s = now, time.monotonic() + _QUIET_S
+
+    def _ask(self, prompts: Sequence[list[int]], answer_tokens: int) -> tuple[list[Any], float]:
+        sampling = self._sampling(max_tokens=answer_tokens, temperature=0, ignore_eos=True, detokenize=False)
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        begin_s = time.perf_counter()
+        return self._llm.generate(requests, sampling, use_tqdm=False), time.perf_counter() - begin_s
+
+    def _step(self, give_up_s: float, what: str) -> None:
+        if time.monotonic() > give_up_s:
+            raise TimeoutError(f"{what} after {_PATIENCE_S:.0f} s")
+        self._ask([[20]], 1)
+        time.sleep(0.1)
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    server = _Server(given["llm"])
+    served = Served({}, {}, {}, server.start_s, server.version)
+    for values in given["workloads"]:
+        workload = Workload(**values)
+        served.answers[workload.name], served.seconds[workload.name] = server.serve(workload)
+    if given["settle"]:
+        server.settle()
+    served.num_bytes.update(server.num_bytes())
+    server.close()
+    Path(given["result"]).write_text(json.dumps(dataclasses.asdict(served)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

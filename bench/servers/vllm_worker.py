@@ -1,0 +1,80 @@
+"""What the benchmark and the tests bring into vLLM's own processes: random weights whose output depends on what is
+cached, and a CPU tier on CPUs, where vLLM's own refuses to run. Imports vLLM."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+LOAD_FORMAT = "hicache_random"
+
+
+@register_model_loader(LOAD_FORMAT)
+class RandomLoader(DummyModelLoader):
+    """vLLM's `dummy` draws weights so small that no token depends on the keys and values, which compress to a third.
+    These are normals, with which attention counts; the same in each process."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        super().load_weights(model, model_config)
+        with torch.no_grad():
+            for number, (_, weight) in enumerate(model.named_parameters()):
+                if weight.dim() == 1:
+                    weight.fill_(1)
+                else:
+                    generator = torch.Generator(weight.device).manual_seed(number)
+                    weight.normal_(0, 4 / math.sqrt(weight.shape[-1]), generator=generator)
+
+
+class WorkerExtension:
+    """Adds nothing. As `worker_extension_cls` it makes each worker import this module, before it loads a model."""
+
+
+class CopyingWorker(OffloadingWorker):
+    """Copies blocks between vLLM's cache and its CPU tier on the CPU, where its own worker does not run."""
+
+    def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
+        self._blocks = [cache.tensor for cache in caches.tensors]
+        self._rows = [region.create_next_worker_view(cache.page_size_bytes) for cache in caches.tensors]
+        self._finished: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
+        for blocks, rows in zip(self._blocks, self._rows, strict=True):
+            for block, row in zip(src_spec.block_ids, dst_spec.chunk_ids, strict=True):
+                rows[row] = blocks[block].reshape(-1).view(torch.int8)
+        self._finished.append(TransferResult(job_id, True))
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, expedited: bool = False) -> bool:
+        for blocks, rows in zip(self._blocks, self._rows, strict=True):
+            for row, block in zip(src_spec.chunk_ids, dst_spec.block_ids, strict=True):
+                blocks[block] = rows[row].view(blocks.dtype).reshape(blocks[block].shape)
+        self._finished.append(TransferResult(job_id, True))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Nothing is under way."""
+
+
+class CPUTieringSpec(TieringOffloadingSpec):
+    """vLLM's own refuses CPUs."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        region = SharedOffloadRegion(
+            engine_id=self.config.engine_id,
+            num_chunks=self.num_chunks,
+            rank=0,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        return CopyingWorker(kv_caches, region)
