@@ -265,7 +265,7 @@ def test_an_urgent_prefetch_overtakes_a_speculative_one(verb: str, stores: Store
         handles += start(0)
         eventually(lambda: gate.held == 1)
         handles += start(1, 2) if verb == "contains" else []
-        engine.poll()
+        eventually(lambda: engine.poll() or engine.stats()["disk.reads_queued_jobs"] == 2)
         gate.open()
         until_ended(engine, *handles)
         firsts = [call[1][0] for call in store.calls if call[0] == verb and call[1][0] in keys[1:]]
