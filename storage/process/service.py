@@ -196,8 +196,9 @@ class StoreService:
     def _read(self, job: ReadJob, token: BreakerToken) -> ReadDone:
         """A part at a time, as long as the rest is wanted; pages behind a gap would be useless."""
         ok: list[bool] = []
-        part_pages = max(1, self._settings.part_bytes // max(1, job.pages[0].nbytes)) if job.pages else 1
-        begin_s = self.clock()
+        begin_s, part_pages = self.clock(), 1
+        if job.pages:
+            part_pages = max(1, self._settings.part_bytes // job.pages[0].nbytes)
         while len(ok) < len(job.keys) and all(ok) and not (ok and self._is_void(job)):
             part = slice(len(ok), len(ok) + part_pages)
             judge_read = partial(self._judge_read, job.deadline_s)
