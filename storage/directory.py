@@ -1,7 +1,7 @@
 """The directory of a store: its file names, their modes, and the lock of the one process that writes.
 
-The kernel releases the lock when its process ends, however it ends, and lists the holder, so the lock file itself is
-empty and cannot be out of date.
+The kernel releases the lock when its process ends, however it ends, and lists the holder, so the lock file cannot be
+out of date. It is empty, but for one byte while its holder is about to close the store: who comes then waits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -25,6 +26,7 @@ NEW_SUFFIX = ".new"
 PRIVATE_FOLDER_MODE, PRIVATE_FILE_MODE = 0o700, 0o600
 _MODE_OF_OTHERS = 0o077
 _KERNEL_LOCKS = Path("/proc/locks")
+_CLOSING_WAIT_S, _LOOK_S = 60.0, 0.02
 
 
 def slots_file(path: Path, page_bytes: int, slot_bytes: int) -> Path:
@@ -68,7 +70,7 @@ class WriterLock:
     """The right to write to one directory, from construction to `close`.
 
     A missing directory is created, private to its user. The files in an existing one are made private, with a warning.
-    Raises `StoreLocked` or `StoreError`.
+    Waits for a holder that is about to close. Raises `StoreLocked` or `StoreError`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,8 +80,10 @@ class WriterLock:
                 path.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER_MODE)
                 self._descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, PRIVATE_FILE_MODE)
                 held.callback(os.close, self._descriptor)
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._acquire()
                 held.callback(fcntl.flock, self._descriptor, fcntl.LOCK_UN)  # a fork has the descriptor too
+                held.callback(os.ftruncate, self._descriptor, 0)
+                os.ftruncate(self._descriptor, 0)  # it is not, if its last holder was killed while it closed
             except (FileExistsError, NotADirectoryError):
                 raise StoreError(f"the disk path {path} is not a directory; choose another path") from None
             except BlockingIOError:
@@ -94,6 +98,25 @@ class WriterLock:
                 ) from error
             _make_private(path)
             self._held = held.pop_all()
+
+    def _acquire(self) -> None:
+        """BlockingIOError where another process has the lock, and keeps it."""
+        until_s = time.monotonic() + _CLOSING_WAIT_S
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if not os.fstat(self._descriptor).st_size or time.monotonic() > until_s:
+                    raise
+                time.sleep(_LOOK_S)
+
+    def announce_close(self) -> None:
+        """Have others wait for the lock: it will be free soon."""
+        try:
+            os.pwrite(self._descriptor, b"\0", 0)
+        except OSError as error:
+            log.warning("%s: who opens it next is not told to wait: %s", self._path, error)
 
     def require_same(self) -> None:
         """OSError when the path no longer leads to the locked directory: a store there belongs to another writer."""

@@ -92,6 +92,10 @@ class LmdbPageStore(PageReads):
     def register_memory(self, memory: PageBuffer) -> None:
         """Reads and writes files from and to any memory."""
 
+    def announce_close(self) -> None:
+        """The store will be closed after some more calls: have who wants to open it wait for that."""
+        self._files.lock.announce_close()
+
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
     ) -> list[bool]:

@@ -1,6 +1,6 @@
 """A tier below memory as an engine sees it: the client of its store, and what it counts.
 
-open_tier    the store runs in a child process, or in the process behind unix:/path/of/socket
+open_tier    the store runs in a process that is started for it, or in the process behind unix:/path/of/socket
 given_tier   the store is a Python object of the caller's, served by a thread of this process
 """
 
@@ -18,7 +18,7 @@ from hicache.storage.process.jobs import FindDone
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.status import QUEUE_NUMBERS
 from hicache.storage.process.stores import GivenStore, OpenStores, StoreRequest
-from hicache.storage.process.transports import ChildProcess, InlineServer, ServedSocket, Transport
+from hicache.storage.process.transports import InlineServer, OwnProcess, ServedSocket, Transport
 
 JOB_PAGES = 8
 SOCKET = "unix:"
@@ -190,7 +190,7 @@ def open_tier(
     clock: Callable[[], float] = time.monotonic,
     tolerates: tuple[type[StoreError], ...] = (),
 ) -> StoreTier:
-    """The tier over the store of `request.url`: in a child of this process, or, for `unix:/path/of/socket`, in the
+    """The tier over the store of `request.url`: in a process of its own, or, for `unix:/path/of/socket`, in the
     process that an operator started there. `in_process`: in a thread of this process. Raises what opening the store
     raises."""
     transport: Transport
@@ -199,7 +199,7 @@ def open_tier(
     elif in_process:
         transport = InlineServer(OpenStores(clock=clock), clock)
     else:
-        transport = ChildProcess()
+        transport = OwnProcess()
     return StoreTier(transport, request, job_pages=job_pages, clock=clock, tolerates=tolerates)
 
 

@@ -223,7 +223,7 @@ class StoreClient:
         return True
 
     def end(self) -> None:
-        """End the process now, where it is a child; waits a moment for its end."""
+        """End the process now, where it was started here; waits a moment for its end."""
         self._retry_at_s = math.inf
         self.status.close()
         self._transport.end()
@@ -233,7 +233,7 @@ class StoreClient:
 
     @property
     def pid(self) -> int:
-        """Of the child that has the store; 0 where there is none."""
+        """Of the process that was started for the store; 0 where there is none."""
         return self._transport.pid
 
     @property

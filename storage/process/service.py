@@ -130,6 +130,8 @@ class StoreService:
     def close(self) -> None:
         """Finish what is queued, end the threads, close or sync the store; waits for a stalled medium. Not to be called
         on the serving thread. Raises what closing the store raises."""
+        if self._owns_store and isinstance(self.store, LmdbPageStore):
+            self.store.announce_close()
         self.writes.stop()
         self.reads.stop()
         if self._owns_store:

@@ -1,9 +1,12 @@
-"""Where the server of a client runs: in a child of its own, in a process of the machine's, or in a thread beside it."""
+"""Where the server of a client runs: in a process of its own, in one of the machine's, or in a thread beside it."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +26,7 @@ _LOOK_WAIT_S = 5.0
 
 
 class Transport(ABC):
-    """`same_process`: pages may be named by their addresses. `pid`: of a child of this process; 0 without one.
+    """`same_process`: pages may be named by their addresses. `pid`: of the process that it started; 0 without one.
 
     The other end closes a connection only when it touches the client's memory no more, and the system does when all
     threads of a process have ended.
@@ -52,35 +55,52 @@ class Transport(ABC):
         own."""
 
 
-class ChildProcess(Transport):
-    """The program of `__main__`, a child that ends with this process and imports from where it does, whatever folder it
-    is in. Not in its session: what is typed at a terminal is for this process."""
+class OwnProcess(Transport):
+    """The program of `__main__`, which ends after this process, and imports from where it does, whatever its folder.
+
+    It is no descendant of this process, nor in its session: a server that kills the process tree of its engine, as vLLM
+    does where a worker takes long to end, or a key at a terminal, leaves it the time to write what it has and to close
+    its store.
+    """
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._watched = -1  # a pidfd
 
     def connect(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            imported = f"import sys; sys.path[:] = {_import_path()}; from hicache.storage.process.__main__ import main"
-            command = [sys.executable, "-c", f"{imported}; main({number}, {os.getpid()}, {log.getEffectiveLevel()})"]
-            try:
-                self._process = subprocess.Popen(
-                    command, pass_fds=[number], stdin=subprocess.DEVNULL, start_new_session=True
-                )
-            except OSError as error:
-                ours.close()
-                raise StoreError(f"cannot start the store process {command[0]}: {error}") from error
-        self.pid = self._process.pid
+        engine = os.pidfd_open(os.getpid())
+        try:
+            with theirs:
+                self._launch(theirs.fileno(), engine)
+        except OSError as error:
+            ours.close()
+            raise StoreError(f"cannot start the store process {sys.executable}: {error}") from error
+        finally:
+            os.close(engine)
         return ours
 
+    def _launch(self, number: int, engine: int) -> None:
+        """The shell between is its parent, and waits until it is watched, so that its number is not that of another."""
+        imported = f"import sys; sys.path[:] = {_import_path()}; from hicache.storage.process.__main__ import main"
+        code = f"{imported}; main({number}, {engine}, {log.getEffectiveLevel()})"
+        with subprocess.Popen(
+            ["/bin/sh", "-c", '"$@" >&2 & echo $!; read -r _', "sh", sys.executable, "-c", code],
+            pass_fds=[number, engine], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        ) as shell:  # fmt: skip
+            assert shell.stdout is not None
+            self.pid = int(shell.stdout.readline())
+            self._watched = os.pidfd_open(self.pid)
+
     def has_ended(self) -> bool:
-        return self._process is None or self._process.poll() is not None
+        if self._watched >= 0 and select.select([self._watched], [], [], 0)[0]:
+            os.close(self._watched)
+            self._watched = -1
+        return self._watched < 0
 
     def end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        if self._watched >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._watched, signal.SIGKILL)
 
 
 class ServedSocket(Transport):

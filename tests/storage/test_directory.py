@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,25 @@ def test_the_holder_of_the_lock_is_named_truly(tmp_path: Path) -> None:
         holder.communicate("\n")
     assert describe(path).writer_pid is None
     open_store(path).close()
+
+
+def test_who_comes_while_a_store_is_closed_waits(tmp_path: Path) -> None:
+    """A store that its holder is about to close is opened when it is; when nothing was said of that, it is refused."""
+    path = tmp_path / "store"
+    first = open_store(path)
+    with pytest.raises(StoreLocked):
+        open_store(path)
+    put_numbers(first, range(8))
+    first.announce_close()
+    with ThreadPoolExecutor(1) as others:
+        second = others.submit(open_store, path)
+        put_numbers(first, range(8, 16))
+        assert not second.done()
+        first.close()
+        with contextlib.closing(second.result(60)) as store:
+            assert store.rebuilt_pages is None and found_numbers(store, range(20)) == set(range(16))
+            with pytest.raises(StoreLocked):
+                open_store(path)
 
 
 def test_a_store_that_took_the_place_has_one_writer(tmp_path: Path) -> None:

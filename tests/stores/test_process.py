@@ -29,7 +29,7 @@ from hicache.storage.process.jobs import FindJob, ReadDone, ReadJob, Stalled, Wr
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.stores import OpenStores, StoreRequest
 from hicache.stores import StoreTier, open_tier
-from programs import PIPE, Program, output
+from programs import PIPE, Program
 from waiting import eventually
 
 PAGE_BYTES, NUM_PAGES = 4096, 64
@@ -334,54 +334,38 @@ def test_answers_that_are_none_end_the_process(case: Case, monkeypatch: pytest.M
 
 
 ENGINE = """
-import sys, time
-from pathlib import Path
-from hicache.storage import PageFormat
-from hicache.storage.process.stores import StoreRequest
-from hicache.stores import open_tier
-tier = open_tier(StoreRequest(sys.argv[1], {"model": "toy"}, [PageFormat(4096)]))
-print(tier.client.pid, flush=True)
-if sys.argv[2] == "forks":
-    import os
-    if not os.fork():
-        os.close(1)
-        time.sleep(60)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("how", ["alone", "forks"])
-def test_it_ends_with_its_engine(how: str, tmp_path: Path) -> None:
-    """After SIGKILL of the engine its process closes the store and ends, also where a forked child lives on."""
-    with Program(ENGINE, at(tmp_path / "s"), how) as engine:
-        assert engine.stdout is not None
-        pidfd = os.pidfd_open(int(engine.stdout.readline()))
-        engine.send_signal(signal.SIGKILL)
-        assert select.select([pidfd], [], [], 60)[0]
-        os.close(pidfd)
-    with contextlib.closing(open_existing(tmp_path / "s")) as store:
-        store.check()
-
-
-CLOSING = """
-import os, sys
+import os, sys, time
 sys.path.insert(0, sys.argv[2])
 from test_process import Case, pages
 case = Case(sys.argv[1])
 for seed in range(60):
     case.write(pages(seed, 32)[0], pages(0, 32)[1])
-assert not case.tier.close(0.0)
-os._exit(0)
+print(case.tier.client.pid, flush=True)
+if sys.argv[3] == "leaves":
+    assert not case.tier.close(0.0)
+    os._exit(0)
+if sys.argv[3] == "forks" and not os.fork():
+    os.close(1)
+time.sleep(60)
 """
 
 
-def test_what_an_engine_left_to_be_closed_is_closed(tmp_path: Path) -> None:
-    """An engine that does not wait for the end of its store may end: the process does the writes that it has, and
-    closes the store."""
-    output(CLOSING, at(tmp_path / "s"), Path(__file__).parent)
-    eventually(lambda: _is_free(tmp_path / "s"))
+@pytest.mark.parametrize("how", ["leaves", "killed", "forks"])
+def test_what_an_engine_left_is_stored(how: str, tmp_path: Path) -> None:
+    """An engine that does not wait for the end of its store may end, or be killed with all of its descendants: its
+    store process does the writes that it has, seals the index and ends. Also where a forked child lives on."""
+    with Program(ENGINE, at(tmp_path / "s"), Path(__file__).parent, how) as engine:
+        assert engine.stdout is not None
+        pidfd = os.pidfd_open(int(engine.stdout.readline()))
+        if how != "leaves":
+            for pid in [engine.pid, *(descendants(engine.pid) if how == "killed" else [])]:
+                os.kill(pid, signal.SIGKILL)
+        assert select.select([pidfd], [], [], PATIENCE_S)[0]
+        os.close(pidfd)
     with contextlib.closing(open_existing(tmp_path / "s")) as store:
+        assert store.rebuilt_pages is None
         assert all(all(store.contains(pages(seed, 32)[0])) for seed in range(60))
+        store.check()
 
 
 @pytest.fixture
@@ -549,3 +533,9 @@ def _is_free(folder: Path) -> bool:
     except StoreLocked:
         return False
     return True
+
+
+def descendants(pid: int) -> list[int]:
+    """What a server finds that kills the process tree of its engine."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(below for child in children for below in descendants(child))]

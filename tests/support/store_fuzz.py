@@ -127,6 +127,7 @@ class EngineHistory:
         about = {
             "step": step,
             "kills": self.num_kills,
+            "process": self.client.pid,
             "page_bytes": self.context.full.host.page_bytes,
             "keys": [key.hex() for key in stored - self.told],
         }
@@ -155,10 +156,10 @@ class StoreFuzz:
             reader.start()
             listener.start()
             eventually(lambda: lines or child.poll() is not None)
-            is_killed = self.rng.random() < 0.7
+            is_killed = bool(lines) and self.rng.random() < 0.7
             if is_killed:
                 time.sleep(self.rng.exponential(1.5))
-                self._kill(child)
+                self._kill(child, json.loads(lines[-1])["process"])
             reader.join()
             child.wait()
         for thread in (reader, listener):  # which the store process holds open as well
@@ -170,19 +171,16 @@ class StoreFuzz:
         if self.rng.random() < 0.6:
             self._damage()
 
-    def _kill(self, child: subprocess.Popen[str]) -> None:
+    def _kill(self, child: subprocess.Popen[str], process: int) -> None:
         """The engine, its store process before it or behind it, or the engine alone."""
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            children = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
-            doomed = [child.pid, *map(int, children)]
-            if self.rng.random() < 0.5:
-                doomed = doomed[:1]
-            elif self.rng.random() < 0.5:
-                doomed.reverse()
-            for pid in doomed:
+        doomed = [child.pid]
+        if self.rng.random() < 0.5:
+            doomed.insert(int(self.rng.integers(2)), process)
+        for pid in doomed:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            for pid in map(int, children):  # one that stands still sees nothing
-                os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # one that stands still sees nothing
+            os.kill(process, signal.SIGCONT)
         self.counts["killed engines"] += 1
 
     def _take(self, told: list[dict[str, object]]) -> None:

@@ -61,6 +61,7 @@ def serve(model: str, extra: dict[str, Any], steps: list[str], in_process: bool 
         input=json.dumps(task),
         capture_output=True,
         text=True,
+        cwd=model,  # vLLM starts programs by `-m`, which in a checkout would find our folder kernels
         env={**os.environ, **ENVIRONMENT, **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {})},
         check=False,
     )
