@@ -30,17 +30,27 @@ def disk() -> Iterator[StoreTier]:
     assert tier.close()
 
 
-def step(disk: StoreTier, lookups: Lookups) -> None:
+@pytest.fixture
+def lookups(disk: StoreTier) -> Lookups:
+    def poll() -> None:
+        for done in disk.reads.poll():
+            assert isinstance(done, FindDone)
+            lookups.answered(done)
+
+    lookups = Lookups(disk.reads, list, poll)
+    return lookups
+
+
+def step(lookups: Lookups) -> None:
     lookups.flush()
-    for done in disk.reads.poll():
-        assert isinstance(done, FindDone)
-        lookups.answered(done)
+    lookups._poll()
 
 
-def test_every_lookup_is_answered_and_nothing_is_left_of_requests_that_finished(disk: StoreTier) -> None:
+def test_every_lookup_is_answered_and_nothing_is_left_of_requests_that_finished(
+    disk: StoreTier, lookups: Lookups
+) -> None:
     """Of random requests, in random steps; an answer is what the store holds, or "no" where its queue was full."""
     rng = random.Random(0)
-    lookups = Lookups(disk.reads, list)
     running: dict[str, list[bytes]] = {}
     for n in range(400):
         if rng.random() < 0.5:
@@ -51,24 +61,37 @@ def test_every_lookup_is_answered_and_nothing_is_left_of_requests_that_finished(
             if None not in answers or rng.random() < 0.1:
                 lookups.forget(request)
                 del running[request]
-        step(disk, lookups)
+        step(lookups)
 
     for request in running:
         lookups.forget(request)
     assert len(lookups) == 0
-    eventually(lambda: step(disk, lookups) or not disk.reads.under_way)
+    eventually(lambda: step(lookups) or not disk.reads.under_way)
 
     def answers() -> list[bool | None]:
         found = [lookups.lookup(chunk, "last") for chunk in CHUNKS]
-        step(disk, lookups)
+        step(lookups)
         return [] if None in found else found
 
     assert eventually(answers) == [chunk in HELD for chunk in CHUNKS]
 
 
-def test_a_verdict_is_corrected_by_what_a_load_or_a_store_shows(disk: StoreTier) -> None:
+def test_a_new_prompt_is_known_as_one_in_the_step_in_which_it_comes(lookups: Lookups) -> None:
+    """However long it is, no more of it is looked up than until the store has answered for its first chunk. Behind one
+    that is held each chunk is asked for; and where the first lookup is of the last chunk, as for windows, all are."""
+    prompt = [b"new" + n.to_bytes(33, "little") for n in range(1 << 20)]
+    rest = iter(prompt)
+    assert lookups.lookup(next(rest), "new") is None
+    eventually(lambda: lookups.lookup(next(rest), "new") is False)
+    step(lookups)
+    assert lookups.lookup(prompt[0], "new") is False
+    for request, chunks in (("known", [*CHUNKS[:1], *prompt[1:40]]), ("window", [prompt[0], *CHUNKS])):
+        held = [chunk in HELD for chunk in chunks]
+        eventually(lambda r=request, c=chunks, h=held: [lookups.lookup(n, r) for n in c] == h or step(lookups))
+
+
+def test_a_verdict_is_corrected_by_what_a_load_or_a_store_shows(lookups: Lookups) -> None:
     """And forgotten with the last request that asked."""
-    lookups = Lookups(disk.reads, list)
     for request in ("a", "b"):
         assert lookups.lookup(CHUNKS[0], request) is None
     lookups.mark(CHUNKS, held=True)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from hicache.storage.process.client_queue import ClientQueue
 from hicache.storage.process.jobs import FindDone, FindJob, ReadDone, ReadJob
 
+_LOOKUPS_A_POLL = 16
+
 
 @dataclass(slots=True)
 class _Verdict:
@@ -19,7 +21,8 @@ class _Verdict:
 
 class Lookups:
     """Owned by the tier, called under vLLM's lock. The chunks that are looked up in one step of the scheduler become
-    one job for the disk, at the end of the step.
+    one job for the disk, at the end of the step. The first one of a request is asked for at once: most new prompts end
+    there, and vLLM, which looks up all chunks of a prompt in every step until it knows, need not go on.
 
     A verdict lasts as long as a request that asked for it, unless `mark` corrects it: otherwise a chunk whose load
     fails would be found, and loaded in vain, again and again.
@@ -29,8 +32,11 @@ class Lookups:
         self,
         reads: ClientQueue[FindJob | ReadJob, FindDone | ReadDone],
         keys_of: Callable[[Sequence[bytes]], list[bytes]],
+        poll: Callable[[], None],
     ) -> None:
-        self._reads, self._keys_of = reads, keys_of
+        """`poll`: hand what the store has answered to `answered`."""
+        self._reads, self._keys_of, self._poll = reads, keys_of, poll
+        self._first: dict[str, _Verdict] = {}  # of the requests that came in this step
         self._verdicts: dict[bytes, _Verdict] = {}
         self._asked_by: dict[str, set[bytes]] = {}
         self._batch: list[bytes] = []
@@ -42,23 +48,37 @@ class Lookups:
         return len(self._verdicts)
 
     def lookup(self, chunk: bytes, request: str) -> bool | None:
-        """Whether the store holds it; None: ask again in the next step."""
+        """Whether the store holds it; None: ask again in the next step. False behind a first chunk that is missing,
+        for this step: vLLM has been told None of that one, and asks for all again where it wants no prefix."""
+        asked, first = self._asked_by.get(request), self._first.get(request)
+        if first is not None and first.held is None and not len(self._asked_by[request]) % _LOOKUPS_A_POLL:
+            self._poll()
+        if first is not None and first.held is False:
+            return False
         verdict = self._verdicts.get(chunk)
         if verdict is None:
             verdict = self._verdicts[chunk] = _Verdict()
             if self._reads.refuses():
                 verdict.held = False
+            elif asked is None:
+                self._first[request] = verdict
+                self._ask([chunk])
             else:
                 self._batch.append(chunk)
+        if asked is None:
+            asked = self._asked_by[request] = set()
+        asked.add(chunk)
         verdict.requests.add(request)
-        self._asked_by.setdefault(request, set()).add(chunk)
         return verdict.held
 
     def flush(self) -> None:
         """Ask the store for what was looked up since the last call."""
         batch, self._batch = [chunk for chunk in dict.fromkeys(self._batch) if chunk in self._verdicts], []
-        if not batch:
-            return
+        self._first.clear()
+        if batch:
+            self._ask(batch)
+
+    def _ask(self, batch: list[bytes]) -> None:
         self._num_jobs += 1
         if self._reads.submit(FindJob(self._num_jobs, (), others=tuple(self._keys_of(batch)))):
             self._in_flight[self._num_jobs] = batch

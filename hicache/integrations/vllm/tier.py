@@ -37,7 +37,7 @@ from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.promotions import Promotions
 from hicache.integrations.vllm.release import vllm_release
 from hicache.storage import PageBuffer, StoreError
-from hicache.storage.process.jobs import FindDone, ReadDone, ReadJob, WriteDone, WriteJob
+from hicache.storage.process.jobs import FindDone, PageRows, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.stores.shared_memory import descriptor_of
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ _PART_CHUNKS = 8  # of a load that one reader takes: parts of one load are read 
 _QUEUE_JOBS = 4096
 _HASH_BYTES = 32  # of SHA-256
 _GROUP_BYTES = 4  # of the group of layers, behind the hash
+_KEY_BYTES = _HASH_BYTES + _GROUP_BYTES
 _DRAIN_LOOK_S, _DRAIN_WARN_S = 0.25, 10.0
 
 
@@ -105,7 +106,7 @@ class HiCacheTier(SecondaryTierManager):
         )
         self._disk = self._server.tier
         self._disk.share(self._descriptor, rows.reshape(-1))
-        self._lookups = Lookups(self._disk.reads, self._server.keys)
+        self._lookups = Lookups(self._disk.reads, self._server.keys, self._poll)
         self._rows: PageBuffer | None = rows
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
@@ -121,7 +122,7 @@ class HiCacheTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """RETRY until the store has answered, which is asked at the end of the step."""
-        if not self._are_sha256([key]):
+        if len(key) != _KEY_BYTES and not self._are_sha256([key]):
             return LookupResult.MISS
         held = self._lookups.lookup(key, req_context.req_id)
         if held is None:
@@ -135,7 +136,7 @@ class HiCacheTier(SecondaryTierManager):
         """A store that would pin too many rows, or that nobody would take, fails at once."""
         chunks = tuple(job_metadata.keys)
         pages = self._pages(job_metadata)
-        store = _Store(chunks, sum(page.nbytes for page in pages))
+        store = _Store(chunks, len(pages) * self.block_size_bytes)
         fits = not self._stores or self._waiting_bytes + store.num_bytes <= self._max_waiting_bytes
         job = WriteJob(job_metadata.job_id, tuple(self._server.keys(chunks)), pages)
         if fits and self._are_sha256(chunks) and self._disk.writes.submit(job):
@@ -210,14 +211,13 @@ class HiCacheTier(SecondaryTierManager):
         if promotions is not None:
             promotions.waits = False
 
-    def _pages(self, job: TransferJob) -> tuple[PageBuffer, ...]:
-        """The rows of a job: uint8 `[row_bytes]` each."""
+    def _pages(self, job: TransferJob) -> PageRows:
         assert self._rows is not None, "the tier is shut down"
-        return tuple(self._rows[row] for row in job.chunk_ids)
+        return PageRows(self._rows, job.chunk_ids.tolist())
 
     def _are_sha256(self, chunks: Sequence[OffloadKey]) -> bool:
         """Whether the chunks' names mean the same in every process; logs the remedy once."""
-        if all(len(chunk) == _HASH_BYTES + _GROUP_BYTES for chunk in chunks):
+        if all(len(chunk) == _KEY_BYTES for chunk in chunks):
             return True
         if not self._refused_hash:
             self._refused_hash = True
