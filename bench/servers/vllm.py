@@ -21,7 +21,7 @@ from hicache.bench.servers.workload import Answer, Served, Workload, workloads
 # What each run serves, in this order. A run has a process of its own; one with ".restart" finds the files of another.
 RUNS = {
     "none": ("warm", "first", "cold"),
-    "cpu": ("warm", "first", "host", "cold", "throughput"),
+    "cpu": ("warm", "first", "one_more", "host", "shared", "cold", "throughput"),
     "spec": ("warm", "first", "one_more", "host", "shared", "cold", "throughput"),
     "fs": ("warm", "first"),
     "fs.restart": ("warm", "first"),
@@ -107,20 +107,16 @@ def _offloading(mode: str, args: argparse.Namespace, folder: Path) -> dict[str, 
     """The connector's extra configuration; None for no offloading."""
     cpu_bytes = args.cpu_bytes or (64 << 20 if args.small else 36 << 30)
     files = str(folder / mode)
-    ours = {"path": files, "budget": "100GB"}
+    extra: dict[str, Any] = {"cpu_bytes_to_use": cpu_bytes, "blocks_per_chunk": args.blocks_per_chunk}
     if mode == "none":
         return None
-    if mode == "spec":
-        name = {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": "hicache.integrations.vllm"}
-        return {**name, "cpu_bytes_to_use": cpu_bytes}
-    extra: dict[str, Any] = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": cpu_bytes}
+    if mode in ("spec", "hicache"):
+        extra |= {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": "hicache.integrations.vllm"}
+        return extra | ({"disk": {"path": files, "budget": "100GB"}} if mode == "hicache" else {})
+    extra["spec_name"] = "TieringOffloadingSpec"
     if args.device.type == "cpu":
         extra |= {"spec_name": "CPUTieringSpec", "spec_module_path": _WORKER}
-    tiers = {
-        "fs": {"type": "fs", "root_dir": files},
-        "hicache": {"type": "HiCacheTier", "module_path": "hicache.integrations.vllm", **ours},
-    }
-    return {**extra, "secondary_tiers": [tiers[mode]]} if mode in tiers else extra
+    return extra | ({"secondary_tiers": [{"type": "fs", "root_dir": files}]} if mode == "fs" else {})
 
 
 class _Server:
