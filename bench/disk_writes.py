@@ -119,7 +119,7 @@ def _read_until(
 ) -> None:
     rng = np.random.default_rng(which)
     (page,) = host_pages(1, page_bytes)
-    while not done.is_set():
+    while not (counts[which] and done.is_set()):  # one at least, however short the time is
         target.read(int(rng.integers(num_pages)), page)
         counts[which] += 1
 
