@@ -9,7 +9,7 @@ from hicache.errors import ConfigError
 
 def require_version(server: str, version: str, tested: Sequence[str]) -> str:
     """The minor release of `version`, like "0.32" of "0.32.0+cpu". `tested`: those that are supported; one with three
-    numbers, like "0.5.9", stands for itself.
+    numbers, like "0.5.23", stands for itself.
 
     `ConfigError` for every other: better no start than wrong pages.
     """

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +15,12 @@ import torch
 import torch.distributed as dist
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import memory_pool
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.pool_host import base as host_module
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.utils import get_hash_str
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from disk_case import Clock, TroubledStore
@@ -27,19 +32,6 @@ from waiting import BOUND_S, eventually
 
 LAYERS, HEADS, HEAD_DIM, SLOTS = 3, 2, 16, 256
 LATENT, ROPE = 48, 16
-
-if RELEASE == "0.5.9":
-    from sglang.srt.mem_cache import memory_pool_host as host_module
-    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-    from sglang.srt.mem_cache.hicache_storage import get_hash_str
-    from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, MLATokenToKVPoolHost
-else:
-    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-    from sglang.srt.mem_cache.pool_host import base as host_module
-    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-    from sglang.srt.mem_cache.utils import get_hash_str
-    from sglang.srt.runtime_context import get_parallel
 
 
 @dataclass(frozen=True)
@@ -84,7 +76,7 @@ def host_pool(case: Case, device: Any) -> Any:
     cls = MLATokenToKVPoolHost if case.mla else MHATokenToKVPoolHost
     shape = {"host_to_device_ratio": 2.0, "host_size": 0, "page_size": case.page_size, "layout": case.layout}
     with enough_memory():
-        if RELEASE == "0.5.9":
+        if RELEASE == "0.5.17":
             pool = cls(device, **shape, pin_memory=False)
         else:
             of_mla = {"target_layer_num": LAYERS} if case.mla else {}
@@ -95,16 +87,9 @@ def host_pool(case: Case, device: Any) -> Any:
     return pool
 
 
-@contextmanager
-def enough_memory() -> Iterator[None]:
+def enough_memory() -> Any:
     """SGLang leaves 10 GB of a machine free, however small its pools."""
-    if RELEASE == "0.5.9":
-        memory = SimpleNamespace(available=64 << 30)
-        with mock.patch.object(host_module.psutil, "virtual_memory", return_value=memory):
-            yield
-    else:
-        with mock.patch.object(host_module, "host_memory_budget_bytes", return_value=64 << 30):
-            yield
+    return mock.patch.object(host_module, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
 
 
 clock = Clock()
@@ -141,37 +126,35 @@ class Server:
         allocator = TokenToKVPoolAllocator(SLOTS, case.dtype, "cpu", device, need_sort=False)
         try:
             self._place()
-            self.controller = cache_controller.HiCacheController(
-                allocator,
-                self.host,
-                case.page_size,
-                dist.group.WORLD,
-                threading.Event(),
-                io_backend="direct",
-                storage_backend="dynamic",
-                prefetch_threshold=1,
-                model_name=case.model,
-                storage_backend_extra_config=case.extra_config,
-            )
+            self.controller = self.make_controller(allocator)
         except BaseException:
             self._patches.close()
             raise
 
+    def make_controller(self, allocator: Any) -> Any:
+        return cache_controller.HiCacheController(allocator, self.host, **self.settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of a controller."""
+        return {
+            "page_size": self.case.page_size,
+            "tp_group": dist.group.WORLD,
+            "load_cache_event": threading.Event(),
+            "io_backend": "direct",
+            "storage_backend": "dynamic",
+            "prefetch_threshold": 1,
+            "model_name": self.case.model,
+            "storage_backend_extra_config": self.case.extra_config,
+        }
+
     def _place(self) -> None:
         """This process among the ranks of the server."""
         rank, size = self.case.tp_rank, self.case.tp_size
-        if RELEASE == "0.5.9":
-            for name, value in (
-                ("get_tensor_model_parallel_rank", rank),
-                ("get_tensor_model_parallel_world_size", size),
-                ("is_dp_attention_enabled", False),
-            ):
-                self._patches.enter_context(mock.patch.object(cache_controller, name, return_value=value))
-        else:
-            ranks = dict.fromkeys(("tp_rank", "attn_tp_rank", "moe_tp_rank"), rank)
-            ranks |= dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), size)
-            ranks |= {"pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
-            self._patches.enter_context(get_parallel().override(**ranks))
+        ranks = dict.fromkeys(("tp_rank", "attn_tp_rank", "moe_tp_rank"), rank)
+        ranks |= dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), size)
+        ranks |= {"pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
+        self._patches.enter_context(get_parallel().override(**ranks))
 
     @property
     def backend(self) -> Any:
@@ -219,20 +202,25 @@ class Server:
 
     def prefetch(self, tokens: list[int]) -> list[bytes]:
         """The pages that SGLang's prefetch brings into host memory."""
-        return self._prefetch_0_5_9(tokens) if RELEASE == "0.5.9" else self._prefetch_0_5_23(tokens)
+        return self._prefetch_0_5_17(tokens) if RELEASE == "0.5.17" else self._prefetch_0_5_23(tokens)
 
-    def _prefetch_0_5_9(self, tokens: list[int]) -> list[bytes]:
+    def _prefetch_0_5_17(self, tokens: list[int]) -> list[bytes]:
         controller = self.controller
-        slots = self.host.alloc(len(tokens))
-        operation = controller.prefetch("request", slots, tokens)
+        operation = controller.prefetch("request", tokens)
+        eventually(lambda: controller.prefetch_revoke_queue.qsize() + controller.prefetch_hit_queue.qsize())
+        if not controller.prefetch_revoke_queue.empty():
+            controller.prefetch_revoke_queue.get()
+            return []
+        assert controller.prefetch_hit_queue.get() is operation
+        operation.host_indices = slots = self.host.alloc(operation.storage_hit_count)
+        controller.prefetch_buffer.put(operation)
         released = 0
 
         def is_done() -> bool:
             nonlocal released
             while not controller.host_mem_release_queue.empty():
                 released += controller.host_mem_release_queue.get().numel()
-            whole = operation.host_indices.numel()
-            return operation.completed_tokens + released >= len(tokens) or 0 < operation.completed_tokens == whole
+            return operation.completed_tokens + released >= len(slots)
 
         eventually(is_done)
         found = self.pages(slots[: operation.completed_tokens])

@@ -13,7 +13,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-STAND_INS = {"torchvision", "gguf", "sgl_kernel", "datasets"}
+STAND_INS = {"torchvision", "gguf", "sgl_kernel", "datasets", "xgrammar"}
 
 
 class _Anything(type):
@@ -21,6 +21,12 @@ class _Anything(type):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Anything(name, (), {})
+
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """As the type of a field."""
+        from pydantic_core import core_schema
+
+        return core_schema.any_schema()
 
 
 class _StandIn(types.ModuleType):
@@ -50,5 +56,9 @@ def prepare() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     # Transformers asks which of these packages are installed, and must not take a stand-in for one.
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer, image_utils  # noqa: F401
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    # Its name asks for torchvision, its module does not.
+    sys.modules["transformers"].AutoImageProcessor = AutoImageProcessor
 
     sys.meta_path.insert(0, _Finder())

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from hicache.errors import ConfigError
-from hicache.integrations.sglang.releases import INCOMPLETE, RELEASE
 from hicache.storage import PageBuffer, PageFilter, PageFormat
 
 MARKER_BYTES = 64
@@ -122,11 +121,6 @@ class MarkerPages:
 def host_pages(name: str, pool: Any, *, pieces: bool) -> HostPages:
     """The pages of `pool`. `pieces` False: in the order of its flat pages, for callers that pass those. `ConfigError`
     for a pool that does not give its pages so."""
-    if isinstance(pool, INCOMPLETE):
-        raise ConfigError(
-            f"SGLang {RELEASE} gives pages of {type(pool).__name__} to storage backends without their index keys, so "
-            "they would be served wrong; install SGLang 0.5.23, or leave out --hicache-storage-backend"
-        )
     refusals = []
     if pieces:
         try:

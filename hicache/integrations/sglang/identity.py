@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 
 from hicache.errors import ConfigError
 from hicache.integrations.sglang.host_pages import HostPages
-from hicache.integrations.sglang.releases import HEADS, RELEASE, MLATokenToKVPoolHost, stored_dtype
+from hicache.integrations.sglang.releases import (
+    HEADS,
+    RELEASE,
+    MLATokenToKVPoolHost,
+    data_parallel_rank,
+    is_storage_writer,
+    storage_format,
+    stored_dtype,
+)
 
 
 class Parallel(NamedTuple):
@@ -36,10 +44,8 @@ class Parallel(NamedTuple):
 def parallel_of(config: Any) -> Parallel:
     """Of SGLang's `HiCacheStorageConfig`."""
     tp, pp = (config.tp_rank, config.tp_size), (config.pp_rank, config.pp_size)
-    if RELEASE == "0.5.9":
-        return Parallel(*tp, *pp, 0, 1, 0, not config.is_mla_model or config.tp_rank == 0)
     cp = (config.attn_cp_rank, config.attn_cp_size)
-    return Parallel(*tp, *pp, *cp, config.dp_rank, config.is_storage_writer)
+    return Parallel(*tp, *pp, *cp, data_parallel_rank(config), is_storage_writer(config))
 
 
 def store_identity(config: Any, anchor: dict[str, str | int], *, shared: bool) -> dict[str, str | int]:
@@ -65,8 +71,8 @@ def describe(pool: Any, pages: HostPages) -> dict[str, str | int]:
         found |= {"layers": pool.layer_num, "heads": pool.head_num, "head_dim": pool.head_dim}
     elif isinstance(pool, MLATokenToKVPoolHost):
         found |= {"layers": pool.layer_num, "latent": pool.kv_lora_rank, "rope": pool.qk_rope_head_dim}
-    if RELEASE != "0.5.9" and pool.storage_format_tag is not None:
-        found["format"] = pool.storage_format_tag
+    if tag := storage_format(pool):
+        found["format"] = tag
     return found
 
 

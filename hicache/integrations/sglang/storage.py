@@ -26,7 +26,14 @@ from sglang.srt.mem_cache import hicache_storage
 from hicache.integrations.server_store import ServerStore, require_shared, require_usable, server_store_config
 from hicache.integrations.sglang.host_pages import HostPages, as_bytes, host_pages, page_format
 from hicache.integrations.sglang.identity import describe, key_prefix, parallel_of, store_identity
-from hicache.integrations.sglang.releases import RELEASE, SHARDED, StorageMetrics
+from hicache.integrations.sglang.releases import (
+    POOLS_FOLLOW,
+    SHARDED,
+    WHOLE_WINDOWS,
+    StorageMetrics,
+    hit_result,
+    pools_of,
+)
 from hicache.storage import PageBuffer
 from hicache.stores.staging import WaitingTier
 
@@ -56,7 +63,7 @@ class Pool(NamedTuple):
 
 
 def _answering(miss: Callable[..., T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """SGLang 0.5.9 ends its storage threads for ever when a backend raises: answer `miss` of the arguments instead."""
+    """SGLang 0.5.17 ends its storage threads for ever when a backend raises: answer `miss` of the arguments instead."""
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(method)
@@ -114,16 +121,15 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     # Host pools, on the scheduler thread
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """0.5.9 has no other pools, so its store opens here."""
         self.mem_pool_host = mem_pool_host
-        self._host_pools[_KV] = mem_pool_host
-        if RELEASE == "0.5.9":
+        self._host_pools = pools_of(mem_pool_host)
+        if not POOLS_FOLLOW:
             self._open()
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._host_pools[str(host_pool_name)] = host_pool
-        if self._tiers:  # one that joins after the others
+        known, self._host_pools[str(host_pool_name)] = self._host_pools.get(str(host_pool_name)), host_pool
+        if self._tiers and host_pool is not known:  # one that joins after the others
             self._open()
 
     def on_host_pools_registered(self) -> None:
@@ -224,7 +230,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             if restorable:
                 hits[transfer.name] = max(restorable)
             legal &= restorable
-        return hicache_storage.PoolTransferResult(max(legal, default=0), hits, sorted(legal))
+        return hit_result(hits, sorted(legal))
 
     def _num_stored(self, name: str, keys: list[str]) -> int:
         """From the first on, without a gap."""
@@ -253,6 +259,8 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
     def _get(self, keys: list[str], targets: list[torch.Tensor] | None) -> list[torch.Tensor | None]:
         pool = self._pools[_KV]
+        if _are_drafts(keys):
+            return [None] * len(keys)
         if targets is None:
             targets = [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
         if any(target.nbytes not in (pool.pages.page_bytes, 0) for target in targets):
@@ -298,6 +306,8 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
     def _set(self, keys: list[str], values: list[torch.Tensor]) -> bool:
         pool = self._pools[_KV]
+        if _are_drafts(keys):
+            return False
         if any(value.nbytes not in (pool.pages.page_bytes, 0) for value in values) or len(values) != len(keys):
             raise ValueError(f"a page has not the {pool.pages.page_bytes} bytes of the pool's pages")
 
@@ -325,6 +335,11 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             self._samples[kind].append((num_pages, num_pages * pool.pages.page_bytes / seconds / 1e9))
 
 
+def _are_drafts(keys: Sequence[str]) -> bool:
+    """0.5.17 stores those of a draft model under its own names, and registers no pool of theirs."""
+    return any(key.endswith(".draft") for key in keys)
+
+
 def _locations(pool: Pool, keys: list[str], slots: torch.Tensor | None) -> Sequence[Any]:
     """Where the pages of `keys` lie, which take the slots `[keys * page_slots]`."""
     if slots is None or slots.numel() != len(keys) * pool.pages.page_slots:
@@ -337,6 +352,6 @@ def _restorable(pool: Pool, keys: list[str], window: int) -> set[int]:
     lengths, run = set(), 0
     for length, is_stored in enumerate(pool.tier.find(pool.keys(keys)), 1):
         run = run + 1 if is_stored else 0
-        if run >= min(length, window):
+        if run >= (window if WHOLE_WINDOWS else min(length, window)):
             lengths.add(length)
     return lengths
