@@ -10,8 +10,15 @@ Each mode has a process of its own, so that a restart is one, and the device is 
                       .over_computing: over no offloading
     cold              tokens a second with `HiCacheOffloadingSpec` and nothing in it, over no offloading
     shared50          requests at once that share a document in CPU memory, all together over one; .disk: on the disk
-    bytes.<run>       what a run has moved, by the server's metrics
+    bytes.<run>       what a run has moved, by vLLM's metrics
     tokens            answers that equal another's with as many cached tokens; one that differs is an error
+
+For SGLang, with HiCache and `HiCacheDisk`, `file` being HiCache with its own backend of files:
+
+    first             as above; .file: with its own backend
+    restart.over_file time to the first token of documents after a restart, over its own backend; .over_computing: over
+                      no HiCache. The files of both have left the system's memory
+    bytes.<run>       what the run's files take
 """
 
 from __future__ import annotations
@@ -29,13 +36,13 @@ from pathlib import Path
 from types import ModuleType
 
 from hicache.bench.common import BenchUnavailable, Better, Report
-from hicache.bench.servers import vllm
+from hicache.bench.servers import sglang, vllm
 from hicache.bench.servers.workload import Served, compare_tokens, workloads
 
 NAME = "servers"
-DESCRIPTION = "a real server (vLLM): no offloading, its own CPU and disk tiers, and ours"
+DESCRIPTION = "a real server (vLLM, SGLang): no offloading, its own CPU and disk tiers, and ours"
 
-_SERVERS: dict[str, ModuleType] = {"vllm": vllm}
+_SERVERS: dict[str, ModuleType] = {"vllm": vllm, "sglang": sglang}
 _PATIENCE_S = 600.0
 
 _Side = tuple[str, str, Callable[[Served, str], list[float]]]  # run, workload, and what is taken of it
@@ -43,7 +50,8 @@ _Side = tuple[str, str, Callable[[Served, str], list[float]]]  # run, workload, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", choices=_SERVERS, default="vllm")
-    modes = "modes, with commas; a case needs both of its modes (default: all): none, cpu, spec, fs, hicache"
+    modes = "modes, with commas; a case needs both of its modes (default: all): none, hicache; of vLLM cpu, spec, fs; "
+    modes += "of SGLang file"
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="MODES", help=modes)
     parser.add_argument("--model", default="", help="name or folder (default: random weights, 8B geometry)")
     parser.add_argument("--cpu-bytes", type=int, default=0, help="of the CPU tier (default: 36 GiB, small: 64 MiB)")
@@ -87,6 +95,7 @@ def _serve(server: ModuleType, name: str, args: argparse.Namespace, folder: Path
     result, log = folder / f"{name}.json", folder / f"{name}.log"
     task = {**server.task(name, args, folder), "result": str(result)}
     environment = {**os.environ, **server.ENVIRONMENT, **({} if args.model else {"HF_HUB_OFFLINE": "1"})}
+    environment |= task.pop("environment", {})
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", server.__name__],
@@ -114,10 +123,11 @@ def _serve(server: ModuleType, name: str, args: argparse.Namespace, folder: Path
 
 def _compare_modes(report: Report, args: argparse.Namespace, server: ModuleType, runs: dict[str, Served]) -> None:
     """The cases of the runs that there are. The targets are for a model that fills a GPU."""
+    served = {name: run.answers.keys() for name, run in runs.items()}
 
     def add(name: str, side: _Side, other: _Side, target: float | None = None, better: Better = "lower") -> None:
-        if {side[0], other[0]} <= runs.keys():
-            (run, workload, take), (other_run, other_workload, take_other) = side, other
+        (run, workload, take), (other_run, other_workload, take_other) = side, other
+        if workload in served.get(run, ()) and other_workload in served.get(other_run, ()):
             values, ceiling = take(runs[run], workload), take_other(runs[other_run], other_workload)
             answers = runs[run].first(workload)
             cached = sum(answer.cached for answer in answers) / len(answers)

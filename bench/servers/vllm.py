@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hicache.bench.servers.model import write_config
 from hicache.bench.servers.workload import Answer, Served, Workload, workloads
 
 # What each run serves, in this order. A run has a process of its own; one with ".restart" finds the files of another.
@@ -34,12 +35,6 @@ ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", *
 
 _WORKER = "hicache.bench.servers.vllm_worker"  # importing it needs vLLM
 _QUIET_S, _PATIENCE_S = 3.0, 120.0
-_8B = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 32768,
-    "rope_theta": 500000.0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": false}"""
-_TINY = """{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256}"""
 
 
 def missing() -> str:
@@ -95,11 +90,8 @@ def _settings(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, 
     else:
         settings |= {"dtype": "float32", "enforce_eager": True}
     if not args.model:
-        model = folder / "model"
-        model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(json.loads(_8B) | (json.loads(_TINY) if args.small else {})))
         worker = {"load_format": "hicache_random", "worker_extension_cls": f"{_WORKER}.WorkerExtension"}
-        settings |= {"model": str(model), **worker}
+        settings |= {"model": str(write_config(folder, args.small)), **worker}
     return settings
 
 

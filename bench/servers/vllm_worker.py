@@ -3,7 +3,6 @@ cached, and a CPU tier on CPUs, where vLLM's own refuses to run. Imports vLLM.""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,23 +12,18 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, Offload
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from hicache.bench.servers.model import fill_with_normals
+
 LOAD_FORMAT = "hicache_random"
 
 
 @register_model_loader(LOAD_FORMAT)
 class RandomLoader(DummyModelLoader):
-    """vLLM's `dummy` draws weights so small that no token depends on the keys and values, which compress to a third.
-    These are normals, with which attention counts; the same in each process."""
+    """vLLM's `dummy`, with other numbers."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         super().load_weights(model, model_config)
-        with torch.no_grad():
-            for number, (_, weight) in enumerate(model.named_parameters()):
-                if weight.dim() == 1:
-                    weight.fill_(1)
-                else:
-                    generator = torch.Generator(weight.device).manual_seed(number)
-                    weight.normal_(0, 4 / math.sqrt(weight.shape[-1]), generator=generator)
+        fill_with_normals(model)
 
 
 class WorkerExtension:

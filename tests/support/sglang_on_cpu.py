@@ -62,3 +62,43 @@ def prepare() -> None:
     sys.modules["transformers"].AutoImageProcessor = AutoImageProcessor
 
     sys.meta_path.insert(0, _Finder())
+
+
+def copy_with_torch() -> None:
+    """SGLang's copies between device and host run on GPUs alone; torch copies the same bytes, from memory that is not
+    pinned. SGLang leaves 10 GB of a machine free, however small its pools."""
+    from sglang.srt.mem_cache.pool_host import base, common
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    common._cuda_host_register = common._cuda_host_unregister = lambda *_: None
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+    MHATokenToKVPoolHost.backup_from_device_all_layer = backup
+    MHATokenToKVPoolHost.load_to_device_per_layer = load
+
+
+def _rows(host: Any, layer: int, side: int, slots: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The host buffer and the index of one layer's rows of K or V."""
+    if host.layout == "layer_first":
+        return host.kv_buffer, (side, layer, slots)
+    if host.layout == "page_first":
+        return host.kv_buffer, (side, slots, layer)
+    return host.kv_buffer, (side, slots // host.page_size, layer, slots % host.page_size)
+
+
+def _device_rows(host: Any, pool: Any, layer: int) -> tuple[Any, Any]:
+    if "device_k_buffers" in vars(host):  # from 0.5.23 on
+        return host.device_k_buffers[layer], host.device_v_buffers[layer]
+    return pool.k_buffer[layer], pool.v_buffer[layer]
+
+
+def backup(host: Any, pool: Any, host_slots: Any, slots: Any, *_: Any, **__: Any) -> None:
+    for layer in range(host.layer_num):
+        for side, device in enumerate(_device_rows(host, pool, layer)):
+            buffer, index = _rows(host, layer, side, host_slots)
+            buffer[index] = device[slots]
+
+
+def load(host: Any, pool: Any, host_slots: Any, slots: Any, layer: int, *_: Any, **__: Any) -> None:
+    for side, device in enumerate(_device_rows(host, pool, layer)):
+        buffer, index = _rows(host, layer, side, host_slots)
+        device[slots] = buffer[index]

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+import sglang_on_cpu
 from sglang_case import RELEASE, enough_memory
 
 if RELEASE == "0.5.17":
@@ -32,28 +33,6 @@ from sglang.test.kits.unified_radix_cache.config import CONFIGS, CacheConfig, su
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 
 POOLS = {ComponentType.FULL: PoolName.KV, ComponentType.SWA: PoolName.SWA, ComponentType.MAMBA: PoolName.MAMBA}
-
-
-def _rows(host: Any, layer: int, side: int, slots: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """The host buffer and the index of one layer's rows of K or V."""
-    if host.layout == "layer_first":
-        return host.kv_buffer, (side, layer, slots)
-    if host.layout == "page_first":
-        return host.kv_buffer, (side, slots, layer)
-    return host.kv_buffer, (side, slots // host.page_size, layer, slots % host.page_size)
-
-
-def _backup(host: Any, pool: Any, host_slots: torch.Tensor, slots: torch.Tensor, *_: Any, **__: Any) -> None:
-    for layer in range(host.layer_num):
-        for side, device in enumerate((host.device_k_buffers[layer], host.device_v_buffers[layer])):
-            buffer, index = _rows(host, layer, side, host_slots)
-            buffer[index] = device[slots]
-
-
-def _load(host: Any, pool: Any, host_slots: torch.Tensor, slots: torch.Tensor, layer: int, *_: Any, **__: Any) -> None:
-    for side, device in enumerate((host.device_k_buffers[layer], host.device_v_buffers[layer])):
-        buffer, index = _rows(host, layer, side, host_slots)
-        device[slots] = buffer[index]
 
 
 def _copy_states(src: Any, dst: Any, src_slots: torch.Tensor, dst_slots: torch.Tensor, *_: Any, **__: Any) -> None:
@@ -82,8 +61,8 @@ def copies_on_the_cpu() -> Iterator[None]:
         mock.patch.object(torch, "zeros", unpinned),
         mock.patch.object(fixtures, "get_device", lambda: "cpu"),
         mock.patch.object(common, "_cuda_host_register", lambda *_: None),
-        mock.patch.object(MHATokenToKVPoolHost, "backup_from_device_all_layer", _backup),
-        mock.patch.object(MHATokenToKVPoolHost, "load_to_device_per_layer", _load),
+        mock.patch.object(MHATokenToKVPoolHost, "backup_from_device_all_layer", sglang_on_cpu.backup),
+        mock.patch.object(MHATokenToKVPoolHost, "load_to_device_per_layer", sglang_on_cpu.load),
         mock.patch.object(MambaPoolHost, "_copy_tensor", staticmethod(_copy_states)),
         mock.patch.object(MambaPoolHost, "_copy_tensor_pf_lf", staticmethod(_copy_states_up)),
         mock.patch.object(MambaPoolHost, "_copy_tensor_all_layers_lf_pf", staticmethod(_copy_states_down)),

@@ -1,0 +1,36 @@
+"""The model of random weights that a server makes itself: no file but its configuration."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+_8B = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 32768,
+    "rope_theta": 500000.0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": false}"""
+_TINY = """{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256}"""
+
+
+def write_config(folder: Path, small: bool) -> Path:
+    """The folder of a model, in `folder`."""
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(json.loads(_8B) | (json.loads(_TINY) if small else {})))
+    return model
+
+
+def fill_with_normals(model: torch.nn.Module) -> None:
+    """The `dummy` weights of servers are so small that no token depends on the keys and values, which compress to a
+    third. With these, attention counts; they are the same in each process."""
+    with torch.no_grad():
+        for number, (_, weight) in enumerate(model.named_parameters()):
+            if weight.dim() == 1:
+                weight.fill_(1)
+            else:
+                generator = torch.Generator(weight.device).manual_seed(number)
+                weight.normal_(0, 4 / math.sqrt(weight.shape[-1]), generator=generator)

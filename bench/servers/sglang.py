@@ -1,0 +1,217 @@
+"""SGLang for the benchmark `servers`: what each mode configures, and the program that serves workloads.
+
+`python -m hicache.bench.servers.sglang` reads a task from its standard input, as JSON (`task`), and writes a `Served`
+into a file. SGLang is imported there alone. `file` is HiCache with SGLang's own backend of files, `hicache` is HiCache
+with ours; all else is the same. After a restart neither finds its files in the system's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import stat
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hicache.bench.servers.model import write_config
+from hicache.bench.servers.workload import Answer, Served, Workload, workloads
+
+# What each run serves, in this order. A run has a process of its own; one with ".restart" finds the files of another.
+RUNS = {
+    "none": ("warm", "first"),
+    "file": ("warm", "first"),
+    "file.restart": ("warm", "first"),
+    "hicache": ("warm", "first"),
+    "hicache.restart": ("warm", "first"),
+}
+OWN_DISK = "file"
+ENVIRONMENT: dict[str, str] = {}
+
+_FOLDER_OF_FILES = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+_PAGE_TOKENS = 64
+_QUIET_S, _PATIENCE_S = 3.0, 240.0
+
+
+def missing() -> str:
+    """What has to be installed; "" if nothing."""
+    found = importlib.util.find_spec("sglang")
+    return "" if found else "SGLang is not installed: pip install '.[sglang]' in a clone of hicache"
+
+
+def task(run: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A run of the program, as JSON. Files of models and tiers are in `folder`."""
+    chosen = workloads(args.small)
+    mode = run.partition(".")[0]
+    files = folder / mode
+    files.mkdir(exist_ok=True)
+    settings = _settings(args, chosen["first"].tokens) | _hierarchy(mode, args, files)
+    return {
+        "engine": {**settings, "model_path": args.model or str(write_config(folder, args.small))},
+        "random_weights": not args.model,
+        "files": str(files),
+        "workloads": [dataclasses.asdict(chosen[name]) for name in RUNS[run]],
+        "settle": f"{run}.restart" in RUNS,
+        "environment": {_FOLDER_OF_FILES: str(files)},
+    }
+
+
+def clean_up(run: str, folder: Path) -> None:
+    """After the processes of a run have ended: before a restart its files leave the system's memory, where SGLang's
+    would be found whole, and read at its speed."""
+    for file in _files(folder / run.partition(".")[0]):
+        with contextlib.suppress(FileNotFoundError), file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _settings(args: argparse.Namespace, tokens: int) -> dict[str, Any]:
+    """Of `Engine`. The device holds four documents. Kernels that need no package beside SGLang's own are chosen, so
+    that modes compare wherever it starts."""
+    on_cuda = args.device.type == "cuda"
+    return {
+        "device": args.device.type,
+        "dtype": "bfloat16" if on_cuda else "float32",
+        "skip_tokenizer_init": True,
+        "page_size": _PAGE_TOKENS,
+        "context_length": tokens + 256,
+        "max_total_tokens": 4 * tokens,
+        "chunked_prefill_size": 8192,
+        "attention_backend": "triton" if on_cuda else "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_cuda_graph": True,
+        "random_seed": 0,
+        "log_level": "info",
+    }
+
+
+def _hierarchy(mode: str, args: argparse.Namespace, files: Path) -> dict[str, Any]:
+    """HiCache with a backend; nothing for `none`."""
+    if mode == "none":
+        return {}
+    cpu_bytes = args.cpu_bytes or (1 << 30 if args.small else 36 << 30)
+    settings = {
+        "enable_hierarchical_cache": True,
+        "hicache_size": max(1, cpu_bytes // 10**9),
+        "hicache_mem_layout": "page_first",
+        "hicache_write_policy": "write_through",
+        "hicache_storage_prefetch_policy": "timeout",
+    }
+    if mode == "file":
+        return {**settings, "hicache_storage_backend": "file"}
+    ours = {
+        "backend_name": "hicache",
+        "module_path": "hicache.integrations.sglang.storage",
+        "class_name": "HiCacheDisk",
+        "interface_v1": 1,
+        "path": str(files),
+        "budget": "100GB",
+    }
+    extra = json.dumps(ours)
+    return {**settings, "hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": extra}
+
+
+class _Server:
+    """SGLang: its front in this process, its scheduler in another."""
+
+    def __init__(self, settings: dict[str, Any], random_weights: bool, folder: Path) -> None:
+        begin_s = time.perf_counter()
+        from sglang import Engine, __version__
+
+        if random_weights:
+            from hicache.bench.servers.sglang_loader import RandomLoader
+
+            settings = {**settings, "load_format": RandomLoader}
+        self.version = str(__version__)
+        self._folder = folder
+        self._engine = Engine(**settings)
+        self.start_s = time.perf_counter() - begin_s
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+    def serve(self, workload: Workload) -> tuple[list[Answer], list[float]]:
+        """The answers, and the seconds of each round."""
+        batches = [(batch, [workload.prompt(*request) for request in batch]) for batch in workload.batches()]
+        answers, seconds = list[Answer](), list[float]()
+        for number in range(workload.rounds):
+            begin_s = time.perf_counter()
+            found = [(batch, *self._ask(prompts, workload.answer_tokens)) for batch, prompts in batches]
+            seconds.append(time.perf_counter() - begin_s)
+            for batch, outputs, total_s in found:
+                for request, (first_s, cached, tokens) in zip(batch, outputs, strict=True):
+                    answers.append(Answer(number, *request, cached, first_s, total_s, tokens))
+        return answers, seconds
+
+    def num_bytes(self) -> dict[str, int]:
+        """What the files of the run take."""
+        files = _files(self._folder)
+        return {"files": sum(num_bytes for _, num_bytes in files.values())} if files else {}
+
+    def settle(self) -> None:
+        """Until no file changes any more. Requests have the scheduler look at what was copied."""
+        known = _files(self._folder)
+        give_up_s, quiet_s = time.monotonic() + _PATIENCE_S, time.monotonic() + _QUIET_S
+        while time.monotonic() < quiet_s:
+            if time.monotonic() > give_up_s:
+                raise TimeoutError(f"the disk is not done after {_PATIENCE_S:.0f} s")
+            self._ask([[20]], 1)
+            time.sleep(0.1)
+            if (now := _files(self._folder)) != known:
+                known, quiet_s = now, time.monotonic() + _QUIET_S
+
+    def _ask(
+        self, prompts: Sequence[list[int]], answer_tokens: int
+    ) -> tuple[list[tuple[float, int, list[int]]], float]:
+        """Of each prompt the seconds to its first token, the cached tokens and the answer; and the seconds of all."""
+        sampling = {"max_new_tokens": answer_tokens, "temperature": 0, "ignore_eos": True}
+        begin_s = time.perf_counter()
+
+        async def answer(prompt: list[int]) -> tuple[float, int, list[int]]:
+            first_s, last = 0.0, dict[str, Any]()
+            stream = await self._engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True)
+            async for output in stream:
+                first_s, last = first_s or time.perf_counter() - begin_s, output
+            return first_s, int(last["meta_info"]["cached_tokens"]), list(last["output_ids"])
+
+        async def answers() -> list[tuple[float, int, list[int]]]:
+            return await asyncio.gather(*(answer(prompt) for prompt in prompts))
+
+        return self._engine.loop.run_until_complete(answers()), time.perf_counter() - begin_s
+
+
+def _files(folder: Path) -> dict[Path, tuple[int, int]]:
+    """When each was written last, and the bytes that it takes."""
+    found: dict[Path, tuple[int, int]] = {}
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+            about = file.stat()
+            if stat.S_ISREG(about.st_mode):
+                found[file] = about.st_mtime_ns, about.st_blocks * 512
+    return found
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    server = _Server(given["engine"], given["random_weights"], Path(given["files"]))
+    served = Served({}, {}, {}, server.start_s, server.version)
+    for values in given["workloads"]:
+        workload = Workload(**values)
+        served.answers[workload.name], served.seconds[workload.name] = server.serve(workload)
+    if given["settle"]:
+        server.settle()
+    served.num_bytes.update(server.num_bytes())
+    server.close()
+    Path(given["result"]).write_text(json.dumps(dataclasses.asdict(served)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
