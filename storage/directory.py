@@ -1,7 +1,8 @@
 """The directory of a store: its file names, their modes, and the lock of the one process that writes.
 
 The kernel releases the lock when its process ends, however it ends, and lists the holder, so the lock file cannot be
-out of date. It is empty, but for one byte while its holder is about to close the store: who comes then waits.
+out of date. While it is held it is empty, but for one byte once its holder is about to close the store: who comes then
+waits.
 """
 
 from __future__ import annotations
@@ -82,8 +83,7 @@ class WriterLock:
                 held.callback(os.close, self._descriptor)
                 self._acquire()
                 held.callback(fcntl.flock, self._descriptor, fcntl.LOCK_UN)  # a fork has the descriptor too
-                held.callback(os.ftruncate, self._descriptor, 0)
-                os.ftruncate(self._descriptor, 0)  # it is not, if its last holder was killed while it closed
+                os.ftruncate(self._descriptor, 0)  # not before: who waits would be refused at the last moment
             except (FileExistsError, NotADirectoryError):
                 raise StoreError(f"the disk path {path} is not a directory; choose another path") from None
             except BlockingIOError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -24,6 +25,7 @@ from storage_pages import (
     put_numbers,
     slots_path,
 )
+from waiting import eventually
 
 HOLDER = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); input()"
 
@@ -107,23 +109,40 @@ def test_the_holder_of_the_lock_is_named_truly(tmp_path: Path) -> None:
     open_store(path).close()
 
 
-def test_who_comes_while_a_store_is_closed_waits(tmp_path: Path) -> None:
-    """A store that its holder is about to close is opened when it is; when nothing was said of that, it is refused."""
-    path = tmp_path / "store"
+def test_who_comes_while_a_store_is_closed_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that its holder is about to close is opened when it is, and not refused at the last moment, whoever looks
+    then; when nothing was said of that, it is refused."""
+    path, looks, flock = tmp_path / "store", list[int](), fcntl.flock
+
+    def looked_at(descriptor: int, operation: int) -> None:
+        """Before the lock is released, the one who waits for it looks once more."""
+        if operation == fcntl.LOCK_UN and looks:
+            count = len(looks)
+            eventually(lambda: len(looks) > count)
+        try:
+            flock(descriptor, operation)
+        except BlockingIOError:
+            looks.append(descriptor)
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", looked_at)
     first = open_store(path)
     with pytest.raises(StoreLocked):
         open_store(path)
     put_numbers(first, range(8))
+    looks.clear()
     first.announce_close()
     with ThreadPoolExecutor(1) as others:
         second = others.submit(open_store, path)
         put_numbers(first, range(8, 16))
-        assert not second.done()
+        eventually(lambda: looks or second.done())
         first.close()
         with contextlib.closing(second.result(60)) as store:
+            looks.clear()
             assert store.rebuilt_pages is None and found_numbers(store, range(20)) == set(range(16))
             with pytest.raises(StoreLocked):
                 open_store(path)
+            looks.clear()
 
 
 def test_a_store_that_took_the_place_has_one_writer(tmp_path: Path) -> None:
