@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingConfig, OffloadingGroupConfig
 
 from hicache.integrations.vllm.offloading_spec import HiCacheOffloadingSpec
-from vllm_tier_case import CONFIG
+from vllm_tier_case import CONFIG, place
 from waiting import eventually
 
 BLOCK_TOKENS = 32
@@ -109,6 +109,7 @@ class Engine:
 
     def has(self, keys: Sequence[Any], context: ReqContext) -> bool:
         """Whether all are in the CPU tier in the end: all are looked up in each step, for as many steps as it takes."""
+        place(keys, context, BLOCK_TOKENS * self.cache.blocks_per_chunk)
 
         def results() -> set[LookupResult] | None:
             found = {self.manager.lookup(key, context) for key in keys}

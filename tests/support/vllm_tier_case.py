@@ -23,15 +23,16 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from waiting import eventually
 
 ROW_BYTES = 8192
+CHUNK_TOKENS = 512
 NUM_CHUNKS = 32
 CONFIG = OffloadingConfig(
-    groups=(OffloadingGroupConfig(tokens_per_block=32, layer_names=("a", "b"), group_id=0),),
+    groups=(OffloadingGroupConfig(tokens_per_block=CHUNK_TOKENS, layer_names=("a", "b"), group_id=0),),
     worker_kv_bytes_per_block=ROW_BYTES,
     enable_kv_cache_events=False,
     extra_config={},
     engine_id="",
     model=OffloadingModelConfig(name="model", dtype="bfloat16"),
-    cache=OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=1),
+    cache=OffloadingCacheConfig(tokens_per_hash=CHUNK_TOKENS, blocks_per_chunk=1),
     parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
     kv_cache_layout="LBHNC",
 )
@@ -45,6 +46,12 @@ def content(chunk: OffloadKey, version: int = 0) -> np.ndarray:
     """Bytes that only this chunk has."""
     seed = int.from_bytes(chunk[-12:], "big") + version
     return np.random.default_rng(seed).integers(0, 7, ROW_BYTES, dtype=np.uint8)
+
+
+def place(chunks: Sequence[OffloadKey], context: ReqContext, chunk_tokens: int = CHUNK_TOKENS) -> None:
+    """They follow each other from the beginning of the request's prompt on, as vLLM notes before it looks them up."""
+    for end, chunk in enumerate(chunks, 1):
+        context.set_offload_key_position(chunk, end * chunk_tokens)
 
 
 class Scheduler:
@@ -71,33 +78,42 @@ class Scheduler:
         yield context
         self.manager.on_request_finished(context)
 
-    def step(self) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+    def step(self, *scheduled: str) -> None:
+        """`scheduled`: requests of which this is the first step."""
+        self.manager.on_schedule_end(ScheduleEndContext(scheduled, ()))
 
-    def until(self, done: Callable[[], bool]) -> None:
+    def until(self, done: Callable[[], object]) -> None:
         """Steps until that holds."""
         eventually(lambda: done() or self.step())
 
     def store(self, chunks: Sequence[OffloadKey], version: int = 0) -> None:
         """A request computes the chunks; returns when they have left for the tiers and come to rest."""
         with self.request() as context:
-            output = self.manager.prepare_store(chunks, context)
-            assert output is not None
-            for chunk, row in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
-                self.rows[row] = content(chunk, version)
-            if output.keys_to_store:
-                self.manager.complete_store(output.keys_to_store, context)
+            self.computed(chunks, context, version)
         self.until(lambda: not self.manager.has_pending_work())
+
+    def computed(self, chunks: Sequence[OffloadKey], context: ReqContext, version: int = 0) -> None:
+        """The chunks of a request leave for the tiers."""
+        place(chunks, context)
+        output = self.manager.prepare_store(chunks, context)
+        assert output is not None
+        for chunk, row in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
+            self.rows[row] = content(chunk, version)
+        if output.keys_to_store:
+            self.manager.complete_store(output.keys_to_store, context)
 
     def lookup(self, chunks: Sequence[OffloadKey], context: ReqContext) -> list[bool]:
         """Ask as often as vLLM tells its scheduler to."""
-        found: list[LookupResult] = []
+        found: list[bool] = []
+        self.until(lambda: found.extend(self.ask(chunks, context) or ()) or found)
+        return found
 
-        def known() -> bool:
-            found[:] = [self.manager.lookup(chunk, context) for chunk in chunks]
-            return not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found)
-
-        self.until(known)
+    def ask(self, chunks: Sequence[OffloadKey], context: ReqContext) -> list[bool] | None:
+        """Which chunks the request finds; None: it is to ask again in the next step."""
+        place(chunks, context)
+        found = [self.manager.lookup(chunk, context) for chunk in chunks]
+        if {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found):
+            return None
         return [result is LookupResult.HIT for result in found]
 
     def load(self, chunks: Sequence[OffloadKey], version: int = 0) -> list[bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile, takewhile
 
 from hicache.storage.process.client_queue import ClientQueue
 from hicache.storage.process.jobs import FindDone, FindJob, ReadDone, ReadJob
@@ -38,7 +39,7 @@ class Lookups:
         self._reads, self._keys_of, self._poll = reads, keys_of, poll
         self._first: dict[str, _Verdict] = {}  # of the requests that came in this step
         self._verdicts: dict[bytes, _Verdict] = {}
-        self._asked_by: dict[str, set[bytes]] = {}
+        self._asked_by: dict[str, dict[bytes, _Verdict]] = {}  # in the order of asking
         self._batch: list[bytes] = []
         self._in_flight: dict[int, list[bytes]] = {}
         self._num_jobs = 0
@@ -66,10 +67,19 @@ class Lookups:
             else:
                 self._batch.append(chunk)
         if asked is None:
-            asked = self._asked_by[request] = set()
-        asked.add(chunk)
+            asked = self._asked_by[request] = {}
+        asked[chunk] = verdict
         verdict.requests.add(request)
         return verdict.held
+
+    def held(self, request: str) -> list[bytes] | None:
+        """Of what the request asked for, the chunks that the store holds without a gap, from the first of them on.
+        None: the store has not answered for all yet."""
+        asked = self._asked_by.get(request, {})
+        if any(verdict.held is None for verdict in asked.values()):
+            return None
+        found = dropwhile(lambda chunk: not asked[chunk].held, asked)
+        return list(takewhile(lambda chunk: asked[chunk].held, found))
 
     def flush(self) -> None:
         """Ask the store for what was looked up since the last call."""

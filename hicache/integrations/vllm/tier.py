@@ -14,9 +14,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -27,18 +27,25 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from hicache.integrations.server_store import ServerStore, server_store_config
+from hicache.config import Auto
+from hicache.flow.cost import CostModel
+from hicache.integrations.server_store import ServerStore, ServerStoreConfig
+from hicache.integrations.vllm.gate import LoadGate, Queue
 from hicache.integrations.vllm.identity import identity_of, page_format
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.promotions import Promotions
 from hicache.integrations.vllm.release import vllm_release
+from hicache.metrics import Metrics
+from hicache.settings import Number, as_mapping, from_mapping
 from hicache.storage import PageBuffer, StoreError
 from hicache.storage.process.jobs import FindDone, PageRows, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.stores.shared_memory import descriptor_of
+from hicache.tree import DISK
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +57,44 @@ _KEY_BYTES = _HASH_BYTES + _GROUP_BYTES
 _DRAIN_LOOK_S, _DRAIN_WARN_S = 0.25, 10.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class TierConfig(ServerStoreConfig):
+    """Of the disk, and of the gate before it."""
+
+    prefill_tokens_per_s: Annotated[
+        float | Auto,
+        Number(
+            "speed of prefill; what would be slower to load is computed; 0: nothing would",
+            unit="tokens/second",
+            computed_from="prompts that are timed while serving",
+        ),
+    ] = "auto"
+
+
+def tier_config(given: Mapping[str, Any], where: str) -> TierConfig:
+    """The settings in `given`. `ConfigError` names `where` they stand, what is wrong and what is known."""
+    config: TierConfig = from_mapping(TierConfig, as_mapping(given, where), where)
+    return config
+
+
 @dataclass(slots=True)
 class _Load:
-    """`ok[i]`: chunk i was read. `parts`: how many jobs of the disk are not answered yet."""
+    """`ok[i]`: chunk i was read. `span`: tokens [start, end) of the prompt; None: not known. `progress_s`: when the
+    disk last brought a part. `left`: chunks whose jobs are not answered yet; when there are none, the load ends."""
 
     chunks: tuple[OffloadKey, ...]
+    span: tuple[int, int] | None
+    begin_s: float
+    progress_s: float
     ok: list[bool]
-    parts: int = 0
-    begin_s: float = field(default_factory=time.monotonic)
+    left: int = 0
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def span_left(self) -> tuple[int, int]:
+        """As if what was read were the beginning."""
+        start, end = self.span or (0, 0)
+        return end - (end - start) * self.left // len(self.chunks), end
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +106,7 @@ class _Store:
 
 class HiCacheTier(SecondaryTierManager):
     """Keeps vLLM's chunks in a page store on disk: verified, compressed, within a budget, encrypted if there is a key.
+    What would be slower to load than to compute stays there (`gate`).
 
     Invariants: every job gets one result, once the store process does not use its rows; after construction nothing
     raises.
@@ -89,7 +127,7 @@ class HiCacheTier(SecondaryTierManager):
         `ConfigError` for wrong settings, `StoreError` for a budget that is too small, or memory that cannot be shared.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        config = server_store_config(settings, f"vLLM secondary tier {tier_type}")
+        config = tier_config(settings, f"vLLM secondary tier {tier_type}")
         rows = np.asarray(primary_kv_view).view(np.uint8)
         row_bytes = rows.shape[1]
         # Stores that wait pin rows, the most recent ones. A quarter is left for what comes meanwhile.
@@ -108,11 +146,17 @@ class HiCacheTier(SecondaryTierManager):
         self._disk.share(self._descriptor, rows.reshape(-1))
         self._lookups = Lookups(self._disk.reads, self._server.keys, self._poll)
         self._rows: PageBuffer | None = rows
+        self._chunk_tokens = {
+            group.group_id: group.tokens_per_block * offloading_spec.config.cache.blocks_per_chunk
+            for group in offloading_spec.config.groups
+        }
+        self.metrics = Metrics()
+        cost = CostModel(config.prefill_tokens_per_s, {DISK: self._disk.num_readers}, self.metrics, self._disk.clock)
+        self.gate = LoadGate(cost, self._disk.clock, self.metrics, job_bytes=_PART_CHUNKS * row_bytes)
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
         self._waiting: dict[str, Promotions] = {}
         self._waiting_bytes = self.dropped_stores = 0
-        self._closing = threading.Event()
         self._results: list[JobResult] = []
         self._refused_hash = False
         log.info("pages of vLLM's secondary tier %s are in %s", tier_type, self._server.path)
@@ -125,9 +169,14 @@ class HiCacheTier(SecondaryTierManager):
         if len(key) != _KEY_BYTES and not self._are_sha256([key]):
             return LookupResult.MISS
         held = self._lookups.lookup(key, req_context.req_id)
-        if held is None:
+        if held is False:
+            return LookupResult.MISS
+        loads = self._is_worthwhile(key, req_context)
+        if loads is False:
+            return LookupResult.MISS
+        if held is None or loads is None:
             return LookupResult.RETRY
-        return LookupResult.HIT if held and self._promotions(req_context).offer(key) else LookupResult.MISS
+        return LookupResult.HIT if self._promotions(req_context).offer(key) else LookupResult.MISS
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         self._disk.used(self._server.keys(tuple(keys)))
@@ -135,6 +184,9 @@ class HiCacheTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         """A store that would pin too many rows, or that nobody would take, fails at once."""
         chunks = tuple(job_metadata.keys)
+        span = self._span(chunks, job_metadata.req_context)
+        if span is not None:
+            self.gate.stored(job_metadata.req_context.req_id, *span)
         pages = self._pages(job_metadata)
         store = _Store(chunks, len(pages) * self.block_size_bytes)
         fits = not self._stores or self._waiting_bytes + store.num_bytes <= self._max_waiting_bytes
@@ -149,15 +201,16 @@ class HiCacheTier(SecondaryTierManager):
         self._results.append(JobResult(job_metadata.job_id, success=False, transfer_bytes=0))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        chunks = tuple(job_metadata.keys)
-        load = self._loads[job_metadata.job_id] = _Load(chunks, [False] * len(chunks))
+        chunks, now_s = tuple(job_metadata.keys), self._disk.clock()
+        span = self._span(chunks, job_metadata.req_context)
+        load = self._loads[job_metadata.job_id] = _Load(chunks, span, now_s, now_s, [False] * len(chunks))
         self._promotions(job_metadata.req_context).read(chunks)
         keys, pages = self._server.keys(chunks), self._pages(job_metadata)
         for start in range(0, len(chunks), _PART_CHUNKS):
             part = slice(start, start + _PART_CHUNKS)
-            job = ReadJob(job_metadata.job_id, start, tuple(keys[part]), pages[part], self._closing)
-            load.parts += self._disk.reads.submit(job)
-        if not load.parts:
+            job = ReadJob(job_metadata.job_id, start, tuple(keys[part]), pages[part], load.cancelled)
+            load.left += len(job.keys) if self._disk.reads.submit(job) else 0
+        if not load.left:
             self._finish_load(job_metadata.job_id, load)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -167,11 +220,14 @@ class HiCacheTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.forget(req_context.req_id)
+        self.gate.forget(req_context.req_id)
         self._waits_no_longer(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         for request in context.new_req_ids:
             self._waits_no_longer(request)
+        self.gate.step(context.new_req_ids, context.preempted_req_ids)
+        self._give_up()
         self._lookups.flush()
 
     def drain_jobs(self) -> None:
@@ -187,7 +243,8 @@ class HiCacheTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Finish what is being stored, close the store and let go of the rows. Idempotent."""
-        self._closing.set()
+        for load in self._loads.values():
+            load.cancelled.set()
         try:
             if not self._disk.close():
                 log.warning("vLLM's secondary tier closes without its store, whose disk is stalled")
@@ -198,6 +255,54 @@ class HiCacheTier(SecondaryTierManager):
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+    def _is_worthwhile(self, chunk: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Whether the request is to have what the disk holds of its prompt; None: ask again in the next step, for
+        nobody knows yet how much that is. Where vLLM does not say which tokens the chunk has, it is loaded."""
+        wish = self.gate.wish(req_context.req_id)
+        if wish is None:
+            span = self._span([chunk], req_context)
+            if span is None:
+                return True
+            # vLLM does not say how long a prompt is, and stops looking up where a chunk is missing.
+            prompt_end = max(req_context._offload_key_positions.values())
+            wish = self.gate.asked(req_context.req_id, span[0], prompt_end)
+        if self.gate.is_due(wish):
+            held = self._lookups.held(req_context.req_id)
+            if held is None:
+                self.gate.wait(wish)
+            elif span := self._span(held, req_context):
+                self.gate.weigh(wish, *span, len(held) * self.block_size_bytes, self._queue())
+        return wish.loads
+
+    def _queue(self) -> Queue:
+        begin_s = min((load.begin_s for load in self._loads.values()), default=None)
+        return Queue(sum(load.left for load in self._loads.values()) * self.block_size_bytes, begin_s)
+
+    def _give_up(self) -> None:
+        """Cancel the loads that computing would overtake: of these, vLLM computes what was not read."""
+        ahead, gave_up = 0, False
+        for load in self._loads.values():
+            ahead += load.left
+            if load.span is None or load.cancelled.is_set():
+                continue
+            if self.gate.gives_up(*load.span_left, ahead * self.block_size_bytes, load.progress_s):
+                load.cancelled.set()
+                ahead, gave_up = ahead - load.left, True
+        if gave_up:
+            self._disk.reads.tell_cancelled()
+
+    def _span(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> tuple[int, int] | None:
+        """Tokens [start, end) of the prompt that the chunks have, with those in between; None where vLLM does not say
+        it, or there are none."""
+        starts, ends = [], []
+        for chunk in chunks:
+            end = req_context.get_offload_key_position(chunk)
+            if end is None:
+                return None
+            ends.append(end)
+            starts.append(end - self._chunk_tokens.get(get_offload_group_idx(chunk), 0))
+        return (min(starts), max(ends)) if ends else None
 
     def _promotions(self, req_context: ReqContext) -> Promotions:
         promotions = req_context.get_state(Promotions)
@@ -244,8 +349,10 @@ class HiCacheTier(SecondaryTierManager):
     def _read(self, done: ReadDone) -> None:
         load = self._loads[done.ticket]
         load.ok[done.batch : done.batch + len(done.ok)] = done.ok
-        load.parts -= 1
-        if not load.parts:
+        load.left -= len(done.ok)
+        load.progress_s = self._disk.clock()
+        self.gate.read(sum(done.ok) * self.block_size_bytes, done.seconds)
+        if not load.left:
             self._finish_load(done.ticket, load)
 
     def _finish_load(self, job_id: int, load: _Load) -> None:
@@ -257,7 +364,7 @@ class HiCacheTier(SecondaryTierManager):
                 job_id,
                 success=len(read) == len(load.chunks),
                 successful_keys=read or None,
-                transfer_time=time.monotonic() - load.begin_s,
+                transfer_time=self._disk.clock() - load.begin_s,
                 transfer_bytes=len(read) * self.block_size_bytes,
             )
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import random
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ pytest.importorskip("vllm")
 
 from disk_case import Clock
 from hicache.errors import ConfigError
-from hicache.integrations import server_store
 from hicache.integrations.vllm import release
 from hicache.storage import LmdbPageStore, StoreError
 from hicache.storage.process.health import LIMITS
@@ -26,14 +24,6 @@ from vllm_tier_case import CONFIG, NUM_CHUNKS, ROW_BYTES, Scheduler, content, ke
 from waiting import BOUND_S
 
 CHUNKS = [key(number) for number in range(20)]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """By which a disk is given up and tried again."""
-    clock = Clock()
-    monkeypatch.setattr(server_store, "open_tier", functools.partial(server_store.open_tier, clock=clock))
-    return clock
 
 
 class Gate:

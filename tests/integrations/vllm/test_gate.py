@@ -1,0 +1,115 @@
+"""The gate of the secondary tier under vLLM's own tiering manager: what its scheduler's steps teach it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import OffloadKey
+
+from disk_case import Clock
+from hicache.storage import LmdbPageStore
+from hicache.storage.process.service import StoreService, unserved_read
+from vllm_offload_case import Cache, Engine
+from vllm_tier_case import NUM_CHUNKS, Scheduler, key, scheduler
+from waiting import BOUND_S
+
+PROMPT = [key(number) for number in range(20)]
+OTHER = [key(100 + number) for number in range(8)]
+
+
+class SlowReads:
+    """Reads take `page_s` a page, by the clock. `num_pages`: read so far."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock, page_s: float) -> None:
+        self.page_s, self.num_pages = page_s, 0
+        original = LmdbPageStore.get_into
+
+        def get_into(store: LmdbPageStore, keys: Sequence[bytes], *args: Any, **kwargs: Any) -> list[bool]:
+            clock.now_s += self.page_s * len(keys)
+            self.num_pages += len(keys)
+            return original(store, keys, *args, **kwargs)
+
+        monkeypatch.setattr(LmdbPageStore, "get_into", get_into)
+
+
+def compute(server: Scheduler, clock: Clock, chunks: Sequence[OffloadKey], seconds: float) -> None:
+    """A request whose prompt nobody holds: it is scheduled, computed in so much time, and stored."""
+    with server.request() as context:
+        assert not any(server.lookup(chunks, context))
+        server.step(context.req_id)
+        clock.now_s += seconds
+        server.computed(chunks, context)
+    server.until(lambda: not server.manager.has_pending_work())
+    server.reset()
+
+
+@pytest.mark.smoke
+def test_what_is_computed_faster_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """A prompt of 20 chunks was computed in 1 s. From a disk that takes 0.1 s a chunk it is computed again, by whatever
+    request, until nothing has shown the speed of the disk for a minute; from one that has become fast it is loaded."""
+    reads = SlowReads(monkeypatch, clock, 0.1)
+    with scheduler(tmp_path, readers=1) as server:
+        gate = server.tiers[0].gate
+        compute(server, clock, OTHER, 0.4)
+        compute(server, clock, PROMPT, 1.0)
+        assert server.load(OTHER) == [True] * 8
+        assert (gate.unmeasured.value, reads.num_pages) == (1, 8)
+        for declined in (1, 2):
+            assert server.load(PROMPT) == [False] * 20
+            assert (gate.declined.value, reads.num_pages) == (declined, 8)
+        clock.now_s += 61
+        reads.page_s = 0.001
+        assert server.load(PROMPT) == [True] * 20
+        server.reset()
+        assert server.load(PROMPT) == [True] * 20
+        assert (gate.accepted.value, gate.unmeasured.value, reads.num_pages) == (1, 2, 48)
+
+
+@pytest.mark.smoke
+def test_a_request_does_not_wait_for_a_disk_that_has_become_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """Its load is under way and the disk brings nothing for longer than computing takes: what was read by then is used,
+    the rest is "not here", and no row stays pinned."""
+    chunks = [key(number) for number in range(NUM_CHUNKS)]
+    taken: list[Any] = []
+    original = StoreService._read
+
+    def read(service: StoreService, job: Any, token: Any) -> Any:
+        taken.append(job)
+        assert job.cancelled.wait(BOUND_S)
+        return original(service, job, token) if job is taken[0] else unserved_read(job)
+
+    with scheduler(tmp_path, readers=1, prefill_tokens_per_s=1e6) as server, server.request() as context:
+        server.store(chunks)
+        server.reset()
+        monkeypatch.setattr(StoreService, "_read", read)
+        server.until(lambda: server.ask(chunks, context) or taken)
+        assert server.tiers[0].gate.abandoned.value == 0
+        clock.now_s += 1.0
+        found = server.lookup(chunks, context)
+        assert found == [True] * 8 + [False] * (NUM_CHUNKS - 8)
+        assert server.tiers[0].gate.abandoned.value == 1
+        server.store([key(1000 + number) for number in range(NUM_CHUNKS)])
+
+
+def test_the_spec_has_the_gate_before_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """With a known speed of prefill the first load shows that of the disk, and the next one is not made."""
+    cache = Cache()
+    disk = {"path": str(tmp_path), "budget": "64MB", "prefill_tokens_per_s": 1e12}
+    engine = Engine(cache, {"cpu_bytes_to_use": 8 * cache.chunk_bytes, "disk": disk})
+    chunks = [key(number) for number in range(4)]
+    engine.store(chunks, [1, 2, 3, 4])
+    engine.reset()
+    SlowReads(monkeypatch, clock, 0.1)
+    assert engine.load(chunks, [5, 6, 7, 8])
+    engine.reset()
+    assert not engine.load(chunks, [5, 6, 7, 8])
+    assert engine.manager.secondary_tiers[0].gate.declined.value == 1
+    engine.close()
