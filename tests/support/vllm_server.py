@@ -2,9 +2,10 @@
 
 `{"model": folder, "extra": configuration of the connector, "steps": [...]}`; `llm`: more arguments of `LLM`; `prompts`:
 how many. Steps are "run", all prompts at once, "run each", one after the other, "reset" of the prefix cache and the CPU
-tier, "forget" of the prefix cache alone, and "faults". The last line that it prints is JSON: for each run the cached
-tokens and the output of every prompt, by vLLM's count; for each `RecordingTier` in this process the chunks that it was
-to store and those that it has given, as a dict of their keys to the checksums of their bytes.
+tier, "forget" of the prefix cache alone, "together", eight prompts at once that begin as the first one, and "faults".
+The last line that it prints is JSON: for each run the cached tokens and the output of every prompt, by vLLM's count, of
+"together" the cached tokens; for each `RecordingTier` in this process the chunks that it was to store and those that it
+has given, as a dict of their keys to the checksums of their bytes; how many a `CopyingWorker` in this process loaded.
 
 The dtype is float32: in bfloat16 two logits of the test's model are equal, and the last bit of a sum would decide on a
 token.
@@ -25,6 +26,7 @@ import xxhash
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
+from hicache.bench.servers.vllm_worker import CopyingWorker
 from hicache.integrations import server_store
 from hicache.integrations.vllm import HiCacheTier
 from hicache.storage import LmdbPageStore
@@ -34,6 +36,7 @@ PROMPT_TOKENS = 1200
 Checksums = dict[str, list[str]]  # of a chunk's bytes, one for each time, by the hexadecimal key of the chunk
 stored: list[Checksums] = []  # by tier
 given: list[Checksums] = []
+loaded: list[int] = []  # chunks, by load
 
 
 class RecordingTier(HiCacheTier):
@@ -66,6 +69,16 @@ class RecordingTier(HiCacheTier):
         for key, row in zip(job.keys, self._pages(job), strict=True):
             if key in keys:
                 checksums.setdefault(key.hex(), []).append(xxhash.xxh3_64_hexdigest(row))
+
+
+def record_loads() -> None:
+    original = CopyingWorker.submit_load
+
+    def submit_load(worker: CopyingWorker, job_id: int, source: Any, target: Any, **kwargs: Any) -> bool:
+        loaded.append(len(source.chunk_ids))
+        return original(worker, job_id, source, target, **kwargs)
+
+    CopyingWorker.submit_load = submit_load  # type: ignore[method-assign]
 
 
 def inject_faults() -> None:
@@ -117,12 +130,16 @@ def main(task: dict[str, Any]) -> None:
         answers = llm.generate(prompts, sampling, use_tqdm=False)
         return [(answer.num_cached_tokens or 0, list(answer.outputs[0].token_ids)) for answer in answers]
 
-    runs = []
+    record_loads()
+    runs, together = [], []
     for step in task["steps"]:
         if step == "run":
             runs.append(ask(prompts))
         elif step == "run each":
             runs.append([answer for prompt in prompts for answer in ask(prompt)])
+        elif step == "together":
+            shared = prompts[0]["prompt_token_ids"][:-1]
+            together = [cached for cached, _ in ask([{"prompt_token_ids": [*shared, n]} for n in range(8)])]
         elif step == "reset":
             assert llm.reset_prefix_cache(reset_connector=True)
         elif step == "forget":  # refused while blocks are copied, which a step of vLLM notes
@@ -130,7 +147,7 @@ def main(task: dict[str, Any]) -> None:
         else:
             inject_faults()
     llm.llm_engine.engine_core.shutdown()
-    print(json.dumps({"runs": runs, "stored": stored, "given": given}))
+    print(json.dumps({"runs": runs, "together": together, "stored": stored, "given": given, "loaded": sum(loaded)}))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,18 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.tiering.base import TransferJob
 
+from hicache.integrations.vllm import HiCacheTier
 from hicache.integrations.vllm.promotions import MAX_READS, Promotions
+from hicache.storage import LmdbPageStore
 from vllm_tier_case import Scheduler, key, scheduler
 
 ROWS = 8
@@ -122,3 +126,36 @@ def test_what_nobody_waits_for_is_forgotten_though_nothing_is_evicted(tmp_path: 
             with server.request() as context:
                 assert server.lookup([chunk], context) == [True]
                 assert len(server.primary._policy._awaited) == 1
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("policy", OURS)
+def test_many_requests_of_one_prefix_cause_one_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Fifty come at once, and fifty more while the chunks are on their way: every request finds them, each chunk was
+    read once, and all in one job."""
+    read: list[bytes] = []
+    jobs: list[int] = []
+    get_into, submit_load = LmdbPageStore.get_into, HiCacheTier.submit_load
+
+    def reading(store: LmdbPageStore, keys: Sequence[bytes], *args: Any, **kwargs: Any) -> list[bool]:
+        read.extend(keys)
+        return get_into(store, keys, *args, **kwargs)
+
+    def submitting(tier: HiCacheTier, job: TransferJob) -> None:
+        jobs.append(len(job.keys))
+        submit_load(tier, job)
+
+    monkeypatch.setattr(LmdbPageStore, "get_into", reading)
+    monkeypatch.setattr(HiCacheTier, "submit_load", submitting)
+    with only_on_disk(tmp_path, policy, PROMPT) as server, contextlib.ExitStack() as opened:
+        jobs.clear(), read.clear()
+        requests = [opened.enter_context(server.request()) for _ in range(50)]
+        while not jobs:
+            assert [server.ask(PROMPT, request) for request in requests] == [None] * 50
+            server.step()
+        requests += [opened.enter_context(server.request()) for _ in range(50)]
+        for request in requests:
+            assert server.lookup(PROMPT, request) == [True] * len(PROMPT)
+        assert (jobs, len(read)) == ([len(PROMPT)], len(PROMPT))

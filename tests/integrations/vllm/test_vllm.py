@@ -51,6 +51,8 @@ class Served(NamedTuple):
     outputs: list[list[int]]  # for each prompt the tokens, which are the same in all runs
     stored: list[vllm_server.Checksums]
     given: list[vllm_server.Checksums]
+    together: list[int]
+    loaded: int
     log: str
 
 
@@ -71,7 +73,8 @@ def serve(model: str, extra: dict[str, Any], steps: list[str], in_process: bool 
     outputs = [[output for _, output in run] for run in printed["runs"]]
     assert all(output == outputs[0] for output in outputs), "what is cached changed the output"
     cached = [[cached for cached, _ in run] for run in printed["runs"]]
-    return Served(cached, outputs[0], printed["stored"], printed["given"], log)
+    counted = {name: printed[name] for name in ("stored", "given", "together", "loaded")}
+    return Served(cached, outputs[0], **counted, log=log)
 
 
 def tiering(*tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -113,8 +116,9 @@ def test_cached_tokens_after_a_reset_and_with_a_tier_at_fault(first: Served, pag
 def test_cached_tokens_after_a_restart_beside_tiers_at_fault(
     model: str, first: Served, pages: dict[str, str], tmp_path: Path
 ) -> None:
-    """Four tiers, first to last: damaged, with a key of its own, too small for a prompt, and the first server's.
-    Another dtype and block size on its path share nothing with it."""
+    """Four tiers, first to last: damaged, with a key of its own, too small for a prompt, and the first server's. Eight
+    requests at once that share a prefix cause one read of each chunk and one load. Another dtype and block size on its
+    path share nothing with it."""
     [folder] = Path(pages["path"]).iterdir()
     shutil.copytree(folder, tmp_path / "damaged" / folder.name)
     data = tmp_path / "damaged" / folder.name / "store.json"
@@ -126,9 +130,12 @@ def test_cached_tokens_after_a_restart_beside_tiers_at_fault(
         {"path": str(tmp_path / "small"), "budget": "2MB"},
         pages,
     ]
-    second = serve(model, tiering(*tiers), ["run", "reset", "run"])
-    assert second.cached == [[CACHED, CACHED]] * 2
-    assert not second.given[0] and len(second.given[3]) == 2 * CACHED // 32
+    second = serve(model, tiering(*tiers), ["run", "reset", "run", "reset", "together"])
+    assert second.cached == [[CACHED, CACHED]] * 2 and second.together == [CACHED] * 8
+    chunks = CACHED // 32
+    assert sorted(map(len, second.given[3].values())) == [2] * chunks + [3] * chunks
+    assert second.loaded == 5 * chunks
+    assert not second.given[0]
     assert all(are_bytes_of(given, first.stored[0]) for given in second.given)
     assert second.outputs == first.outputs
     assert f"{data} is damaged" in second.log
