@@ -79,9 +79,11 @@ class ServerStore:
         *,
         queue_jobs: int = 1024,
         full_bytes: int = 1 << 30,
+        tells_removed: bool = False,
     ) -> ServerStore:
         """Open or create it. `identity`: everything that decides what the bytes of a page mean, and "server", the name
-        and release of the server, like "vllm 0.32". `queue_jobs`, `full_bytes`: see `ServiceSettings`.
+        and release of the server, like "vllm 0.32". `queue_jobs`, `full_bytes`: see `ServiceSettings`. `tells_removed`:
+        see `StoreRequest`.
 
         `ConfigError` for a path or a key that cannot be used, `StoreError` for what the store refuses (a budget that is
         too small for these pages).
@@ -105,6 +107,7 @@ class ServerStore:
             identity,
             formats,
             key_of(disk),
+            tells_removed=tells_removed,
             settings=ServiceSettings(readers=config.readers, queue_jobs=queue_jobs, full_bytes=full_bytes),
         )
         tier = open_tier(request, tolerates=(StoreLocked, StoreCorrupt))

@@ -20,8 +20,10 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
+    OffloadingEvent,
     OffloadingSpec,
     OffloadKey,
     ReqContext,
@@ -40,6 +42,7 @@ from hicache.integrations.vllm.identity import identity_of, page_format
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.promotions import Promotions
 from hicache.integrations.vllm.release import vllm_release
+from hicache.integrations.vllm.tier_events import TierEvents
 from hicache.metrics import Metrics
 from hicache.settings import Number, as_mapping, from_mapping
 from hicache.storage import PageBuffer, StoreError
@@ -127,6 +130,7 @@ class HiCacheTier(SecondaryTierManager):
         `ConfigError` for wrong settings, `StoreError` for a budget that is too small, or memory that cannot be shared.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = Locality.LOCAL
         config = tier_config(settings, f"vLLM secondary tier {tier_type}")
         rows = np.asarray(primary_kv_view).view(np.uint8)
         row_bytes = rows.shape[1]
@@ -135,12 +139,15 @@ class HiCacheTier(SecondaryTierManager):
         self._descriptor = descriptor_of(rows.reshape(-1))
         if self._descriptor is None:
             raise StoreError("vLLM's CPU tier is no open file of this process, which a store process could map as well")
+        tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events = TierEvents(self.medium, self.locality) if tells_events else None
         self._server = ServerStore.open(
             config,
             identity_of(offloading_spec.config, vllm_release(), row_bytes),
             [page_format(offloading_spec.config.model.dtype, row_bytes)],
             queue_jobs=_QUEUE_JOBS,
             full_bytes=self._max_waiting_bytes,
+            tells_removed=tells_events,
         )
         self._disk = self._server.tier
         self._disk.share(self._descriptor, rows.reshape(-1))
@@ -217,6 +224,9 @@ class HiCacheTier(SecondaryTierManager):
         self._poll()
         results, self._results = self._results, []
         return results
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return [] if self._events is None else self._events.take()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.forget(req_context.req_id)
@@ -372,7 +382,11 @@ class HiCacheTier(SecondaryTierManager):
     def _written(self, done: WriteDone) -> None:
         store = self._stores.pop(done.ticket)
         self._waiting_bytes -= store.num_bytes
-        self._lookups.mark((chunk for chunk, ok in zip(store.chunks, done.ok, strict=True) if ok), held=True)
+        written = [chunk for chunk, ok in zip(store.chunks, done.ok, strict=True) if ok]
+        self._lookups.mark(written, held=True)
+        if self._events is not None:
+            self._events.removed(done.removed)
+            self._events.stored(self._server.keys(written), written)
         self._results.append(
             JobResult(
                 done.ticket,

@@ -1,16 +1,76 @@
-"""KV events as vLLM's own classes read them."""
+"""KV events: what an engine tells, as vLLM's own classes read it, and what the tier under vLLM tells through them."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, get_offload_block_hash
+
 from kv_events_case import subscribe
+from vllm_tier_case import NUM_CHUNKS, Scheduler, key, scheduler
+
+CHUNKS = [key(number) for number in range(320)]  # of 8 KiB: more than the budget
 
 
 def test_vllm_decodes_what_an_engine_tells(tmp_path: Path) -> None:
     """A subscriber with vLLM's `KVEventBatch` holds what the tiers hold."""
     subscribe(tmp_path, "vllm.distributed.kv_events")
+
+
+class Router:
+    """Knows of the disk what vLLM's scheduler publishes. `held`: block hashes; a stored one may not be told again."""
+
+    def __init__(self, server: Scheduler) -> None:
+        self._manager = server.manager
+        config = OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=False)
+        self._tracker = OffloadingEventsTracker(config)
+        self.held: set[object] = set()
+        self.removed = 0
+
+    def hear(self) -> None:
+        for event in self._tracker.take_events(self._manager.take_events()):
+            assert isinstance(event, BlockStored | BlockRemoved)
+            if event.medium != MEDIUM_STORAGE:
+                continue
+            assert (event.locality, event.ownership) == ("LOCAL", "hicache")
+            hashes = set(event.block_hashes)
+            if isinstance(event, BlockStored):
+                assert not hashes & self.held
+                self.held |= hashes
+            else:
+                assert hashes <= self.held
+                self.held -= hashes
+                self.removed += len(hashes)
+
+
+@pytest.mark.smoke
+def test_a_router_knows_what_the_disk_holds(tmp_path: Path) -> None:
+    """Chunks are stored at random, some of them again, and the budget evicts others: in the end the router knows those
+    that a load finds, by the hashes that vLLM tells of chunks of its CPU tier."""
+    rng = random.Random(0)
+    with scheduler(tmp_path, budget=1 << 20, level=0, enable_kv_cache_events=True) as server:
+        router = Router(server)
+        for _ in range(40):
+            server.store(rng.sample(CHUNKS, rng.randrange(1, NUM_CHUNKS // 2)))
+            router.hear()
+            if rng.random() < 0.3:
+                server.reset()
+        server.reset()
+        found = [chunk for chunk in CHUNKS if server.load([chunk]) == [True]]
+        router.hear()
+    assert router.removed
+    assert router.held == {maybe_convert_block_hash(BlockHash(get_offload_block_hash(chunk))) for chunk in found}
+
+
+def test_without_vllms_events_nothing_is_kept_for_them(tmp_path: Path) -> None:
+    with scheduler(tmp_path) as server:
+        server.store(CHUNKS[:4])
+        assert not list(server.tiers[0].take_events())
