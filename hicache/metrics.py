@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, TypeAlias, TypedDict
@@ -218,6 +218,14 @@ class Metrics:
         elif series.info != info or series.is_read:
             raise ValueError(f"metric {name} is registered as {series.info}")
         return series
+
+
+def joined_help(members: Iterable[MetricInfo]) -> str:
+    """The help text of a family: that of its members; where they differ, each with its labels."""
+    helps = {", ".join(info.labels.values()): info.help for info in members}
+    if len({*helps.values()}) == 1:
+        return next(iter(helps.values()))
+    return "; ".join(f"{of}: {text}" for of, text in helps.items())
 
 
 def flattened(values: Mapping[str, MetricValue]) -> dict[str, float]:

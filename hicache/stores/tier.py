@@ -7,7 +7,7 @@ given_tier   the store is a Python object of the caller's, served by a thread of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from hicache.metrics import Metrics, MetricType
@@ -110,18 +110,7 @@ class StoreTier:
 
     def register(self, metrics: Metrics) -> None:
         """Enter what the tier and its store count."""
-        for queue in (self.reads.name, self.writes.name):
-            named, labels = f"{self.name}.{queue}_", {"direction": queue.removesuffix("s")}
-            families = {f"{named}{name}": (f"{self.name}_{name}", labels) for name in _QUEUE_METRICS}
-            families[f"{named}state"] = (f"{self.name}_breaker_state", labels)
-            metrics.read_from(
-                {f"{named}{name}": described for name, described in _QUEUE_METRICS.items()},
-                partial(self._queue_numbers, queue),
-                families,
-            )
-        described = {f"{self.name}.{metric}": about for metric, about in _TIER_METRICS.items()}
-        families = {f"{self.name}.used_ratio": ("tier_used_ratio", {"tier": self.name})}
-        metrics.read_from(described, self._numbers, families)
+        register_tier(metrics, self.name, self._numbers, self._queue_numbers)
 
     def find(self, keys: Sequence[bytes], wait_s: float, others: Sequence[bytes] = ()) -> FindDone | None:
         """See `StoreClient.find`."""
@@ -180,6 +169,23 @@ class StoreTier:
             "read_only_flag": stats.read_only,
         }
         return {f"{self.name}.{metric}": value for metric, value in found.items()}
+
+
+def register_tier(
+    metrics: Metrics,
+    name: str,
+    numbers: Callable[[], Mapping[str, float]],
+    queue_numbers: Callable[[str], Mapping[str, float]],
+) -> None:
+    """Enter what a tier of this name counts: `numbers`, and those of its reads and writes."""
+    for queue in ("reads", "writes"):
+        named, labels = f"{name}.{queue}_", {"direction": queue.removesuffix("s")}
+        families = {f"{named}{metric}": (f"{name}_{metric}", labels) for metric in _QUEUE_METRICS}
+        families[f"{named}state"] = (f"{name}_breaker_state", labels)
+        described = {f"{named}{metric}": about for metric, about in _QUEUE_METRICS.items()}
+        metrics.read_from(described, partial(queue_numbers, queue), families)
+    described = {f"{name}.{metric}": about for metric, about in _TIER_METRICS.items()}
+    metrics.read_from(described, numbers, {f"{name}.used_ratio": ("tier_used_ratio", {"tier": name})})
 
 
 def open_tier(

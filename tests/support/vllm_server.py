@@ -5,7 +5,8 @@ how many. Steps are "run", all prompts at once, "run each", one after the other,
 tier, "forget" of the prefix cache alone, "together", eight prompts at once that begin as the first one, and "faults".
 The last line that it prints is JSON: for each run the cached tokens and the output of every prompt, by vLLM's count, of
 "together" the cached tokens; for each `RecordingTier` in this process the chunks that it was to store and those that it
-has given, as a dict of their keys to the checksums of their bytes; how many a `CopyingWorker` in this process loaded.
+has given, as a dict of their keys to the checksums of their bytes; how many a `CopyingWorker` in this process loaded;
+and the tier's metrics in vLLM's registry, summed over their labels.
 
 The dtype is float32: in bfloat16 two logits of the test's model are equal, and the last bit of a sum would decide on a
 token.
@@ -19,6 +20,7 @@ import itertools
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -112,6 +114,7 @@ def main(task: dict[str, Any]) -> None:
         "max_model_len": 2048,
         "enforce_eager": True,
         "skip_tokenizer_init": True,
+        "disable_log_stats": False,
         "kv_transfer_config": {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
@@ -146,8 +149,13 @@ def main(task: dict[str, Any]) -> None:
             eventually(lambda: llm.reset_prefix_cache() or not ask({"prompt_token_ids": [3]}))
         else:
             inject_faults()
+    metrics = Counter[str]()
+    for metric in llm.get_metrics():
+        if metric.name.startswith("vllm:hicache_"):
+            metrics[metric.name.removeprefix("vllm:hicache_")] += metric.value
     llm.llm_engine.engine_core.shutdown()
-    print(json.dumps({"runs": runs, "together": together, "stored": stored, "given": given, "loaded": sum(loaded)}))
+    counted = {"together": together, "loaded": sum(loaded), "metrics": metrics}
+    print(json.dumps({"runs": runs, "stored": stored, "given": given, **counted}))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.errors import ConfigError
 from hicache.integrations.vllm.offloading_worker import ChunkRows, HiCacheOffloadingWorker
-from hicache.integrations.vllm.tier import TierConfig, tier_config
+from hicache.integrations.vllm.tier_config import TierConfig, tier_config
 from hicache.settings import Choice, Size, from_mapping, settle
 
 _WHERE = "kv_connector_extra_config of HiCacheOffloadingSpec"

@@ -14,16 +14,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
     OffloadingEvent,
+    OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadKey,
     ReqContext,
@@ -34,17 +36,17 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from hicache.config import Auto
 from hicache.flow.cost import CostModel
-from hicache.integrations.server_store import ServerStore, ServerStoreConfig
+from hicache.integrations.server_store import ServerStore
 from hicache.integrations.vllm.gate import LoadGate, Queue
 from hicache.integrations.vllm.identity import identity_of, page_format
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.promotions import Promotions
 from hicache.integrations.vllm.release import vllm_release
+from hicache.integrations.vllm.tier_config import tier_config
 from hicache.integrations.vllm.tier_events import TierEvents
+from hicache.integrations.vllm.tier_metrics import TierMetrics, dropped_jobs, metric_definitions
 from hicache.metrics import Metrics
-from hicache.settings import Number, as_mapping, from_mapping
 from hicache.storage import PageBuffer, StoreError
 from hicache.storage.process.jobs import FindDone, PageRows, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.stores.shared_memory import descriptor_of
@@ -58,26 +60,6 @@ _HASH_BYTES = 32  # of SHA-256
 _GROUP_BYTES = 4  # of the group of layers, behind the hash
 _KEY_BYTES = _HASH_BYTES + _GROUP_BYTES
 _DRAIN_LOOK_S, _DRAIN_WARN_S = 0.25, 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TierConfig(ServerStoreConfig):
-    """Of the disk, and of the gate before it."""
-
-    prefill_tokens_per_s: Annotated[
-        float | Auto,
-        Number(
-            "speed of prefill; what would be slower to load is computed; 0: nothing would",
-            unit="tokens/second",
-            computed_from="prompts that are timed while serving",
-        ),
-    ] = "auto"
-
-
-def tier_config(given: Mapping[str, Any], where: str) -> TierConfig:
-    """The settings in `given`. `ConfigError` names `where` they stand, what is wrong and what is known."""
-    config: TierConfig = from_mapping(TierConfig, as_mapping(given, where), where)
-    return config
 
 
 @dataclass(slots=True)
@@ -158,12 +140,15 @@ class HiCacheTier(SecondaryTierManager):
             for group in offloading_spec.config.groups
         }
         self.metrics = Metrics()
+        self.dropped_jobs = dropped_jobs(self.metrics)
+        self._disk.register(self.metrics)
         cost = CostModel(config.prefill_tokens_per_s, {DISK: self._disk.num_readers}, self.metrics, self._disk.clock)
         self.gate = LoadGate(cost, self._disk.clock, self.metrics, job_bytes=_PART_CHUNKS * row_bytes)
+        self._reported = TierMetrics(self.metrics, self._server.path, self._disk.clock)
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
         self._waiting: dict[str, Promotions] = {}
-        self._waiting_bytes = self.dropped_stores = 0
+        self._waiting_bytes = 0
         self._results: list[JobResult] = []
         self._refused_hash = False
         log.info("pages of vLLM's secondary tier %s are in %s", tier_type, self._server.path)
@@ -202,7 +187,7 @@ class HiCacheTier(SecondaryTierManager):
             self._stores[job_metadata.job_id] = store
             self._waiting_bytes += store.num_bytes
             return
-        self.dropped_stores += 1
+        self.dropped_jobs.value += 1
         if not fits:
             log.debug("store job %d dropped: %d bytes wait for the disk", job_metadata.job_id, self._waiting_bytes)
         self._results.append(JobResult(job_metadata.job_id, success=False, transfer_bytes=0))
@@ -224,6 +209,13 @@ class HiCacheTier(SecondaryTierManager):
         self._poll()
         results, self._results = self._results, []
         return results
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return metric_definitions()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._reported.take()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return [] if self._events is None else self._events.take()

@@ -11,7 +11,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from hicache.metrics import HistogramValue, MetricInfo, MetricValue
+from hicache.metrics import HistogramValue, MetricInfo, MetricValue, joined_help
 
 _OUTCOMES = ("stop", "length", "abort", "timeout", "error")
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
@@ -86,12 +86,10 @@ class EngineCollector(Collector):
 
 
 def _family(members: Sequence[MetricInfo]) -> Metric:
-    """Its help text is that of its members; where they differ, each with its labels."""
-    first, helps = members[0], {", ".join(info.labels.values()): info.help for info in members}
-    help = first.help if len({*helps.values()}) == 1 else "; ".join(f"{of}: {text}" for of, text in helps.items())
+    first = members[0]
     kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
     kind: Callable[..., Metric] = kinds[first.type]
-    return kind(f"hicache_{first.family}", help, labels=list(first.labels))
+    return kind(f"hicache_{first.family}", joined_help(members), labels=list(first.labels))
 
 
 def _add(family: Metric, labels: list[str], value: MetricValue) -> None:

@@ -189,7 +189,7 @@ def test_stores_that_wait_pin_three_quarters_of_the_rows(tmp_path: Path, monkeyp
             server.step()
         gate.open.set()
         server.until(lambda: not server.manager.has_pending_work())
-        assert server.tiers[0].dropped_stores == 3 * NUM_CHUNKS // 4 - 3 * NUM_CHUNKS // 16
+        assert server.tiers[0].dropped_jobs.value == 3 * NUM_CHUNKS // 4 - 3 * NUM_CHUNKS // 16
 
 
 def test_hashes_that_change_with_the_process_are_not_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -53,6 +53,7 @@ class Served(NamedTuple):
     given: list[vllm_server.Checksums]
     together: list[int]
     loaded: int
+    metrics: dict[str, float]
     log: str
 
 
@@ -73,7 +74,7 @@ def serve(model: str, extra: dict[str, Any], steps: list[str], in_process: bool 
     outputs = [[output for _, output in run] for run in printed["runs"]]
     assert all(output == outputs[0] for output in outputs), "what is cached changed the output"
     cached = [[cached for cached, _ in run] for run in printed["runs"]]
-    counted = {name: printed[name] for name in ("stored", "given", "together", "loaded")}
+    counted = {name: printed[name] for name in ("stored", "given", "together", "loaded", "metrics")}
     return Served(cached, outputs[0], **counted, log=log)
 
 
@@ -172,6 +173,7 @@ def test_two_workers_over_our_cpu_tier_and_disk(model: str, tmp_path: Path) -> N
     assert one.cached == [[0, 0], [CACHED, CACHED]]
     two = served(["run each"])
     assert two.cached == [[CACHED, CACHED]] and two.outputs == one.outputs
+    assert two.metrics["disk_budget_bytes"] == 256_000_000
     three = served(["run each"], LITTLE_CHUNKS * CHUNK_BYTES)
     # What the first prompt stored may still pin rows when the next is looked up.
     assert three.cached[0][0] == LITTLE_CHUNKS * 32 and three.outputs == one.outputs
