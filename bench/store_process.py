@@ -135,7 +135,7 @@ class Rig:
     def wait(self) -> None:
         """Beside an idle interpreter."""
         while not self.is_done():
-            self.tier.client.wait(0.01)
+            self.tier.wait(0.01)
 
 
 def _measure(report: Report, folder: Path, name: str, page_bytes: int, num_pages: int, samples: int) -> None:

@@ -53,7 +53,7 @@ if ending == "hang":
     hicache.life._EXIT_S = 1.0
     never, hung = threading.Event(), threading.Event()
     engines["memory"].inspect.context.full.transfer.mover.gather = lambda *_, **__: (hung.set(), never.wait())
-    os.kill(engines["disk"].inspect.context.disk.client.pid, signal.SIGSTOP)
+    os.kill(engines["disk"].inspect.context.disk.pid, signal.SIGSTOP)
 for number in range(1, 3):
     serve(number)
 if ending == "hang":

@@ -7,14 +7,13 @@ given_tier   the store is a Python object of the caller's, served by a thread of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from hicache.metrics import Metrics, MetricType
 from hicache.owner import OwnerProcess
-from hicache.storage.base import PageBuffer, PageStore, StoreError, StoreStats
+from hicache.storage.base import PageStore, StoreError
 from hicache.storage.process.client import MAX_SILENCE_S, StoreClient
-from hicache.storage.process.jobs import FindDone
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.status import QUEUE_NUMBERS
 from hicache.storage.process.stores import GivenStore, OpenStores, StoreRequest
@@ -23,26 +22,29 @@ from hicache.storage.process.transports import InlineServer, OwnProcess, ServedS
 JOB_PAGES = 8
 SOCKET = "unix:"
 
-_TIER_METRICS: dict[str, tuple[MetricType, str]] = {
+_PROCESS_METRICS: dict[str, tuple[MetricType, str]] = {
     "process_state": ("gauge", "the store process: 0 open, 1 opening its store, 2 lost"),
     "process_failures": ("counter", "times that the store process ended, or said nothing for too long"),
     "failed_touches": ("counter", "uses that the store was not told of"),
-    "stored_pages": ("gauge", "pages in the store: of tokens, windows and states"),
-    "live_bytes": ("gauge", "their bytes as stored"),
-    "raw_bytes": ("gauge", "their bytes before compression"),
-    "file_bytes": ("gauge", "disk space of the store's files"),
-    "budget_bytes": ("gauge", "what the files may take"),
     "used_ratio": ("gauge", "file_bytes over budget_bytes"),
-    "hit_pages": ("counter", "pages that the store was asked for and gave back verified"),
-    "missed_pages": ("counter", "pages that the store was asked for and did not hold"),
-    "put_pages": ("counter", "pages written to the store"),
-    "put_raw_bytes": ("counter", "their bytes before compression"),
-    "put_stored_bytes": ("counter", "their bytes as stored"),
-    "evicted_pages": ("counter", "pages evicted from the store to keep its budget"),
-    "corrupt_pages": ("counter", "pages that did not verify and were deleted"),
-    "read_errors": ("counter", "reads that the medium failed"),
-    "write_errors": ("counter", "writes that the medium failed"),
-    "read_only_flag": ("gauge", "1 while the store takes no pages, after a write failed"),
+}
+# By fields of `StoreStats`.
+_STORE_METRICS: dict[str, tuple[str, MetricType, str]] = {
+    "entries": ("stored_pages", "gauge", "pages in the store: of tokens, windows and states"),
+    "live_bytes": ("live_bytes", "gauge", "their bytes as stored"),
+    "raw_bytes": ("raw_bytes", "gauge", "their bytes before compression"),
+    "file_bytes": ("file_bytes", "gauge", "disk space of the store's files"),
+    "budget_bytes": ("budget_bytes", "gauge", "what the files may take"),
+    "hits": ("hit_pages", "counter", "pages that the store was asked for and gave back verified"),
+    "misses": ("missed_pages", "counter", "pages that the store was asked for and did not hold"),
+    "puts": ("put_pages", "counter", "pages written to the store"),
+    "put_bytes_raw": ("put_raw_bytes", "counter", "their bytes before compression"),
+    "put_bytes_stored": ("put_stored_bytes", "counter", "their bytes as stored"),
+    "evicted": ("evicted_pages", "counter", "pages evicted from the store to keep its budget"),
+    "corrupt": ("corrupt_pages", "counter", "pages that did not verify and were deleted"),
+    "read_errors": ("read_errors", "counter", "reads that the medium failed"),
+    "write_errors": ("write_errors", "counter", "writes that the medium failed"),
+    "read_only": ("read_only_flag", "gauge", "1 while the store takes no pages, after a write failed"),
 }
 _QUEUE_METRICS: dict[str, tuple[MetricType, str]] = {
     "state": ("gauge", "the breaker of reads or writes: 0 closed, 1 half open, 2 open"),
@@ -56,13 +58,12 @@ _QUEUE_METRICS: dict[str, tuple[MetricType, str]] = {
 assert tuple(_QUEUE_METRICS) == QUEUE_NUMBERS
 
 
-class StoreTier:
+class StoreTier(StoreClient):
     """Owned by the scheduler thread; no method waits for the medium longer than its argument says.
 
-    `reads` and `writes` take jobs and return their outcomes. `job_pages`: pages of one job that reads a prefix.
-    `num_readers`: threads that read from the store. `patience_s`: until a job is answered, or announced as stalled, at
-    most. `clock`: seconds, those of the jobs' deadlines. `tolerates`: errors
-    of opening that are kept in `refused`, after which the store is tried again with growing delays; others are raised.
+    `job_pages`: pages of one job that reads a prefix. `num_readers`: threads that read from the store. `patience_s`:
+    until a job is answered, or announced as stalled, at most. `tolerates`: errors of opening that are kept in
+    `refused`, after which the store is tried again with growing delays; others are raised.
     """
 
     def __init__(
@@ -75,51 +76,21 @@ class StoreTier:
         tolerates: tuple[type[StoreError], ...] = (),
     ) -> None:
         settings = request.settings
-        self.name, self.num_readers, self.job_pages, self.clock = settings.name, settings.readers, job_pages, clock
-        self._limits = settings.limits
+        # Jobs that wait there, and those that the threads work on.
+        super().__init__(transport, request, max_jobs=settings.queue_jobs + settings.readers, clock=clock)
+        self.name, self.num_readers, self.job_pages = settings.name, settings.readers, job_pages
         self.patience_s = max(settings.limits.io_timeout_s, MAX_SILENCE_S)
-        # Those that wait there, and those that the threads work on.
-        max_jobs = settings.queue_jobs + settings.readers
-        self.client = StoreClient(transport, request, max_jobs=max_jobs, clock=clock)
-        self.reads, self.writes = self.client.reads, self.client.writes
         self._owner = OwnerProcess(f"the {self.name} tier")
-        self.refused = self.client.open(tolerates)
-
-    @property
-    def in_process(self) -> bool:
-        """Whether a thread of this process serves the store, so that pages may lie anywhere."""
-        return self.client.in_process
-
-    def share(self, descriptor: int, memory: PageBuffer) -> None:
-        """Pages of jobs lie in `memory`; see `StoreClient.share`. Threads of this process need not be told."""
-        if not self.in_process:
-            self.client.share(descriptor, memory)
+        self.refused = self.open(tolerates)
 
     @property
     def is_healthy(self) -> bool:
         """Whether the store is open, and neither reads nor writes are stopped."""
-        closed = all(self.client.queue_numbers(queue)[0] == 0 for queue in (self.reads.name, self.writes.name))
-        return self.client.is_open and closed
-
-    def wait(self, seconds: float) -> None:
-        """Until there may be something for `poll`, for so long at most; see `StoreClient.wait`."""
-        self.client.wait(seconds)
-
-    def stats(self) -> StoreStats:
-        return self.client.stats()
+        return self.is_open and all(self.status.queue(queue.name)[0] == 0 for queue in (self.reads, self.writes))
 
     def register(self, metrics: Metrics) -> None:
         """Enter what the tier and its store count."""
         register_tier(metrics, self.name, self._numbers, self._queue_numbers)
-
-    def find(self, keys: Sequence[bytes], wait_s: float, others: Sequence[bytes] = ()) -> FindDone | None:
-        """See `StoreClient.find`."""
-        return self.client.find(keys, wait_s, others)
-
-    def used(self, keys: Sequence[bytes]) -> None:
-        """A request used these pages, in the order of its prompt, whichever tier served them."""
-        if keys:
-            self.client.used(keys)
 
     def close(self, within_s: float | None = None) -> bool:
         """Finish what is queued and close the store. Idempotent. In a fork it does nothing.
@@ -130,43 +101,29 @@ class StoreTier:
         """
         if not self._owner.is_here:
             return True
-        return self.client.close(self._limits.close_s if within_s is None else within_s)
+        return super().close(self._limits.close_s if within_s is None else within_s)
 
     def abandon(self, within_s: float) -> None:
         """Close the store, or end its process without that: nothing that was acknowledged is lost. For an engine that
         ends without a close."""
         if not self.close(within_s):
-            self.client.end()
+            self.end()
 
-    def _queue_numbers(self, queue: str) -> dict[str, float]:
+    def _queue_numbers(self, name: str) -> dict[str, float]:
         """Of `_QUEUE_METRICS`."""
-        numbers = dict(zip(QUEUE_NUMBERS, self.client.queue_numbers(queue), strict=True))
-        numbers["refused_jobs"] += (self.reads if queue == self.reads.name else self.writes).refused
-        return {f"{self.name}.{queue}_{name}": value for name, value in numbers.items()}
+        numbers = dict(zip(QUEUE_NUMBERS, self.status.queue(name), strict=True))
+        numbers["refused_jobs"] += (self.reads if name == self.reads.name else self.writes).refused
+        return {f"{self.name}.{name}_{metric}": value for metric, value in numbers.items()}
 
     def _numbers(self) -> dict[str, float]:
-        """Of `_TIER_METRICS`."""
+        """Of `_PROCESS_METRICS` and `_STORE_METRICS`."""
         stats = self.stats()
         found = {
-            "process_state": self.client.state,
-            "process_failures": self.client.times_lost,
-            "failed_touches": self.client.status.failed_touches,
-            "stored_pages": stats.entries,
-            "live_bytes": stats.live_bytes,
-            "raw_bytes": stats.raw_bytes,
-            "file_bytes": stats.file_bytes,
-            "budget_bytes": stats.budget_bytes,
+            "process_state": self.state,
+            "process_failures": self.times_lost,
+            "failed_touches": self.status.failed_touches,
             "used_ratio": stats.file_bytes / max(1, stats.budget_bytes),
-            "hit_pages": stats.hits,
-            "missed_pages": stats.misses,
-            "put_pages": stats.puts,
-            "put_raw_bytes": stats.put_bytes_raw,
-            "put_stored_bytes": stats.put_bytes_stored,
-            "evicted_pages": stats.evicted,
-            "corrupt_pages": stats.corrupt,
-            "read_errors": stats.read_errors,
-            "write_errors": stats.write_errors,
-            "read_only_flag": stats.read_only,
+            **{name: getattr(stats, field) for field, (name, _, _) in _STORE_METRICS.items()},
         }
         return {f"{self.name}.{metric}": value for metric, value in found.items()}
 
@@ -184,7 +141,8 @@ def register_tier(
         families[f"{named}state"] = (f"{name}_breaker_state", labels)
         described = {f"{named}{metric}": about for metric, about in _QUEUE_METRICS.items()}
         metrics.read_from(described, partial(queue_numbers, queue), families)
-    described = {f"{name}.{metric}": about for metric, about in _TIER_METRICS.items()}
+    described = {f"{name}.{metric}": about for metric, about in _PROCESS_METRICS.items()}
+    described |= {f"{name}.{metric}": (type_, help) for metric, type_, help in _STORE_METRICS.values()}
     metrics.read_from(described, numbers, {f"{name}.used_ratio": ("tier_used_ratio", {"tier": name})})
 
 

@@ -25,7 +25,7 @@ from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.process import frames
 from hicache.storage.process.client_queue import ClientQueue
 from hicache.storage.process.connection import Connection, ConnectionEnded
-from hicache.storage.process.frames import Body, FrameError, Kind
+from hicache.storage.process.frames import NO_PAGES, Body, Kind
 from hicache.storage.process.health import SilenceWatch
 from hicache.storage.process.jobs import (
     FIND,
@@ -66,9 +66,11 @@ class State(enum.IntEnum):
 
 
 class StoreClient:
-    """See the module. `times_lost`: how often the process ended or said nothing.
+    """See the module. `open` before use.
 
-    `max_jobs`: of reads, and of writes, that may be under way. `open` before use.
+    `reads` and `writes` take jobs and return their outcomes; `max_jobs` of each may be under way. `in_process`: a
+    thread of this process serves the store, so pages may lie anywhere. `times_lost`: how often the process ended or
+    said nothing. `clock`: seconds, those of the jobs' deadlines.
     """
 
     def __init__(
@@ -79,14 +81,14 @@ class StoreClient:
         max_jobs: int = 64,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._transport, self._request, self._clock = transport, request, clock
+        self._transport, self._request, self.clock = transport, request, clock
         self._limits = request.settings.limits
         transport.keep(self)
         self.reads: ClientQueue[FindJob | ReadJob, FindDone | ReadDone]
         self.reads = ClientQueue(self, "reads", max_jobs, unserved_read)
         self.writes: ClientQueue[WriteJob | RemoveJob, WriteDone]
         self.writes = ClientQueue(self, "writes", max_jobs, unserved_write)
-        self.status = SharedStatus.create()
+        self.status, self.in_process = SharedStatus.create(), transport.same_process
         self._memories = SharedMemories(transport.same_process)
         self._connection: Connection | None = None
         self.state, self.times_lost, self.page_sizes = State.LOST, 0, tuple[int, ...]()
@@ -102,15 +104,13 @@ class StoreClient:
 
     def share(self, descriptor: int, memory: PageBuffer) -> None:
         """Pages of later jobs lie in `memory`, contiguous uint8, which is a shared mapping of `descriptor` from its
-        beginning and stays until `close`. The descriptor stays the caller's."""
+        beginning and stays until `close`. The descriptor stays the caller's. A thread of this process need not be
+        told."""
+        if self.in_process:
+            return
         self._memories.add(descriptor, memory)
         if self._connection is not None and self.state is not State.LOST:
             self._memories.send(self._connection, self._memories.count)
-
-    @property
-    def in_process(self) -> bool:
-        """Whether a thread of this process serves the store, so that pages may lie anywhere."""
-        return self._transport.same_process
 
     def open(self, tolerates: tuple[type[StoreError], ...] = ()) -> StoreError | None:
         """Start the process and wait until it has opened the store, for `open_s` at most: after that it is used once it
@@ -132,17 +132,13 @@ class StoreClient:
         """What the process counted until its last answer. Does no I/O."""
         return self.status.stats()
 
-    def queue_numbers(self, name: str) -> tuple[float, ...]:
-        """The `QUEUE_NUMBERS` of its reads or writes."""
-        return self.status.queue(name)
-
     @property
     def is_open(self) -> bool:
         """Whether the process takes jobs."""
         return self.state is State.OPEN
 
     def refuses(self, name: str) -> bool:
-        return not self.is_open or self._clock() < self.status.refuses_until_s(name)
+        return not self.is_open or self.clock() < self.status.refuses_until_s(name)
 
     def find(self, keys: Sequence[bytes], wait_s: float, others: Sequence[bytes] = ()) -> FindDone | None:
         """The answer to a `FindJob`. None where the store cannot tell within `wait_s` and the I/O timeout. Until such a
@@ -153,7 +149,7 @@ class StoreClient:
         if self.reads.refuses() or self._lookup is not None:
             return None
         job = self._lookup = FindJob(next(self._lookups), tuple(keys), ReadClass.LOOKUP, tuple(others))
-        self._send(frames.find(job))
+        self._send(frames.of_job(job, NO_PAGES))
         until_s = time.monotonic() + min(wait_s, self._limits.io_timeout_s)
         while self._lookup is job and (left_s := until_s - time.monotonic()) > 0:
             self.wait(left_s)
@@ -163,7 +159,7 @@ class StoreClient:
 
     def used(self, keys: Sequence[bytes]) -> None:
         """A request used these pages, in the order of its prompt, whichever tier served them."""
-        if self._connection is not None and self.is_open and len(self._connection.unsent) < _MAX_UNSENT_BYTES:
+        if keys and self._connection is not None and self.is_open and len(self._connection.unsent) < _MAX_UNSENT_BYTES:
             self._send(frames.frame(Kind.USED, frames.keys_of(keys)))
 
     def poll(self) -> None:
@@ -309,7 +305,7 @@ class StoreClient:
                 self._take(kind, body)
         except ConnectionEnded:
             self._has_ended()
-        except (FrameError, KeyError, ValueError) as error:
+        except (KeyError, ValueError) as error:
             self._lose(f"the store process answers what is no answer: {error!r}")
 
     def _take(self, kind: Kind, body: Body) -> None:
@@ -330,7 +326,7 @@ class StoreClient:
                 return
             if done.ticket < FIND and not is_write:  # of a lookup that was announced as stalled before
                 return
-            if isinstance(done, WriteDone) or (is_write and isinstance(done, Stalled)):
+            if isinstance(done, WriteDone) or (isinstance(done, Stalled) and is_write):
                 self.writes.take(done)
             else:
                 self.reads.take(done)
@@ -368,7 +364,7 @@ class StoreClient:
 
     def _poll_lost(self) -> None:
         if self._connection is not None:
-            self._drain_lost()
+            self._wait_for_its_end(self._connection)
         elif time.monotonic() >= self._retry_at_s and self._transport.has_ended():
             log.debug("the %s tier tries its store process again", self._request.settings.name)
             try:
@@ -377,11 +373,11 @@ class StoreClient:
                 self.state = State.OPENING
                 self._lose(str(error))
 
-    def _drain_lost(self) -> None:
-        """Wait for the end of the connection, without waiting."""
-        assert self._connection is not None
+    def _wait_for_its_end(self, connection: Connection) -> None:
+        """Which answers for all that is under way. Does not block."""
         try:
-            self._connection.drain()  # its end answers for all that is under way
+            while connection.take():
+                continue
         except ConnectionEnded:
             self._has_ended()
         else:
@@ -396,4 +392,4 @@ class StoreClient:
 
     def fileno(self) -> int:
         """Readable when there is something for `poll`; -1 while there is no connection."""
-        return -1 if self._connection is None else self._connection.fileno()
+        return -1 if self._connection is None else self._connection.socket.fileno()

@@ -18,20 +18,20 @@ class ConnectionEnded(Exception):
 
 
 class Connection:
-    """Owned by one thread. Every method but `close` raises `ConnectionEnded`.
+    """Owned by one thread. Every method but `finish` and `close` raises `ConnectionEnded`.
 
-    `unsent`: what the socket did not take yet; each `send` tries again.
+    `unsent`: what the socket did not take yet; each `send` tries again. `frames`: cut out of what was taken.
     """
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
-        self._socket, self._frames, self.unsent = connected, Frames(), bytearray()
+        self.socket, self.frames, self.unsent = connected, Frames(), bytearray()
 
     def send(self, data: bytes = b"") -> None:
         self.unsent += data
         if self.unsent:
             try:
-                sent = self._socket.send(self.unsent)
+                sent = self.socket.send(self.unsent)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -45,47 +45,20 @@ class Connection:
             self._await(select.POLLOUT, _WAIT_S)
             self.send()
         try:
-            sent = socket.send_fds(self._socket, [data], [descriptor])
+            sent = socket.send_fds(self.socket, [data], [descriptor])
         except OSError as error:
             raise ConnectionEnded(str(error)) from error
         self.unsent += data[sent:]
 
     def receive(self) -> Iterator[tuple[Kind, Body]]:
-        """The frames that have come. Raises FrameError too."""
-        while data := self._take():
-            yield from self._frames.feed(data)
+        """All frames that have come. Raises ValueError too."""
+        while data := self.take():
+            yield from self.frames.feed(data)
 
-    def drain(self) -> None:
-        """Take what has come, and forget it."""
-        while self._take():
-            continue
-
-    def wait(self, seconds: float) -> None:
-        """Until something has come, or can be sent. Another thread may use the connection meanwhile."""
-        self._await(select.POLLIN | (select.POLLOUT if self.unsent else 0), seconds)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def finish(self) -> None:
-        """Tell the other end that nothing more comes: it ends the connection when it has done what it has."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _await(self, events: int, seconds: float) -> None:
-        descriptor = self._socket.fileno()
-        if descriptor >= 0:
-            poller = select.poll()  # select() takes no descriptor from 1024 on
-            poller.register(descriptor, events)
-            poller.poll(1e3 * seconds)
-
-    def _take(self) -> bytes:
-        """What has come; b"" where nothing has."""
+    def take(self) -> bytes:
+        """Some of the bytes that have come; b"" where none have."""
         try:
-            data = self._socket.recv(_RECEIVE_BYTES)
+            data = self._read(_RECEIVE_BYTES)
         except BlockingIOError:
             return b""
         except OSError as error:
@@ -93,3 +66,25 @@ class Connection:
         if not data:
             raise ConnectionEnded("the connection is closed")
         return data
+
+    def wait(self, seconds: float) -> None:
+        """Until something has come, or can be sent. Another thread may use the connection meanwhile."""
+        self._await(select.POLLIN | (select.POLLOUT if self.unsent else 0), seconds)
+
+    def finish(self) -> None:
+        """Tell the other end that nothing more comes: it ends the connection when it has done what it has."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _await(self, events: int, seconds: float) -> None:
+        descriptor = self.socket.fileno()
+        if descriptor >= 0:
+            poller = select.poll()  # select() takes no descriptor from 1024 on
+            poller.register(descriptor, events)
+            poller.poll(1e3 * seconds)
+
+    def _read(self, num_bytes: int) -> bytes:
+        return self.socket.recv(num_bytes)

@@ -3,12 +3,16 @@
     frame     length u32 of what follows, kind u8, body; all numbers little-endian
     keys      count u32, count lengths u16, the bytes of all keys
     pages     memory u32, page_bytes u32, count u32, count offsets u64
+    verdicts  count u32, count bytes 0 or 1
+    job       ticket, batch, queue class, deadline, a number; pages; keys
+    outcome   ticket, batch, a flag, a number, seconds; verdicts; keys
 
 Memory is shared: `MEMORY` brings its number and size, and with its first byte the descriptor (SCM_RIGHTS). Memory 0 is
 the address space of the client and its offsets are addresses, for a server in the same process. `OPEN` brings the
 descriptor of the shared numbers (see `status`). Bodies of OPEN, OPENED and FAILED are JSON, for they cross once.
 
-Neither side trusts lengths: what does not parse raises `FrameError`, after which the connection ends.
+Neither side trusts lengths: what does not parse raises `FrameError` or another ValueError, after which the connection
+ends.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ from __future__ import annotations
 import enum
 import itertools
 import json
+import math
 import struct
+import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,12 +33,14 @@ from hicache.storage.process.jobs import (
     FindDone,
     FindJob,
     Job,
+    PageBytes,
     ReadClass,
     ReadDone,
     ReadJob,
     RemoveJob,
     Stalled,
     WriteDone,
+    WriteJob,
 )
 from hicache.storage.slot_file import MAX_KEY_BYTES
 
@@ -42,15 +50,10 @@ OWN_MEMORY = 0  # the number of the address space that client and server share w
 _HEAD = struct.Struct("<IB")
 _COUNT = struct.Struct("<I")
 _PAGES = struct.Struct("<III")
-_FIND = struct.Struct("<qibI")  # ticket, batch, queue class, how many of the keys are a prompt's first
-_READ = struct.Struct("<qibd")  # ticket, batch, queue class, deadline
-_WRITE = struct.Struct("<qi")  # ticket, batch; also of CANCEL
-_REMOVE = struct.Struct("<qiB")  # ticket, batch, whether all pages go
-_FOUND = struct.Struct("<qiIB")  # ticket, batch, pages, answered
-_READ_DONE = struct.Struct("<qiId")  # ticket, batch, asked, seconds
-_WRITTEN = struct.Struct("<qidI")  # ticket, batch, seconds, count of verdicts
-_STALLED = struct.Struct("<qiB")  # ticket, batch, whether it is a write
-_MEMORY = struct.Struct("<IQ")  # number, bytes
+_JOB = struct.Struct("<qibdI")  # the number: how many of a find's keys are a prompt's first; whether all pages go
+_CANCEL = struct.Struct("<qi")
+_OUTCOME = struct.Struct("<qiBId")  # the flag: a find is answered, or what stalls is a write; pages found or asked for
+_MEMORY = struct.Struct("<IQ")
 _ERRORS = {error.__name__: error for error in (StoreLocked, StoreMismatch)}
 
 
@@ -89,6 +92,7 @@ class Pages:
     offsets: array[int]
 
 
+NO_PAGES = Pages(OWN_MEMORY, 0, array("Q"))
 Outcome: TypeAlias = FindDone | ReadDone | WriteDone | Stalled
 
 
@@ -103,40 +107,22 @@ def keys_of(keys: Sequence[bytes]) -> bytes:
     return b"".join((_COUNT.pack(len(keys)), array("H", map(len, keys)).tobytes(), *keys))
 
 
-def pages_of(pages: Pages) -> bytes:
-    return _PAGES.pack(pages.memory, pages.page_bytes, len(pages.offsets)) + pages.offsets.tobytes()
-
-
-def find(job: FindJob) -> bytes:
-    head = _FIND.pack(job.ticket, job.batch, job.queue_class, len(job.keys))
-    return frame(Kind.FIND, head, keys_of((*job.keys, *job.others)))
-
-
-def read(ticket: int, batch: int, queue_class: int, deadline_s: float, keys: Sequence[bytes], pages: Pages) -> bytes:
-    return frame(Kind.READ, _READ.pack(ticket, batch, queue_class, deadline_s), pages_of(pages), keys_of(keys))
-
-
-def write(ticket: int, batch: int, keys: Sequence[bytes], pages: Pages) -> bytes:
-    return frame(Kind.WRITE, _WRITE.pack(ticket, batch), pages_of(pages), keys_of(keys))
-
-
-def remove(job: RemoveJob) -> bytes:
-    return frame(Kind.REMOVE, _REMOVE.pack(job.ticket, job.batch, job.keys is None), keys_of(job.keys or ()))
-
-
 def of_job(job: Job, pages: Pages) -> bytes:
     """`pages`: where those of the job lie."""
+    kind, keys, deadline_s, number = Kind.WRITE, job.keys or (), math.inf, 0
     if isinstance(job, FindJob):
-        return find(job)
-    if isinstance(job, RemoveJob):
-        return remove(job)
-    if isinstance(job, ReadJob):
-        return read(job.ticket, job.batch, job.queue_class, job.deadline_s, job.keys, pages)
-    return write(job.ticket, job.batch, job.keys, pages)
+        kind, keys, number = Kind.FIND, (*job.keys, *job.others), len(job.keys)
+    elif isinstance(job, ReadJob):
+        kind, deadline_s = Kind.READ, job.deadline_s
+    elif isinstance(job, RemoveJob):
+        kind, number = Kind.REMOVE, job.keys is None
+    head = _JOB.pack(job.ticket, job.batch, job.queue_class, deadline_s, number)
+    places = _PAGES.pack(pages.memory, pages.page_bytes, len(pages.offsets)) + pages.offsets.tobytes()
+    return frame(kind, head, places, keys_of(keys))
 
 
 def cancel(ticket: int, batch: int) -> bytes:
-    return frame(Kind.CANCEL, _WRITE.pack(ticket, batch))
+    return frame(Kind.CANCEL, _CANCEL.pack(ticket, batch))
 
 
 def memory(number: int, num_bytes: int) -> bytes:
@@ -150,15 +136,17 @@ def failed(error: Exception) -> bytes:
 
 
 def outcome(done: Outcome, *, is_write: bool) -> bytes:
-    if isinstance(done, Stalled):
-        return frame(Kind.STALLED, _STALLED.pack(done.ticket, done.batch, is_write))
+    flag, number, seconds, ok, removed = is_write, 0, 0.0, tuple[bool, ...](), tuple[bytes, ...]()
     if isinstance(done, FindDone):
-        head = _FOUND.pack(done.ticket, done.batch, done.num_pages, done.answered)
-        return frame(Kind.FOUND, head, bytes(done.others))
-    if isinstance(done, ReadDone):
-        return frame(Kind.READ_DONE, _READ_DONE.pack(done.ticket, done.batch, done.asked, done.seconds), bytes(done.ok))
-    head = _WRITTEN.pack(done.ticket, done.batch, done.seconds, len(done.ok))
-    return frame(Kind.WRITTEN, head, bytes(done.ok), keys_of(done.removed))
+        kind, flag, number, ok = Kind.FOUND, done.answered, done.num_pages, done.others
+    elif isinstance(done, ReadDone):
+        kind, number, seconds, ok = Kind.READ_DONE, done.asked, done.seconds, done.ok
+    elif isinstance(done, WriteDone):
+        kind, seconds, ok, removed = Kind.WRITTEN, done.seconds, done.ok, done.removed
+    else:
+        kind = Kind.STALLED
+    head = _OUTCOME.pack(done.ticket, done.batch, flag, number, seconds)
+    return frame(kind, head, _COUNT.pack(len(ok)), bytes(ok), keys_of(removed))
 
 
 class Body:
@@ -172,7 +160,7 @@ class Body:
 
     def take(self, num_bytes: int) -> bytes:
         start, self._at = self._at, self._at + num_bytes
-        if num_bytes < 0 or self._at > len(self._data):
+        if self._at > len(self._data):
             raise FrameError(f"a frame of {len(self._data)} bytes ends before byte {self._at}")
         return self._data[start : self._at]
 
@@ -188,34 +176,28 @@ class Body:
         ends = itertools.accumulate(lengths)
         return tuple(joined[end - length : end] for end, length in zip(ends, lengths, strict=True))
 
-    def pages(self) -> Pages:
-        number, page_bytes, count = self.fields(_PAGES)
-        return Pages(number, page_bytes, array("Q", self.take(8 * count)))
-
-    def find(self) -> FindJob:
-        ticket, batch, queue_class, num_first = self.fields(_FIND)
-        keys = self.keys()
-        return FindJob(ticket, keys[:num_first], _class(queue_class), keys[num_first:], batch)
-
-    def read(self) -> tuple[int, int, ReadClass, float, Pages, tuple[bytes, ...]]:
-        """Ticket, batch, queue class, deadline, pages, keys."""
-        ticket, batch, queue_class, deadline_s = self.fields(_READ)
-        return ticket, batch, _class(queue_class), deadline_s, self.pages(), self.keys()
-
-    def write(self) -> tuple[int, int, Pages, tuple[bytes, ...]]:
-        ticket, batch = self.fields(_WRITE)
-        return ticket, batch, self.pages(), self.keys()
-
-    def remove(self) -> RemoveJob:
-        ticket, batch, all_pages = self.fields(_REMOVE)
-        keys = self.keys()
-        return RemoveJob(ticket, None if all_pages else keys, batch)
+    def job(self, kind: Kind, pages_at: Callable[[Pages], tuple[PageBytes, ...]]) -> Job:
+        """`pages_at`: the pages of a read or a write."""
+        ticket, batch, queue_class, deadline_s, number = self.fields(_JOB)
+        memory, page_bytes, count = self.fields(_PAGES)
+        places, keys = Pages(memory, page_bytes, array("Q", self.take(8 * count))), self.keys()
+        if kind is Kind.FIND:
+            return FindJob(ticket, keys[:number], ReadClass(queue_class), keys[number:], batch)
+        if kind is Kind.REMOVE:
+            return RemoveJob(ticket, None if number else keys, batch)
+        if count != len(keys):
+            raise FrameError(f"{count} pages for {len(keys)} keys")
+        pages = pages_at(places)
+        if kind is Kind.WRITE:
+            return WriteJob(ticket, keys, pages, batch)
+        return ReadJob(ticket, batch, keys, pages, threading.Event(), deadline_s, ReadClass(queue_class))
 
     def cancel(self) -> tuple[int, int]:
-        ticket, batch = self.fields(_WRITE)
+        ticket, batch = self.fields(_CANCEL)
         return ticket, batch
 
     def memory(self) -> tuple[int, int]:
+        """Its number, and its size in bytes."""
         number, num_bytes = self.fields(_MEMORY)
         return number, num_bytes
 
@@ -228,20 +210,18 @@ class Body:
 
     def outcome(self, kind: Kind) -> tuple[Outcome, bool]:
         """What a job came to, and whether it was a write."""
-        if kind is Kind.STALLED:
-            ticket, batch, is_write = self.fields(_STALLED)
-            return Stalled(ticket, batch), bool(is_write)
+        ticket, batch, flag, number, seconds = self.fields(_OUTCOME)
+        (count,) = self.fields(_COUNT)
+        ok, removed = tuple(map(bool, self.take(count))), self.keys()
         if kind is Kind.FOUND:
-            ticket, batch, num_pages, answered = self.fields(_FOUND)
-            return FindDone(ticket, num_pages, bool(answered), tuple(map(bool, self.rest())), batch), False
+            return FindDone(ticket, number, bool(flag), ok, batch), False
         if kind is Kind.READ_DONE:
-            ticket, batch, asked, seconds = self.fields(_READ_DONE)
-            return ReadDone(ticket, batch, tuple(map(bool, self.rest())), asked, seconds), False
-        if kind is not Kind.WRITTEN:
-            raise FrameError(f"a frame of kind {kind} brings no outcome")
-        ticket, batch, seconds, count = self.fields(_WRITTEN)
-        ok = tuple(map(bool, self.take(count)))
-        return WriteDone(ticket, ok, batch, seconds, self.keys()), True
+            return ReadDone(ticket, batch, ok, number, seconds), False
+        if kind is Kind.WRITTEN:
+            return WriteDone(ticket, ok, batch, seconds, removed), True
+        if kind is Kind.STALLED:
+            return Stalled(ticket, batch), bool(flag)
+        raise FrameError(f"a frame of kind {kind} brings no outcome")
 
 
 class Frames:
@@ -264,20 +244,6 @@ class Frames:
                     break
                 body = bytes(self._buffer[at + _HEAD.size : end])
                 at = end
-                yield _kind(kind), Body(body)
+                yield Kind(kind), Body(body)
         finally:
             del self._buffer[:at]
-
-
-def _kind(number: int) -> Kind:
-    try:
-        return Kind(number)
-    except ValueError:
-        raise FrameError(f"a frame of unknown kind {number}") from None
-
-
-def _class(number: int) -> ReadClass:
-    try:
-        return ReadClass(number)
-    except ValueError:
-        raise FrameError(f"a job of unknown class {number}") from None

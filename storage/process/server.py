@@ -1,6 +1,6 @@
 """The loop of a store process: clients on sockets, their jobs to the threads of stores, outcomes back.
 
-One thread runs the loop and owns every connection. The threads of a store hand outcomes to `_Connection.post` and wake
+One thread runs the loop and owns every connection. The threads of a store hand outcomes to `_Client.post` and wake
 it. Opening and closing a store may take long, so each has a thread of its own. The loop sleeps as long as nothing is
 under way; else it looks for stalled threads every `LOOK_S` seconds, and tells clients that it is alive.
 
@@ -16,20 +16,19 @@ import logging
 import os
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
-
-import numpy as np
+from typing import Protocol, TypeVar
 
 from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.process import frames
-from hicache.storage.process.frames import OWN_MEMORY, Body, FrameError, Frames, Kind, Outcome, Pages
-from hicache.storage.process.io_queue import IoQueue
-from hicache.storage.process.jobs import Job, PageBytes, ReadJob, Stalled, WriteJob
+from hicache.storage.process.connection import Connection, ConnectionEnded
+from hicache.storage.process.frames import OWN_MEMORY, Body, FrameError, Kind, Outcome, Pages
+from hicache.storage.process.jobs import FindJob, Job, PageBytes, ReadJob, Stalled
 from hicache.storage.process.service import StoreService
 from hicache.storage.process.shared_memory import mapped, page_at
 from hicache.storage.process.status import SharedStatus
@@ -37,8 +36,9 @@ from hicache.storage.process.status import SharedStatus
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-J = TypeVar("J", bound=Job)
-_RECEIVE_BYTES, _MAX_DESCRIPTORS = 1 << 18, 16
+T = TypeVar("T")
+_MAX_DESCRIPTORS = 16  # of one call
+_CREDENTIALS = struct.Struct("iII")  # process, user, group
 
 
 class Stores(Protocol):
@@ -61,7 +61,7 @@ class Server:
         self.stores, self.same_process = stores, same_process
         self.selector = selectors.DefaultSelector()
         self._listener = listener
-        self._connections: set[_Connection] = set()
+        self._clients: set[_Client] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._woken, self._wakes = socket.socketpair()
         self._woken.setblocking(False)
@@ -74,7 +74,7 @@ class Server:
 
     def add(self, connected: socket.socket) -> None:
         """Before `run`, or on its thread."""
-        self._connections.add(_Connection(self, connected))
+        self._clients.add(_Client(self, connected))
 
     def call(self, do: Callable[[], None]) -> None:
         """Have the loop call `do`. Any thread."""
@@ -90,8 +90,8 @@ class Server:
 
     def run(self) -> None:
         last_look_s = time.monotonic()
-        while not self._stopped and (self._listener is not None or self._connections):
-            is_busy = any(connection.is_busy for connection in self._connections)
+        while not self._stopped and (self._listener is not None or self._clients):
+            is_busy = any(client.is_busy for client in self._clients)
             for key, events in self.selector.select(LOOK_S if is_busy else None):
                 key.data(events)
             self._is_awake = False
@@ -100,19 +100,19 @@ class Server:
             if is_busy and time.monotonic() - last_look_s >= LOOK_S:
                 last_look_s = time.monotonic()
                 self.look()
-        for connection in list(self._connections):
-            connection.end("the process ends")
+        for client in list(self._clients):
+            client.end("the process ends")
         for part in (self._woken, self._wakes, self._listener, self.selector):
             if part is not None:
                 part.close()
 
     def look(self) -> None:
         """Announce stalled threads, and tell clients that the loop is alive. On the loop's thread."""
-        for connection in list(self._connections):
-            connection.look()
+        for client in list(self._clients):
+            client.look()
 
-    def forget(self, connection: _Connection) -> None:
-        self._connections.discard(connection)
+    def forget(self, client: _Client) -> None:
+        self._clients.discard(client)
 
     def _stop(self) -> None:
         self._stopped = True
@@ -128,7 +128,7 @@ class Server:
         except OSError as error:  # it is gone again, or descriptors have run out
             log.warning("a client could not be accepted: %s", error)
             return
-        uid = peer_of(connected)[1]
+        uid = user_of(connected)
         if uid != os.getuid():
             log.warning("a client of user %d is refused: this store serves user %d alone", uid, os.getuid())
             connected.close()
@@ -136,19 +136,19 @@ class Server:
         self.add(connected)
 
 
-class _Connection:
+class _Client(Connection):
     """One client. On the loop's thread, but for `post`."""
 
     def __init__(self, server: Server, connected: socket.socket) -> None:
-        self._server, self._socket = server, connected
-        connected.setblocking(False)
-        self._frames, self._descriptors = Frames(), deque[int]()
+        super().__init__(connected)
+        self._server = server
+        self._descriptors = deque[int]()  # that came and nobody has taken
         self._memories: dict[int, PageBuffer] = {}
         self._status: SharedStatus | None = None
         self._service: StoreService | None = None
         self._cancels: dict[tuple[int, int], threading.Event] = {}
         self._outcomes: deque[tuple[Outcome, bool]] = deque()
-        self._unsent, self._waits_to_send = bytearray(), False
+        self._waits_to_send = False
         self._num_jobs = 0  # not answered yet
         self._ended = self._is_opening = False
         server.selector.register(connected, selectors.EVENT_READ, self._on_ready)
@@ -166,7 +166,7 @@ class _Connection:
         if self._service is not None:
             self._service.look()
             self._deliver()
-        self._send(frames.frame(Kind.ALIVE))
+        self._tell(frames.frame(Kind.ALIVE))
 
     def end(self, why: str) -> None:
         """Listen to the client no more: its reads end, its writes are still done."""
@@ -176,7 +176,7 @@ class _Connection:
         log.debug("a client leaves: %s", why)
         for cancelled in self._cancels.values():
             cancelled.set()
-        self._server.selector.unregister(self._socket)
+        self._server.selector.unregister(self.socket)
         for descriptor in self._descriptors:
             os.close(descriptor)
         if self._service is not None:
@@ -187,7 +187,7 @@ class _Connection:
         """Close the connection once no thread uses the client's memory: that is what its end tells the client. What is
         being opened has to be closed by this loop."""
         if self._ended and not self._num_jobs:
-            self._socket.close()
+            self.close()
             if not self._is_opening:
                 self._server.forget(self)
 
@@ -201,26 +201,24 @@ class _Connection:
 
     def _on_ready(self, events: int) -> None:
         if events & selectors.EVENT_WRITE:
-            self._send(b"")
+            self._tell(b"")
         if not events & selectors.EVENT_READ or self._ended:
             return
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _RECEIVE_BYTES, _MAX_DESCRIPTORS)
-            self._descriptors += descriptors
-            if not data:
-                self.end("it closed the connection")
-                return
-            for kind, body in self._frames.feed(data):
-                self._take(kind, body)
-        except BlockingIOError:
-            return
-        except ConnectionResetError:
-            self.end("it ended")
-        except (FrameError, OSError, StoreError, ValueError, KeyError, IndexError) as error:
+            for kind, body in self.frames.feed(self.take()):
+                self._hear(kind, body)
+        except ConnectionEnded as ended:
+            self.end(str(ended))
+        except (OSError, StoreError, ValueError, KeyError, IndexError) as error:
             log.warning("a client of the store process is left: %s", error)
             self.end(str(error))
 
-    def _take(self, kind: Kind, body: Body) -> None:
+    def _read(self, num_bytes: int) -> bytes:
+        data, descriptors, _, _ = socket.recv_fds(self.socket, num_bytes, _MAX_DESCRIPTORS)
+        self._descriptors += descriptors
+        return data
+
+    def _hear(self, kind: Kind, body: Body) -> None:
         if kind is Kind.MEMORY:
             number, num_bytes = body.memory()
             self._memories[number] = mapped(self._descriptors.popleft(), num_bytes)
@@ -228,23 +226,14 @@ class _Connection:
                 self._register(self._service, self._memories[number])
         elif kind is Kind.OPEN:
             self._open(json.loads(body.rest()))
+        elif self._service is None:
+            raise FrameError("a job for a store that is not open")
         else:
-            self._take_job(kind, body, self._require_service())
+            self._ask(kind, body, self._service)
 
-    def _take_job(self, kind: Kind, body: Body, service: StoreService) -> None:
-        if kind is Kind.FIND:
-            self._submit(service.reads, body.find())
-        elif kind is Kind.READ:
-            ticket, batch, queue_class, deadline_s, pages, keys = body.read()
-            cancelled, job_pages = threading.Event(), self._pages(pages, keys, service)
-            self._cancels[ticket, batch] = cancelled
-            job = ReadJob(ticket, batch, keys, job_pages, cancelled, deadline_s, queue_class)
-            self._submit(service.reads, job)
-        elif kind is Kind.WRITE:
-            ticket, batch, pages, keys = body.write()
-            self._submit(service.writes, WriteJob(ticket, keys, self._pages(pages, keys, service), batch))
-        elif kind is Kind.REMOVE:
-            self._submit(service.writes, body.remove())
+    def _ask(self, kind: Kind, body: Body, service: StoreService) -> None:
+        if kind in (Kind.FIND, Kind.READ, Kind.WRITE, Kind.REMOVE):
+            self._submit(body.job(kind, partial(self._pages, service)), service)
         elif kind is Kind.USED:
             service.used(body.keys())
             self._note_status(service)
@@ -253,29 +242,28 @@ class _Connection:
                 wanted.set()
         elif kind is Kind.CLOSE:
             self._service = None
-            self._aside("close", partial(self._close, service))
+            self._aside("close", partial(self._attempt, partial(self._server.stores.release, service), self._closed))
         else:
             raise FrameError(f"a client does not send {kind.name}")
 
-    def _submit(self, queue: IoQueue[J, Any], job: J) -> None:
+    def _submit(self, job: Job, service: StoreService) -> None:
         self._num_jobs += 1
-        queue.submit(job, partial(self.post, queue.name == "writes"))
+        if isinstance(job, FindJob | ReadJob):
+            if isinstance(job, ReadJob):
+                self._cancels[job.ticket, job.batch] = job.cancelled
+            service.reads.submit(job, partial(self.post, False))
+        else:
+            service.writes.submit(job, partial(self.post, True))
 
-    def _require_service(self) -> StoreService:
-        if self._service is None:
-            raise FrameError("a job for a store that is not open")
-        return self._service
-
-    def _pages(self, pages: Pages, keys: Sequence[bytes], service: StoreService) -> tuple[PageBytes, ...]:
-        if len(pages.offsets) != len(keys):
-            raise FrameError(f"{len(pages.offsets)} pages for {len(keys)} keys")
-        if service.store.page_sizes and keys and pages.page_bytes not in service.store.page_sizes:
-            raise FrameError(f"pages of {pages.page_bytes} bytes in a store of {service.store.page_sizes}")
+    def _pages(self, service: StoreService, pages: Pages) -> tuple[PageBytes, ...]:
+        num_bytes, sizes = pages.page_bytes, service.store.page_sizes
+        if sizes and pages.offsets and num_bytes not in sizes:
+            raise FrameError(f"pages of {num_bytes} bytes in a store of {sizes}")
         if pages.memory == OWN_MEMORY:
             if not self._server.same_process:
                 raise FrameError("pages by address, from another process")
-            return tuple(page_at(address, pages.page_bytes) for address in pages.offsets)
-        memory, num_bytes = self._memories[pages.memory], pages.page_bytes
+            return tuple(page_at(address, num_bytes) for address in pages.offsets)
+        memory = self._memories[pages.memory]
         if any(offset + num_bytes > len(memory) for offset in pages.offsets):
             raise FrameError(f"a page ends behind its memory of {len(memory)} bytes")
         return tuple(memory[offset : offset + num_bytes] for offset in pages.offsets)
@@ -290,21 +278,21 @@ class _Connection:
         self._status = SharedStatus(self._descriptors.popleft())
         self._status.close()
         self._is_opening = True
-        self._aside("open", partial(self._acquire, request))
+        self._aside("open", partial(self._attempt, partial(self._server.stores.acquire, request), self._opened))
 
     def _aside(self, what: str, do: Callable[[], None]) -> None:
         """A process ends after such a thread, so a store that its engine closed is closed whatever becomes of the
         engine. In a thread of an engine it is a daemon, as that thread is."""
         threading.Thread(target=do, name=f"hicache-store-{what}").start()
 
-    def _acquire(self, request: dict[str, object]) -> None:
+    def _attempt(self, do: Callable[[], T], then: Callable[[T], None]) -> None:
         try:
-            service = self._server.stores.acquire(request)
+            result = do()
         except Exception as error:  # which the client raises
-            log.debug("a store cannot be opened", exc_info=True)
+            log.debug("a store cannot be opened or closed", exc_info=True)
             self._server.call(partial(self._fail, error))
         else:
-            self._server.call(partial(self._opened, service))
+            self._server.call(partial(then, result))
 
     def _opened(self, service: StoreService) -> None:
         self._is_opening = False
@@ -316,7 +304,7 @@ class _Connection:
         for memory in self._memories.values():
             self._register(service, memory)
         self._note_status(service)
-        self._send(frames.frame(Kind.OPENED, json.dumps({"page_sizes": service.store.page_sizes}).encode()))
+        self._tell(frames.frame(Kind.OPENED, json.dumps({"page_sizes": service.store.page_sizes}).encode()))
 
     @staticmethod
     def _register(service: StoreService, memory: PageBuffer) -> None:
@@ -326,23 +314,14 @@ class _Connection:
         except StoreError as error:
             log.warning("the store takes no shared memory, and will copy: %s", error)
 
-    def _close(self, service: StoreService) -> None:
-        try:
-            self._server.stores.release(service)
-        except Exception as error:  # which the client raises
-            log.debug("a store cannot be closed", exc_info=True)
-            self._server.call(partial(self._fail, error))
-        else:
-            self._server.call(self._closed)
-
-    def _closed(self) -> None:
+    def _closed(self, _: None) -> None:
         self._deliver()
-        self._send(frames.frame(Kind.CLOSED))
+        self._tell(frames.frame(Kind.CLOSED))
         self.end("its store is closed")
 
     def _fail(self, error: Exception) -> None:
         self._is_opening = False
-        self._send(frames.failed(error))
+        self._tell(frames.failed(error))
         self.end("its store is not open")
         self._leave()
 
@@ -358,33 +337,28 @@ class _Connection:
                 self._num_jobs -= 1
                 self._cancels.pop((done.ticket, done.batch), None)
             found.append(frames.outcome(done, is_write=is_write))
-        self._send(b"".join(found))
+        self._tell(b"".join(found))
         self._leave()
 
     def _note_status(self, service: StoreService) -> None:
         assert self._status is not None
         self._status.write(service.store.stats(), service.failed_touches, service.numbers())
 
-    def _send(self, data: bytes) -> None:
+    def _tell(self, data: bytes) -> None:
         if self._ended:
             return
-        self._unsent += data
         try:
-            sent = self._socket.send(self._unsent) if self._unsent else 0
-        except BlockingIOError:
-            sent = 0
-        except OSError as error:
-            self.end(str(error))
+            self.send(data)
+        except ConnectionEnded as ended:
+            self.end(str(ended))
             return
-        del self._unsent[:sent]
-        if self._waits_to_send != bool(self._unsent):
-            self._waits_to_send = bool(self._unsent)
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
-            self._server.selector.modify(self._socket, wanted, self._on_ready)
+        if self._waits_to_send != bool(self.unsent):
+            self._waits_to_send = bool(self.unsent)
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
+            self._server.selector.modify(self.socket, wanted, self._on_ready)
 
 
-def peer_of(connected: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end of a Unix socket; process 0 where it is not in a namespace seen here."""
-    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid, uid, _ = np.frombuffer(raw, dtype=np.int32).tolist()
-    return pid, uid
+def user_of(connected: socket.socket) -> int:
+    """The user at the other end of a Unix socket."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])

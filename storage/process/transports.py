@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hicache.storage.base import StoreError
-from hicache.storage.process.server import Server, Stores, peer_of
+from hicache.storage.process.server import Server, Stores, user_of
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class ServedSocket(Transport):
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connected.connect(str(self._path))
-            uid = peer_of(connected)[1]
+            uid = user_of(connected)
         except OSError as error:
             connected.close()
             command = f"hicache store serve URL --socket {self._path}"

@@ -42,7 +42,7 @@ class Listening(EngineFuzz):
         super().settle()
         disk = self.engine.inspect.context.disk
         assert disk is not None
-        eventually(lambda: disk.client.poll() or not (disk.reads.under_way or disk.writes.under_way))
+        eventually(lambda: disk.poll() or not (disk.reads.under_way or disk.writes.under_way))
         self.engine.flush()
         _wait_until_written(self.engine)
         self.index = BlockIndex()

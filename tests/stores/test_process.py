@@ -23,7 +23,7 @@ import hicache.storage.process.stores
 from disk_case import PATIENCE_S, Gate, TroubledStore, pages
 from hicache.storage import LmdbPageStore, PageFormat, StoreCorrupt, StoreError, StoreLocked, open_existing, open_store
 from hicache.storage.process import frames
-from hicache.storage.process.frames import _COUNT, Kind, Pages
+from hicache.storage.process.frames import _COUNT, NO_PAGES, Kind, Pages
 from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import FindJob, ReadDone, ReadJob, Stalled, WriteDone, WriteJob
 from hicache.storage.process.service import ServiceSettings
@@ -101,7 +101,7 @@ class Case:
         return done.ok
 
     def until_open(self) -> None:
-        eventually(lambda: self.tier.reads.poll() or self.tier.client.is_open, lambda: self.tier.client.state)
+        eventually(lambda: self.tier.reads.poll() or self.tier.is_open, lambda: self.tier.state)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_bytes_come_back(case: Case, tmp_path: Path) -> None:
     """Pages in shared memory go down and come back, what is absent is a miss, lookups wait for their answer, and stats
     are those of the store; after a close the store is whole."""
     keys, data = pages(1, 8)
-    assert case.tier.client.pid != os.getpid() and case.tier.client.page_sizes == (PAGE_BYTES,)
+    assert case.tier.pid != os.getpid() and case.tier.page_sizes == (PAGE_BYTES,)
     assert case.stored(keys, data) == (True,) * 8
     assert case.found(keys, data) == (True,) * 8
     assert case.found((keys[0], b"absent"), (data[0], data[0])) == (True, False)
@@ -186,16 +186,16 @@ def test_a_process_that_dies_is_started_again(case: Case) -> None:
     keys, data = pages(1, 8)
     assert case.stored(keys[:4], data[:4]) == (True,) * 4
     for turn in range(3):
-        pid = case.tier.client.pid
+        pid = case.tier.pid
         os.kill(pid, signal.SIGSTOP)
         case.write(keys[4:], data[4:])
         case.read(keys[:4])
         os.kill(pid, signal.SIGKILL)
         assert case.answer(case.tier.writes.poll).ok == (False,) * 4  # type: ignore[attr-defined]
         assert case.answer(case.tier.reads.poll).ok == (False,) * 4  # type: ignore[attr-defined]
-        assert case.tier.find(keys, 60) is None or case.tier.client.is_open
+        assert case.tier.find(keys, 60) is None or case.tier.is_open
         case.until_open()
-        assert case.tier.client.pid != pid and case.tier.client.times_lost == turn + 1
+        assert case.tier.pid != pid and case.tier.times_lost == turn + 1
         assert case.found(keys[:4], data[:4]) == (True,) * 4
     assert case.stored(keys[4:], data[4:]) == (True,) * 4 and case.found(keys, data) == (True,) * 8
 
@@ -207,7 +207,7 @@ def test_a_process_that_stands_still_is_left(tmp_path: Path) -> None:
     with contextlib.closing(Case(at(tmp_path / "s"), limits)) as case:
         keys, data = pages(1, 4)
         assert case.stored(keys, data) == (True,) * 4
-        os.kill(case.tier.client.pid, signal.SIGSTOP)
+        os.kill(case.tier.pid, signal.SIGSTOP)
         read = case.read(keys)
         found: list = []
         eventually(lambda: found.extend(case.tier.reads.poll()) or len(found) == 2, lambda: found)
@@ -218,16 +218,16 @@ def test_a_process_that_stands_still_is_left(tmp_path: Path) -> None:
 
 def test_a_process_that_dies_idle_is_started_again(case: Case) -> None:
     """The client of an idle engine, which asks nothing, notices and is ready for the next request."""
-    pid = case.tier.client.pid
+    pid = case.tier.pid
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: any(case.tier.reads.poll() or case.tier.client.pid != pid for _ in range(256)))
+    eventually(lambda: any(case.tier.reads.poll() or case.tier.pid != pid for _ in range(256)))
     case.until_open()
-    assert case.tier.client.times_lost == 1 and case.stored(*pages(1, 2)) == (True, True)
+    assert case.tier.times_lost == 1 and case.stored(*pages(1, 2)) == (True, True)
 
 
 def test_a_process_that_stands_still_while_it_opens_is_left(case: Case) -> None:
     """It is ended and another one is started, as one that stands still with jobs under way."""
-    client, first = case.tier.client, case.tier.client.pid
+    client, first = case.tier, case.tier.pid
     os.kill(first, signal.SIGKILL)
     eventually(lambda: client.find((b"key",), 0.01) is None and client.pid != first)
     os.kill(second := client.pid, signal.SIGSTOP)
@@ -263,7 +263,7 @@ def test_a_store_that_does_not_open_holds_nobody_up(
         if not closes:
             gate.open()
             eventually(lambda: tier.find([b"key"], 60))
-            assert tier.client.times_lost == 0
+            assert tier.times_lost == 0
     gate.open()
     eventually(opened.is_set)
     eventually(lambda: _is_free(tmp_path / "s"))
@@ -306,9 +306,9 @@ def test_a_client_that_did_not_look_for_long_loses_nothing(case: Case) -> None:
     assert case.stored(keys, data) == (True,) * 4
     for _ in range(20):
         case.read(keys)
-        case.tier.client._silence.heard_s -= 3600
+        case.tier._silence.heard_s -= 3600
         assert case.answer(case.tier.reads.poll).ok == (True,) * 4  # type: ignore[attr-defined]
-    assert case.tier.client.times_lost == 0
+    assert case.tier.times_lost == 0
 
 
 def test_answers_that_are_none_end_the_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,13 +321,13 @@ def test_answers_that_are_none_end_the_process(case: Case, monkeypatch: pytest.M
         frames.outcome(WriteDone(99, (True,)), is_write=True),
     ]
     for turn, wrong in enumerate(garbage, 1):
-        connection = case.tier.client._connection
+        connection = case.tier._connection
         assert connection is not None
         with monkeypatch.context() as patch:
-            patch.setattr(connection, "_take", iter([wrong]).__next__)
+            patch.setattr(connection, "take", iter([wrong]).__next__)
             read = case.read(keys)
-            eventually(lambda: case.tier.reads.poll() or not case.tier.client.is_open)
-        assert not read.cancelled.is_set() and case.tier.client.times_lost == turn
+            eventually(lambda: case.tier.reads.poll() or not case.tier.is_open)
+        assert not read.cancelled.is_set() and case.tier.times_lost == turn
         eventually(lambda: case.tier.reads.poll() or not case.tier.reads.under_way)
         case.until_open()
         assert case.found(keys, data) == (True, True)
@@ -340,7 +340,7 @@ from test_process import Case, pages
 case = Case(sys.argv[1])
 for seed in range(60):
     case.write(pages(seed, 32)[0], pages(0, 32)[1])
-print(case.tier.client.pid, flush=True)
+print(case.tier.pid, flush=True)
 if sys.argv[3] == "leaves":
     assert not case.tier.close(0.0)
     os._exit(0)
@@ -374,7 +374,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Program, str]]:
     path = tmp_path / "run" / "hicache.sock"
     code = "import sys; from hicache.cli import main; sys.exit(main(sys.argv[1:]))"
     with Program(code, "store", "serve", at(tmp_path / "root"), "--socket", path) as program:
-        eventually(path.exists)
+        eventually(lambda: _is_served(path))
         yield program, f"unix:{path}"
         program.send_signal(signal.SIGTERM)
         program.communicate()
@@ -463,7 +463,7 @@ def test_a_client_that_sends_nonsense_is_left(served: tuple[Program, str]) -> No
             b"\0" * 64,
             b"\xff" * 64,
             frames.frame(Kind.CLOSE),
-            frames.find(FindJob(1, keys)),
+            frames.of_job(FindJob(1, keys), NO_PAGES),
             frames.frame(Kind.OPEN, wrong),
             frames.frame(Kind.OPEN, pack),  # without the descriptor of its status
             frames.frame(Kind.OPEN, b"[]"),
@@ -485,19 +485,23 @@ def test_a_client_that_asks_wrongly_is_left_alone(served: tuple[Program, str]) -
     """Jobs that are none end the connection that brought them; the store serves the others, and its breakers are as
     they were."""
     keys, data = pages(1, 2)
-    somewhere, one = Pages(1, PAGE_BYTES, array("Q", [0])), _COUNT.pack(1) + array("H", [0]).tobytes()
+
+    def write(keys: tuple[bytes, ...], memory: int = 1, page_bytes: int = PAGE_BYTES, offset: int = 0) -> bytes:
+        return frames.of_job(WriteJob(7, keys, ()), Pages(memory, page_bytes, array("Q", [offset])))
+
+    no_key = _COUNT.pack(1) + array("H", [0]).tobytes()
     wrong = [
-        frames.write(7, 0, (b"k",), Pages(99, PAGE_BYTES, array("Q", [0]))),
-        frames.write(7, 0, (b"k",), Pages(1, PAGE_BYTES, array("Q", [NUM_PAGES * PAGE_BYTES]))),
-        frames.write(7, 0, (b"k",), Pages(1, 100, array("Q", [0]))),
-        frames.write(7, 0, (b"k", b"l"), somewhere),
-        frames.frame(Kind.FIND, frames.find(FindJob(7, ()))[5:-4], one),
+        write((b"k",), memory=99),
+        write((b"k",), offset=NUM_PAGES * PAGE_BYTES),
+        write((b"k",), page_bytes=100),
+        write((b"k", b"l")),
+        frames.frame(Kind.FIND, frames.of_job(FindJob(7, ()), NO_PAGES)[5:-4], no_key),
         frames.frame(Kind.REMOVE, b"short"),
     ]
     with contextlib.closing(Case(served[1])) as good, contextlib.closing(Case(served[1])) as bad:
         for times, frame in enumerate(wrong, 1):
-            bad.tier.client._send(frame)
-            eventually(lambda times=times: bad.tier.find(keys, 0.01) is None and bad.tier.client.times_lost == times)
+            bad.tier._send(frame)
+            eventually(lambda times=times: bad.tier.find(keys, 0.01) is None and bad.tier.times_lost == times)
             bad.until_open()
             assert good.stored(keys, data) == (True, True) and good.found(keys, data) == (True, True)
         assert good.tier.is_healthy
@@ -517,13 +521,18 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         assert case.found(keys, data) == (n > 0,) * 4 or n == 0
         assert case.stored(keys, data) == (True,) * 4
         if n == 1:
-            os.kill(case.tier.client.pid, signal.SIGKILL)
+            os.kill(case.tier.pid, signal.SIGKILL)
             assert case.found(keys, data) == (False,) * 4
             case.until_open()
         case.close()
         del case
     gc.collect()
     assert held() == before
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return not probe.connect_ex(str(path))
 
 
 def _is_free(folder: Path) -> bool:

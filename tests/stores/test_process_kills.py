@@ -45,7 +45,7 @@ def test_killed_processes_lose_nothing_that_was_acknowledged(kills: int, tmp_pat
     with engine_at(tmp_path / "s") as engine:
         context = engine.inspect.context
         assert context.disk is not None
-        client = context.disk.client
+        client = context.disk
         for turn in range(kills):
             for step in range(int(rng.integers(1, 5))):
                 tokens = tokens_of(int(rng.integers(NUM_PROMPTS)))
@@ -85,7 +85,7 @@ def test_a_process_that_stands_still_holds_up_no_flush(tmp_path: Path) -> None:
     """With an I/O timeout shorter than a process may say nothing, what is under way is given up before flush is."""
     with engine_at(tmp_path / "s", disk_io_timeout_s=0.5) as engine:
         assert engine.inspect.context.disk is not None
-        client = engine.inspect.context.disk.client
+        client = engine.inspect.context.disk
         for number in range(4):
             eventually(lambda number=number: _is_served(engine, str(number), tokens_of(number)))
             if number == 2:

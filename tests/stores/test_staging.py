@@ -159,9 +159,9 @@ def test_a_process_that_is_killed_is_a_miss_and_is_started_again(tmp_path: Path)
     for thread in threads:
         thread.start()
     for times in range(3):
-        eventually(lambda: inner.client.is_open and len(read(tier, KEYS)) == NUM_PAGES)
-        os.kill(inner.client.pid, signal.SIGKILL)
-        eventually(lambda times=times: read(tier, KEYS) is not None and inner.client.times_lost > times)
+        eventually(lambda: inner.is_open and len(read(tier, KEYS)) == NUM_PAGES)
+        os.kill(inner.pid, signal.SIGKILL)
+        eventually(lambda times=times: read(tier, KEYS) is not None and inner.times_lost > times)
     is_over.set()
     for thread in threads:
         thread.join(BOUND_S)

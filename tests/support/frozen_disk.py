@@ -231,7 +231,7 @@ def serve(path: Path, kind: str, num_requests: int) -> None:
     for file in path.iterdir():
         forget_cached(file)
     os.sync()  # what was written back is write-protected from here on
-    print(json.dumps([serving.disk.client.pid, [key.hex() for each in keys for key in each]]), flush=True)
+    print(json.dumps([serving.disk.pid, [key.hex() for each in keys for key in each]]), flush=True)
     sys.stdin.readline()
     num_served = 0
     # New prompts are written and asked for; old ones are read.

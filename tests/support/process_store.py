@@ -39,7 +39,7 @@ class ProcessStore:
         key = next(key for key in KEYS if PageCipher(key).key_id == cipher.key_id) if cipher else b""
         settings = ServiceSettings(readers=2, limits=LIMITS)
         tier = open_tier(StoreRequest(url, identity, formats, key, settings=settings), in_process=in_process)
-        self._tier, self._client = WaitingTier(tier, max(each.page_bytes for each in formats)), tier.client
+        self._tier, self._client = WaitingTier(tier, max(each.page_bytes for each in formats)), tier
         self._is_closed = False
 
     @property

@@ -60,7 +60,7 @@ class EngineHistory:
         self.engine.start()
         self.context = self.engine.inspect.context
         assert self.context.disk is not None
-        self.client = self.context.disk.client
+        self.client = self.context.disk
         self.told, self.stopped = set[bytes](), 0
 
     def run(self, num_steps: int) -> None:

@@ -98,7 +98,7 @@ class KindStore:
                 if answered is not None and not answered.done():
                     answered.set_result(job.ok)
             if self._awaited:
-                await _readable(self.tier.client.fileno())
+                await _readable(self.tier.fileno())
         self._polling = None
 
 
