@@ -134,8 +134,8 @@ class Breaker:
 class Watchdog(Generic[J]):
     """The jobs that one thread works on. The thread calls `begin` and `end`, the scheduler thread `report`.
 
-    `is_stalled`: the jobs were reported and the thread has not returned. `stalls_at_s`: the time after which the jobs
-    under way are reported; infinite without such jobs. Invariant: a job is never reported after its `end` returned.
+    `is_stalled`: the jobs were reported and the thread has not returned. Invariant: a job is never reported after its
+    `end` returned.
     """
 
     def __init__(self, clock: Callable[[], float], timeout_s: float) -> None:
@@ -143,7 +143,7 @@ class Watchdog(Generic[J]):
         self._lock = threading.Lock()
         self._jobs: list[J] = []
         self._token = BreakerToken(0)
-        self.stalls_at_s = math.inf
+        self._stalls_at_s = math.inf  # without jobs
         self.is_stalled = False
 
     @property
@@ -152,19 +152,19 @@ class Watchdog(Generic[J]):
 
     def begin(self, jobs: list[J], token: BreakerToken) -> None:
         with self._lock:
-            self._jobs, self._token, self.stalls_at_s = jobs, token, self._clock() + self._timeout_s
+            self._jobs, self._token, self._stalls_at_s = jobs, token, self._clock() + self._timeout_s
 
     def end(self) -> None:
         with self._lock:
             self._jobs = []  # which name pages, whose memory may have to be unmapped
-            self.stalls_at_s, self.is_stalled = math.inf, False
+            self._stalls_at_s, self.is_stalled = math.inf, False
 
     def report(self, announce: Callable[[J], None]) -> BreakerToken | None:
         """Where the jobs are under way for longer than the timeout: announce each, once, and return their token."""
         with self._lock:
-            if self._clock() <= self.stalls_at_s:
+            if self._clock() <= self._stalls_at_s:
                 return None
-            self.stalls_at_s, self.is_stalled = math.inf, True
+            self._stalls_at_s, self.is_stalled = math.inf, True
             for job in self._jobs:
                 announce(job)
             return self._token

@@ -29,67 +29,12 @@ class Queued(Generic[J, D]):
     reply: Callable[[Any], None] = field(compare=False)
 
 
-class JobQueue(Generic[J, D]):
-    """Jobs, handed out in their order. Any thread. Clients bound their number; `capacity` is what counts as full."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._changed = threading.Condition()
-        self._heap: list[Queued[J, D]] = []
-        self.waiting_bytes = 0
-        self._closed = False
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def put(self, item: Queued[J, D]) -> None:
-        with self._changed:
-            heapq.heappush(self._heap, item)
-            self.waiting_bytes += item.num_bytes
-            self._changed.notify()
-
-    def take(self) -> Queued[J, D] | None:
-        """Wait for a job. None: the queue is closed and empty."""
-        with self._changed:
-            while not self._heap and not self._closed:
-                self._changed.wait()
-            return self._pop() if self._heap else None
-
-    def take_more(self, max_bytes: int) -> list[Queued[J, D]]:
-        """The next waiting jobs, up to `max_bytes` together, without waiting."""
-        with self._changed:
-            taken: list[Queued[J, D]] = []
-            while self._heap and (max_bytes := max_bytes - self._heap[0].num_bytes) >= 0:
-                taken.append(self._pop())
-            return taken
-
-    def clear(self) -> list[Queued[J, D]]:
-        """Take all waiting jobs, without waiting."""
-        with self._changed:
-            return [self._pop() for _ in range(len(self._heap))]
-
-    def fullness(self, full_bytes: int) -> float:
-        """In [0, 1]: the larger of jobs / capacity and waiting bytes / `full_bytes`."""
-        with self._changed:
-            return min(1.0, max(len(self._heap) / self._capacity, self.waiting_bytes / full_bytes))
-
-    def close(self) -> None:
-        """`take` returns the remaining jobs, then None."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def _pop(self) -> Queued[J, D]:
-        item = heapq.heappop(self._heap)
-        self.waiting_bytes -= item.num_bytes
-        return item
-
-
 class IoQueue(Generic[J, D]):
-    """Owned by the serving thread; the worker threads take from `jobs` and call `answer` and `refuse`.
+    """Owned by the serving thread; the worker threads `take` jobs and call their `reply`, or `refuse` them.
 
-    `unserved` makes the answer to a job for which the store was not asked. Invariant: every submitted job is answered
-    once, whatever happens to its thread; a job whose thread does not return is announced as `Stalled`.
+    Clients bound the number of waiting jobs; `capacity` is what counts as full. `unserved` makes the answer to a job
+    for which the store was not asked. Invariant: every submitted job is answered once, whatever happens to its thread;
+    a job whose thread does not return is announced as `Stalled`.
     """
 
     def __init__(
@@ -101,23 +46,22 @@ class IoQueue(Generic[J, D]):
         clock: Callable[[], float],
         tier: str = "disk",
     ) -> None:
-        self.name, self._tier = name, tier
+        self.name, self._tier, self._capacity = name, tier, capacity
         self.breaker = Breaker(name, limits, clock, tier)
-        self.jobs: JobQueue[J, D] = JobQueue(capacity)
-        self._order = itertools.count()
         self._unserved, self._limits, self._clock = unserved, limits, clock
         self._threads: list[tuple[threading.Thread, Watchdog[Queued[J, D]]]] = []
-        self._counting = threading.Lock()
+        self._changed = threading.Condition()
+        self._waiting: list[Queued[J, D]] = []  # a heap
+        self._waiting_bytes = 0
+        self._order = itertools.count()
         self._refused = self._stalled = 0
         self._stopped = False
 
-    def add_threads(self, count: int, loop: Callable[[Watchdog[Queued[J, D]]], None]) -> None:
-        for n in range(count):
+    def start(self, num_threads: int, loop: Callable[[Watchdog[Queued[J, D]]], None]) -> None:
+        for n in range(num_threads):
             watchdog: Watchdog[Queued[J, D]] = Watchdog(self._clock, self._limits.io_timeout_s)
             name = f"hicache-{self._tier}-{self.name}-{n}"
             self._threads.append((threading.Thread(target=loop, args=(watchdog,), name=name, daemon=True), watchdog))
-
-    def start(self) -> None:
         for thread, _ in self._threads:
             thread.start()
 
@@ -127,20 +71,43 @@ class IoQueue(Generic[J, D]):
         item: Queued[J, D] = Queued(job.queue_class, next(self._order), job, num_bytes, reply)
         if self.refuses():
             self.refuse(item)
-        else:
-            self.jobs.put(item)
+            return
+        with self._changed:
+            heapq.heappush(self._waiting, item)
+            self._waiting_bytes += num_bytes
+            self._changed.notify()
+
+    def __len__(self) -> int:
+        """How many jobs wait for a thread."""
+        return len(self._waiting)
+
+    def take(self) -> Queued[J, D] | None:
+        """Wait for a job. None: the queue is stopped and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._stopped)
+            return self._pop() if self._waiting else None
+
+    def take_more(self, max_bytes: float) -> list[Queued[J, D]]:
+        """The next waiting jobs, up to `max_bytes` together, without waiting."""
+        with self._changed:
+            taken: list[Queued[J, D]] = []
+            while self._waiting and (max_bytes := max_bytes - self._waiting[0].num_bytes) >= 0:
+                taken.append(self._pop())
+            return taken
+
+    def fullness(self, full_bytes: int) -> float:
+        """In [0, 1]: the larger of jobs / capacity and waiting bytes / `full_bytes`."""
+        with self._changed:
+            return min(1.0, max(len(self._waiting) / self._capacity, self._waiting_bytes / full_bytes))
 
     def refuses(self) -> bool:
         """Whether a job submitted now would not be done: the breaker is open, or no thread is left."""
         return self.breaker.refuses() or self._stopped or all(watchdog.is_stalled for _, watchdog in self._threads)
 
     def refuse(self, item: Queued[J, D]) -> None:
-        with self._counting:
+        with self._changed:
             self._refused += 1
-        self.answer(item, self._unserved(item.job))
-
-    def answer(self, item: Queued[J, D], answer: D) -> None:
-        item.reply(answer)
+        item.reply(self._unserved(item.job))
 
     def look(self) -> None:
         """Announce what stalled threads work on, and refuse what waits for threads that will not do it. Never blocks.
@@ -149,33 +116,39 @@ class IoQueue(Generic[J, D]):
         pages.
         """
         for _, watchdog in self._threads:
-            if watchdog.stalls_at_s < math.inf and self._clock() > watchdog.stalls_at_s:
-                token = watchdog.report(self._announce)
-                if token is not None:
-                    why = f"a job takes longer than io_timeout_s={self._limits.io_timeout_s:g}"
-                    self.breaker.failed(token, why, at_once=True)
-        if len(self.jobs) and self.refuses():
-            for item in self.jobs.clear():
+            token = watchdog.report(self._announce)
+            if token is not None:
+                why = f"a job takes longer than io_timeout_s={self._limits.io_timeout_s:g}"
+                self.breaker.failed(token, why, at_once=True)
+        if self._waiting and self.refuses():
+            for item in self.take_more(math.inf):
                 self.refuse(item)
 
     @property
     def is_busy(self) -> bool:
         """Whether a job waits or is under way."""
-        return len(self.jobs) > 0 or any(watchdog.is_working for _, watchdog in self._threads)
+        return len(self._waiting) > 0 or any(watchdog.is_working for _, watchdog in self._threads)
 
     def stop(self) -> None:
         """Let the threads finish what is queued, and wait for them."""
-        self._stopped = True
-        self.jobs.close()
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
         for thread, _ in self._threads:
             thread.join()
 
     def numbers(self) -> tuple[float, ...]:
         """The `QUEUE_NUMBERS` of the shared status, and until when jobs are refused."""
-        breaker, jobs = self.breaker, self.jobs
+        breaker = self.breaker
         counts = breaker.state, breaker.opens, breaker.failures, self._refused, self._stalled
-        stalled = all(watchdog.is_stalled for _, watchdog in self._threads)
-        return (*counts, len(jobs), jobs.waiting_bytes, math.inf if stalled else breaker.refuses_until_s)
+        are_stalled = all(watchdog.is_stalled for _, watchdog in self._threads)
+        until_s = math.inf if are_stalled else breaker.refuses_until_s
+        return (*counts, len(self._waiting), self._waiting_bytes, until_s)
+
+    def _pop(self) -> Queued[J, D]:
+        item = heapq.heappop(self._waiting)
+        self._waiting_bytes -= item.num_bytes
+        return item
 
     def _announce(self, item: Queued[J, D]) -> None:
         self._stalled += 1

@@ -29,7 +29,6 @@ from hicache.storage.process.jobs import (
     ReadDone,
     ReadJob,
     RemoveJob,
-    Stalled,
     WriteDone,
     WriteJob,
 )
@@ -60,14 +59,11 @@ class ServiceSettings:
 
 class _Fault(NamedTuple):
     why: str
-    lasting: bool
+    lasting: bool = False
 
 
-_Judge: TypeAlias = Callable[[list[bool]], "_Fault | None"]
 _Read: TypeAlias = Queued[FindJob | ReadJob, FindDone | ReadDone]
 _Write: TypeAlias = Queued[WriteJob | RemoveJob, WriteDone]
-ReadReply: TypeAlias = Callable[[FindDone | ReadDone | Stalled], None]
-WriteReply: TypeAlias = Callable[[WriteDone | Stalled], None]
 
 
 class StoreService:
@@ -96,10 +92,8 @@ class StoreService:
         self.reads = IoQueue("reads", queue_jobs, unserved_read, limits, clock, name)
         self.writes: IoQueue[WriteJob | RemoveJob, WriteDone]
         self.writes = IoQueue("writes", queue_jobs, unserved_write, limits, clock, name)
-        self.reads.add_threads(settings.readers, self._read_loop)
-        self.writes.add_threads(1, self._write_loop)
-        self.reads.start()
-        self.writes.start()
+        self.reads.start(settings.readers, self._read_loop)
+        self.writes.start(1, self._write_loop)
 
     def used(self, keys: Sequence[bytes]) -> None:
         """A request used these pages, in the order of its prompt, whichever tier served them."""
@@ -143,41 +137,38 @@ class StoreService:
 
     def _read_loop(self, watchdog: Watchdog[_Read]) -> None:
         reads = self.reads
-        while (item := reads.jobs.take()) is not None:
+        while (item := reads.take()) is not None:
             job = item.job
             if isinstance(job, ReadJob) and self._is_void(job):
-                reads.answer(item, unserved_read(job))
-                continue
-            token = reads.breaker.admit(can_probe=isinstance(job, ReadJob))
-            if token is None:
+                item.reply(unserved_read(job))
+            elif token := reads.breaker.admit(can_probe=isinstance(job, ReadJob)):
+                watchdog.begin([item], token)
+                answer = self._find(job, token) if isinstance(job, FindJob) else self._read(job, token)
+                watchdog.end()
+                item.reply(answer)
+            else:
                 reads.refuse(item)
-                continue
-            watchdog.begin([item], token)
-            answer = self._find(job, token) if isinstance(job, FindJob) else self._read(job, token)
-            watchdog.end()
-            reads.answer(item, answer)
 
     def _write_loop(self, watchdog: Watchdog[_Write]) -> None:
         writes = self.writes
-        while (first := writes.jobs.take()) is not None:
+        while (first := writes.take()) is not None:
             if self._settings.gives_way:
                 self._give_way()
-            items = [first, *writes.jobs.take_more(_GROUP_BYTES - first.num_bytes)]
-            token = writes.breaker.admit()
-            if token is None:
+            items = [first, *writes.take_more(_GROUP_BYTES - first.num_bytes)]
+            if token := writes.breaker.admit():
+                watchdog.begin(items, token)
+                answers = self._change([item.job for item in items], token)
+                watchdog.end()
+                for item, answer in zip(items, answers, strict=True):
+                    item.reply(answer)
+            else:
                 for item in items:
                     writes.refuse(item)
-                continue
-            watchdog.begin(items, token)
-            answers = self._change([item.job for item in items], token)
-            watchdog.end()
-            for item, answer in zip(items, answers, strict=True):
-                writes.answer(item, answer)
 
     def _give_way(self) -> None:
         """Wait while reads wait, for which requests do; not for long, so that writes come to an end too."""
         until_s = time.monotonic() + _GIVES_WAY_S
-        while len(self.reads.jobs) and time.monotonic() < until_s:
+        while len(self.reads) and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
 
     def _is_void(self, job: ReadJob) -> bool:
@@ -186,11 +177,7 @@ class StoreService:
 
     def _find(self, job: FindJob, token: BreakerToken) -> FindDone:
         keys = (*job.keys, *job.others)
-
-        def contains() -> list[bool]:
-            return _one_each(self.store.contains(keys), keys)
-
-        held, answered = _ask(self.reads.breaker, token, contains, self._judge_read, proves=False)
+        held, answered = self._ask_to_read(lambda: _one_each(self.store.contains(keys), keys), token, proves=False)
         pages, others = held[: len(job.keys)], held[len(job.keys) :]
         num_pages = next((i for i, present in enumerate(pages) if not present), len(pages))
         return FindDone(job.ticket, num_pages, answered, tuple(others), job.batch)
@@ -203,8 +190,7 @@ class StoreService:
             part_pages = max(1, self._settings.part_bytes // job.pages[0].nbytes)
         while len(ok) < len(job.keys) and all(ok) and not (ok and self._is_void(job)):
             part = slice(len(ok), len(ok) + part_pages)
-            judge_read = partial(self._judge_read, job.deadline_s)
-            got, _ = _ask(self.reads.breaker, token, partial(self._get, job, part), judge_read)
+            got, _ = self._ask_to_read(partial(self._get, job, part), token, job.deadline_s)
             ok += got or [False] * len(job.keys[part])
         missing = [False] * (len(job.keys) - len(ok))
         return ReadDone(job.ticket, job.batch, tuple(ok + missing), asked=len(ok), seconds=self.clock() - begin_s)
@@ -233,7 +219,7 @@ class StoreService:
             store.delete(keys)
             return [was and not still for was, still in zip(held, store.contains(keys), strict=True)]
 
-        gone, _ = _ask(self.writes.breaker, token, remove, self._judge_write)
+        gone = self._ask_to_write(remove, token)
         return WriteDone(job.ticket, tuple(gone), job.batch) if gone else unserved_write(job)
 
     def _require_writable(self, token: BreakerToken) -> None:
@@ -243,14 +229,14 @@ class StoreService:
     def _write(self, jobs: list[WriteJob], token: BreakerToken) -> list[WriteDone]:
         """All jobs in one `put`; each answer tells of the job's own pages."""
         items = [item for job in jobs for item in zip(job.keys, job.pages, strict=True)]
-        lag = self.writes.jobs.fullness(self._settings.full_bytes)
+        lag = self.writes.fullness(self._settings.full_bytes)
 
         def put() -> list[bool]:
             self._require_writable(token)
             return _one_each(self.store.put(items, lag=lag), items)
 
         begin_s = self.clock()
-        stored = _ask(self.writes.breaker, token, put, self._judge_write)[0] or [False] * len(items)
+        stored = self._ask_to_write(put, token) or [False] * len(items)
         page_s = (self.clock() - begin_s) / max(1, len(items))
         answers, start = [], 0
         for job in jobs:
@@ -268,58 +254,56 @@ class StoreService:
             start = end
         return answers
 
-    def _judge_read(self, until_s: float = math.inf) -> _Judge:
-        """For this thread's next call. A store that cannot read answers with misses; its count of read errors in this
-        thread tells them from pages that it does not hold. What brings pages until `until_s` is slow at worst."""
-        before = self.store.thread_read_errors()
+    def _ask_to_read(
+        self, call: Callable[[], list[bool]], token: BreakerToken, until_s: float = math.inf, *, proves: bool = True
+    ) -> tuple[list[bool], bool]:
+        """The answer of a call, empty where it raised, and whether it is one. A store that cannot read answers with
+        misses; its count of read errors in this thread tells them from pages that it does not hold. What brings pages
+        until `until_s` is slow at worst."""
+        ok, fault = _answer(
+            call, self.store.thread_read_errors, lambda fails: _Fault("the store cannot be read") if fails else None
+        )
+        if any(ok) and self.clock() >= until_s:
+            fault = None
+        _tell(self.reads.breaker, token, fault, proves=proves)
+        return ok, fault is None
 
-        def judge(ok: list[bool]) -> _Fault | None:
-            is_fault = not all(ok) and self.store.thread_read_errors() > before
-            is_fault &= not (any(ok) and self.clock() >= until_s)
-            return _Fault("the store cannot be read", lasting=False) if is_fault else None
+    def _ask_to_write(self, call: Callable[[], list[bool]], token: BreakerToken) -> list[bool]:
+        """The answer of a call, empty where it raised. The count of write errors tells a store that fails from one that
+        is full."""
 
-        return judge
-
-    def _judge_write(self) -> _Judge:
-        """For the next call. Its count of write errors tells a store that fails from one that is full."""
-        before = self.store.stats().write_errors
-
-        def judge(ok: list[bool]) -> _Fault | None:
-            if all(ok):
-                return None
-            stats = self.store.stats()
-            if stats.read_only:
+        def fault_of(fails: bool) -> _Fault | None:
+            if self.store.stats().read_only:
                 return _Fault("the store is read-only; free space on its disk", lasting=True)
-            return _Fault("the store did not take pages", lasting=False) if stats.write_errors > before else None
+            return _Fault("the store did not take pages") if fails else None
 
-        return judge
+        ok, fault = _answer(call, lambda: self.store.stats().write_errors, fault_of)
+        _tell(self.writes.breaker, token, fault)
+        return ok
 
 
-def _ask(
-    breaker: Breaker,
-    token: BreakerToken,
-    call: Callable[[], list[bool]],
-    judge_next: Callable[[], _Judge],
-    *,
-    proves: bool = True,
-) -> tuple[list[bool], bool]:
-    """The store's answer, empty where it raised, and whether it is one; the breaker is told. `proves`: success means
-    that the store works."""
+def _answer(
+    call: Callable[[], list[bool]], num_errors: Callable[[], int], fault_of: Callable[[bool], _Fault | None]
+) -> tuple[list[bool], _Fault | None]:
+    """What a call of the store answers, empty where it raised, and what is wrong with that. `fault_of`: where it lacks
+    something, by whether the store has counted an error."""
     try:
-        judge = judge_next()
+        before = num_errors()
         ok = call()
-        fault = judge(ok)
+        return ok, None if all(ok) else fault_of(num_errors() > before)
     except (StoreError, OSError) as error:
-        lasting = isinstance(error, StoreError) or error.errno in _LASTING
-        ok, fault = [], _Fault(str(error), lasting)
+        return [], _Fault(str(error), lasting=isinstance(error, StoreError) or error.errno in _LASTING)
     except Exception as error:  # whatever it is, the job must be answered
         log.exception("a store raised an unexpected error")
-        ok, fault = [], _Fault(repr(error), lasting=False)
+        return [], _Fault(repr(error))
+
+
+def _tell(breaker: Breaker, token: BreakerToken, fault: _Fault | None, *, proves: bool = True) -> None:
+    """`proves`: success means that the store works."""
     if fault is not None:
         breaker.failed(token, fault.why, at_once=fault.lasting)
     elif proves:
         breaker.succeeded(token)
-    return ok, fault is None
 
 
 def _one_each(answers: Iterable[object], asked: Sequence[object]) -> list[bool]:

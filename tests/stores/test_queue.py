@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disk_case import PATIENCE_S, Clock, Gate, blank, num_held, pages, started_tier, wait_for_reads, wait_for_writes
-from hicache.storage.process.io_queue import JobQueue, Queued
+from hicache.storage.process.health import Limits
+from hicache.storage.process.io_queue import IoQueue
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.storage.process.status import QUEUE_NUMBERS
 from hicache.stores import StoreTier
@@ -29,23 +30,29 @@ def address(page: np.ndarray) -> int:
     return page.__array_interface__["data"][0]
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=30), st.integers(1, 20), st.integers(0, 40))
-def test_a_queue_keeps_class_then_number(offers: list[tuple[int, int]], capacity: int, max_bytes: int) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from(ReadClass), st.integers(0, 9)), max_size=30),
+    st.integers(1, 20),
+    st.integers(0, 40),
+)
+def test_a_queue_keeps_class_then_number(offers: list[tuple[ReadClass, int]], capacity: int, max_bytes: int) -> None:
     """Jobs leave by class and, within one, by number; a group is at most `max_bytes` and as large as it may be."""
-    jobs: JobQueue[int, None] = JobQueue(capacity)
+    queue: IoQueue[ReadJob, None] = IoQueue("reads", capacity, lambda job: None, Limits(), Clock())
+    queue.start(1, lambda watchdog: None)
     for n, (queue_class, num_bytes) in enumerate(offers):
-        jobs.put(Queued(queue_class, n, n, num_bytes, lambda done: None))
+        page = np.zeros(num_bytes, np.uint8)
+        queue.submit(ReadJob(n, 0, (b"",), (page,), threading.Event(), queue_class=queue_class), lambda done: None)
     order = sorted(range(len(offers)), key=lambda n: (offers[n][0], n))
-    assert jobs.fullness(1000) == min(1, max(len(order) / capacity, sum(offers[n][1] for n in order) / 1000))
-    group = [item.job for item in jobs.take_more(max_bytes)]
+    assert queue.fullness(1000) == min(1, max(len(order) / capacity, sum(offers[n][1] for n in order) / 1000))
+    group = [item.job.ticket for item in queue.take_more(max_bytes)]
     sizes = [offers[n][1] for n in order[: len(group) + 1]]
     assert group == order[: len(group)] and sum(sizes[: len(group)]) <= max_bytes
     assert len(group) == len(order) or sum(sizes) > max_bytes
-    jobs.close()
+    queue.stop()
     rest = []
-    while (item := jobs.take()) is not None:
-        rest.append(item.job)
-    assert group + rest == order and len(jobs) == 0 and jobs.fullness(1) == 0
+    while (item := queue.take()) is not None:
+        rest.append(item.job.ticket)
+    assert group + rest == order and len(queue) == 0 and queue.fullness(1) == 0
 
 
 def test_reads_that_somebody_waits_for_go_first(tmp_path: Path) -> None:
