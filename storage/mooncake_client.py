@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import bisect
 import logging
-import queue
 import re
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from hicache.storage.base import PageBuffer, StoreError
+from hicache.storage.read_write_lock import ReadWriteLock
 
 log = logging.getLogger("hicache.storage")
 
@@ -48,7 +45,6 @@ LibraryCall: TypeAlias = Callable[[Any], Codes]
 
 _ABANDONS_TRANSFERS_AFTER_S = 59.0  # measured: 60.0
 _RECONNECT_PAUSE_S = 1.0
-_MAX_WAITING_CALLS = 64
 _PROBE = """
 import os, sys
 from mooncake.store import MooncakeDistributedStore
@@ -59,7 +55,8 @@ os._exit(bool(store.setup(own_host, metadata, 0, 0, protocol, device, master)))
 
 
 class MooncakeClient:
-    """Any number of threads. Raises `StoreError` when the master does not answer within `timeout_s`, and when closed.
+    """Any number of threads. Raises `StoreError` when the master cannot be connected to within `timeout_s`, and when
+    closed.
 
     `segment_bytes`: memory that this process lends to the pool. While there is no connection, calls return
     `UNREACHABLE`; one of them, at most each second, connects first.
@@ -79,22 +76,20 @@ class MooncakeClient:
         self._master, self._timeout_s = (host, port), timeout_s
         self._segment_bytes, self._metadata, self._transport = segment_bytes, metadata, (protocol, device)
         self._memories: list[tuple[int, int, PageBuffer]] = []  # [start, end) of each, ascending
-        self._changed = threading.Condition()
-        self._num_inside, self._is_changing, self._closed = 0, False, False
+        self._registering = threading.Lock()
+        self._lock, self._closed = ReadWriteLock(), False  # calls read, and what connects or closes writes
         self._reconnect_at_s = 0.0
         self._library: Any = self._connect()
-        self._calls: queue.Queue[tuple[Future[Codes], LibraryCall, int] | None] = queue.Queue()
-        threading.Thread(target=self._work, name="hicache-mooncake", daemon=True).start()
 
     def register(self, memory: PageBuffer) -> bool:
         """Have the library read and write `memory` itself; False where it cannot."""
         start = memory.ctypes.data
         if self.is_registered(memory):
             return True
-        code = self.transfer(lambda library: [library.register_buffer(start, len(memory))], 1)[0]
+        code = self.call(lambda library: [library.register_buffer(start, len(memory))], 1)[0]
         if code not in (0, UNREACHABLE):  # what is not connected registers everything when it is
             return False
-        with self._changed:
+        with self._registering:
             bisect.insort(self._memories, (start, start + len(memory), memory), key=lambda known: known[0])
         return True
 
@@ -103,32 +98,18 @@ class MooncakeClient:
         before = bisect.bisect_right(self._memories, start, key=lambda known: known[0]) - 1
         return before >= 0 and start + len(page) <= self._memories[before][1]
 
-    def transfer(self, call: LibraryCall, num_codes: int) -> Codes:
-        """The codes of a call that is given buffers. When it returns, the library does not use them any more."""
+    def call(self, call: LibraryCall, num_codes: int) -> Codes:
+        """The codes of a call. When it returns, the library does not use the buffers that it was given any more."""
         begin_s = time.monotonic()
-        with self._entered() as library:
-            if library is None:
-                return [UNREACHABLE] * num_codes
-            codes = call(library)
+        self._reconnect()
+        with self._lock.reading():
+            library = self._library
+            if self._closed:
+                raise StoreError("the store is closed; open it again")
+            codes = [UNREACHABLE] * num_codes if library is None else call(library)
         if time.monotonic() - begin_s >= _ABANDONS_TRANSFERS_AFTER_S and any(code < 0 for code in codes):
             self._drop(library)
         return codes
-
-    def ask(self, call: LibraryCall, num_codes: int, deadline_s: float) -> Codes:
-        """The codes of a call without buffers; `TIMED_OUT`, and whatever it does later is ignored, when it does not
-        return by the deadline or within `timeout_s`."""
-        answer: Future[Codes] = Future()
-        self._calls.put((answer, call, num_codes))
-        try:
-            return answer.result(max(0.0, min(deadline_s - time.monotonic(), self._timeout_s)))
-        except FutureTimeoutError:
-            answer.cancel()
-            return [TIMED_OUT] * num_codes
-
-    def tell(self, call: LibraryCall) -> None:
-        """Make a call without buffers, some time; not at all when many are waiting."""
-        if self._calls.qsize() < _MAX_WAITING_CALLS:
-            self._calls.put((Future(), call, 0))
 
     @staticmethod
     def meaning(code: int) -> str:
@@ -142,65 +123,37 @@ class MooncakeClient:
 
     def close(self) -> None:
         """Calls have `timeout_s` to return; one that does not ends the connection when it does."""
-        with self._changed:
-            self._closed = True
-            is_idle = self._changed.wait_for(lambda: not (self._num_inside or self._is_changing), self._timeout_s)
+        self._closed = True
+        with self._lock.writing(within_s=self._timeout_s) as is_idle:
             library, self._library = self._library, None
-        self._calls.put(None)
-        if not is_idle:
-            log.warning("Mooncake at %s:%d: a call has not returned; the connection ends when it does", *self._master)
-        elif library is not None:
-            closing = threading.Thread(target=library.close, daemon=True)
-            closing.start()
-            closing.join(self._timeout_s)
-
-    @contextmanager
-    def _entered(self) -> Iterator[Any]:
-        """The library's client, which is not closed meanwhile, or None."""
-        if self._library is None:
-            self._reconnect()
-        with self._changed:
-            if self._closed:
-                raise StoreError("the store is closed; open it again")
-            library = None if self._is_changing else self._library
-            self._num_inside += 1
-        try:
-            yield library
-        finally:
-            with self._changed:
-                self._num_inside -= 1
-                self._changed.notify_all()
+            if not is_idle:
+                log.warning(
+                    "Mooncake at %s:%d: a call has not returned; the connection ends when it does", *self._master
+                )
+            elif library is not None:
+                closing = threading.Thread(target=library.close, daemon=True)
+                closing.start()
+                closing.join(self._timeout_s)
 
     def _drop(self, library: Any) -> None:
         """Close a client that has abandoned transfers, once no call is inside."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_changing)
-            if self._library is not library:
-                return
-            self._is_changing = True
-            self._changed.wait_for(lambda: not self._num_inside)
-        log.warning("Mooncake at %s:%d: transfers did not end within 60 s; connecting anew", *self._master)
-        library.close()
-        self._change(None)
+        with self._lock.writing():
+            if library is not None and self._library is library:
+                log.warning("Mooncake at %s:%d: transfers did not end within 60 s; connecting anew", *self._master)
+                library.close()
+                self._library = None
 
     def _reconnect(self) -> None:
-        with self._changed:
-            if self._closed or self._is_changing or self._library or time.monotonic() < self._reconnect_at_s:
-                return
-            self._is_changing = True
-        library = None
-        try:
-            library = self._connect()
-        except StoreError as error:
-            log.warning("%s", error)
-        finally:
-            self._change(library)
-
-    def _change(self, library: Any) -> None:
-        with self._changed:
-            self._library, self._is_changing = library, False
-            self._reconnect_at_s = time.monotonic() + _RECONNECT_PAUSE_S
-            self._changed.notify_all()
+        """Connect, where there is no connection and it was not tried a moment ago."""
+        if self._library is not None or self._closed:
+            return
+        with self._lock.writing():
+            if self._library is None and time.monotonic() >= self._reconnect_at_s:
+                try:
+                    self._library = self._connect()
+                except StoreError as error:
+                    log.warning("%s", error)
+                self._reconnect_at_s = time.monotonic() + _RECONNECT_PAUSE_S
 
     def _connect(self) -> Any:
         """A new client that knows all memory that is registered."""
@@ -232,17 +185,6 @@ class MooncakeClient:
             failed, logged = done.returncode != 0, done.stderr
         error = re.search(r"^E\d{4} .*?\] (.*)", logged.decode(errors="replace"), re.MULTILINE)
         return (error[1] if error else f"not within {self._timeout_s:g} s") if failed else ""
-
-    def _work(self) -> None:
-        while (waiting := self._calls.get()) is not None:
-            answer, call, num_codes = waiting
-            if not answer.set_running_or_notify_cancel():
-                continue
-            try:
-                with self._entered() as library:
-                    answer.set_result([UNREACHABLE] * num_codes if library is None else call(library))
-            except Exception as error:  # noqa: BLE001 (it is the caller's)
-                answer.set_exception(error)
 
 
 def load_mooncake() -> Any:

@@ -71,9 +71,9 @@ _Batch: TypeAlias = "list[tuple[_Value, PageBuffer]]"  # values, each with its r
 
 
 class MooncakePageStore(RemotePageStore):
-    """See `PageStore`; docs/remote.md has the options of the URL. `touch` renews the leases, which is the order of
-    eviction. `contains` and `delete` wait for a master that does not answer as long as `timeout` says; `get_into` and
-    `put` return when the library has let go of their buffers, which takes up to 60 s when a machine hangs."""
+    """See `PageStore`; docs/remote.md has the options of the URL. The next call that writes renews the leases of what
+    was used, which is the order of eviction. A call returns when the library has let go of its buffers, which takes up
+    to 60 s when a machine hangs."""
 
     def __init__(self, url: str, /, *, cipher: PageCipher | None = None, **about: Any) -> None:
         """`about`: see `open_store`."""
@@ -98,18 +98,13 @@ class MooncakePageStore(RemotePageStore):
         if not self._client.register(memory):
             self._failed(f"cannot register {len(memory)} bytes of memory; its pages are copied", 0, is_read=True)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._require(keys)
-        names = [self._name(key, "-") for key in reversed(keys)]
-        self._client.tell(lambda library: library.batch_is_exist(names))
-
     def reopen(self) -> bool:
         """Whether the master answers."""
         self._require()
-        return self._ask(_exist, [b"\0"], math.inf)[0] >= 0
+        return self._call(_exist, [b"\0"])[0] >= 0
 
     def _exist(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        codes = self._ask(_exist, keys, deadline_s)
+        codes = self._call(_exist, keys)
         self._count(codes, is_read=True)
         return [code == 1 for code in codes]
 
@@ -118,7 +113,7 @@ class MooncakePageStore(RemotePageStore):
         codes = self._in_batches(values, deadline_s, self._receive)
         # Of another length, or not to be read: the library does not tell them apart.
         unclear = [n for n, code in enumerate(codes) if code in (INVALID_PARAMS, TRANSFER_FAILED)]
-        lengths = self._ask(_lengths, [keys[n] for n in unclear], deadline_s) if unclear else []
+        lengths = self._call(_lengths, [keys[n] for n in unclear]) if unclear else []
         for n, length in zip(unclear, lengths, strict=True):
             if length >= 0 and length != values[n].length:
                 codes[n] = 0
@@ -148,7 +143,7 @@ class MooncakePageStore(RemotePageStore):
                     self._written(len(value.page), value.length)
             return codes
 
-        present = dict(zip(pages, self._ask(_exist, list(pages), deadline_s), strict=True))
+        present = dict(zip(pages, self._call(_exist, list(pages)), strict=True))
         values = [self._value(key, page) for key, page in pages.items() if not present[key]]
         codes = self._in_batches(values, deadline_s, send)
         self._count([*codes, *(code for code in present.values() if code < 0)], is_read=False)
@@ -166,9 +161,12 @@ class MooncakePageStore(RemotePageStore):
         if not value.in_place and self._is_plain:  # an encrypted payload is there already
             room[HEADER_BYTES:] = value.page
 
+    def _note_used(self, keys: Sequence[bytes]) -> None:
+        self._call(_exist, keys)
+
     def _remove(self, keys: Sequence[bytes]) -> int:
         # By force: whoever reads a value now, under a lease, verifies what arrives.
-        codes = self._ask(lambda library, names: library.batch_remove(names, True), keys, math.inf)
+        codes = self._call(lambda library, names: library.batch_remove(names, True), keys)
         self._count(codes, is_read=False)
         return codes.count(0)
 
@@ -209,11 +207,12 @@ class MooncakePageStore(RemotePageStore):
         """`call(library, names, addresses, sizes)` for a batch."""
         names = [self._name(value.key, "-") for value, _ in batch]
         addresses, sizes = [value.addresses(room) for value, room in batch], [value.sizes for value, _ in batch]
-        return self._client.transfer(lambda library: list(call(library, names, addresses, sizes)), len(names))
+        return self._client.call(lambda library: list(call(library, names, addresses, sizes)), len(names))
 
-    def _ask(self, call: Callable[[Any, list[str]], Codes], keys: Sequence[bytes], deadline_s: float) -> Codes:
+    def _call(self, call: Callable[[Any, list[str]], Codes], keys: Sequence[bytes]) -> Codes:
+        """`call(library, names)` for some keys."""
         names = [self._name(key, "-") for key in keys]
-        return self._client.ask(lambda library: list(call(library, names)), len(names), deadline_s)
+        return self._client.call(lambda library: list(call(library, names)), len(names))
 
     def _count(self, codes: Sequence[int], *, is_read: bool) -> None:
         failed = [code for code in codes if self._client.has_failed(code)]

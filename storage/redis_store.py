@@ -24,14 +24,13 @@ from hicache.storage.store_url import StoreUrl
 
 log = logging.getLogger("hicache.storage")
 
-_MAX_USED_KEYS = 1 << 16
 # Replies that wait in the server count against its maxmemory: a whole batch of them would have it evict pages.
 _BYTES_AHEAD = 8 << 20
 
 
 class RedisPageStore(RemotePageStore):
-    """See `PageStore`; docs/remote.md has the options of the URL. `touch` is told to the server by the next call that
-    writes. Opening connects to nothing: a server that cannot be reached is one that misses, and is counted."""
+    """See `PageStore`; docs/remote.md has the options of the URL. Opening connects to nothing: a server that cannot be
+    reached is one that misses, and is counted."""
 
     def __init__(self, url: str, /, **about: Any) -> None:
         """`about`: see `open_store`."""
@@ -58,17 +57,11 @@ class RedisPageStore(RemotePageStore):
         for page_bytes, codec in self._codecs.items():
             if codec.max_value_bytes > self._max_value_bytes:
                 log.warning("the store %s takes no pages of %d bytes; raise max_value in its URL", at, page_bytes)
-        self._used: deque[bytes] = deque(maxlen=_MAX_USED_KEYS)  # least recently first
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._require(keys)
-        self._used.extend(reversed(keys))
-
-    def sync(self) -> None:
-        """Have the server count uses, which it notes to the second, and keep what was used for another `ttl`."""
-        used, self._used = self._used, deque(maxlen=_MAX_USED_KEYS)
+    def _note_used(self, keys: Sequence[bytes]) -> None:
+        """The server notes uses to the second, and keeps what was used for another `ttl`."""
         verb, options = (b"EXPIRE", self._expiry[1:]) if self._expiry else (b"TOUCH", ())
-        self._ask(verb, list(dict.fromkeys(used)), options)
+        self._ask(verb, keys, options)
 
     def _exist(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         return self._ask(b"EXISTS", keys, deadline_s=deadline_s)
@@ -99,7 +92,6 @@ class RedisPageStore(RemotePageStore):
         return self._decode(key, bytes(header), payload, page)
 
     def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
-        self.sync()
         keys = [key for key in pages if self._codecs[len(pages[key])].max_value_bytes <= self._max_value_bytes]
         lengths: list[int] = []
 

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from hicache.owner import OwnerProcess
@@ -28,6 +29,7 @@ from hicache.storage.records import identity_with_key, namespace_digest, sorted_
 log = logging.getLogger("hicache.storage")
 
 _NAME_DIGEST_BYTES = 8
+_MAX_USED_KEYS = 1 << 16
 _MAX_SHOWN = 200
 
 
@@ -55,6 +57,7 @@ class RemotePageStore(ABC):
         self._description, self._counters, self._closed = description, Counters(), False
         self._owner = OwnerProcess(f"the store {description}")
         self._values = Scratch()
+        self._used: deque[bytes] = deque(maxlen=_MAX_USED_KEYS)  # least recently first
         self._lock = threading.Lock()
         self._corrupt: set[bytes] = set()  # to be deleted by the next call that writes
 
@@ -90,8 +93,9 @@ class RemotePageStore(ABC):
         return found
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """The server has no order of use that it could be told of."""
+        """The next call that writes tells the server."""
         self._require(keys)
+        self._used.extend(reversed(keys))
 
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
@@ -102,6 +106,7 @@ class RemotePageStore(ABC):
         if not items or time.monotonic() >= deadline_s:
             return [False] * len(items)
         self._drop_corrupt()
+        self.sync()
         pages: dict[bytes, PageBuffer] = {}
         for key, page in items:
             pages.setdefault(key, page)
@@ -126,8 +131,11 @@ class RemotePageStore(ABC):
         return self._counters.thread_read_errors
 
     def sync(self) -> None:
-        """What is put is on the server when `put` returns; how durable it is there is the server's setting."""
-        return
+        """Tell the server what was used. What is put is there when `put` returns; how durable is the server's
+        setting."""
+        used, self._used = self._used, deque(maxlen=_MAX_USED_KEYS)
+        if used:
+            self._note_used(list(dict.fromkeys(used)))
 
     def close(self) -> None:
         if not self._closed and self._owner.is_here:
@@ -152,6 +160,9 @@ class RemotePageStore(ABC):
     @abstractmethod
     def _remove(self, keys: Sequence[bytes]) -> int:
         """Delete values; how many there were."""
+
+    def _note_used(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - a server may have no order of use
+        """Count keys as used, the last as the most recently used."""
 
     @abstractmethod
     def _disconnect(self) -> None:

@@ -32,7 +32,7 @@ _CAUSES = {
 
 
 class S3PageStore(RemotePageStore):
-    """See `PageStore`; docs/remote.md has the options of the URL. `touch` does nothing.
+    """See `PageStore`; docs/remote.md has the options of the URL.
 
     A call past its deadline begins no request, and ends when those under way have. Present keys keep their object
     where the server knows conditional writes, as AWS, MinIO and Ceph do; others overwrite it by one of the same key.
