@@ -4,19 +4,19 @@ base               the contract of a page store, and its errors
 lmdb_store         the embedded store; lookup: its reading
 lmdb_writer        commits and the budget; compressor: encoding beside them
 store_files        the open files of a store; directory: names and the writer lock; records: identity, settings
-index              where pages are, in LMDB; use_order: when they were used; rebuild: an index from the slots
-slots              which slots are free; slot_files, slot_file: reading and writing them, and what names a page
+index              where pages are, in LMDB; use_order: when they were used
+slots              which slots are free; slot_file: reading and writing them, and what names a page
 codec              a page and its value: header, filters, cipher
 urls               opening a store by its URL; store_url: its parts; conformance: the tests that every store passes
 remote             what stores on other machines do alike; redis_store, with resp, its protocol; s3_store
 mooncake_store     pages in Mooncake; mooncake_client: a client of its library
-check              the consistency check; maintenance: what operators do
+maintenance        what operators do
+process/           the process that owns stores
 """
 
 from __future__ import annotations
 
 from hicache.storage.base import Durability as Durability
-from hicache.storage.base import EmbeddedStore as EmbeddedStore
 from hicache.storage.base import PageBuffer as PageBuffer
 from hicache.storage.base import PageStore as PageStore
 from hicache.storage.base import StoreCorrupt as StoreCorrupt
@@ -24,10 +24,10 @@ from hicache.storage.base import StoreError as StoreError
 from hicache.storage.base import StoreLocked as StoreLocked
 from hicache.storage.base import StoreMismatch as StoreMismatch
 from hicache.storage.base import StoreStats as StoreStats
-from hicache.storage.check import Fault as Fault
 from hicache.storage.cipher import PageCipher as PageCipher
 from hicache.storage.filters import PageFilter as PageFilter
 from hicache.storage.filters import PageFormat as PageFormat
+from hicache.storage.lmdb_store import Fault as Fault
 from hicache.storage.lmdb_store import LmdbPageStore as LmdbPageStore
 from hicache.storage.maintenance import PageEntry as PageEntry
 from hicache.storage.maintenance import StoreDescription as StoreDescription

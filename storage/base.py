@@ -157,16 +157,3 @@ class PageStore(Protocol):
         """Wait for readers, sync, and release what the store holds. A second call does nothing; any other call but
         `stats` raises `StoreError`. In a fork it does nothing, and other calls raise `NotRunning`."""
         ...
-
-
-class EmbeddedStore(PageStore, Protocol):
-    """What a store in files of this machine can do besides."""
-
-    def check(self) -> None:
-        """Verify every value, index and counter, while nobody writes. Raises `StoreCorrupt` once, with all
-        violations."""
-        ...
-
-    def compact(self) -> int:
-        """Return free space to the file system; returns by how many bytes the files shrank."""
-        ...

@@ -63,8 +63,8 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def open_private(file: str, flags: int) -> int:
-    """An opener that makes new files private to their user."""
-    return os.open(file, flags, PRIVATE_FILE_MODE)
+    """An opener that makes a missing file, private to its user."""
+    return os.open(file, flags | os.O_CREAT, PRIVATE_FILE_MODE)
 
 
 class WriterLock:

@@ -9,10 +9,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hicache.storage.base import Durability, PageBuffer, StoreCorrupt, StoreError, StoreStats
-from hicache.storage.check import violations
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
 from hicache.storage.compressor import PageCompressor
@@ -22,9 +22,23 @@ from hicache.storage.lmdb_writer import GroupWriter, commit_bytes, require_budge
 from hicache.storage.lookup import PageReads, check_keys, check_page
 from hicache.storage.rebuild import Progress
 from hicache.storage.records import StoreRecord, identity_with_key, sorted_formats
+from hicache.storage.slots import Slots
 from hicache.storage.store_files import StoreFiles
 
 _DELETES_PER_COMMIT = 4096
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is not consistent. `key`: the page that is refused; None: the index or the slots. `action`: ""
+    without repair, "dropped", "index rebuilt", "kept" if the store could not be changed."""
+
+    key: bytes | None
+    reason: str
+    action: str = ""
+
+    def __str__(self) -> str:
+        return self.reason if self.key is None else f"page {self.key.hex()}: {self.reason}"
 
 
 class LmdbPageStore(PageReads):
@@ -127,16 +141,39 @@ class LmdbPageStore(PageReads):
         now = {**writer.sizes._asdict(), "file_bytes": writer.file_bytes, "read_only": writer.read_only}
         return dataclasses.replace(self._counters.now, budget_bytes=budget_bytes, **now)
 
+    def faults(self, pages: StoreFiles, progress: Callable[[int], None] = lambda _: None) -> Iterator[Fault]:
+        """Everything that is not consistent, while nobody writes: reads every byte, and compares the pages, the index
+        and the slots with one another. `progress` is called with the length of each value. Passes on what LMDB raises.
+        """
+        entries, held = pages.index.entries(), pages.index.slot_keys()
+        for key, entry in entries:
+            progress(entry.value_bytes)
+            value = self.verified_value(pages, key, entry)
+            if isinstance(value, str):
+                yield Fault(key, value)
+        of_entries = {(*entry.length, entry.slot): key for key, entry in entries}
+        if held != of_entries or sorted(pages.index.by_use()) != sorted(of_entries.values()):
+            said = f"the use order and the slots name {len(held)} pages"
+            yield Fault(None, f"{said}, and not what the index says of its {len(entries)}")
+        found, slots = Slots(pages.slot_files, pages.record, pages.index.records()), pages.slots
+        if found.num_misplaced:
+            yield Fault(None, f"{found.num_misplaced} of {len(entries)} pages have no slot of their own in their file")
+        if (found.sizes, found.used) != (slots.sizes, slots.used):
+            yield Fault(None, f"counted are {slots.sizes}, and there are {found.sizes}, or slots of others are in use")
+
     def check(self) -> None:
+        """Verify every value, index and counter, while nobody writes. Raises `StoreCorrupt` once, with all
+        violations."""
         try:
             with self.reading() as pages:
-                found = [str(violation) for violation in violations(self, pages, self._writer.slots)]
+                found = [str(fault) for fault in self.faults(pages)]
         except io_errors as error:
             found = [f"the index cannot be read: {error}"]
         if found:
             raise StoreCorrupt(f"the store {self._files.path} has {len(found)} violation(s): {'; '.join(found)}", found)
 
     def compact(self) -> int:
+        """Return free space to the file system; returns by how many bytes the files shrank."""
         with self.writing() as writer:
             before_bytes = writer.file_bytes
             writer.evict_to(self._files.record.budget_bytes)

@@ -77,7 +77,7 @@ class GroupWriter:
         self.read_only = self._has_evicted = self._is_index_lost = False
         self._call_tick = 0
         self.sizes: Sizes = files.slots.sizes
-        self.file_bytes = files.pages.file_bytes()
+        self.file_bytes = files.file_bytes()
         self._syncing: Future[None] | None = None
         self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="hicache-disk-sync")
         if self.file_bytes > self._budget_bytes:
@@ -100,14 +100,14 @@ class GroupWriter:
 
     def begin_call(self) -> None:
         """A segment with pages that come or are used from now on is not emptied until the next call."""
-        self._call_tick = self._files.pages.index.uses.next_tick()
+        self._call_tick = self._files.index.uses.next_tick()
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Remove pages, which needs no disk space; returns how many there were."""
 
         def work() -> int:
             self._delete_corrupt()
-            with self._files.pages.index.changes() as changes:
+            with self._files.index.changes() as changes:
                 removed = [(key, changes.delete(key)) for key in keys]
             num_removed = self._free(removed)
             self._files.slots.erase()  # pages that were evicted before too
@@ -122,7 +122,7 @@ class GroupWriter:
             self._delete_corrupt()
             num_evicted = self._evict(used_bytes)
             self._files.slots.trim()
-            self._files.pages.index.uses.trim()
+            self._files.index.uses.trim()
             return num_evicted
 
         return self._run(work) or 0
@@ -145,15 +145,14 @@ class GroupWriter:
 
     def rebuild(self) -> None:
         """Build the index anew from the slots."""
-        self._run(self._files.rebuild)
+        self._run(self._rebuild)
 
     def reopen(self) -> bool:
         """After a failed write: find out whether the disk takes another page; whether it does."""
 
         def work() -> None:
             if self._is_index_lost:
-                self._files.rebuild()
-                self._is_index_lost = False
+                self._rebuild()
             self._files.slots.probe()
 
         if self.read_only:
@@ -178,15 +177,20 @@ class GroupWriter:
         try:
             self._files.lock.require_same()
             result = work()
-            self.sizes, self.file_bytes = self._files.slots.sizes, self._files.pages.file_bytes()
+            self.sizes, self.file_bytes = self._files.slots.sizes, self._files.file_bytes()
             return result
         except io_errors as error:
             self._become_read_only(error)
             return None
 
+    def _rebuild(self) -> None:
+        self._is_index_lost = True
+        self._files.rebuild()
+        self._is_index_lost = False
+
     def _delete_corrupt(self) -> None:
         if corrupt := list(self._corrupt):
-            with self._files.pages.index.changes() as changes:
+            with self._files.index.changes() as changes:
                 removed = [(key, changes.delete(key)) for key in corrupt]
             self._free(removed)
             self._files.slots.erase()
@@ -195,7 +199,7 @@ class GroupWriter:
 
     def _make_room(self, needed: Counter[SlotLength], max_index_bytes: int) -> None:
         """Evict until so many slots are free, or can be within the budget, and make them so."""
-        slots, index = self._files.slots, self._files.pages.index
+        slots, index = self._files.slots, self._files.index
         while True:
             max_bytes = self._budget_bytes - _SPARE_BYTES - max_index_bytes - index.num_bytes()
             missing_bytes = slots.missing_bytes(needed, max_bytes)
@@ -216,7 +220,7 @@ class GroupWriter:
     def _evict(self, used_bytes: int) -> int:
         """Evict the least recently used pages until slots in use and index have at most `used_bytes`; returns how many.
         In batches, for the index shrinks with its pages."""
-        slots, index, num_evicted = self._files.slots, self._files.pages.index, 0
+        slots, index, num_evicted = self._files.slots, self._files.index, 0
         while (excess_bytes := slots.used_bytes + index.num_bytes() - used_bytes) > 0:
             if not (evicted := self._evict_oldest(excess_bytes)):
                 break
@@ -226,7 +230,7 @@ class GroupWriter:
     def _evict_oldest(self, num_bytes: int) -> int:
         """Evict, in one commit, the least recently used pages whose slots have so many bytes; returns how many."""
         removed = list[tuple[bytes, Entry | None]]()
-        with self._files.pages.index.changes() as changes:
+        with self._files.index.changes() as changes:
             while num_bytes > 0 and len(removed) < _MAX_EVICTIONS and (oldest := changes.pop_oldest()):
                 removed.append(oldest)
                 num_bytes -= oldest[1].length.slot_bytes
@@ -235,7 +239,7 @@ class GroupWriter:
 
     def _evict_segment(self, segment: Segment) -> int:
         """Evict the pages in a segment; returns how many."""
-        with self._files.pages.index.changes() as changes:
+        with self._files.index.changes() as changes:
             removed = changes.delete_slots(*segment)
         self._counters.add(evicted=len(removed))
         return self._free(removed)
@@ -251,7 +255,7 @@ class GroupWriter:
 
     def _store(self, keys: Sequence[bytes], values: Iterable[HeaderAndPayload]) -> int:
         """Write pages to slots, sync these, and enter the pages in the index; returns the bytes of their values."""
-        index, written = self._files.pages.index, list[tuple[bytes, Entry, int]]()
+        index, written = self._files.index, list[tuple[bytes, Entry, int]]()
         index_bytes = sum(3 * len(key) + _ENTRY_BYTES for key in keys)
         try:
             for batch in _batches(zip(keys, values, strict=False)):  # there may be values for the next commit
@@ -272,7 +276,7 @@ class GroupWriter:
         self._make_room(needed, index_bytes)
         taken, writes = self._files.slots.take(needed), defaultdict[SlotLength, list[SlotWrite]](list)
         for key, value in batch:
-            length, tick = _length_of(value), self._files.pages.index.uses.next_tick()
+            length, tick = _length_of(value), self._files.index.uses.next_tick()
             entry = Entry(next(taken[length]), len(value.payload), length.page_bytes)
             self._files.slots.fill(entry)
             written.append((key, entry, tick))
@@ -280,7 +284,7 @@ class GroupWriter:
             writes[length].append(SlotWrite(entry.slot, block, value.payload))
         for length, of_file in writes.items():
             for run in runs(of_file, lambda one: one.slot):
-                self._files.pages.files[length].write(run)
+                self._files.slot_files[length].write(run)
 
     def _sync_group(self) -> None:
         """Have the slots that were written synced: these before it returns, or, relaxed, those of the last time."""
@@ -294,7 +298,7 @@ class GroupWriter:
             awaited.result()
 
     def _sync_files(self) -> None:
-        for _, file in self._files.pages.files.items():
+        for file in list(self._files.slot_files.values()):
             file.sync()
 
     def _become_read_only(self, error: Exception) -> None:

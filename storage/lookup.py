@@ -32,7 +32,7 @@ from hicache.storage.slot_file import (
     is_aligned,
     runs,
 )
-from hicache.storage.store_files import OpenPages, StoreFiles
+from hicache.storage.store_files import StoreFiles
 
 log = logging.getLogger("hicache.storage")
 
@@ -117,12 +117,12 @@ class PageReads:
     def thread_read_errors(self) -> int:
         return self._counters.thread_read_errors
 
-    def reading(self) -> AbstractContextManager[OpenPages]:
+    def reading(self) -> AbstractContextManager[StoreFiles]:
         """What to read from, as long as the block lasts. `StoreError` when the store is closed, OSError when it cannot
         be read."""
         return self._files.reading()
 
-    def verified_value(self, pages: OpenPages, key: bytes, entry: Entry) -> bytes | str:
+    def verified_value(self, pages: StoreFiles, key: bytes, entry: Entry) -> bytes | str:
         """The value of a page as it is stored, or why it cannot be read or does not verify."""
         payload = self._scratch.take(entry.length.slot_bytes)
         try:
@@ -153,7 +153,7 @@ class PageReads:
                 f"the store {self._files.path} is encrypted with the key {self._missing_key_id}; open it with its key"
             )
 
-    def _wanted(self, pages: OpenPages, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[_Wanted]:
+    def _wanted(self, pages: StoreFiles, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[_Wanted]:
         """Where the pages are that the index has, of the size of their buffers."""
         return [
             _Wanted(number, key, entry, buffer)
@@ -161,7 +161,7 @@ class PageReads:
             if entry is not None and entry.page_bytes == len(buffer) and key not in self._corrupt
         ]
 
-    def _get(self, pages: OpenPages, run: Sequence[_Wanted]) -> Iterator[_Wanted]:
+    def _get(self, pages: StoreFiles, run: Sequence[_Wanted]) -> Iterator[_Wanted]:
         """Fill the buffers of pages in slots that follow one another; those that hold their page then."""
         try:
             for one, reason in zip(run, self._decode(pages, run), strict=True):
@@ -174,7 +174,7 @@ class PageReads:
                 for one in run:
                     yield from self._get(pages, [one])
 
-    def _get_again(self, pages: OpenPages, before: _Wanted) -> bool:
+    def _get_again(self, pages: StoreFiles, before: _Wanted) -> bool:
         """The same for one that did not verify, wherever it is now. OSError if the disk fails."""
         for now in self._wanted(pages, [before.key], [before.buffer]):
             (reason,) = self._decode(pages, [now])
@@ -184,7 +184,7 @@ class PageReads:
                 self._note_corrupt(now.key, reason)
         return False
 
-    def _decode(self, pages: OpenPages, run: Sequence[_Wanted]) -> list[str]:
+    def _decode(self, pages: StoreFiles, run: Sequence[_Wanted]) -> list[str]:
         """Why each buffer does not hold its page now, "" if it does. OSError if the disk fails."""
         scratch, reads = self._scratch.take(len(run) * run[0].entry.length.slot_bytes), list[_Read]()
         for _, key, entry, buffer in run:
@@ -201,10 +201,10 @@ class PageReads:
                 reasons.append(found)
         return reasons
 
-    def _read(self, pages: OpenPages, run: Sequence[_Read]) -> list[bytes | str]:
+    def _read(self, pages: StoreFiles, run: Sequence[_Read]) -> list[bytes | str]:
         """Read payloads in slots that follow one another; the headers of their values, or why a slot does not hold one.
         OSError if the disk fails."""
-        file = pages.files.get(run[0][1].length)
+        file = pages.slot_files.get(run[0][1].length)
         if file is None:
             return ["there are no slots for such pages"] * len(run)
         blocks = file.read([SlotRead(entry.slot, payload, entry.payload_bytes) for _, entry, payload in run])

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from hicache.storage.base import Durability, StoreError, StoreLocked
-from hicache.storage.check import Fault, violations
 from hicache.storage.cipher import PageCipher
 from hicache.storage.directory import STORE_FILE, slots_files
 from hicache.storage.filters import PageFormat
 from hicache.storage.header import HeaderAndPayload, page_bytes_of
-from hicache.storage.lmdb_store import LmdbPageStore
+from hicache.storage.lmdb_store import Fault, LmdbPageStore
 from hicache.storage.lmdb_writer import GroupWriter
 from hicache.storage.lookup import check_keys
 from hicache.storage.rebuild import Progress
@@ -151,7 +150,7 @@ def verify(
                 if progress is not None:
                     progress(len(sizes), max(total, len(sizes)))
 
-            faults = list(violations(store, pages, writer.slots, note))
+            faults = list(store.faults(pages, note))
         if repair and faults:
             faults = _repaired(store, writer, faults)
     return VerifyReport(len(sizes), sum(sizes), tuple(faults))
@@ -204,7 +203,7 @@ def _repaired(store: LmdbPageStore, writer: GroupWriter, faults: Sequence[Fault]
     if any(fault.key is None for fault in faults):
         writer.rebuild()
         with store.reading() as pages:
-            left = list(violations(store, pages, writer.slots))
+            left = list(store.faults(pages))
     writer.delete([fault.key for fault in left if fault.key is not None])
     if writer.read_only:
         return [replace(fault, action="kept") for fault in faults]

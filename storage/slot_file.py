@@ -20,8 +20,9 @@ import ctypes
 import errno
 import io
 import os
+import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -30,7 +31,7 @@ import numpy as np
 import xxhash
 
 from hicache.storage.base import PageBuffer
-from hicache.storage.directory import PRIVATE_FILE_MODE
+from hicache.storage.directory import open_private, slots_file, slots_files, sync_directory
 from hicache.storage.header import HEADER_BYTES
 from hicache.storage.memory import ALIGNMENT, Scratch, aligned_buffer, round_up
 
@@ -129,7 +130,7 @@ class SlotFile:
         self._num_writes = self._num_synced = 0
         self._system = ctypes.CDLL(None, use_errno=True)
         with contextlib.ExitStack() as held:
-            self._file = self._direct = held.enter_context(io.FileIO(data, "r+", opener=_open_private))
+            self._file = self._direct = held.enter_context(io.FileIO(data, "r+", opener=open_private))
             with contextlib.suppress(OSError):  # a file system without direct access
                 self._direct = held.enter_context(io.FileIO(data, "r+", opener=_open_direct))
             self.has_holes = self._punch(_MAX_OFFSET, BLOCK_BYTES)
@@ -254,14 +255,56 @@ class SlotFile:
         return done
 
 
+class SlotFiles(dict[SlotLength, SlotFile]):
+    """The open files of a store, by the length of their slots: one for each length that a page of each size has needed
+    so far. Any thread, but only the writer makes new ones. OSError for what cannot be opened."""
+
+    def __init__(self, path: Path, page_sizes: Collection[int]) -> None:
+        super().__init__()
+        self._path, self._held = path, contextlib.ExitStack()
+        try:
+            for length in slot_lengths(path):
+                longest = SlotLength.of(length.page_bytes, max(1, length.slot_bytes - BLOCK_BYTES))
+                if length.page_bytes in page_sizes and length == longest:
+                    self._open(length)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._held.close()
+
+    def make(self, length: SlotLength) -> SlotFile:
+        """A new file for such slots, which outlives a power failure."""
+        file = self._open(length)
+        sync_directory(self._path)
+        return file
+
+    def disk_bytes(self) -> int:
+        return sum(file.disk_bytes() for file in list(self.values()))
+
+    def num_slots(self) -> int:
+        """How many slots the files reach into."""
+        return sum(file.num_slots() for file in self.values())
+
+    def _open(self, length: SlotLength) -> SlotFile:
+        file = self._held.enter_context(
+            contextlib.closing(SlotFile(slots_file(self._path, *length), length.slot_bytes))
+        )
+        self[length] = file
+        return file
+
+
+def slot_lengths(path: Path) -> list[SlotLength]:
+    """Those that the names of the slot files in a directory say, in order."""
+    names = (re.fullmatch(r"pages-(\d+)-(\d+)\.dat", file.name) for file in slots_files(path))
+    return sorted(SlotLength(*map(int, name.groups())) for name in names if name)
+
+
 def _aligned_part(payload: memoryview) -> memoryview:
     """The whole blocks of a payload, where its memory is aligned."""
     is_direct = len(payload) and not np.frombuffer(payload, dtype=np.uint8).ctypes.data % ALIGNMENT
     return payload[: len(payload) // ALIGNMENT * ALIGNMENT if is_direct else 0]
-
-
-def _open_private(file: str, flags: int) -> int:
-    return os.open(file, flags | os.O_CREAT, PRIVATE_FILE_MODE)
 
 
 def _open_direct(file: str, flags: int) -> int:

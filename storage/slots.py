@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from hicache.storage.header import HEADER_BYTES
 from hicache.storage.index import Entry
-from hicache.storage.slot_file import BLOCK_BYTES, SlotFile, SlotLength, SlotWrite
-from hicache.storage.slot_files import SlotFiles
+from hicache.storage.records import StoreRecord
+from hicache.storage.slot_file import BLOCK_BYTES, SlotFile, SlotFiles, SlotLength, SlotWrite
 
 _MAX_SEGMENT_BYTES, _SEGMENT_SHARE = 256 << 20, 64  # of the budget
 _PROBE_BYTES = 64 << 20
@@ -141,11 +141,11 @@ class Slots:
     this is made.
     """
 
-    def __init__(self, files: SlotFiles, records: npt.NDArray[np.void]) -> None:
-        self.sizes, self._files = Sizes.of(records), files
-        self._segment_bytes = min(_MAX_SEGMENT_BYTES, files.record.budget_bytes // _SEGMENT_SHARE)
+    def __init__(self, files: SlotFiles, record: StoreRecord, records: npt.NDArray[np.void]) -> None:
+        self.sizes, self._files, self._record = Sizes.of(records), files, record
+        self._segment_bytes = min(_MAX_SEGMENT_BYTES, record.budget_bytes // _SEGMENT_SHARE)
         self._slots: dict[SlotLength, _FileSlots] = {}
-        for length, file in files.items():
+        for length, file in sorted(files.items()):
             used = np.zeros(file.num_slots(), dtype=np.bool_)
             slots = records["slot"][_are_of(records, length)]
             used[slots[slots < len(used)].astype(np.int64)] = True
@@ -241,8 +241,8 @@ class Slots:
 
     def probe(self) -> None:
         """OSError when the disk takes no further slot of the largest size, or 64 MiB of a longer one."""
-        page_bytes = self._files.record.page_sizes[-1]
-        slots = self._of(SlotLength(page_bytes, self._files.record.max_slot_bytes(page_bytes)))
+        page_bytes = self._record.page_sizes[-1]
+        slots = self._of(SlotLength(page_bytes, self._record.max_slot_bytes(page_bytes)))
         payload, end = bytes(min(page_bytes, _PROBE_BYTES)), slots.file.num_slots()
         try:
             slots.file.allocate([end])

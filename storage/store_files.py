@@ -1,16 +1,14 @@
 """The open files of a store, which one process has open at a time.
 
 DIR/store.json      identity and settings (records.py)   DIR/writer.lock   held while it is open (directory.py)
-DIR/pages-*.dat     slots (slot_files.py)                DIR/index.mdb     while it is closed, its index (index.py)
+DIR/pages-*.dat     slots (slot_file.py)                 DIR/index.mdb     while it is closed, its index (index.py)
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from hicache.owner import OwnerProcess
@@ -24,24 +22,13 @@ from hicache.storage.directory import (
     sync_directory,
 )
 from hicache.storage.index import Index, io_errors
+from hicache.storage.read_write_lock import ReadWriteLock
 from hicache.storage.rebuild import Progress, rebuild
 from hicache.storage.records import StoreRecord
-from hicache.storage.slot_files import SlotFiles
+from hicache.storage.slot_file import SlotFiles
 from hicache.storage.slots import Slots
 
 log = logging.getLogger("hicache.storage")
-
-
-@dataclass(frozen=True)
-class OpenPages:
-    """What a page is read from: the index and the slot files. Valid inside `StoreFiles.reading`."""
-
-    index: Index
-    files: SlotFiles
-
-    def file_bytes(self) -> int:
-        """The disk space of the slots, and of the index once that is sealed."""
-        return self.files.disk_bytes() + self.index.num_bytes()
 
 
 class StoreFiles:
@@ -57,42 +44,39 @@ class StoreFiles:
     def __init__(self, path: Path, record: StoreRecord, progress: Progress | None, *, keeps_index: bool) -> None:
         self.path, self.record, self.closed = path, record, False
         self.owner = OwnerProcess(f"the store {path}")
-        self.pages: OpenPages  # the writer needs no lock against itself
-        self._changed = threading.Condition()
-        self._num_readers, self._is_replacing = 0, False
-        self._progress, self._keeps_index = progress or (lambda done, total: None), keeps_index
+        self._reading = ReadWriteLock()
+        self._progress = progress or (lambda done, total: None)
         self.rebuilt_pages: int | None = None
         with contextlib.ExitStack() as held:
             self.lock = held.enter_context(contextlib.closing(WriterLock(path)))
             try:
                 self._recorded = _record(path, record)
-                files = held.enter_context(contextlib.closing(SlotFiles(path, record)))
+                self.slot_files = held.enter_context(contextlib.closing(SlotFiles(path, record.page_sizes)))
                 sync_directory(path)
-                self._open_index(files, rebuilds=False)
+                self.index = Index(record.budget_bytes)
+                held.callback(self._close_index)
+                self._open_index(keeps_index=keeps_index)
             except io_errors as error:
                 raise StoreError(f"cannot open the store {path}: {error}; free space or repair the disk") from error
             self._held = held.pop_all()
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[OpenPages]:
-        """What to read from, as long as the block lasts. `StoreError` when the store is closed."""
+    def reading(self) -> Iterator[StoreFiles]:
+        """Index and slot files can be read as long as the block lasts. `StoreError` when the store is closed."""
         self.owner.require_here()  # before the lock, which another thread may have held at the fork
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_replacing)
+        with self._reading.reading():
             self.require_open()
-            self._num_readers += 1
-        try:
-            yield self.pages
-        finally:
-            with self._changed:
-                self._num_readers -= 1
-                self._changed.notify_all()
+            yield self
 
     def require_open(self) -> None:
         """`StoreError` when the store is closed, NotRunning in a fork."""
         self.owner.require_here()
         if self.closed:
             raise StoreError("the store is closed; open it again")
+
+    def file_bytes(self) -> int:
+        """The disk space of the slots, and of the index once that is sealed."""
+        return self.slot_files.disk_bytes() + self.index.num_bytes()
 
     def record_settings(self) -> None:
         """Record how the store is open now. Not before it is within its budget, which may be what makes room."""
@@ -104,69 +88,56 @@ class StoreFiles:
                 log.warning("the store %s is open with settings that are not recorded: %s", self.path, error)
 
     def rebuild(self) -> None:
-        """Build the index anew from the slots. OSError or what LMDB raises; then every read is a miss."""
+        """Build the index anew from the slots. OSError or what LMDB raises; then reads are misses."""
         self.lock.require_same()
-        with self._replacing():
-            self.pages.index.close()
-            self._open_index(self.pages.files, rebuilds=True)
+        with self._reading.writing():
+            self._build_index()
+            self.slots.settle()
 
     def close(self, *, is_whole: bool) -> None:
         """Wait for readers, seal the index if it `is_whole`, and release everything."""
-        with self._replacing():
+        with self._reading.writing():
             self.closed = True
             try:
                 if is_whole:
                     self.lock.require_same()
                     self.slots.close()
-                    self.pages.index.seal(self.path / INDEX_FILE)
+                    self.index.seal(self.path / INDEX_FILE)
             except io_errors as error:
                 log.warning("the index of the store %s is not sealed, and is rebuilt next time: %s", self.path, error)
             finally:
-                self.pages.index.close()
                 self._held.close()
 
-    @contextlib.contextmanager
-    def _replacing(self) -> Iterator[None]:
-        """Nobody reads inside the block."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_replacing)
-            self._is_replacing = True
-            self._changed.wait_for(lambda: not self._num_readers)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_replacing = False
-                self._changed.notify_all()
-
-    def _open_index(self, files: SlotFiles, *, rebuilds: bool) -> None:
+    def _open_index(self, *, keeps_index: bool) -> None:
         """The sealed index, or a new one built from the slots where there is none that fits them. What was sealed is
         removed: it will not be true any more."""
-        sealed = None if rebuilds else Index.open_sealed(self.path / INDEX_FILE, self.record.budget_bytes)
-        with contextlib.ExitStack() as held:
-            if sealed is not None:
-                index = held.enter_context(contextlib.closing(sealed))
-                self.slots = Slots(files, index.records())
-            if sealed is None or (self.slots.num_misplaced and not self._keeps_index):
-                index = held.enter_context(contextlib.closing(Index(self.record.budget_bytes)))
-                if (num_slots := files.num_slots()) and not rebuilds:
-                    log.warning("the index of the store %s is built anew from its %d slots", self.path, num_slots)
-                self._rebuild(index, files, sealed_pages=0 if sealed is None else sealed.num_pages())
-                if sealed is not None:
-                    sealed.close()
-            self.slots.settle()
-            (self.path / INDEX_FILE).unlink(missing_ok=True)
-            sync_directory(self.path)
-            self.pages = OpenPages(index, files)
-            held.pop_all()
+        sealed, num_sealed = Index.open_sealed(self.path / INDEX_FILE, self.record.budget_bytes), 0
+        if sealed is not None:
+            self._use_index(sealed)
+            num_sealed = sealed.num_pages()
+        if sealed is None or (self.slots.num_misplaced and not keeps_index):
+            if num_slots := self.slot_files.num_slots():
+                log.warning("the index of the store %s is built anew from its %d slots", self.path, num_slots)
+            self._build_index()
+            self.rebuilt_pages = self.index.num_pages()
+            if self.rebuilt_pages < num_sealed:
+                lost = "%d of %d pages of the store %s are lost: since it was closed its files were cut or removed"
+                log.warning(lost, num_sealed - self.rebuilt_pages, num_sealed, self.path)
+        self.slots.settle()
+        (self.path / INDEX_FILE).unlink(missing_ok=True)
+        sync_directory(self.path)
 
-    def _rebuild(self, index: Index, files: SlotFiles, *, sealed_pages: int) -> None:
-        """Fill an empty index from the slots. `sealed_pages`: how many there should be."""
-        rebuild(index, files, self._progress)
-        self.slots, self.rebuilt_pages = Slots(files, index.records()), index.num_pages()
-        if self.rebuilt_pages < sealed_pages:
-            lost = "%d of %d pages of the store %s are lost: since it was closed its files were cut or removed"
-            log.warning(lost, sealed_pages - self.rebuilt_pages, sealed_pages, self.path)
+    def _build_index(self) -> None:
+        self._use_index(Index(self.record.budget_bytes))
+        rebuild(self.index, self.slot_files, self.record.namespace, self._progress)
+        self.slots = Slots(self.slot_files, self.record, self.index.records())
+
+    def _close_index(self) -> None:
+        self.index.close()
+
+    def _use_index(self, index: Index) -> None:
+        self._close_index()
+        self.index, self.slots = index, Slots(self.slot_files, self.record, index.records())
 
 
 def read_record(path: Path) -> StoreRecord:
