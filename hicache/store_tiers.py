@@ -116,12 +116,10 @@ def _disk_settings(config: EngineConfig, hosts: _Hosts) -> ServiceSettings:
 
 
 def num_remote_readers(remote: RemoteConfig) -> int:
-    """How many threads read from the store."""
     return remote.reader_threads or (1 if _ONE_READER.fullmatch(remote.url) else _REMOTE_READERS)
 
 
 def _remote(config: EngineConfig, store: PageStore | None, layouts: _Layouts, hosts: _Hosts) -> StoreTier:
-    """`store`: of the caller; None: the one that the settings name."""
     remote, advanced = config.remote or RemoteConfig(url="given:"), config.advanced
     largest_bytes = max(host.page_bytes for host in hosts.values())
     job_pages = max(1, min(_MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES // largest_bytes))

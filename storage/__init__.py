@@ -4,7 +4,7 @@ base               the contract of a page store, and its errors
 lmdb_store         the embedded store; lookup: its reading
 lmdb_writer        commits and the budget; compressor: encoding beside them
 store_files        the open files of a store; directory: names and the writer lock; records: identity, settings
-index              where pages are, in LMDB; use_order: when they were used
+index              where pages are, in LMDB, and when they were used
 slots              which slots are free; slot_file: reading and writing them, and what names a page
 codec              a page and its value: header, filters, cipher
 urls               opening a store by its URL; store_url: its parts; conformance: the tests that every store passes

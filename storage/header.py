@@ -41,7 +41,6 @@ class HeaderAndPayload:
     payload: memoryview
 
     def __len__(self) -> int:
-        """Length of the whole value."""
         return len(self.header) + len(self.payload)
 
     @classmethod

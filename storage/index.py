@@ -8,17 +8,20 @@
 While a store is open its index is in memory without a name: a disk that hangs holds up no look-up, and it ends with its
 process. A closed store has a copy in a file, sealed by a checksum: LMDB trusts what it maps, so a copy is mapped after
 it was compared with its seal. Nothing else is verified: a wrong record leads to a slot that names another page.
+
+Uses are an array of ticks for each length of slots, one for each slot: a use is one store to an array. The least
+recently used pages are chosen many at a time, and each is compared with its tick when its turn comes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -31,7 +34,6 @@ from hicache.storage.directory import replacing
 from hicache.storage.header import HEADER_BYTES
 from hicache.storage.records import FORMAT
 from hicache.storage.slot_file import SlotLength
-from hicache.storage.use_order import TICK, UseOrder
 
 log = logging.getLogger("hicache.storage")
 
@@ -39,7 +41,10 @@ _TABLES = (b"pages", b"slots", b"uses")
 _OTHER_PAGES = 4  # of the file: two that say where the tables are, one with their names, one of the table of uses
 _MIN_MAP_BYTES = 1 << 30  # address space, not memory
 _SEAL_BYTES, _CHUNK_BYTES = 8, 8 << 20
+_MIN_CHOSEN, _CHOSEN_SHARE = 4096, 64  # of the slots, to be evicted next
+_MIN_SPARE, _SPARE_SHARE = 128, 8
 _ENTRY, _SLOT, _LENGTH = struct.Struct("<QII"), struct.Struct(">IIQ"), struct.Struct(">II")
+TICK = np.dtype("<u8")
 _RECORD = np.dtype([("slot", "<u8"), ("payload_bytes", "<u4"), ("page_bytes", "<u4")])
 
 # What an LMDB call raises when it fails: its own errors, those of the operating system, and SystemError, with which the
@@ -61,6 +66,95 @@ class Entry(NamedTuple):
     @property
     def value_bytes(self) -> int:
         return HEADER_BYTES + self.payload_bytes
+
+
+class LastUse(NamedTuple):
+    """The last use of a slot."""
+
+    tick: int
+    length: SlotLength
+    slot: int
+
+
+class UseOrder:
+    """The last use of every slot, by its length. Any thread notes uses; everything else is the writer's.
+
+    A use that is noted while an array grows may be lost, and one of a page that has just left its slot marks a slot
+    without a page. Neither matters to any page but in its order.
+    """
+
+    def __init__(self, ticks: Mapping[SlotLength, npt.NDArray[np.uint64]]) -> None:
+        self._ticks = dict(ticks)
+        self._chosen: Iterator[LastUse] = iter(())
+        self.restart_clock()
+
+    @property
+    def ticks(self) -> dict[SlotLength, npt.NDArray[np.uint64]]:
+        """The tick of each slot, by length, up to the last one with a page."""
+        return {length: np.trim_zeros(ticks, "b") for length, ticks in self._ticks.items()}
+
+    @property
+    def num_slots(self) -> list[int]:
+        """How many slots each length has, and some to come."""
+        return [len(ticks) for ticks in self._ticks.values()]
+
+    def restart_clock(self) -> None:
+        """Later ticks are higher than all that were set."""
+        last = max((int(ticks.max(initial=0)) for ticks in self._ticks.values()), default=0)
+        self._clock = itertools.count(last + 1)
+
+    def trim(self) -> None:
+        """Forget the slots behind the last one with a page."""
+        self._ticks = self.ticks
+
+    def next_tick(self) -> int:
+        return next(self._clock)
+
+    def note(self, length: SlotLength, slot: int) -> None:
+        """The page in a slot is used now. What is no slot is ignored."""
+        ticks = self._ticks.get(length)
+        if ticks is not None and slot < len(ticks):
+            ticks[slot] = next(self._clock)
+
+    def set(self, length: SlotLength, slot: int, tick: int) -> None:
+        """A page came to a slot, and was used at `tick`."""
+        ticks = self._ticks.get(length, np.empty(0, TICK))
+        if slot >= len(ticks):
+            num_slots = slot + max(_MIN_SPARE, slot // _SPARE_SHARE)
+            ticks = np.concatenate([ticks, np.zeros(num_slots - len(ticks), TICK)])
+            self._ticks[length] = ticks
+        ticks[slot] = tick
+
+    def newest(self, length: SlotLength, slots: range) -> int:
+        return int(self._ticks[length][slots.start : slots.stop].max(initial=0))
+
+    def pop_oldest(self) -> LastUse | None:
+        """Take out the slot that was used least recently; None when none is left."""
+        while True:
+            for last in self._chosen:
+                ticks = self._ticks[last.length]
+                if ticks[last.slot] == last.tick:  # it was neither used nor filled anew since
+                    ticks[last.slot] = 0
+                    return last
+            chosen = self.by_use(max(_MIN_CHOSEN, sum(self.num_slots) // _CHOSEN_SHARE))
+            if not chosen:
+                return None
+            self._chosen = iter(chosen)
+
+    def by_use(self, limit: int | None = None) -> list[LastUse]:
+        """The slots that were used, least recently used first; at most `limit`."""
+        lengths, uses = list(self._ticks), list(self._ticks.values())
+        slots = [np.flatnonzero(ticks) for ticks in uses]
+        if not slots:
+            return []
+        ticks = np.concatenate([of_length[used] for of_length, used in zip(uses, slots, strict=True)])
+        which, used = np.repeat(np.arange(len(slots)), [len(used) for used in slots]), np.concatenate(slots)
+        chosen = np.arange(len(ticks))
+        if limit is not None and limit < len(ticks):
+            chosen = np.argpartition(ticks, limit)[:limit]
+        chosen = chosen[np.argsort(ticks[chosen])]
+        of_chosen = (lengths[n] for n in which[chosen].tolist())
+        return list(map(LastUse, ticks[chosen].tolist(), of_chosen, used[chosen].tolist()))
 
 
 class Index:
@@ -163,7 +257,7 @@ class Index:
         with self._lock, self._env.begin() as txn:
             steps = reversed(used) if newest else used
             keys = (txn.get(_SLOT.pack(*last.length, last.slot), db=self._slots) for last in steps)
-            return list(islice((key for key in keys if key is not None), limit))
+            return list(itertools.islice((key for key in keys if key is not None), limit))
 
     def entries(self) -> list[tuple[bytes, Entry]]:
         """Every page and where it is, by key."""
@@ -203,7 +297,6 @@ class IndexChanges:
         self._uses.set(entry.length, entry.slot, tick)
 
     def delete(self, key: bytes) -> Entry | None:
-        """Remove a page; returns where it was."""
         entry = _entry(self._txn.get(key, db=self._pages))
         if entry is not None:
             self._txn.delete(_SLOT.pack(*entry.length, entry.slot), db=self._slots)
@@ -211,7 +304,6 @@ class IndexChanges:
         return entry
 
     def delete_slots(self, length: SlotLength, slots: Iterable[int]) -> list[tuple[bytes, Entry | None]]:
-        """Remove the pages in these slots; returns their keys and where they were."""
         keys = (self._txn.get(_SLOT.pack(*length, slot), db=self._slots) for slot in slots)
         return [(key, self.delete(key)) for key in keys if key is not None]
 

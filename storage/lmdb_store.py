@@ -20,10 +20,9 @@ from hicache.storage.filters import PageFormat
 from hicache.storage.index import io_errors
 from hicache.storage.lmdb_writer import GroupWriter, commit_bytes, require_budget
 from hicache.storage.lookup import PageReads, check_keys, check_page
-from hicache.storage.rebuild import Progress
 from hicache.storage.records import StoreRecord, identity_with_key, sorted_formats
 from hicache.storage.slots import Slots
-from hicache.storage.store_files import StoreFiles
+from hicache.storage.store_files import Progress, StoreFiles
 
 _DELETES_PER_COMMIT = 4096
 

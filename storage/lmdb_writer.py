@@ -22,9 +22,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeAlias, TypeVar
 
 from hicache.storage.base import StoreError
-from hicache.storage.counters import Counters
 from hicache.storage.header import HeaderAndPayload, page_bytes_of
 from hicache.storage.index import Entry, io_errors
+from hicache.storage.lookup import Counters
 from hicache.storage.records import StoreRecord
 from hicache.storage.slot_file import MAX_RUN, SlotBlock, SlotLength, SlotWrite, runs
 from hicache.storage.slots import Segment, Sizes, Slots
@@ -85,7 +85,6 @@ class GroupWriter:
 
     @property
     def slots(self) -> Slots:
-        """Which slots are in use."""
         return self._files.slots
 
     def put(self, group: Sequence[tuple[bytes, int]], values: Iterable[HeaderAndPayload]) -> bool:
@@ -128,12 +127,10 @@ class GroupWriter:
         return self._run(work) or 0
 
     def delete_corrupt(self) -> None:
-        """Delete the pages that do not verify."""
         if self._corrupt:
             self._run(self._delete_corrupt)
 
     def sync(self) -> None:
-        """Return when every page is on disk."""
 
         def work() -> None:
             self._delete_corrupt()
@@ -144,7 +141,6 @@ class GroupWriter:
         self._run(work)
 
     def rebuild(self) -> None:
-        """Build the index anew from the slots."""
         self._run(self._rebuild)
 
     def reopen(self) -> bool:
@@ -163,7 +159,6 @@ class GroupWriter:
         return not self.read_only
 
     def close(self) -> None:
-        """Sync, and seal the index."""
         self.sync()
         self._sync_thread.shutdown()
         self._files.close(is_whole=not self._is_index_lost)
@@ -238,7 +233,6 @@ class GroupWriter:
         return self._free(removed)
 
     def _evict_segment(self, segment: Segment) -> int:
-        """Evict the pages in a segment; returns how many."""
         with self._files.index.changes() as changes:
             removed = changes.delete_slots(*segment)
         self._counters.add(evicted=len(removed))

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hicache.storage.base import PageBuffer, StoreError
+from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
-from hicache.storage.counters import Counters
 from hicache.storage.index import Entry, io_errors
 from hicache.storage.memory import Scratch
 from hicache.storage.slot_file import (
@@ -41,12 +42,41 @@ _WINDOW_BYTES = 8 << 20  # of pages that are looked through for neighbours
 
 
 class _Wanted(NamedTuple):
-    """A page to be read: which of its call, and where it is."""
-
     number: int
     key: bytes
     entry: Entry
     buffer: PageBuffer
+
+
+class _ThreadCounts(threading.local):
+    read_errors = 0
+
+
+class Counters:
+    """The counters among the fields of `StoreStats`, by their names; any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, Any] = Counter()
+        self._of_thread = _ThreadCounts()
+
+    @property
+    def now(self) -> StoreStats:
+        """Without the fields that are no counters."""
+        with self._lock:
+            return StoreStats(**self._counts)
+
+    @property
+    def thread_read_errors(self) -> int:
+        """The part of `read_errors` that the calling thread added."""
+        return self._of_thread.read_errors
+
+    def add(self, *, read_errors: int = 0, **more: int) -> None:
+        self._of_thread.read_errors += read_errors
+        with self._lock:
+            self._counts["read_errors"] += read_errors
+            for name, count in more.items():
+                self._counts[name] += count
 
 
 class PageReads:
@@ -63,7 +93,6 @@ class PageReads:
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
-        """The sizes that pages may have, in bytes, ascending."""
         return self._files.record.page_sizes
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
@@ -118,8 +147,6 @@ class PageReads:
         return self._counters.thread_read_errors
 
     def reading(self) -> AbstractContextManager[StoreFiles]:
-        """What to read from, as long as the block lasts. `StoreError` when the store is closed, OSError when it cannot
-        be read."""
         return self._files.reading()
 
     def verified_value(self, pages: StoreFiles, key: bytes, entry: Entry) -> bytes | str:

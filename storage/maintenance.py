@@ -21,9 +21,8 @@ from hicache.storage.header import HeaderAndPayload, page_bytes_of
 from hicache.storage.lmdb_store import Fault, LmdbPageStore
 from hicache.storage.lmdb_writer import GroupWriter
 from hicache.storage.lookup import check_keys
-from hicache.storage.rebuild import Progress
 from hicache.storage.records import FORMAT, KEY_ID_FIELD
-from hicache.storage.store_files import read_record
+from hicache.storage.store_files import Progress, read_record
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def round_up(num_bytes: int, unit_bytes: int = ALIGNMENT) -> int:
-    """`num_bytes` rounded up to whole units."""
     return -(-num_bytes // unit_bytes) * unit_bytes
 
 

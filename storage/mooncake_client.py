@@ -113,7 +113,6 @@ class MooncakeClient:
 
     @staticmethod
     def meaning(code: int) -> str:
-        """The code in words."""
         return f"code {code}: {_MEANINGS.get(code, 'see types.h of mooncake-store')}"
 
     @staticmethod

@@ -76,7 +76,6 @@ class MooncakePageStore(RemotePageStore):
     to 60 s when a machine hangs."""
 
     def __init__(self, url: str, /, *, cipher: PageCipher | None = None, **about: Any) -> None:
-        """`about`: see `open_store`."""
         at = StoreUrl.parse(url)
         if not at.host or at.path not in ("", "/") or at.user or at.password:
             raise StoreError("a URL of Mooncake names its master: mooncake://host:50051?replicas=2")

@@ -51,7 +51,6 @@ class StoreRecord:
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
-        """The sizes that pages may have, in bytes, ascending."""
         return tuple(format.page_bytes for format in self.formats)
 
     @property
@@ -82,7 +81,6 @@ class StoreRecord:
         )
 
     def pack(self) -> bytes:
-        """The content of store.json."""
         settings = dataclasses.asdict(self)
         record = {"format": FORMAT, "identity": dict(settings.pop("identity")), "settings": settings}
         return _canonical({**record, "xxh3_64": _checksum(record)}).encode()

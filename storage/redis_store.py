@@ -33,7 +33,6 @@ class RedisPageStore(RemotePageStore):
     reached is one that misses, and is counted."""
 
     def __init__(self, url: str, /, **about: Any) -> None:
-        """`about`: see `open_store`."""
         at = StoreUrl.parse(url)
         is_unix, number = at.scheme == "redis+unix", at.path.strip("/")
         if is_unix == bool(at.host) or not (is_unix or number.isdecimal() or not number):

@@ -19,10 +19,9 @@ from hicache.owner import OwnerProcess
 from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
-from hicache.storage.counters import Counters
 from hicache.storage.filters import PageFormat
 from hicache.storage.header import NAMESPACE_BYTES, HeaderAndPayload, page_bytes_of
-from hicache.storage.lookup import check_keys, check_page
+from hicache.storage.lookup import Counters, check_keys, check_page
 from hicache.storage.memory import Scratch
 from hicache.storage.records import identity_with_key, namespace_digest, sorted_formats
 
@@ -63,7 +62,6 @@ class RemotePageStore(ABC):
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
-        """The sizes that pages may have, in bytes, ascending."""
         return tuple(self._codecs)
 
     def register_memory(self, memory: PageBuffer) -> None:
@@ -203,7 +201,6 @@ class RemotePageStore(ABC):
         return [answer is True for answer in answers]
 
     def _failed(self, error: object, num: int, *, is_read: bool) -> None:
-        """Count what the server did not do."""
         log.warning("the store %s fails: %s", self._description, first_line(error))
         self._counters.add(**{"read_errors" if is_read else "write_errors": num})
 

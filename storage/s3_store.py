@@ -40,7 +40,6 @@ class S3PageStore(RemotePageStore):
     """
 
     def __init__(self, url: str, /, **about: Any) -> None:
-        """`about`: see `open_store`."""
         at = StoreUrl.parse(url)
         if not re.fullmatch(r"[\w.-]+", at.host, re.ASCII) or at.port or at.user or at.password:
             raise StoreError("a URL of S3 is s3://bucket/prefix?endpoint=..., with credentials in the environment")

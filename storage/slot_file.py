@@ -284,7 +284,6 @@ class SlotFiles(dict[SlotLength, SlotFile]):
         return sum(file.disk_bytes() for file in list(self.values()))
 
     def num_slots(self) -> int:
-        """How many slots the files reach into."""
         return sum(file.num_slots() for file in self.values())
 
     def _open(self, length: SlotLength) -> SlotFile:

@@ -129,7 +129,6 @@ class _FileSlots:
         return self.states.reshape(-1)
 
     def _extend(self, num_slots: int) -> None:
-        """Have so many slots, or more."""
         missing = -(-num_slots // self.states.shape[1]) - len(self.states)
         self.states = np.pad(self.states, ((0, max(0, missing)), (0, 0)))
 
@@ -154,7 +153,6 @@ class Slots:
 
     @property
     def used(self) -> dict[SlotLength, list[int]]:
-        """Which slots are in use."""
         return {length: slots.used.tolist() for length, slots in self._slots.items()}
 
     @property

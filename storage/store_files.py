@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from hicache.owner import OwnerProcess
 from hicache.storage.base import StoreCorrupt, StoreError
@@ -21,14 +23,17 @@ from hicache.storage.directory import (
     slots_files,
     sync_directory,
 )
-from hicache.storage.index import Index, io_errors
+from hicache.storage.header import parse_header
+from hicache.storage.index import Entry, Index, io_errors
 from hicache.storage.read_write_lock import ReadWriteLock
-from hicache.storage.rebuild import Progress, rebuild
 from hicache.storage.records import StoreRecord
-from hicache.storage.slot_file import SlotFiles
+from hicache.storage.slot_file import SlotFile, SlotFiles, SlotLength
 from hicache.storage.slots import Slots
 
 log = logging.getLogger("hicache.storage")
+Progress = Callable[[int, int], None]  # slots done, and in all
+
+_THREADS, _SLOTS_AT_ONCE = 8, 256
 
 
 class StoreFiles:
@@ -75,7 +80,6 @@ class StoreFiles:
             raise StoreError("the store is closed; open it again")
 
     def file_bytes(self) -> int:
-        """The disk space of the slots, and of the index once that is sealed."""
         return self.slot_files.disk_bytes() + self.index.num_bytes()
 
     def record_settings(self) -> None:
@@ -129,7 +133,7 @@ class StoreFiles:
 
     def _build_index(self) -> None:
         self._use_index(Index(self.record.budget_bytes))
-        rebuild(self.index, self.slot_files, self.record.namespace, self._progress)
+        _rebuild(self.index, self.slot_files, self.record.namespace, self._progress)
         self.slots = Slots(self.slot_files, self.record, self.index.records())
 
     def _close_index(self) -> None:
@@ -167,3 +171,57 @@ def _record(path: Path, record: StoreRecord) -> StoreRecord:
 def _is_left(path: Path) -> bool:
     """Whether there are files that only a store makes."""
     return (path / INDEX_FILE).exists() or bool(slots_files(path))
+
+
+class _Found(NamedTuple):
+    """A page that a block names."""
+
+    sequence: int
+    entry: Entry
+    key: bytes
+
+
+def _rebuild(index: Index, files: SlotFiles, namespace: bytes, progress: Progress) -> None:
+    """Fill an empty index. The use order is that of the sequence. All other slots become holes, those that cannot be
+    read too. OSError if the disk fails."""
+
+    def read(length: SlotLength, slots: range) -> list[_Found]:
+        return [found for slot in slots if (found := _page_of(files[length], length, slot, namespace))]
+
+    total, done = files.num_slots(), 0
+    newest: dict[bytes, _Found] = {}
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="hicache-disk-rebuild") as threads:
+        for length, file in sorted(files.items()):
+            slots = range(file.num_slots())
+            parts = [slots[start : start + _SLOTS_AT_ONCE] for start in range(0, len(slots), _SLOTS_AT_ONCE)]
+            for part, found in zip(parts, threads.map(read, [length] * len(parts), parts), strict=True):
+                for one in found:
+                    if one.key not in newest or newest[one.key] < one:
+                        newest[one.key] = one
+                done += len(part)
+                progress(done, total)
+    with index.changes() as changes:
+        for one in newest.values():
+            changes.put(one.key, one.entry, max(1, one.sequence))
+    index.uses.restart_clock()  # so that later sequences are higher
+    for length, file in files.items():
+        used = {one.entry.slot for one in newest.values() if one.entry.length == length}
+        file.truncate(max(used, default=-1) + 1)
+        file.punch(sorted(set(range(file.num_slots())) - used))
+
+
+def _page_of(file: SlotFile, length: SlotLength, slot: int, namespace: bytes) -> _Found | None:
+    try:
+        block = file.read_block(slot)
+    except OSError as error:
+        log.warning(
+            "slot %d of %d bytes for pages of %d is lost: %s", slot, length.slot_bytes, length.page_bytes, error
+        )
+        return None
+    fields = "" if block is None else parse_header(block.header)
+    if block is None or isinstance(fields, str):
+        return None
+    entry = Entry(slot, fields.stored_bytes, length.page_bytes)
+    if entry.length != length or fields.contradiction(fields.stored_bytes, length.page_bytes, namespace):
+        return None
+    return _Found(block.sequence, entry, block.key)

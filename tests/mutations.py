@@ -72,9 +72,9 @@ MUTATIONS = (
     Mutation("storage/slot_file.py", "_CHECKSUM.unpack_from(raw, end)[0] != xxhash", "0 and xxhash", STORE),
     Mutation("storage/lmdb_writer.py", "            self._sync_group()\n            with", "            with", STORE),
     Mutation("storage/index.py",
-             "            self._txn.delete(_SLOT.pack(entry.page_bytes, entry.slot), db=self._slots)\n", "", STORE),
-    Mutation("storage/use_order.py", "if ticks[last.slot] == last.tick:", "if True:", STORE),
-    Mutation("storage/rebuild.py", "if one.key not in newest or newest[one.key] < one:",
+             "            self._txn.delete(_SLOT.pack(*entry.length, entry.slot), db=self._slots)\n", "", STORE),
+    Mutation("storage/index.py", "if ticks[last.slot] == last.tick:", "if True:", STORE),
+    Mutation("storage/store_files.py", "if one.key not in newest or newest[one.key] < one:",
              "if one.key not in newest:", STORE),
     # Codec
     Mutation("storage/header.py", "(_KEY_LENGTH.pack(len(key)), key, fields)", "(fields,)", STORE),

@@ -112,7 +112,6 @@ class StagedTier:
         return self._submit(staged, self.tier.writes.submit, job, len(keys))
 
     def remove(self, keys: Sequence[bytes] | None) -> StagedJob:
-        """See `RemoveJob`."""
         job = RemoveJob(next(self._tickets), None if keys is None else tuple(keys))
         return self._submit(StagedJob(None, []), self.tier.writes.submit, job, 1 if keys is None else len(keys))
 
@@ -130,7 +129,6 @@ class StagedTier:
             job.staging.give_back(job.taken)
 
     def close(self, within_s: float | None = None) -> bool:
-        """See `StoreTier.close`."""
         closed = self.tier.close(within_s)
         if closed:
             self.for_reads.close()
@@ -182,7 +180,6 @@ class WaitingTier:
         self._reading, self._writing = threading.Lock(), threading.Lock()
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which pages are stored."""
         return self._wait(self._do(self._staged.find, keys)) if keys else []
 
     def read(self, keys: Sequence[bytes], page_bytes: int, landed: Callable[[int, PageBuffer], None]) -> int:
@@ -250,11 +247,9 @@ class WaitingTier:
         return self._wait(self._do(self._staged.remove, None)) == [True]
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """See `StoreTier.used`."""
         self._do(self.tier.used, keys)
 
     def close(self) -> bool:
-        """See `StoreTier.close`."""
         return self._do(self._staged.close)
 
     def _do(self, do: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

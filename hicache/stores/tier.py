@@ -89,7 +89,6 @@ class StoreTier(StoreClient):
         return self.is_open and all(self.status.queue(queue.name)[0] == 0 for queue in (self.reads, self.writes))
 
     def register(self, metrics: Metrics) -> None:
-        """Enter what the tier and its store count."""
         register_tier(metrics, self.name, self._numbers, self._queue_numbers)
 
     def close(self, within_s: float | None = None) -> bool:
@@ -110,13 +109,11 @@ class StoreTier(StoreClient):
             self.end()
 
     def _queue_numbers(self, name: str) -> dict[str, float]:
-        """Of `_QUEUE_METRICS`."""
         numbers = dict(zip(QUEUE_NUMBERS, self.status.queue(name), strict=True))
         numbers["refused_jobs"] += (self.reads if name == self.reads.name else self.writes).refused
         return {f"{self.name}.{name}_{metric}": value for metric, value in numbers.items()}
 
     def _numbers(self) -> dict[str, float]:
-        """Of `_PROCESS_METRICS` and `_STORE_METRICS`."""
         stats = self.stats()
         found = {
             "process_state": self.state,

@@ -134,7 +134,6 @@ class StoreClient:
 
     @property
     def is_open(self) -> bool:
-        """Whether the process takes jobs."""
         return self.state is State.OPEN
 
     def refuses(self, name: str) -> bool:

@@ -22,8 +22,6 @@ D = TypeVar("D", FindDone | ReadDone, WriteDone)
 
 
 class JobSender(Protocol):
-    """What the queue needs of its client."""
-
     def refuses(self, name: str) -> bool:
         """Whether a job of the queue would not be done."""
         ...
@@ -66,7 +64,6 @@ class ClientQueue(Generic[J, D]):
         return True
 
     def refuses(self) -> bool:
-        """Whether a job submitted now would not be done."""
         return self._client.refuses(self.name)
 
     def poll(self) -> list[D | Stalled]:

@@ -197,7 +197,6 @@ class Body:
         return ticket, batch
 
     def memory(self) -> tuple[int, int]:
-        """Its number, and its size in bytes."""
         number, num_bytes = self.fields(_MEMORY)
         return number, num_bytes
 

@@ -78,7 +78,6 @@ class IoQueue(Generic[J, D]):
             self._changed.notify()
 
     def __len__(self) -> int:
-        """How many jobs wait for a thread."""
         return len(self._waiting)
 
     def take(self) -> Queued[J, D] | None:

@@ -21,9 +21,9 @@ from hicache.storage import (
     StoreError,
     describe,
     evict,
+    index,
     list_pages,
     open_existing,
-    use_order,
 )
 from hicache.storage.index import Index
 from hicache.storage.slot_file import SlotFile
@@ -204,7 +204,7 @@ def test_no_more_is_evicted_than_it_takes(tmp_path: Path) -> None:
 def test_the_least_recently_used_go_first(tmp_path: Path, chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was put, read, touched and deleted, and however often the store was closed and opened: pages are listed
     and evicted in the order of their last use, and a use changes nothing in the index."""
-    monkeypatch.setattr(use_order, "_MIN_CHOSEN", chosen)
+    monkeypatch.setattr(index, "_MIN_CHOSEN", chosen)
     draw, order = random.Random(chosen), list[int]()  # least recently used first
     store = open_store(tmp_path, level=0)
     for _ in range(150):
