@@ -5,7 +5,7 @@
     L3  the same blocks in the page store                        at most disk_bytes
 
 `get` brings a tensor up to L1; the least recently used tensors move down, and the store evicts from L3. A tensor is in
-L1 or L2, and may be on disk as well. Its value is a header (see `disk.tensor_header`) and its bytes, cut into blocks:
+L1 or L2, and may be on disk as well. Its value is a header (see `tensor_header`) and its bytes, cut into blocks:
 
     block 0      [header][bytes ...]
     block i > 0  [bytes ...], the last one padded with zeros
@@ -34,7 +34,7 @@ from hicache.layout import BufferSpec, PoolLayout
 from hicache.owner import OwnerProcess
 from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, PageFormat, StoreCorrupt
 from hicache.storage.process.health import LIMITS, Breaker
-from hicache.stores.tensor_header import HEADER_BYTES, TENSOR_FORMAT_VERSION, TensorHeader
+from hicache.tensor_header import HEADER_BYTES, TENSOR_FORMAT_VERSION, TensorHeader
 
 _BLOCKS_PER_CALL = 64
 

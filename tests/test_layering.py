@@ -23,7 +23,7 @@ LEVELS = (
     ("engine", "factory", "kv_events", "life", "prefix_cache", "sizing", "store_tiers", "tensor_cache", "validation"),
     ("flow", "replay"),
     ("tree", "alloc", "device", "transfer", "host", "stores"),
-    ("layout",),
+    ("layout", "tensor_header"),
     ("config", "settings", "store_config", "metrics"),
     ("kernels", "storage"),
     ("console", "output_file"),

@@ -16,7 +16,7 @@ from hicache.storage.base import PageStore, StoreError
 from hicache.storage.process.client import MAX_SILENCE_S, StoreClient
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.status import QUEUE_NUMBERS
-from hicache.storage.process.stores import GivenStore, OpenStores, StoreRequest
+from hicache.storage.process.stores import OpenStores, StoreRequest
 from hicache.storage.process.transports import InlineServer, OwnProcess, ServedSocket, Transport
 
 JOB_PAGES = 8
@@ -174,6 +174,5 @@ def given_tier(
 ) -> StoreTier:
     """The tier over a store that is an object of this process, in a thread of it. `owns_store`: closed with the
     tier."""
-    given = GivenStore(store, owns_store=owns_store, clock=clock)
-    transport = InlineServer(given, clock)
+    transport = InlineServer(OpenStores(clock=clock, given=store, owns_given=owns_store), clock)
     return StoreTier(transport, StoreRequest("", {}, (), settings=settings), job_pages=job_pages, clock=clock)

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from hicache.storage.base import PageBuffer, StoreError
 from hicache.storage.process import frames
@@ -32,6 +32,7 @@ from hicache.storage.process.jobs import FindJob, Job, PageBytes, ReadJob, Stall
 from hicache.storage.process.service import StoreService
 from hicache.storage.process.shared_memory import mapped, page_at
 from hicache.storage.process.status import SharedStatus
+from hicache.storage.process.stores import OpenStores
 
 log = logging.getLogger(__name__)
 
@@ -41,23 +42,13 @@ _MAX_DESCRIPTORS = 16  # of one call
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 
 
-class Stores(Protocol):
-    """The stores of one process."""
-
-    def acquire(self, request: dict[str, object]) -> StoreService:
-        """The store that a client's OPEN asks for; opened where it is not. Raises StoreError. Any thread."""
-        ...
-
-    def release(self, service: StoreService) -> None:
-        """A client has left. Closes what is to be closed now; raises what closing raises. Any thread."""
-        ...
-
-
 class Server:
     """Serves `stores` to the clients that `add` and `listener` bring. `run` returns after `stop`, and without a
     listener when the last client has left. `same_process`: clients may name pages by their addresses."""
 
-    def __init__(self, stores: Stores, *, listener: socket.socket | None = None, same_process: bool = False) -> None:
+    def __init__(
+        self, stores: OpenStores, *, listener: socket.socket | None = None, same_process: bool = False
+    ) -> None:
         self.stores, self.same_process = stores, same_process
         self.selector = selectors.DefaultSelector()
         self._listener = listener

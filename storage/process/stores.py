@@ -62,17 +62,26 @@ class StoreRequest:
 
 class OpenStores:
     """Any thread. `url`: of the store that this process serves, whatever its clients name; "": that which each names.
+    `given`: an object of its owner's process in the place of all; only with `owns_given` it is closed with its client.
 
     On a served disk each identity has a store in a folder of its own, so clients of any model may connect; the budget
     is that of each.
     """
 
-    def __init__(self, url: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        self._url, self._clock = url, clock
+    def __init__(
+        self,
+        url: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        given: PageStore | None = None,
+        owns_given: bool = False,
+    ) -> None:
+        self._url, self._clock, self._given, self._owns_given = url, clock, given, owns_given
         self._lock = threading.Lock()
         self._open: dict[tuple[str, str], _Open] = {}
 
     def acquire(self, about: dict[str, object]) -> StoreService:
+        """The store that a client's OPEN asks for; opened where it is not. Raises StoreError."""
         request = StoreRequest.unpack(about)
         cipher = PageCipher(request.key) if request.key else None
         sizes = sorted(format.page_bytes for format in request.formats)
@@ -96,6 +105,8 @@ class OpenStores:
             raise
 
     def _opened(self, url: str, request: StoreRequest, cipher: PageCipher | None) -> StoreService:
+        if self._given is not None:
+            return StoreService(self._given, request.settings, owns_store=self._owns_given, clock=self._clock)
         removed: list[bytes] = []
         store = open_store(
             url,
@@ -107,7 +118,7 @@ class OpenStores:
         return StoreService(store, request.settings, clock=self._clock, removed=removed)
 
     def release(self, service: StoreService) -> None:
-        """Closes the store after its last client."""
+        """A client has left: closes the store after the last one, and raises what closing raises."""
         at, found = next((at, one) for at, one in list(self._open.items()) if one.service is service)
         with self._lock:
             found.num_clients -= 1
@@ -133,18 +144,3 @@ def _folder_of(url: str, named: str) -> str:
     if scheme_of(url) != "lmdb":
         return url
     return f"{path.rstrip('/')}/{hashlib.sha256(named.encode()).hexdigest()[:16]}{mark}{options}"
-
-
-class GivenStore:
-    """One store that is an object of its owner's process, served there. `owns_store`: closed with its client; else its
-    owner closes it."""
-
-    def __init__(self, store: PageStore, *, owns_store: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._owns_store, self._clock = store, owns_store, clock
-
-    def acquire(self, about: dict[str, object]) -> StoreService:
-        settings = StoreRequest.unpack(about).settings
-        return StoreService(self._store, settings, owns_store=self._owns_store, clock=self._clock)
-
-    def release(self, service: StoreService) -> None:
-        service.close()

@@ -18,7 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hicache.storage.base import StoreError
-from hicache.storage.process.server import Server, Stores, user_of
+from hicache.storage.process.server import Server, user_of
+from hicache.storage.process.stores import OpenStores
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,11 @@ class Transport(ABC):
     def connect(self) -> socket.socket:
         """A new server, or one more connection to it. Raises StoreError. What was before must have ended."""
 
-    @abstractmethod
     def has_ended(self) -> bool:
         """Whether what `connect` started has ended, so that it holds no store. Never blocks."""
+        return True
 
-    @abstractmethod
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027 - a served process serves others too
         """Have it end at once, where that is ours to decide. Never blocks."""
 
     def keep(self, client: object) -> None:  # noqa: B027 - a process has mapped the pages itself
@@ -123,13 +123,6 @@ class ServedSocket(Transport):
             raise StoreError(f"the store at {self._path} is served by user {uid}; use one of your own")
         return connected
 
-    def has_ended(self) -> bool:
-        """It is not ours to start again."""
-        return True
-
-    def end(self) -> None:
-        """It serves others too."""
-
 
 class InlineServer(Transport):
     """The same server in a thread of this process: for stores that are Python objects here, and tiny uses. `clock`: of
@@ -137,7 +130,7 @@ class InlineServer(Transport):
 
     same_process = True
 
-    def __init__(self, stores: Stores, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stores: OpenStores, clock: Callable[[], float] = time.monotonic) -> None:
         self._stores, self._looks_when_asked = stores, clock is not time.monotonic
         self._server: Server | None = None
         self._thread: threading.Thread | None = None
