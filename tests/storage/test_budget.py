@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,9 +20,6 @@ from hicache.storage import (
     StoreError,
     describe,
     evict,
-    index,
-    list_pages,
-    open_existing,
 )
 from hicache.storage.index import Index
 from hicache.storage.slot_file import SlotFile
@@ -81,27 +77,6 @@ def test_a_call_larger_than_the_budget(tmp_path: Path) -> None:
     assert found_numbers(store, range(80), LARGE_BYTES) == set(range(kept))
     store.check()
     store.close()
-
-
-def test_pages_that_fill_the_tables_first(tmp_path: Path) -> None:
-    """Of pages that compress to next to nothing the tables of a store with slots are full before the slots: the oldest
-    go, every put is taken, and deleting and evicting work."""
-    page_bytes, budget_bytes = 64 << 10, 4 << 20
-    with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=budget_bytes)) as store:
-        page = np.zeros(page_bytes, dtype=np.uint8)
-        for first in range(0, 1000, 100):
-            items = []
-            for n in range(first, first + 100):
-                items.append((key_of(n), page.copy()))
-                items[-1][1][:8] = np.frombuffer(n.to_bytes(8, "little"), dtype=np.uint8)
-            assert store.put(items) == [True] * 100
-            assert store.stats().file_bytes <= 1.05 * budget_bytes
-        stats = store.stats()
-        assert 0 < stats.evicted < 1000 and stats.write_errors == 0
-        assert store.get_into([key_of(930)], [page]) == [True] and int.from_bytes(page[:8], "little") == 930
-        assert store.delete([key_of(n) for n in range(900, 1000)]) == 100
-        store.check()
-        assert evict(store, 0) > 0 and store.stats().entries == 0
 
 
 STEPS = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 24), st.integers(0, 200)), min_size=8, max_size=24)
@@ -198,49 +173,6 @@ def test_no_more_is_evicted_than_it_takes(tmp_path: Path) -> None:
             with store.writing() as writer, store.reading() as pages:
                 needed_bytes = writer.slots.used_bytes + pages.index.num_bytes()
             assert evict(store, needed_bytes - 3 * (4096 + 16384) - more_bytes) == num_pages
-
-
-@pytest.mark.parametrize("chosen", [1, 5, 4096])
-def test_the_least_recently_used_go_first(tmp_path: Path, chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was put, read, touched and deleted, and however often the store was closed and opened: pages are listed
-    and evicted in the order of their last use, and a use changes nothing in the index."""
-    monkeypatch.setattr(index, "_MIN_CHOSEN", chosen)
-    draw, order = random.Random(chosen), list[int]()  # least recently used first
-    store = open_store(tmp_path, level=0)
-    for _ in range(150):
-        numbers = draw.sample(range(60), 3)
-        way = draw.choice(["put", "get", "touch", "delete", "evict", "close"])
-        if way == "close":
-            store.close()
-            store = open_existing(tmp_path)
-        elif way == "delete":
-            assert store.delete([key_of(n) for n in numbers[:1]]) == (numbers[0] in order)
-            order = [n for n in order if n != numbers[0]]
-        elif way == "evict" and order:
-            with store.writing() as writer, store.reading() as pages:
-                used_bytes = writer.slots.used_bytes + pages.index.num_bytes()
-            num_evicted = evict(store, max(0, used_bytes - 3 * 5 * 4096))
-            order = order[num_evicted:]
-            assert num_evicted <= 4 or not order
-        elif way == "put":
-            present = [n for n in reversed(numbers) if n in order]
-            absent = [n for n in reversed(numbers) if n not in order]
-            assert put_numbers(store, numbers) == [True] * 3
-            order = [n for n in order if n not in present] + present + absent
-        else:
-            with monkeypatch.context() as patched:
-                patched.setattr(Index, "changes", None)
-                if way == "get":
-                    assert found_numbers(store, numbers) == set(numbers) & set(order)
-                else:
-                    store.touch([key_of(n) for n in numbers])
-            used = [n for n in reversed(numbers) if n in order]
-            order = [n for n in order if n not in used] + used
-        listed = [page.key for page in list_pages(store, newest=False, limit=None)]
-        assert listed == [key_of(n) for n in order]
-    store.check()
-    assert [page.key for page in list_pages(store, newest=True, limit=2)] == [key_of(n) for n in order[:-3:-1]]
-    store.close()
 
 
 def test_a_put_looks_its_keys_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

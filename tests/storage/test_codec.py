@@ -6,7 +6,6 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,23 +91,6 @@ def test_lag_packs_faster_then_not_at_all(level: int) -> None:
     for lag, value in values.items():
         assert codec.decode_into(b"k", value, back) == "" and np.array_equal(back, text)
         assert codec.decode_into(b"k", encrypted.encode(b"k", text, lag=lag), back).startswith("encrypted")
-
-
-def channels_page(seed: int, segments: int, tokens: int, channels: int) -> npt.NDArray[np.uint8]:
-    """16-bit floats of which each channel has its own magnitude and drifts slowly from token to token."""
-    generator = np.random.default_rng(seed)
-    steps = generator.standard_normal((segments, tokens, channels)).cumsum(axis=1) * 0.05
-    scales = np.exp(2 * generator.standard_normal((segments, 1, channels)))
-    floats = ((steps + generator.standard_normal((segments, 1, channels))) * scales).astype(np.float32)
-    return (floats.view(np.uint32) >> 16).astype("<u2").reshape(-1).view(np.uint8)
-
-
-def test_channels_compress_best_together() -> None:
-    """What drifts within a channel compresses best by channel, then by byte, then as it is."""
-    page = channels_page(0, 4, 64, 256)
-    filters = (PageFilter("channel_byte_shuffle", 2, 64, 256), BYTE_SHUFFLE, NONE)
-    lengths = [len(codec_of(len(page), 1, filter).encode(b"k", page)) for filter in filters]
-    assert lengths == sorted(lengths) and len(set(lengths)) == 3
 
 
 @pytest.mark.parametrize(("level", "cipher"), [(0, None), (1, None), (1, CIPHERS[1])])

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hicache.storage import PageCipher, slot_file
 from hicache.storage.memory import ALIGNMENT, aligned_buffer
 from hicache.storage.slot_file import BLOCK_BYTES, SlotFile, SlotRead, SlotWrite
-from storage_pages import forget_cached, found_numbers, key_of, open_store, page_of, put_numbers
+from storage_pages import found_numbers, key_of, open_store, page_of, put_numbers
 
 SLOT_BYTES = BLOCK_BYTES + 3 * ALIGNMENT
 NUM_SLOTS = 12
@@ -147,21 +147,6 @@ def test_a_sync_beside_a_write_leaves_the_rest_to_the_next(tmp_path: Path, monke
         slots.write([SlotWrite(0, bytes(BLOCK_BYTES), memoryview(bytes(ALIGNMENT)))])
         slots.sync()
     assert calls == ["write", "sync"]
-
-
-@pytest.mark.parametrize("kind", ["random", "normal"])
-def test_long_pages_come_back_from_disk(tmp_path: Path, kind: str) -> None:
-    """Cold and warm, one by one and in batches, before and while more are written: every page to the last byte."""
-    settings = {"page_bytes": 512 << 10, "budget_bytes": 64 << 20}
-    for stop in (4, 8):
-        with contextlib.closing(open_store(tmp_path, **settings)) as store:
-            for numbers in ([0], range(stop)):
-                for file in tmp_path.glob("pages-*.dat"):
-                    forget_cached(file)
-                assert found_numbers(store, numbers, 512 << 10, kind) == set(numbers) & set(range(stop - 4))
-            put_numbers(store, range(stop), 512 << 10, kind)
-            assert found_numbers(store, range(stop), 512 << 10, kind) == set(range(stop))
-            store.check()
 
 
 @pytest.mark.parametrize("num_pages", [1, 3])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hicache.storage import StoreLocked
-from storage_pages import PAGE_BYTES, blocks_bytes, budget_of, found_numbers, open_store, put_numbers
+from storage_pages import PAGE_BYTES, found_numbers, open_store
 from store_program import StoreProgram
 
 BATCH = 4
@@ -51,26 +51,5 @@ def test_kill(tmp_path: Path, page_bytes: Sequence[int], durability: str, rounds
         assert len(found_numbers(store, unacknowledged, page_bytes)) <= BATCH
         assert store.stats().corrupt == 0 and store.rebuilt_pages == store.stats().entries
         assert store.stats().entries - len(acknowledged) <= BATCH * (turn + 1)
-        store.check()
-        store.close()
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("page_bytes", "rounds"), [(SIZES, 1), *(pytest.param(s, 60, marks=pytest.mark.long) for s in (SIZES, SIZES[:1]))]
-)
-def test_kill_while_evicting(tmp_path: Path, page_bytes: Sequence[int], rounds: int) -> None:
-    """Killed at the budget, a store keeps its last acknowledged pages, its indexes agree, and the files are bounded."""
-    budget_bytes, generator = budget_of(30, max(page_bytes)), random.Random(rounds)
-    settings: dict[str, Any] = {"budget_bytes": budget_bytes, "page_bytes": page_bytes}
-    for turn in range(rounds):
-        recent = acknowledged_until_killed(tmp_path, settings, turn * 100_000, generator.randint(40, 80))
-        store = open_store(tmp_path, **settings)
-        assert found_numbers(store, recent[-20:], page_bytes) == set(recent[-20:])
-        assert max(store.stats().file_bytes, blocks_bytes(tmp_path)) <= 1.05 * budget_bytes
-        store.check()
-        again = range(turn * 100_000 + 50_000, turn * 100_000 + 50_030)
-        assert put_numbers(store, again, page_bytes) == [True] * 30
-        assert found_numbers(store, again, page_bytes) == set(again)
         store.check()
         store.close()

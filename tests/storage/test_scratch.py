@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from hicache.storage.memory import ALIGNMENT, HUGE_PAGE_BYTES, CoreScratch, Scratch, aligned_buffer
+from hicache.storage.memory import ALIGNMENT, HUGE_PAGE_BYTES, CoreScratch, aligned_buffer
 from memory_maps import flags_at
 
 SIZES = [1, ALIGNMENT, HUGE_PAGE_BYTES - ALIGNMENT, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1, 5 * HUGE_PAGE_BYTES]
@@ -37,21 +36,6 @@ def test_a_large_buffer_asks_for_huge_pages() -> None:
     large, small = aligned_buffer(HUGE_PAGE_BYTES), aligned_buffer(ALIGNMENT)
     assert address_of(large) % HUGE_PAGE_BYTES == 0 and "hg" in flags_at(address_of(large))
     assert "hg" not in flags_at(address_of(small)) and len(small) == 2 * ALIGNMENT
-
-
-def test_each_thread_has_scratch_of_its_own() -> None:
-    """It stays what it is until the thread takes more, and grows with that."""
-    scratch, together = Scratch(), threading.Barrier(4)
-
-    def fill(value: int) -> bool:
-        page = scratch.take_page(ALIGNMENT)
-        page[:] = value
-        together.wait()
-        is_kept = bool((page == value).all()) and scratch.take_page(10).ctypes.data == page.ctypes.data
-        return is_kept and len(scratch.take(3 << 20)) >= 3 << 20
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(fill, range(4)))
 
 
 def test_scratch_of_cores_has_one_user_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

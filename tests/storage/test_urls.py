@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 
 from hicache.storage import (
     LmdbPageStore,
-    PageCipher,
     PageFormat,
     PageStore,
     StoreError,
@@ -43,19 +41,6 @@ def test_lmdb_is_the_store_in_that_directory(tmp_path: Path) -> None:
     by_class = open_lmdb(path, budget_bytes=32 << 20)
     assert found_numbers(by_class, range(4)) == {0, 1, 2, 3}
     by_class.close()
-
-
-def test_a_cipher_encrypts_whatever_store_the_url_names(tmp_path: Path) -> None:
-    """Pages that were put with a cipher come back with it, and a URL without it is refused."""
-    pytest.importorskip("cryptography")
-    url, cipher = f"lmdb://{tmp_path}/s?budget=32MiB", PageCipher(os.urandom(32))
-    store = open_store(url, identity=IDENTITY, formats=FORMATS, cipher=cipher)
-    page, back = np.full(PAGE_BYTES, 7, np.uint8), np.empty(PAGE_BYTES, np.uint8)
-    assert store.put([(b"k", page)]) == [True] and store.get_into([b"k"], [back]) == [True]
-    np.testing.assert_array_equal(back, page)
-    store.close()
-    with pytest.raises(StoreError):
-        opened(url)
 
 
 REFUSED = [

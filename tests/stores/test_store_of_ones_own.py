@@ -108,20 +108,6 @@ def test_a_shared_store_never_mixes_models_and_tenants() -> None:
         assert ask(engine, "c", tokens, "tenant") == Hit(disk=CACHED_LEN)
 
 
-def test_its_budget_evicts_the_end_of_what_was_used_least_recently() -> None:
-    """A store that is full keeps what was used last, and of a prompt that it keeps in part the first pages."""
-    with engine_over(MemoryPageStore(1 << 20)) as engine:
-        page_bytes = engine.inspect.context.full.host.page_bytes
-    store = MemoryPageStore(page_bytes * (NUM_PAGES + 4))
-    with engine_over(store) as engine:
-        for n in range(2):
-            ask(engine, f"a{n}", prompt(n))
-        old, new = (store.contains(page_keys(engine, prompt(n))) for n in range(2))
-    assert new == [True] * NUM_PAGES and old == [True] * 4 + [False] * (NUM_PAGES - 4)
-    with engine_over(store) as engine:
-        assert ask(engine, "b", prompt(0)) == Hit(disk=4 * 8)
-
-
 class Twisted(MemoryPageStore):
     """A store that answers rightly, in a way of its own, or whose count of failed reads cannot be had."""
 
