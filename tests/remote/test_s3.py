@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 
 from hicache.bench.remote_servers import CREDENTIALS, S3Server
+from hicache.storage import StoreError
 from hicache.storage.conformance import FORMATS, IDENTITY, page
 from remote_case import PAGES, PATIENCE, found_in, opened, opener
 
@@ -59,6 +60,12 @@ def test_without_credentials_it_says_what_to_set(
     with closing(opened(server)) as store:
         assert store.contains([b"0"]) == [False] and store.stats().read_errors == 1
     assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in caplog.text
+
+
+def test_a_prefix_that_names_nothing_is_refused() -> None:
+    """Before anything is connected, by the URL that it is a part of."""
+    with pytest.raises(StoreError, match="s3://bucket/a//b"):
+        opener("s3://bucket/a//b")(IDENTITY, FORMATS)
 
 
 def test_a_panic_of_the_client_is_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

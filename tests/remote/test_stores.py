@@ -194,42 +194,6 @@ def test_values_that_do_not_verify_are_misses_and_go(kind: Kind, server: Server)
 
 
 @pytest.mark.parametrize(
-    ("url", "setting"),
-    [
-        ("redis:///0", "redis://host:6379/0"),
-        ("redis://host/first", "redis://host:6379/0"),
-        ("redis+unix://host/socket", "redis://host:6379/0"),
-        ("redis://host?timeout=0", "timeout"),
-        ("redis://host?tll=5", "ttl"),
-        ("redis://host?max_value=much", "max_value"),
-        ("redis://host?level=23", "level"),
-        ("redis://host/0?db=1", "db"),
-        ("redis://host?ca=/etc/hosts", "rediss://"),
-        ("rediss://host?ca=/nonexistent", "ca"),
-        ("rediss://host?ca=/etc/hosts", "ca"),
-        ("s3:///prefix", "s3://bucket/prefix"),
-        ("s3://key:geheim@bucket/prefix", "credentials"),
-        ("s3://a%20bucket", "s3://bucket/prefix"),
-        ("s3://bucket/a//b", "s3://bucket/a//b"),
-        ("s3://bucket?concurrency=0", "concurrency"),
-        ("s3://bucket?endpoint=", "endpoint"),
-        ("s3://bucket?endpoint=minio:9000", "endpoint"),
-        ("s3://bucket?endpoint=ftp://minio", "endpoint"),
-        ("s3://bucket?endpoint=http://minio:99999", "endpoint"),
-        ("s3://bucket?endpoint=http://key:geheim%40minio", "endpoint"),
-        ("s3://bucket?endpiont=x", "endpoint"),
-    ],
-)
-def test_a_url_that_cannot_be_used_is_refused(url: str, setting: str) -> None:
-    """Before anything is connected, by a line that names the setting or what would do, and no secret."""
-    if url.startswith("s3"):
-        pytest.importorskip("obstore")
-    with pytest.raises(StoreError) as caught:
-        opener(url)(IDENTITY, FORMATS)
-    assert setting in str(caught.value) and "geheim" not in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("url", "package", "extra"),
     [("s3://bucket", "obstore", "s3"), ("mooncake://127.0.0.1:1", "mooncake.store", "mooncake")],
 )

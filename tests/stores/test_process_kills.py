@@ -15,8 +15,9 @@ import store_fuzz
 from component_case import MODELS
 from hicache import AdvancedConfig, CacheEngine, DiskConfig, build_engine
 from hicache.errors import ResourceExhausted
-from hicache.storage import StoreLocked, open_existing
+from hicache.storage import open_existing
 from hicache.tree import DISK, FULL
+from process_case import is_free
 from programs import Program
 from toy_model import GEOMETRY, config, prompt, serve, settled
 from waiting import eventually
@@ -121,18 +122,10 @@ def test_a_killed_engine_leaves_a_store_that_serves(kills: int, tmp_path: Path) 
             assert engine.stdout is not None
             keys = [bytes.fromhex(key) for _ in range(1 + turn % 3) for key in engine.stdout.readline().split()]
             engine.send_signal(signal.SIGKILL)
-        eventually(lambda path=path: _is_free(path))
+        eventually(lambda path=path: is_free(path))
         with contextlib.closing(open_existing(path)) as store:
             store.check()
             assert keys and all(store.contains(keys))
-
-
-def _is_free(path: Path) -> bool:
-    try:
-        open_existing(path).close()
-    except StoreLocked:
-        return False
-    return True
 
 
 @pytest.mark.long

@@ -1,0 +1,158 @@
+"""A store process that an operator started: engines share it, and whatever one of them does concerns no other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import process_case
+from disk_case import pages
+from hicache.storage import open_existing
+from hicache.storage.process import frames
+from hicache.storage.process.frames import _COUNT, NO_PAGES, Kind, Pages
+from hicache.storage.process.jobs import FindJob, ReadDone, Stalled, WriteJob
+from process_case import HASTY, NUM_PAGES, PAGE_BYTES, SEEDS, WRITER, Case, at, request
+from programs import Program
+from waiting import eventually
+
+pytestmark = pytest.mark.store_process
+SUPPORT = Path(process_case.__file__).parent
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Program, str]]:
+    """An operator's process, and the path that engines give."""
+    path = tmp_path / "run" / "hicache.sock"
+    code = "import sys; from hicache.cli import main; sys.exit(main(sys.argv[1:]))"
+    with Program(code, "store", "serve", at(tmp_path / "root"), "--socket", path) as program:
+        eventually(lambda: _is_served(path))
+        yield program, f"unix:{path}"
+        program.send_signal(signal.SIGTERM)
+        program.communicate()
+        assert program.returncode == 0 and not path.exists()
+
+
+def test_engines_share_a_served_store(served: tuple[Program, str], tmp_path: Path) -> None:
+    """Two clients of one identity read what either wrote, one of another identity finds nothing; one that is killed in
+    the middle of writes takes nothing with it, and each of its pages is whole or absent; the stores are whole when the
+    operator's process has ended."""
+    program, path = served
+    keys, data = pages(100, 8)
+    with contextlib.closing(Case(path)) as first, contextlib.closing(Case(path, identity={"model": "other"})) as other:
+        with contextlib.closing(Case(path)) as second:
+            assert first.stored(keys[:4], data[:4]) == (True,) * 4 and second.found(keys[:4], data[:4]) == (True,) * 4
+        assert other.found(keys[:4], data[:4]) == (False,) * 4 and other.stored(keys[:2], data[2:4]) == (True, True)
+        with Program(WRITER, path, SUPPORT, "stays") as third:
+            assert third.stdout is not None and third.stdout.readline()
+            third.kill()
+        assert first.stored(keys[4:], data[4:]) == (True,) * 4 and first.found(keys, data) == (True,) * 8
+        for seed in SEEDS:
+            first.found(pages(seed, 32)[0], pages(0, 32)[1])
+        assert other.found(keys[:2], data[2:4]) == (True, True)
+    program.send_signal(signal.SIGTERM)
+    program.wait()
+    folders = list((tmp_path / "root").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        with contextlib.closing(open_existing(folder)) as store:
+            store.check()
+
+
+def test_a_served_process_that_goes_on_is_used_again(served: tuple[Program, str]) -> None:
+    """One that stood still is left, and when it goes on it answers for what it was given, and is connected to again."""
+    program, path = served
+    keys, data = pages(1, 4)
+    with contextlib.closing(Case(path, HASTY)) as case:
+        assert case.stored(keys, data) == (True,) * 4
+        program.send_signal(signal.SIGSTOP)
+        read = case.read(keys)
+        assert case.answer(case.tier.reads.poll) == Stalled(read.ticket, 0)
+        program.send_signal(signal.SIGCONT)
+        assert case.answer(case.tier.reads.poll) == ReadDone(read.ticket, 0, (False,) * 4)
+        case.until_open()
+        assert case.found(keys, data) == (True,) * 4
+
+
+def test_a_user_of_another_name_is_refused(served: tuple[Program, str]) -> None:
+    """The socket is in a folder of its owner alone, and a client of another user is not served."""
+    path = Path(served[1].removeprefix("unix:"))
+    assert path.parent.stat().st_mode & 0o777 == 0o700 and path.stat().st_mode & 0o777 == 0o600
+    if os.getuid():
+        pytest.skip("becoming another user needs root")
+    for folder in (path, *path.parents):
+        with contextlib.suppress(PermissionError):
+            folder.chmod(folder.stat().st_mode | 0o777)
+    code = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])\n"
+        "try:\n    print(s.recv(1) == b'')\nexcept ConnectionResetError:\n    print(True)"
+    )
+    with Program(code, path) as stranger:
+        assert stranger.communicate()[0].strip() == "True"
+
+
+def test_a_client_that_sends_nonsense_is_left(served: tuple[Program, str]) -> None:
+    """Whatever a client sends, its connection ends and the others are served."""
+    keys, data = pages(1, 2)
+    with contextlib.closing(Case(served[1])) as good:
+        assert good.stored(keys, data) == (True, True)
+        pack = request("").pack()
+        wrong = json.dumps({**json.loads(pack), "version": 99}).encode()
+        for nonsense in (
+            b"\0" * 64,
+            b"\xff" * 64,
+            frames.frame(Kind.CLOSE),
+            frames.of_job(FindJob(1, keys), NO_PAGES),
+            frames.frame(Kind.OPEN, wrong),
+            frames.frame(Kind.OPEN, pack),  # without the descriptor of its status
+            frames.frame(Kind.OPEN, b"[]"),
+            frames.frame(Kind.OPEN, b"no JSON"),
+            frames.memory(1, 1 << 40),
+            os.urandom(4096),
+        ):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(served[1].removeprefix("unix:"))
+                stranger.sendall(nonsense)
+                stranger.settimeout(60)
+                with contextlib.suppress(ConnectionResetError):
+                    stranger.shutdown(socket.SHUT_WR)
+                    assert stranger.recv(1) == b""
+            assert good.found(keys, data) == (True, True)
+
+
+def test_a_client_that_asks_wrongly_is_left_alone(served: tuple[Program, str]) -> None:
+    """Jobs that are none end the connection that brought them; the store serves the others, and its breakers are as
+    they were."""
+    keys, data = pages(1, 2)
+
+    def write(keys: tuple[bytes, ...], memory: int = 1, page_bytes: int = PAGE_BYTES, offset: int = 0) -> bytes:
+        return frames.of_job(WriteJob(7, keys, ()), Pages(memory, page_bytes, array("Q", [offset])))
+
+    no_key = _COUNT.pack(1) + array("H", [0]).tobytes()
+    wrong = [
+        write((b"k",), memory=99),
+        write((b"k",), offset=NUM_PAGES * PAGE_BYTES),
+        write((b"k",), page_bytes=100),
+        write((b"k", b"l")),
+        frames.frame(Kind.FIND, frames.of_job(FindJob(7, ()), NO_PAGES)[5:-4], no_key),
+        frames.frame(Kind.REMOVE, b"short"),
+    ]
+    with contextlib.closing(Case(served[1])) as good, contextlib.closing(Case(served[1])) as bad:
+        for times, frame in enumerate(wrong, 1):
+            bad.tier._send(frame)
+            eventually(lambda times=times: bad.tier.find(keys, 0.01) is None and bad.tier.times_lost == times)
+            bad.until_open()
+            assert good.stored(keys, data) == (True, True) and good.found(keys, data) == (True, True)
+        assert good.tier.is_healthy
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return not probe.connect_ex(str(path))
