@@ -35,16 +35,7 @@ class StoreRequest:
     settings: ServiceSettings = dataclasses.field(default_factory=ServiceSettings)
 
     def pack(self) -> bytes:
-        formats = [dataclasses.asdict(format) for format in self.formats]
-        about = {
-            "version": VERSION,
-            "url": self.url,
-            "identity": dict(self.identity),
-            "formats": formats,
-            "key": self.key.hex(),
-            "tells_removed": self.tells_removed,
-            "settings": dataclasses.asdict(self.settings),
-        }
+        about = {**dataclasses.asdict(self), "identity": dict(self.identity), "key": self.key.hex(), "version": VERSION}
         return json.dumps(about).encode()
 
     @classmethod

@@ -208,19 +208,6 @@ def test_a_full_server_keeps_what_it_has(server: RedisServer) -> None:
         assert found_in(store, more) == [key for key, ok in zip(more, said, strict=True) if ok]
 
 
-def test_a_server_that_evicts_leaves_holes(server: RedisServer) -> None:
-    """Of what a server with a bound keeps, every page is read, whichever others are gone."""
-    server.ask("config", "set", "maxmemory-policy", "allkeys-random")
-    server.ask("config", "set", "maxmemory", "3mb")
-    pages = {b"%d" % n: page(2 * n + 1) for n in range(80)}
-    with closing(opened(server, RAW)) as store:
-        for item in pages.items():
-            store.put([item])
-        server.ask("config", "set", "maxmemory", "0")  # each command may evict
-        held = found_in(store, pages)
-        assert 0 < len(held) < len(pages) and len(held) == len(names_in(server)) and store.stats().read_errors == 0
-
-
 def test_reading_a_large_batch_evicts_nothing(server: RedisServer) -> None:
     """A server whose memory has room for its pages, and for few replies beside them, keeps all pages of a batch."""
     pages = {b"%d" % n: np.full(1 << 20, n, np.uint8) for n in range(40)}

@@ -207,23 +207,6 @@ def test_failing_reads_are_misses_and_resume(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_reads_that_the_medium_refuses_count_as_failures(tmp_path: Path) -> None:
-    """Misses because the medium cannot be read are told from misses of absent pages by the store's count of errors."""
-    disk, store = started_tier(tmp_path / "s", clock=Clock())
-    keys, _ = pages(1, 2)
-    for n in range(5):
-        disk.reads.submit(ReadJob(n, 0, keys, blank(2), threading.Event()))
-    wait_for_reads(disk, 5)
-    assert store.verbs("get_into") == 5 and gauges(disk)["disk.reads_state"] == 0
-    errors = itertools.count()
-    store.inner.thread_read_errors = lambda: next(errors)  # type: ignore[method-assign]
-    for n in range(5):
-        disk.reads.submit(ReadJob(n, 0, keys, blank(2), threading.Event()))
-    wait_for_reads(disk, 5)
-    assert store.verbs("get_into") == 8 and gauges(disk)["disk.reads_state"] == 2
-    disk.close()
-
-
 def test_a_read_that_ran_out_of_time_is_no_failure_if_it_brought_pages(tmp_path: Path) -> None:
     """However often; one that brought nothing by its deadline, or failed before, is."""
     clock = Clock()

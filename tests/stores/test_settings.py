@@ -18,7 +18,6 @@ from hicache.storage import PageFilter, StoreError, StoreMismatch
 from hicache.stores import cipher_of, page_filter
 from hicache.tree import FULL, HOST
 from toy_model import GEOMETRY, config, expected_kv, serve
-from waiting import eventually
 
 KEY = bytes(range(100, 132))
 
@@ -78,17 +77,6 @@ def test_a_segment_of_a_page_is_one_buffer_of_one_layer(tmp_path: Path) -> None:
         for layer in range(GEOMETRY.layer_num):
             for b in (0, 1):
                 assert torch.equal(segments[2 * layer + b], truth[:, layer, b].reshape(8, -1))
-
-
-def test_another_filter_gives_the_same_bytes_back(tmp_path: Path) -> None:
-    """Pages stored under one filter come back as they were after a restart with another."""
-    for setting, held in (("channel_byte_shuffle", 0), ("auto", 48)):
-        with engine_at(tmp_path / "s", filter=setting) as engine:
-            ticket = engine.prefetch("a", tokens_of(1), mode="wait_complete")
-            eventually(lambda engine=engine, ticket=ticket: engine.poll() or ticket.ready)
-            assert serve(engine, "a", tokens_of(1)).hit.disk == held
-            engine.flush()
-            engine.check()
 
 
 def test_a_key_is_read_in_each_of_its_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
