@@ -15,8 +15,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
-from functools import partial, wraps
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
@@ -35,40 +35,6 @@ _NUM_HISTORIES, _NUM_STEPS, _NUM_KEYS = 4, 40, 12
 _NUM_FILLING = 450  # large pages: 18 MB
 
 
-def _started(call: Callable[[], None]) -> Future[None]:
-    """`call` in a thread that the end of the process does not wait for."""
-    outcome: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            call()
-            outcome.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - raised to whoever waits
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return outcome
-
-
-def _each_test_ends(suite: type[StoreConformance]) -> type[StoreConformance]:
-    """Have a test fail while a call of the store hangs."""
-
-    def bounded(test: Callable[..., None]) -> Callable[..., None]:
-        @wraps(test)
-        def run(self: StoreConformance, make_store: MakeStore) -> None:
-            outcome = _started(partial(test, self, make_store))
-            assert wait([outcome], self.max_test_s).done, f"no end after {self.max_test_s:g} s: a call does not return"
-            outcome.result()
-
-        return run
-
-    for name, test in list(vars(suite).items()):
-        if name.startswith("test_"):
-            setattr(suite, name, bounded(test))
-    return suite
-
-
-@_each_test_ends
 class StoreConformance:
     """Tests of the contract `PageStore`, for a class of pytest that brings the fixture `make_store`.
 
@@ -82,8 +48,6 @@ class StoreConformance:
     knows_identity = True
     """Whether the store keeps pages of different identities apart. One that does not relies on the keys, which name
     the model too."""
-    max_test_s = 120.0
-    """A test that takes longer has failed."""
 
     def test_a_batch_is_answered_key_by_key(self, make_store: MakeStore) -> None:
         """Absent keys are misses and hide no present one; a key may be asked for twice; a batch may be empty."""
@@ -188,8 +152,8 @@ class StoreConformance:
                 store.contains(keys)
                 store.touch(keys[:3])
 
-        with _open(make_store) as store:
-            readers = [_started(partial(read, seed)) for seed in range(3)]
+        with _open(make_store) as store, ThreadPoolExecutor(3) as threads:
+            readers = [threads.submit(read, seed) for seed in range(3)]
             try:
                 for item in pages.items():
                     store.put([item])
@@ -197,7 +161,6 @@ class StoreConformance:
                 store.put([(key, pages[key]) for key in (b"0", b"1")])
             finally:
                 written.set()
-                wait(readers)
             for reader in readers:
                 reader.result()
             assert all(_found(store, pages))

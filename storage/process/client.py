@@ -318,7 +318,7 @@ class StoreClient:
             self._error = body.failed()
             if self.state is State.OPENING:
                 self._lose(str(self._error))
-        elif kind is not Kind.CLOSED:  # which the end of the connection follows
+        else:
             done, is_write = body.outcome(kind)
             if self._lookup is not None and not is_write and done.ticket == self._lookup.ticket:
                 self._found, self._lookup = done if isinstance(done, FindDone) else None, None

@@ -54,7 +54,9 @@ _JOB = struct.Struct("<qibdI")  # the number: how many of a find's keys are a pr
 _CANCEL = struct.Struct("<qi")
 _OUTCOME = struct.Struct("<qiBId")  # the flag: a find is answered, or what stalls is a write; pages found or asked for
 _MEMORY = struct.Struct("<IQ")
-_ERRORS = {error.__name__: error for error in (StoreLocked, StoreMismatch)}
+_ERRORS: dict[str, Callable[[str], StoreError]] = {
+    error.__name__: error for error in (StoreCorrupt, StoreLocked, StoreMismatch)
+}
 
 
 class FrameError(ValueError):
@@ -80,7 +82,6 @@ class Kind(enum.IntEnum):
     WRITTEN = 36
     STALLED = 37
     ALIVE = 38
-    CLOSED = 39
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,7 @@ def memory(number: int, num_bytes: int) -> bytes:
 
 
 def failed(error: Exception) -> bytes:
-    violations = list(error.violations) if isinstance(error, StoreCorrupt) else []
-    about = {"error": type(error).__name__, "message": str(error), "violations": violations}
-    return frame(Kind.FAILED, json.dumps(about).encode())
+    return frame(Kind.FAILED, json.dumps([type(error).__name__, str(error)]).encode())
 
 
 def outcome(done: Outcome, *, is_write: bool) -> bytes:
@@ -201,11 +200,8 @@ class Body:
         return number, num_bytes
 
     def failed(self) -> StoreError:
-        about = json.loads(self.rest())
-        name, message = str(about["error"]), str(about["message"])
-        if name == StoreCorrupt.__name__:
-            return StoreCorrupt(message, about["violations"])
-        return _ERRORS.get(name, StoreError)(message)
+        name, message = json.loads(self.rest())
+        return _ERRORS.get(str(name), StoreError)(str(message))
 
     def outcome(self, kind: Kind) -> tuple[Outcome, bool]:
         """What a job came to, and whether it was a write."""

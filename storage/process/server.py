@@ -307,7 +307,6 @@ class _Client(Connection):
 
     def _closed(self, _: None) -> None:
         self._deliver()
-        self._tell(frames.frame(Kind.CLOSED))
         self.end("its store is closed")
 
     def _fail(self, error: Exception) -> None:

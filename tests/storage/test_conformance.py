@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,20 +136,3 @@ def test_it_notices_a_key_that_is_dropped(tmp_path: Path) -> None:
 
     with pytest.raises(AssertionError, match="without the key"):
         StoreConformance().test_pages_under_a_key_need_it(make)
-
-
-@pytest.mark.parametrize("test", ["test_threads_read_beside_a_writer", "test_it_counts"])
-def test_it_notices_a_call_that_hangs(test: str) -> None:
-    """Its test fails, and so in a thread of its own that reads; the others are run."""
-    ended = threading.Event()
-
-    class Hanging(MemoryPageStore):
-        def get_into(self, keys: Any, buffers: Any, **of_call: Any) -> list[bool]:
-            ended.wait()
-            return super().get_into(keys, buffers, **of_call)
-
-    suite = TestMemory()
-    suite.max_test_s = 0.1
-    with pytest.raises(AssertionError, match="a call does not return"):
-        getattr(suite, test)(lambda **about: Hanging(BUDGET_BYTES))
-    ended.set()
