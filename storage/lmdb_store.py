@@ -19,7 +19,7 @@ from hicache.storage.compressor import PageCompressor
 from hicache.storage.filters import PageFormat
 from hicache.storage.index import io_errors
 from hicache.storage.lmdb_writer import GroupWriter, commit_bytes, require_budget
-from hicache.storage.lookup import PageReads, check_keys, check_page
+from hicache.storage.lookup import PageReads, check_keys, check_pages
 from hicache.storage.records import StoreRecord, identity_with_key, sorted_formats
 from hicache.storage.slots import Slots
 from hicache.storage.store_files import Progress, StoreFiles
@@ -113,9 +113,7 @@ class LmdbPageStore(PageReads):
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
     ) -> list[bool]:
         self._require_cipher()
-        check_keys([key for key, _ in items])
-        for _, page in items:
-            check_page(page, self._codecs, writeable=False)
+        check_pages([key for key, _ in items], [page for _, page in items], self._codecs, writeable=False)
         with self.writing() as writer:
             if writer.read_only:
                 return [False] * len(items)
@@ -201,18 +199,18 @@ class LmdbPageStore(PageReads):
                 # Encoded while it is written.
                 if time.monotonic() >= deadline_s or not self._writer.put(group, values):
                     break
-                self._kept.update(key for key, _ in group)
+                self._kept.update(group)
 
-    def _groups(self, pages: Mapping[bytes, PageBuffer]) -> Iterator[list[tuple[bytes, int]]]:
-        """Keys and page sizes in groups of one commit each."""
+    def _groups(self, pages: Mapping[bytes, PageBuffer]) -> Iterator[list[bytes]]:
+        """Keys in groups of one commit each."""
         max_bytes = commit_bytes(self._files.record.budget_bytes)
-        group, group_bytes = list[tuple[bytes, int]](), 0
+        group, group_bytes = list[bytes](), 0
         for key, page in pages.items():
             slot_bytes = self._files.record.max_slot_bytes(len(page))
             if group and group_bytes + slot_bytes > max_bytes:
                 yield group
                 group, group_bytes = [], 0
-            group.append((key, len(page)))
+            group.append(key)
             group_bytes += slot_bytes
         if group:
             yield group

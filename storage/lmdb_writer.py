@@ -87,14 +87,15 @@ class GroupWriter:
     def slots(self) -> Slots:
         return self._files.slots
 
-    def put(self, group: Sequence[tuple[bytes, int]], values: Iterable[HeaderAndPayload]) -> bool:
-        """Store absent pages, given as keys and page sizes and by their values, in one commit, evicting as the budget
-        demands; whether that succeeded. The last is the most recently used."""
-        num_bytes = self._run(lambda: self._store([key for key, _ in group], values))
-        if num_bytes is None:
+    def put(self, keys: Sequence[bytes], values: Iterable[HeaderAndPayload]) -> bool:
+        """Store absent pages by their values in one commit, evicting as the budget demands; whether that succeeded. The
+        last is the most recently used."""
+        stored = self._run(lambda: self._store(keys, values))
+        if stored is None:
             return False
-        raw_bytes = sum(page_bytes for _, page_bytes in group)
-        self._counters.add(puts=len(group), put_bytes_raw=raw_bytes, put_bytes_stored=num_bytes)
+        raw_bytes = sum(entry.page_bytes for entry in stored)
+        stored_bytes = sum(entry.value_bytes for entry in stored)
+        self._counters.add(puts=len(stored), put_bytes_raw=raw_bytes, put_bytes_stored=stored_bytes)
         return True
 
     def begin_call(self) -> None:
@@ -247,8 +248,8 @@ class GroupWriter:
             self._on_removed([key for key, _ in gone])
         return len(gone)
 
-    def _store(self, keys: Sequence[bytes], values: Iterable[HeaderAndPayload]) -> int:
-        """Write pages to slots, sync these, and enter the pages in the index; returns the bytes of their values."""
+    def _store(self, keys: Sequence[bytes], values: Iterable[HeaderAndPayload]) -> list[Entry]:
+        """Write pages to slots, sync these, and enter the pages in the index; returns where they are."""
         index, written = self._files.index, list[tuple[bytes, Entry, int]]()
         index_bytes = sum(3 * len(key) + _ENTRY_BYTES for key in keys)
         try:
@@ -262,7 +263,7 @@ class GroupWriter:
             for _, entry, _ in written:
                 self._files.slots.release(entry)
             raise
-        return sum(entry.value_bytes for _, entry, _ in written)
+        return [entry for _, entry, _ in written]
 
     def _write(self, batch: _Batch, written: list[tuple[bytes, Entry, int]], index_bytes: int) -> None:
         """Write pages to free slots, neighbours in one call; adds their keys, places and ticks to `written`."""

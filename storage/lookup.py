@@ -110,11 +110,7 @@ class PageReads:
         self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
     ) -> list[bool]:
         self._require_cipher()
-        check_keys(keys)
-        if len(keys) != len(buffers):
-            raise StoreError(f"{len(keys)} keys but {len(buffers)} buffers")
-        for buffer in buffers:
-            check_page(buffer, self._codecs, writeable=True)
+        check_pages(keys, buffers, self._codecs, writeable=True)
         found = [False] * len(keys)
         try:
             with self.reading() as pages:
@@ -272,10 +268,16 @@ def check_keys(keys: Sequence[bytes]) -> None:
             raise StoreError(f"a key has 1 to {MAX_KEY_BYTES} bytes, this one {len(key)}")
 
 
-def check_page(page: PageBuffer, page_sizes: Collection[int], *, writeable: bool) -> None:
-    """`StoreError` unless it is contiguous uint8 of one of the sizes."""
-    fits = page.dtype == np.uint8 and page.ndim == 1 and len(page) in page_sizes and page.flags.c_contiguous
-    if not fits or (writeable and not page.flags.writeable):
-        kind = "writable contiguous" if writeable else "contiguous"
-        sizes = " or ".join(map(str, page_sizes))
-        raise StoreError(f"a page is {kind} uint8 [{sizes}], got {page.dtype} {list(page.shape)}")
+def check_pages(
+    keys: Sequence[bytes], pages: Sequence[PageBuffer], page_sizes: Collection[int], *, writeable: bool
+) -> None:
+    """`StoreError` unless there is a page for each key, contiguous uint8 of one of the sizes."""
+    check_keys(keys)
+    if len(keys) != len(pages):
+        raise StoreError(f"{len(keys)} keys but {len(pages)} buffers")
+    for page in pages:
+        fits = page.dtype == np.uint8 and page.ndim == 1 and len(page) in page_sizes and page.flags.c_contiguous
+        if not fits or (writeable and not page.flags.writeable):
+            kind = "writable contiguous" if writeable else "contiguous"
+            sizes = " or ".join(map(str, page_sizes))
+            raise StoreError(f"a page is {kind} uint8 [{sizes}], got {page.dtype} {list(page.shape)}")

@@ -17,7 +17,7 @@ from hicache.storage.base import Durability, StoreError, StoreLocked
 from hicache.storage.cipher import PageCipher
 from hicache.storage.directory import STORE_FILE, slots_files
 from hicache.storage.filters import PageFormat
-from hicache.storage.header import HeaderAndPayload, page_bytes_of
+from hicache.storage.header import HeaderAndPayload
 from hicache.storage.lmdb_store import Fault, LmdbPageStore
 from hicache.storage.lmdb_writer import GroupWriter
 from hicache.storage.lookup import check_keys
@@ -180,10 +180,7 @@ def put_values(store: LmdbPageStore, items: Sequence[tuple[bytes, bytes]]) -> li
         present = dict(zip(values, store.contains(list(values)), strict=True))
         store.touch([key for key in reversed(values) if present[key]])
         writer.delete_corrupt()
-        stored = {
-            key: present[key] or writer.put([(key, page_bytes_of(value))], [HeaderAndPayload.of(value)])
-            for key, value in values.items()
-        }
+        stored = {key: present[key] or writer.put([key], [HeaderAndPayload.of(value)]) for key, value in values.items()}
     return [stored.get(key, False) for key, _ in items]
 
 

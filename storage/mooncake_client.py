@@ -102,7 +102,7 @@ class MooncakeClient:
         """The codes of a call. When it returns, the library does not use the buffers that it was given any more."""
         begin_s = time.monotonic()
         self._reconnect()
-        with self._lock.reading():
+        with self._lock:
             library = self._library
             if self._closed:
                 raise StoreError("the store is closed; open it again")

@@ -8,23 +8,23 @@ from collections.abc import Iterator
 
 
 class ReadWriteLock:
-    """Any thread; not to be taken twice by one. A writer that waits keeps new readers out."""
+    """Any thread; not to be taken twice by one. Entering is reading. A writer that waits keeps new readers out."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num_readers, self._is_written = 0, False
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """No writer is inside as long as the block lasts."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_written)
+            while self._is_written:
+                self._changed.wait()
             self._num_readers += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_readers -= 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._num_readers -= 1
+            if self._is_written:
                 self._changed.notify_all()
 
     @contextlib.contextmanager

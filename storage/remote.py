@@ -21,7 +21,7 @@ from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
 from hicache.storage.filters import PageFormat
 from hicache.storage.header import NAMESPACE_BYTES, HeaderAndPayload, page_bytes_of
-from hicache.storage.lookup import Counters, check_keys, check_page
+from hicache.storage.lookup import Counters, check_keys, check_pages
 from hicache.storage.memory import Scratch
 from hicache.storage.records import identity_with_key, namespace_digest, sorted_formats
 
@@ -78,11 +78,8 @@ class RemotePageStore(ABC):
     def get_into(
         self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
     ) -> list[bool]:
-        self._require(keys)
-        if len(keys) != len(buffers):
-            raise StoreError(f"{len(keys)} keys but {len(buffers)} buffers")
-        for buffer in buffers:
-            check_page(buffer, self._codecs, writeable=True)
+        self._require()
+        check_pages(keys, buffers, self._codecs, writeable=True)
         is_late = time.monotonic() >= deadline_s
         found = [False] * len(keys) if is_late or not keys else self._fetch(keys, buffers, deadline_s)
         num_hits = sum(found)
@@ -98,9 +95,8 @@ class RemotePageStore(ABC):
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
     ) -> list[bool]:
-        self._require([key for key, _ in items])
-        for _, page in items:
-            check_page(page, self._codecs, writeable=False)
+        self._require()
+        check_pages([key for key, _ in items], [page for _, page in items], self._codecs, writeable=False)
         if not items or time.monotonic() >= deadline_s:
             return [False] * len(items)
         self._drop_corrupt()

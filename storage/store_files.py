@@ -69,7 +69,7 @@ class StoreFiles:
     def reading(self) -> Iterator[StoreFiles]:
         """Index and slot files can be read as long as the block lasts. `StoreError` when the store is closed."""
         self.owner.require_here()  # before the lock, which another thread may have held at the fork
-        with self._reading.reading():
+        with self._reading:
             self.require_open()
             yield self
 

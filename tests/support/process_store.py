@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from hicache.storage import PageBuffer, PageCipher, PageFormat, StoreError, StoreStats
-from hicache.storage.lookup import check_keys, check_page
+from hicache.storage.lookup import check_keys, check_pages
 from hicache.storage.process.health import Limits
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
@@ -106,10 +106,8 @@ class ProcessStore:
         if self._is_closed:
             raise StoreError("the store is closed")
         check_keys(keys)
-        if writeable and len(pages) != len(keys):
-            raise StoreError(f"{len(keys)} keys for {len(pages)} buffers")
-        for page in pages:
-            check_page(page, self.page_sizes or (len(page),), writeable=writeable)
+        if pages or writeable:
+            check_pages(keys, pages, self.page_sizes or set(map(len, pages)), writeable=writeable)
 
 
 def _into(buffer: PageBuffer) -> Callable[[int, PageBuffer], None]:
