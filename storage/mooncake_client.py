@@ -147,7 +147,7 @@ class MooncakeClient:
         if self._library is not None or self._closed:
             return
         with self._lock.writing():
-            if self._library is None and time.monotonic() >= self._reconnect_at_s:
+            if self._library is None and not self._closed and time.monotonic() >= self._reconnect_at_s:
                 try:
                     self._library = self._connect()
                 except StoreError as error:

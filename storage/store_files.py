@@ -141,7 +141,8 @@ class StoreFiles:
 
     def _use_index(self, index: Index) -> None:
         self._close_index()
-        self.index, self.slots = index, Slots(self.slot_files, self.record, index.records())
+        self.index = index
+        self.slots = Slots(self.slot_files, self.record, index.records())
 
 
 def read_record(path: Path) -> StoreRecord:

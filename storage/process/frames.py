@@ -44,7 +44,7 @@ from hicache.storage.process.jobs import (
 )
 from hicache.storage.slot_file import MAX_KEY_BYTES
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
 OWN_MEMORY = 0  # the number of the address space that client and server share when they are one process
 _HEAD = struct.Struct("<IB")
