@@ -190,6 +190,11 @@ def test_failing_reads_are_misses_and_resume(tmp_path: Path) -> None:
         return done
 
     found: list[int] = []
+    store.trouble = failing(OSError(errno.EIO, "I/O error"), "contains")
+    assert num_held(disk, keys, PATIENCE_S) is None, "a store that cannot tell holds no page less"
+    store.trouble = lambda verb: None
+    assert read().ok == (True, True)
+    found.clear()
     store.trouble = failing(OSError(errno.EIO, "I/O error"), "get_into")
     assert [read() for _ in range(4)] == [ReadDone(1, 0, (False, False), asked=2)] * 3 + [
         ReadDone(1, 0, (False, False), asked=0)

@@ -19,6 +19,7 @@ from hicache.storage import open_existing
 from hicache.storage.process import frames
 from hicache.storage.process.frames import _COUNT, NO_PAGES, Kind, Pages
 from hicache.storage.process.jobs import FindJob, ReadDone, Stalled, WriteJob
+from hicache.storage.process.status import QUEUE_NUMBERS
 from process_case import HASTY, NUM_PAGES, PAGE_BYTES, SEEDS, WRITER, Case, at, request
 from programs import Program
 from waiting import eventually
@@ -150,7 +151,7 @@ def test_a_client_that_asks_wrongly_is_left_alone(served: tuple[Program, str]) -
             eventually(lambda times=times: bad.tier.find(keys, 0.01) is None and bad.tier.times_lost == times)
             bad.until_open()
             assert good.stored(keys, data) == (True, True) and good.found(keys, data) == (True, True)
-        assert good.tier.is_healthy
+        assert good.tier.is_healthy and good.tier.status.queue("writes")[QUEUE_NUMBERS.index("opens")] == 0
 
 
 def _is_served(path: Path) -> bool:
