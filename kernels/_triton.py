@@ -6,13 +6,14 @@ raises.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 import torch
 
-__all__ = ["WORDS", "Kernels", "cdiv", "check_kernels", "jit", "power_of_two", "tl", "widest_word"]
+__all__ = ["WORDS", "Kernels", "cdiv", "check_kernels", "jit", "on_device", "power_of_two", "tl", "widest_word"]
 
 Kernels = Literal["triton", "torch"]
 
@@ -64,3 +65,10 @@ def widest_word(*byte_counts: int) -> int:
 def check_kernels(kernels: str) -> None:
     if kernels not in ("triton", "torch"):
         raise ValueError(f"kernels={kernels!r}: choose 'triton' or 'torch'")
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make `device` current for launches, unless it is, as checking is cheaper than switching."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

@@ -7,14 +7,13 @@ of equal row size and span share a launch; layers of different structure are lau
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 
 import torch
 
 from hicache.kernels._pages import PageTable, RowClass
-from hicache.kernels._triton import WORDS, Kernels, cdiv, jit, power_of_two, tl
+from hicache.kernels._triton import WORDS, Kernels, cdiv, jit, on_device, power_of_two, tl
 
 _COLS_PER_PROGRAM = 1024
 _WORDS_PER_PROGRAM = 2048
@@ -64,13 +63,6 @@ def _move_kernel(  # noqa: PLR0917 - Triton binds constants by position
         tl.store(staged, tl.load(pool_row, mask=inside), mask=inside)
     else:
         tl.store(pool_row, tl.load(staged, mask=inside), mask=inside)
-
-
-def _on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make `device` current for launches, unless it is, as checking is cheaper than switching."""
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 def _word_of(staging: torch.Tensor) -> int:
@@ -126,7 +118,7 @@ class PageMover:
         if self.table.kernels == "torch":
             self._move_naive(slots, staging, first_layer, num_layers, gather)
         else:
-            with _on_device(slots.device):
+            with on_device(slots.device):
                 if self.uniform:
                     self._launch(classes[0], slots, staging, first_layer, num_layers, gather)
                     return

@@ -1,0 +1,207 @@
+"""Packed pages: every bit comes back, and what does not fit is counted; kernel and twin agree in every byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hicache.kernels._triton import Kernels
+from hicache.kernels.pack import FOUR_BITS, THREE_BITS, PackFormat, PagePacker
+from kernel_case import as_bytes, random_bits
+
+ROOMY = PackFormat(3, (1.0,))  # whatever is packed fits
+NUM_SLOTS = 300
+Pool = list[list[torch.Tensor]]
+
+
+def pool(num_layers: int, num_buffers: int, channels: int, seed: int, kind: str = "values") -> Pool:
+    """Buffers, bfloat16 `[NUM_SLOTS, channels]`, that lie in longer rows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def buffer(n: int) -> torch.Tensor:
+        if kind == "bits":
+            return random_bits(NUM_SLOTS, channels + 8, dtype=torch.bfloat16, seed=seed + n)[:, :channels]
+        scales = torch.exp(torch.randn(channels + 8, generator=generator))
+        return (torch.randn(NUM_SLOTS, channels + 8, generator=generator) * scales).bfloat16()[:, :channels]
+
+    return [[buffer(layer * num_buffers + n) for n in range(num_buffers)] for layer in range(num_layers)]
+
+
+def some_slots(num_tokens: int, seed: int) -> torch.Tensor:
+    return torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(seed))[:num_tokens]
+
+
+def packed(packer: PagePacker, slots: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    num_pages = slots.numel() // packer.page_tokens
+    staging = torch.zeros(num_pages, packer.group_bytes(first, count), dtype=torch.uint8, device=slots.device)
+    misfits = torch.zeros(num_pages, dtype=torch.int32, device=slots.device)
+    packer.gather(slots, staging, first, count, misfits)
+    return staging, misfits
+
+
+def come_back(
+    packer: PagePacker, buffers: list[list[torch.Tensor]], slots: torch.Tensor, first: int, count: int
+) -> None:
+    """Rows that were overwritten meanwhile, and no others, are what they were."""
+    staging, misfits = packed(packer, slots, first, count)
+    assert not misfits.any()
+    flat = [buffer for layer in buffers for buffer in layer]
+    before = [as_bytes(buffer).clone() for buffer in flat]
+    for layer in buffers[first : first + count]:
+        for buffer in layer:
+            buffer[slots] = 0
+    packer.scatter(staging, slots, first, count)
+    assert all(torch.equal(as_bytes(buffer), was) for buffer, was in zip(flat, before, strict=True))
+
+
+def decoded(tile: bytes, tokens: int, width: int, bits: int, num_escapes: int) -> list[list[int]]:
+    """By the words of the format alone."""
+    tops, tile = tile[:width], tile[width:]
+    escapes, tile = iter(tile[:num_escapes]), tile[num_escapes:]
+    fractions, codes = tile[: tokens * width], tile[tokens * width :]
+    part = tokens // 8
+    rows = []
+    for token in range(tokens):
+        row = []
+        for c in range(width):
+            j, t = divmod(token, part)
+            code = sum((codes[(k * part + t) * width + c] >> j & 1) << k for k in range(bits))
+            exponent = next(escapes) if code == 2**bits - 1 else tops[c] - code
+            fraction = fractions[token * width + c]
+            row.append((fraction & 128) << 8 | exponent << 7 | fraction & 127)
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("tokens", "buffers", "channels", "format"),
+    [
+        (64, 2, 64, FOUR_BITS),
+        (64, 1, 192, THREE_BITS),
+        (16, 1, 160, THREE_BITS),
+        (8, 2, 40, FOUR_BITS),
+        (128, 3, 1, ROOMY),
+    ],
+)
+def test_rows_come_back(kernels: Kernels, tokens: int, buffers: int, channels: int, format: PackFormat) -> None:
+    """Groups of layers, from any layer on, of whole and narrow tiles, at scattered slots."""
+    rows = pool(2, buffers, channels, seed=tokens)
+    packer = PagePacker(rows, tokens, kernels, format)
+    slots = some_slots(2 * tokens, seed=1)
+    come_back(packer, rows, slots, 0, 2)
+    come_back(packer, rows, slots[:tokens], 1, 1)
+    come_back(packer, rows, slots[:0], 1, 1)
+    raw_bytes = tokens * 2 * buffers * channels * 2
+    assert packer.page_bytes == packer.group_bytes(0, 2) and (channels < 128 or packer.page_bytes < raw_bytes / 1.3)
+
+
+@pytest.mark.parametrize(("kernels", "bits"), [("torch", 2), ("torch", 3), ("torch", 4), ("triton", 3)])
+def test_every_pattern_comes_back(kernels: Kernels, bits: int) -> None:
+    """All 65 536 patterns, beside each other, in channels of their own exponent, and alone among zeros; NaNs keep what
+    they carry."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    format = PackFormat(bits, (1.0,))
+    alone = torch.zeros(1024, 128, dtype=torch.bfloat16)
+    alone.view(-1)[::2] = every
+    for values in (every.view(-1, 256), every.view(256, -1).T.contiguous(), alone):
+        packer = PagePacker([[values]], 64, kernels, format)
+        come_back(packer, [[values]], torch.arange(values.shape[0]), 0, 1)
+
+
+@pytest.mark.parametrize("format", [FOUR_BITS, THREE_BITS, PackFormat(2, (0.4, 0.02))])
+@pytest.mark.parametrize("kind", ["values", "bits"])
+def test_kernel_and_twin_agree(kind: str, format: PackFormat) -> None:
+    """In every byte, and in how many tiles of each page do not fit."""
+    rows = pool(2, 2, 192, seed=3, kind=kind)
+    slots = some_slots(128, seed=4)
+    ours, theirs = (packed(PagePacker(rows, 64, kernels, format), slots, 0, 2) for kernels in ("triton", "torch"))
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    assert ours[1].all() if kind == "bits" or format.bits == 2 else not ours[1].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", [FOUR_BITS, THREE_BITS, ROOMY])
+@pytest.mark.parametrize("kind", ["values", "bits"])
+def test_kernel_and_twin_agree_on_a_gpu(kind: str, format: PackFormat) -> None:
+    """At 8B geometry, 32 layers; and the rows come back where they fit."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def buffer() -> torch.Tensor:
+        if kind == "bits":
+            return torch.randint(
+                -(1 << 15), 1 << 15, (1024, 1024), dtype=torch.int16, device="cuda", generator=generator
+            )
+        return torch.randn(1024, 1024, device="cuda", generator=generator).bfloat16().view(torch.int16)
+
+    rows = [[buffer().view(torch.bfloat16) for _ in range(2)] for _ in range(32)]
+    slots = torch.randperm(1024, device="cuda", generator=generator)
+    packer = PagePacker(rows, 64, "triton", format)
+    ours, theirs = packed(packer, slots, 0, 32), packed(PagePacker(rows, 64, "torch", format), slots, 0, 32)
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    if not ours[1].any():
+        before = [[buffer.clone() for buffer in layer] for layer in rows]
+        for layer in rows:
+            for buffer in layer:
+                buffer.zero_()
+        packer.scatter(ours[0], slots, 0, 32)
+        for layer, kept in zip(rows, before, strict=True):
+            for buffer, was in zip(layer, kept, strict=True):
+                assert torch.equal(buffer.view(torch.int16), was.view(torch.int16))
+
+
+def test_the_format_is_what_it_says() -> None:
+    """A decoder written from the description alone reads what was packed; a tile with one escape more than there is
+    room for does not fit, and one with as many does."""
+    rows = pool(1, 2, 136, seed=5)
+    packer = PagePacker(rows, 16, "torch", THREE_BITS)
+    slots = some_slots(16, seed=6)
+    staging, misfits = packed(packer, slots, 0, 1)
+    assert not misfits.any()
+    left = staging[0].numpy().tobytes()
+    for n, buffer in enumerate(rows[0]):
+        expected = buffer.view(torch.int16)[slots].to(torch.int32) & 0xFFFF
+        for first, width in ((0, 128), (128, 8)):
+            num_bytes, room = THREE_BITS.tile_bytes(n, 16, width), THREE_BITS.max_escapes(n, 16, width)
+            tile, left = left[:num_bytes], left[num_bytes:]
+            assert decoded(tile, 16, width, 3, room) == expected[:, first : first + width].tolist()
+    assert not left
+    room = FOUR_BITS.max_escapes(0, 64, 128)
+    for num_escapes in (room, room + 1):
+        values = torch.ones(64, 128, dtype=torch.bfloat16)
+        values.view(-1)[torch.arange(num_escapes) * 7] = 2.0**-20
+        _, misfits = packed(PagePacker([[values]], 64, "torch", FOUR_BITS), torch.arange(64), 0, 1)
+        assert misfits.tolist() == [int(num_escapes > room)]
+
+
+def test_ratios_are_those_that_are_promised() -> None:
+    """Of 8B geometry: 8 heads of 128 channels, pages of 64 tokens."""
+    rows = [[torch.zeros(1, 1024, dtype=torch.bfloat16)] * 2]
+    raw_bytes = 64 * 2 * 1024 * 2
+    assert raw_bytes / PagePacker(rows, 64, "torch", FOUR_BITS).page_bytes == pytest.approx(1.318, abs=1e-3)
+    assert raw_bytes / PagePacker(rows, 64, "torch", THREE_BITS).page_bytes == pytest.approx(1.397, abs=1e-3)
+
+
+def test_wrong_pools_and_arguments_are_refused() -> None:
+    good = torch.zeros(8, 4, dtype=torch.bfloat16)
+    for buffers, tokens, match in (
+        ([[good.half()]], 8, "bfloat16"),
+        ([[good]], 12, "power of two"),
+        ([[good]], 4, "at least 8"),
+        ([[good, torch.zeros(8, 6, dtype=torch.bfloat16)]], 8, "row sizes"),
+        ([[good, good], [good]], 8, "row sizes"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            PagePacker(buffers, tokens, "torch", FOUR_BITS)
+    for bits, escapes in ((1, (0.1,)), (5, (0.1,)), (3, ()), (3, (1.1,))):
+        with pytest.raises(ValueError, match=r"bits|escapes"):
+            PackFormat(bits, escapes)
+    packer = PagePacker([[good]], 8, "torch", FOUR_BITS)
+    slots, staging = torch.arange(8), torch.zeros(1, packer.page_bytes, dtype=torch.uint8)
+    for wrong in (torch.zeros(1), torch.zeros(2, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="misfits"):
+            packer.gather(slots, staging, 0, 1, wrong)
+    with pytest.raises(ValueError, match="staging"):
+        packer.scatter(staging[:, 1:], slots, 0, 1)
+    with pytest.raises(ValueError, match="layers"):
+        packer.group_bytes(0, 2)
