@@ -233,14 +233,24 @@ def test_short_prompts_count_together_and_idle_time_does_not() -> None:
     assert timed.prefill_s() == pytest.approx(8 * 0.25)
 
 
+def test_a_prompt_that_was_preempted_is_not_timed() -> None:
+    case = Case()
+    case.wish()
+    case.gate.step(["1"], ())
+    case.gate.step((), ["1"])
+    case.after(60)
+    case.gate.stored("1", 0, PROMPT)
+    case.gate.step((), ())
+    assert case.cost.prefill_s(0, PROMPT) is None
+
+
 def test_what_says_nothing_of_prefill_does_not_count() -> None:
-    """A prompt that was preempted or has ended, the part that was loaded, and what was generated."""
+    """A prompt that has ended, the part that was loaded, and what was generated."""
     timed = Timed()
-    for request in "abc":
+    for request in "ab":
         timed.timer.begin(request, 16384)
-    timed.step(("a", 0, 8192), ("b", 0, 8192), ("c", 8192, 16384))
+    timed.step(("a", 0, 8192), ("b", 8192, 16384))
     timed.timer.forget("a")
-    timed.timer.forget("b")
     timed.clock.now_s += 60
-    timed.step(("a", 8192, 16384), ("b", 8192, 16384), ("c", 16384, 24576))
+    timed.step(("a", 8192, 16384), ("b", 16384, 24576))
     assert timed.prefill_s() == pytest.approx(0.25)

@@ -60,9 +60,10 @@ def test_what_is_computed_faster_is_not_loaded(tmp_path: Path, monkeypatch: pyte
         compute(server, clock, PROMPT, 1.0)
         assert server.load(OTHER) == [True] * 8
         assert (gate.unmeasured.value, reads.num_pages) == (1, 8)
+        abandoned = gate.abandoned.value
         for declined in (1, 2):
             assert server.load(PROMPT) == [False] * 20
-            assert (gate.declined.value, reads.num_pages) == (declined, 8)
+            assert (gate.declined.value, gate.abandoned.value, reads.num_pages) == (declined, abandoned, 8)
         clock.now_s += 61
         reads.page_s = 0.001
         assert server.load(PROMPT) == [True] * 20
