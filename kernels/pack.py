@@ -114,7 +114,6 @@ def _pack_kernel(
     page, token, column = tl.program_id(0).to(tl.int64), tl.arange(0, SUB), tl.arange(0, COLS)
     inside = (column < width)[None, :]
     escapes, fractions = tile + width, tile + width + room
-    codes = fractions + PAGE * width
     at = token[:, None] * width + column[None, :]
 
     top = tl.zeros([COLS], dtype=tl.int32)
@@ -140,7 +139,7 @@ def _pack_kernel(
         for k in tl.static_range(BITS):
             planes |= ((code >> k) & 1) << (8 * k + part)
     for k in tl.static_range(BITS):
-        tl.store(codes + k * SUB * width + at, ((planes >> (8 * k)) & 0xFF).to(tl.uint8), mask=inside)
+        tl.store(fractions + (PAGE + k * SUB) * width + at, ((planes >> (8 * k)) & 0xFF).to(tl.uint8), mask=inside)
     if seen > room:
         tl.atomic_add(misfits + page, 1)
 
