@@ -103,7 +103,7 @@ def _hierarchy(mode: str, args: argparse.Namespace, files: Path) -> dict[str, An
         "hicache_size": max(1, cpu_bytes // 10**9),
         "hicache_mem_layout": "page_first",
         "hicache_write_policy": "write_through",
-        "hicache_storage_prefetch_policy": "timeout",
+        "hicache_storage_prefetch_policy": "wait_complete",  # the time to load all, however long
     }
     if mode == "file":
         return {**settings, "hicache_storage_backend": "file"}

@@ -11,6 +11,7 @@ import os
 import sys
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 STAND_INS = {"torchvision", "gguf", "sgl_kernel", "datasets", "xgrammar"}
@@ -54,6 +55,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def prepare() -> None:
     """Call before anything of SGLang is imported."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # What SGLang compiles when it is first used has one name in all releases.
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix, "torch_extensions"))
     # Transformers asks which of these packages are installed, and must not take a stand-in for one.
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer, image_utils  # noqa: F401
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
