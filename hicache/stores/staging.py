@@ -10,6 +10,7 @@ of the threads that wait, one takes what the process says, for all of them.
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import os
 import threading
@@ -182,9 +183,16 @@ class WaitingTier:
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         return self._wait(self._do(self._staged.find, keys)) if keys else []
 
-    def read(self, keys: Sequence[bytes], page_bytes: int, landed: Callable[[int, PageBuffer], None]) -> int:
+    def read(
+        self,
+        keys: Sequence[bytes],
+        page_bytes: int,
+        landed: Callable[[int, PageBuffer], None],
+        wait_s: float = math.inf,
+    ) -> int:
         """How many pages of `page_bytes` were read, up to the first that is missing. `landed(i, page)` takes page i,
-        whose memory is used again when it returns; what it raises ends the call."""
+        whose memory is used again when it returns; what it raises ends the call. `wait_s`: how long the next page
+        may take; it is missing then."""
         staging, cancelled = self._staged.for_reads, threading.Event()
         share = -(-len(keys) // (2 * self.tier.num_readers))  # few pages go to all readers
         job_pages = max(1, min(share, _JOB_BYTES // page_bytes, staging.num_pages // 2))
@@ -201,7 +209,7 @@ class WaitingTier:
                     if not under_way:
                         break  # late jobs have all pages
                     job = under_way[0]
-                    num_good = sum(1 for _ in takewhile(bool, self._wait(job)))
+                    num_good = sum(1 for _ in takewhile(bool, self._wait(job, wait_s)))
                     for page in job.pages[:num_good]:
                         landed(num_read, page)
                         num_read += 1
@@ -263,17 +271,19 @@ class WaitingTier:
         for job in jobs:
             self._do(self._staged.release, job)
 
-    def _wait(self, job: StagedJob) -> list[bool]:
-        """The answer to a job under way."""
+    def _wait(self, job: StagedJob, wait_s: float = math.inf) -> list[bool]:
+        """The answer to a job under way; that it failed where there is none in that time."""
+        until_s = self.tier.clock() + wait_s
         while True:
             with self._changed:
-                while self._is_watched and not job.is_answered:
-                    self._changed.wait()
-                if job.is_answered:
+                while self._is_watched and not job.is_answered and self.tier.clock() <= until_s:
+                    self._changed.wait(LOOK_S)
+                left_s = until_s - self.tier.clock()
+                if job.is_answered or left_s < 0:
                     return job.ok
                 self._is_watched = True
             try:
-                self.tier.wait(LOOK_S)
+                self.tier.wait(min(LOOK_S, left_s))
             finally:
                 with self._changed:
                     self._is_watched = False

@@ -116,6 +116,23 @@ def test_a_frozen_medium_is_a_miss_until_it_answers(store: Store, clock: Clock, 
     eventually(lambda: not tier.find([]) and len(tier._staged.for_reads._free) == 4)
 
 
+def test_a_caller_waits_for_a_page_as_long_as_it_says(store: Store, clock: Clock) -> None:
+    """What comes later does not land, and its staging pages are free then."""
+    tier, troubled = store
+    gate, landed = Gate("get_into"), Landed()
+    troubled.trouble = gate
+
+    def ticking() -> float:
+        clock.now_s += LIMITS.io_timeout_s / 100
+        return clock.now_s
+
+    tier.tier.clock = ticking
+    assert tier.read(KEYS, PAGE_BYTES, landed, LIMITS.io_timeout_s / 50) == 0
+    tier.tier.clock = clock
+    gate.open()
+    assert eventually(lambda: len(read(tier, KEYS))) == NUM_PAGES and landed == []
+
+
 def test_many_threads_at_once_get_their_own_answers(store: Store) -> None:
     """One of those that wait takes the answers of all."""
     tier, _ = store

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from sglang.srt.mem_cache import hicache_storage
 
-from hicache.integrations.server_store import ServerStore, require_shared, require_usable, server_store_config
+from hicache.integrations.server_store import ServerStore, require_shared, require_usable
+from hicache.integrations.sglang.gate import LoadGate, StorageConfig
 from hicache.integrations.sglang.host_pages import HostPages, as_bytes, host_pages, page_format
 from hicache.integrations.sglang.identity import describe, key_prefix, parallel_of, store_identity
 from hicache.integrations.sglang.releases import (
@@ -34,6 +35,8 @@ from hicache.integrations.sglang.releases import (
     hit_result,
     pools_of,
 )
+from hicache.metrics import Metrics
+from hicache.settings import as_mapping, from_mapping
 from hicache.storage import PageBuffer
 from hicache.stores.staging import WaitingTier
 
@@ -104,14 +107,17 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
-        given = storage_config.extra_config or {}
-        self._config = server_store_config({k: v for k, v in given.items() if k not in _LOADER_KEYS}, _WHERE)
+        given = as_mapping(storage_config.extra_config or {}, _WHERE)
+        settings = {k: v for k, v in given.items() if k not in _LOADER_KEYS}
+        self._config: StorageConfig = from_mapping(StorageConfig, settings, _WHERE)
         require_usable(self._config)
         self._storage_config = storage_config
         self._has_pieces = bool(given.get("interface_v1", 0))
         self._host_pools: dict[str, Any] = {}
         self._pools: dict[str, Pool] = {}
         self._tiers: list[WaitingTier] = []
+        self.metrics = Metrics()
+        self.gate: LoadGate | None = None  # from the first pool on
         self.failures: Counter[str] = Counter()
         self._sampling = threading.Lock()
         self._samples: dict[str, deque[tuple[int, float]]] = {
@@ -167,6 +173,9 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             for name in names:
                 prefix = key_prefix(name, describe(self._host_pools[name], pages[name]))
                 pools[name] = Pool(pages[name], prefix, server, tier, writes)
+        if self.gate is None:
+            speed, kv = self._config.prefill_tokens_per_s, pools[_KV]
+            self.gate = LoadGate(speed, kv.pages.page_slots, self.metrics, kv.server.tier.clock)
         self._pools = pools
 
     def clear(self) -> None:
@@ -210,7 +219,8 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
     @_answering(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        return self._num_stored(_KV, keys)
+        num_pages = self._num_stored(_KV, keys)
+        return num_pages if self._loads(keys, num_pages) else 0
 
     @_answering(lambda *_, **__: hicache_storage.PoolTransferResult.empty())
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
@@ -230,7 +240,13 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             if restorable:
                 hits[transfer.name] = max(restorable)
             legal &= restorable
+        if not self._loads(keys, max(legal, default=0)):
+            return hit_result({}, [])
         return hit_result(hits, sorted(legal))
+
+    def _loads(self, keys: list[str], num_pages: int) -> bool:
+        """Whether what is stored of a prompt is loaded faster than computed."""
+        return self.gate is not None and self.gate.weigh(keys, num_pages, self._pools[_KV].pages.page_bytes)
 
     def _num_stored(self, name: str, keys: list[str]) -> int:
         """From the first on, without a gap."""
@@ -279,8 +295,21 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         return self._read(pool, keys, lambda i, page: pool.pages.scatter(locations[i], page))
 
     def _read(self, pool: Pool, keys: list[str], landed: Callable[[int, PageBuffer], None]) -> list[bool]:
-        begin_s = time.monotonic()
-        num_read = pool.tier.read(pool.keys(keys), pool.pages.page_bytes, landed)
+        """A page of the prompt's attention may take as long to come as computing all."""
+        gate, clock = self.gate, pool.server.tier.clock
+        assert gate is not None
+        begin_s = progress_s = clock()
+
+        def land(i: int, page: PageBuffer) -> None:
+            nonlocal progress_s
+            landed(i, page)
+            progress_s = clock()
+
+        wait_s = gate.wait_s(len(keys)) if pool is self._pools.get(_KV) else math.inf
+        num_read = pool.tier.read(pool.keys(keys), pool.pages.page_bytes, land, wait_s)
+        if num_read < len(keys) and clock() - progress_s > wait_s:
+            gate.gave_up()
+        gate.read(num_read * pool.pages.page_bytes, clock() - begin_s)
         self._sample("prefetch", num_read, pool, begin_s)
         return [i < num_read for i in range(len(keys))]
 
@@ -322,15 +351,19 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         return self._write(pool, keys, lambda i, page: pool.pages.gather(locations[i], page))
 
     def _write(self, pool: Pool, keys: list[str], fill: Callable[[int, PageBuffer], None]) -> list[bool]:
+        if pool is self._pools.get(_KV) and self.gate is not None:
+            self.gate.offered(keys)
         if not pool.writes:
             return [False] * len(keys)
-        begin_s = time.monotonic()
+        begin_s = pool.server.tier.clock()
         stored = pool.tier.write(pool.keys(keys), pool.pages.page_bytes, fill)
         self._sample("backup", sum(stored), pool, begin_s)
+        if self.gate is not None:
+            self.gate.written()
         return stored
 
     def _sample(self, kind: str, num_pages: int, pool: Pool, begin_s: float) -> None:
-        seconds = max(time.monotonic() - begin_s, 1e-9)
+        seconds = max(pool.server.tier.clock() - begin_s, 1e-9)
         with self._sampling:
             self._samples[kind].append((num_pages, num_pages * pool.pages.page_bytes / seconds / 1e9))
 

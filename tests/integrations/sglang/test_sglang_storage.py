@@ -205,6 +205,30 @@ def test_a_frozen_disk_freezes_nothing(tmp_path: Path, verb: str) -> None:
 
 
 @pytest.mark.smoke
+def test_a_slow_disk_is_not_waited_for(tmp_path: Path) -> None:
+    """While computing is faster SGLang is told that nothing is stored; the disk is asked again from time to time."""
+    case = Case(tmp_path, extra={"prefill_tokens_per_s": 1000.0, "readers": 1})
+    with troubled() as stores:
+        server = Server(case)
+    with server:
+        stored, num_tokens = server.backup(tokens(NUM_PAGES, case))
+
+        def slow(verb: str) -> None:
+            clock.now_s += 2 * num_tokens / 1000 * (verb == "get_into")
+
+        stores[0].trouble = slow
+        assert server.prefetch(tokens(NUM_PAGES, case)) == stored
+        assert server.prefetch(tokens(NUM_PAGES, case)) == []
+        stores[0].trouble = lambda verb: None
+        assert server.prefetch(tokens(NUM_PAGES, case)) == []
+        clock.now_s += 61
+        assert server.prefetch(tokens(NUM_PAGES, case)) == stored == server.prefetch(tokens(NUM_PAGES, case))
+        counts = {name: value for name, value in server.backend.metrics.snapshot().items() if name.startswith("gate.")}
+        assert counts == dict(zip(sorted(counts), (0, 1, 2, 2), strict=True))
+        assert not server.backend.failures
+
+
+@pytest.mark.smoke
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "input/output error"), RuntimeError("a bug")])
 def test_a_store_that_raises_makes_misses(tmp_path: Path, error: Exception) -> None:
     """In every call, from every thread, and all is served again afterwards."""
