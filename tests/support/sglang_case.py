@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,11 +200,18 @@ class Server:
         self.host.free(slots)
         return stored, operation.completed_tokens
 
-    def prefetch(self, tokens: list[int]) -> list[bytes]:
-        """The pages that SGLang's prefetch brings into host memory."""
-        return self._prefetch_0_5_17(tokens) if RELEASE == "0.5.17" else self._prefetch_0_5_23(tokens)
+    def lose(self, keys: list[str], pool: str = "kv") -> None:
+        """Remove pages from the disk, as its eviction would."""
+        found = self.backend._pools[pool]
+        removed = found.tier._do(found.tier._staged.remove, found.keys(keys))
+        assert found.tier._wait(removed) == [True] * len(keys)
 
-    def _prefetch_0_5_17(self, tokens: list[int]) -> list[bytes]:
+    def prefetch(self, tokens: list[int], meanwhile: Callable[[], None] = lambda: None) -> list[bytes]:
+        """The pages that SGLang's prefetch brings into host memory. `meanwhile`: between look-up and load."""
+        prefetch = self._prefetch_0_5_17 if RELEASE == "0.5.17" else self._prefetch_0_5_23
+        return prefetch(tokens, meanwhile)
+
+    def _prefetch_0_5_17(self, tokens: list[int], meanwhile: Callable[[], None]) -> list[bytes]:
         controller = self.controller
         operation = controller.prefetch("request", tokens)
         eventually(lambda: controller.prefetch_revoke_queue.qsize() + controller.prefetch_hit_queue.qsize())
@@ -212,6 +219,7 @@ class Server:
             controller.prefetch_revoke_queue.get()
             return []
         assert controller.prefetch_hit_queue.get() is operation
+        meanwhile()
         operation.host_indices = slots = self.host.alloc(operation.storage_hit_count)
         controller.prefetch_buffer.put(operation)
         released = 0
@@ -227,12 +235,13 @@ class Server:
         self.host.free(slots)
         return found
 
-    def _prefetch_0_5_23(self, tokens: list[int]) -> list[bytes]:
+    def _prefetch_0_5_23(self, tokens: list[int], meanwhile: Callable[[], None]) -> list[bytes]:
         controller = self.controller
         controller.prefetch("request", tokens)
         operation = controller.prefetch_hit_queue.get(timeout=BOUND_S)
         if not operation.storage_hit_count:
             return []
+        meanwhile()
         operation.host_indices = slots = self.host.alloc(operation.storage_hit_count)
         controller.prefetch_buffer.put(operation)
         completed = 0

@@ -212,32 +212,44 @@ def test_a_failed_offload_is_offered_again(make: Make, monkeypatch: pytest.Monke
 
 
 @pytest.mark.smoke
-def test_pages_that_left_the_disk_are_computed(make: Make) -> None:
-    """Between a look-up and its load the disk may lose pages: the request computes its prompt, and none is aborted."""
-    case = make("full")
+@pytest.mark.parametrize("on_host", [False, True], ids=["disk", "host"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_pages_that_leave_between_look_up_and_load_are_computed(make: Make, name: str, on_host: bool) -> None:
+    """Evicted from the disk, or from host and disk: the request computes its prompt, and none is aborted."""
+    case = make(name)
     prompt = case._make_seq(0, 8)
     case.insert(prompt)
     case.settle()
-    case.cache.reset()
-    found: list[int] = []
-    looked_up = case.linker.lookup
+    if on_host:
+        case.evict()
+    else:
+        case.cache.reset()
+    looked_up, linker = case.linker.lookup, case.linker
+    ends: list[int] = []
 
     def lookup(rid: str, transfers: Any) -> list[int]:
-        found.extend(looked_up(rid, transfers))
-        names = [f"kv/{key}".encode() for key in transfers[0].keys[3:]]
-        gone = RemoveJob(-1, tuple(case.linker.store.keys(names)))
-        assert case.linker.store.tier.writes.submit(gone)
-        eventually(case.linker.store.tier.writes.poll)
-        return found
+        ends.extend(looked_up(rid, transfers))
+        for tier in linker.tiers.values():
+            pages = tier.index.reserve(tier.host.num_pages)  # for others
+            assert pages is not None
+            tier.index.free(pages)
+        names = [f"{transfer.name.value}/{key}".encode() for transfer in transfers for key in transfers[0].keys[3:]]
+        assert linker.store.tier.writes.submit(RemoveJob(-1, tuple(linker.store.keys(names))))
+        eventually(linker.store.tier.writes.poll)
+        return ends
 
-    case.linker.lookup = lookup
+    linker.lookup = lookup
     admitted = case.admit(prompt)
-    del case.linker.lookup
-    assert found[-1] == 8 and len(admitted.loaded) == 0
+    del linker.lookup
+    assert ends[-1] == 8 and len(admitted.loaded) == 0
     assert case.forward([admitted]) == ([], [])
     case.end(admitted)
-    assert case.linker.stats["refused_loads"] == 1
-    assert restore(case, prompt) == 3 * PAGE
+    assert linker.stats["refused_loads"] == 1
+    assert restore(case, prompt) == (0 if "mamba" in name else 3 * PAGE)
+    case.insert(prompt)
+    case.settle()
+    case.evict()
+    assert restore(case, prompt) == len(prompt)
 
 
 def test_damaged_files_are_misses(make: Make, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ ships no fixtures of its tree; that of 0.5.23 is driven whole in test_sglang_tre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ class HybridServer(Server):
         assert operation.completed_tokens == len(prompt)
         return self.pages(slots), self.window_pages(window)
 
-    def load(self, prompt: list[int]) -> tuple[list[bytes], list[bytes]]:
-        """What comes back of both; nothing where SGLang would discard it."""
+    def load(self, prompt: list[int], lost: Sequence[str] = ()) -> tuple[list[bytes], list[bytes]]:
+        """What comes back of both; nothing where SGLang would discard it. `lost`: pages of the window that leave
+        the disk between look-up and load."""
         window = self.window(self.hashes(prompt))
         operation = self.controller.prefetch("request", prompt, extra_pools=[window])
         eventually(lambda: self.controller.prefetch_revoke_queue.qsize() + self.controller.prefetch_hit_queue.qsize())
@@ -59,10 +61,15 @@ class HybridServer(Server):
             self.controller.prefetch_revoke_queue.get()
             return [], []
         assert self.controller.prefetch_hit_queue.get() is operation
+        if lost:
+            self.lose(list(lost), "swa")
         operation.host_indices = self.host.alloc(operation.storage_hit_count)
         self.controller.prefetch_buffer.put(operation)
         eventually(lambda: operation.pool_transfers_done)
-        assert operation.pool_storage_result.extra_pool_hit_pages == {PoolName.SWA: WINDOW}
+        hits = operation.pool_storage_result.extra_pool_hit_pages
+        assert hits == {PoolName.SWA: WINDOW - len(lost)}
+        if lost:
+            return [], []
         return self.pages(operation.host_indices[: operation.completed_tokens]), self.window_pages(window)
 
 
@@ -81,6 +88,7 @@ def test_windows_come_back_with_their_prompts(tmp_path: Path, layout: str) -> No
         assert server.load([*first, *other]) == stored
         assert server.load([*first[: 4 * case.page_size], *other]) == ([], [])
         assert server.load([*short[: 2 * case.page_size], *other]) == ([], [])
+        assert server.load(short, server.hashes(short)[1:]) == ([], []) == server.load(short)
         assert not server.backend.failures
 
 

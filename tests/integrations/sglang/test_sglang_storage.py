@@ -125,6 +125,25 @@ def test_ranks_share_what_they_hold_alike(tmp_path: Path) -> None:
         Server(replace(case, path=tmp_path / "alone", tp_rank=1))
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("v1", [False, True])
+@pytest.mark.parametrize("first_lost", [0, 3, NUM_PAGES - 1])
+def test_pages_that_leave_between_look_up_and_load_are_computed(tmp_path: Path, first_lost: int, v1: bool) -> None:
+    """The pages before them come, and SGLang computes the rest: its threads live, and it stores and loads again."""
+    case = Case(tmp_path, v1=v1)
+    prompt = tokens(NUM_PAGES, case)
+    with Server(case) as server:
+        stored, _ = server.backup(prompt)
+        lost = server.hashes(prompt)[first_lost:]
+        assert server.prefetch(prompt, lambda: server.lose(lost)) == stored[:first_lost]
+        assert server.prefetch(prompt) == stored[:first_lost]
+        stored, num_tokens = server.backup(prompt)
+        assert num_tokens == len(prompt) and server.threads_live()
+        found = server.prefetch(prompt)
+        assert found[first_lost:] == stored[first_lost:] and len(found) == NUM_PAGES
+        assert not server.backend.failures
+
+
 @pytest.mark.parametrize("seed", [0, 2])
 def test_damaged_files_serve_nothing_wrong(tmp_path: Path, seed: int) -> None:
     """What comes back from damaged files is what was stored, or nothing; the server goes on and stops cleanly."""
