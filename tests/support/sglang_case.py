@@ -146,6 +146,7 @@ class Server:
             "prefetch_threshold": 1,
             "model_name": self.case.model,
             "storage_backend_extra_config": self.case.extra_config,
+            "enable_storage_metrics": True,
         }
 
     def _place(self) -> None:

@@ -36,6 +36,16 @@ class Parallel(NamedTuple):
         tp = "any" if shared else f"{self.tp_size}/{self.tp_rank}"
         return f"tp={tp},pp={self.pp_size}/{self.pp_rank},cp={self.cp_size}/{self.cp_rank},dp={self.dp_rank}"
 
+    def labels(self) -> dict[str, str]:
+        """Of this process, as SGLang names its ranks in metrics."""
+        ranks = {
+            "tp_rank": self.tp_rank,
+            "pp_rank": self.pp_rank,
+            "attn_cp_rank": self.cp_rank,
+            "dp_rank": self.dp_rank,
+        }
+        return {name: str(rank) for name, rank in ranks.items()}
+
     def num_stores(self, *, shared: bool, sharded: bool) -> int:
         """Of all ranks together: one for what is shared, one a rank for what is sharded."""
         return (shared + sharded * self.tp_size) * self.pp_size * self.cp_size

@@ -24,6 +24,7 @@ import torch
 from sglang.srt.mem_cache import hicache_storage
 
 from hicache.integrations.server_store import ServerStore, require_shared, require_usable
+from hicache.integrations.sglang.endpoint import Endpoint
 from hicache.integrations.sglang.gate import LoadGate, StorageConfig
 from hicache.integrations.sglang.host_pages import HostPages, as_bytes, host_pages, page_format
 from hicache.integrations.sglang.identity import describe, key_prefix, parallel_of, store_identity
@@ -116,8 +117,9 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         self._host_pools: dict[str, Any] = {}
         self._pools: dict[str, Pool] = {}
         self._tiers: list[WaitingTier] = []
-        self.metrics = Metrics()
-        self.gate: LoadGate | None = None  # from the first pool on
+        self.metrics = Metrics()  # since the store was opened
+        self.gate: LoadGate | None = None  # from then on
+        self._endpoint: Endpoint | None = None
         self.failures: Counter[str] = Counter()
         self._sampling = threading.Lock()
         self._samples: dict[str, deque[tuple[int, float]]] = {
@@ -173,9 +175,12 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             for name in names:
                 prefix = key_prefix(name, describe(self._host_pools[name], pages[name]))
                 pools[name] = Pool(pages[name], prefix, server, tier, writes)
-        if self.gate is None:
-            speed, kv = self._config.prefill_tokens_per_s, pools[_KV]
-            self.gate = LoadGate(speed, kv.pages.page_slots, self.metrics, kv.server.tier.clock)
+        self.metrics, kv = Metrics(), pools[_KV]
+        kv.server.tier.register(self.metrics)
+        speed, clock = self._config.prefill_tokens_per_s, kv.server.tier.clock
+        self.gate = LoadGate(speed, kv.pages.page_slots, self.metrics, clock)
+        if self._storage_config.enable_storage_metrics and self._endpoint is None:
+            self._endpoint = Endpoint(parallel.labels(), clock)
         self._pools = pools
 
     def clear(self) -> None:
@@ -199,7 +204,10 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             return True
 
     def get_stats(self) -> StorageMetrics:
-        """Pages and GB/s of each read and write since the last call."""
+        """Pages and GB/s of each read and write since the last call, which SGLang asks for once a step where it shows
+        metrics: all else is put beside them."""
+        if self._endpoint is not None and self._pools:
+            self._endpoint.publish(self.metrics)
         with self._sampling:
             samples = {kind: list(taken) for kind, taken in self._samples.items()}
             for taken in self._samples.values():

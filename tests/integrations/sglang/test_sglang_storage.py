@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prometheus_client
 import pytest
 import torch
 
@@ -307,6 +308,34 @@ def test_generic_calls_clear_and_statistics(tmp_path: Path) -> None:
         assert backend.get_stats().backup_pgs == []
         backend.clear()
         assert not backend.exists("a") and backend.set("a", pages[0])
+
+
+def test_the_endpoint_of_the_server_shows_what_the_disk_does(tmp_path: Path) -> None:
+    """Entries, bytes, budget, hits and the gate's decisions, by rank, once SGLang has asked for its own metrics."""
+    case = Case(tmp_path, tp_size=2, tp_rank=1)
+    ranks = {"tp_rank": "1", "pp_rank": "0", "attn_cp_rank": "0", "dp_rank": "0"}
+
+    def value(name: str, **labels: str) -> float:
+        return prometheus_client.REGISTRY.get_sample_value(f"hicache_{name}", {**ranks, **labels}) or 0.0
+
+    def shown() -> list[float]:
+        decided = value("load_gate_loads_total", decision="unmeasured")
+        return [value("disk_stored_pages"), value("disk_hit_pages_total"), decided]
+
+    before = shown()
+    with troubled():
+        server = Server(case)
+    with server:
+        server.backup(tokens(NUM_PAGES, case))
+        server.prefetch(tokens(NUM_PAGES, case))
+
+        def is_shown() -> bool:
+            clock.now_s += 2
+            server.backend.get_stats()
+            return shown() == [NUM_PAGES, before[1] + NUM_PAGES, before[2] + 1]
+
+        eventually(is_shown)
+        assert value("disk_budget_bytes") == 32_000_000 and 0 < value("tier_used_ratio", tier="disk") < 1
 
 
 @pytest.mark.parametrize(
