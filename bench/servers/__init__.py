@@ -129,8 +129,7 @@ def _compare_modes(report: Report, args: argparse.Namespace, server: ModuleType,
         (run, workload, take), (other_run, other_workload, take_other) = side, other
         if workload in served.get(run, ()) and other_workload in served.get(other_run, ()):
             values, ceiling = take(runs[run], workload), take_other(runs[other_run], other_workload)
-            answers = runs[run].first(workload)
-            cached = sum(answer.cached for answer in answers) / len(answers)
+            cached, of_ceiling = runs[run].cached(workload), runs[other_run].cached(other_workload)
             report.case(
                 f"{NAME}.{args.server}.{name}",
                 values,
@@ -138,7 +137,8 @@ def _compare_modes(report: Report, args: argparse.Namespace, server: ModuleType,
                 better=better,
                 ceiling=ceiling,
                 target=None if args.small else target,
-                note=f"{len(answers)} prompts, {cached:.0f} tokens of each cached by the server's count",
+                note=f"{len(runs[run].first(workload))} prompts, {cached:.0f} tokens of each cached by the server's "
+                f"count; {of_ceiling:.0f} of the ceiling's",
             )
 
     computed, restarted = ("none", "first", Served.first_ms), ("hicache.restart", "first", Served.first_ms)

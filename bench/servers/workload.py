@@ -75,6 +75,11 @@ class Served:
             found.setdefault((answer.document, answer.ending), answer)
         return list(found.values())
 
+    def cached(self, workload: str) -> float:
+        """Tokens of a prompt that is asked first, by the server's count."""
+        answers = self.first(workload)
+        return sum(answer.cached for answer in answers) / len(answers)
+
     def first_ms(self, workload: str) -> list[float]:
         """To the first token, when a prompt is asked first."""
         return [answer.first_s * 1e3 for answer in self.first(workload)]

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+_zeros = torch.zeros
 STAND_INS = {"torchvision", "gguf", "sgl_kernel", "datasets", "xgrammar"}
 
 
@@ -73,10 +76,15 @@ def copy_with_torch() -> None:
     from sglang.srt.mem_cache.pool_host import base, common
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
+    torch.zeros = unpinned_zeros
     common._cuda_host_register = common._cuda_host_unregister = lambda *_: None
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     MHATokenToKVPoolHost.backup_from_device_all_layer = backup
     MHATokenToKVPoolHost.load_to_device_per_layer = load
+
+
+def unpinned_zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    return _zeros(*args, **kwargs)
 
 
 def _rows(host: Any, layer: int, side: int, slots: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -35,5 +35,5 @@ def test_the_benchmark_compares_a_restart_with_files_and_with_computing(
     assert cases.keys() == {*timed, *moved, "tokens"}
     assert all(cases[name].ratio for name in timed)
     assert cases["tokens"].value == 4 * 5 * 2
-    cached = [cases[name].note.split()[2] for name in ("first", "restart.over_file")]
-    assert cached == ["0", "1024"]
+    cached = [cases[name].note.split()[2::9] for name in ("first", "restart.over_file", "restart.over_computing")]
+    assert cached == [["0", "0"], ["1024", "1024"], ["1024", "0"]]

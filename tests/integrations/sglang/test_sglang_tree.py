@@ -52,13 +52,8 @@ def _copy_states_down(src_layers: Any, src_ptrs: Any, dst: Any, src_indices: Any
 def copies_on_the_cpu() -> Iterator[None]:
     """SGLang's copy kernels run on GPUs alone; torch copies the same bytes. One rank, no pinned memory."""
     ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
-    zeros = torch.zeros
-
-    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return zeros(*args, **kwargs)
-
     with (
-        mock.patch.object(torch, "zeros", unpinned),
+        mock.patch.object(torch, "zeros", sglang_on_cpu.unpinned_zeros),
         mock.patch.object(fixtures, "get_device", lambda: "cpu"),
         mock.patch.object(common, "_cuda_host_register", lambda *_: None),
         mock.patch.object(MHATokenToKVPoolHost, "backup_from_device_all_layer", sglang_on_cpu.backup),
