@@ -19,7 +19,6 @@ from hicache import (
     TokenToKVPoolAllocator,
     TreeNode,
     alloc_for_extend,
-    available_and_evictable_str,
     release_kv_cache,
 )
 from hicache.errors import ConfigError, InvariantError
@@ -63,50 +62,6 @@ def test_trees_and_nodes_answer_to_the_names(make: Make) -> None:
     for name in NODE.split():
         getattr(cache.root_node, name)
     assert not cache.root_node.evicted and TreeNode().evicted
-
-
-def test_texts_for_messages() -> None:
-    """A tree says what is available and evictable of each kind; the function of batches asks the tree."""
-    plain = full_cache()
-    plain.token_to_kv_pool_allocator.alloc(4)
-    insert(plain, [1, 2, 3, 4])
-    for text in (plain.available_and_evictable_str(), available_and_evictable_str(plain)):
-        assert text == "60 tokens available, 4 evictable"
-    for cache, numbers in ((swa_cache(64, 48), "48 64 48 0 0"), (mamba_cache(64, 12), "64 0 12 0")):
-        words = "".join(c if c.isdigit() else " " for c in cache.available_and_evictable_str())
-        assert words.split() == numbers.split()
-    assert "0 evictable" in RadixCache.create_simulated().available_and_evictable_str()
-
-
-def test_the_tree_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    """The text, printed and returned, has a line a node, below its parent, with its tokens, what each kind holds and
-    who locks it, and the sums."""
-    plain, windows, states = full_cache(), swa_cache(32, 32, window=2), mamba_cache()
-    insert(plain, [1, 2, 3])
-    insert(plain, [1, 2, 4, 5], "tenant")
-    plain.inc_lock_ref(node_of(plain, [1, 2]))
-    slots = windows.token_to_kv_pool_allocator.alloc(4)
-    windows.token_to_kv_pool_allocator.free_swa(slots[:2])
-    insert(windows, [1, 2, 3, 4], value=slots, swa_evicted_seqlen=2)
-    windows.inc_lock_ref(node_of(windows, [1, 2, 3, 4]))
-    for tokens, state in (([1, 2], 1), ([1, 2, 3], 2)):
-        insert(states, tokens, value=torch.tensor(tokens), mamba_value=torch.tensor([state]))
-    states.req_to_token_pool.mamba_pool.alloc(2)
-    states.evict(EvictParams(0, mamba_num=1))
-    for cache, indents, expected in (
-        (plain, [0, 2, 4, 2], ["2 [1, 2] r=1", "1 [3] r=0", "4 [1, 2, 4, 5] extra_key='tenant' r=0", "#tokens: 7"]),
-        (
-            windows,
-            [0, 2, 4],
-            ["2 [1, 2] r=1 sr=0 ts=True", "2 [3, 4] r=1 sr=1 ts=False", "#full_tokens: 4, #swa_tokens: 2"],
-        ),
-        (states, [0, 2, 4], ["2 [1, 2] r=0 mr=0 mv=None", "1 [3] r=0 mr=0 mv=[2]", "#full_tokens: 3, #mamba_num: 1"]),
-    ):
-        text = cache.pretty_print()
-        assert capsys.readouterr().out == text + "\n"
-        lines = [line.split("] ", 1) for line in text.splitlines()]
-        assert [len(line[0]) - len(line[0].lstrip()) for line in lines[:-1]] == indents
-        assert [line[-1] for line in lines[1:]] == expected
 
 
 @pytest.mark.parametrize("make", KINDS)

@@ -17,7 +17,7 @@ from hicache import (
     release_kv_cache,
 )
 from hicache.errors import OutOfStates, ShapeError
-from prefix_case import Request, Toy, free, key, mamba_cache, matched, node_of, recurrence
+from prefix_case import Request, Toy, free, key, mamba_cache, matched, recurrence
 
 
 def put(cache: MambaRadixCache, tokens: list[int]) -> InsertResult:
@@ -69,23 +69,6 @@ def test_a_branching_length_is_whole_pages(page: int) -> None:
     assert cache.match_prefix(key(list(range(8 * page - 1)))).mamba_branching_seqlen == (8 * page - 1) // unit * unit
 
 
-def test_a_deeper_state_is_never_used() -> None:
-    """A node of 1008 tokens asked for 1007 gives nothing, split or not: its state has consumed the last token. Told
-    where a state would have helped, a request leaves one there, and the next hits."""
-    cache = mamba_cache(4096, columns=1100, chunk=64)
-    toy, tokens = Toy(cache), [i % 7 for i in range(1008)]
-    toy.serve(tokens)
-    assert matched(cache, tokens) == 1008 and matched(cache, tokens[:1007]) == 0
-    again = Request(tokens)
-    assert toy.admit(again) == 0 and again.branching_len == checkpoint_len(1008, 64) == 960
-    assert again.mamba_pool_idx is None
-    toy.extend(again, 960)
-    cache.cache_unfinished_req(again, chunked=True)
-    toy.extend(again, 1008)
-    release_kv_cache(again, cache)
-    assert toy.serve(tokens) == 960
-
-
 def test_copies_go_where_the_request_wants_them() -> None:
     """Without a state it gets one; one that it has is overwritten, or cleared where nothing matched, if asked to."""
     cache = mamba_cache()
@@ -130,16 +113,6 @@ def test_a_copy_evicts_but_not_what_it_copies() -> None:
     small.sanity_check()
 
 
-def test_insert_says_whose_the_state_is() -> None:
-    """A new prefix and a tombstone take the state; one that has a state says so; slots of old tokens stay ours."""
-    cache = mamba_cache()
-    assert put(cache, [1, 2, 3, 4]) == InsertResult(0, False)
-    assert put(cache, [1, 2, 3, 4]) == InsertResult(4, True)
-    assert put(cache, [1, 2]) == InsertResult(2, False)
-    assert put(cache, [1, 2, 7]) == InsertResult(2, False)
-    assert cache.total_size() == (5, 3) and cache.mamba_evictable_size() == 3 and free(cache) == (59, 9)
-
-
 def test_no_state_is_stored_under_another_length() -> None:
     """A key that is no whole pages, or no state at all, is refused, and nothing changes."""
     cache = mamba_cache(page_size=4)
@@ -153,40 +126,6 @@ def test_no_state_is_stored_under_another_length() -> None:
         with pytest.raises(ShapeError, match=message):
             cache.insert(InsertParams(RadixKey(tokens), torch.arange(4, 4 + len(tokens)), value))
     assert cache.total_size() == (0, 0)
-
-
-def test_locks_keep_the_path_and_one_state() -> None:
-    """A lock holds all full slots above, and of the states the one at its node."""
-    cache = mamba_cache()
-    put(cache, [1, 2])
-    put(cache, [1, 2, 3])
-    put(cache, [9])
-    node = node_of(cache, [1, 2, 3])
-    cache.inc_lock_ref(node)
-    assert (cache.full_protected_size(), cache.mamba_protected_size()) == (3, 1)
-    assert (node.full_lock_ref, node.mamba_lock_ref, node.parent and node.parent.mamba_lock_ref) == (1, 1, 0)
-    assert (cache.full_evictable_size(), cache.mamba_evictable_size()) == (1, 2)
-    assert cache.evict(EvictParams(99, 0, 99)) == EvictResult(1, 0, 2)
-    assert matched(cache, [1, 2, 3]) == 3 and matched(cache, [1, 2]) == 0
-    # The lock's state stays with the lower half of a split.
-    matched(cache, [1])
-    cache.dec_lock_ref(node)
-    assert (cache.full_protected_size(), cache.mamba_protected_size()) == (0, 0)
-    cache.sanity_check()
-
-
-def test_full_eviction_takes_tombstones_too() -> None:
-    """A leaf is evicted with its state, and so are ancestors that have no state and no other child."""
-    cache = mamba_cache()
-    for tokens in ([1, 2, 3, 4], [1, 2], [1, 2, 3, 4, 5, 6], [1, 2, 9]):
-        put(cache, tokens)
-    # The oldest state is that of an inner node, which stays without it.
-    assert cache.evict(EvictParams(0, mamba_num=1)) == EvictResult(0, 0, 1)
-    assert matched(cache, [1, 2, 3, 4]) == 2 and cache.total_size() == (7, 3)
-    matched(cache, [1, 2, 9])
-    assert cache.evict(EvictParams(1)) == EvictResult(4, 0, 1)
-    assert matched(cache, [1, 2, 3, 4, 5, 6]) == 2 and cache.total_size() == (3, 2)
-    cache.sanity_check()
 
 
 def test_states_are_evicted_by_their_own_recency() -> None:

@@ -9,64 +9,13 @@ from hicache import (
     checkpoint_len,
     release_kv_cache,
 )
-from prefix_case import Request, Toy, free, mamba_cache, matched, node_of, nodes_of, recurrence
+from prefix_case import Request, Toy, free, mamba_cache, matched, nodes_of, recurrence
 
 
 def states_of(cache: MambaRadixCache, tokens: list[int]) -> list[int]:
     """At which lengths of a prompt the tree has states."""
     held = [(node.depth_tokens, path) for node, path in nodes_of(cache) if node.mamba_value is not None]
     return [depth for depth, path in held if path == tokens[: len(path)]]
-
-
-def test_a_finished_request_donates_its_state() -> None:
-    """The tree owns the very state, no copy, the request refers to it no longer, and nobody else is given it."""
-    cache = mamba_cache(num_states=4)
-    toy, pool = Toy(cache), cache.req_to_token_pool.mamba_pool
-    req = Request([1, 2, 3])
-    toy.admit(req)
-    toy.extend(req, 3)
-    own = req.mamba_pool_idx
-    assert own is not None and pool.available_size() == 3
-    release_kv_cache(req, cache)
-    assert req.mamba_pool_idx is None and pool.available_size() == 3
-    held = node_of(cache, [1, 2, 3]).mamba_value
-    assert held is not None and held.tolist() == [int(own)]
-    others = [Request([50 + i, 60 + i]) for i in range(3)]
-    for other in others:
-        toy.admit(other)
-        toy.extend(other, 2)
-    assert int(own) not in {int(other.mamba_pool_idx) for other in others if other.mamba_pool_idx is not None}
-    assert toy.state(held) == recurrence([1, 2, 3])
-    for other in others:
-        release_kv_cache(other, cache, is_insert=False)
-    assert pool.available_size() == 3
-    cache.sanity_check()
-
-
-def test_pages_keep_no_state_of_an_unaligned_end() -> None:
-    """At the end of 101 tokens in pages of 16 there is no key for the state: it is freed, with the slots behind the
-    last checkpoint, and the checkpoint is stored under its own length."""
-    cache = mamba_cache(512, page_size=16, extra_buffer=True, chunk=32)
-    toy = Toy(cache)
-    req = Request(list(range(101)))
-    toy.admit(req)
-    stop = checkpoint_len(101, 32, 16)
-    toy.extend(req, stop)
-    toy.checkpoint(req)
-    toy.extend(req, 101)
-    cache.cache_unfinished_req(req)
-    assert stop == 96 and req.cache_protected_len == 96 and req.mamba_last_track_seqlen is None
-    toy.check_readable(req, 101)
-    release_kv_cache(req, cache)
-    assert req.mamba_pool_idx is None is req.mamba_checkpoint_idx
-    assert cache.total_size() == (96, 1) and free(cache) == (512 - 96, 11)
-    assert matched(cache, list(range(101))) == 96 and matched(cache, list(range(95))) == 0
-    again = Request(list(range(101)))
-    assert toy.admit(again) == 96
-    toy.refuse(again)
-    release_kv_cache(again, cache)  # without a row it still has the copy
-    assert free(cache) == (512 - 96, 11)
-    cache.sanity_check()
 
 
 @pytest.mark.parametrize(("extra_buffer", "page", "prompt_len"), [(False, 1, 1003), (True, 4, 1000), (True, 4, 1003)])
@@ -95,21 +44,6 @@ def test_the_same_prompt_hits(extra_buffer: bool, page: int, prompt_len: int) ->
     assert states_of(cache, tokens) == states
 
 
-def test_every_chunk_leaves_a_state() -> None:
-    """A prompt of 100 in chunks of 64 leaves states at 64 and at its end; both are hit, exactly."""
-    cache = mamba_cache(256, chunk=16)
-    toy, tokens = Toy(cache), list(range(100))
-    toy.serve(tokens, chunk=64)
-    assert states_of(cache, tokens) == [64, 100]
-    for more, hit_len in ((tokens[:90], 64), ([*tokens, 1, 2], 100), (tokens, 64)):
-        req = Request(more)
-        assert toy.admit(req) == hit_len
-        assert req.mamba_pool_idx is not None and toy.state(req.mamba_pool_idx) == recurrence(more[:hit_len])
-        toy.refuse(req)
-        release_kv_cache(req, cache)
-    cache.sanity_check()
-
-
 def test_decoding_is_cached_by_two_states_in_turns() -> None:
     """Every interval the running state becomes the checkpoint and the older one is written next; the last checkpoint
     and the end are stored."""
@@ -129,24 +63,6 @@ def test_decoding_is_cached_by_two_states_in_turns() -> None:
     assert len(used) == 1 and req.mamba_last_track_seqlen == 24 and req.kv_committed_len == 30
     release_kv_cache(req, cache)
     assert states_of(cache, req.tokens) == [24] and matched(cache, req.tokens) == 24 and free(cache) == (232, 3)
-    cache.sanity_check()
-
-
-def test_checkpoints_are_kept_while_decoding() -> None:
-    """A request that is kept as it decodes leaves its checkpoints in the tree, and gets other states for them."""
-    cache = mamba_cache(256, num_states=12, page_size=1, extra_buffer=True)
-    toy = Toy(cache)
-    req = Request(list(range(10)))
-    toy.prefill(req)
-    for token in range(12):
-        toy.decode(req, token)
-        if req.kv_committed_len % 6 == 0:
-            toy.checkpoint(req)
-            cache.cache_unfinished_req(req)
-            toy.check_readable(req, req.kv_committed_len)
-    assert states_of(cache, req.tokens) == [10, 12, 18] and req.cache_protected_len == 18
-    release_kv_cache(req, cache)
-    assert states_of(cache, req.tokens) == [10, 12, 18, 22] and free(cache) == (256 - 22, 8)
     cache.sanity_check()
 
 

@@ -12,13 +12,9 @@ from hicache import (
     CacheInitParams,
     EvictParams,
     EvictResult,
-    InsertParams,
-    InsertResult,
     MatchPrefixParams,
-    MatchResult,
     RadixCache,
     RadixKey,
-    TreeNode,
 )
 from hicache.errors import InvariantError, ShapeError
 from prefix_case import insert, key, matched, node_of
@@ -34,27 +30,6 @@ class Freed:
 
     def free(self, free_index: torch.Tensor) -> None:
         self.slots += free_index.tolist()
-
-
-def test_value_objects_take_positions_and_defaults() -> None:
-    """Fields are in the order of the field's own, with its defaults, and cannot be changed."""
-    tokens = RadixKey([1, 2, 3], "tenant")
-    assert MatchPrefixParams(tokens) == MatchPrefixParams(tokens, False, None)
-    assert InsertParams(tokens) == InsertParams(tokens, None, None, 0, 0, False, 0)
-    assert (InsertResult(3), EvictParams(2), EvictResult(1, 2, 3)) == (
-        InsertResult(prefix_len=3, mamba_exist=False),
-        EvictParams(num_tokens=2, swa_num_tokens=0, mamba_num=0),
-        EvictResult(num_tokens_evicted=1, swa_num_tokens_evicted=2, mamba_num_evicted=3),
-    )
-    params = CacheInitParams(True, None, None, 16)
-    assert (params.is_eagle, params.eviction_policy, params.sliding_window_size) == (False, "lru", None)
-    assert (params.enable_mamba_extra_buffer, params.mamba_cache_chunk_size) == (False, 64)
-    node = TreeNode()
-    result = MatchResult(torch.empty(0), node, node)
-    assert result.host_hit_length == 0 and result.mamba_branching_seqlen is None
-    for value, name in ((params, "page_size"), (result, "host_hit_length"), (InsertParams(tokens), "priority")):
-        with pytest.raises(AttributeError):
-            setattr(value, name, 1)
 
 
 def test_prefixes_are_found_and_shared() -> None:
@@ -157,23 +132,6 @@ def test_eviction_takes_whole_leaves() -> None:
     assert cache.evict(EvictParams(100)) == EvictResult(2) and cache.total_size() == 0
     assert cache.root_node.children == {}
     cache.sanity_check()
-
-
-def test_policies_choose_the_victims() -> None:
-    """Each policy's order over prompts that differ in age, uses and priority."""
-    orders = {
-        "LRU": [2, 3, 1], "lfu": [2, 3, 1], "fifo": [1, 2, 3], "MRU": [1, 3, 2], "filo": [3, 2, 1],
-        "priority": [3, 2, 1], "slru": [2, 3, 1],
-    }  # fmt: skip
-    for policy, order in orders.items():
-        allocator = Freed()
-        cache = RadixCache(CacheInitParams(False, None, allocator, 1, eviction_policy=policy))
-        for first, priority in ((1, 5), (2, 3), (3, 0)):
-            insert(cache, [first], priority=priority)
-        matched(cache, [1])
-        for _ in order:
-            cache.evict(EvictParams(1))
-        assert allocator.slots == order, policy
 
 
 def test_uses_are_counted_and_priorities_kept() -> None:

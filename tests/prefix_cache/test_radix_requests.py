@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hicache import (
-    EvictParams,
     alloc_for_extend,
     release_kv_cache,
 )
@@ -18,24 +17,7 @@ from prefix_case import (
     Request,
     Toy,
     full_cache,
-    matched,
-    node_of,
 )
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_requests_go_through_the_tree(page_size: int) -> None:
-    """A prompt by chunks, decoded, released: the same again hits all whole pages but the last token's, and in the end
-    all slots are free or in the tree."""
-    cache = full_cache(32 * page_size, page_size)
-    toy = Toy(cache)
-    tokens = list(range(6 * page_size + 1))
-    assert toy.serve(tokens, chunk=2 * page_size + 1, new=page_size) == 0
-    assert cache.total_size() == (7 * page_size + 1) // page_size * page_size == cache.evictable_size()
-    assert toy.serve(tokens, chunk=3) == 6 * page_size
-    assert toy.serve(tokens[: 3 * page_size] + [99] * page_size) == 3 * page_size
-    assert cache.token_to_kv_pool_allocator.available_size() + cache.evictable_size() == 32 * page_size
-    assert cache.protected_size() == 0 and cache.req_to_token_pool.available_size() == 8
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -128,17 +110,3 @@ def test_a_row_may_change_hands_unseen() -> None:
     toy.extend(req, 6)
     release_kv_cache(req, cache)
     cache.sanity_check()
-
-
-def test_priorities_of_requests_reach_the_prefix() -> None:
-    """A request's priority is that of all it uses: its own chunks and the prefix of others that it matched."""
-    cache = full_cache(eviction_policy="priority")
-    toy = Toy(cache)
-    toy.serve([1, 2, 3], priority=1)
-    toy.serve([7, 8, 9], priority=2)
-    toy.serve([1, 2, 3, 4, 5], chunk=1, priority=5)
-    assert [matched(cache, tokens) for tokens in ([1, 2, 3, 4, 5], [7, 8, 9])] == [5, 3]
-    prefix = node_of(cache, [1, 2, 3])
-    assert prefix.priority == 5 and node_of(cache, [7, 8, 9]).priority == 2
-    cache.evict(EvictParams(1))
-    assert [matched(cache, tokens) for tokens in ([1, 2, 3, 4, 5], [7, 8, 9])] == [5, 0]

@@ -12,9 +12,8 @@ from hicache import (
     InsertResult,
     RadixKey,
     SWARadixCache,
-    release_kv_cache,
 )
-from prefix_case import Request, Toy, key, matched, node_of, swa_cache
+from prefix_case import key, matched, swa_cache
 
 
 def put(cache: SWARadixCache, tokens: list[int], **more: int) -> InsertResult:
@@ -63,18 +62,6 @@ def test_window_eviction_leaves_tombstones_and_takes_leaves(page: int) -> None:
     cache.sanity_check()
 
 
-def test_full_and_window_slots_are_evicted_in_one_call() -> None:
-    """Full eviction takes leaves with their windows, and the window slots freed count for the rest."""
-    cache = swa_cache(64, 64)
-    put(cache, [1, 2, 3])
-    put(cache, [1, 2, 3, 4, 5])
-    put(cache, [9, 8])
-    assert cache.evict(EvictParams(1, 2)) == EvictResult(2, 2)
-    assert matched(cache, [9, 8]) == 2 and matched(cache, [1, 2, 3, 4, 5]) == 3
-    assert cache.evict(EvictParams(1, 3)) == EvictResult(5, 5)
-    cache.sanity_check()
-
-
 @pytest.mark.parametrize("page", [1, 4])
 def test_locks_cover_the_window_only(page: int) -> None:
     """A lock keeps the full slots of the path and the window slots of the nodes that the window lies in."""
@@ -101,31 +88,6 @@ def test_locks_cover_the_window_only(page: int) -> None:
     assert sizes(cache) == (64, 0, 64, 0)
 
 
-@pytest.mark.parametrize("page", [1, 4])
-def test_what_lost_its_window_becomes_a_tombstone(page: int) -> None:
-    """Tokens before swa_evicted_seqlen are kept without windows, also where the loss ends within a page."""
-    cache = swa_cache(64, 64, window=2 * page, page_size=page)
-    put(cache, pages(1, 2, 3, 4, 5, page=page), swa_evicted_seqlen=3 * page - (page > 1))
-    assert cache.total_size() == (5 * page, 2 * page)
-    assert [matched(cache, pages(*range(1, n + 1), page=page)) for n in (3, 4, 5)] == [0, 0, 5 * page]
-
-
-@pytest.mark.parametrize("page", [1, 4])
-def test_tombstones_get_windows_again(page: int) -> None:
-    """An insertion of the same tokens with window slots maps them to the tombstones: the tree's full slots stay, those
-    of the insertion are freed, and the prefix is usable again where it brought window slots."""
-    cache = swa_cache(64, 64, window=2 * page, page_size=page)
-    tokens = pages(1, 2, 3, 4, 5, 6, page=page)
-    put(cache, tokens, swa_evicted_seqlen=4 * page)
-    slots = cache.match_prefix(key(tokens)).device_indices.tolist()
-    assert put(cache, tokens[: 4 * page], swa_evicted_seqlen=page) == InsertResult(4 * page)
-    assert sizes(cache) == (64 - 6 * page, 6 * page, 64 - 5 * page, 5 * page)
-    assert [matched(cache, tokens[: n * page]) for n in (1, 2, 3, 4, 5, 6)] == [0, 0, *(n * page for n in (3, 4, 5, 6))]
-    assert cache.match_prefix(key(tokens)).device_indices.tolist() == slots
-    assert put(cache, tokens[:page]) == InsertResult(page)
-    assert matched(cache, tokens[:page]) == page and sizes(cache)[2:] == (64 - 6 * page, 6 * page)
-
-
 def test_slots_of_a_match_are_not_freed() -> None:
     """Tokens before prev_prefix_len are offered as the tree's own slots: they stay, tombstones among them too, as far
     as the tree has them."""
@@ -144,29 +106,3 @@ def test_slots_of_a_match_are_not_freed() -> None:
     assert cache.insert(InsertParams(RadixKey([1, 2, 3, 4, 5, 6]), again, prev_prefix_len=2)) == InsertResult(6)
     cache.sanity_check()
     assert sizes(cache) == (58, 6, 60, 4)
-
-
-@pytest.mark.parametrize("page", [1, 4])
-def test_requests_free_their_windows(page: int) -> None:
-    """A request that decodes far frees window slots meanwhile; the prefix that it leaves is usable at its end, and the
-    prompt, once its windows were evicted, when it was served again."""
-    window, columns = 2 * page, 40 * page
-    cache = swa_cache(columns, 16 * page, window=window, page_size=page, columns=columns)
-    toy, req = Toy(cache), Request(list(range(4 * page + 1)))
-    toy.prefill(req, chunk=2 * page)
-    for token in range(5 * page):
-        toy.decode(req, token)
-        toy.leave_window(req)
-    # The prompt's four pages in the tree, and the window with the page that it starts in.
-    assert 16 * page - cache.token_to_kv_pool_allocator.swa_available_size() <= 4 * page + window + page
-    release_kv_cache(req, cache)
-    everything, prompt_len = req.tokens[: len(req.tokens) // page * page], (4 * page + 1) // page * page
-    assert matched(cache, req.tokens[: 6 * page]) == prompt_len
-    end = node_of(cache, everything)
-    assert end.depth_tokens == len(everything)
-    cache.inc_lock_ref(end)
-    cache.evict(EvictParams(0, swa_num_tokens=99 * page))
-    assert matched(cache, everything) == len(everything) and matched(cache, req.origin_input_ids) == 0
-    assert toy.serve(req.origin_input_ids) == 0
-    assert matched(cache, req.origin_input_ids) == prompt_len and node_of(cache, everything) is end
-    cache.dec_lock_ref(end)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from hicache.replay.cache import CacheSimulation, ReplaySettings
-from hicache.replay.trace import read_trace
 from hicache.tree import DEVICE, FULL, PageHasher, RadixTree
 from hicache.tree.key import Tokens
-from replay_case import CONVERSATION, SESSIONS
 
 HALF_LIFE = 200.0
 
@@ -171,20 +168,3 @@ def test_what_is_remembered_is_bounded() -> None:
             assert victim is not None
             tree.drop(victim, FULL, DEVICE)
     assert len(log._evicted) <= 8 * 50 + 20
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("trace", "least"),
-    [
-        (CONVERSATION, {1000: 1.8, 3000: 2.0, 10000: 1.05}),
-        (SESSIONS, {4000: 0.99, 8000: 0.99, 16000: 0.99, 32000: 0.99}),
-    ],
-)
-def test_of_real_requests_it_hits_at_least_as_much_as_lru(trace: Path, least: dict[int, float]) -> None:
-    """On conversations twice as much, on agents as much."""
-    if not trace.exists():
-        pytest.skip(f"{trace.name} is not part of the repository")
-    requests = [request.blocks for request in read_trace(trace).requests]
-    for capacity, ratio in least.items():
-        assert hits(requests, "auto", capacity) >= ratio * hits(requests, "lru", capacity), capacity

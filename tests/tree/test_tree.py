@@ -20,9 +20,7 @@ from hicache.tree import (
     REMOTE,
     SWA,
     MambaComponent,
-    NodeRun,
     PageHasher,
-    PageState,
     RadixTree,
     SwaComponent,
     TreeComponent,
@@ -70,31 +68,6 @@ def test_pages_are_hashed_once() -> None:
     tree.node_at(tree.match(np.arange(6)), 6)
     tree.names.of(node)
     assert hasher.pages_hashed == 6
-
-
-def test_a_state_is_what_is_held_and_what_is_in_flight() -> None:
-    """Each state of a page follows from its values, its pending pages and the copies that follow its node."""
-    tree = tree_of(page=2)
-    node = tree.insert(tree.root, np.arange(4), torch.arange(4) + 1, DEVICE).node
-    assert node.state is PageState.DEVICE
-    run = NodeRun([node], FULL, HOST)
-    tree.begin_backup(node, FULL, torch.tensor([1, 2]))
-    assert node.state is PageState.BACKING_UP
-    tree.end_backup(node, FULL, confirmed=True)
-    run.detach()
-    assert node.state is PageState.BOTH
-    to_disk = NodeRun([node])
-    assert node.state is PageState.BOTH and not node.is_loading, "a copy to the disk changes no state"
-    to_disk.detach()
-    tree.drop(node, FULL, DEVICE)
-    assert node.state is PageState.HOST
-    tree.begin_load(node, torch.arange(4) + 9)
-    run = NodeRun([node], FULL, DEVICE)
-    assert node.state is PageState.LOADING
-    run.detach()
-    assert tree.fail_load(node).tolist() == [9, 10, 11, 12] and node.state is PageState.HOST
-    tree.drop(node, FULL, HOST)
-    assert node.state is PageState.GONE
 
 
 def test_a_split_keeps_what_policies_rank_by() -> None:
@@ -159,21 +132,6 @@ def test_a_split_keeps_what_is_known_to_be_on_disk() -> None:
     ]
 
 
-def test_nothing_is_attached_where_a_backup_brings_it() -> None:
-    """What a backup in flight brings to the host is not taken from elsewhere, and arrives."""
-    tree = tree_of(MambaComponent())
-    node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5), DEVICE).node
-    tree.attach(node, MAMBA, DEVICE, torch.tensor([7]))
-    tree.insert(tree.root, np.arange(4), torch.arange(11, 15), HOST)
-    run = NodeRun([node], MAMBA, HOST)
-    tree.begin_backup(node, MAMBA, torch.tensor([8]))
-    assert not tree.attach(node, MAMBA, HOST, torch.tensor([9]))
-    assert tree.end_backup(node, MAMBA, confirmed=True) is None
-    run.detach()
-    assert node.held(MAMBA, HOST).tolist() == [8]
-    tree.check()
-
-
 def test_nothing_is_inserted_on_the_host_below_what_the_host_lacks() -> None:
     """An insertion on the host stops at once below a node that only the device holds, and changes nothing."""
     tree = tree_of()
@@ -227,17 +185,6 @@ def test_tombstone_ancestors_leave_with_their_last_child() -> None:
         tree.drop(at, MAMBA, DEVICE)
     released = [r.size for r in tree.drop(node, FULL, DEVICE) if r.component == FULL]
     assert released == [2, 2, 2] and [at.depth_tokens for at in tree.nodes()] == [2]
-    tree.check()
-
-
-def test_a_lock_on_the_other_tier_keeps_nothing() -> None:
-    """A node that only the device holds goes when it is evicted, though someone has locked it on the host."""
-    tree = tree_of(SwaComponent(1, 1))
-    node = tree.insert(tree.root, np.arange(3), torch.arange(1, 4), DEVICE, window_from=0).node
-    tree.lock(node, HOST)
-    tree.drop(node, FULL, DEVICE)
-    assert tree.num_nodes == 0
-    tree.unlock(node, HOST)
     tree.check()
 
 
