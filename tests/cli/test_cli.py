@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from cli_case import refused
-from family_case import save_model
 from hicache.cli import main
 from storage_pages import open_store, put_numbers
 
@@ -86,21 +85,6 @@ def test_flags_go_before_the_sizes_that_the_demo_chooses(tmp_path: Path) -> None
     assert results["compared_with_recompute"] is False and results["ttft_ms"]["recompute"] is None
     results = _demo(tmp_path, "--no-baseline", "--host-bytes", "0")
     assert results["sizes"]["host_tokens"] == 0 == results["bytes_moved"]["host_to_disk"]
-
-
-def test_a_local_model_is_served_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--model takes a directory with a model and its tokenizer, in its own geometry, and the outcome is identical; one
-    that the runner cannot serve is refused before anything is served."""
-    import transformers as hf
-
-    size = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    save_model(tmp_path / "model", hf.Qwen2Config(**size, **heads, initializer_range=0.2))
-    results = _demo(tmp_path, "--model", str(tmp_path / "model"))
-    assert results["model"] == "model" and results["identical"] is True
-    assert all(tokens > 0 for tokens in results["hit_tokens"].values()), results["hit_tokens"]
-    save_model(tmp_path / "bloom", hf.BloomConfig(vocab_size=260, hidden_size=32, n_layer=2, n_head=4))
-    assert "positions" in refused(capsys, "demo", *SMALL, "--model", tmp_path / "bloom")
 
 
 # In an interpreter of its own: what the extras bring is not there.

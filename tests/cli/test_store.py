@@ -202,18 +202,6 @@ def test_planted_faults_are_named_and_repaired(path: Path, tmp_path: Path, capsy
     assert held(path, range(20)) == set(range(20)) - {4}
 
 
-def test_a_store_that_was_not_closed(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A store without its seal gets a new index from its slots by whatever opens it, which says so; then it is closed
-    as any other."""
-    before = {entry["key"] for entry in here(capsys, "ls", path)["entries"]}
-    for verb, *more in (["stat"], ["ls"], ["export", tmp_path / "a"], ["verify"]):
-        (path / "index.mdb").write_text("something else")
-        status, text, said = outcome(capsys, "store", verb, path, *more, "--json")
-        assert status == 0 and f"the index of the store {path} is built anew from its 24 slots" in said
-        assert json.loads(text).get("rebuilt", 24) == 24
-        assert {entry["key"] for entry in here(capsys, "ls", path)["entries"]} == before
-
-
 def test_pages_that_went_with_their_file(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Verify names each page of a closed store whose bytes are gone, with status 1, however often it is called; a
     repair drops them. Whoever else opens the store goes on with the rest and hears how many are gone."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hicache.cli import main
+from cli_case import output, refused, stats
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig
 from hicache.storage import PageFormat, store_folders
 from hicache.stores.staging import WaitingTier
@@ -31,19 +29,12 @@ def of_two_servers(tmp_path: Path) -> Path:
     return tmp_path / "pages"
 
 
-def stats(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> dict[str, Any]:
-    assert main(["store", *map(str, arguments), "--json"]) == status
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
 def test_stat_lists_the_stores_of_all_servers(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each with its server and sizes, as `stat` of the store itself says them; people get the same rows."""
-    listed = stats(capsys, "stat", path)["stores"]
+    listed = stats(capsys, "store", "stat", path)["stores"]
     assert [(one["identity"]["server"], one["entries"]) for one in listed] == [("lmcache 0.5.6", 5), ("vllm 0.32", 3)]
-    assert listed == [stats(capsys, "stat", folder) for folder in store_folders(path)]
-    assert main(["store", "stat", str(path)]) == 0
-    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line]
+    assert listed == [stats(capsys, "store", "stat", folder) for folder in store_folders(path)]
+    rows = [line.split(maxsplit=1) for line in output(capsys, "store", "stat", path).splitlines() if line]
     assert [value for name, value in rows if name == "path"] == [str(folder) for folder in store_folders(path)]
     assert [value for name, value in rows if name == "server"] == ["lmcache 0.5.6", "vllm 0.32"]
     assert [value for name, value in rows if name == "entries"] == ["5", "3"]
@@ -53,18 +44,18 @@ def test_stat_lists_the_stores_of_all_servers(path: Path, capsys: pytest.Capture
 def test_each_store_can_be_named(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The other commands work on one of them, and say so where they get all."""
     first, second = store_folders(path)
-    assert len(stats(capsys, "ls", first)["entries"]) == 5
-    assert stats(capsys, "verify", second)["pages"] == 3
-    assert stats(capsys, "evict", first, "--to", "0")["evicted"] == 5
-    assert [one["entries"] for one in stats(capsys, "stat", path)["stores"]] == [0, 3]
+    assert len(stats(capsys, "store", "ls", first)["entries"]) == 5
+    assert stats(capsys, "store", "verify", second)["pages"] == 3
+    assert stats(capsys, "store", "evict", first, "--to", "0")["evicted"] == 5
+    assert [one["entries"] for one in stats(capsys, "store", "stat", path)["stores"]] == [0, 3]
     for command in (["ls"], ["verify"], ["compact"], ["evict", "--to", "0"]):
-        assert main(["store", command[0], str(path), *command[1:]]) == 2
-        assert f"holds 2 stores; name one of them, like {first}" in capsys.readouterr().err
+        message = refused(capsys, "store", command[0], path, *command[1:])
+        assert f"holds 2 stores; name one of them, like {first}" in message
 
 
 def test_a_store_that_cannot_be_read_is_named_beside_the_others(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = store_folders(path)
     (second / "store.json").write_bytes(b"not a store")
-    listed = stats(capsys, "stat", path, status=1)["stores"]
+    listed = stats(capsys, "store", "stat", path, status=1)["stores"]
     assert listed[0]["path"] == str(first) and listed[0]["entries"] == 5
     assert listed[1]["path"] == str(second) and str(second) in listed[1]["error"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.server
 import io
-import os
-import pty
 import signal
 import socket
 import threading
@@ -110,30 +108,6 @@ def shows(read: Callable[[], str], expected: str) -> None:
     eventually(lambda: expected in read(), read)
 
 
-def test_a_terminal_gets_its_screen_back() -> None:
-    """On a terminal the view has a screen of its own, in place; Ctrl-C leaves it and shows the cursor again."""
-    ours, theirs = pty.openpty()
-    os.set_blocking(ours, False)
-    seen = bytearray()
-
-    def read() -> str:
-        with contextlib.suppress(OSError):  # there is nothing, or the other side is closed
-            seen.extend(os.read(ours, 65536))
-        return seen.decode(errors="replace")
-
-    with http_server(200, OURS) as (host, port):
-        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
-        arguments = ("top", f"{host}:{port}", "--interval", "0.1")
-        with command(*arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as program:
-            shows(read, "waiting 4")
-            program.send_signal(signal.SIGINT)
-            shows(read, "\x1b[?25h")
-            assert program.wait() == 0
-    os.close(ours)
-    os.close(theirs)
-    assert b"\x1b[?1049h" in seen and b"\x1b[?1049l" in seen
-
-
 def reading(time_s: float, start_time_s: float = 1.0, **figures: float) -> Reading:
     named = {name.replace("__", "."): value for name, value in figures.items()}
     return Reading(time_s, {"server.start_time_s": start_time_s, **named})
@@ -160,13 +134,6 @@ def test_what_two_readings_say() -> None:
     assert history.change.hit_rate("host") is None, "no prompt since"
     history.add(reading(101, start_time_s=2.0))
     assert history.change is None and history.last.hit_rate("host") is None
-
-
-def test_a_store_without_a_budget() -> None:
-    """A tier without a bound has no bar, only what it holds."""
-    out = io.StringIO()
-    Console(file=out, width=80).print(frame("", History(reading(0, used__disk=5, total__disk=0), 10)))
-    assert any(line.split() == ["disk", "5", "B", "-", "-", "-"] for line in out.getvalue().splitlines())
 
 
 def test_a_frame_fits_a_terminal() -> None:

@@ -12,22 +12,17 @@ import pytest
 import torch
 
 from component_case import EACH_MODEL, FULL, POLICIES, STATES, WINDOWS, compute, config, verify
-from disk_case import Gate
 from hicache import (
     CacheEngine,
     CacheRequest,
     DiskConfig,
-    EngineConfig,
     Hit,
-    KVCache,
     Lease,
     ModelGeometry,
     build_engine,
 )
-from hicache.errors import ConfigError, InvalidArgument, InvariantError, ResourceExhausted, TransferError
-from hicache.transfer.counter import NUM_PRODUCERS
+from hicache.errors import ConfigError, InvalidArgument, ResourceExhausted, TransferError
 from hicache.tree import DEVICE, TreeNode
-from hicache.tree import FULL as FULL_KV
 from memory_store import MemoryPageStore
 from own_component import cache, tree
 from own_component.cache import LastHidden
@@ -147,20 +142,6 @@ def test_it_is_evicted_and_loaded_alone(device: str, model: ModelGeometry) -> No
         assert moved == engine.component(LastHidden).host.page_bytes == 4 * LastHidden.HIDDEN
 
 
-def test_nodes_are_split_for_pages_and_not_for_it(device: str) -> None:
-    """A row belongs to the end of its node, so its eviction splits none. Since a match may end without a hidden state,
-    a long node that loses pages loses its last ones alone."""
-    with build_engine(config(device=device, device_tokens=1024), FULL, components=[TwoRows]) as engine:
-        for n in range(1, 5):
-            serve(engine, f"a{n}", prompt(n), FULL)
-        assert engine.stats()["evict.hidden_states"] == 2 and engine.stats()["tree.nodes"] == 4
-    with build_engine(config(device=device, host_bytes=0, page_size=8), FULL, components=[LastHidden]) as engine:
-        first = prompt(1, 97)
-        serve(engine, "a", first, FULL)
-        serve(engine, "b", prompt(2, 50), FULL)
-        assert serve(engine, "c", first, FULL) == (Hit(device=72), False)
-
-
 @pytest.mark.parametrize(
     ("model", "own_store"), [(FULL, True), (WINDOWS, False), (STATES, True)], ids=["full", "window", "hybrid"]
 )
@@ -198,63 +179,6 @@ def test_no_request_waits_for_it_or_is_refused() -> None:
         assert serve(engine, "e", continued(first, 97), FULL) == (Hit(device=WHOLE), True)
 
 
-def test_what_cannot_be_given_whole_is_not_given() -> None:
-    """Where a second component that ends matches has no room for its value, the state that the first would have given
-    is still its own."""
-
-    class Ending(tree.LastHiddenComponent):
-        ends_matches = True
-
-    class Needy(LastHidden):
-        @classmethod
-        def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> tree.LastHiddenComponent:
-            return Ending()
-
-        def needed_to_donate(self, lease: Lease, length: int) -> int:
-            return self.NUM_ROWS + 1
-
-    with build_engine(config(), STATES, components=[Needy]) as engine:
-        with engine.acquire(CacheRequest("a", prompt(1))) as lease:
-            prefill(engine, lease, prompt(1), STATES)
-            assert lease.tree_len == 0 and engine.stats()["commit.skipped_states"] > 0
-            engine.check()
-        settled(engine)
-
-
-def test_the_row_of_the_prefix_before_makes_room() -> None:
-    """The only evictable row belongs to the end of what the device has of a prompt. While the rest is loaded, nobody
-    needs it: it leaves for the hidden state of the prompt's end."""
-    with build_engine(config(device_tokens=512), FULL, components=[TwoRows]) as engine:
-        first, second = prompt(1), prompt(2)
-        serve(engine, "a", first[:41], FULL)
-        serve(engine, "b", first, FULL)
-        evict(engine, first[:WHOLE], FULL_KV)
-        serve(engine, "c", second, FULL)
-        with engine.acquire(CacheRequest("reader", continued(second))) as reader:
-            assert reuse(engine, reader, continued(second), FULL)
-            assert serve(engine, "d", continued(first), FULL) == (Hit(device=40, host=16), True)
-
-
-def test_no_request_waits_for_a_busy_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While as many loads of hidden states are in flight as there may be, another prompt is served without its own."""
-    with build_engine(config(device_tokens=512), FULL, components=[LastHidden]) as engine:
-        prompts = [prompt(n) for n in range(NUM_PRODUCERS + 1)]
-        for n, tokens in enumerate(prompts):
-            serve(engine, f"a{n}", tokens, FULL)
-            evict(engine, tokens[:WHOLE], "last_hidden")
-        mover, gate = engine.component(LastHidden).transfer.mover, Gate("scatter")
-        scatter = mover.scatter
-        monkeypatch.setattr(mover, "scatter", lambda *given: (gate("scatter"), scatter(*given)))
-        leases = [engine.acquire(CacheRequest(f"b{n}", tokens)) for n, tokens in enumerate(prompts)]
-        assert not reuse(engine, leases[-1], prompts[-1], FULL)
-        engine.check()
-        gate.open()
-        assert all(reuse(engine, *given, FULL) for given in zip(leases[:-1], prompts, strict=False))
-        for lease in leases:
-            engine.release(lease)
-        settled(engine)
-
-
 def test_a_failed_load_of_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reader gets `TransferError` before and after the failure has landed, its row is free again, and a retry
     works."""
@@ -274,18 +198,6 @@ def test_a_failed_load_of_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.release(lease)
             engine.check()
         assert serve(engine, "c", first, FULL)[1]
-
-
-def test_check_finds_a_row_that_nobody_owns() -> None:
-    """A row that left the tree and was not freed is a violation that `engine.check` names."""
-    with build_engine(config(), FULL, components=[LastHidden]) as engine:
-        serve(engine, "a", prompt(1), FULL)
-        node = node_of(engine, prompt(1)[:WHOLE])
-        row = engine.inspect.context.tree.detach(node, "last_hidden", DEVICE).value
-        with pytest.raises(InvariantError, match="hidden states"):
-            engine.check()
-        engine.component(LastHidden).free(row)
-        engine.check()
 
 
 def test_components_are_found_by_class_and_told_apart_by_name() -> None:

@@ -13,7 +13,6 @@ from component_case import (
     MODELS,
     POLICIES,
     STATES,
-    WINDOW,
     WINDOWS,
     compute,
     config,
@@ -23,7 +22,7 @@ from component_case import (
 )
 from hicache import CacheEngine, CacheRequest, DiskConfig, ModelGeometry, build_engine
 from hicache.engine import LookupResult
-from hicache.errors import ConfigError, OutOfRows, OutOfSlots, PromptTooLong, TransferError
+from hicache.errors import OutOfRows, OutOfSlots, PromptTooLong
 from hicache.storage.base import StoreMismatch
 from hicache.tree import FULL as FULL_KV
 from hicache.tree import HOST, MAMBA, SWA, Component
@@ -169,24 +168,6 @@ def test_a_second_user_of_a_shared_prefix_hits(branch_points: tuple[int, ...], h
         settled(engine)
 
 
-def test_the_host_tier_by_ratio() -> None:
-    """`host_ratio` sizes the host tier as a multiple of the device's memory, and stands alone."""
-    with build_engine(config(host_bytes="auto", host_ratio=2.0), FULL) as engine:
-        device_bytes = sum(b.nbytes for layer in range(3) for b in engine.pool.layer_buffers(layer))
-        pages = 2 * device_bytes // engine.inspect.context.full.host.page_bytes
-        assert engine.stats()["host.free_pages"] == pages - 1  # and the sink
-    with pytest.raises(ConfigError, match="host_ratio"):
-        config(host_ratio=1.0)
-
-
-def test_bad_settings_are_named() -> None:
-    """What these models cannot work with is said at build time."""
-    with pytest.raises(ConfigError, match="window_tokens"):
-        build_engine(config(window_tokens=2 * WINDOW), WINDOWS)
-    with pytest.raises(ConfigError, match="mamba_track_interval"):
-        config(mamba_track_interval=12)
-
-
 def test_a_store_serves_one_model_and_tells_salts_apart(tmp_path: Path) -> None:
     """Pages written under one salt are misses under another; another model may not open the store."""
     tokens = prompt(1, 80)
@@ -199,21 +180,6 @@ def test_a_store_serves_one_model_and_tells_salts_apart(tmp_path: Path) -> None:
         build_engine(config(disk=disk_at(tmp_path), model_id="another"), FULL)
 
 
-def test_requests_share_a_load_under_way() -> None:
-    """A second request that matches pages still being loaded waits for the same load and reads the same bytes."""
-    with build_engine(config(max_requests=3), FULL) as engine:
-        first = prompt(1, 60)
-        serve(engine, "a", first, FULL)
-        fill(engine, FULL, 2, 3)
-        one = engine.acquire(CacheRequest("one", first))
-        two = engine.acquire(CacheRequest("two", first))
-        assert one.load_ids and set(two.load_ids) == set(one.load_ids)
-        for lease in (two, one):
-            verify(engine, lease, first, lease.cached_len, FULL)
-            engine.release(lease)
-        settled(engine)
-
-
 def test_what_a_request_used_counts_as_used_when_it_ends() -> None:
     """Of a full host, the prompt of the request that ended last stays, whenever it came."""
     with build_engine(config(device_tokens=512, host_bytes=15 * 8 * 192), FULL) as engine:
@@ -224,16 +190,6 @@ def test_what_a_request_used_counts_as_used_when_it_ends() -> None:
         fill(engine, FULL, 3)
         tree = engine.inspect.context.tree
         assert [tree.match(at[:56]).nodes[-1].holds(FULL_KV, HOST) for at in (first, second)] == [True, False]
-        settled(engine)
-
-
-def test_all_that_is_evictable_makes_room() -> None:
-    """A prompt as long as the device takes the place of many short ones, each with a state."""
-    with build_engine(config(mamba_size=40, host_bytes=0, page_size=8), STATES) as engine:
-        for n in range(14):
-            serve(engine, f"a{n}", prompt(n, 9), STATES)
-        assert engine.stats()["device.evictable_tokens"] == 14 * 8
-        serve(engine, "b", prompt(20, 128), STATES)
         settled(engine)
 
 
@@ -294,32 +250,6 @@ def test_refused_requests_leave_no_trace() -> None:
         engine.release(lease)
         engine.release(lease)
         assert serve(engine, "g", prompt(1, 60), FULL).cached_len == 56
-        settled(engine)
-
-
-@pytest.mark.parametrize("model", EACH_MODEL)
-def test_a_failed_load_is_told_and_leaks_nothing(model: ModelGeometry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the load of pages, a window or a state fails, the reader is told, all stays on the host, slots return with
-    the last reader, and a retry works."""
-    with build_engine(config(), model) as engine:
-        first = prompt(1, 61)
-        serve(engine, "a", first, model)
-        fill(engine, model, 2, 3, 4)
-        mover = engine.inspect.context.components[-1].transfer.mover  # type: ignore[attr-defined]
-        with monkeypatch.context() as patch:
-            patch.setattr(mover, "scatter", lambda *_: 1 / 0)
-            lease = engine.acquire(CacheRequest("b", first))
-            with pytest.raises(TransferError):
-                compute(engine, lease, first, lease.cached_len, len(first), model)
-            engine.flush()
-            engine.check()
-            with pytest.raises(TransferError):
-                engine.commit(lease, first)
-            engine.release(lease)
-            engine.check()
-        assert engine.stats()["restore.failures"] == 1
-        again = serve(engine, "c", first, model)
-        assert again.hit.host > 0 and again.cached_len == 56
         settled(engine)
 
 

@@ -270,33 +270,6 @@ def test_what_was_computed_beside_a_load_does_not_depend_on_it(model: ModelGeome
     close(engine)
 
 
-def test_a_failed_load_concerns_nobody_else() -> None:
-    """After a forward whose state failed to load, other requests are admitted, and commit what they computed before."""
-    engine, transfers = stepped(STATES, mamba_size=6, device_tokens=512, max_requests=3)
-    first = prompt(1, 41)
-    serve(engine, transfers, "a", first, STATES)
-    for n in (2, 3, 4, 5):
-        serve(engine, transfers, f"b{n}", prompt(n, 41), STATES)
-    other = prompt(9, 40)
-    well = engine.acquire(CacheRequest("c", other))
-    compute(engine, well, other, 0, 40, STATES)
-    bad = engine.acquire(CacheRequest("d", first))
-    assert bad.cached_len == 40
-    for link in transfers.up:
-        link.fails = DOWN
-    transfers.finish()
-    with pytest.raises(TransferError):
-        verify(engine, bad, first, 40, STATES)
-    engine.commit(well, other)
-    resident = np.append(other, 1)
-    engine.release(well)
-    with engine.acquire(CacheRequest("e", resident)) as lease:
-        assert lease.hit.device == 40
-        verify(engine, lease, resident, 40, STATES)
-    engine.release(bad)
-    close(engine)
-
-
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("kind", MODELS)
 def test_random_histories(device: str, kind: str, seed: int) -> None:
@@ -313,21 +286,6 @@ def test_many_random_histories(kind: str, first_seed: int) -> None:
     """The same, longer: 50 histories in the thorough profile."""
     for seed in range(first_seed, first_seed + settings.default.max_examples // 3):
         run(kind, seed, 240, is_rough=True)
-
-
-def test_windows_of_a_failed_load_leave_with_it() -> None:
-    """Where the full pages of a load came and its windows did not, the device keeps neither for it."""
-    engine, transfers = stepped(WINDOWS)
-    first = np.append(prompt(1, 64), 1)
-    serve(engine, transfers, "a", first, WINDOWS)
-    push_to_host(engine, transfers, WINDOWS, first)
-    lease = engine.acquire(CacheRequest("b", first))
-    assert lease.hit.host > 0
-    end_loads(engine, transfers, False, 1)
-    assert engine.lookup(first).host == 64
-    engine.release(lease)
-    assert serve(engine, transfers, "c", first, WINDOWS) == 64
-    close(engine)
 
 
 def test_window_slots_of_an_abandoned_load_are_not_written_later() -> None:
@@ -376,24 +334,4 @@ def test_windows_in_flight_are_nobody_elses(ok: bool) -> None:
     engine.release(own)
     engine.release(loading)
     assert serve(engine, transfers, "c", tokens, WINDOWS) == 40
-    close(engine)
-
-
-def test_a_prefix_is_loaded_anew_beside_a_copy_that_was_abandoned() -> None:
-    """After a load took a later one along in its failure, whose copy goes on, a request for the same prefix starts a
-    load of its own, which neither of them concerns."""
-    engine, transfers = stepped(FULL, device_tokens=256)
-    whole = prompt(1, 81)
-    serve(engine, transfers, "a", whole, FULL)
-    push_to_host(engine, transfers, FULL, whole)
-    first = [engine.acquire(CacheRequest("b", whole[:41])), engine.acquire(CacheRequest("c", whole))]
-    fail_first(engine, transfers)
-    for lease in first:
-        engine.release(lease)
-    assert len(transfers.up[0]) == 1
-    again = engine.acquire(CacheRequest("d", whole))
-    assert again.hit.host == 80
-    transfers.finish()
-    prefill(engine, again, whole, FULL, 81)
-    engine.release(again)
     close(engine)

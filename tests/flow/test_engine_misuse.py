@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -26,10 +24,9 @@ from hicache.errors import (
     InvalidTokens,
     LeaseEnded,
     NotRunning,
-    ResourceExhausted,
     TokensMismatch,
 )
-from toy_model import GEOMETRY, compute, config, expected_kv, prompt, read, serve, settled
+from toy_model import GEOMETRY, compute, config, expected_kv, read, serve, settled
 from transfer_case import before_each_move
 from waiting import BOUND_S, eventually
 
@@ -281,26 +278,6 @@ def test_work_before_start_and_after_close_is_refused() -> None:
     assert engine.stats()["engine.leases"] == 0
 
 
-def test_a_failure_on_the_way_leaks_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception from below, wherever it comes, leaves no lock behind."""
-    with build_engine(config(), GEOMETRY) as engine:
-        serve(engine, "a", TOKENS)
-        engine.flush()
-        full = engine.inspect.context.full
-        with monkeypatch.context() as patch:
-            patch.setattr(full.allocator, "alloc", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                engine.acquire(CacheRequest("b", np.arange(80)))
-        settled(engine)
-        with monkeypatch.context() as patch:
-            patch.setattr(full.transfer, "store", lambda *_: 1 / 0)
-            with engine.acquire(CacheRequest("c", np.arange(300, 340))) as lease:
-                compute(engine, lease, np.arange(300, 340), 0, 40)
-                with pytest.raises(ZeroDivisionError):
-                    engine.commit(lease, np.arange(300, 340))
-        assert engine.stats()["device.protected_tokens"] == 0
-
-
 def test_a_call_during_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one thread waits inside a call, every verb of another is refused by name, `close` and `release` too, and
     so is one of the same thread, as a signal's handler may make it. One after the other, any thread may call."""
@@ -336,38 +313,4 @@ def test_a_call_during_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
         assert engine.lookup(Calling()).device == 56  # type: ignore[arg-type]
         engine.release(lease)
-        settled(engine)
-
-
-def test_two_threads_that_call_at_will_corrupt_nothing() -> None:
-    """Of calls that meet, one is refused and tried again; nothing else happens."""
-    with build_engine(config(), GEOMETRY) as engine:
-        served = []
-
-        def until_taken(call: Callable[..., Any], *arguments: object) -> Any:
-            while True:
-                with contextlib.suppress(ConcurrentCall, ResourceExhausted):
-                    return call(*arguments)
-                with contextlib.suppress(ConcurrentCall):
-                    engine.poll()
-
-        def work(thread: int) -> None:
-            for n in range(60):
-                request = CacheRequest(f"{thread} {n}", prompt(n % 7, 40))
-                lease = until_taken(engine.acquire, request)
-                until_taken(engine.commit, lease, request.tokens)
-                until_taken(engine.release, lease)
-                served.append(lease)
-
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        try:
-            threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(BOUND_S)
-        finally:
-            sys.setswitchinterval(interval)
-        assert len(served) == 120
         settled(engine)

@@ -136,20 +136,6 @@ def test_what_is_expected_or_has_priority_stays(hint: dict[str, int]) -> None:
         assert held(engine, tokens_of(0)) == 32 and held(engine, tokens_of(1)) == 0
 
 
-@pytest.mark.parametrize("raised", [False, True])
-def test_a_priority_counts_also_where_its_request_adds_no_page(raised: bool) -> None:
-    """Under eviction_policy="priority" a prompt that a request of high priority used outlives newer ones."""
-    with engine_of("priority") as engine:
-        serve(engine, "first", tokens_of(0))
-        if raised:
-            with engine.acquire(CacheRequest("raises", tokens_of(0), priority=5)) as lease:
-                assert lease.cached_len == 32
-        for n in range(1, 5):
-            serve(engine, f"r{n}", tokens_of(n))
-        assert (held(engine, tokens_of(0)) == 32) == raised
-        engine.check()
-
-
 @pytest.mark.parametrize("policy", ["auto", "lru"])
 def test_the_end_of_a_session_is_evicted_first(policy: str) -> None:
     """Though it is newer than the others, which lru evicts; what it has in common with one of them stays."""

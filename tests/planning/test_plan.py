@@ -19,7 +19,7 @@ from hicache.planning.memory import MemoryPlan, Wanted, plan_memory, share_of
 from hicache.planning.model import read_model
 from hicache.planning.presets import PRESETS, PlannedModel, PrefillWork
 from hicache.planning.times import Machine, Times
-from hicache.sizing import device_bytes, largest_device_tokens, resolve, row_bytes
+from hicache.sizing import device_bytes, resolve, row_bytes
 
 MIB = 1 << 20
 KINDS = [
@@ -207,30 +207,6 @@ def test_unknown_rates_give_no_times(tmp_path: Path) -> None:
     assert times.break_even(lambda at: at.load_s) is None
 
 
-def test_gpus_by_name_and_by_size() -> None:
-    """A name in any case, or bytes; anything else lists the names."""
-    assert gpu_of("H200") is GPUS["h200"] and gpu_of("H100 PCIe") is GPUS["h100-pcie"]
-    assert gpu_of("80GiB").memory_bytes == 80 << 30
-    assert all(min(gpu.memory_bytes_per_s, gpu.flops_per_s, gpu.link_bytes_per_s) > 0 for gpu in GPUS.values())
-    for text in ("h900", "80 of them", ""):
-        with pytest.raises(ConfigError, match="h200"):
-            gpu_of(text)
-
-
-def test_the_documented_gpus() -> None:
-    """`docs/plan.md` has a row for each GPU with the memory and rates that are used, and names where they come from."""
-    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
-    found = {row[0].strip("`"): [float(cell) for cell in row[1:5]] for row in rows if row[5]}
-    raw_gb_per_s = {4: 31.5, 5: 63.0}
-    assert list(found) == list(GPUS)
-    for name, (memory_gib, memory_tb_per_s, tera_flops, pcie) in found.items():
-        gpu = GPUS[name]
-        assert gpu.memory_bytes == memory_gib * (1 << 30) and gpu.flops_per_s == tera_flops * 1e12
-        assert gpu.memory_bytes_per_s == memory_tb_per_s * 1e12
-        assert gpu.link_bytes_per_s == pytest.approx(0.88 * raw_gb_per_s[int(pcie)] * 1e9)
-
-
 def test_weights_that_do_not_fit_name_the_gpus_that_would() -> None:
     """The message's number of GPUs holds the model and half as many do not; where none would, it says so."""
     model = PRESETS["llama-3.1-70b"]
@@ -290,16 +266,3 @@ def test_weights_are_counted_by_files_bits_or_dtype(tmp_path: Path) -> None:
     index.write_text("{}")
     with pytest.raises(ConfigError, match="--weight-bytes"):
         read_model(str(tmp_path))
-
-
-@pytest.mark.parametrize(("row", "budget"), [("llama", 1000), ("gemma3_text", 1_000_000), ("qwen3_next", 100_000)])
-def test_the_largest_device_tier(row: str, budget: int, tmp_path: Path) -> None:
-    """It is the last of all whole pages whose pools fit the budget, found by trying each."""
-    geometry = described(row, tmp_path).geometry
-    config = EngineConfig(device_tokens=64, max_requests=2, max_context_len=256, dtype="float32", page_size=16)
-    rows = row_bytes(geometry, torch.float32)
-    sizes = range(64, budget // rows.full + 64, 64)
-    needs = {
-        n: device_bytes(resolve(dataclasses.replace(config, device_tokens=n), geometry, 1 << 50), rows) for n in sizes
-    }
-    assert largest_device_tokens(config, geometry, budget) == max((n for n in sizes if needs[n] <= budget), default=0)

@@ -93,21 +93,6 @@ def test_everything_is_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture
     assert plan["break_even_tokens"]["disk"] is None or plan["break_even_tokens"]["disk"] % 64 == 0
 
 
-def test_hit_rates_follow_the_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A device tier of less than a block hits nothing; one for all blocks hits what was there before."""
-    trace = ("--trace", str(write_trace(tmp_path / "trace.jsonl")))
-    model = saved(tmp_path / "model")
-    workspace = ("--workspace", "257MiB")
-    large = planned(capsys, model, *TINY, *trace)["hit_rates"]
-    memory = planned(capsys, model, *TINY)["memory"]
-    token_bytes, weight_bytes = memory["token_bytes"], memory["weight_bytes"]
-    gpu = (257 << 20) + weight_bytes + 300 * token_bytes  # 16 of which are the sink
-    small = planned(capsys, model, *TINY, *trace, *workspace, "--gpu", str(gpu), "--host-memory", "0")["hit_rates"]
-    longest = planned(capsys, model, *TINY, *workspace, "--gpu", str(gpu), "--max-context-len", "512")
-    assert longest["memory"]["max_context_len"] == longest["tiers"][0]["num_tokens"] < 512
-    assert large[0]["hit_rate"] == 0.5 and small[0]["num_tokens"] == [272] and small[0]["hit_rate"] == 0.0
-
-
 def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The tables hold what the JSON holds, and the whole command to start with."""
     model, trace = saved(tmp_path / "model", "gemma3_text"), write_trace(tmp_path / "trace.jsonl")

@@ -11,7 +11,6 @@ import pytest
 
 from hicache.errors import ConfigError
 from hicache.replay.cost import TierCosts
-from hicache.replay.nodes import NodeSettings, NodesResult, optimal_of_nodes, replay_nodes
 from hicache.replay.report import render
 from hicache.replay.simulation import ReplayResult, ReplaySettings, optimal, replay
 from hicache.replay.trace import Trace
@@ -146,17 +145,3 @@ def test_what_a_sweep_lacks_is_left_out(trace: Trace) -> None:
     assert "rates" not in Page(render(trace, [unlimited])).tables
     nothing = replay(trace_of(*([at] for at in range(10))), ReplaySettings(4))
     assert [row[2] for row in Page(render(trace, [nothing])).tables["results"]] == ["hit rate", "0.0000"]
-
-
-def test_nodes_are_named(trace: Trace) -> None:
-    """Nodes, router and remote tier are among the facts, and each row says how evenly the work was spread."""
-    nodes = NodeSettings(3, "round-robin", None)
-    results: list[ReplayResult] = [replay_nodes(trace, ReplaySettings(20, 30), nodes)]
-    results.append(optimal_of_nodes(trace, ReplaySettings(20, 30), nodes))
-    page = Page(render(trace, results))
-    facts = dict(page.tables["facts"])
-    assert (facts["nodes"], facts["router"], facts["remote tier"]) == ("3", "round-robin", "unlimited blocks")
-    head, row, bound = page.tables["results"]
-    assert isinstance(results[0], NodesResult)
-    assert row[head.index("busiest node")] == f"{results[0].imbalance:.2f}" and bound[head.index("busiest node")] == ""
-    assert row[head.index("remote")] == f"{results[0].tier_hit_rates['remote']:.4f}" != "0.0000"

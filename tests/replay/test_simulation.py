@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +13,10 @@ from hicache.errors import ConfigError
 from hicache.replay.cache import WRITE_POLICIES, BlockHits, ReplaySettings
 from hicache.replay.optimal import optimal_hits
 from hicache.replay.simulation import ReplayResult, optimal, replay
-from hicache.replay.trace import Trace, TraceRequest, read_trace
+from hicache.replay.trace import Trace, TraceRequest
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
-from replay_case import CONVERSATION, SESSIONS, trace_of
+from replay_case import trace_of
 
 
 def hits_of(result: ReplayResult) -> list[BlockHits]:
@@ -53,13 +52,6 @@ def test_a_scan_has_known_answers() -> None:
     assert rates(10, 20, 50) == rates(1, 1, None) == (0, 0, repeated)
     for blocks in (10, 49, 50):
         assert optimal(trace, ReplaySettings(blocks)).hit_rate == pytest.approx(repeated * blocks / documents)
-
-
-def test_the_tail_goes_first() -> None:
-    """LRU on one tier keeps the front of a prompt when room is needed: known by hand."""
-    result = replay(trace_of([1, 2, 3, 4], [5, 6], [1, 2, 3, 4], [5, 6]), ReplaySettings(4))
-    # [1 2 | 5 6] after the second; the third evicts 6, 5; the fourth 4, 3.
-    assert [hits.device for hits in hits_of(result)] == [0, 0, 2, 0]
 
 
 def test_a_partial_block_counts_for_its_tokens() -> None:
@@ -105,25 +97,6 @@ def test_progress_is_told_and_may_stop_a_replay() -> None:
 
     with pytest.raises(InterruptedError):
         replay(trace, ReplaySettings(10), stop)
-
-
-PUBLISHED: list[tuple[Path, int, int, dict[int | None, float]]] = [
-    # a chat service
-    (CONVERSATION, 12_031, 512, {1_000: 0.0445, 3_000: 0.0653, 10_000: 0.2116, 30_000: 0.3257, None: 0.3664}),
-    # coding agents
-    (SESSIONS, 1_532, 64, {4_000: 0.4388, 8_000: 0.7376, 16_000: 0.9285, 32_000: 0.9570, None: 0.9623}),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("path", "num_requests", "block_tokens", "expected"), PUBLISHED, ids=["chat", "agents"])
-def test_published_figures(path: Path, num_requests: int, block_tokens: int, expected: dict[int | None, float]) -> None:
-    """On one tier LRU and no limit hit what others measured, to four places."""
-    if not path.exists():
-        pytest.skip("the trace is not here")
-    trace = read_trace(path)
-    assert (len(trace.requests), trace.block_tokens) == (num_requests, block_tokens)
-    assert {size: round(replay(trace, ReplaySettings(size)).hit_rate, 4) for size in expected} == expected
 
 
 Prefix = tuple[int, ...]

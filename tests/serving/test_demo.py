@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import hicache.storage.process.stores
-import programs
 from disk_case import TroubledStore
 from family_case import save_model, tiny_config
 from hicache.cli import main
@@ -67,40 +66,6 @@ def test_a_slow_disk_changes_no_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert after["hit_tokens"] == before["hit_tokens"] and before["hit_tokens"]["disk"] > 0
 
 
-def test_a_second_process_hits_on_disk(tmp_path: Path) -> None:
-    """A second run with the store of a process that has ended hits on disk in its first turns, with a window model, a
-    hybrid one and one with latent rows, and its tokens are those of no cache."""
-    models = [_saved(tmp_path / row, row) for row in ("gpt_oss", "qwen3_next", "deepseek_v3")]
-    disks = [["--disk", str(model.parent / "pages")] for model in models]
-    runs = [
-        ["demo", *SMALL, "--no-baseline", "--model", str(model), *disk]
-        for model, disk in zip(models, disks, strict=True)
-    ]
-    code = "import json, sys; from hicache.cli import main; sys.exit(max(map(main, json.loads(sys.argv[1]))))"
-    programs.output(code, json.dumps(runs), module="hicache.serving.server.command")
-    for model, disk in zip(models, disks, strict=True):
-        status, report = _demo(model, *disk)
-        first_turns = [turn for turn in report["turns"] if turn["turn"] == 1]
-        assert status == 0 and report["identical"] is True
-        assert all(turn["hit_tokens"]["disk"] > 0 for turn in first_turns)
-        assert report["pages"]["compared"] > 0 == report["pages"]["mismatched"]
-
-
-def test_a_window_model_needs_no_host_tier(tmp_path: Path) -> None:
-    """A window model is served without a host tier: without a disk, none is needed."""
-    status, report = _demo(_saved(tmp_path, "mistral"), "--host-bytes", "0")
-    assert status == 0 and report["identical"] is True
-    assert report["sizes"]["host_tokens"] == 0 < report["hit_tokens"]["device"]
-
-
-def test_long_windows_fit(tmp_path: Path) -> None:
-    """A window longer than the prompts is served with the default sizes, with several concurrent requests and
-    whole prompts in one chunk."""
-    model = _saved(tmp_path, "mistral", sliding_window=1000)
-    status, report = _demo(model, "--check-against", "transformers", "--concurrency", "3", "--chunk", "8192")
-    assert status == 0 and report["identical"] is True
-
-
 def test_a_difference_from_generate_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,9 +80,3 @@ def test_a_difference_from_generate_is_reported(
     status, report = _demo(_saved(tmp_path, "llama"), "--check-against", "transformers")
     assert status == 1 and report["identical"] is False
     assert "identical: NO" in capsys.readouterr().out
-
-
-def test_sampled_answers_are_not_compared_with_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sampling together with generate is refused in one line: the two would sample different tokens."""
-    assert main(["demo", *SMALL, "--check-against", "transformers", "--sample"]) == 2
-    assert "--check-against" in capsys.readouterr().err

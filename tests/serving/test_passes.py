@@ -177,18 +177,6 @@ def test_a_chunk_with_a_large_mask_runs_in_several_passes(name: str) -> None:
     assert passes == [*([22, 18] if name == "gemma3" else [40]), 9, 9, 9, 9, 9, 9, 6]
 
 
-@pytest.mark.parametrize("window", [1, 64])
-def test_windows_of_any_size(window: int) -> None:
-    """Windows of one token, and longer than the prompt, give the logits of a plain forward."""
-    model = shared(tiny_mistral, window)
-    pools = Pools(geometry_of(model))
-    runner, tokens, lease = ModelRunner(model, pools, pools.geometry), prompt(50, seed=2), pools.lease()
-    logits = prefill(pools, runner, lease, tokens, 1, 20, 50)[-1]
-    torch.testing.assert_close(logits, plain_logits(model, tokens)[-1], **TOLERANCE)
-    pools.extend(lease, 1)
-    torch.testing.assert_close(decode(runner, [lease], [3])[0], plain_logits(model, [*tokens, 3])[-1], **TOLERANCE)
-
-
 def test_window_layers_in_a_full_attention_pool() -> None:
     """A window model is also served from a pool with one slot space, which keeps the KV of all tokens."""
     model, pools, runner = make("qwen3", keep_windows=True)
@@ -209,29 +197,6 @@ def test_reading_a_freed_window_slot_raises(monkeypatch: pytest.MonkeyPatch) -> 
     pools.windows.free_swa(lease.slots_of(29, 30))
     with pytest.raises(InvariantError):
         runner.prefill(lease, tokens, 40, 45)
-
-
-def test_a_copied_state_continues_like_its_source() -> None:
-    """A request with a prefix's slots and a copy of its state continues as if it had computed the prefix, and does not
-    change the source; with the slots but no state it does not."""
-    model, pools, runner = make("qwen3_next")
-    first, second = prompt(80, seed=3), prompt(96, seed=4)
-    second[:48] = first[:48]
-    expected, donor = plain_logits(model, second)[-1], pools.lease(80)
-    runner.prefill(donor, first, 0, 48)
-    kept = pools.states.mamba_pool.fork_from(donor.mamba_pool_idx)
-    runner.prefill(donor, first, 48, 80)  # advances the donor's own state
-    for copied in (True, False):
-        heir = pools.lease(96)
-        pools.allocator.free(heir.slots_of(0, 48))
-        heir.write(0, donor.slots_of(0, 48))
-        if copied:
-            pools.states.mamba_pool.copy_from(kept, heir.mamba_pool_idx)
-        difference = (runner.prefill(heir, second, 48, 96) - expected).abs().max()
-        assert difference < 1e-3 if copied else difference > 0.1
-    pools.extend(donor, 1)
-    logits = decode(runner, [donor], [3])[0]
-    torch.testing.assert_close(logits, plain_logits(model, [*first, 3])[-1], **TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -267,43 +267,6 @@ class _Stream:
         """Take a token."""
 
 
-def test_callers_may_abort_and_submit_from_on_token() -> None:
-    """A callback may abort its own request, another of the same batch, or a waiting one, and submit new ones; what was
-    streamed of each is its output, and everything is released."""
-    model = shared(tiny_llama)
-    streams: dict[str, list[int]] = {name: [] for name in ("self", "other", "stays", "new")}
-    with tiny_engine(model) as engine:
-        scheduler = Scheduler(engine, tiny_runner(model, engine), max_running=3)
-
-        def on_token(name: str, at: int, act: Callable[[], object]) -> Callable[[int], None]:
-            def called(token: int) -> None:
-                streams[name].append(token)
-                if len(streams[name]) == at:
-                    act()
-
-            return called
-
-        def abort_others() -> None:
-            assert scheduler.abort("other") and scheduler.abort("waits") and not scheduler.abort("nobody")
-            scheduler.submit(Request("new", prompt(15, seed=9), 4), streams["new"].append)
-
-        scheduler.submit(Request("self", prompt(20, seed=1), 30), on_token("self", 3, lambda: scheduler.abort("self")))
-        scheduler.submit(Request("stays", prompt(25, seed=2), 12), on_token("stays", 5, abort_others))
-        scheduler.submit(Request("other", prompt(30, seed=3), 30), streams["other"].append)
-        scheduler.submit(Request("waits", prompt(35, seed=4), 30))
-        outputs: dict[str, RequestOutput] = {}
-        while scheduler.num_unfinished:
-            outputs |= {output.request_id: output for output in scheduler.step()}
-            engine.check()
-        assert_released(engine)
-    reasons = {name: output.finish_reason for name, output in outputs.items()}
-    assert reasons == {"self": "abort", "other": "abort", "waits": "abort", "stays": "length", "new": "length"}
-    assert len(streams["self"]) == 3 and 0 < len(streams["other"]) < 30
-    assert {name: tuple(stream) for name, stream in streams.items()} == {n: outputs[n].tokens for n in streams}
-    for name, length, seed in (("self", 20, 1), ("stays", 25, 2), ("other", 30, 3), ("new", 15, 9)):
-        assert outputs[name].tokens == plain_greedy(model, prompt(length, seed), len(outputs[name].tokens))
-
-
 def test_a_finished_answer_stays_in_the_cache_and_an_aborted_one_does_not() -> None:
     """A caller that has what it wants may end a request: the next turn finds the pages of the answer too."""
     model = shared(tiny_llama)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import torch
 
 from hicache.engine import CacheEngine, CacheRequest
 from hicache.errors import OutOfSlots, PromptTooLong
-from hicache.kernels.page_copy import PageMover
 from hicache.serving.request import Request, RequestOutput
 from hicache.serving.sampling import SamplingParams
 from hicache.serving.scheduler import Scheduler
-from hicache.transfer.counter import LayerTransferCounter
 from serving_case import (
     assert_released,
     plain_greedy,
@@ -27,7 +24,6 @@ from serving_case import (
     tiny_runner,
     token_bytes,
 )
-from waiting import BOUND_S
 
 PAGE = 16
 
@@ -96,51 +92,6 @@ def test_a_prompt_that_never_fits_fails_alone() -> None:
     assert outputs["fits"].tokens == plain_greedy(model, prompt(60, seed=4), 4)
 
 
-def test_an_eos_token_ends_generation() -> None:
-    """Generation stops after the first end-of-sequence token, which is part of the output."""
-    model = shared(tiny_llama)
-    tokens = prompt(30, seed=5)
-    answer = plain_greedy(model, tokens, 12)
-    end = answer[7]
-    with tiny_engine(model) as engine:
-        output = _scheduler(engine, model).run([Request("r", tokens, 12, eos_ids=frozenset([end]))])[0]
-    assert output.finish_reason == "stop"
-    assert output.tokens == answer[: answer.index(end) + 1]
-
-
-def test_a_request_does_not_join_a_load_that_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward pass may raise before the failed copy has ended; until then the retry waits, and then it loads anew."""
-    model = shared(tiny_llama, device="cpu")
-    tokens = prompt(100, seed=6)
-    scatter, fail, failures, lingered = PageMover.scatter, LayerTransferCounter.fail, [0], threading.Event()
-
-    def failing(*args: Any, **kwargs: Any) -> None:
-        if failures[0] > 0:
-            failures[0] -= 1
-            raise RuntimeError("the link is down")
-        scatter(*args, **kwargs)
-
-    def fail_and_linger(*args: Any) -> None:
-        fail(*args)
-        assert lingered.wait(BOUND_S)
-
-    monkeypatch.setattr(PageMover, "scatter", failing)
-    monkeypatch.setattr(LayerTransferCounter, "fail", fail_and_linger)
-    with _tiers(model, tmp_path, device=256, host=256) as engine:
-        scheduler = _scheduler(engine, model)
-        for name, other in (("first", tokens), ("other", prompt(250, seed=5))):
-            scheduler.run([Request(name, other, 2)])
-            engine.flush()
-        failures[0] = 1
-        scheduler.submit(Request("retried", tokens, 5))
-        while not engine.stats()["admit.transfer_busy_attempts"]:
-            assert not scheduler.step(), "it ended"
-        assert failures[0] == 0
-        lingered.set()
-        assert scheduler.run()[0].tokens == plain_greedy(model, tokens, 5)
-        assert_released(engine)
-
-
 def test_a_stalled_request_fails_after_the_timeout() -> None:
     """If no running request could free slots for a waiting one, it fails after the timeout instead of hanging."""
     model = shared(tiny_llama)
@@ -151,23 +102,6 @@ def test_a_stalled_request_fails_after_the_timeout() -> None:
         engine.release(lease)
         assert_released(engine)
     assert output.finish_reason == "error" and isinstance(output.error, OutOfSlots)
-
-
-def test_the_auditors_time_is_not_counted() -> None:
-    """The time that the auditor takes is not part of the time to first token of waiting requests."""
-    model = shared(tiny_llama)
-    clock = [0.0]
-
-    class Slow:
-        def audit(self, lease: Any, tokens: Any) -> None:
-            clock[0] += 1000.0
-
-    with tiny_engine(model, max_requests=1) as engine:
-        outputs = _scheduler(engine, model, auditor=Slow(), clock=lambda: clock[0]).run(
-            [Request(f"r{i}", prompt(30, seed=i), 2) for i in range(3)]
-        )
-    assert clock[0] == 3000.0
-    assert [output.ttft_s for output in outputs] == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.gpu

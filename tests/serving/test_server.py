@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -275,34 +274,3 @@ def test_disconnects_and_a_full_queue(server: Server, client: openai.OpenAI) -> 
     server.wait_idle()
     assert server.metric('hicache_requests_total{outcome="abort"}') == before + FULL
     assert client.completions.create(model=MODEL, prompt=SECRET, max_tokens=2).usage
-
-
-def test_metrics(server: Server, client: openai.OpenAI) -> None:
-    """Counters grow by what was asked for, and the engine's own are there."""
-    names = (
-        "hicache_generation_tokens_total",
-        "hicache_time_to_first_token_seconds_count",
-        "hicache_inter_token_seconds_count",
-    )
-    before = [server.metric(name) for name in names]
-    client.completions.create(model=MODEL, prompt=[f"{SECRET} 1", f"{SECRET} 2"], max_tokens=5)
-    assert [server.metric(name) - count for name, count in zip(names, before, strict=True)] == [10, 2, 8]
-    assert server.metric("hicache_device_free_tokens") > 0
-
-
-def test_many_clients_at_once(client: openai.OpenAI) -> None:
-    """Requests of several threads get their own answers, those that they get alone."""
-    shared: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0}
-    prompts = [f"{SECRET} {i}" for i in range(FULL)]
-    alone = [client.completions.create(prompt=prompt, **shared).choices[0].text for prompt in prompts]
-    together: dict[int, str] = {}
-
-    def one(index: int) -> None:
-        together[index] = client.completions.create(prompt=prompts[index], **shared).choices[0].text
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(FULL)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [together[i] for i in range(FULL)] == alone

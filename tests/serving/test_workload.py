@@ -16,11 +16,9 @@ from hicache.serving import SamplingParams
 from hicache.serving.models import ByteTokenizer, load_local, model_identity, random_model
 from hicache.serving.workload import (
     DocumentShape,
-    RecordedConversation,
     own_documents,
     recorded_session,
     standard_library,
-    zigzag,
 )
 from serving_case import tiny_llama
 
@@ -68,13 +66,6 @@ def test_own_documents_are_cut_to_the_longest(tmp_path: Path) -> None:
     assert BYTES.decode(conversations[0].document) == "ä" * 99 + "\ufffd"
 
 
-def test_rounds_alternate_in_direction() -> None:
-    """Every turn occurs once, in order per conversation; a round starts with the last conversation of the previous
-    one."""
-    order = zigzag([3, 1, 2])
-    assert order == [(0, 0), (1, 0), (2, 0), (2, 1), (0, 1), (0, 2)]
-
-
 def test_a_session_gives_its_prompts(tmp_path: Path) -> None:
     """Prompts are those recorded; empty, too long and surplus ones are skipped and counted."""
     lines = [json.dumps({"input": text, "output": "x"}) for text in ("abc", "", "abcdef", "x" * 50, "zz", "yy")]
@@ -84,13 +75,6 @@ def test_a_session_gives_its_prompts(tmp_path: Path) -> None:
     assert skipped == 3
     assert conversation.prompt(1, (), ()).tolist() == [256, *b"abcdef"]
     assert recorded_session(path, None, 60, BYTES)[1] == 1
-
-
-def test_distinct_tokens_count_shared_prefixes_once() -> None:
-    """The working set of a session counts a prefix that an earlier prompt has once, and every answer."""
-    conversation = RecordedConversation("s", ((1, 2, 3), (1, 2, 3, 4), (9, 9), (1, 2, 7)))
-    assert conversation.distinct_tokens(10) == 3 + 1 + 2 + 1 + 40
-    assert conversation.turn_lengths(10) == [13, 14, 12, 13]
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '"text"', "{}", '{"input": 5}', '{"input": null}', "5"])

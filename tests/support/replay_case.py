@@ -1,17 +1,11 @@
-"""Traces for tests of the replay, and where the real ones are."""
+"""Traces for tests of the replay."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 
 from hicache.replay.trace import Trace, TraceRequest
 from hicache.tree.key import Tokens
-
-SHARED = Path(__file__).resolve().parents[2] / ".." / "shared" / "traces"
-CONVERSATION = SHARED / "mooncake_conversation.jsonl"
-SESSIONS = SHARED / "agent_sessions.jsonl.gz"
 
 
 def synthetic_trace(num_requests: int = 2_000, seed: int = 0) -> list[Tokens]:

@@ -26,9 +26,7 @@ from hicache.device import (
     Mamba2StateShape,
     MambaPool,
     MHATokenToKVPool,
-    MLATokenToKVPool,
     NSATokenToKVPool,
-    QuantizedKVCache,
     SlotSpace,
     SWAKVPool,
 )
@@ -58,20 +56,8 @@ def wide(device: str) -> tuple[SlotSpace, ...]:
     return MHATokenToKVPool(ON_DEVICE * 16, 16, BF16, 8, 128, 3, device, False).slot_spaces
 
 
-def narrow(device: str) -> tuple[SlotSpace, ...]:
-    return MHATokenToKVPool(ON_DEVICE * 8, 1, torch.float8_e4m3fn, 1, 8, 5, device, False).slot_spaces
-
-
-def mla(device: str) -> tuple[SlotSpace, ...]:
-    return MLATokenToKVPool(ON_DEVICE * 16, 16, BF16, 24, 8, 3, device, False, start_layer=2).slot_spaces
-
-
 def nsa(device: str) -> tuple[SlotSpace, ...]:
     return NSATokenToKVPool(ON_DEVICE * 16, 4, BF16, 24, 8, 3, device, False).slot_spaces
-
-
-def quantised(device: str) -> tuple[SlotSpace, ...]:
-    return QuantizedKVCache(ON_DEVICE * 8, 2, BF16, 2, 12, 3, device, False).slot_spaces
 
 
 def swa(device: str) -> tuple[SlotSpace, ...]:
@@ -94,10 +80,7 @@ class Layout:
 LAYOUTS = {
     "mha": Layout(mha, 16),
     "mha, wide": Layout(wide, 16),
-    "mha fp8, device page 1": Layout(narrow, 8),
-    "mla": Layout(mla, 16),
     "nsa": Layout(nsa, 16),
-    "quantised": Layout(quantised, 8),
     "swa": Layout(swa, 8),
     "hybrid": Layout(hybrid, 8),
 }
@@ -250,8 +233,7 @@ class StreamGate:
             StreamGate._flags = torch.zeros(1 << 16, dtype=torch.int32).pin_memory()
         at = next(self._next)
         self._flag = StreamGate._flags[at : at + 1]
-        self.opened_by_itself = False
-        self._timer = threading.Timer(patience_s, self._give_up)
+        self._timer = threading.Timer(patience_s, self._let_go)
         self._timer.daemon = True
         self._timer.start()
 
@@ -263,10 +245,9 @@ class StreamGate:
 
     def open(self) -> None:
         self._timer.cancel()
-        self._flag[0] = 1
+        self._let_go()
 
-    def _give_up(self) -> None:
-        self.opened_by_itself = True
+    def _let_go(self) -> None:
         self._flag[0] = 1
 
 

@@ -18,7 +18,6 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ import torch
 from hicache.errors import TransferError
 from hicache.transfer import TransferOp
 from hicache.transfer.counter import NUM_PRODUCERS
-from transfer_case import NUM_CONTENTS, ON_HOST, POISON, UNKNOWN, Ids, Layout, Spot, StreamGate, Tier, Watch
+from transfer_case import NUM_CONTENTS, ON_HOST, POISON, UNKNOWN, Ids, Layout, Spot, Tier, Watch
 
 LARGE = 17  # pages, more than the smallest staging buffers hold
 SIZES = (1, 1, 2, 3, 5, 7, 11, LARGE)
@@ -55,17 +54,11 @@ class Entry:
 
 
 class Program:
-    """See the module. `counts` say what happened. `tolerant`: copies may fail.
-
-    On CUDA, something may be held back until a mistake that is looked for has done its harm. `late="poison"`: a load is
-    submitted where it cannot know of what was queued before it, and that is held until the load is done.
-    `late="loads"`: loads are held until the forward that consumes them has read.
-    """
+    """See the module. `counts` say what happened. `tolerant`: copies may fail."""
 
     def __init__(
-        self, layout: Layout, device: str, seed: int, *, staging_bytes: int = 1 << 16, tolerant: bool = False,
-        late: Literal["", "poison", "loads"] = "",
-    ) -> None:  # fmt: skip
+        self, layout: Layout, device: str, seed: int, *, staging_bytes: int = 1 << 16, tolerant: bool = False
+    ) -> None:
         self.rng = np.random.default_rng(seed)
         self.tiers = [
             Tier(space, 1 if space.name == "mamba" else layout.host_page, staging_bytes)
@@ -79,9 +72,7 @@ class Program:
         self.lanes: dict[tuple[int, str], deque[TransferOp]] = {}
         self.flights: dict[str, deque[Entry]] = {"load": deque(), "store": deque()}  # submitted and not completed
         self.counts: Counter[str] = Counter()
-        self.tolerant, self.late, self.on_cuda = tolerant, late, device == "cuda"
-        self.gates: list[StreamGate] = []
-        self.patience_s = 1.0  # doubled where a gate was opened before what it waited for
+        self.tolerant, self.on_cuda = tolerant, device == "cuda"
         self.watch = Watch(self.on_cuda)
         self.side = torch.cuda.Stream() if self.on_cuda else None
         self._next_content = 0
@@ -127,7 +118,6 @@ class Program:
     def load_one(self) -> None:
         for entry in self._some(self._entries(resident=False, on_host=True), 1):
             self.load(entry, [entry])
-            self._open_gates()
 
     def backup_one(self) -> None:
         for entry in self._some([e for e in self._entries(resident=True, on_host=False) if e.idle], 1):
@@ -226,8 +216,6 @@ class Program:
         except TransferError as error:
             self._refused(read, new, error)
             return False
-        finally:
-            self._open_gates()
         for entry in read:
             entry.was_read = True
         self.counts["forwards"] += 1
@@ -386,40 +374,11 @@ class Program:
         """The stream that a load is submitted on, behind what poisons its slots: the forwards' own, or another behind
         it."""
         beside = self.rng.random() < 0.5
-        if self.side is None or not (beside or self.late):
+        if self.side is None or not beside:
             self._poison(entry)
             yield
             return
-        main = torch.cuda.current_stream()
-        if self.late == "poison":
-            self._hold(main)
-            self._poison(entry)
-        elif self.late == "loads":
-            self._poison(entry)
-            self.side.wait_stream(main)
-            self._hold(self.side)
-        else:
-            self.side.wait_stream(main)
+        self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            if not self.late:
-                self._poison(entry)
+            self._poison(entry)
             yield
-        if self.late == "poison":
-            for op in entry.loads:
-                op.wait()
-            self._open_gates()
-
-    def _hold(self, stream: torch.cuda.Stream) -> None:
-        self.gates.append(StreamGate(self.patience_s))
-        self.gates[-1].hold(stream)
-
-    def _open_gates(self) -> None:
-        """Let go what was held back. Where a gate opened by itself, what it should have outlasted took longer or waited
-        for it: more patience, and a stream in another queue of the hardware, may show which."""
-        if self.gates and self.late == "loads":
-            torch.cuda.current_stream().synchronize()
-        for gate in self.gates:
-            gate.open()
-        if any(gate.opened_by_itself for gate in self.gates):
-            self.patience_s, self.side = min(2 * self.patience_s, 30.0), torch.cuda.Stream()
-        self.gates.clear()

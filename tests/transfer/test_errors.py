@@ -14,7 +14,7 @@ from hicache.kernels.upload import IdUploader
 from hicache.transfer import TransferOp, copies, cuda
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.transfer.plan import Method
-from transfer_case import Rig, StreamGate, before_each_move, force_methods
+from transfer_case import Rig, before_each_move, force_methods
 
 
 @pytest.fixture(autouse=True)
@@ -22,35 +22,6 @@ def one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA a load is submitted with its first step queued, and the others are queued as late as may be."""
     monkeypatch.setattr(cuda, "_SUBMIT_S", 0.0)
     monkeypatch.setattr(cuda, "_AHEAD", 1)
-
-
-def test_busy_producers_refuse_another_load(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With as many loads in flight as producers, `can_begin` is false and `begin` is a bug; when the first has ended,
-    its producer carries the next load, and its id counts as finished."""
-    with Rig(device, 2, 64, 64, 16, 1 << 16) as rig:
-        slots, pages = torch.arange(16, 16 + 64, device=device), torch.arange(1, 5)
-        rig.warm_up(slots, pages)
-        # Until the gate opens no page moves. On CUDA nothing here may make the host wait for the device.
-        gate: StreamGate | threading.Event = StreamGate() if device == "cuda" else threading.Event()
-        if isinstance(gate, StreamGate):
-            gate.hold(torch.cuda.current_stream())
-        else:
-            before_each_move(monkeypatch, gate.wait)
-        try:
-            ids, ops = zip(*(rig.load(pages, slots) for _ in range(NUM_PRODUCERS)), strict=True)
-            assert not rig.counter.can_begin() and not any(op.done() for op in ops)
-            with pytest.raises(AssertionError, match="without a free producer"):
-                rig.counter.begin()
-        finally:
-            gate.open() if isinstance(gate, StreamGate) else gate.set()
-        for op in ops:
-            op.wait()
-        assert rig.counter.can_begin()
-        another = rig.counter.begin()
-        assert another not in ids and len(set(ids)) == NUM_PRODUCERS
-        rig.counter.set_consumer(ids[0])
-        rig.counter.wait_all()  # though the load that has its producer now was not even submitted
-        rig.backend.load(pages, slots, another).wait()
 
 
 class Fault:
@@ -213,34 +184,6 @@ def test_a_failed_store_is_reported(scene: Scene) -> None:
     op.wait()
     assert op.error is None
     scene.check(slots=True, pages=True)
-
-
-@pytest.mark.parametrize(("device", "seam", "method"), SEAMS)
-def test_a_failure_does_not_affect_other_transfers(scene: Scene) -> None:
-    """Of three loads submitted at once the second fails: the first and the third complete for their consumers."""
-    rig, fault = scene.rig, scene.fault
-    parts = list(zip(scene.pages.tensor_split(3), scene.slots.view(-1, HOST_PAGE).tensor_split(3), strict=True))
-    passes = []
-    for pages, slots in parts:
-        fault.arm(-1)
-        rig.load(pages, slots.reshape(-1))[1].wait()
-        passes.append(fault.seen)
-    for buffer in rig.buffers:
-        buffer[scene.slots] = -9
-    fault.arm(passes[0] + passes[1] // 2)
-    loads = [rig.load(pages, slots.reshape(-1)) for pages, slots in parts]
-    for number, (load_id, op) in enumerate(loads):
-        rig.counter.set_consumer(load_id)
-        if number == 1:
-            with pytest.raises(TransferError):
-                rig.counter.wait_all()
-        else:
-            rig.counter.wait_all()
-            rows = parts[number][1].reshape(-1)
-            assert all(torch.equal(b[rows], kept[rows]) for b, kept in zip(rig.buffers, scene.truth, strict=True))
-        op.wait()
-        assert (op.error is not None) == (number == 1)
-    scene.check(slots=False, pages=True)
 
 
 def test_the_error_is_known_when_the_consumers_raise(monkeypatch: pytest.MonkeyPatch) -> None:

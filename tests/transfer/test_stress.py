@@ -1,21 +1,18 @@
 """Transfers under stress: overlapping loads and stores over tiny tiers, with forwards beside them.
 
-`transfer_program` is the program and holds the truth; the second half of this file plants mistakes that the program
-must find. By default copies on the CPU are as late as they may be (`CopiesWhenNeeded`), so that whoever does not wait
-comes too early, each time; the long runs let their threads run freely.
+`transfer_program` is the program and holds the truth; `tests/mutations.py` plants mistakes that it must find. By
+default copies on the CPU are as late as they may be (`CopiesWhenNeeded`), so that whoever does not wait comes too
+early, each time; the long runs let their threads run freely.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
-import torch
 
-from hicache.kernels.page_copy import PageMover
-from hicache.transfer import LayerTransferCounter, TransferOp, cuda
-from hicache.transfer.cpu import CpuOp
+from hicache.transfer import TransferOp, cuda
 from hicache.transfer.plan import Method
 from transfer_case import LAYOUTS, CopiesWhenNeeded, Lanes, Move, at_each_move, force_methods
 from transfer_program import Program
@@ -161,105 +158,3 @@ def test_closing_finishes_what_is_in_flight(monkeypatch: pytest.MonkeyPatch, dev
         program.audit()
     finally:
         program.close()
-
-
-# Mistakes that the program must find.
-
-
-def reads_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LayerTransferCounter, "wait_until", lambda self, layer: None)
-
-
-def reports_every_layer_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = LayerTransferCounter.record
-
-    def early(self: LayerTransferCounter, load_id: int, layer: int) -> None:
-        if layer == 0:
-            record(self, load_id, self.num_layers - 1)
-
-    monkeypatch.setattr(LayerTransferCounter, "record", early)
-
-
-def is_done_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuOp, "done", lambda self: True)
-
-
-def never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failed loads are done, and read as finished."""
-    fail_now_and_then(monkeypatch, 0.04)
-    monkeypatch.setattr(
-        LayerTransferCounter, "fail", lambda self, load_id, error: self.record(load_id, self.num_layers - 1)
-    )
-
-
-def leaves_the_last_page_behind(direction: str) -> Callable[[pytest.MonkeyPatch], None]:
-    def mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-        scatter, gather = PageMover.scatter, PageMover.gather
-
-        def scattered(self: PageMover, staging: torch.Tensor, slots: torch.Tensor, first: int, count: int) -> None:
-            pages = len(staging) - (len(staging) > 9)
-            scatter(self, staging[:pages], slots[: pages * self.page_tokens], first, count)
-
-        def gathered(self: PageMover, slots: torch.Tensor, staging: torch.Tensor, first: int, count: int) -> None:
-            pages = len(staging) - (len(staging) > 9)
-            gather(self, slots[: pages * self.page_tokens], staging[:pages], first, count)
-
-        monkeypatch.setattr(PageMover, *(("gather", gathered) if direction == "down" else ("scatter", scattered)))
-
-    return mistake
-
-
-def writes_one_row_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    scatter = PageMover.scatter
-
-    def generous(self: PageMover, staging: torch.Tensor, slots: torch.Tensor, first: int, count: int) -> None:
-        scatter(self, staging, slots, first, count)
-        scatter(self, staging[:1], torch.zeros_like(slots[: self.page_tokens]), first, count)  # to the sink
-
-    monkeypatch.setattr(PageMover, "scatter", generous)
-
-
-# What is wrong on the device is seen by the first that looks at it: a forward, the store of it, or an audit.
-WRONG_BYTES = "a forward read other bytes|left other bytes|are not the truth"
-
-MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "the consumer does not wait": (reads_without_waiting, "a forward read other bytes"),
-    "layers are reported too early": (reports_every_layer_with_the_first, "a forward read other bytes"),
-    "done too early": (is_done_from_the_start, "left other bytes|read other bytes|are not the truth|in flight"),
-    "a failed load is not told of": (never_fails, "a forward read other bytes|a forward was not told"),
-    "up, a page is left behind": (leaves_the_last_page_behind("up"), "a forward read other bytes|are not the truth"),
-    "down, a page is left behind": (leaves_the_last_page_behind("down"), "a store of .* left other bytes"),
-    "a row too many": (writes_one_row_too_many, r"blocks \[0"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_the_program_finds_mistakes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The program fails for a backend with one planted mistake, with a message that tells it."""
-    mistake, message = MISTAKES[name]
-    mistake(monkeypatch)
-    CopiesWhenNeeded(monkeypatch)
-    program = Program(LAYOUTS["mha"], "cpu", 6, tolerant=mistake is never_fails)
-    with pytest.raises(AssertionError, match=message):
-        stress(program, 400)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", METHODS)
-def test_the_program_finds_a_missing_fence(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
-    """The program finds a load that is overwritten by earlier work, because it was submitted on an unrelated stream."""
-    force_methods(monkeypatch, [method])
-    program = Program(LAYOUTS["mha"], "cuda", 6, late="poison")
-    with pytest.raises(AssertionError, match=WRONG_BYTES):
-        stress(program, 200)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", METHODS)
-def test_the_program_finds_a_forward_that_does_not_wait(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
-    """The program finds a forward that does not wait for layer events."""
-    force_methods(monkeypatch, [method])
-    reads_without_waiting(monkeypatch)
-    program = Program(LAYOUTS["mha"], "cuda", 6, late="loads")
-    with pytest.raises(AssertionError, match=WRONG_BYTES):
-        stress(program, 200)

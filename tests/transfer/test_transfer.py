@@ -233,11 +233,6 @@ def test_tapered_intervals_cover_the_same_pages(total: int, step: int, max_last:
     assert ends == sorted(ends, reverse=True)
 
 
-def test_a_copy_of_no_pages_has_no_chunks() -> None:
-    """There are no chunks for no pages, tapered or not."""
-    assert intervals(0, 4) == [] == tapered([], 2)
-
-
 def test_groups_make_pieces_worth_their_cost() -> None:
     """A piece costs at most its share of the time of its bytes, in the minimum number of layers, within a buffer."""
     free, dear = CopyCost(50e9), CopyCost(50e9, piece_s=1e-6)
