@@ -29,6 +29,7 @@ def fails_at(call: Callable[[], object], number: int, *, anywhere: bool, error: 
     `anywhere`: all that come of a call of the engine.
     """
     tracer = _Tracer(number, anywhere, error)
+    before = sys.gettrace()
     sys.settrace(tracer.on_event)
     try:
         call()
@@ -36,7 +37,7 @@ def fails_at(call: Callable[[], object], number: int, *, anywhere: bool, error: 
         if not tracer.has_raised:
             raise
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
     return tracer.has_raised
 
 
