@@ -36,24 +36,6 @@ def test_counts_of_several_threads_add_up_exactly() -> None:
     assert metrics.snapshot() == {"disk.read_pages": 4 * sum(step % 3 for step in range(20_000))}
 
 
-def test_a_gauge_is_read_only_when_somebody_looks() -> None:
-    """A gauge runs once a snapshot and shows the value of that moment."""
-    metrics = Metrics()
-    calls: list[int] = []
-    free_pages = [7]
-
-    def read() -> float:
-        calls.append(1)
-        return free_pages[0]
-
-    metrics.gauge("host.free_pages", "pages on the free list", read)
-    assert calls == []
-    assert metrics.snapshot() == {"host.free_pages": 7}
-    free_pages[0] = 3
-    assert metrics.snapshot() == {"host.free_pages": 3}
-    assert len(calls) == 2
-
-
 def test_names_come_sorted_and_described() -> None:
     """A snapshot and the descriptions list the same names in the same, sorted order; those without a family are one of
     their own."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,17 +10,7 @@ from hypothesis import strategies as st
 from alloc_case import must, paged, single
 from hicache.alloc.paged import distinct_first
 from hicache.errors import DoubleFree, ShapeError
-
-
-@contextmanager
-def no_wait() -> Iterator[None]:
-    """Within it, torch raises where it would make the host wait for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+from kernel_case import no_waits
 
 
 @given(ids=st.lists(st.integers(1, 9), min_size=1, max_size=40))
@@ -102,20 +89,6 @@ def test_runs_that_are_none_are_refused() -> None:
     assert allocator.available_size() == 8
 
 
-def test_many_small_frees_are_joined(device: str) -> None:
-    """Hundreds of frees keep their order when they are joined, and what was kept is a copy."""
-    allocator = single(500, device=device)
-    slots = must(allocator.alloc(500))
-    order = torch.randperm(500, generator=torch.Generator().manual_seed(1)).to(device)
-    for i in order.split(2):
-        freed = slots[i]
-        allocator.free(freed)
-        freed.zero_()
-    assert allocator.available_size() == 500
-    assert allocator.release_pages.tolist() == slots[order].tolist()
-    allocator.check()
-
-
 @pytest.mark.gpu
 def test_small_allocations_share_a_block() -> None:
     """On CUDA small allocations are distinct, outlive later calls, keep no more than a block alive, and survive merges,
@@ -150,7 +123,7 @@ def test_no_free_waits_for_the_device() -> None:
     zeros, ends = torch.zeros(requests, dtype=torch.int64), torch.full((requests,), tokens)
     on = [x.cuda() for x in (zeros, ends, zeros - 1)]
     for way in ("runs", "tokens"):
-        with no_wait():
+        with no_waits():
             slots = must(allocator.alloc_extend(on[0], zeros, on[1], ends, on[2], requests * tokens))
             more = must(allocator.alloc_decode(on[1] + 1, ends + 1, slots[tokens - 1 :: tokens]))
             allocator.free_group_begin()
@@ -163,7 +136,7 @@ def test_no_free_waits_for_the_device() -> None:
             allocator.free_group_end()
         assert allocator.available_size() == requests * tokens * 2
         allocator.check()
-    with no_wait():
+    with no_waits():
         slots = must(allocator.alloc_extend(on[0], zeros, on[1], ends, on[2], requests * tokens))
         for part in slots.split(tokens):
             allocator.free_run(part)

@@ -148,32 +148,6 @@ def test_the_mapping_is_read_when_a_free_is_requested(device: str, page: int) ->
         allocator.free_group_end()
 
 
-@pytest.mark.parametrize("debug", ["0", "1"])
-def test_extends_and_decodes_fill_the_same_page(device: str, debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tokens fill the page that their prefix ends in, full and window; windows of earlier pages may be freed."""
-    monkeypatch.setenv("HICACHE_DEBUG", debug)
-    allocator = windowed(64, 40, 4, device)
-    a = must(extend(allocator, [0, 0], [6, 9], [-1, -1]))
-    one, two = a[:6], a[6:]
-    more = must(extend(allocator, [6, 9], [8, 14], [int(one[-1]), int(two[-1])]))
-    assert more[:2].tolist() == [int(one[-1]) + 1, int(one[-1]) + 2]
-    window_slots = allocator.translate_loc_from_full_to_swa(torch.cat((one, more[:2])))
-    assert window_slots.tolist() == [int(p) * 4 + o for p in window_slots[::4] // 4 for o in range(4)]
-    # Of the first sequence, 8 tokens in whole pages, no window is left: its next token opens a page.
-    allocator.free_swa(torch.cat((one, more[:2])))
-    last = [int(more[1]), int(more[-1])]
-    new = must(decode(allocator, [9, 15], last))
-    assert int(new[1]) == last[1] + 1 and int(new[0]) % 4 == 0
-    assert bool((allocator.translate_loc_from_full_to_swa(new) >= 4).all())
-    allocator.check()
-    allocator.free_run(torch.cat((one, more[:2], new[:1])))
-    allocator.free_run(new[1:], 14)
-    assert sizes(allocator) == (52, 28)
-    allocator.free(torch.cat((two, more[2:5])))
-    assert sizes(allocator) == (64, 40)
-    allocator.check()
-
-
 @pytest.mark.parametrize("page", [1, 4])
 def test_bad_calls_raise_and_change_nothing(page: int) -> None:
     """Slots freed twice or never allocated, pages whose window was freed and that new tokens would fill, windows that

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hicache.bench import command, common, machine
 from hicache.bench.common import Case, Report
@@ -44,23 +39,6 @@ def _report() -> Report:
     report.add(Case.of("up.page64.contiguous", [50.0, 54.0, 52.0], "GB/s", ceiling=55.0, target=0.9))
     report.add(Case.of("up.submit", [1.5e-3], "s", better="lower", note="one call"))
     return report
-
-
-@given(
-    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40),
-    st.floats(0, 100),
-)
-def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
-    """Every percentile of every sample equals numpy's linear interpolation."""
-    assert common.percentile(values, percent) == pytest.approx(np.percentile(values, percent), rel=1e-9, abs=1e-6)
-
-
-def test_a_case_is_the_median_of_its_samples_over_its_ceiling() -> None:
-    """Value, percentiles and ratio come from the samples alone; a ceiling of samples is their median."""
-    values = [4.0, 1.0, 3.0, 2.0, 10.0]
-    case = Case.of("a", values, "GB/s", ceiling=[7.0, 5.0, 6.0])
-    assert (case.value, case.p50, case.ceiling, case.ratio, case.samples) == (3.0, 3.0, 6.0, 0.5, 5)
-    assert (case.p10, case.p90) == (pytest.approx(np.percentile(values, 10)), pytest.approx(np.percentile(values, 90)))
 
 
 def test_rates_and_times_stand_beside_what_bounds_them() -> None:
@@ -145,48 +123,9 @@ def test_raw_copies_move_every_byte_they_claim(device: str) -> None:
         assert sum(int(target.sum(dtype=torch.int64)) for target in copy.targets) == copy.num_bytes
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_a_commit_is_dirty_when_files_differ_from_it(tmp_path: Path) -> None:
-    """The id alone when clean or with new results, "+dirty" after other changes, "unknown" without its own commit."""
-    assert machine.commit_of(tmp_path) == "unknown"
-    _git(tmp_path, "init", "-q")
-    assert machine.commit_of(tmp_path) == "unknown"
-    source = tmp_path / "a.py"
-    source.write_text("x = 1\n")
-    _git(tmp_path, "add", "."), _git(tmp_path, "commit", "-q", "-m", "one")
-    commit = _git(tmp_path, "rev-parse", "HEAD")
-    assert machine.commit_of(tmp_path) == commit
-    results = tmp_path / "bench" / "results"
-    results.mkdir(parents=True)
-    (results / "toy.json").write_text("{}")
-    assert machine.commit_of(tmp_path) == commit
-    (tmp_path / "b.py").write_text("")
-    assert machine.commit_of(tmp_path) == f"{commit}+dirty"
-    (tmp_path / "b.py").unlink()
-    source.write_text("x = 2\n")
-    assert machine.commit_of(tmp_path) == f"{commit}+dirty"
-    assert machine.commit_of(results) == "unknown"
-
-
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "find_benches", lambda: ({"toy": ToyBench()}, {"gone": "No module named 'x'"}))
-
-
-@pytest.mark.usefixtures("toy")
-def test_the_list_shows_every_bench(capsys: pytest.CaptureFixture[str]) -> None:
-    """Name and description are listed, and what cannot be loaded with its reason."""
-    assert main(["bench", "list"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "toy   the number it is told",
-        "gone  cannot be loaded: No module named 'x'",
-    ]
 
 
 @pytest.mark.usefixtures("toy")

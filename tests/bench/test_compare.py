@@ -80,17 +80,6 @@ def test_folders_are_paired_by_bench_and_machine(tmp_path: Path, capsys: pytest.
     assert "2 cases" in capsys.readouterr().out
 
 
-def test_other_machines_are_compared_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Results of two machines are refused in one line that names both and the flag; with the flag they are compared."""
-    slow = _report({"up": [1.0]}, machine="slow").write(tmp_path)
-    fast = _report({"up": [9.0]}, machine="fast").write(tmp_path)
-    assert main(["bench", "compare", str(slow), str(fast)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "slow" in line and "fast" in line and "--across-machines" in line
-    assert main(["bench", "compare", str(slow), str(fast), "--across-machines"]) == 0
-    assert main(["bench", "compare", str(fast), str(slow), "--across-machines"]) == 1
-
-
 def test_what_is_no_result_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file of another schema, with other or wrong fields, or no result at all, is named in one line."""
     good, bad = _report({"up": [1.0]}).write(tmp_path), tmp_path / "bad.json"

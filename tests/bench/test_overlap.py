@@ -1,8 +1,7 @@
-"""The overlap bench: its forward against attention written out, its checks against damage, its figures and names."""
+"""The overlap bench: its checks against damage, its figures and names."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,65 +10,13 @@ import pytest
 import torch
 
 from hicache.bench.common import Report, read_report
-from hicache.bench.forward8b import TINY, Forward, Suffix
+from hicache.bench.forward8b import TINY
 from hicache.bench.overlap import AGED, CONTIGUOUS, ORDERS, Overlap
 from hicache.bench.stage import Stage, step_timer
 from hicache.cli import main
-from hicache.device import MHATokenToKVPool
 
 PREFIX = 256
 PARTS = ("", "hidden.", "control.", "beside.")
-
-
-def _pool() -> MHATokenToKVPool:
-    return MHATokenToKVPool(96, 16, torch.float64, TINY.kv_heads, TINY.head_dim, TINY.layers, "cpu", False)
-
-
-def _naive(forward: Forward, suffix: Suffix, prefix: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """The forward token by token and head by head; `prefix`: keys and values of each layer [P, kv_heads, head_dim]."""
-
-    def normed(x: torch.Tensor) -> torch.Tensor:
-        return x / (x.pow(2).mean(dim=1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
-
-    shape, x = forward.shape, suffix.x.clone()
-    dim, q_width = shape.head_dim, shape.heads * shape.head_dim
-    kv_width = shape.kv_heads * dim
-    for old_keys, old_values in prefix:
-        qkv = normed(x) @ forward._qkv
-        keys = torch.cat([old_keys, qkv[:, q_width : q_width + kv_width].reshape(-1, shape.kv_heads, dim)])
-        values = torch.cat([old_values, qkv[:, q_width + kv_width :].reshape(-1, shape.kv_heads, dim)])
-        attended = torch.zeros(len(x), q_width, dtype=x.dtype)
-        for i in range(len(x)):
-            seen = len(old_keys) + i + 1
-            for head in range(shape.heads):
-                group = head * shape.kv_heads // shape.heads
-                q = qkv[i, head * dim : (head + 1) * dim]
-                weights = ((keys[:seen, group] @ q) / math.sqrt(dim)).softmax(dim=0)
-                attended[i, head * dim : (head + 1) * dim] = weights @ values[:seen, group]
-        x = x + attended @ forward._out
-        gate_up = normed(x) @ forward._gate_up
-        gate, up = gate_up[:, : shape.mlp], gate_up[:, shape.mlp :]
-        x = x + (gate * gate.sigmoid() * up) @ forward._down
-    return x
-
-
-@pytest.mark.parametrize(("order", "num_tokens"), [("one run", 7), ("scattered", 1), ("scattered", 7)])
-def test_the_forward_is_attention_over_prefix_and_suffix(order: str, num_tokens: int) -> None:
-    """In place and gathered, the output is that of causal attention and MLP written out, over the pool's own rows."""
-    pool = _pool()
-    slots = torch.arange(16, 56)
-    if order == "scattered":
-        slots = torch.randperm(96, generator=torch.Generator().manual_seed(3))[:40] + 16
-    for layer in pool.layer_ids:
-        for buffer in pool.layer_buffers(layer):
-            buffer.normal_()
-    prefix = [tuple(b[slots[:33]].clone() for b in pool.layer_buffers(layer)) for layer in pool.layer_ids]
-    forward = Forward(TINY, pool, slots[:33], slots[33:])
-    suffix = forward.suffix(num_tokens)
-    assert (suffix.start is None) == (order == "scattered")
-    expected = _naive(forward, suffix, [(keys, values) for keys, values in prefix])
-    torch.testing.assert_close(forward(suffix), expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(forward(forward.suffix(num_tokens, gather=True)), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.fixture(params=[CONTIGUOUS, AGED], ids=lambda layout: layout.name)

@@ -15,7 +15,6 @@ from hicache.device import (
     Mamba2CacheParams,
     Mamba2StateShape,
     MambaPool,
-    SpeculativeMambaState,
 )
 from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
 from kernel_case import no_waits
@@ -157,46 +156,6 @@ def test_a_state_brought_along_is_kept() -> None:
     pool.check()
 
 
-def test_checkpoints_alternate(device: str) -> None:
-    """A checkpoint keeps the running bytes where they are; the request continues in its other state, from a copy."""
-    pool = table(device=device, enable_mamba_extra_buffer=True)
-    requests = [Request(), Request()]
-    own = torch.tensor(rows(pool, requests), device=device)
-    cache = pool.mamba2_layer_cache(2)
-
-    def step(value: float) -> None:
-        cache.temporal[pool.get_mamba_indices(own)] += value
-
-    pairs = [{number(r.mamba_pool_idx), number(r.mamba_checkpoint_idx)} for r in requests]
-    step(1.0)
-    for kept in (1.0, 3.0, 5.0):
-        running = [number(r.mamba_pool_idx) for r in requests]
-        pool.checkpoint(requests)
-        assert [number(r.mamba_checkpoint_idx) for r in requests] == running
-        step(2.0)
-        for request, pair in zip(requests, pairs, strict=True):
-            assert {number(request.mamba_pool_idx), number(request.mamba_checkpoint_idx)} == pair
-            assert bool((cache.temporal[request.mamba_checkpoint_idx] == kept).all())
-            assert bool((cache.temporal[request.mamba_pool_idx] == kept + 2).all())
-    taken = pool.take_checkpoint(requests[0])
-    assert taken is not None and int(taken) in pairs[0] and bool((cache.temporal[taken] == 5).all())
-    assert number(requests[0].mamba_checkpoint_idx) not in pairs[0] | pairs[1]
-    pool.checkpoint(requests)
-    assert bool((cache.temporal[taken] == 5).all()) and pool.mamba_pool.available_size() == 1
-    pool.mamba_pool.alloc(1)
-    before = number(requests[1].mamba_checkpoint_idx)
-    assert pool.take_checkpoint(requests[1]) is None and number(requests[1].mamba_checkpoint_idx) == before
-    pool.check()
-    for request in requests:
-        pool.free_mamba_cache(request)
-        pool.free(request)
-    assert pool.mamba_pool.available_size() == 4
-    pool.checkpoint([])
-    pool.clear()
-    assert pool.mamba_pool.available_size() == 6 and pool.available_size() == 4
-    pool.check()
-
-
 def test_wrong_calls_are_refused() -> None:
     """Checkpoints without the extra buffer, or of requests without row or state, and layers that are none, raise."""
     pool = table()
@@ -222,13 +181,6 @@ def test_check_finds_what_is_wrong() -> None:
     with pytest.raises(InvariantError) as caught:
         pool.check()
     assert len(caught.value.violations) == 4
-
-
-def test_draft_buffers_are_built() -> None:
-    """The table hands the sizes of speculation on to its states."""
-    pool = table(mamba_spec_state_size=3, speculative_num_draft_tokens=2)
-    cache = pool.mamba2_layer_cache(1)
-    assert isinstance(cache, SpeculativeMambaState) and cache.intermediate_ssm.shape == (4, 2, *SHAPE.temporal)
 
 
 @pytest.mark.gpu

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import refused
 from device_case import Layer, pool_of
-from hicache.errors import OutOfMemory, ShapeError
+from hicache.errors import OutOfMemory
 
 BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -56,28 +55,6 @@ def test_scales_divide_and_inputs_stay(device: str, kernels: str, dtype: torch.d
         keys, values = pool.get_kv_buffer(1)
         assert torch.equal(keys.float()[loc], (k.float() / k_scale).to(dtype).float())
         assert torch.equal(values.float()[loc], (v / v_scale).to(dtype).float())
-
-
-def test_slices_of_a_projection() -> None:
-    """Keys and values that are slices of one wider tensor, transposed, or of two dtypes, are stored by value."""
-    pool = pool_of("mha", dtype=F32, v_head_dim=8)
-    qkv = torch.randn(4, 6, 8)
-    loc = torch.tensor([4, 5, 6, 7])
-    pool.set_kv_buffer(0, loc, qkv[:, 2:4], qkv[:, 4:6].double())
-    assert torch.equal(pool.get_key_buffer(0)[loc], qkv[:, 2:4])
-    assert torch.equal(pool.get_value_buffer(0)[loc], qkv[:, 4:6])
-    heads_first = torch.randn(2, 4, 8)
-    pool.set_kv_buffer(0, loc, heads_first.transpose(0, 1), heads_first.transpose(0, 1))
-    assert torch.equal(pool.get_value_buffer(0)[loc], heads_first.transpose(0, 1))
-
-
-def test_layers_are_global() -> None:
-    """A pool of layers 5..7 stores by global id, and refuses others."""
-    pool = pool_of("mha", start_layer=5, end_layer=7)
-    k, v = random_kv(1)
-    pool.set_kv_buffer(7, torch.tensor([4]), k, v)
-    assert torch.equal(pool.layer_buffers(7)[0][4], k[0]) and not pool.layer_buffers(5)[0].any()
-    refused(ShapeError, lambda: pool.get_key_buffer(4), lambda: pool.get_key_buffer(8))
 
 
 @pytest.mark.gpu

@@ -34,14 +34,3 @@ def test_parts_and_whole_rows_are_the_same(device: str, kernels: str, dtype: tor
         assert [x.dtype for x in wide] == [F32, F32] and torch.equal(wide[1], rope.to(dtype).float())
     assert not pool.layer_buffers(0)[0].any() and not pool.layer_buffers(2)[0].any()
     assert pool.kv_buffer.shape == (3, 36, 1, 32) and keys.data_ptr() == pool.kv_buffer[1].data_ptr()
-
-
-def test_scales_divide_and_inputs_stay(device: str, kernels: str) -> None:
-    """A whole row is stored over its scale, a number or a tensor; the row and the scale keep their values."""
-    pool = pool_of("mla", device, dtype=E4M3)
-    rows, loc = normal(2, 1, 32).to(device), torch.tensor([5, 9], device=device)
-    before = rows.clone()
-    for scale in (0.5, torch.tensor([4.0], device=device)):
-        pool.set_kv_buffer(0, loc, rows, rows, k_scale=scale)
-        assert torch.equal(rows, before)
-        assert torch.equal(pool.get_key_buffer(0)[loc].float(), (rows.float() / scale).to(E4M3).float())

@@ -63,16 +63,3 @@ def test_later_writes_change_no_earlier_token(device: str, kernels: str, kind: s
     pool.set_kv_buffer(0, later, k * 1e6, v * 1e6)
     after = [x[first] for x in (*pool.get_kv_buffer(0), *pool.get_quantized_buffer(0))]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def test_scales_divide_and_inputs_stay(device: str, kernels: str) -> None:
-    """The caller's scales divide before the pool's own are taken; rows and scales keep their values."""
-    pool, plain = quantized(device), quantized(device)
-    loc = torch.tensor([9, 8], device=device)
-    k, v = normal(2, 2, 8, seed=1).to(device), normal(2, 2, 12, seed=2, dtype=F16).to(device)
-    before = k.clone(), v.clone()
-    for k_scale, v_scale in ((0.5, torch.tensor([4.0], device=device)), (0.5, None), (None, 4.0)):
-        pool.set_kv_buffer(2, loc, k, v, k_scale, v_scale)
-        assert torch.equal(k, before[0]) and torch.equal(v, before[1])
-        plain.set_kv_buffer(2, loc, k.float() / (k_scale or 1.0), v.float() / (1.0 if v_scale is None else 4.0))
-        assert all(torch.equal(a, b) for a, b in zip(pool.layer_buffers(2), plain.layer_buffers(2), strict=True))

@@ -201,16 +201,6 @@ def test_wrong_calls_raise_and_change_nothing() -> None:
     pool.check()
 
 
-def test_views_share_memory() -> None:
-    """Bytes written through a view are in its page and in no other page."""
-    pool = make_pool(4)
-    pages = torch.tensor([3, 1])
-    for view, value in zip(pool.views(pages), (7, 9), strict=True):
-        view[:] = value
-    sums = pool.bytes_of.long().sum(1).tolist()
-    assert sums == [0, 9 * PAGE_BYTES, 0, 7 * PAGE_BYTES, 0]
-
-
 def test_check_finds_planted_faults() -> None:
     """Pages and runs that disagree, a run that does not hold its length at both ends, a free sink and a wrong count are
     each found."""
@@ -228,14 +218,6 @@ def test_check_finds_planted_faults() -> None:
         assert runs.check() == []
         readers[page] = value
         assert all(part in " ".join(runs.check()) for part in found)
-
-
-def test_a_pool_tells_of_a_free_list_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The violations that the free list finds are those of the pool."""
-    monkeypatch.setattr(FreeRuns, "check", lambda self: ["a", "b"])
-    with pytest.raises(InvariantError) as caught:
-        make_pool(4).check()
-    assert caught.value.violations == ["a", "b"]
 
 
 @pytest.mark.parametrize("setting", ["host_bytes", "l2_bytes"])

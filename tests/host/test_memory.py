@@ -17,7 +17,7 @@ from hicache.errors import ConfigError, OutOfMemory
 from hicache.host import arena
 from hicache.host.arena import CudaRegistry, PinnedArena
 from hicache.host.memory import RESERVE_BYTES, available_bytes, bytes_of_ratio, require
-from hicache.host.numa import cpus_near, parse_cpu_list, pci_address, run_near
+from hicache.host.numa import cpus_near, pci_address, run_near
 from memory_maps import flags_at
 
 GIB = 1 << 30
@@ -103,12 +103,6 @@ def test_cached_files_count_as_free(tmp_path: Path) -> None:
     assert machine(tmp_path / "1", "4:memory:/a", groups) == 3 * GIB
 
 
-def test_this_machine_has_a_figure() -> None:
-    """On this machine, the available memory is positive and at most the total memory."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < available_bytes() <= total
-
-
 def test_sizes_fit_up_to_the_last_byte() -> None:
     """Bytes asked for, and a ratio of the device tier, are accepted up to the last byte that fits. What is refused
     names the setting and the most that would do; a ratio below a byte is refused too."""
@@ -133,15 +127,6 @@ def test_the_ratio_that_is_proposed_fits(device_bytes: int) -> None:
     proposed = float(str(caught.value).rsplit(" ", 1)[1])
     assert bytes_of_ratio(proposed, device_bytes, available) <= available - RESERVE_BYTES
     assert proposed >= 0.999 * (available - RESERVE_BYTES) / device_bytes - 0.001
-
-
-def test_cpu_lists() -> None:
-    """Lists as the kernel writes them are parsed: single CPUs, ranges, the empty list; other texts are an error."""
-    assert parse_cpu_list("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
-    assert parse_cpu_list("5") == {5} and parse_cpu_list("\n") == frozenset()
-    for wrong in ("a", "1-", "-1", "1 2"):
-        with pytest.raises(ValueError, match="invalid literal"):
-            parse_cpu_list(wrong)
 
 
 TWO_NODES = {

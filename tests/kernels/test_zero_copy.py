@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import random
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hicache.kernels import zero_copy
 from hicache.kernels.page_copy import PageMover
 from hicache.kernels.zero_copy import ZeroCopyMover
 from kernel_case import no_waits, random_bits
-from page_case import LAYERS, POOLS, U8, Buffers, Pool, check_store_and_load, page_bytes, pinned
+from page_case import LAYERS, POOLS, U8, Pool, check_store_and_load, page_bytes, pinned
 from transfer_case import StreamGate
 
 # The kernel alone, on every device that can run it.
@@ -72,29 +71,6 @@ def test_layers_of_one_tensor(device: str, kernels: str) -> None:
     middle = whole[:, :, 1].clone()
     check(Pool([[layer[:, 0], layer[:, 2]] for layer in whole], device), 2, 3, kernels)
     assert torch.equal(whole[:, :, 1], middle)
-
-
-def random_pool(seed: int) -> tuple[Buffers, int, list[list[int]]]:
-    """Buffers of random structure, 24 device pages of 4 tokens; tokens of a host page; spans."""
-    rng = random.Random(seed)
-    alike = rng.random() < 0.6
-    pool: Buffers = []
-    spans: list[list[int]] = []
-    for layer in range(rng.randint(1, 4)):
-        if not pool or not alike:
-            kinds = [(rng.choice([1, 1, 4]), rng.choice([1, 2, 6, 16, 40, 144, 272, 1000])) for _ in range(3)]
-            kinds = kinds[: rng.randint(1, 3)]
-        pool.append([random_bits(96 // span, row, seed=seed + layer) for span, row in kinds])
-        spans.append([span for span, _ in kinds])
-    return pool, rng.choice([4, 8, 16]), spans
-
-
-@the_kernel
-@pytest.mark.parametrize("seed", range(8))
-def test_random_structures(device: str, kernels: str, seed: int) -> None:
-    """Pools of random structure move in any number of programs."""
-    buffers, page_tokens, spans = random_pool(seed)
-    check(Pool(buffers, device, spans), page_tokens, 48 // page_tokens, kernels, blocks=1 + seed % 4)
 
 
 class Launches:
