@@ -7,7 +7,6 @@ and `poll()` comes to its end while another thread holds every lock that the eng
 from __future__ import annotations
 
 import gc
-import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 
 import pytest
-import torch
 from torch.overrides import TorchFunctionMode
 
 import hicache
@@ -148,22 +146,3 @@ def test_a_step_beside_transfers_costs_nothing(monkeypatch: pytest.MonkeyPatch) 
             gate.set()
         engine.flush()
         assert engine.stats()["backup.bytes"] > 0
-
-
-def test_what_costs_something_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that touch a tensor, ask a tier, call into a queue or take a lock do not pass for idle ones."""
-    poll, lock, tensor, results = CacheEngine.poll, threading.Lock(), torch.zeros(1), queue.SimpleQueue[int]()
-    for number in range(9):
-        results.put(number)
-    mistakes: dict[str, Callable[[CacheEngine], object]] = {
-        "operation add_": lambda engine: tensor.add_(1),
-        "can_begin in counter.py": lambda engine: engine.counter.can_begin(),
-        "get_nowait": lambda engine: results.get_nowait(),
-        "wait for a lock": lambda engine: lock.acquire() and lock.release(),
-    }
-    with build_engine(config(), GEOMETRY) as engine:
-        monkeypatch.setattr(engine, "_a_lock_of_its_own", lock, raising=False)
-        for seen, mistake in mistakes.items():
-            with monkeypatch.context() as patch:
-                patch.setattr(CacheEngine, "poll", lambda engine, mistake=mistake: (poll(engine), mistake(engine)))
-                assert any(seen in cost for cost in costs_of_a_step(engine, patience_s=0.3)), seen

@@ -18,13 +18,11 @@ from hicache import (
     SWARadixCache,
     TokenToKVPoolAllocator,
     TreeNode,
-    alloc_for_extend,
     release_kv_cache,
 )
 from hicache.errors import ConfigError, InvariantError
 from hicache.tree.node import DEVICE, FULL, MAMBA
 from prefix_case import (
-    Batch,
     Cache,
     Request,
     Toy,
@@ -75,42 +73,6 @@ def test_a_disabled_cache_keeps_nothing(make: Make) -> None:
     assert (free(cache), cache.req_to_token_pool.available_size()) == before and cache.total_size() in (0, (0, 0))
     assert cache.inc_lock_ref(cache.root_node) in (0, None) and cache.dec_lock_ref(cache.root_node) == 0
     assert cache.evict(EvictParams(1, 1, 1)) == EvictResult()
-
-
-@pytest.mark.parametrize("disable", [False, True])
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("make", [*KINDS, lambda **more: mamba_cache(extra_buffer=True, **more)])
-def test_a_request_that_is_called_off_leaves_nothing(make: Make, page_size: int, disable: bool) -> None:
-    """Not inserted: the tree keeps what it held before, everything else is free again, at any point of its life."""
-    cache = make(page_size=page_size, disable=disable)
-    toy, tokens = Toy(cache), list(range(3 * page_size))
-    toy.serve(tokens)
-    before, held, rows = free(cache), cache.total_size(), cache.req_to_token_pool.available_size()
-    for stage in range(5):
-        req = Request([*tokens, *range(50, 50 + 2 * page_size + 1)])
-        hit_len = toy.admit(req)
-        assert hit_len == (0 if disable else 3 * page_size)
-        if stage == 4:  # it got slots, and nothing of it was computed
-            alloc_for_extend(Batch([req], cache, [hit_len], torch.tensor([len(req.tokens)])))
-            req.kv_committed_len, req.kv_allocated_len = 0, len(req.tokens)
-        elif stage > 0:
-            toy.extend(req, hit_len + 1)
-            req.prefix_indices = toy.row(req, 0, hit_len + 1)
-        if stage in (2, 3) and isinstance(cache, MambaRadixCache) and cache.enable_mamba_extra_buffer:
-            toy.checkpoint(req)
-        if stage == 3:
-            toy.extend(req, len(req.tokens))
-            for _ in range(3):
-                toy.decode(req, 1)
-            # A step that got slots and was called off, and one that was not even begun.
-            req.kv_committed_len -= 2
-        if req.req_pool_idx is None:
-            toy.refuse(req)
-        release_kv_cache(req, cache, is_insert=False)
-        assert (free(cache), cache.req_to_token_pool.available_size()) == (before, rows)
-        assert cache.total_size() == held and cache.protected_size() == 0
-        assert req.req_pool_idx is None is req.mamba_pool_idx is req.mamba_checkpoint_idx
-    cache.sanity_check()
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 
 from hicache import (
@@ -18,34 +17,6 @@ from prefix_case import (
     Toy,
     full_cache,
 )
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_two_requests_compute_the_same(page_size: int) -> None:
-    """Of two that computed one prefix beside each other, the later uses the slots of the earlier and frees its
-    own, in the row too."""
-    cache = full_cache(32 * page_size, page_size)
-    toy = Toy(cache)
-    shared = list(range(3 * page_size))
-    one, two = Request([*shared, 50, 51]), Request([*shared, *range(60, 60 + page_size)])
-    for req in (one, two):
-        assert toy.admit(req) == 0
-        toy.extend(req, len(req.tokens))
-    before = toy.row(two, 0, len(two.tokens)).tolist()
-    cache.cache_unfinished_req(one)
-    available = cache.token_to_kv_pool_allocator.available_size()
-    cache.cache_unfinished_req(two)
-    assert cache.token_to_kv_pool_allocator.available_size() == available + 3 * page_size
-    ours = toy.row(one, 0, 3 * page_size).tolist()
-    assert two.prefix_indices.tolist() == ours + before[3 * page_size :] == toy.row(two, 0, len(two.tokens)).tolist()
-    assert two.cache_protected_len == 4 * page_size == two.last_node.depth_tokens and two.last_node.lock_ref == 1
-    cache.sanity_check()
-    for req in (one, two):
-        toy.check_readable(req, len(req.tokens))
-        release_kv_cache(req, cache)
-        release_kv_cache(req, cache)  # there is nothing left to do
-    assert cache.token_to_kv_pool_allocator.available_size() + cache.evictable_size() == 32 * page_size
-    cache.sanity_check()
 
 
 class Counted(list[int]):

@@ -106,20 +106,3 @@ def test_the_page_of_the_documentation_names_metrics_that_exist(server: Server) 
     """Every metric in docs/monitoring.md, those of its alerts among them, is exported."""
     names = set(re.findall(r"hicache_\w+", (GRAFANA.parents[1] / "monitoring.md").read_text()))
     assert names and names <= set(samples(server))
-
-
-def test_grafana_panels_are_whole() -> None:
-    """Each panel has a title, a description, a unit and the data source that the user chooses; none covers another."""
-    dashboard = json.loads(GRAFANA.read_text())
-    (source,) = [variable for variable in dashboard["templating"]["list"] if variable["type"] == "datasource"]
-    panels, cells = _panels(dashboard), set()
-    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
-    for panel in panels:
-        assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"], panel["title"]
-        for target in (panel, *panel["targets"]):
-            assert target["datasource"]["uid"] == f"${{{source['name']}}}"
-    for panel in dashboard["panels"]:
-        x, y, width, height = (panel["gridPos"][side] for side in ("x", "y", "w", "h"))
-        covered = {(column, row) for column in range(x, x + width) for row in range(y, y + height)}
-        assert x + width <= 24 and not covered & cells, panel["title"]
-        cells |= covered

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 from hicache.serving.server import protocol
 from hicache.serving.server.protocol import ChatBody, CompletionBody, GenerationBody
-from hicache.serving.server.side_protocol import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 ROOT = Path(__file__).resolve().parents[2]
 BODIES: dict[str, tuple[type[GenerationBody], dict[str, Any]]] = {
@@ -59,21 +57,6 @@ def test_refused_fields_are_taken_at_what_asks_for_nothing() -> None:
                 with pytest.raises(pydantic.ValidationError, match="does not implement it") as refused:
                     kind.model_validate({**least, name: value})
                 assert refused.value.errors()[0]["loc"] == (name,)
-
-
-def test_no_field_is_taken_and_not_read() -> None:
-    """The server's code has an attribute access, or the name as a text, for every field that it takes."""
-    read: set[str] = set()
-    for path in (ROOT / "hicache/serving/server").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
-                read.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                read.add(node.value)
-    classes = [protocol.StreamOptions, protocol.Message, *(kind for kind, _ in BODIES.values())]
-    classes += [TokenizeTextBody, TokenizeChatBody, DetokenizeBody]
-    taken = {name for kind in classes for name in kind.model_fields if not is_refused(kind, name)}  # type: ignore[type-var]
-    assert taken - set(protocol.IgnoredFields.model_fields) - read == set()
 
 
 def test_null_is_a_field_that_was_left_out() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from hicache.storage import LmdbPageStore, PageBuffer, PageFormat, PageStore
 from hicache.storage.process.health import Limits
 from hicache.storage.process.service import ServiceSettings
 from hicache.stores import StoreTier, given_tier
-from programs import PIPE, Program
 from waiting import BOUND_S, eventually
 
 PAGE_BYTES = 4096
@@ -181,17 +179,3 @@ def num_held(disk: StoreTier, keys: Sequence[bytes], wait_s: float) -> int | Non
     """How many of `keys`, from the first on, the disk holds; None where it did not answer in time."""
     found = disk.find(keys, wait_s)
     return None if found is None else found.num_pages
-
-
-@contextlib.contextmanager
-def written_elsewhere(folder: Path) -> Iterator[None]:
-    """Meanwhile another process has the store open for writing."""
-    code = (
-        "import sys; from hicache.storage import open_existing; store = open_existing(sys.argv[1])\n"
-        "print('ready', flush=True); sys.stdin.read(); store.close()"
-    )
-    with Program(code, folder, stdin=PIPE) as writer:
-        assert writer.stdout and writer.stdout.readline() == "ready\n"
-        yield
-        writer.communicate()
-        assert writer.returncode == 0

@@ -11,14 +11,8 @@ or of seconds:
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import logging
-import os
-import signal
-import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +64,7 @@ class EngineFuzz:
         self.engine.start()
 
     def run(self, num_steps: int, *, is_rough: bool = False) -> None:
-        """`is_rough`: with forks, and with Ctrl-C at the end of each second history."""
+        """`is_rough`: with Ctrl-C at the end of each second history."""
         actions = {
             self.admit: 6,
             self.arrive: 3,
@@ -91,7 +85,6 @@ class EngineFuzz:
             self.measure: 1,
             self.raise_inside: 2,
             self.raise_in_forward: 1,
-            self.fork: int(is_rough),
         }
         choices = [action for action, weight in actions.items() for _ in range(weight)]
         try:
@@ -250,24 +243,6 @@ class EngineFuzz:
                 assert self.faults.broken
             self._end(name, cancel=bool(self.rng.integers(2)))
 
-    def fork(self) -> None:
-        """A child is refused, ends, and takes nothing from its parent."""
-        pid = os.fork()
-        if not pid:
-            signal.alarm(60)
-            status = 1
-            try:
-                for call in (self.engine.poll, self.engine.flush, lambda: self.engine.acquire(self._request())):
-                    with pytest.raises(NotRunning):
-                        call()
-                for name in list(self.live):
-                    self._end(name, cancel=True)
-                self.engine.close()
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
     def interrupt(self) -> None:
         """Ctrl-C anywhere in a call: the engine takes no further ones, or every account holds and requests read the
         truth. It closes, and its store is whole."""
@@ -397,31 +372,3 @@ def run(kind: str, seed: int, num_steps: int, device: str = "cpu", *, is_rough: 
             store = open_existing(Path(folder) / "store")
             store.check()
             store.close()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=50_000, help="of all histories")
-    parser.add_argument("--seconds", type=float, default=1e9, help="at most")
-    parser.add_argument("--each", type=int, default=300, help="steps of a history")
-    parser.add_argument("--kind", choices=list(MODELS), action="append")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
-    flags = parser.parse_args()
-    logging.disable(logging.ERROR)
-    kinds, found, number, end_s = flags.kind or list(MODELS), 0, 0, time.monotonic() + flags.seconds
-    for number in range(flags.steps // flags.each):
-        if time.monotonic() > end_s:
-            break
-        kind, seed = kinds[number % len(kinds)], flags.seed + number // len(kinds)
-        try:
-            run(kind, seed, flags.each, flags.device, is_rough=True)
-        except Exception as error:  # noqa: BLE001 - printed and counted; the next history may find another
-            found += 1
-            print(f"--kind {kind} --seed {seed}: {type(error).__name__}: {error}", flush=True)
-    print(f"{number + 1} histories of {flags.each} steps, {found} findings")
-    return int(bool(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

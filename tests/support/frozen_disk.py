@@ -1,9 +1,7 @@
 """An engine with a store process on a disk that really stalls: a file system that is frozen, or a device that answers
 no reads.
 
-As a program it tells the engine's longest steps meanwhile. It needs root, a loop device and mkfs.ext4:
-
-    python tests/support/frozen_disk.py [--requests 1000] [writes] [reads]
+It needs root, a loop device and mkfs.ext4. As a program it is the engine's process.
 """
 
 from __future__ import annotations
@@ -13,10 +11,8 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,12 +44,11 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Report:
-    """Of an engine on a disk that stalled: requests that were served meanwhile, pages that jobs kept, the longest step
-    by verb, in ms, and keys that the engine was told are stored, before."""
+    """Of an engine on a disk that stalled: requests that were served meanwhile, pages that jobs kept, and keys that the
+    engine was told are stored, before."""
 
     requests: int
     quarantined: int
-    longest_ms: dict[str, float]
     stored: list[bytes]
 
 
@@ -109,7 +104,7 @@ def frozen(kind: str, mount: Path, pid: int) -> Iterator[None]:
 def observe(kind: str, folder: Path, num_requests: int) -> Report:
     """Serve `num_requests` while the disk stalls, close the engine and end its process; when the disk answers again,
     the store opens. Raises Unavailable."""
-    command = [sys.executable, __file__, "serve"]
+    command = [sys.executable, __file__]
     with mounted(folder) as mount, _started([*command, str(mount / "store"), kind, str(num_requests)]) as child:
         said: list[str] = []
         reader = threading.Thread(target=lambda: said.extend(child.stdout or ()), daemon=True)
@@ -164,42 +159,32 @@ def engine_at(path: Path) -> CacheEngine:
 
 
 class ServingEngine:
-    """Calls an engine, and keeps the longest call by verb, in ms, less what other programs took of the cores."""
+    """Calls an engine as a scheduler does."""
 
     def __init__(self, path: Path) -> None:
         self.engine = engine_at(path)
         self.engine.start()
-        self.longest_ms: dict[str, float] = {}
         disk = self.engine.inspect.context.disk
         assert disk is not None
         self.disk = disk
 
     def serve(self, number: int) -> None:
         """To its end: what a stalled job should have brought is computed."""
-        name, tokens = f"r{number}", tokens_of(number)
-        handle = self.do(self.engine.prefetch, name, tokens, mode="wait_complete")
-        eventually(lambda: self.do(self.engine.poll) or handle.ready)
-        self.do(self.engine.lookup, tokens, disk_wait_s=0.0)
+        engine, name, tokens = self.engine, f"r{number}", tokens_of(number)
+        handle = engine.prefetch(name, tokens, mode="wait_complete")
+        eventually(lambda: engine.poll() or handle.ready)
+        engine.lookup(tokens, disk_wait_s=0.0)
         lease = eventually(lambda: self._admitted(CacheRequest(name, tokens)))
-        self.do(self.engine.commit, lease, tokens)
-        self.do(self.engine.release, lease)
-        self.do(self.engine.poll)
-        self.do(self.engine.stats)
-
-    def do(self, call: Callable[..., Any], *arguments: object, **named: object) -> Any:
-        begin_s, waited_s = time.perf_counter(), _waited_s()
-        try:
-            return call(*arguments, **named)
-        finally:
-            waited_s = _waited_s() - waited_s
-            ms, name = 1e3 * (time.perf_counter() - begin_s - waited_s), call.__name__
-            self.longest_ms[name] = round(max(ms, self.longest_ms.get(name, 0.0)), 2)
+        engine.commit(lease, tokens)
+        engine.release(lease)
+        engine.poll()
+        engine.stats()
 
     def _admitted(self, request: CacheRequest) -> Lease | None:
         try:
-            return self.do(self.engine.acquire, request)  # type: ignore[no-any-return]
+            return self.engine.acquire(request)
         except ResourceExhausted:
-            self.do(self.engine.poll)
+            self.engine.poll()
             return None
 
     def quarantined(self) -> int:
@@ -211,11 +196,6 @@ class ServingEngine:
         host.begin_read(pages)  # which raises for a free page
         host.end_read(pages)
         return len(pages)
-
-
-def _waited_s() -> float:
-    """How long this thread was ready to run while every core had other work."""
-    return 1e-9 * int(Path("/proc/thread-self/schedstat").read_text().split()[1])
 
 
 def serve(path: Path, kind: str, num_requests: int) -> None:
@@ -244,8 +224,7 @@ def serve(path: Path, kind: str, num_requests: int) -> None:
     if kind == "writes":
         opens_late(path.with_name("another"))
     serving.engine.close()
-    about = {"requests": num_served, "quarantined": quarantined, "longest_ms": serving.longest_ms}
-    print(json.dumps(about), flush=True)
+    print(json.dumps({"requests": num_served, "quarantined": quarantined}), flush=True)
 
 
 def opens_late(path: Path) -> None:
@@ -258,19 +237,5 @@ def opens_late(path: Path) -> None:
     tier.abandon(0.1)
 
 
-def main(*arguments: str) -> None:
-    if arguments[:1] == ("serve",):
-        serve(Path(arguments[1]), arguments[2], int(arguments[3]))
-        return
-    num_requests = int(arguments[arguments.index("--requests") + 1]) if "--requests" in arguments else 1000
-    for kind in [kind for kind in KINDS if kind in arguments] or KINDS:
-        with tempfile.TemporaryDirectory() as folder:
-            report = observe(kind, Path(folder), num_requests)
-        print(
-            f"{kind} stalled: {report.requests} requests, {report.quarantined} pages quarantined, longest calls in ms:"
-        )
-        print("   ", ", ".join(f"{verb} {ms:g}" for verb, ms in report.longest_ms.items()))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

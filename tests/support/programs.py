@@ -120,9 +120,6 @@ class Program:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
     def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
         """Close the standard input, and return what the program wrote to those of the other two that are piped."""
         if self.stdin is not None:
