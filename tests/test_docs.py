@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,13 +52,3 @@ def test_definitions_exist(page: Path) -> None:
     assert missing == []
     if page.name == "architecture.md":
         assert len(named) > 10
-
-
-def test_performance_names_the_commit_of_each_file() -> None:
-    """The table of performance.md has the commit of every result file that the page quotes."""
-    text = (ROOT / "docs" / "performance.md").read_text()
-    rows = re.findall(r"^\| (`[\w-]+\.json`.*?) \| ([0-9a-f]{7}) \|", text, re.MULTILINE)
-    commits = {name: commit for names, commit in rows for name in re.findall(r"`([\w-]+\.json)`", names)}
-    assert set(commits) == set(re.findall(r"`([\w-]+\.json)`", text))
-    results = {name: json.loads((ROOT / "bench" / "results" / name).read_text()) for name in commits}
-    assert commits == {name: result["commit"][:7] for name, result in results.items()}

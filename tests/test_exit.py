@@ -91,15 +91,6 @@ def test_the_callers_status_survives(ending: str, tmp_path: Path) -> None:
     require_end(tmp_path, ending, STATUS[ending], "disk", "memory")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("tier", ["disk", "memory"])
-@pytest.mark.parametrize("ending", STATUS)
-def test_the_callers_status_survives_each_time(ending: str, tier: str, tmp_path: Path) -> None:
-    """The same with one engine, of either kind, over many processes."""
-    for run in range(10):
-        require_end(tmp_path / str(run), ending, STATUS[ending], tier)
-
-
 def test_what_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
     """A copy and a store that never return: the process ends all the same, with the caller's status."""
     require_end(tmp_path, "hang", 3, "disk", "memory")

@@ -5,9 +5,15 @@ Examples that another file runs:
 
     0  tiles of copies: kernels/test_tiled_copy.py; CPU copies and layer-wise waits: device/test_pools.py; two streams:
        device/test_cuda_graphs.py; memory saver and Mooncake: device/test_capacity.py; Ascend: device/test_ascend.py;
-       alloc_token_slots, alloc_for_extend, alloc_for_decode and the text when memory is out: prefix_cache/test_batch.py
-    4  matches, forks, chunks, donated states and its three bugs: prefix_cache/test_mamba_requests.py and
-       test_mamba_radix_cache.py
+       alloc_token_slots, alloc_for_extend, alloc_for_decode, text when memory is out: prefix_cache/test_batch.py; pages
+       that grow (ids count from page 1, a prefix may end within its page): alloc/test_alloc.py; sliding windows:
+       alloc/test_swa.py and device/test_swa.py; fp8 stored as bytes: device/test_mha.py
+    1  LazyKVCache, statistics and pressure, tokens that fit: device/test_capacity.py
+    2  quantised KV (a scale for each token's head): device/test_quantized.py; bytes a token: device/test_pools.py;
+       prefix sharing: flow/test_engine.py; the two formats: kernels/test_paged_attention.py; HiCache: test_tensor_cache.py;
+       plot_memory_usage: device/test_capacity.py
+    4  states cleared, copied and forked: device/test_mamba.py; matches, forks, chunks, donated states and its three
+       bugs: prefix_cache/test_mamba_requests.py and test_mamba_radix_cache.py
 
 Not run: bodies of classes, which show how something is built rather than used, among them TokenToKVPool and
 RadixCache.match of document 2, names that SGLang does not have; and command lines of SGLang's own server.

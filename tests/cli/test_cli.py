@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import http.server
 import json
 import os
@@ -178,20 +177,3 @@ def test_the_demo_on_a_gpu(tmp_path: Path) -> None:
     assert all(first["hit_tokens"].values())
     assert second["first_turns"]["hit_tokens"]["disk"] > 0
     assert os.path.getsize(tmp_path / "store" / "index.mdb") > 0
-
-
-def test_the_benchmark_records_the_demos_figures(tmp_path: Path) -> None:
-    """The benchmark's cases are the demo's own results: shares of the tiers, ratio of the medians, identical."""
-    from hicache.bench import common, demo
-
-    report = common.Report.start("demo", torch.device("cpu"), "test", "test")
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    demo.add_arguments(parser)
-    demo.run(parser.parse_args(["--documents", "3", "--turns", "2", "--document-tokens", "600"]), report)
-    cases = {case.name: case for case in report.cases}
-    assert cases["demo.identical"].met is True
-    ttft = cases["demo.ttft"]
-    assert ttft.samples == 3 and ttft.ratio == ttft.value / cases["demo.ttft.recompute"].value
-    assert 0 < sum(cases[f"demo.hit.{tier}"].value for tier in ("device", "host", "disk")) < 1
-    assert common.read_report(report.write(tmp_path)).cases == report.cases

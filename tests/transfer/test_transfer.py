@@ -28,39 +28,6 @@ from transfer_case import RIG_LAYERS as LAYERS
 from transfer_case import Rig, StreamGate
 
 
-@pytest.mark.parametrize(
-    ("heads", "dim", "v_dim", "page", "scattered", "staging"),
-    [(2, 64, 64, 1, True, 1 << 16), (1, 24, 40, 16, False, 64 << 20), (8, 128, 128, 16, True, 64 << 20)],
-)
-def test_bytes_come_back(
-    device: str, heads: int, dim: int, v_dim: int, page: int, scattered: bool, staging: int
-) -> None:
-    """Stored bytes are in host-page order, and a load puts them at other slots, touching nothing else."""
-    rng, count = np.random.default_rng(3), 13
-    with Rig(device, heads, dim, v_dim, page, staging) as rig:
-        order = rng.permutation(32) if scattered else np.arange(32)
-        pages = torch.from_numpy(order[:count] + 1)
-        blocks = rng.permutation(512 // page) + 1
-        slots = torch.from_numpy((blocks[:, None] * page + np.arange(page)).reshape(-1)).to(device)
-        source, target = slots[: count * 16], slots[256 : 256 + count * 16]
-        truth = [b[source].clone() for b in rig.buffers]
-        stored = rig.backend.store(source, pages)
-        stored.wait()
-        assert stored.error is None and stored.done() and stored.seconds() > 0
-        for at, page_id in enumerate(pages.tolist()):
-            rows = [b[at * 16 : (at + 1) * 16] for b in truth]
-            expected = torch.cat([r.cpu().reshape(-1).view(torch.uint8) for r in rows])
-            assert torch.equal(rig.host.bytes_of[page_id], expected)
-        rig.fill(-9)
-        _, load = rig.load(pages, target)
-        load.wait()
-        assert load.num_bytes == stored.num_bytes == count * rig.host.page_bytes
-        for buffer, kept in zip(rig.buffers, truth, strict=True):
-            assert torch.equal(buffer[target], kept)
-            buffer[target] = -9
-            assert bool((buffer == -9).all())
-
-
 def test_getters_wait_for_their_layer(device: str) -> None:
     """A pool's getters wait for their own layer of a load that was submitted before, whatever was in the slots."""
     with Rig(device, 8, 128, 128, 16, 1 << 20) as rig:
