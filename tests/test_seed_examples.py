@@ -10,8 +10,8 @@ Examples that another file runs:
        alloc/test_swa.py and device/test_swa.py; fp8 stored as bytes: device/test_mha.py
     1  LazyKVCache, statistics and pressure, tokens that fit: device/test_capacity.py
     2  quantised KV (a scale for each token's head): device/test_quantized.py; bytes a token: device/test_pools.py;
-       prefix sharing: flow/test_engine.py; the two formats: kernels/test_paged_attention.py; HiCache: test_tensor_cache.py;
-       plot_memory_usage: device/test_capacity.py
+       prefix sharing: flow/test_engine.py; the two formats: kernels/test_paged_attention.py; HiCache:
+       test_tensor_cache.py; plot_memory_usage: device/test_capacity.py
     4  states cleared, copied and forked: device/test_mamba.py; matches, forks, chunks, donated states and its three
        bugs: prefix_cache/test_mamba_requests.py and test_mamba_radix_cache.py
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hicache.bench import compare
 from hicache.bench.common import Better, Case, Report
 from hicache.bench.compare import Change
 from hicache.cli import main
@@ -63,21 +62,6 @@ def test_the_exit_status_tells_a_regression(tmp_path: Path, capsys: pytest.Captu
     assert row == ["up", "101", "GB/s", "91", "GB/s", "-9.9", "%", "apart", "higher", "regressed"]
     assert lines[-1] == "3 cases, threshold 5 %: 1 regressed, 1 only before, 1 only after"
     assert main(["bench", "compare", str(before), str(after), "--threshold", "10"]) == 0
-
-
-def test_folders_are_paired_by_bench_and_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Results of one bench on two machines each meet their own; one that only a side has is left out."""
-    for folder, factor in (("a", 1.0), ("b", 0.5)):
-        _report({"up": [100 * factor]}, machine="slow").write(tmp_path / folder)
-        _report({"up": [1000.0]}, machine="fast").write(tmp_path / folder)
-    _report({"x": [1.0]}, bench="other").write(tmp_path / "a")
-    found = compare.pairs(tmp_path / "a", tmp_path / "b", across_machines=False)
-    assert [(old.machine, new.machine, old.bench) for old, new in found] == [
-        ("fast",) * 2 + ("toy",),
-        ("slow",) * 2 + ("toy",),
-    ]
-    assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    assert "2 cases" in capsys.readouterr().out
 
 
 def test_what_is_no_result_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

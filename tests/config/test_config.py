@@ -352,3 +352,10 @@ def test_identity_is_closed() -> None:
     assert namespace_digest(salted, {"full": LAYOUT}) != namespace_digest(first, {"full": LAYOUT})
     with pytest.raises(IdentityError):
         identity_of(EngineConfig(device_tokens=1024), {"full": LAYOUT})
+
+
+def test_devices_that_are_not_there() -> None:
+    """A device that torch cannot see or does not know is refused before anything is allocated."""
+    for device in ("cuda:99", "abacus", "meta"):
+        with pytest.raises(ConfigError, match="device"):
+            build_engine(EngineConfig(device_tokens=64, device=device), ModelGeometry(1, 1, 8))

@@ -314,3 +314,23 @@ def test_a_call_during_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         assert engine.lookup(Calling()).device == 56  # type: ignore[arg-type]
         engine.release(lease)
         settled(engine)
+
+
+def test_a_failure_on_the_way_leaks_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception from below, wherever it comes, leaves no lock behind."""
+    with build_engine(config(), GEOMETRY) as engine:
+        serve(engine, "a", TOKENS)
+        engine.flush()
+        full = engine.inspect.context.full
+        with monkeypatch.context() as patch:
+            patch.setattr(full.allocator, "alloc", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.acquire(CacheRequest("b", np.arange(80)))
+        settled(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(full.transfer, "store", lambda *_: 1 / 0)
+            with engine.acquire(CacheRequest("c", np.arange(300, 340))) as lease:
+                compute(engine, lease, np.arange(300, 340), 0, 40)
+                with pytest.raises(ZeroDivisionError):
+                    engine.commit(lease, np.arange(300, 340))
+        assert engine.stats()["device.protected_tokens"] == 0

@@ -19,7 +19,7 @@ from hicache.errors import ConfigError
 from hicache.kv_events import EventBatch, EventPublisher, FileSink, ZmqSink, sink_of
 from hicache.metrics import Metrics
 from hicache.tree.events import AllRemoved, EventLog, PageChange, PagesRemoved, PagesStored
-from waiting import BOUND_S, eventually
+from waiting import BOUND_S
 
 
 class HeldSink:
@@ -74,19 +74,6 @@ def test_a_sink_that_hangs_delays_nobody_and_every_loss_is_a_gap_in_the_numbers(
     assert counts["kv_events.sent_batches"] == len(numbers)
     assert len(numbers) + 1 + counts["kv_events.dropped_batches"] == 42
     assert publisher.close()
-
-
-def test_one_batch_larger_than_the_queue_is_sent() -> None:
-    """A step that changes more blocks than may wait is told all the same where nothing else waits."""
-    log, sink, metrics = EventLog(), HeldSink(), Metrics()
-    publisher = EventPublisher(log, sink, 1, metrics)
-    sink.open()
-    publisher.start()
-    eventually(lambda: not metrics.snapshot()["kv_events.waiting_blocks"])
-    log.removed(_keys(0, 1000), "GPU")
-    publisher.publish()
-    assert publisher.close(BOUND_S)
-    assert sum(len(change.keys) for batch in sink.batches for change in batch.changes) == 1000
 
 
 def _batch(sequence: int, changes: Sequence[PageChange]) -> EventBatch:

@@ -60,15 +60,6 @@ def test_a_match_ends_at_the_deepest_state() -> None:
     cache.sanity_check()
 
 
-@pytest.mark.parametrize("page", [4, 16])
-def test_a_branching_length_is_whole_pages(page: int) -> None:
-    """Where a state would have helped is a multiple of chunk and page."""
-    cache = mamba_cache(16 * page, page_size=page, chunk=6)
-    put(cache, list(range(8 * page)))
-    unit = {4: 12, 16: 48}[page]
-    assert cache.match_prefix(key(list(range(8 * page - 1)))).mamba_branching_seqlen == (8 * page - 1) // unit * unit
-
-
 def test_copies_go_where_the_request_wants_them() -> None:
     """Without a state it gets one; one that it has is overwritten, or cleared where nothing matched, if asked to."""
     cache = mamba_cache()

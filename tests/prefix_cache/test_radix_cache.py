@@ -62,15 +62,6 @@ def test_a_match_gives_slots_of_its_own() -> None:
     assert cache.match_prefix(key([1, 2, 3])).device_indices.tolist() == [10, 11, 12]
 
 
-def test_tenants_never_meet() -> None:
-    """The same tokens under another extra key, or as pairs, are another prefix; so are those under no key."""
-    cache = RadixCache.create_simulated()
-    for space, first in (("a", 10), ("b", 20), (None, 30)):
-        assert insert(cache, [1, 2, 3], space, value=torch.arange(3) + first) == 0
-    assert matched(cache, [1, 2, 3], "c") == 0 and node_of(cache, [1, 2], "a").key == RadixKey([1, 2], "a")
-    assert len(cache.match_prefix(MatchPrefixParams(RadixKey([(1, 2), (2, 3)], "a", True))).device_indices) == 0
-
-
 def test_bigram_keys_drop_the_last_slot() -> None:
     """A cache of bigrams holds a slot for each pair, so one fewer than tokens, and matches what shares all pairs."""
     cache = RadixCache(CacheInitParams(False, None, None, 1, is_eagle=True))

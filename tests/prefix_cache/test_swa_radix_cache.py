@@ -42,27 +42,6 @@ def pages(*blocks: int, page: int) -> list[int]:
 
 
 @pytest.mark.parametrize("page", [1, 4])
-def test_window_eviction_leaves_tombstones_and_takes_leaves(page: int) -> None:
-    """An inner node loses window slots alone, a leaf is evicted whole, a node longer than the window its front's."""
-    cache = swa_cache(64, 64, window=2 * page, page_size=page)
-    put(cache, pages(1, 2, page=page))
-    put(cache, pages(1, 2, 3, 4, page=page))
-    assert cache.evict(EvictParams(0, swa_num_tokens=1)) == EvictResult(0, 2 * page)
-    assert sizes(cache) == (64 - 4 * page, 4 * page, 64 - 2 * page, 2 * page)
-    assert matched(cache, pages(1, 2, page=page)) == 0 and matched(cache, pages(1, 2, 3, 4, page=page)) == 4 * page
-    # The tombstone serves its child alone, and is evicted with it.
-    assert cache.evict(EvictParams(0, swa_num_tokens=1)) == EvictResult(4 * page, 2 * page)
-    assert sizes(cache) == (64, 0, 64, 0)
-    put(cache, pages(1, 2, 3, 4, 5, 6, page=page))
-    assert cache.evict(EvictParams(0, swa_num_tokens=2 * page)) == EvictResult(0, 4 * page)
-    assert matched(cache, pages(1, 2, 3, 4, 5, 6, page=page)) == 6 * page
-    assert matched(cache, pages(1, 2, 3, 4, 5, page=page)) == 0
-    assert cache.evict(EvictParams(1)) == EvictResult(6 * page, 2 * page)
-    assert sizes(cache) == (64, 0, 64, 0)
-    cache.sanity_check()
-
-
-@pytest.mark.parametrize("page", [1, 4])
 def test_locks_cover_the_window_only(page: int) -> None:
     """A lock keeps the full slots of the path and the window slots of the nodes that the window lies in."""
     cache = swa_cache(64, 64, window=2 * page, page_size=page)

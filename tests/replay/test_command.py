@@ -16,6 +16,7 @@ from hicache.errors import ConfigError
 from hicache.replay.cost import TierCosts, costs_of
 from hicache.replay.nodes import NodeSettings, optimal_of_nodes, replay_nodes
 from hicache.replay.simulation import ReplaySettings, optimal, replay
+from hicache.replay.sweep import cases_of, sweep
 from hicache.replay.trace import read_trace
 from programs import command
 from replay_case import synthetic_trace, trace_of
@@ -148,3 +149,15 @@ def _is_worker(pid: int) -> bool:
         return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+
+
+def test_progress_counts_all_requests() -> None:
+    """Reports of a sweep rise to the requests of all cases, in one process and in several."""
+    trace = trace_of(*([at % 7] for at in range(150)))
+    cases = cases_of([ReplaySettings(5)], ("lru", "lfu"))
+    one, two = list[int](), list[int]()
+    alone, beside = sweep(trace, cases, None, 1, one.append), sweep(trace, cases, None, 2, two.append)
+    for counts in (one, two):
+        assert counts == sorted(counts) and counts[-1] == 150 * len(cases) == 600
+    assert [result.name for result in alone] == ["lru", "lfu", "optimal", "unlimited"]
+    assert [result.to_json() for result in alone] == [result.to_json() for result in beside]

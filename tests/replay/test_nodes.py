@@ -10,7 +10,7 @@ import pytest
 
 from hicache.errors import ConfigError
 from hicache.replay.cache import CacheSimulation, ReplaySettings
-from hicache.replay.nodes import NodeSettings, optimal_of_nodes, replay_nodes
+from hicache.replay.nodes import NodeSettings, replay_nodes
 from hicache.replay.simulation import replay
 from hicache.replay.trace import Trace
 from replay_case import trace_of
@@ -62,20 +62,6 @@ def test_an_unlimited_remote_tier_makes_nodes_one(settings: ReplaySettings, rout
     assert (result.hit_tokens == unlimited.hit_tokens).all()
     assert result.hit_rate == pytest.approx(unlimited.hit_rate)
     assert result.hit_blocks["remote"].any()
-
-
-@pytest.mark.parametrize(("router", "remote_blocks"), [("round-robin", 40), ("prefix", 0), ("prefix", 400)])
-def test_nodes_conserve_blocks_and_tokens(router: str, remote_blocks: int | None) -> None:
-    """No request hits more blocks than it has, none hits more than on one unlimited node, all of them together no more
-    than the optimum of the pooled capacity, and what the nodes computed is what was not hit."""
-    trace, settings = conversations(4), ReplaySettings(24, 30, 60)
-    nodes = NodeSettings(4, router, remote_blocks)
-    result = replay_nodes(trace, settings, nodes)
-    hits = np.sum(list(result.hit_blocks.values()), axis=0)
-    unlimited = np.sum(list(replay(trace, ReplaySettings(None)).hit_blocks.values()), axis=0)
-    assert (np.min(list(result.hit_blocks.values())) >= 0) and (hits <= unlimited).all()
-    assert result.hit_rate <= optimal_of_nodes(trace, settings, nodes).hit_rate + 1e-12
-    assert result.node_tokens.sum() == (result.input_tokens - result.hit_tokens).sum()
 
 
 def test_a_node_reads_what_another_computed() -> None:

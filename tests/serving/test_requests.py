@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from disk_case import Clock
-from hicache import CallbackFailed, ConfigError, InvalidTokens, TransferError
+from hicache import ConfigError, InvalidTokens, TransferError
 from hicache.kernels.page_copy import PageMover
 from hicache.serving import Request, RequestOutput, SamplingParams, Scheduler
 from hicache.serving.request import TokenLogprobs
@@ -33,28 +33,6 @@ from serving_case import (
 def _drain(scheduler: Scheduler) -> dict[str, RequestOutput]:
     """Outputs by request id, in the order of their ends."""
     return {output.request_id: output for output in scheduler.run()}
-
-
-def test_tokens_are_streamed_as_they_are_chosen() -> None:
-    """`on_token` gets every token of a request once, in order, before its output. When decoding exceeds the device, the
-    youngest request is preempted, and goes on later with the same tokens, none of them repeated."""
-    model = shared(tiny_llama)
-    streams: dict[str, list[int]] = {f"r{i}": [] for i in range(4)}
-    with tiny_engine(model, device_tokens=176) as engine:
-        scheduler = Scheduler(engine, tiny_runner(model, engine))
-        for i, (name, stream) in enumerate(streams.items()):
-            scheduler.submit(Request(name, prompt(40, seed=i), 60), stream.append)
-        outputs: dict[str, RequestOutput] = {}
-        while scheduler.num_unfinished:
-            lengths = {name: len(stream) for name, stream in streams.items()}
-            for output in scheduler.step():
-                outputs[output.request_id] = output
-                assert len(streams[output.request_id]) == 60
-            assert all(len(stream) <= lengths[name] + 1 for name, stream in streams.items())
-        assert_released(engine)
-    assert sum(output.preemptions for output in outputs.values()) > 0 == outputs["r0"].preemptions
-    for i, (name, stream) in enumerate(streams.items()):
-        assert tuple(stream) == outputs[name].tokens == plain_greedy(model, prompt(40, seed=i), 60, stream)
 
 
 @pytest.mark.parametrize(("level_s", "order"), [(15.0, "baedc"), (1e9, "beadc"), (0.0, "abcde")])
@@ -288,28 +266,6 @@ def test_a_finished_answer_stays_in_the_cache_and_an_aborted_one_does_not() -> N
             hits[output.finish_reason] = scheduler.run([Request("next", turn, 1)])[0].hit.device
         assert_released(engine)
     assert hits == {"stop": 68, "abort": 32}  # whole pages of 71 tokens with KV, and those of the prompt
-
-
-def test_a_callback_that_raises_ends_its_request_alone() -> None:
-    """Its request ends with CallbackFailed and the tokens so far; the others of the batch get theirs."""
-    model = shared(tiny_llama)
-    with tiny_engine(model) as engine:
-        scheduler = Scheduler(engine, tiny_runner(model, engine))
-
-        def broken(token: int) -> None:
-            raise KeyError("the client is gone")
-
-        scheduler.submit(Request("first", prompt(20, seed=1), 8))
-        scheduler.submit(Request("broken", prompt(20, seed=2), 8), broken)
-        scheduler.submit(Request("last", prompt(20, seed=3), 8, SamplingParams(1.0, seed=4)))
-        outputs = _drain(scheduler)
-        assert_released(engine)
-        alone = scheduler.run([Request("alone", prompt(20, seed=3), 8, SamplingParams(1.0, seed=4))])[0]
-    error = outputs["broken"].error
-    assert isinstance(error, CallbackFailed) and isinstance(error.__cause__, KeyError)
-    assert outputs["broken"].finish_reason == "error" and len(outputs["broken"].tokens) == 1
-    assert outputs["first"].tokens == plain_greedy(model, prompt(20, seed=1), 8)
-    assert outputs["last"].tokens == alone.tokens
 
 
 WRONG: list[tuple[type, dict[str, Any]]] = [
