@@ -20,10 +20,12 @@ from hicache.tree import (
     REMOTE,
     SWA,
     MambaComponent,
+    NodeRun,
     PageHasher,
     RadixTree,
     SwaComponent,
     TreeComponent,
+    share,
 )
 
 
@@ -138,6 +140,30 @@ def test_nothing_is_inserted_on_the_host_below_what_the_host_lacks() -> None:
     node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5), DEVICE).node
     result = tree.insert(node, np.arange(4, 8), torch.arange(11, 15), HOST)
     assert (result.accepted_len, result.node, result.gained) == (0, node, ()) and tree.num_nodes == 1
+    tree.check()
+
+
+def test_sharing_ends_at_a_load_in_flight() -> None:
+    """Of pages that another request is loading nothing is shared, and no state is donated below them. When they have
+    arrived, the tree's slots take the place of the request's own, and its state is taken."""
+    tree, tokens = tree_of(MambaComponent(), page=2), np.arange(6)
+    offered, state = torch.arange(11, 17), {MAMBA: torch.tensor([7])}
+    tree.insert(tree.root, tokens[:2], torch.arange(1, 3), DEVICE)
+    loading = tree.insert(tree.root, tokens, torch.arange(3), HOST).node
+    tree.lock(loading, HOST)
+    tree.begin_load(loading, torch.arange(3, 7))
+    tree.lock(loading, DEVICE)
+    copy = NodeRun([loading], FULL, DEVICE)
+    shared = share(tree, tree.root, tokens, offered, donated=state)
+    assert (shared.theirs.tolist(), shared.ours.tolist()) == ([1, 2], [11, 12])
+    assert (shared.accepted_len, shared.refused) == (2, (MAMBA,))
+    copy.detach()
+    tree.unlock(loading, DEVICE)
+    tree.unlock(loading, HOST)
+    for refused in ((), (MAMBA,)):
+        shared = share(tree, tree.root, tokens, offered, donated=state)
+        assert (shared.theirs.tolist(), shared.ours.tolist()) == ([*range(1, 7)], offered.tolist())
+        assert (shared.accepted_len, shared.refused) == (6, refused)
     tree.check()
 
 
