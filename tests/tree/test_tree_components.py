@@ -93,15 +93,17 @@ class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
         if self.mamba and accepted and (keep or not result.node.children):
             self.attach(result.node, MAMBA, HOST)
 
-    @rule(space=SPACES, pages=ASKED, limit=st.integers(0, 7), on_host=st.booleans())
-    def match(self, space: str, pages: list[int], limit: int, on_host: bool) -> None:
-        match = self.tree.match(self.tokens(pages), space)
-        assert match.full_len == self.full_len(space, pages) * self.page
-        best = 0
-        for end in range(1, min(limit * self.page, match.full_len) // self.page + 1):
-            if self.usable(space, pages, end, on_host):
-                best = end * self.page
-        assert self.tree.usable_len(match, limit * self.page, on_host) == best
+    @rule(space=SPACES, pages=ASKED)
+    def match(self, space: str, pages: list[int]) -> None:
+        """Of what was asked for and of the last prompt, up to any limit, also within a node."""
+        for at in ((space, pages), *self.prompts[-1:]):
+            match = self.matched(*at)
+            assert match.full_len == self.full_len(*at) * self.page
+            for on_host in (False, True):
+                best = 0
+                for end in range(match.full_len // self.page + 1):
+                    best = end if end and self.usable(*at, end, on_host) else best
+                    assert self.tree.usable_len(match, end * self.page, on_host) == best * self.page
 
     @precondition(lambda self: self.prompts)
     @rule(which=st.integers(0, 3), end=st.integers(1, 6))
@@ -273,11 +275,16 @@ class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
         """Everything can be unlocked and evicted, to the last node."""
         if not getattr(self, "tree", None):
             return
-        while self.backups:
-            self.end_backup(full_ok=False, others_ok=False)
-        for ok in (False, True):  # ends of loads, which few runs draw
+        for ok in (False, True):  # ends of copies, which few runs draw
+            if self.prompts:
+                self.begin_backup(0, 6)
+            while self.backups:
+                self.consistent()
+                self.end_backup(ok, ok)
+            self.consistent()
             if self.prompts:
                 self.drop_copies(DEVICE)
+                self.consistent()
                 self.begin_load(0, 6)
             while self.loads:
                 self.consistent()
