@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     InsertParams,
     MatchPrefixParams,
 )
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
@@ -81,8 +82,11 @@ class Admitted:
 class LinkerCase(UnifiedRadixCacheFixtures):
     """One server: a tree with its linker, whose store is at `path`."""
 
-    def __init__(self, cfg: CacheConfig, store: Path, device: str = "cpu", **settings: Any) -> None:
-        """On CUDA forwards run on a stream of their own, as in SGLang's overlapped schedule."""
+    def __init__(
+        self, cfg: CacheConfig, store: Path, device: str = "cpu", *, draft: bool = False, **settings: Any
+    ) -> None:
+        """On CUDA forwards run on a stream of their own, as in SGLang's overlapped schedule. `draft`: a draft model of
+        one layer takes the same slots."""
         self.cfg, self.device = cfg, device
         self.forward_stream = torch.cuda.Stream() if device == "cuda" else None
         fixtures.get_device = lambda: device
@@ -91,6 +95,9 @@ class LinkerCase(UnifiedRadixCacheFixtures):
         self._no_slots = torch.empty(0, dtype=torch.int64, device=device)
         self.cache, self.allocator, self.rows = fixtures.build_fixture(cfg)
         params = self.cache.cache_init_params
+        self._draft = self._draft_pool() if draft else None
+        if self._draft is not None:
+            params.sidecar_draft_device_pools = (self._draft,)
         waits = {"lookup_wait_s": BOUND_S, "load_wait_s": BOUND_S}  # no verdict depends on time
         extra = {"path": str(store), "budget": "64MiB", "host_bytes": "4MiB", **waits, **settings}
         self.linker = create_unified_cache_linker(
@@ -109,10 +116,14 @@ class LinkerCase(UnifiedRadixCacheFixtures):
         self.cache.linker.close()
         self._contexts.close()
 
+    def _draft_pool(self) -> MHATokenToKVPool:
+        about = {"size": self.cfg.kv_size, "page_size": self.cfg.page_size, "dtype": self.cfg.dtype, "layer_num": 1}
+        return MHATokenToKVPool(**about, head_num=1, head_dim=16, device=self.device, enable_memory_saver=False)
+
     # What a forward does
 
     def layers(self) -> Iterator[tuple[int, str]]:
-        """Each layer and the component that it belongs to."""
+        """Each layer and the component that it belongs to. The draft model runs last."""
         for layer in range(self.cfg.num_layers):
             is_full = layer in self.cfg.full_attention_layer_ids or self.cfg.components == (FULL,)
             if is_full:
@@ -121,9 +132,13 @@ class LinkerCase(UnifiedRadixCacheFixtures):
                 yield layer, "swa"
             if not is_full and MAMBA in self.cfg.components:
                 yield layer, "mamba"
+        if self._draft is not None:
+            yield 0, "draft"
 
     def buffers(self, layer: int, component: str) -> list[torch.Tensor]:
         """What a forward reads in a layer, after waiting for it, rows first."""
+        if component == "draft":
+            return [self._draft.k_buffer[layer], self._draft.v_buffer[layer]]
         if component == "mamba":
             state = self.rows.mamba2_layer_cache(layer)
             return [state.temporal, *state.conv]

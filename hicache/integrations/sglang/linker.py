@@ -30,6 +30,7 @@ from hicache.integrations.sglang.linker_pools import (
     PoolName,
     PoolTransfer,
     UnifiedCacheLinker,
+    are_replicated,
     linked_pools,
 )
 from hicache.storage.process.health import LIMITS
@@ -79,7 +80,9 @@ class HiCacheLinker(UnifiedCacheLinker):
         config = linker_config(extra_config)
         pools = linked_pools(params, components)
         self._ranks = Ranks.of(params)
-        store = open_store(config, server_args, params, self._ranks, pools)
+        # Where all ranks hold the same rows, and read one store, one of them writes it.
+        is_shared = config.is_served and are_replicated(params, components)
+        store = open_store(config, server_args, params, self._ranks.named(shared=is_shared), pools)
         try:
             self.tiers = host_tiers(config, pools)
         except BaseException:
@@ -89,7 +92,8 @@ class HiCacheLinker(UnifiedCacheLinker):
             store.tier.share(tier.host.arena.descriptor, tier.host.bytes_of.view(-1).numpy())
         self.store = store
         indexes = {name: tier.index for name, tier in self.tiers.items()}
-        self._disk = LinkerDisk(store, indexes, config.lookup_wait_s)
+        writes = not is_shared or self._ranks.tp[0] == 0
+        self._disk = LinkerDisk(store, indexes, config.lookup_wait_s, writes=writes)
         self._loads = Loads([*self.tiers.values()], self._disk, config.load_wait_s)
         self._offloads = Offloads(self._disk, self._behind_forward)
         self.forward_stream = forward_stream

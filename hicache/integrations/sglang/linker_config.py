@@ -76,14 +76,21 @@ class Ranks:
                 torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN, group=group)
         return bool(agreed.item())
 
-    def __str__(self) -> str:
-        return ",".join(f"{name}={at}/{of}" for name, (at, of) in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp)))
+    def named(self, *, shared: bool) -> str:
+        """What a store's pages belong to; `shared`: to all tensor parallel ranks."""
+        tp = ("any",) if shared else self.tp
+        kinds = (("tp", tp), ("pp", self.pp), ("cp", self.cp))
+        return ",".join(f"{name}={'/'.join(map(str, rank))}" for name, rank in kinds)
 
 
 def open_store(
-    config: LinkerConfig, server_args: Any, params: CacheInitParams, ranks: Ranks, pools: Sequence[LinkedPool]
+    config: LinkerConfig,
+    server_args: Any,
+    params: CacheInitParams,
+    parallel: str,
+    pools: Sequence[LinkedPool],
 ) -> ServerStore:
-    """The store of this model, layout and rank under `config.path`."""
+    """The store of this model, layout and rank, or ranks (`parallel`), under `config.path`."""
     # Both kinds of fp8 lie in buffers of plain bytes, which the layout cannot tell apart.
     dtype = str(params.token_to_kv_pool_allocator.get_kvcache().dtype).removeprefix("torch.")
     identity: dict[str, str | int] = {
@@ -96,7 +103,7 @@ def open_store(
         "quantization": str(server_args.quantization),
         "dtype": dtype,
         "layout": ",".join(f"{pool.name}={pool.page_tokens}x{pool.layout.digest().hex()}" for pool in pools),
-        "parallel": str(ranks),
+        "parallel": parallel,
     }
     formats: dict[int, PageFormat] = {}  # by size: where two components share one, the first decides
     for pool in pools:

@@ -48,9 +48,13 @@ class _Fetch:
 
 
 class LinkerDisk:
-    """`indexes`: by the name of the component. Scheduler thread; `poll` once a step takes the answers."""
+    """`indexes`: by the name of the component. `writes`: whether this rank stores pages, which others may. Scheduler
+    thread; `poll` once a step takes the answers."""
 
-    def __init__(self, store: ServerStore, indexes: Mapping[str, PageIndex], lookup_wait_s: float) -> None:
+    def __init__(
+        self, store: ServerStore, indexes: Mapping[str, PageIndex], lookup_wait_s: float, *, writes: bool
+    ) -> None:
+        self._writes_pages = writes
         self.tier, self._store, self._indexes, self._lookup_wait_s = store.tier, store, indexes, lookup_wait_s
         self._reads: dict[int, tuple[_Read, _Fetch]] = {}
         self._writes: dict[int, tuple[PageIndex, list[HeldPage]]] = {}
@@ -92,6 +96,8 @@ class LinkerDisk:
 
     def write(self, name: str, pages: Sequence[HeldPage]) -> None:
         """Have pages written when the disk has time for them."""
+        if not self._writes_pages:
+            return
         self._unwritten.extend((name, page) for page in pages)
 
     @property

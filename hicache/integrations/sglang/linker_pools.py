@@ -47,6 +47,7 @@ __all__ = [
     "PoolName",
     "PoolTransfer",
     "UnifiedCacheLinker",
+    "are_replicated",
     "linked_pools",
 ]
 
@@ -96,6 +97,12 @@ def linked_pools(params: CacheInitParams, components: set[ComponentType]) -> lis
         ) from error
 
 
+def are_replicated(params: CacheInitParams, components: set[ComponentType]) -> bool:
+    """Whether all tensor parallel ranks hold the same rows: latent attention, with no heads or states beside it."""
+    pools = (params.token_to_kv_pool_allocator.get_kvcache(), *params.sidecar_draft_device_pools)
+    return components == {ComponentType.FULL} and all(type(pool) is MLATokenToKVPool for pool in pools)
+
+
 def _entries(kvcache: Any, params: CacheInitParams, components: set[ComponentType]) -> list[DevicePoolEntry]:
     """The rows of each pool. SGLang's own linkers know the rarer families; the plain ones are described here."""
     page = params.page_size
@@ -113,20 +120,30 @@ def _entries(kvcache: Any, params: CacheInitParams, components: set[ComponentTyp
     else:
         group = resolve_hybrid_device_pool_group(kvcache=kvcache, page_size=page, params=params, components=components)
         return list(group.entries)
-    if params.sidecar_draft_device_pools or params.mtp_draft_device_pools:
-        raise ValueError("the keys and values of a draft model are not covered")
+    if params.mtp_draft_device_pools:
+        raise ValueError("draft layers within the model's pools are not covered")
+    for draft in params.sidecar_draft_device_pools:
+        # They ride the transfers of the model's first layers: a draft model runs when its batch's loads have ended.
+        layers = {layer: layer for layer in range(draft.layer_num)}
+        found.append(_attention(PoolName.DRAFT, draft, layers, page, indices_from_pool=PoolName.KV))
     if ComponentType.MAMBA in components:
         found.append(mamba_entry(params.req_to_token_pool, kvcache.start_layer))
     return found
 
 
-def _attention(name: PoolName, pool: Any, layers: dict[int, int], page_size: int) -> DevicePoolEntry:
+def _attention(
+    name: PoolName, pool: Any, layers: dict[int, int], page_size: int, *, indices_from_pool: PoolName | None = None
+) -> DevicePoolEntry:
+    """`indices_from_pool`: whose slots these are; None: its own."""
+    if pool.page_size != page_size:
+        raise ValueError(f"pages of {name} have {pool.page_size} tokens and not {page_size}")
+    source = name if indices_from_pool is None else indices_from_pool
     if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd":
-        return mha_entry(name, pool, layers, page_size)
+        return mha_entry(name, pool, layers, page_size, indices_from_pool=source)
     if type(pool) is MLATokenToKVPool:
         return DevicePoolEntry(
             name=name,
-            indices_from_pool=name,
+            indices_from_pool=source,
             device_pool=pool,
             components=[pool.kv_buffer],
             layer_mapping=layers,

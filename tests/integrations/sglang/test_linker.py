@@ -69,6 +69,20 @@ def test_a_restart_finds_the_disk(make: Make, name: str) -> None:
     assert [restore(second, prompt) for prompt in prompts] == [len(prompt) for prompt in prompts]
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_draft_model_finds_its_keys_and_values(make: Make, name: str) -> None:
+    """They share the slots of the model's, go to host and disk with these and come back with them, in every mix."""
+    first = make(name, draft=True)
+    prompt = first._make_seq(0, 8)
+    first.insert(prompt)
+    first.settle()
+    first.evict()
+    assert restore(first, prompt) == len(prompt)
+    first.close()
+    assert restore(make(name), prompt) == 0  # of pages without
+    assert restore(make(name, draft=True), prompt) == len(prompt)
+
+
 @pytest.mark.parametrize("cfg", SGLANG_CONFIGS, ids=[cfg.label for cfg in SGLANG_CONFIGS])
 def test_every_configuration_of_sglangs_own_kit(cfg: Any, tmp_path: Path) -> None:
     """Pages that left the device, and then the host too, are restored with the bytes that they had, in every layer: of
