@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,18 +14,27 @@ from hicache.tree import DEVICE, FULL, MAMBA, Component, MambaComponent, PageHas
 from hicache.tree.orders import EvictionStrategy, PriorityHeap
 from hicache.tree.policy import SLRUStrategy, get_eviction_strategy, make_order
 
-NAMES = ["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
+# What each policy evicts first: the lowest.
+RANKS: dict[str, Callable[[TreeNode], tuple[float, ...]]] = {
+    "lru": lambda node: (node.last_access_time,),
+    "lfu": lambda node: (node.hit_count, node.last_access_time),
+    "fifo": lambda node: (node.creation_time,),
+    "mru": lambda node: (-node.last_access_time,),
+    "filo": lambda node: (-node.creation_time,),
+    "priority": lambda node: (node.priority, node.last_access_time),
+    "slru": lambda node: (node.hit_count >= 2, node.last_access_time),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "component", "most"),
-    [*((name, FULL, 40) for name in NAMES), *((name, MAMBA, 12) for name in NAMES if name != "lru")],
+    [*((name, FULL, 40) for name in RANKS), *((name, MAMBA, 12) for name in RANKS if name != "lru")],
 )
 def test_the_tree_names_the_lowest_evictable_node(name: str, component: Component, most: int) -> None:
-    """Before each eviction the victim is a node of lowest priority among the unlocked leaves, and that of states among
-    the unlocked nodes that have one, inner nodes too; over splits, locks and uses elsewhere."""
+    """Before each eviction the victim is a node of lowest rank among the unlocked leaves, and that of states among the
+    unlocked nodes that have one, inner nodes too; over splits, locks and uses elsewhere."""
     dice, tree = random.Random(name), RadixTree(1, PageHasher(b"identity", 1), [MambaComponent()], policy=name)
-    rank, locked, evictions = get_eviction_strategy(name.upper()), [], 0
+    rank, locked, evictions = RANKS[name], [], 0
     for _ in range(400):
         tokens = np.array([dice.randrange(3) for _ in range(dice.randrange(1, 9))])
         match = tree.match(tokens)
@@ -45,12 +55,25 @@ def test_the_tree_names_the_lowest_evictable_node(name: str, component: Componen
             if component == FULL:
                 free = [at for at in free if not at.children]
             victim = tree.victim(component, DEVICE)
-            assert victim in free
-            assert rank.get_priority(victim) == min(map(rank.get_priority, free))
+            assert victim in free and rank(victim) == min(map(rank, free))
             tree.drop(victim, component, DEVICE)
             evictions += 1
         tree.check()
     assert evictions > 60
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_what_a_queued_request_expects_goes_last(name: str) -> None:
+    """Under every policy, and whenever it came."""
+    for which in range(3):
+        tree = RadixTree(1, PageHasher(b"identity", 1), policy=name)
+        nodes = [tree.insert(tree.root, np.array([n]), torch.tensor([n + 1]), DEVICE).node for n in range(3)]
+        tree.expect(nodes[which])
+        evicted = []
+        while (victim := tree.victim(FULL, DEVICE)) is not None:
+            tree.drop(victim, FULL, DEVICE)
+            evicted.append(victim)
+        assert evicted[2:] == [nodes[which]]
 
 
 def test_a_raised_priority_counts_at_once() -> None:
@@ -142,7 +165,7 @@ def test_what_is_not_evictable_is_tested_once() -> None:
 
 def test_names_are_known_in_any_case() -> None:
     """A name finds the same policy however it is written; an unknown one is refused with all that there are."""
-    for name in NAMES:
+    for name in RANKS:
         orders = [
             make_order(written, FULL, DEVICE, lambda node: True) for written in (name, name.upper(), name.title())
         ]
