@@ -18,7 +18,6 @@ pytestmark = pytest.mark.timeout(2400)  # a start of SGLang takes a minute on a 
 SUPPORT = Path(__file__).resolve().parents[2] / "support"
 
 
-@pytest.mark.smoke
 def test_the_benchmark_compares_a_restart_with_files_and_with_computing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
