@@ -141,7 +141,9 @@ class Scheduler:
 
 @contextlib.contextmanager
 def scheduler(path: Path, **settings: Any) -> Iterator[Scheduler]:
-    """Settings of the tier, and of `Scheduler` by the names `num_chunks`, `extra`, and those of `OffloadingConfig`."""
+    """Settings of the tier, and of `Scheduler` by the names `num_chunks`, `extra`, and those of `OffloadingConfig`.
+    Nothing is declined, unless the speed of prefill is given: here tokens are computed in no time."""
+    settings.setdefault("prefill_tokens_per_s", 0)
     names = {"num_chunks", "extra", *CONFIG.__dataclass_fields__}
     own = {name: settings.pop(name) for name in names & settings.keys()}
     opened = Scheduler({"path": str(path), **settings}, **own)

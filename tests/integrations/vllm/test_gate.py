@@ -54,7 +54,7 @@ def test_what_is_computed_faster_is_not_loaded(tmp_path: Path, monkeypatch: pyte
     """A prompt of 20 chunks was computed in 1 s. From a disk that takes 0.1 s a chunk it is computed again, by whatever
     request, until nothing has shown the speed of the disk for a minute; from one that has become fast it is loaded."""
     reads = SlowReads(monkeypatch, clock, 0.1)
-    with scheduler(tmp_path, readers=1) as server:
+    with scheduler(tmp_path, readers=1, prefill_tokens_per_s="auto") as server:
         gate = server.tiers[0].gate
         compute(server, clock, OTHER, 0.4)
         compute(server, clock, PROMPT, 1.0)
