@@ -104,7 +104,9 @@ def _offloading(mode: str, args: argparse.Namespace, folder: Path) -> dict[str, 
         return None
     if mode in ("spec", "hicache"):
         extra |= {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": "hicache.integrations.vllm"}
-        return extra | ({"disk": {"path": files, "budget": "100GB"}} if mode == "hicache" else {})
+        # A tiny model computes faster than a disk answers.
+        disk = {"path": files, "budget": "100GB"} | ({"prefill_tokens_per_s": 0} if args.small else {})
+        return extra | ({"disk": disk} if mode == "hicache" else {})
     extra["spec_name"] = "TieringOffloadingSpec"
     if args.device.type == "cpu":
         extra |= {"spec_name": "CPUTieringSpec", "spec_module_path": _WORKER}
