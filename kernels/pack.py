@@ -79,16 +79,16 @@ def _exponent(bits):
 @jit
 def _locate(staging, table, page_stride, layer_stride, first_layer, BUFFERS, CHANNELS, COLS):
     # Program (p, q, b): page p, buffer q % BUFFERS of layer q // BUFFERS of the group, tile b. Returns the tile's first
-    # channel in the pool, its bytes, its channels, and how many escapes it has room for.
+    # channel in the pool, its bytes, its channels, and how many escapes it may have.
     # Rows 0 to 3 of the table: offset within a layer of a page, bytes of a tile, escapes of a tile and of the last one.
     # Row 4 + l: addresses of layer l's buffers.
     layer = (tl.program_id(1) // BUFFERS).to(tl.int64)
     buffer, block = tl.program_id(1) % BUFFERS, tl.program_id(2)
     pool = tl.load(table + (4 + first_layer + layer) * BUFFERS + buffer).to(tl.pointer_type(tl.uint16)) + block * COLS
     is_last = block == tl.num_programs(2) - 1
-    room = tl.load(table + (2 + is_last) * BUFFERS + buffer)
+    limit = tl.load(table + (2 + is_last) * BUFFERS + buffer)
     tile = staging + tl.program_id(0).to(tl.int64) * page_stride + layer * layer_stride + tl.load(table + buffer)
-    return pool, tile + block * tl.load(table + BUFFERS + buffer), min(COLS, CHANNELS - block * COLS), room
+    return pool, tile + block * tl.load(table + BUFFERS + buffer), min(COLS, CHANNELS - block * COLS), limit
 
 
 @jit(do_not_specialize=["first_layer"], do_not_specialize_on_alignment=["table", "slots", "misfits"])
@@ -110,10 +110,10 @@ def _pack_kernel(
 ):
     SUB: tl.constexpr = PAGE // PARTS
     ESCAPE: tl.constexpr = (1 << BITS) - 1
-    pool, tile, width, room = _locate(staging, table, page_stride, layer_stride, first_layer, BUFFERS, CHANNELS, COLS)
+    pool, tile, width, limit = _locate(staging, table, page_stride, layer_stride, first_layer, BUFFERS, CHANNELS, COLS)
     page, token, column = tl.program_id(0).to(tl.int64), tl.arange(0, SUB), tl.arange(0, COLS)
     inside = (column < width)[None, :]
-    escapes, fractions = tile + width, tile + width + room
+    escapes, fractions = tile + width, tile + width + limit
     at = token[:, None] * width + column[None, :]
 
     top = tl.zeros([COLS], dtype=tl.int32)
@@ -134,13 +134,13 @@ def _pack_kernel(
         escaped = tl.reshape(((code == ESCAPE) & inside).to(tl.int32), [SUB * COLS])
         place = seen + tl.cumsum(escaped, 0) - escaped
         exponent = tl.reshape(_exponent(bits), [SUB * COLS]).to(tl.uint8)
-        tl.store(escapes + place, exponent, mask=(escaped > 0) & (place < room))
+        tl.store(escapes + place, exponent, mask=(escaped > 0) & (place < limit))
         seen += tl.sum(escaped, 0)
         for k in tl.static_range(BITS):
             planes |= ((code >> k) & 1) << (8 * k + part)
     for k in tl.static_range(BITS):
         tl.store(fractions + (PAGE + k * SUB) * width + at, ((planes >> (8 * k)) & 0xFF).to(tl.uint8), mask=inside)
-    if seen > room:
+    if seen > limit:
         tl.atomic_add(misfits + page, 1)
 
 
@@ -162,10 +162,10 @@ def _unpack_kernel(
 ):
     SUB: tl.constexpr = PAGE // PARTS
     ESCAPE: tl.constexpr = (1 << BITS) - 1
-    pool, tile, width, room = _locate(staging, table, page_stride, layer_stride, first_layer, BUFFERS, CHANNELS, COLS)
+    pool, tile, width, limit = _locate(staging, table, page_stride, layer_stride, first_layer, BUFFERS, CHANNELS, COLS)
     page, token, column = tl.program_id(0).to(tl.int64), tl.arange(0, SUB), tl.arange(0, COLS)
     inside = (column < width)[None, :]
-    escapes, fractions = tile + width, tile + width + room
+    escapes, fractions = tile + width, tile + width + limit
     codes = fractions + PAGE * width
     at = token[:, None] * width + column[None, :]
 
@@ -187,7 +187,7 @@ def _unpack_kernel(
         if has_escapes:
             escaped = tl.reshape((code == ESCAPE).to(tl.int32), [SUB * COLS])
             place = seen + tl.cumsum(escaped, 0) - escaped
-            kept = tl.load(escapes + place, mask=(escaped > 0) & (place < room), other=0).to(tl.int32)
+            kept = tl.load(escapes + place, mask=(escaped > 0) & (place < limit), other=0).to(tl.int32)
             exponent = tl.where(code == ESCAPE, tl.reshape(kept, [SUB, COLS]), exponent)
             seen += tl.sum(escaped, 0)
         fraction = tl.load(fractions + part * SUB * width + at, mask=inside, other=0).to(tl.int32)

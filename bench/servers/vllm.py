@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache.bench.servers.model import write_config
-from hicache.bench.servers.workload import Answer, Served, Workload, workloads
+from hicache.bench.servers.workload import Answer, Workload, serve, workloads
 
 # What each run serves, in this order. A run has a process of its own; one with ".restart" finds the files of another.
 RUNS = {
@@ -180,16 +180,7 @@ class _Server:
 
 def main() -> None:
     given = json.load(sys.stdin)
-    server = _Server(given["llm"])
-    served = Served({}, {}, {}, server.start_s, server.version)
-    for values in given["workloads"]:
-        workload = Workload(**values)
-        served.answers[workload.name], served.seconds[workload.name] = server.serve(workload)
-    if given["settle"]:
-        server.settle()
-    served.num_bytes.update(server.num_bytes())
-    server.close()
-    Path(given["result"]).write_text(json.dumps(dataclasses.asdict(served)), encoding="utf-8")
+    serve(_Server(given["llm"]), given)
 
 
 if __name__ == "__main__":

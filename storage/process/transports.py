@@ -72,7 +72,7 @@ class OwnProcess(Transport):
         try:
             with theirs:
                 self._launch(theirs.fileno(), engine)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a shell that cannot fork says no number
             ours.close()
             raise StoreError(f"cannot start the store process {sys.executable}: {error}") from error
         finally:

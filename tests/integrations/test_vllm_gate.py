@@ -10,7 +10,7 @@ import pytest
 
 from disk_case import Clock
 from hicache.flow.cost import CostModel
-from hicache.integrations.vllm.gate import LoadGate, PrefillTimer, Queue, Wish
+from hicache.integrations.vllm.gate import Candidate, LoadGate, PrefillTimer, Queue
 from hicache.metrics import Metrics
 from hicache.tree import DISK
 
@@ -32,23 +32,23 @@ class Case:
     def after(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
-    def wish(self, num_tokens: int = PROMPT) -> Wish:
+    def candidate(self, num_tokens: int = PROMPT) -> Candidate:
         """Of a new request, in the step after it asked for the whole prompt."""
         self._num_requests += 1
-        wish = self.gate.asked(str(self._num_requests), 0, num_tokens)
+        candidate = self.gate.asked(str(self._num_requests), 0, num_tokens)
         self.gate.step((), ())
-        return wish
+        return candidate
 
     def loads(self, num_tokens: int = PROMPT, queue: Queue = IDLE) -> bool | None:
         """Whether a prompt that the disk holds is loaded."""
-        wish = self.wish(num_tokens)
-        assert self.gate.is_due(wish)
-        self.gate.weigh(wish, 0, num_tokens, num_tokens * TOKEN_BYTES, queue)
-        return wish.loads
+        candidate = self.candidate(num_tokens)
+        assert self.gate.is_due(candidate)
+        self.gate.weigh(candidate, 0, num_tokens, num_tokens * TOKEN_BYTES, queue)
+        return candidate.loads
 
     def compute(self, seconds: float, num_tokens: int = PROMPT) -> None:
         """A prompt is scheduled, computed and stored, in two parts."""
-        self.wish(num_tokens)
+        self.candidate(num_tokens)
         request, half = str(self._num_requests), num_tokens // 2
         self.gate.step([request], ())
         for start in (0, half):
@@ -128,39 +128,39 @@ def test_loads_wait_for_those_before_them() -> None:
     case = Case(PROMPT)
     case.read(0.4)
     assert not case.loads(queue=Queue(2 * PROMPT_BYTES, case.clock()))
-    wishes = [case.wish() for _ in range(3)]
-    for wish in wishes:
-        assert case.gate.is_due(wish)
-        case.gate.weigh(wish, 0, PROMPT, PROMPT_BYTES, IDLE)
-    assert [wish.loads for wish in wishes] == [True, True, False]
+    candidates = [case.candidate() for _ in range(3)]
+    for candidate in candidates:
+        assert case.gate.is_due(candidate)
+        case.gate.weigh(candidate, 0, PROMPT, PROMPT_BYTES, IDLE)
+    assert [candidate.loads for candidate in candidates] == [True, True, False]
     assert case.loads()
 
 
 def test_a_request_is_weighed_when_all_its_chunks_were_asked_for() -> None:
     """Once a step until it is decided, and not in the first."""
     case = Case(PROMPT)
-    wish = case.gate.asked("a", 0, 64)
-    assert not case.gate.is_due(wish)
+    candidate = case.gate.asked("a", 0, 64)
+    assert not case.gate.is_due(candidate)
     case.gate.step((), ())
-    assert case.gate.wish("a") is wish
-    assert case.gate.is_due(wish) and not case.gate.is_due(wish)
+    assert case.gate.candidate("a") is candidate
+    assert case.gate.is_due(candidate) and not case.gate.is_due(candidate)
     case.gate.step((), ())
-    assert case.gate.is_due(wish)
-    case.gate.weigh(wish, 0, 64, 64, IDLE)
+    assert case.gate.is_due(candidate)
+    case.gate.weigh(candidate, 0, 64, 64, IDLE)
     case.gate.step((), ())
-    assert wish.loads and not case.gate.is_due(wish)
+    assert candidate.loads and not case.gate.is_due(candidate)
 
 
 def test_nobody_waits_for_an_answer_longer_than_computing_takes() -> None:
     """The disk does not say whether it holds the prompt, or has loads under way and brings nothing of them."""
     case = Case(PROMPT)
-    wish = case.wish()
+    candidate = case.candidate()
     case.after(0.9)
-    case.gate.wait(wish)
-    assert wish.loads is None
+    case.gate.wait(candidate)
+    assert candidate.loads is None
     case.after(0.2)
-    case.gate.wait(wish)
-    assert wish.loads is False
+    case.gate.wait(candidate)
+    assert candidate.loads is False
     case.read(0.1)
     under_way = Queue(JOB_BYTES, case.clock())
     assert case.loads(queue=under_way)
@@ -235,7 +235,7 @@ def test_short_prompts_count_together_and_idle_time_does_not() -> None:
 
 def test_a_prompt_that_was_preempted_is_not_timed() -> None:
     case = Case()
-    case.wish()
+    case.candidate()
     case.gate.step(["1"], ())
     case.gate.step((), ["1"])
     case.after(60)

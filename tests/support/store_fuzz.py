@@ -173,10 +173,10 @@ class StoreFuzz:
 
     def _kill(self, child: subprocess.Popen[str], process: int) -> None:
         """The engine, its store process before it or behind it, or the engine alone."""
-        doomed = [child.pid]
+        killed = [child.pid]
         if self.rng.random() < 0.5:
-            doomed.insert(int(self.rng.integers(2)), process)
-        for pid in doomed:
+            killed.insert(int(self.rng.integers(2)), process)
+        for pid in killed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):  # one that stands still sees nothing

@@ -11,46 +11,21 @@ somewhat too long, and computing looks slower than it is: what loads slowly is l
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from hicache.config import Auto
 from hicache.flow.cost import CostModel
-from hicache.integrations.server_store import ServerStoreConfig
+from hicache.integrations.load_gate import LoadDecisions
 from hicache.metrics import Metrics
-from hicache.settings import Number
 from hicache.tree import DISK
-
-log = logging.getLogger(__name__)
 
 _MIN_TOKENS = 1024  # of less, the time is mostly overhead
 _FORGET_S = 10.0  # after which a prompt does not delay another any more
 _IDLE_S = 0.002  # a write that begins so long after the last one did not wait for it
 _MIN_WAIT_S = 0.5  # a disk that works hesitates now and then
-_DECISIONS = {
-    "accepted": "loads from the disk that were estimated to be faster than computing",
-    "declined": "loads from the disk that were not made, since computing was estimated to be faster",
-    "unmeasured": "loads from the disk that were made while one of the two speeds was unknown",
-    "abandoned": "loads from the disk that ended, since the next page came later than computing all would take",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StorageConfig(ServerStoreConfig):
-    """Of the disk, and of the gate before it."""
-
-    prefill_tokens_per_s: Annotated[
-        float | Auto,
-        Number(
-            "speed of prefill; what would be slower to load is computed; 0: nothing would",
-            unit="tokens/second",
-            computed_from="prompts that are timed while serving",
-        ),
-    ] = "auto"
 
 
 @dataclass(slots=True)
@@ -64,7 +39,7 @@ class _Prompt:
     num_done: int = 0
 
 
-class LoadGate:
+class LoadGate(LoadDecisions):
     """Any thread. `page_tokens`: of a page. `clock`: seconds."""
 
     def __init__(
@@ -74,21 +49,20 @@ class LoadGate:
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
+        super().__init__(metrics)
         self._page_tokens, self._clock = page_tokens, clock
         # A call's reads go on side by side and are timed as one.
         self._cost = CostModel(tokens_per_s, {DISK: 1}, metrics, clock)
         self._lock = threading.Lock()
         self._prompt = _Prompt({}, -math.inf, is_timed=False)  # that was looked up last
         self._looked_up_s = self._written_s = -math.inf
-        self.accepted, self.declined, self.unmeasured, self.abandoned = (
-            metrics.counter(f"gate.{decision}_loads", what, "load_gate_loads", decision=decision)
-            for decision, what in _DECISIONS.items()
-        )
 
     def weigh(self, keys: Sequence[str], num_held: int, page_bytes: int) -> bool:
         """Whether to load the pages that the disk holds of a prompt's `keys`, `num_held` from the first on."""
         with self._lock:
-            loads = num_held > 0 and self._loads(num_held * self._page_tokens, num_held * page_bytes)
+            loads = num_held > 0 and self.decide(
+                self._cost.read_s(num_held * page_bytes, 1), self._cost.prefill_s(0, num_held * self._page_tokens)
+            )
             before, now_s = self._prompt, self._clock()
             is_alone = before.num_done == len(before.places) or now_s - self._looked_up_s > _FORGET_S
             places = {key: place for place, key in enumerate(keys[num_held:] if loads else keys)}
@@ -108,9 +82,7 @@ class LoadGate:
     def gave_up(self) -> None:
         """Pages did not come in time."""
         with self._lock:
-            if not self.abandoned.value:
-                log.info("the disk has become slow: the rest of a prompt is computed instead")
-            self.abandoned.value += 1
+            self.abandon()
 
     def offered(self, keys: Sequence[str]) -> None:
         """Pages are to be stored: they were computed, unless they were loaded."""
@@ -129,21 +101,3 @@ class LoadGate:
         """What was offered last is stored, or failed."""
         with self._lock:
             self._written_s = self._clock()
-
-    def _loads(self, num_tokens: int, num_bytes: int) -> bool:
-        load_s, compute_s = self._cost.read_s(num_bytes, 1), self._cost.prefill_s(0, num_tokens)
-        if load_s is None or compute_s is None:
-            self.unmeasured.value += 1
-            return True
-        if load_s <= compute_s:
-            self.accepted.value += 1
-            return True
-        if not self.declined.value:
-            log.info(
-                "a prefix on the disk is computed again: loading it would take %.3g s, computing %.3g s; "
-                "prefill_tokens_per_s=0 loads it anyway",
-                load_s,
-                compute_s,
-            )
-        self.declined.value += 1
-        return False

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from sglang.srt.mem_cache import hicache_storage
 
+from hicache.integrations.load_gate import gated_store_config
 from hicache.integrations.server_store import ServerStore, require_shared, require_usable
 from hicache.integrations.sglang.endpoint import Endpoint
-from hicache.integrations.sglang.gate import LoadGate, StorageConfig
+from hicache.integrations.sglang.gate import LoadGate
 from hicache.integrations.sglang.host_pages import HostPages, as_bytes, host_pages, page_format
 from hicache.integrations.sglang.identity import describe, key_prefix, parallel_of, store_identity
 from hicache.integrations.sglang.releases import (
@@ -37,7 +38,7 @@ from hicache.integrations.sglang.releases import (
     pools_of,
 )
 from hicache.metrics import Metrics
-from hicache.settings import as_mapping, from_mapping
+from hicache.settings import as_mapping
 from hicache.storage import PageBuffer
 from hicache.stores.staging import WaitingTier
 
@@ -110,7 +111,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         given = as_mapping(storage_config.extra_config or {}, _WHERE)
         settings = {k: v for k, v in given.items() if k not in _LOADER_KEYS}
-        self._config: StorageConfig = from_mapping(StorageConfig, settings, _WHERE)
+        self._config = gated_store_config(settings, _WHERE)
         require_usable(self._config)
         self._storage_config = storage_config
         self._has_pieces = bool(given.get("interface_v1", 0))

@@ -8,24 +8,16 @@ What is declined is "not here" for vLLM, which computes it. Imports nothing of v
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hicache.flow.cost import CostModel
+from hicache.integrations.load_gate import LoadDecisions
 from hicache.metrics import Metrics
 
-log = logging.getLogger(__name__)
-
 _PASS_TOKENS = 8192  # that are timed together: of less, one delayed copy would decide
-_DECISIONS = {
-    "accepted": "loads from the disk that were estimated to be faster than computing",
-    "declined": "loads from the disk that were not made, since computing was estimated to be faster",
-    "unmeasured": "loads from the disk that were made while one of the two speeds was unknown",
-    "abandoned": "waits for the disk that ended, since computing was estimated to be faster by then",
-}
 
 
 @dataclass(slots=True)
@@ -86,9 +78,10 @@ class PrefillTimer:
 
 
 @dataclass(slots=True)
-class Wish:
-    """The tier was asked for tokens from `start` on of a prompt whose last whole chunk ends at `end`. `loads`: whether
-    what the disk holds of them is to be loaded; None until that is weighed. `step`: in which this was tried last."""
+class Candidate:
+    """A load to be decided on: the tier was asked for tokens from `start` on of a prompt whose last whole chunk ends at
+    `end`. `loads`: whether what the disk holds of them is to be loaded; None until that is weighed. `step`: in which
+    this was tried last."""
 
     asked_s: float
     step: int
@@ -104,67 +97,51 @@ class Queue(NamedTuple):
     since_s: float | None = None
 
 
-class LoadGate:
+class LoadGate(LoadDecisions):
     """Owned by the tier, called under vLLM's lock. `clock`: seconds. `job_bytes`: what one reader of the disk takes at
     a time."""
 
     def __init__(self, cost: CostModel, clock: Callable[[], float], metrics: Metrics, *, job_bytes: int) -> None:
+        super().__init__(metrics)
         self._cost, self._clock, self._job_bytes = cost, clock, job_bytes
         self._timer = PrefillTimer(cost, clock)
-        self._wishes: dict[str, Wish] = {}
+        self._candidates: dict[str, Candidate] = {}
         self._step = 0
         self._heard_s = -math.inf  # when the disk last brought anything
         # Of the loads that were accepted in this step: vLLM submits them at its end.
         self._accepted_bytes = 0
-        self.accepted, self.declined, self.unmeasured, self.abandoned = (
-            metrics.counter(f"gate.{decision}_loads", what, "load_gate_loads", decision=decision)
-            for decision, what in _DECISIONS.items()
-        )
 
-    def wish(self, request: str) -> Wish | None:
+    def candidate(self, request: str) -> Candidate | None:
         """That of the request, if it has asked."""
-        return self._wishes.get(request)
+        return self._candidates.get(request)
 
-    def asked(self, request: str, start: int, end: int) -> Wish:
+    def asked(self, request: str, start: int, end: int) -> Candidate:
         """The tier is asked for tokens from `start` on of a prompt whose last whole chunk ends at `end`."""
-        wish = self._wishes[request] = Wish(self._clock(), self._step, start, end)
-        return wish
+        candidate = self._candidates[request] = Candidate(self._clock(), self._step, start, end)
+        return candidate
 
-    def is_due(self, wish: Wish) -> bool:
-        """Whether the wish is to be weighed: once a step, and not before all chunks of the prompt were asked for."""
-        if wish.loads is not None or wish.step == self._step:
+    def is_due(self, candidate: Candidate) -> bool:
+        """Whether it is to be weighed: once a step, and not before all chunks of the prompt were asked for."""
+        if candidate.loads is not None or candidate.step == self._step:
             return False
-        wish.step = self._step
+        candidate.step = self._step
         return True
 
-    def wait(self, wish: Wish) -> None:
+    def wait(self, candidate: Candidate) -> None:
         """The disk has not answered yet: that may take as long as computing would."""
-        if self._clock() - wish.asked_s > self._cost.longest_wait_s(wish.start, wish.end):
-            self._abandon(wish.start, wish.end)
-            wish.loads = False
+        if self._clock() - candidate.asked_s > self._cost.longest_wait_s(candidate.start, candidate.end):
+            self.abandon()
+            candidate.loads = False
 
-    def weigh(self, wish: Wish, start: int, end: int, num_bytes: int, queued: Queue) -> None:
+    def weigh(self, candidate: Candidate, start: int, end: int, num_bytes: int, queued: Queue) -> None:
         """The disk holds tokens [start, end) of the prompt, in `num_bytes`."""
         load_s = self._read_s(queued.num_bytes + self._accepted_bytes + num_bytes)
         compute_s = self._cost.prefill_s(start, end)
         if compute_s is not None and queued.since_s is not None:
             silent_s = self._clock() - max(self._heard_s, queued.since_s)
             load_s = math.inf if silent_s > compute_s else load_s
-        wish.loads = load_s is None or compute_s is None or load_s <= compute_s
-        if load_s is None or compute_s is None:
-            self.unmeasured.value += 1
-        elif wish.loads:
-            self.accepted.value += 1
-        else:
-            if not self.declined.value:
-                log.info(
-                    "a prefix on the disk is computed again: loading it would take %.3g s, computing %.3g s; "
-                    "prefill_tokens_per_s=0 loads it anyway",
-                    load_s,
-                    compute_s,
-                )
-            self.declined.value += 1
-        self._accepted_bytes += num_bytes if wish.loads else 0
+        candidate.loads = self.decide(load_s, compute_s)
+        self._accepted_bytes += num_bytes if candidate.loads else 0
 
     def gives_up(self, start: int, end: int, num_bytes: int, progress_s: float) -> bool:
         """Whether the rest of a load, tokens [start, end), is computed instead. `num_bytes`: of it and of all loads
@@ -173,7 +150,7 @@ class LoadGate:
         load_s = self._read_s(num_bytes)
         if self._clock() - progress_s <= compute_s and (load_s is None or load_s <= compute_s):
             return False
-        self._abandon(start, end)
+        self.abandon()
         return True
 
     def read(self, num_bytes: int, seconds: float) -> None:
@@ -192,19 +169,14 @@ class LoadGate:
         for request in preempted:
             self._timer.forget(request)
         for request in scheduled:
-            if request in self._wishes:
-                self._timer.begin(request, self._wishes[request].end)
+            if request in self._candidates:
+                self._timer.begin(request, self._candidates[request].end)
         self._timer.step()
 
     def forget(self, request: str) -> None:
         """It has finished."""
-        self._wishes.pop(request, None)
+        self._candidates.pop(request, None)
         self._timer.forget(request)
 
     def _read_s(self, num_bytes: int) -> float | None:
         return self._cost.read_s(num_bytes, math.ceil(num_bytes / self._job_bytes))
-
-    def _abandon(self, start: int, end: int) -> None:
-        if not self.abandoned.value:
-            log.info("the disk has become slow: tokens %d to %d of a prompt are computed instead", start, end)
-        self.abandoned.value += 1

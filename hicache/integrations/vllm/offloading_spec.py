@@ -22,8 +22,8 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.errors import ConfigError
+from hicache.integrations.load_gate import GatedStoreConfig, gated_store_config
 from hicache.integrations.vllm.offloading_worker import ChunkRows, HiCacheOffloadingWorker
-from hicache.integrations.vllm.tier_config import TierConfig, tier_config
 from hicache.settings import Choice, Size, from_mapping, settle
 
 _WHERE = "kv_connector_extra_config of HiCacheOffloadingSpec"
@@ -49,7 +49,7 @@ class OffloadingSettings:
     """What the user gives beside vLLM's own keys. `disk`: as for the tier alone; None for no disk."""
 
     cpu_bytes_to_use: Annotated[int, Size("CPU memory of all workers, like 64GB", 1 << 12)]
-    disk: TierConfig | None = None
+    disk: GatedStoreConfig | None = None
     eviction_policy: Annotated[str, Choice("what leaves the CPU tier first", tuple(_POLICIES))] = "lru"
     staging_bytes: Annotated[int, Size("GPU memory between copy engine and kernels", 1 << 16)] = 64 << 20
 
@@ -63,7 +63,7 @@ def offloading_settings(given: Mapping[str, Any]) -> OffloadingSettings:
         raise ConfigError(f"{_WHERE}: canonical_layout is not supported; remove it, or use TieringOffloadingSpec")
     own = {key: value for key, value in given.items() if key not in {*_OF_VLLM, "canonical_layout"}}
     if own.get("disk") is not None:
-        own["disk"] = tier_config(own["disk"], f"disk in {_WHERE}")
+        own["disk"] = gated_store_config(own["disk"], f"disk in {_WHERE}")
     settings: OffloadingSettings = from_mapping(OffloadingSettings, own, _WHERE)
     return settings
 

@@ -37,13 +37,13 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from hicache.flow.cost import CostModel
+from hicache.integrations.load_gate import gated_store_config
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.vllm.gate import LoadGate, Queue
 from hicache.integrations.vllm.identity import identity_of, page_format
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.promotions import Promotions
 from hicache.integrations.vllm.release import vllm_release
-from hicache.integrations.vllm.tier_config import tier_config
 from hicache.integrations.vllm.tier_events import TierEvents
 from hicache.integrations.vllm.tier_metrics import TierMetrics, dropped_jobs, metric_definitions
 from hicache.metrics import Metrics
@@ -113,7 +113,7 @@ class HiCacheTier(SecondaryTierManager):
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality.LOCAL
-        config = tier_config(settings, f"vLLM secondary tier {tier_type}")
+        config = gated_store_config(settings, f"vLLM secondary tier {tier_type}")
         rows = np.asarray(primary_kv_view).view(np.uint8)
         row_bytes = rows.shape[1]
         # Stores that wait pin rows, the most recent ones. A quarter is left for what comes meanwhile.
@@ -261,21 +261,21 @@ class HiCacheTier(SecondaryTierManager):
     def _is_worthwhile(self, chunk: OffloadKey, req_context: ReqContext) -> bool | None:
         """Whether the request is to have what the disk holds of its prompt; None: ask again in the next step, for
         nobody knows yet how much that is. Where vLLM does not say which tokens the chunk has, it is loaded."""
-        wish = self.gate.wish(req_context.req_id)
-        if wish is None:
+        candidate = self.gate.candidate(req_context.req_id)
+        if candidate is None:
             span = self._span([chunk], req_context)
             if span is None:
                 return True
             # vLLM does not say how long a prompt is, and stops looking up where a chunk is missing.
             prompt_end = max(req_context._offload_key_positions.values())
-            wish = self.gate.asked(req_context.req_id, span[0], prompt_end)
-        if self.gate.is_due(wish):
+            candidate = self.gate.asked(req_context.req_id, span[0], prompt_end)
+        if self.gate.is_due(candidate):
             held = self._lookups.held(req_context.req_id)
             if held is None:
-                self.gate.wait(wish)
+                self.gate.wait(candidate)
             elif span := self._span(held, req_context):
-                self.gate.weigh(wish, *span, len(held) * self.block_size_bytes, self._queue())
-        return wish.loads
+                self.gate.weigh(candidate, *span, len(held) * self.block_size_bytes, self._queue())
+        return candidate.loads
 
     def _queue(self) -> Queue:
         begin_s = min((load.begin_s for load in self._loads.values()), default=None)
