@@ -15,6 +15,7 @@ from typing import Any
 import lmdb
 import pytest
 
+import hicache.storage.store_files
 from hicache.storage import StoreCorrupt, StoreError, verify
 from hicache.storage.index import Index
 from hicache.storage.slot_file import SlotFile, SlotRead
@@ -327,3 +328,21 @@ def test_a_failing_disk_costs_what_it_held(image: Path) -> None:
         stats = other.do("stats")
         assert 0 < len(found) < num_pages and other.do("found", 0, num_pages) == found
         assert (stats["read_errors"], stats["corrupt"]) == (num_pages - len(found), 0)
+
+
+def test_an_index_that_could_not_be_rebuilt_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails while the index is built anew costs hits until the store is opened again, and no page."""
+    store = open_store(tmp_path / "store")
+    put_numbers(store, range(40))
+
+    def failing(*_: object) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as patch, store.writing() as writer:
+        patch.setattr(hicache.storage.store_files, "_rebuild", failing)
+        writer.rebuild()
+    assert store.stats().read_only and not found_numbers(store, range(40))
+    store.close()
+    with contextlib.closing(open_store(tmp_path / "store")) as store:
+        assert store.rebuilt_pages == 40 and found_numbers(store, range(40)) == set(range(40))
+        store.check()
