@@ -14,7 +14,7 @@ of 16 bits comes back: zeros, denormals, infinities, and NaNs with what they car
 share of its values, rounded up to 16 bytes. Where more values escape the tile does not fit, and its bytes mean nothing;
 the page is counted, and its owner keeps it as it is.
 
-A packed page is `[layer][buffer][tile]`, so one layer of it is contiguous.
+A packed page is `[layer][buffer][tile]`, so one layer of it is contiguous. No tier keeps packed pages yet.
 """
 
 from __future__ import annotations
