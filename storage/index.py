@@ -3,7 +3,7 @@
     pages   key -> u64 slot, u32 bytes of the payload, u32 bytes of the page (little-endian)
     slots   u32 bytes of the page, u32 bytes of the slot, u64 slot (big-endian) -> key
     uses    u32 bytes of the page, u32 bytes of the slot (big-endian) -> u64 tick of each slot (little-endian); written
-            when it is sealed
+            when it is sealed. Beside the names of the tables: "note" -> what clients keep with the store
 
 While a store is open its index is in memory without a name: a disk that hangs holds up no look-up, and it ends with its
 process. A closed store has a copy in a file, sealed by a checksum: LMDB trusts what it maps, so a copy is mapped after
@@ -38,6 +38,7 @@ from hicache.storage.slot_file import SlotLength
 log = logging.getLogger("hicache.storage")
 
 _TABLES = (b"pages", b"slots", b"uses")
+_NOTE = b"note"
 _OTHER_PAGES = 4  # of the file: two that say where the tables are, one with their names, one of the table of uses
 _MIN_MAP_BYTES = 1 << 30  # address space, not memory
 _SEAL_BYTES, _CHUNK_BYTES = 8, 8 << 20
@@ -161,8 +162,8 @@ class Index:
     """An open index; any thread reads and notes uses, one writes. What LMDB raises passes on. Closed once nobody is
     inside.
 
-    `uses`: the use order. LMDB has no lock file here, so one lock keeps readers and the writer apart: what happens
-    under it is short, and no I/O.
+    `uses`: the use order. `note`: what clients keep with the store, a few bytes. LMDB has no lock file here, so one
+    lock keeps readers and the writer apart: what happens under it is short, and no I/O.
     """
 
     def __init__(self, budget_bytes: int, memory: int | None = None) -> None:
@@ -186,6 +187,7 @@ class Index:
             self._pages, self._slots, self._uses = (self._env.open_db(name) for name in _TABLES)
             with self._env.begin() as txn, txn.cursor(db=self._uses) as cursor:
                 ticks = {SlotLength(*_LENGTH.unpack(length)): np.frombuffer(raw, TICK).copy() for length, raw in cursor}
+                self.note: bytes = txn.get(_NOTE, b"")
             self.uses = UseOrder(ticks)
         except BaseException:
             self._env.close()
@@ -213,6 +215,7 @@ class Index:
             txn.drop(self._uses, delete=False)
             for length, ticks in self.uses.ticks.items():
                 txn.put(_LENGTH.pack(*length), ticks.tobytes(), db=self._uses)
+            txn.put(_NOTE, self.note)
         with replacing(file) as sealed:
             self._env.copyfd(sealed.fileno(), compact=True)
             num_bytes = sealed.seek(0, os.SEEK_END)

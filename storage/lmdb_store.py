@@ -94,6 +94,15 @@ class LmdbPageStore(PageReads):
             raise
         self._compressor = PageCompressor(codecs, commit_bytes(budget_bytes))
 
+    @property
+    def note(self) -> bytes:
+        """What clients keep with the store, b"" where there is nothing. Lost with an index that is not sealed."""
+        return self._files.index.note
+
+    @note.setter
+    def note(self, note: bytes) -> None:
+        self._files.index.note = note
+
     @contextlib.contextmanager
     def writing(self) -> Iterator[GroupWriter]:
         """The writer, for one thread at a time. `StoreError` when the store is closed."""

@@ -79,8 +79,22 @@ class PrefillCost:
         self._token_s = self._pair_s = 0.0
 
     @property
-    def is_known(self) -> bool:
+    def is_measured(self) -> bool:
         return self._xx > 0
+
+    @property
+    def is_known(self) -> bool:
+        return max(self.terms) > 0
+
+    @property
+    def terms(self) -> tuple[float, float]:
+        """Seconds of a token, and of a token and position."""
+        return self._token_s, self._pair_s
+
+    def assume(self, token_s: float, pair_s: float) -> None:
+        """The terms until the first pass is observed."""
+        if not self.is_measured:
+            self._token_s, self._pair_s = token_s, pair_s
 
     def observe(self, num_tokens: int, seconds: float, mean_position: float) -> None:
         keep, x, y = 0.5 ** (num_tokens / _HALF_LIFE_TOKENS), float(num_tokens), num_tokens * mean_position
@@ -110,7 +124,7 @@ class CostModel:
     """The rates of one engine and the estimates that follow from them. Owned by the scheduler thread.
 
     `tokens_per_s`: "auto" measures prefill; 0: computing is never worthwhile; else the speed, whatever is measured.
-    `num_readers`: reads that go on side by side, by store.
+    `num_readers`: reads that go on side by side, by store. `prefill`: what was measured of it.
     """
 
     @classmethod
@@ -128,7 +142,7 @@ class CostModel:
         clock: Callable[[], float],
     ) -> None:
         self._tokens_per_s, self._num_readers = tokens_per_s, num_readers
-        self._loads, self._prefill = TransferRate(clock), PrefillCost()
+        self._loads, self.prefill = TransferRate(clock), PrefillCost()
         self._reads = {store: TransferRate(clock) for store in num_readers}
         gauge = metrics.gauge
         for store, rate in self._reads.items():
@@ -152,7 +166,7 @@ class CostModel:
         self._loads.observe(num_bytes, seconds)
 
     def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float) -> None:
-        self._prefill.observe(num_tokens, seconds, mean_position)
+        self.prefill.observe(num_tokens, seconds, mean_position)
 
     def read_s(self, num_bytes: int, num_jobs: int, store: Store = DISK) -> float | None:
         """Reading `num_bytes` from a store in `num_jobs` jobs; None where the rate is unknown.
@@ -170,7 +184,7 @@ class CostModel:
         """Computing positions [start, end) of a prompt; None where the speed is unknown."""
         if self._tokens_per_s != "auto":
             return (end - start) / self._tokens_per_s if self._tokens_per_s else math.inf
-        return self._prefill.seconds(start, end) if self._prefill.is_known else None
+        return self.prefill.seconds(start, end) if self.prefill.is_known else None
 
     def longest_wait_s(self, start: int, end: int) -> float:
         """What a wait for positions [start, end) may take at most: as long as computing them, at an assumed low speed

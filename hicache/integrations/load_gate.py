@@ -1,20 +1,24 @@
-"""What the gates before the disk under vLLM and SGLang share: their setting, and decisions that are counted, and logged
-once."""
+"""What the gates before the disk under vLLM and SGLang share: their setting, decisions that are counted and logged
+once, and the speed of prefill that outlives the server."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from hicache.config import Auto
+from hicache.flow.cost import PrefillCost
 from hicache.integrations.server_store import ServerStoreConfig
 from hicache.metrics import Metrics
 from hicache.settings import Number, as_mapping, from_mapping
 
 log = logging.getLogger(__name__)
 
+_CHANGED = 0.1
 _DECISIONS = {
     "accepted": "loads from the disk that were estimated to be faster than computing",
     "declined": "loads from the disk that were not made, since computing was estimated to be faster",
@@ -41,6 +45,41 @@ def gated_store_config(given: Mapping[str, Any], where: str) -> GatedStoreConfig
     """The settings in `given`. `ConfigError` names `where` they stand, what is wrong and what is known."""
     config: GatedStoreConfig = from_mapping(GatedStoreConfig, as_mapping(given, where), where)
     return config
+
+
+class KeepsNote(Protocol):
+    """A store that keeps a few bytes beside its pages: see `StoreClient`."""
+
+    @property
+    def note(self) -> bytes: ...
+
+    def keep(self, note: bytes) -> None: ...
+
+
+class PrefillNote:
+    """The speed of prefill, left with the store: after a restart the first prompts are weighed by it, though all of
+    them may be on the disk and none is computed. Called by one thread at a time."""
+
+    def __init__(self, measured: PrefillCost, store: KeepsNote) -> None:
+        self._measured, self._store = measured, store
+        self._kept = (0.0, 0.0)  # last
+
+    def step(self) -> None:
+        """Assume what an earlier server left, until one is measured; leave that, and each change by a tenth."""
+        if not self._measured.is_measured:
+            self._measured.assume(*_terms_in(self._store.note))
+        elif any(abs(new - old) > _CHANGED * new for new, old in zip(self._measured.terms, self._kept, strict=True)):
+            self._kept = self._measured.terms
+            self._store.keep(json.dumps(self._kept).encode())
+
+
+def _terms_in(note: bytes) -> tuple[float, float]:
+    """0, 0 for what is not two times in seconds."""
+    try:
+        token_s, pair_s = map(float, json.loads(note or "[0, 0]"))
+    except (TypeError, ValueError):
+        return 0.0, 0.0
+    return (token_s, pair_s) if math.isfinite(token_s + pair_s) and min(token_s, pair_s) >= 0 else (0.0, 0.0)
 
 
 class LoadDecisions:

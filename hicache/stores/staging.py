@@ -250,6 +250,13 @@ class WaitingTier:
         self.used([key for key, ok in zip(keys, stored, strict=False) if ok])
         return stored + [False] * (len(keys) - len(stored))
 
+    @property
+    def note(self) -> bytes:
+        return self.tier.note
+
+    def keep(self, note: bytes) -> None:
+        self._do(self.tier.keep, note)
+
     def clear(self) -> bool:
         """Remove all pages. False: that takes longer than the I/O timeout, and goes on, or fails."""
         return self._wait(self._do(self._staged.remove, None)) == [True]

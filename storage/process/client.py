@@ -70,7 +70,7 @@ class StoreClient:
 
     `reads` and `writes` take jobs and return their outcomes; `max_jobs` of each may be under way. `in_process`: a
     thread of this process serves the store, so pages may lie anywhere. `times_lost`: how often the process ended or
-    said nothing. `clock`: seconds, those of the jobs' deadlines.
+    said nothing. `note`: what `keep` left with the store, once it is open. `clock`: seconds, that of deadlines.
     """
 
     def __init__(
@@ -81,8 +81,7 @@ class StoreClient:
         max_jobs: int = 64,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._transport, self._request, self.clock = transport, request, clock
-        self._limits = request.settings.limits
+        self._transport, self._request, self.clock, self._limits = transport, request, clock, request.settings.limits
         transport.keep(self)
         self.reads: ClientQueue[FindJob | ReadJob, FindDone | ReadDone]
         self.reads = ClientQueue(self, "reads", max_jobs, unserved_read)
@@ -91,7 +90,7 @@ class StoreClient:
         self.status, self.in_process = SharedStatus.create(), transport.same_process
         self._memories = SharedMemories(transport.same_process)
         self._connection: Connection | None = None
-        self.state, self.times_lost, self.page_sizes = State.LOST, 0, tuple[int, ...]()
+        self.state, self.times_lost, self.page_sizes, self.note = State.LOST, 0, tuple[int, ...](), b""
         self._is_closing = False
         self._error: StoreError | None = None
         self._silence, self._idle_polls = SilenceWatch(_DOUBT_S), 0
@@ -161,6 +160,12 @@ class StoreClient:
         if keys and self._connection is not None and self.is_open and len(self._connection.unsent) < _MAX_UNSENT_BYTES:
             self._send(frames.frame(Kind.USED, frames.keys_of(keys)))
 
+    def keep(self, note: bytes) -> None:
+        """Leave a few bytes with the store for who opens it next. Not durable: a kill of the process loses them."""
+        if self.is_open:
+            self.note = note
+            self._send(frames.frame(Kind.NOTE, note))
+
     def poll(self) -> None:
         """Take what has come. Never blocks."""
         if self.state is State.LOST:
@@ -178,14 +183,14 @@ class StoreClient:
                 self._receive()
 
     def _look_for_silence(self) -> None:
-        limits, now_s = self._limits, time.monotonic()
-        enough_s = max(_MIN_SILENCE_S, limits.io_timeout_s if self.is_open else limits.open_s)
+        now_s, open_s = time.monotonic(), self._limits.open_s
+        enough_s = max(_MIN_SILENCE_S, self._limits.io_timeout_s if self.is_open else open_s)
         if self._silence.is_too_long(enough_s):
             self._lose(f"the store process says nothing for {now_s - self._silence.heard_s:.3g} s", announce=True)
         elif self.state is State.OPENING and now_s > self._late_open_s:
             self._late_open_s = math.inf
             text = "the store of the %s tier is not open after %g s, and is used once it is; is its disk frozen?"
-            log.warning(text, self._request.settings.name, limits.open_s)
+            log.warning(text, self._request.settings.name, open_s)
 
     def close(self, within_s: float) -> bool:
         """Wait for what is under way, have the store closed, and let the process end. Idempotent.
@@ -311,7 +316,8 @@ class StoreClient:
         if kind is Kind.ALIVE:
             return
         if kind is Kind.OPENED:
-            self.page_sizes = tuple(json.loads(body.rest())["page_sizes"])
+            about = json.loads(body.rest())
+            self.page_sizes, self.note = tuple(about["page_sizes"]), bytes.fromhex(about["note"])
             if self.state is State.OPENING:
                 self.state = State.OPEN
         elif kind is Kind.FAILED:

@@ -9,7 +9,8 @@
 
 Memory is shared: `MEMORY` brings its number and size, and with its first byte the descriptor (SCM_RIGHTS). Memory 0 is
 the address space of the client and its offsets are addresses, for a server in the same process. `OPEN` brings the
-descriptor of the shared numbers (see `status`). Bodies of OPEN, OPENED and FAILED are JSON, for they cross once.
+descriptor of the shared numbers (see `status`). `NOTE` brings what the store is to keep, at most `MAX_NOTE_BYTES`;
+`OPENED` gives it back, in hexadecimal digits. Bodies of OPEN, OPENED and FAILED are JSON, for they cross once.
 
 Neither side trusts lengths: what does not parse raises `FrameError` or another ValueError, after which the connection
 ends.
@@ -44,8 +45,9 @@ from hicache.storage.process.jobs import (
 )
 from hicache.storage.slot_file import MAX_KEY_BYTES
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 64 << 20
+MAX_NOTE_BYTES = 1024
 OWN_MEMORY = 0  # the number of the address space that client and server share when they are one process
 _HEAD = struct.Struct("<IB")
 _COUNT = struct.Struct("<I")
@@ -75,6 +77,7 @@ class Kind(enum.IntEnum):
     CANCEL = 7
     CLOSE = 8
     REMOVE = 9
+    NOTE = 10
     OPENED = 32
     FAILED = 33
     FOUND = 34
@@ -190,6 +193,12 @@ class Body:
         if kind is Kind.WRITE:
             return WriteJob(ticket, keys, pages, batch)
         return ReadJob(ticket, batch, keys, pages, threading.Event(), deadline_s, ReadClass(queue_class))
+
+    def note(self) -> bytes:
+        note = self.rest()
+        if len(note) > MAX_NOTE_BYTES:
+            raise FrameError(f"a note of {len(note)} bytes")
+        return note
 
     def cancel(self) -> tuple[int, int]:
         ticket, batch = self.fields(_CANCEL)

@@ -228,6 +228,8 @@ class _Client(Connection):
         elif kind is Kind.USED:
             service.used(body.keys())
             self._note_status(service)
+        elif kind is Kind.NOTE:
+            service.note = body.note()
         elif kind is Kind.CANCEL:
             if (wanted := self._cancels.get(body.cancel())) is not None:
                 wanted.set()
@@ -295,7 +297,8 @@ class _Client(Connection):
         for memory in self._memories.values():
             self._register(service, memory)
         self._note_status(service)
-        self._tell(frames.frame(Kind.OPENED, json.dumps({"page_sizes": service.store.page_sizes}).encode()))
+        about = {"page_sizes": service.store.page_sizes, "note": service.note.hex()}
+        self._tell(frames.frame(Kind.OPENED, json.dumps(about).encode()))
 
     @staticmethod
     def _register(service: StoreService, memory: PageBuffer) -> None:

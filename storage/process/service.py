@@ -108,6 +108,16 @@ class StoreService:
             self.failed_touches += 1
 
     @property
+    def note(self) -> bytes:
+        """What clients keep with the store; b"" where it keeps nothing."""
+        return self.store.note if isinstance(self.store, LmdbPageStore) else b""
+
+    @note.setter
+    def note(self, note: bytes) -> None:
+        if isinstance(self.store, LmdbPageStore):
+            self.store.note = note
+
+    @property
     def is_busy(self) -> bool:
         """Whether a job waits or is under way."""
         return self.reads.is_busy or self.writes.is_busy

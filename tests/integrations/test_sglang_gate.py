@@ -20,8 +20,18 @@ def decisions(gate: LoadGate) -> list[float]:
     return [counter.value for counter in (gate.accepted, gate.declined, gate.unmeasured)]
 
 
-def make(clock: Clock, speed: float | str = "auto") -> LoadGate:
-    return LoadGate(speed, PAGE_TOKENS, Metrics(), clock)  # type: ignore[arg-type]
+class Store:
+    """Keeps a note, as a store process does."""
+
+    def __init__(self, note: bytes = b"") -> None:
+        self.note = note
+
+    def keep(self, note: bytes) -> None:
+        self.note = note
+
+
+def make(clock: Clock, speed: float | str = "auto", store: Store | None = None) -> LoadGate:
+    return LoadGate(speed, PAGE_TOKENS, Metrics(), clock, store or Store())  # type: ignore[arg-type]
 
 
 def compute(gate: LoadGate, clock: Clock, keys: list[str], seconds: float) -> None:
@@ -63,6 +73,23 @@ def test_the_speed_of_prefill_is_learnt_from_what_is_stored() -> None:
         gate.read(160 * PAGE_BYTES, seconds)
         assert gate.weigh(PROMPT, 160, PAGE_BYTES) is loads
         gate.offered(PROMPT)
+
+
+def test_the_speed_of_prefill_outlives_the_server() -> None:
+    """Left with the store, it decides until the next server measures its own; what is no speed is none."""
+    clock, store = Clock(), Store()
+    compute(make(clock, store=store), clock, PROMPT, 1.0)
+    gate = make(clock, store=store)
+    gate.read(160 * PAGE_BYTES, 1.5)
+    assert not gate.weigh(PROMPT, 160, PAGE_BYTES)
+    clock.now_s += 11  # until which the last prompt may delay others
+    compute(gate, clock, prompt(1), 2.0)
+    assert gate.wait_s(160) == pytest.approx(2.0)
+    assert make(clock, store=store).weigh(PROMPT, 160, PAGE_BYTES)
+    for note in (b"{}", b"[1]", b"[-1, 2]", b"[1, 1e999]", b"[null, 0]", b"\xff", b'["x", 1]'):
+        gate = make(clock, store=Store(note))
+        gate.read(160 * PAGE_BYTES, 1.5)
+        assert gate.weigh(PROMPT, 160, PAGE_BYTES) and decisions(gate) == [0, 0, 1]
 
 
 def test_what_else_the_server_does_is_no_prefill() -> None:

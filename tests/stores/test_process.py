@@ -55,10 +55,13 @@ def test_bytes_come_back(case: Case, tmp_path: Path) -> None:
     assert (stats.entries, stats.puts, stats.hits, stats.misses) == (8, 8, 9, 1)
     with pytest.raises(StoreLocked):
         open_existing(tmp_path / "s")
+    case.tier.keep(b"a note")
     assert case.tier.close()
     with contextlib.closing(open_existing(tmp_path / "s")) as store:
         store.check()
         assert store.contains(keys) == [True] * 8
+    with contextlib.closing(Case(at(tmp_path / "s"))) as again:
+        assert again.tier.note == b"a note"
 
 
 def test_it_logs_what_its_engine_would(tmp_path: Path) -> None:

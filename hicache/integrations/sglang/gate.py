@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hicache.flow.cost import CostModel
-from hicache.integrations.load_gate import LoadDecisions
+from hicache.integrations.load_gate import KeepsNote, LoadDecisions, PrefillNote
 from hicache.metrics import Metrics
 from hicache.tree import DISK
 
@@ -40,7 +40,7 @@ class _Prompt:
 
 
 class LoadGate(LoadDecisions):
-    """Any thread. `page_tokens`: of a page. `clock`: seconds."""
+    """Any thread. `page_tokens`: of a page. `clock`: seconds. `store`: keeps the speed of prefill."""
 
     def __init__(
         self,
@@ -48,11 +48,13 @@ class LoadGate(LoadDecisions):
         page_tokens: int,
         metrics: Metrics,
         clock: Callable[[], float],
+        store: KeepsNote,
     ) -> None:
         super().__init__(metrics)
         self._page_tokens, self._clock = page_tokens, clock
         # A call's reads go on side by side and are timed as one.
         self._cost = CostModel(tokens_per_s, {DISK: 1}, metrics, clock)
+        self._note = PrefillNote(self._cost.prefill, store)
         self._lock = threading.Lock()
         self._prompt = _Prompt({}, -math.inf, is_timed=False)  # that was looked up last
         self._looked_up_s = self._written_s = -math.inf
@@ -60,6 +62,7 @@ class LoadGate(LoadDecisions):
     def weigh(self, keys: Sequence[str], num_held: int, page_bytes: int) -> bool:
         """Whether to load the pages that the disk holds of a prompt's `keys`, `num_held` from the first on."""
         with self._lock:
+            self._note.step()
             loads = num_held > 0 and self.decide(
                 self._cost.read_s(num_held * page_bytes, 1), self._cost.prefill_s(0, num_held * self._page_tokens)
             )
@@ -96,6 +99,7 @@ class LoadGate(LoadDecisions):
             num_tokens, is_due = end * self._page_tokens - start, now_s - self._written_s >= _IDLE_S
             if prompt.is_timed and is_due and num_tokens >= _MIN_TOKENS:
                 self._cost.observe_prefill(num_tokens, seconds, start + num_tokens / 2)
+                self._note.step()
 
     def written(self) -> None:
         """What was offered last is stored, or failed."""

@@ -179,7 +179,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         self.metrics, kv = Metrics(), pools[_KV]
         kv.server.tier.register(self.metrics)
         speed, clock = self._config.prefill_tokens_per_s, kv.server.tier.clock
-        self.gate = LoadGate(speed, kv.pages.page_slots, self.metrics, clock)
+        self.gate = LoadGate(speed, kv.pages.page_slots, self.metrics, clock, kv.tier)
         if self._storage_config.enable_storage_metrics and self._endpoint is None:
             self._endpoint = Endpoint(parallel.labels(), clock)
         self._pools = pools

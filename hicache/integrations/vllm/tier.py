@@ -37,7 +37,7 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from hicache.flow.cost import CostModel
-from hicache.integrations.load_gate import gated_store_config
+from hicache.integrations.load_gate import PrefillNote, gated_store_config
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.vllm.gate import LoadGate, Queue
 from hicache.integrations.vllm.identity import identity_of, page_format
@@ -144,6 +144,7 @@ class HiCacheTier(SecondaryTierManager):
         self._disk.register(self.metrics)
         cost = CostModel(config.prefill_tokens_per_s, {DISK: self._disk.num_readers}, self.metrics, self._disk.clock)
         self.gate = LoadGate(cost, self._disk.clock, self.metrics, job_bytes=_PART_CHUNKS * row_bytes)
+        self._note = PrefillNote(cost.prefill, self._disk)
         self._reported = TierMetrics(self.metrics, self._server.path, self._disk.clock)
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
@@ -229,6 +230,7 @@ class HiCacheTier(SecondaryTierManager):
         for request in context.new_req_ids:
             self._waits_no_longer(request)
         self.gate.step(context.new_req_ids, context.preempted_req_ids)
+        self._note.step()
         self._give_up()
         self._lookups.flush()
 

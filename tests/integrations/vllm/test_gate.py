@@ -72,6 +72,19 @@ def test_what_is_computed_faster_is_not_loaded(tmp_path: Path, monkeypatch: pyte
         assert (gate.accepted.value, gate.unmeasured.value, reads.num_pages) == (1, 2, 48)
 
 
+def test_the_speed_of_prefill_outlives_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """After a restart one load shows the speed of the disk, and the next prompt is weighed: none was computed."""
+    with scheduler(tmp_path, readers=1, prefill_tokens_per_s="auto") as server:
+        compute(server, clock, OTHER, 0.4)
+        compute(server, clock, PROMPT, 1.0)
+    reads = SlowReads(monkeypatch, clock, 0.1)
+    with scheduler(tmp_path, readers=1, prefill_tokens_per_s="auto") as server:
+        assert server.load(OTHER) == [True] * 8 and server.load(PROMPT) == [False] * 20
+        assert reads.num_pages == 8
+
+
 @pytest.mark.smoke
 def test_a_request_does_not_wait_for_a_disk_that_has_become_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
