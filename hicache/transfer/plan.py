@@ -15,6 +15,7 @@ are remembered, and lists of pages see few operations.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -35,6 +36,7 @@ STEP_S = 100e-6  # of the host, for one group of one chunk: events, a kernel lau
 LAUNCH_S = 30e-6
 CALL_S = 5e-6  # of the host, for one strided copy
 STAGING_BYTES_PER_S = 1.9e12  # of a kernel between staging and slots, which shares memory bandwidth with the forward
+ZERO_COPY_SHARE = 0.05  # of its time, what a forward beside it loses to its blocks: 8 of them slow matmuls by 9 %
 MIN_CHUNK_PAGES = 8
 MIN_PIECE_BYTES = 128 << 10  # narrower rows lose a third of the bandwidth while the other direction is busy
 WIDE_PIECE_BYTES = 256 << 10  # narrower rows still lose half a percent, which only the first group may
@@ -158,11 +160,13 @@ def group_size(cost: CopyCost, shape: Shape, buffer_bytes: int, share: float, is
 
 
 def fewer_steps(group: int, cost: CopyCost, shape: Shape, buffer_bytes: int, issue_share: float) -> int:
-    """`group`, doubled while issuing the steps takes the host too long and wider groups need fewer steps."""
+    """`group`, doubled while issuing the steps takes the host too long, wider groups need fewer steps, and a page of
+    them fits a buffer."""
     link_s = shape.num_layers * shape.num_pages * shape.layer_bytes / cost.bytes_per_s
 
     def steps(group: int) -> int:
-        return -(-shape.num_layers // group) * -(-shape.num_pages * group * shape.layer_bytes // buffer_bytes)
+        pages_at_once = buffer_bytes // (group * shape.layer_bytes)
+        return -(-shape.num_layers // group) * -(-shape.num_pages // pages_at_once) if pages_at_once else sys.maxsize
 
     while steps(group) * STEP_S > issue_share * link_s and steps(2 * group) < steps(group):
         group *= 2
@@ -257,8 +261,9 @@ def _consecutive(sizes: list[int], num_layers: int) -> tuple[tuple[int, int], ..
 
 
 def _zero_copy_s(cost: CopyCost, shape: Shape) -> float:
+    """Until the last byte has arrived, and what a forward loses."""
     launches = 1 if shape.grouped else shape.num_layers
-    return shape.num_bytes / cost.bytes_per_s + launches * LAUNCH_S
+    return (1 + ZERO_COPY_SHARE) * shape.num_bytes / cost.bytes_per_s + launches * LAUNCH_S
 
 
 def _unstaged_s(cost: CopyCost, shape: Shape) -> float:

@@ -148,14 +148,17 @@ def test_runs_of_a_part_are_the_pages_of_that_part(pages: list[int], rows_per_ch
     assert all(page // rows_per_chunk == (page + count - 1) // rows_per_chunk for page, count, _ in found)
 
 
-def test_plans_cover_every_layer_once() -> None:
-    """For any shape, the groups of a plan are the layers, in order, each once."""
+@pytest.mark.parametrize("buffer_bytes", [BUFFER, (16 << 20) // 3])  # the second: what stores have of 64 MiB
+def test_plans_cover_every_layer_once(buffer_bytes: int) -> None:
+    """For any shape, the groups of a plan are the layers, in order, each once, and one page of a group fits a buffer
+    unless a layer does not."""
     for direction in (ASSUMED.up, ASSUMED.down):
         for layers, layer_bytes in ((1, 64), (5, 1 << 10), (32, 256 << 10), (61, 73728), (80, 64 << 10)):
             for pages, num_runs in ((1, 1), (7, 7), (512, 1), (512, 512)):
                 for up in (True, False):
                     shape = Shape(layer_bytes, layers, pages, num_runs, grouped=layers != 5)
-                    plan = choose(direction, shape, BUFFER, up=up)
+                    plan = choose(direction, shape, buffer_bytes, up=up)
+                    assert plan.method == "zero_copy" or max(sizes(plan)) <= max(1, buffer_bytes // layer_bytes)
                     covered = [layer for first, end in plan.groups for layer in range(first, end)]
                     assert covered == list(range(layers))
                     if not shape.grouped:

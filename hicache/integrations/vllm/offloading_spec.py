@@ -51,7 +51,7 @@ class OffloadingSettings:
     cpu_bytes_to_use: Annotated[int, Size("CPU memory of all workers, like 64GB", 1 << 12)]
     disk: GatedStoreConfig | None = None
     eviction_policy: Annotated[str, Choice("what leaves the CPU tier first", tuple(_POLICIES))] = "lru"
-    staging_bytes: Annotated[int, Size("GPU memory between copy engine and kernels", 1 << 16)] = 64 << 20
+    staging_bytes: Annotated[int, Size("GPU memory between copy engine and kernels", 1 << 16)] = 128 << 20
 
     def __post_init__(self) -> None:
         settle(self)
