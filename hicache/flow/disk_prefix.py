@@ -150,12 +150,14 @@ class DiskPrefix:
 
 
 def _held_pages(component: CacheComponent, match: Match, page_size: int, num_pages: int) -> list[bool]:
-    """Which pages of a prompt the device or the host hold of a component."""
+    """Which pages of a prompt the device or the host hold of a component. Of the last node, pages behind the match are
+    those of another prompt."""
     held, start = [False] * num_pages, 0
     for node in match.nodes:
-        end = start + node.num_tokens // page_size
-        first = end - 1 if component.rules.at_node_end else start
-        if any(node.holds(component.name, tier) for tier in Tier):
-            held[first:end] = [True] * (min(end, num_pages) - first)
+        node_end = start + node.num_tokens // page_size
+        end = min(node_end, match.full_len // page_size)
+        first = node_end - 1 if component.rules.at_node_end else start
+        if first < end and any(node.holds(component.name, tier) for tier in Tier):
+            held[first:end] = [True] * (end - first)
         start = end
-    return held[:num_pages]
+    return held

@@ -86,6 +86,20 @@ def test_what_the_disk_lacks_is_computed_again(tmp_path: Path, model: ModelGeome
         settled(engine)
 
 
+@pytest.mark.parametrize("model", WITH_COMPONENTS)
+def test_what_memory_holds_of_another_prompt_is_read_as_well(tmp_path: Path, model: ModelGeometry) -> None:
+    """Two prompts part within a node of the first: its windows and states behind that are not those of the second."""
+    common, ends = prompt(1, 37), [prompt(2, 28), prompt(3, 28)]
+    asked = [np.concatenate([common, end]) for end in ends]
+    with engine_at(tmp_path, model) as engine:
+        for name, tokens in zip("ab", asked, strict=True):
+            serve(engine, name, tokens, model)
+    with engine_at(tmp_path, model) as engine:
+        for name, tokens in zip("cd", asked, strict=True):
+            assert serve(engine, name, tokens, model).tokens == 64
+        settled(engine)
+
+
 def test_only_the_last_window_is_read(tmp_path: Path) -> None:
     """A prefix of many pages brings the window pages of its last window alone."""
     tokens = prompt(1, 121)
