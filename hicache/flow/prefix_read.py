@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby, takewhile
+from typing import TypeAlias
 
 import torch
 
@@ -28,6 +29,7 @@ from hicache.metrics import Histogram
 from hicache.storage.process.jobs import FIND, FindDone, FindJob, PageBytes, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tree.node import DEVICE, DISK, FULL, HOST, REMOTE, Component, Store, TreeNode
 
+Answer: TypeAlias = FindDone | ReadDone | Stalled
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
 _GAUGE_BYTES = 8 << 20
 _MAX_JOB_S = 0.25  # of one job, which ends before anything else can begin
@@ -43,6 +45,7 @@ class PrefixReads:
         self._ids = itertools.count()
         self._reads: dict[int, PrefixRead] = {}
         self._num_pages = dict.fromkeys(context.by_name, 0)  # by component, see `pages_in_flight`
+        self._held_up: list[PrefixRead] = []  # by a copy of their anchor
         # Of reads that ended, by number and batch: what a stalled thread has. A find has no pages.
         self._left: dict[tuple[int, int], Batch | None] = {}
         count, moved = context.metrics.counter, "bytes of verified pages that a job read from the store to the host"
@@ -93,9 +96,14 @@ class PrefixReads:
         for _, tier in self._tiers:
             tier.reads.tell_cancelled()
 
-    def poll(self) -> Iterator[tuple[PrefixRead, FindDone | ReadDone | Stalled]]:
-        """What the readers have answered, each to be applied before the next is taken. Answers for reads that ended,
-        of stalled threads, are dealt with here."""
+    def poll(self) -> Iterator[tuple[PrefixRead, Answer | None]]:
+        """What the readers have answered, each to be applied before the next is taken; None for reads that go on after
+        a copy held them up. Answers for reads that ended, of stalled threads, are dealt with here."""
+        if self._held_up:
+            for read in [read for read in self._held_up if read.can_go_on]:
+                self._held_up.remove(read)
+                read.is_held_up = False
+                yield read, None
         for _, tier in self._tiers:
             for done in tier.reads.poll():
                 late = (done.ticket, done.batch)
@@ -104,8 +112,11 @@ class PrefixReads:
                 else:
                     yield self._reads[done.ticket], done
 
-    def apply(self, read: PrefixRead, done: FindDone | ReadDone | Stalled) -> None:
+    def apply(self, read: PrefixRead, done: Answer | None) -> None:
         """Enter an answer. After that of the last find, `fetch` is to be called; where the read is done, `end`."""
+        if done is None:
+            self._insert_batches(read)
+            return
         if isinstance(done, Stalled):
             read.stalled.add(done.batch)
             if done.batch > FIND or not self._note_answer(read, done):
@@ -251,10 +262,15 @@ class PrefixReads:
             start, num_gauges = part_end, num_gauges - 1
 
     def _insert_batches(self, read: PrefixRead) -> None:
-        """Insert the full pages that have arrived without a gap."""
+        """Insert the full pages that have arrived without a gap, once what they continue is on the host."""
         while not read.failed and read.next_batch < len(read.batches):
             batch = read.batches[read.next_batch]
             if batch.component.name != FULL or batch.ok is None:
+                return
+            if read.anchor.pending(FULL) is not None:
+                if not read.is_held_up:
+                    read.is_held_up = True
+                    self._held_up.append(read)
                 return
             num_good = next((i for i, verified in enumerate(batch.ok) if not verified), len(batch.ok))
             accepted = self._insert(read, batch, num_good) if num_good else 0

@@ -9,7 +9,7 @@ import torch
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.disk_prefix import DiskPrefix, Found
-from hicache.tree.node import Store, TreeNode
+from hicache.tree.node import FULL, Store, TreeNode
 
 
 @dataclass
@@ -36,6 +36,7 @@ class PrefixRead:
     `next_batch`: the first that was not inserted. `outstanding`: jobs that were not answered; `stalled`: the batches of
     those whose thread is stalled. `failed`: nothing more can be inserted.
     `other_bytes`: of windows and states that are being read, by store. `is_short`: another read could bring more.
+    `is_held_up`: what has arrived can be inserted once the copy of `anchor` to the host has ended.
     """
 
     number: int
@@ -57,6 +58,7 @@ class PrefixRead:
     other_bytes: dict[Store, int] = field(default_factory=dict)
     failed: bool = False
     is_short: bool = False
+    is_held_up: bool = False
 
     @property
     def is_live(self) -> bool:
@@ -65,8 +67,13 @@ class PrefixRead:
 
     @property
     def is_done(self) -> bool:
-        """Whether all its readers are done, but for stalled ones."""
-        return self.outstanding == len(self.stalled)
+        """Whether all its readers are done, but for stalled ones, and nothing that they brought waits."""
+        return self.outstanding == len(self.stalled) and not (self.is_held_up and self.is_live)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether it was held up, and is no longer."""
+        return self.is_held_up and (self.anchor.pending(FULL) is None or not self.is_live)
 
     @property
     def has_landed(self) -> bool:

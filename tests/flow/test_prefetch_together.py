@@ -8,7 +8,7 @@ import pytest
 from disk_case import Clock, page_keys
 from hicache import AdvancedConfig, CacheRequest, build_engine
 from hicache.config import PrefetchMode
-from hicache.errors import OutOfSlots
+from hicache.errors import OutOfSlots, TransferError
 from prefetch_case import (
     PAGE,
     PacedStore,
@@ -116,6 +116,28 @@ def test_pages_that_are_being_copied_to_the_host_are_not_read(store: PacedStore)
         serve(engine, "b", tokens)
         handle = engine.prefetch("a", tokens, mode="wait_complete")
         assert handle.ended and handle.found_tokens == 0
+        transfers.finish()
+        settled(engine)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_read_behind_a_copy_in_flight_waits_for_it(store: PacedStore, fails: bool) -> None:
+    """The beginning of a prompt is being copied to the host when the disk brings the rest: that lands when the copy has
+    ended, and is given back where it failed."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    engine = build_engine(settings(), GEOMETRY, store=store)
+    transfers = SteppedTransfers(engine)
+    with engine:
+        serve(engine, "b", tokens[:33])
+        handle = engine.prefetch("a", tokens, mode="wait_complete")
+        eventually(lambda: engine.poll() or engine.stats()["prefetch.bytes"] == 20 * PAGE * 192, engine.stats)
+        assert not handle.ended and handle.landed_tokens == 0
+        for link in transfers.down:
+            link.fails = TransferError("a copy fails") if fails else None
+        transfers.finish()
+        until_ready(engine, handle)
+        assert handle.landed_tokens == (0 if fails else 160)
         transfers.finish()
         settled(engine)
 
