@@ -108,17 +108,17 @@ class DiskPrefix:
     def usable_end(self, found: Found, num_pages: int) -> int:
         """The pages of the longest prefix that all components can use, with the first `num_pages` full pages of those
         found; at most `num_usable` where the stores add nothing."""
-        limit = self.num_host_pages + num_pages
+        limit, on_disk = self.num_host_pages + num_pages, self._on_disk(found)
         for end in range(limit, self.num_usable, -1):
-            if all(pages is not None for pages in self._to_read(end, found).values()):
+            if self._to_read(end, on_disk) is not None:
                 return end
         return min(limit, self.num_usable)
 
     def to_read(self, end: int, found: Found) -> dict[Component, list[int]]:
         """The pages to be read for a prefix of `end` pages, as `usable_end` gave it, by component."""
-        full = list(range(self.num_host_pages, end))
-        others = self._to_read(end, found) if end > self.num_usable else {}
-        return {FULL: full, **{name: pages for name, pages in others.items() if pages is not None}}
+        others = self._to_read(end, self._on_disk(found)) if end > self.num_usable else {}
+        assert others is not None
+        return {FULL: list(range(self.num_host_pages, end)), **others}
 
     def store_of(self, found: Found, component: Component, index: int) -> Store:
         """Where page `index` of the prompt is read from, one of `to_read`."""
@@ -138,14 +138,21 @@ class DiskPrefix:
         """Of all full pages."""
         return self.context.tree.names.of_prompt(self.match, self.tokens)
 
-    def _to_read(self, end: int, found: Found) -> dict[Component, list[int] | None]:
-        """By component: what a prefix of `end` pages needs from the stores; None where these lack it."""
-        needed: dict[Component, list[int] | None] = {}
+    def _on_disk(self, found: Found) -> list[list[bool]]:
+        """By component: which pages of the prompt a store holds."""
         num_asked = self.num_pages - self.num_usable
-        for index, component in enumerate(self._others):
-            asked = found.others[index * num_asked : (index + 1) * num_asked]
-            on_disk = [*[False] * self.num_usable, *(store is not None for store in asked)]
-            needed[component.name] = component.pages_to_prefetch(end, self.in_memory[component.name], on_disk)
+        starts = range(0, len(found.others), num_asked) if num_asked else ()
+        asked = [found.others[start : start + num_asked] for start in starts]
+        return [[*[False] * self.num_usable, *(store is not None for store in stores)] for stores in asked]
+
+    def _to_read(self, end: int, on_disk: Sequence[Sequence[bool]]) -> dict[Component, list[int]] | None:
+        """By component: what a prefix of `end` pages needs from the stores; None where these lack something."""
+        needed: dict[Component, list[int]] = {}
+        for component, held in zip(self._others, on_disk, strict=False):
+            pages = component.pages_to_prefetch(end, self.in_memory[component.name], held)
+            if pages is None:
+                return None
+            needed[component.name] = pages
         return needed
 
 

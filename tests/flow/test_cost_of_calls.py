@@ -8,9 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
-from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Prefetch, build_engine
+from component_case import STATES
+from hicache import (
+    AdvancedConfig,
+    CacheEngine,
+    CacheRequest,
+    DiskConfig,
+    LookupResult,
+    ModelGeometry,
+    Prefetch,
+    build_engine,
+)
 from toy_model import GEOMETRY, config
-from waiting import eventually
+from waiting import BOUND_S, eventually
 
 PAGE = 8
 IDLE_POLL_CALLS = 64  # what a poll costs at most that finds no answer
@@ -32,12 +42,14 @@ def calls_of(work: Callable[[], object]) -> int:
     return count
 
 
-def engine_of(path: Path, num_pages: int, queue_jobs: int = 1024) -> CacheEngine:
+def engine_of(
+    path: Path, num_pages: int, queue_jobs: int = 1024, model: ModelGeometry = GEOMETRY, **more: object
+) -> CacheEngine:
     disk = DiskConfig(path=str(path), budget_bytes=64 << 20)
     advanced = AdvancedConfig(transfer_chunk_tokens=16, disk_queue_jobs=queue_jobs)
     tokens = (num_pages + 16) * PAGE
-    sizes = {"device_tokens": tokens, "host_bytes": tokens * 192, "max_context_len": tokens}
-    return build_engine(config(**sizes, disk=disk, prefetch_mode="wait_complete", advanced=advanced), GEOMETRY)
+    sizes = {"device_tokens": tokens, "host_bytes": tokens * 192, "max_context_len": tokens, **more}
+    return build_engine(config(**sizes, disk=disk, prefetch_mode="wait_complete", advanced=advanced), model)
 
 
 def calls_until(engine: CacheEngine, *handles: Prefetch) -> list[int]:
@@ -76,6 +88,23 @@ def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
         read[num_pages] = sum(steps)
     assert read[2048] < 4.4 * read[512]
     assert admit[2048] < 5 * admit[512]
+
+
+def test_a_hybrid_prompt_whose_states_are_gone_is_linear_in_its_length(tmp_path: Path) -> None:
+    """Of two prompts that differ in their last page the disk holds all pages but one, and no state that both share:
+    where the second could begin is found in about four times the calls for four times as many pages."""
+    lookups = {}
+    for num_pages in (256, 1024):
+        tokens = np.random.default_rng(0).integers(0, 1 << 20, num_pages * PAGE + 1)
+        path, sizes = tmp_path / str(num_pages), {"mamba_size": 16, "host_states": 12, "mamba_chunk_tokens": PAGE}
+        with engine_of(path, 1024, model=STATES, **sizes) as engine:
+            compute(engine, tokens[:-1])
+        with engine_of(path, 1024, model=STATES, **sizes) as engine:
+            found: list[LookupResult] = []
+            other = np.concatenate([tokens[: -2 * PAGE], np.zeros(2 * PAGE, np.int64)])
+            lookups[num_pages] = calls_of(lambda: found.append(engine.lookup(other, disk_wait_s=BOUND_S)))  # noqa: B023
+            assert found[0].disk_known and found[0].disk == 0
+    assert lookups[1024] < 5 * lookups[256]
 
 
 def test_a_prompt_that_the_queue_has_no_room_for(tmp_path: Path) -> None:

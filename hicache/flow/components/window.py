@@ -142,8 +142,13 @@ class SlidingWindow(CacheComponent):
 
     def pages_to_prefetch(self, end: int, in_memory: Sequence[bool], on_disk: Sequence[bool]) -> list[int] | None:
         first = max(0, end - -(-self.rules.window // self.page_size))
-        missing = [page for page in range(first, end) if not in_memory[page]]
-        return missing if all(on_disk[page] for page in missing) else None
+        missing: list[int] = []
+        for page in range(end - 1, first - 1, -1):
+            if not in_memory[page]:
+                if not on_disk[page]:
+                    return None
+                missing.append(page)
+        return missing[::-1]
 
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
         """Window slots of the nodes that hold them, and those of leases' full slots."""
