@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from hicache.storage.process.frames import Body, Frames, Kind
 
-_RECEIVE_BYTES = 1 << 18
+_RECEIVE_BYTES = 1 << 16  # more would be mapped and unmapped by each call
 _WAIT_S = 0.5
 
 
@@ -52,8 +52,10 @@ class Connection:
 
     def receive(self) -> Iterator[tuple[Kind, Body]]:
         """All frames that have come. Raises ValueError too."""
-        while data := self.take():
+        is_more = True
+        while is_more and (data := self.take()):
             yield from self.frames.feed(data)
+            is_more = len(data) == _RECEIVE_BYTES  # less is all that has come
 
     def take(self) -> bytes:
         """Some of the bytes that have come; b"" where none have."""

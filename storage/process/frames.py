@@ -106,9 +106,10 @@ def frame(kind: Kind, *parts: bytes) -> bytes:
 
 def keys_of(keys: Sequence[bytes]) -> bytes:
     """StoreError for what is no key."""
-    if keys and not 1 <= min(map(len, keys)) <= max(map(len, keys)) <= MAX_KEY_BYTES:
+    lengths = list(map(len, keys))
+    if keys and not 1 <= min(lengths) <= max(lengths) <= MAX_KEY_BYTES:
         raise StoreError(f"a key has 1 to {MAX_KEY_BYTES} bytes")
-    return b"".join((_COUNT.pack(len(keys)), array("H", map(len, keys)).tobytes(), *keys))
+    return b"".join((_COUNT.pack(len(keys)), array("H", lengths).tobytes(), *keys))
 
 
 def of_job(job: Job, pages: Pages) -> bytes:
