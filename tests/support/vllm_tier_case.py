@@ -63,8 +63,8 @@ class Scheduler:
             "secondary_tiers": [{"type": "HiCacheTier", "module_path": "hicache.integrations.vllm", **tier}],
             **changed.pop("extra", {}),
         }
-        config = replace(CONFIG, engine_id=uuid.uuid4().hex, extra_config=extra, **changed)
-        self.manager = TieringOffloadingSpec(config).get_manager()
+        self.config = replace(CONFIG, engine_id=uuid.uuid4().hex, extra_config=extra, **changed)
+        self.manager = TieringOffloadingSpec(self.config).get_manager()
         self.primary = self.manager.primary_tier
         self.tiers = self.manager.secondary_tiers
         self.rows = np.asarray(self.primary.get_kv_memoryview()).view(np.uint8)

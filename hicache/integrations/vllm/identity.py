@@ -26,11 +26,19 @@ def identity_of(config: OffloadingConfig, release: str, row_bytes: int) -> dict[
 
     vLLM gives the model by name alone. Where the name is a folder, samples of its weights count as well. What vLLM does
     not tell (revision, adapters, a draft model, overrides of the model's configuration) is for the salt.
+
+    How many workers there are is left out where they write the same canonical row, each its heads. vLLM refuses to
+    start a worker that cannot do so.
     """
-    parallel = config.parallel
+    parallel, is_portable = config.parallel, config.canonical_layout and config.parallel.is_parallelism_agnostic
+    geometry = (
+        f"world={parallel.world_size},tp={parallel.tp_size},pp={parallel.pp_size},"
+        f"pcp={parallel.pcp_size},dcp={parallel.dcp_size}"
+    )
+    num_parts = parallel.world_size if is_portable and not config.replicated_layout else 1
     layout = {
         "groups": [asdict(group) for group in config.groups],
-        "worker_bytes": config.worker_kv_bytes_per_block,
+        "worker_bytes": config.worker_kv_bytes_per_block * num_parts,
         "replicated": config.replicated_layout,
         "canonical": config.canonical_layout,
     }
@@ -42,10 +50,7 @@ def identity_of(config: OffloadingConfig, release: str, row_bytes: int) -> dict[
         "layout": f"{config.kv_cache_layout} {_digest(json.dumps(layout, sort_keys=True).encode())}",
         "page_tokens": _chunk_tokens(config),
         "page_bytes": row_bytes,
-        "parallel": (
-            f"world={parallel.world_size},tp={parallel.tp_size},pp={parallel.pp_size},"
-            f"pcp={parallel.pcp_size},dcp={parallel.dcp_size}"
-        ),
+        "parallel": "any" if is_portable else geometry,
         "platform": _platform(),
     }
 
