@@ -1,6 +1,6 @@
 """Tier 2: pinned CPU memory in pages."""
 
-from hicache.host.arena import PinnedArena, PinnedRows
+from hicache.host.arena import CudaRegistry, PinnedArena, PinnedRows, allocate_pinned
 from hicache.host.pool import HostPagePool
 
-__all__ = ["HostPagePool", "PinnedArena", "PinnedRows"]
+__all__ = ["CudaRegistry", "HostPagePool", "PinnedArena", "PinnedRows", "allocate_pinned"]

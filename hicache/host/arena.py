@@ -8,6 +8,7 @@ rows. A copy must not cross the end of a chunk, because CUDA registers each chun
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 import mmap
@@ -48,6 +49,19 @@ class CudaRegistry:
     def unregister(self, address: int) -> str | None:
         """Undo the registration that began at `address`; None, or why it cannot be undone."""
         return self._call(self._cudart.cudaHostUnregister, address)
+
+    def allocate(self, num_bytes: int) -> int:
+        """Address of fresh page-locked memory, for `free`; 0 when there is none."""
+        address = ctypes.c_void_p()
+        with torch.cuda.device(self._device):
+            # cudaHostAlloc, which torch has for powers of two alone.
+            ctypes.CDLL("libcuda.so.1").cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(num_bytes), 0)
+        return address.value or 0
+
+    def free(self, address: int) -> None:
+        """Give back what `allocate` gave."""
+        with torch.cuda.device(self._device):
+            ctypes.CDLL("libcuda.so.1").cuMemFreeHost(ctypes.c_void_p(address))
 
     def _call(self, function: Callable[..., Any], *arguments: int) -> str | None:
         # Under the engine's device: a call under another device would create a context there, which takes memory.
@@ -149,6 +163,19 @@ class PinnedArena:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+def allocate_pinned(rows: int, row_bytes: int, *, setting: str, registry: CudaRegistry) -> torch.Tensor:
+    """uint8 [rows, row_bytes] that CUDA allocates page-locked, for where it cannot lock memory that is there. No other
+    process can map it; the last tensor that refers to it releases it. OutOfMemory names `setting`."""
+    num_bytes = rows * row_bytes
+    require(num_bytes, setting)
+    address = registry.allocate(num_bytes)
+    if not address:
+        raise OutOfMemory(f"CUDA cannot allocate {num_bytes} bytes of CPU memory; lower {setting}")
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    weakref.finalize(memory, registry.free, address).atexit = False  # the driver does it faster
+    return torch.frombuffer(memory, dtype=torch.uint8).view(rows, row_bytes)
 
 
 def touch(memory: npt.NDArray[np.uint8], cpus: frozenset[int]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.host import arena
-from hicache.host.arena import CudaRegistry, PinnedArena
+from hicache.host.arena import CudaRegistry, PinnedArena, allocate_pinned
 from hicache.host.memory import RESERVE_BYTES, available_bytes, bytes_of_ratio, require
 from hicache.host.numa import cpus_near, pci_address, run_near
 from memory_maps import flags_at
@@ -299,6 +299,30 @@ def test_pinned_memory_is_pinned() -> None:
         assert torch.equal(arena.data[row].cuda(non_blocking=True).cpu(), source[row])
     arena.close()
     assert not any(arena.data[row].is_pinned() for row in (0, 23, 24, 63))
+
+
+@pytest.mark.gpu
+def test_memory_that_cuda_allocates_is_pinned_and_freed_with_its_last_tensor() -> None:
+    """Rows go to the device and back whole. More than CUDA can allocate is refused, which harms no kernel."""
+    freed: list[int] = []
+
+    class Counting(CudaRegistry):
+        def free(self, address: int) -> None:
+            freed.append(address)
+            super().free(address)
+
+    registry = Counting()
+    rows = allocate_pinned(5, (1 << 20) + 48, setting="host_bytes", registry=registry)
+    address, last, source = rows.data_ptr(), rows[4:], torch.randint(0, 255, rows.shape, dtype=torch.uint8)
+    rows.copy_(source.cuda(), non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(rows.cuda(non_blocking=True).cpu(), source)
+    del rows
+    assert last.is_pinned() and torch.equal(last, source[4:]) and not freed
+    del last
+    assert freed == [address]
+    assert registry.allocate(1 << 50) == 0
+    assert torch.arange(1000, device="cuda").sum().item() == 499500
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.errors import ConfigError
+from hicache.host import CudaRegistry
 from hicache.integrations.load_gate import GatedStoreConfig, gated_store_config
 from hicache.integrations.vllm.offloading_worker import ChunkRows, HiCacheOffloadingWorker
 from hicache.settings import Choice, Size, from_mapping, settle
@@ -127,7 +128,9 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
             cpu_page_size=self.cpu_page_size_per_worker,
         )
         try:
-            rows = ChunkRows(region, self.cpu_page_size_per_worker, device)
+            registry = CudaRegistry(device) if device.type == "cuda" else None
+            is_shared = bool(self.secondary_tier_configs) or self.replicated_layout
+            rows = ChunkRows(region, self.cpu_page_size_per_worker, registry, is_shared=is_shared)
         except BaseException:
             region.cleanup()
             raise

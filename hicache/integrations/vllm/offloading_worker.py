@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,27 +30,45 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from hicache.errors import ConfigError
-from hicache.host import PinnedRows
+from hicache.errors import ConfigError, OutOfMemory
+from hicache.host import CudaRegistry, PinnedRows, allocate_pinned
 from hicache.integrations.vllm.offloading_copies import ChunkLink, Direction, chunk_blocks
 from hicache.transfer import TransferOp
 
 log = logging.getLogger(__name__)
 
+_CANNOT_SHARE = (
+    "where CUDA pins no memory that processes share (confidential computing), use TieringOffloadingSpec with "
+    "HiCacheTier, whose copies need no pinned memory, or leave out disk and secondary_tiers"
+)
+
 
 class ChunkRows:
-    """This worker's part of the rows of a region: `host`, uint8 [rows, cpu_page_bytes], pinned where the cache is on a
-    GPU. Owns the region. `OutOfMemory` when the rows cannot be pinned."""
+    """This worker's part of the rows of a region: `host`, uint8 [rows, cpu_page_bytes]. Owns the region.
 
-    def __init__(self, region: SharedOffloadRegion, cpu_page_bytes: int, device: torch.device) -> None:
+    `registry`: by which rows are pinned, for a cache on a GPU. Where it cannot pin the region, `host` is memory of this
+    worker alone; where rows are `is_shared`, read or written by other processes too, that is an `OutOfMemory`.
+    """
+
+    def __init__(
+        self, region: SharedOffloadRegion, cpu_page_bytes: int, registry: CudaRegistry | None, *, is_shared: bool
+    ) -> None:
         self._region, self._is_named = region, True
         rows = region.base_tensor.view(torch.uint8).view(region.num_chunks, -1)
-        self.rows_per_chunk, self._pins = len(rows), None
-        if device.type == "cuda":
-            self._pins = PinnedRows(rows, setting="cpu_bytes_to_use", device=device)
-            self.rows_per_chunk = self._pins.rows_per_chunk
         start = (region.rank or 0) * cpu_page_bytes
         self.host = rows[:, start : start + cpu_page_bytes]
+        self.rows_per_chunk, self._pins, self._is_private = len(rows), None, False
+        if registry is None:
+            return
+        try:
+            self._pins = PinnedRows(rows, setting="cpu_bytes_to_use", registry=registry)
+            self.rows_per_chunk = self._pins.rows_per_chunk
+        except OutOfMemory as error:
+            if is_shared:
+                raise OutOfMemory(f"{error}; {_CANNOT_SHARE}") from None
+            log.warning("%s. This worker takes as much memory of its own instead", error)
+            self.host = allocate_pinned(len(rows), cpu_page_bytes, setting="cpu_bytes_to_use", registry=registry)
+            self._is_private = True
 
     def forget_name(self) -> None:
         """Remove the file's name once everybody has mapped it: the memory then goes with the last process, however it
@@ -58,6 +77,8 @@ class ChunkRows:
             self._is_named = self._region._creator = False
             with contextlib.suppress(FileNotFoundError):  # another worker was faster
                 os.unlink(self._region.mmap_path)
+            if self._is_private:
+                self._region.mmap_obj.madvise(mmap.MADV_REMOVE)  # nobody uses the region
 
     def close(self) -> None:
         """Unpin and unmap. No copy may be under way."""

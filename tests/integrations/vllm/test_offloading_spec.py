@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +24,10 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
 )
 
-from hicache.errors import ConfigError
-from hicache.integrations.vllm import HiCacheOffloadingSpec
+from hicache.errors import ConfigError, OutOfMemory
+from hicache.host import CudaRegistry
+from hicache.integrations.vllm import HiCacheOffloadingSpec, offloading_spec
+from hicache.integrations.vllm.offloading_worker import ChunkRows
 from vllm_offload_case import Cache, Engine, offloading_config
 from vllm_tier_case import key
 
@@ -219,6 +225,73 @@ def test_a_worker_that_cannot_be_built_leaves_no_shared_memory(device: str) -> N
     wide = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, tensor.shape[1])], [[CanonicalKVCacheRef(0, 1)]])
     with pytest.raises(ConfigError, match="TieringOffloadingSpec"):
         HiCacheOffloadingSpec(config).get_worker(wide)
+    assert not list(Path("/dev/shm").glob(f"vllm_offload_{config.engine_id}*"))
+
+
+class NoPinning:
+    """CUDA under confidential computing, for a machine without: it allocates page-locked memory, and locks no other."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, mmap.mmap] = {}
+
+    def register(self, address: int, num_bytes: int) -> str:
+        return "CUDA error 801, operation not supported"
+
+    def allocate(self, num_bytes: int) -> int:
+        memory = mmap.mmap(-1, num_bytes)
+        address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+        self.held[address] = memory
+        return address
+
+    def free(self, address: int) -> None:
+        del self.held[address]
+
+
+@pytest.fixture
+def no_pinning(device: str, monkeypatch: pytest.MonkeyPatch) -> NoPinning:
+    """On a GPU CUDA's own call fails, and all others are made."""
+    cuda = NoPinning()
+    if device == "cuda":
+        monkeypatch.setattr(CudaRegistry, "register", cuda.register)
+    else:
+
+        def rows(region: Any, page_bytes: int, registry: None, **how: Any) -> ChunkRows:
+            return ChunkRows(region, page_bytes, cuda, **how)
+
+        monkeypatch.setattr(offloading_spec, "ChunkRows", rows)
+    return cuda
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("cache", [TWO_GROUPS, CHUNKED], ids=["two-groups", "chunked"])
+def test_memory_that_cannot_be_pinned_is_allocated(engines: Any, no_pinning: NoPinning, cache: Cache) -> None:
+    """The shared memory, which then holds nothing, takes none from the first transfer on."""
+    engine, per_chunk = engines(cache, extra(cache, 16)), cache.blocks_per_chunk
+    blocks, keys = list(range(1, 1 + 4 * per_chunk)), [key(i) for i in range(4)]
+    for block in blocks:
+        engine.write(block, block)
+    assert engine.store(keys, blocks) == keys
+    assert engine.load(keys, [block + 30 for block in blocks])
+    assert all(engine.holds(block + 30, block) for block in blocks)
+    rows = engine.worker._rows
+    assert rows.host.is_pinned() or len(no_pinning.held) == 1
+    assert os.fstat(rows._region.fd).st_blocks == 0
+    del rows
+    engine.worker.shutdown()
+    assert not no_pinning.held
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("others", ["disk", "workers"])
+def test_memory_that_cannot_be_pinned_and_has_other_users_ends_the_start(
+    tmp_path: Path, device: str, no_pinning: NoPinning, others: str
+) -> None:
+    """A disk, or workers that read what one of them stores. The error says what would do."""
+    more = {"disk": {"path": str(tmp_path), "budget": "64MB"}} if others == "disk" else {}
+    config = replace(offloading_config(PLAIN, extra(PLAIN, 4, **more)), replicated_layout=others == "workers")
+    tensors = [CanonicalKVCacheTensor(torch.zeros(8, n, dtype=torch.int8, device=device), n) for n in PLAIN.widths]
+    with pytest.raises(OutOfMemory, match="use TieringOffloadingSpec"):
+        HiCacheOffloadingSpec(config).get_worker(CanonicalKVCaches(tensors, [[]]))
     assert not list(Path("/dev/shm").glob(f"vllm_offload_{config.engine_id}*"))
 
 
