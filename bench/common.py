@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from hicache.bench.machine import RESULTS, ROOT, commit_of, machine_name, software
+from hicache.console import write_whole
 from hicache.errors import HiCacheError
-from hicache.output_file import write_whole
 
 SCHEMA = 1
 

@@ -24,8 +24,7 @@ import torch
 from hicache import CacheEngine, CacheRequest, EngineConfig, Lease, ModelGeometry, build_engine
 from hicache.bench.common import Report, gb_per_s, percentile
 from hicache.bench.raw_io import drop_caches
-from hicache.config import AdvancedConfig
-from hicache.store_config import DiskConfig
+from hicache.config import AdvancedConfig, DiskConfig
 
 TARGET = 0.95
 DOCUMENTS = 16  # the load of the last one overlaps no read

@@ -27,8 +27,8 @@ from hicache.bench.common import BenchUnavailable, Report, cuda_timer, interleav
 from hicache.bench.forward8b import FULL, TINY
 from hicache.bench.stage import Stage, step_timer
 from hicache.bench.transfer import Layout
+from hicache.build.factory import build_transfer
 from hicache.config import EngineConfig
-from hicache.factory import build_transfer
 from hicache.transfer import LayerTransferCounter, TransferBackend
 
 NAME = "overlap"

@@ -20,12 +20,11 @@ import numpy as np
 import torch
 
 from hicache.bench.common import Report, interleave
-from hicache.config import EngineConfig
+from hicache.build.factory import build_engine
+from hicache.config import EngineConfig, RemoteConfig
 from hicache.engine import CacheEngine, CacheRequest
-from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
 from hicache.storage import PageFormat, PageStore, open_store
-from hicache.store_config import RemoteConfig
 from hicache.stores import identity_of
 from hicache.tree import FULL, HOST
 

@@ -18,9 +18,9 @@ import torch
 
 from hicache import ModelGeometry
 from hicache.bench.common import Report, interleave, raw_copies
+from hicache.build.factory import build_transfer
 from hicache.config import AdvancedConfig, EngineConfig
 from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool
-from hicache.factory import build_transfer
 from hicache.host import HostPagePool
 from hicache.transfer import TransferBackend, TransferOp
 

@@ -4,8 +4,11 @@ from hicache.alloc import BaseTokenToKVPoolAllocator as BaseTokenToKVPoolAllocat
 from hicache.alloc import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
 from hicache.alloc import SWATokenToKVPoolAllocator as SWATokenToKVPoolAllocator
 from hicache.alloc import TokenToKVPoolAllocator as TokenToKVPoolAllocator
+from hicache.build.factory import build_engine as build_engine
 from hicache.config import AdvancedConfig as AdvancedConfig
+from hicache.config import DiskConfig as DiskConfig
 from hicache.config import EngineConfig as EngineConfig
+from hicache.config import RemoteConfig as RemoteConfig
 from hicache.device import AscendMLAPagedTokenToKVPool as AscendMLAPagedTokenToKVPool
 from hicache.device import AscendTokenToKVPool as AscendTokenToKVPool
 from hicache.device import DoubleSparseTokenToKVPool as DoubleSparseTokenToKVPool
@@ -57,7 +60,6 @@ from hicache.errors import TraceError as TraceError
 from hicache.errors import TransferBusy as TransferBusy
 from hicache.errors import TransferError as TransferError
 from hicache.errors import UnsupportedModel as UnsupportedModel
-from hicache.factory import build_engine as build_engine
 from hicache.kernels.alloc_extend import alloc_extend_naive as alloc_extend_naive
 from hicache.kernels.paged_attention import contiguous_to_paged as contiguous_to_paged
 from hicache.kernels.paged_attention import paged_attention_forward as paged_attention_forward
@@ -92,15 +94,13 @@ from hicache.prefix_cache.params import MatchPrefixParams as MatchPrefixParams
 from hicache.prefix_cache.params import MatchResult as MatchResult
 from hicache.prefix_cache.radix_cache import RadixCache as RadixCache
 from hicache.prefix_cache.swa_radix_cache import SWARadixCache as SWARadixCache
+from hicache.prefix_cache.tensor_cache import HiCache as HiCache
+from hicache.prefix_cache.tensor_cache import TensorCacheStats as TensorCacheStats
 from hicache.storage.base import StoreCorrupt as StoreCorrupt
 from hicache.storage.base import StoreError as StoreError
 from hicache.storage.base import StoreLocked as StoreLocked
 from hicache.storage.base import StoreMismatch as StoreMismatch
 from hicache.storage.urls import open_store as open_store
-from hicache.store_config import DiskConfig as DiskConfig
-from hicache.store_config import RemoteConfig as RemoteConfig
-from hicache.tensor_cache import HiCache as HiCache
-from hicache.tensor_cache import TensorCacheStats as TensorCacheStats
 from hicache.transfer import LayerTransferCounter as LayerTransferCounter
 from hicache.tree import AllBlocksCleared as AllBlocksCleared
 from hicache.tree import BlockRemoved as BlockRemoved

@@ -85,7 +85,7 @@ _COMMANDS = {
         "Measure this machine beside its own ceilings, compare two results, draw them.",
     ),
     "config": _Command(
-        "hicache.config_command",
+        "hicache.config.command",
         "the settings in force and where each came from",
         "Print every setting of an engine with its value, its unit and its source: a default, the file, a flag "
         "or the environment.",

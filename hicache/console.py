@@ -1,4 +1,5 @@
-"""What people write and read in a terminal: sizes, figures, plain columns, tables and bars of progress.
+"""What people write and read in a terminal: sizes, figures, plain columns, tables and bars of progress; and the files
+that commands write for them, like the FILE of `--json`.
 
 One place for all commands, benchmarks and messages. It stands below the stores, whose URLs have sizes too, and imports
 rich where a table or a bar is made: the command line must take Ctrl-C while it still loads.
@@ -8,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias
 
 from hicache.errors import ConfigError
@@ -191,6 +194,35 @@ def progress(what: str, *, wanted: bool = True) -> Iterator[Step]:
     with Progress(*parts, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """Tell before the work what would fail after it: ConfigError, which names the flag."""
+    found = path if _is_special(path) else Path(os.path.realpath(path)).parent
+    if path.is_dir() or not found.exists() or not os.access(found, os.W_OK):
+        raise ConfigError(f"{flag} {path} cannot be written; give a file in a folder that can be written to")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all: beside it, then renamed. OSError where that fails.
+
+    A link is followed. What is no regular file, like a device or a pipe, is written to: a file of that name would take
+    its place for everybody.
+    """
+    if _is_special(path):
+        path.write_text(text, encoding="utf-8")
+        return
+    real = Path(os.path.realpath(path))
+    beside = real.with_name(f".{real.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(real)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()
 
 
 def _text(text: str) -> Text:

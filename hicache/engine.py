@@ -42,12 +42,7 @@ from hicache.flow.prefetch_waiter import Prefetch
 from hicache.flow.reset import MemoryTier, reset
 from hicache.flow.restore import Restore
 from hicache.flow.usage import register_usage
-from hicache.kv_events import EventPublisher
-from hicache.life import EngineLife, exclusive
-from hicache.metrics import MetricInfo, MetricValue, flattened
-from hicache.transfer.counter import LayerTransferCounter
-from hicache.tree.node import DISK, REMOTE, SWA, Store
-from hicache.validation import (
+from hicache.flow.validation import (
     valid_count,
     valid_leases,
     valid_mode,
@@ -58,6 +53,11 @@ from hicache.validation import (
     valid_request_id,
     valid_tokens,
 )
+from hicache.kv_events import EventPublisher
+from hicache.life import EngineLife, exclusive
+from hicache.metrics import MetricInfo, MetricValue, flattened
+from hicache.transfer.counter import LayerTransferCounter
+from hicache.tree.node import DISK, REMOTE, SWA, Store
 
 __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "MemoryTier", "Prefetch"]
 
@@ -66,7 +66,7 @@ C = TypeVar("C", bound=CacheComponent)
 
 
 class CacheEngine(EngineLife):
-    """One hierarchical cache. Build it with `hicache.factory.build_engine`; use it in a `with`, or `start` and
+    """One hierarchical cache. Build it with `hicache.build.factory.build_engine`; use it in a `with`, or `start` and
     `close` it.
 
     Every verb checks its arguments first, and a call that raises has changed nothing: `InvalidTokens` for tokens that

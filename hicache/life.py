@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from hicache.errors import ConcurrentCall, DoubleFree, HiCacheError, NotRunning
 from hicache.flow.context import EngineContext
 from hicache.kv_events import EventPublisher
-from hicache.owner import OwnerProcess
+from hicache.storage.owner import OwnerProcess
 from hicache.stores import StoreTier
 from hicache.transfer.base import TransferBackend
 

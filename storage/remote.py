@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from hicache.owner import OwnerProcess
 from hicache.storage.base import PageBuffer, StoreError, StoreStats
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
@@ -23,6 +22,7 @@ from hicache.storage.filters import PageFormat
 from hicache.storage.header import NAMESPACE_BYTES, HeaderAndPayload, page_bytes_of
 from hicache.storage.lookup import Counters, check_keys, check_pages
 from hicache.storage.memory import Scratch
+from hicache.storage.owner import OwnerProcess
 from hicache.storage.records import identity_with_key, namespace_digest, sorted_formats
 
 log = logging.getLogger("hicache.storage")

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from hicache.owner import OwnerProcess
 from hicache.storage.base import StoreCorrupt, StoreError
 from hicache.storage.directory import (
     INDEX_FILE,
@@ -25,6 +24,7 @@ from hicache.storage.directory import (
 )
 from hicache.storage.header import parse_header
 from hicache.storage.index import Entry, Index, io_errors
+from hicache.storage.owner import OwnerProcess
 from hicache.storage.read_write_lock import ReadWriteLock
 from hicache.storage.records import StoreRecord
 from hicache.storage.slot_file import SlotFile, SlotFiles, SlotLength

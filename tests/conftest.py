@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+import hicache.build.store_tiers
 import hicache.integrations.server_store
-import hicache.store_tiers
 import programs
 from hicache.stores import open_tier
 
@@ -72,7 +72,7 @@ def stores_in_threads(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     minutes. Tests marked `store_process`, and the programs that tests start, have them in processes."""
     if request.node.get_closest_marker("store_process") is None:
         in_process = {"in_process": True}
-        for module in (hicache.store_tiers, hicache.integrations.server_store):
+        for module in (hicache.build.store_tiers, hicache.integrations.server_store):
             monkeypatch.setattr(module, "open_tier", lambda wanted, **how: open_tier(wanted, **how | in_process))
 
 

@@ -127,7 +127,7 @@ import numpy as np, torch
 from hicache import CacheRequest, DiskConfig, EngineConfig, ModelGeometry, build_engine
 from hicache.errors import NotRunning
 from hicache.storage import LmdbPageStore, PageFormat, open_existing, open_store
-from hicache.tensor_cache import HiCache
+from hicache.prefix_cache.tensor_cache import HiCache
 
 root = Path(sys.argv[1])
 disk = DiskConfig(path=str(root / "pages"), budget_bytes=32 << 20)

@@ -12,8 +12,8 @@ import pytest
 
 from component_case import STATES, WINDOWS, config
 from hicache import build_engine
+from hicache.config import DiskConfig
 from hicache.metrics import BYTES_BOUNDS, Counter, HistogramValue, MetricInfo, Metrics, flattened
-from hicache.store_config import DiskConfig
 from memory_store import MemoryPageStore
 
 

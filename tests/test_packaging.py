@@ -19,7 +19,7 @@ else:
     tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).resolve().parent.parent
-MADE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "shared")
+MADE = (".git", ".venv", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "shared")
 SOURCES = {"hicache": "hicache", "kernels": "hicache/kernels", "storage": "hicache/storage", "bench": "hicache/bench"}
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 INSTALLED = """

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from hicache.errors import ConfigError, HiCacheError, InvariantError, ShapeError
 from hicache.host import HostPagePool
+from hicache.prefix_cache.tensor_cache import HiCache
+from hicache.prefix_cache.tensor_header import TensorHeader
 from hicache.storage import StoreMismatch, open_existing
 from hicache.storage.index import Index
 from hicache.storage.slot_file import SlotFile
-from hicache.tensor_cache import HiCache
-from hicache.tensor_header import TensorHeader
 
 BLOCK = 4096
 SMALL = {"l2_bytes": 64 * BLOCK, "disk_bytes": 16 << 20, "block_bytes": BLOCK}

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
 from hicache.config import Auto
+from hicache.config.settings import Number, as_mapping, from_mapping
 from hicache.flow.cost import PrefillCost
 from hicache.integrations.server_store import ServerStoreConfig
 from hicache.metrics import Metrics
-from hicache.settings import Number, as_mapping, from_mapping
 
 log = logging.getLogger(__name__)
 

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
+from hicache.config import DiskConfig
+from hicache.config.settings import Choice, FilePath, Size, Text, Whole, as_mapping, from_mapping, settle
+from hicache.config.stores import MAX_STORE_BYTES, Durability
 from hicache.errors import ConfigError
-from hicache.settings import Choice, FilePath, Size, Text, Whole, as_mapping, from_mapping, settle
 from hicache.storage import PageCipher, PageFormat, StoreCorrupt, StoreLocked
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
-from hicache.store_config import MAX_STORE_BYTES, DiskConfig, Durability
 from hicache.stores import StoreTier, key_of, open_tier
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from hicache.config.settings import Number, as_flag
 from hicache.errors import NoServer, NotOurServer
 from hicache.monitoring.client import MetricsClient
 from hicache.monitoring.frame import frame
 from hicache.monitoring.readings import History
-from hicache.settings import Number, as_flag
 
 _WINDOW_S = 10.0  # what "now" is about
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache.config import EngineConfig
+from hicache.config.settings import Number, Size, Tokens, Whole, as_flag, settings_of
 from hicache.console import progress
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
 from hicache.planning.memory import MemoryPlan, Tier, Wanted, plan_memory
@@ -21,7 +22,6 @@ from hicache.planning.report import show
 from hicache.planning.times import COMPUTE_SHARE, LengthTimes, Machine, Times
 from hicache.replay.simulation import ReplaySettings, replay
 from hicache.replay.trace import Trace, read_trace
-from hicache.settings import Number, Size, Tokens, Whole, as_flag, settings_of
 
 _ENGINE = settings_of(EngineConfig)
 _SIZE, _POSITIVE = as_flag(Size("a size like 64GiB")), as_flag(Size("a size like 64GiB", 1))

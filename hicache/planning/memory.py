@@ -2,8 +2,8 @@
 
     memory of the GPU = weights + pools + workspace
 
-The pools are those that `hicache.sizing` describes and the factory builds. With several GPUs every one has its share of
-the weights and heads; latent rows cannot be shared out and are on each of them.
+The pools are those that `hicache.build.sizing` describes and the factory builds. With several GPUs every one has its
+share of the weights and heads; latent rows cannot be shared out and are on each of them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hicache.config import EngineConfig
-from hicache.errors import ConfigError, OutOfMemory
-from hicache.layout import ModelGeometry
-from hicache.planning.gpus import Gpu
-from hicache.planning.presets import PlannedModel
-from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT
-from hicache.sizing import (
+from hicache.build.sizing import (
     MAX_TOKENS,
     RowBytes,
     device_bytes,
@@ -29,7 +23,12 @@ from hicache.sizing import (
     resolve,
     row_bytes,
 )
-from hicache.store_config import DiskConfig
+from hicache.config import DiskConfig, EngineConfig
+from hicache.errors import ConfigError, OutOfMemory
+from hicache.layout import ModelGeometry
+from hicache.planning.gpus import Gpu
+from hicache.planning.presets import PlannedModel
+from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT
 
 _PLENTY = 1 << 60  # the machine that is planned for may have more memory than this one
 _MOST_GPUS = 1024

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
-from hicache.settings import short_repr
 from hicache.tree import DEVICE, DISK, FULL, HOST, PageHasher, RadixTree, Tier, TreeNode
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS

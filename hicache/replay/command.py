@@ -11,9 +11,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hicache.console import counted, print_table, progress
+from hicache.config.settings import Number, Size, Whole, as_flag
+from hicache.console import counted, print_table, progress, require_writable, write_whole
 from hicache.errors import ConfigError
-from hicache.output_file import require_writable, write_whole
 from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
 from hicache.replay.cost import TierCosts, costs_of
 from hicache.replay.nodes import ROUTERS, NodeSettings
@@ -21,7 +21,6 @@ from hicache.replay.report import require_report_packages, result_rows, write_re
 from hicache.replay.simulation import ReplayResult
 from hicache.replay.sweep import Case, cases_of, sweep
 from hicache.replay.trace import Trace, read_trace
-from hicache.settings import Number, Size, Whole, as_flag
 from hicache.tree.policy import ORDERS
 
 UNLIMITED = "unlimited"

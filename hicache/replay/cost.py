@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
-from hicache.settings import short_repr
 
 Counts = npt.NDArray[np.int64]
 

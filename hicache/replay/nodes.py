@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
 from hicache.replay.cache import BlockHits, CacheSimulation, DiskOrder, ReplaySettings
 from hicache.replay.cost import TierCosts
 from hicache.replay.simulation import Counts, ReplayResult, optimal, result_of
 from hicache.replay.trace import Trace, TraceRequest
-from hicache.settings import short_repr
 
 _PROGRESS_STEP = 64  # requests between two reports
 _MAX_NODES = 1024

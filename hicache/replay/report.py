@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hicache.console import counted
+from hicache.console import counted, write_whole
 from hicache.errors import ConfigError
-from hicache.output_file import write_whole
 from hicache.replay import plots
 from hicache.replay.nodes import NodeSettings, NodesResult
 from hicache.replay.plots import ANY_TIER, OPTIMAL, UNLIMITED, Curve, Numbers, Panel

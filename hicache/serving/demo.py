@@ -20,11 +20,11 @@ from typing import TypeAlias
 import torch
 import transformers
 
+from hicache.build.factory import build_engine
+from hicache.build.sizing import row_bytes
 from hicache.config import EngineConfig
-from hicache.console import new_console
+from hicache.console import new_console, require_writable, write_whole
 from hicache.errors import ConfigError, PromptTooLong
-from hicache.factory import build_engine
-from hicache.output_file import require_writable, write_whole
 from hicache.serving.drive import serve_cached, serve_with_transformers, serve_without_cache
 from hicache.serving.models import LoadedModel, device_named, load_local, random_model
 from hicache.serving.report import HEADER, Report
@@ -38,7 +38,6 @@ from hicache.serving.workload import (
     recorded_session,
     standard_library,
 )
-from hicache.sizing import row_bytes
 
 Say: TypeAlias = Callable[[str], object]
 

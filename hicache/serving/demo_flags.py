@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hicache.config import EngineConfig
-from hicache.settings import Number, Whole, as_flag
+from hicache.config.settings import Number, Whole, as_flag
 
 _COUNT = as_flag(Whole("a count", 1, 1 << 16))
 _TOKENS = as_flag(Whole("a number of tokens", 1, 1 << 30))

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from transformers import GenerationConfig
 
+from hicache.build.factory import build_engine
 from hicache.config import EngineConfig
 from hicache.engine import CacheEngine
-from hicache.factory import build_engine
 from hicache.serving.audit import AuditCounts, KVAudit
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.serving.report import Turn

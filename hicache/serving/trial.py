@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache.build.factory import build_engine
 from hicache.config import EngineConfig
 from hicache.engine import CacheEngine, CacheRequest
 from hicache.errors import UnsupportedModel
-from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
 from hicache.serving.attention import Attention
 from hicache.serving.positions import position_limit

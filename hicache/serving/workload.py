@@ -16,12 +16,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hicache.config.settings import Text
 from hicache.errors import ConfigError
 from hicache.layout import ModelGeometry
 from hicache.serving.models import LoadedModel, Tokenizer
 from hicache.serving.request import Request
 from hicache.serving.sampling import SamplingParams
-from hicache.settings import Text
 
 Tokens = npt.NDArray[np.int64]
 

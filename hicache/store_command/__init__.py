@@ -9,14 +9,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from hicache.config.settings import Size, Whole, as_flag
+from hicache.config.stores import MAX_STORE_BYTES
 from hicache.console import printable
 from hicache.serving.interrupt import CalmInterrupt
-from hicache.settings import Size, Whole, as_flag
 from hicache.storage.process.serve import serve
 from hicache.store_command import commands
 from hicache.store_command.import_export import STREAM
 from hicache.store_command.reporting import LogCapture, Steps
-from hicache.store_config import MAX_STORE_BYTES
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

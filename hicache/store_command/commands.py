@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hicache.config import DiskConfig
 from hicache.console import columns, printable, sized
 from hicache.errors import ConfigError
 from hicache.storage import (
@@ -39,7 +40,6 @@ from hicache.store_command.import_export import (
     source,
 )
 from hicache.store_command.reporting import LogCapture, Steps
-from hicache.store_config import DiskConfig
 from hicache.stores import cipher_of
 
 _SUMMARY_FIELDS = ("server", "model", "dtype", "layout")  # of an identity

@@ -8,10 +8,10 @@ import math
 from collections.abc import Mapping
 
 from hicache.config import EngineConfig
+from hicache.config.stores import Filter
 from hicache.errors import ConfigError, IdentityError
 from hicache.layout import PoolLayout
 from hicache.storage.filters import PageFilter
-from hicache.store_config import Filter
 
 PAGE_FORMAT_VERSION = 1
 

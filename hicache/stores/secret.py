@@ -6,10 +6,9 @@ import base64
 import binascii
 from pathlib import Path
 
-from hicache.config import disk_key
+from hicache.config import DiskConfig, RemoteConfig, disk_key
 from hicache.errors import ConfigError
 from hicache.storage.cipher import PageCipher
-from hicache.store_config import DiskConfig, RemoteConfig
 
 KEY_BYTES = 32
 _HEX_DIGITS = 2 * KEY_BYTES

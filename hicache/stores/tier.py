@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from hicache.metrics import Metrics, MetricType
-from hicache.owner import OwnerProcess
 from hicache.storage.base import PageStore, StoreError
+from hicache.storage.owner import OwnerProcess
 from hicache.storage.process.client import MAX_SILENCE_S, StoreClient
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.status import QUEUE_NUMBERS

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from cli_case import output, refused, stats
-from hicache.config import SECTIONS, VARIABLES
+from hicache.config import SECTIONS, VARIABLES, RemoteConfig
+from hicache.config.settings import settings_of
 from hicache.errors import ConfigError
-from hicache.settings import settings_of
-from hicache.store_config import RemoteConfig
 
 KEY = "5ec2e7" * 10
 

@@ -16,7 +16,7 @@ import pytest
 
 from cli_case import output
 from hicache.cli import main
-from hicache.output_file import write_whole
+from hicache.console import write_whole
 from hicache.storage import describe
 from programs import PIPE, Program, command
 from storage_pages import open_store, put_numbers

@@ -15,11 +15,7 @@ import yaml
 
 from hicache import AdvancedConfig, DiskConfig, EngineConfig, ModelGeometry, build_engine
 from hicache.config import SECTIONS, debug_checks, kernel_choice
-from hicache.console import parse_bytes
-from hicache.errors import ConfigError, IdentityError
-from hicache.flow.write_policy import POLICIES
-from hicache.layout import BufferSpec, PoolLayout
-from hicache.settings import (
+from hicache.config.settings import (
     Address,
     Choice,
     FilePath,
@@ -33,6 +29,10 @@ from hicache.settings import (
     Whole,
     settings_of,
 )
+from hicache.console import parse_bytes
+from hicache.errors import ConfigError, IdentityError
+from hicache.flow.write_policy import POLICIES
+from hicache.layout import BufferSpec, PoolLayout
 from hicache.stores import identity_of, namespace_digest
 from hicache.tree.policy import ORDERS
 

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-import hicache.factory
+import hicache.build.factory
 from hicache import CacheRequest, DiskConfig, EngineConfig, MLATokenToKVPool, ModelGeometry, build_engine
-from hicache.errors import ConfigError, OutOfMemory
-from hicache.layout import LatentGeometry, StateGeometry
-from hicache.sizing import (
+from hicache.build.sizing import (
     RowBytes,
     device_bytes,
     host_bytes,
@@ -25,6 +23,8 @@ from hicache.sizing import (
     row_bytes,
     window_tokens,
 )
+from hicache.errors import ConfigError, OutOfMemory
+from hicache.layout import LatentGeometry, StateGeometry
 
 GIB = 1 << 30
 PLENTY = 1000 * GIB
@@ -153,7 +153,7 @@ def test_no_memory_is_no_host_tier(
 ) -> None:
     """Where memory is short an engine is built without a host tier, says so once, and caches in device pages; with a
     disk, which needs a host tier, it is refused and names host_bytes."""
-    monkeypatch.setattr(hicache.factory, "available_bytes", lambda: GIB)
+    monkeypatch.setattr(hicache.build.factory, "available_bytes", lambda: GIB)
     tokens = np.arange(21)
     with caplog.at_level(logging.WARNING, "hicache"), build_engine(config(), MODELS["full"]) as engine:
         with engine.acquire(CacheRequest("a", tokens)) as lease:

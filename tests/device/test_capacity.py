@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cases import refused
-from hicache import plot
 from hicache.alloc import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from hicache.device import (
     HybridLinearKVPool,
@@ -27,7 +26,8 @@ from hicache.device.memory import LazyColumn, nvlink_pool
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.metrics import memory_pressure
-from hicache.plot import MemorySample, plot_memory_usage
+from hicache.monitoring import plot
+from hicache.monitoring.plot import MemorySample, plot_memory_usage
 
 BF16 = torch.bfloat16
 GIB = 1 << 30

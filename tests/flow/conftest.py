@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
+import hicache.build.store_tiers
 import hicache.storage.process.stores
-import hicache.store_tiers
 from disk_case import Clock, TroubledStore
 from hicache.storage import open_store
 from hicache.storage.process.service import ServiceSettings
@@ -22,10 +22,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     # Reads of two pages, so that there is something between two looks of a reader.
     settings = functools.partial(ServiceSettings, part_bytes=2 * TOY_PAGE_BYTES)
-    monkeypatch.setattr(hicache.store_tiers, "ServiceSettings", settings)
+    monkeypatch.setattr(hicache.build.store_tiers, "ServiceSettings", settings)
     for name in ("open_tier", "given_tier"):
-        opens = getattr(hicache.store_tiers, name)
-        monkeypatch.setattr(hicache.store_tiers, name, functools.partial(opens, clock=clock))
+        opens = getattr(hicache.build.store_tiers, name)
+        monkeypatch.setattr(hicache.build.store_tiers, name, functools.partial(opens, clock=clock))
     return clock
 
 

@@ -26,7 +26,7 @@ PACKAGE = Path(hicache.__file__).parent
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 # What a step may call of C: sizes and ends of containers, whether a queue is empty, which takes no lock, and who calls.
 HARMLESS = {"len", "next", "all", "deque.extend", "SimpleQueue.empty", "get_ident", "getpid"}
-OWN = {"engine.py", "life.py", "owner.py", "flow"}
+OWN = {"engine.py", "life.py", "flow"}
 LOOKS = {"done", "is_set"}  # whether an operation has ended, and the event that says so
 
 
@@ -104,8 +104,8 @@ def costs_of_a_step(engine: CacheEngine, patience_s: float = BOUND_S) -> list[st
     found = [f"operation {name}" for name in operations.names]
     for path, name in calls.python:
         own = PACKAGE in path.parents and path.relative_to(PACKAGE).parts[0] in OWN
-        # Of a store process, which sees that no answer is to come.
-        own |= path.name in ("client.py", "client_queue.py")
+        # Whether this is a fork; and of a store process, which sees that no answer is to come.
+        own |= path.name in ("owner.py", "client.py", "client_queue.py")
         if not own and name not in LOOKS:
             found.append(f"call of {name} in {path.name}")
     found += [f"call of {name}" for name in calls.c if name not in HARMLESS]

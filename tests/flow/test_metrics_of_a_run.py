@@ -11,9 +11,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache import CacheEngine, CacheRequest, build_engine
+from hicache.config import DiskConfig
 from hicache.metrics import HistogramValue, MetricValue, flattened
 from hicache.serving.server.prometheus import EngineCollector
-from hicache.store_config import DiskConfig
 from toy_model import GEOMETRY, compute, config
 
 PAGE, TOKEN_BYTES = 8, 192

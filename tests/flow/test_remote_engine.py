@@ -9,9 +9,9 @@ import pytest
 
 from disk_case import Clock, Gate, TroubledStore, failing
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
+from hicache.build.store_tiers import num_remote_readers
 from hicache.errors import ConfigError
 from hicache.storage import PageStore
-from hicache.store_tiers import num_remote_readers
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config, serve, settled, until_ready
 from toy_model import prompt as prompt_of

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hicache import build_engine
+from hicache.build.factory import build_transfer
 from hicache.config import AdvancedConfig, EngineConfig
 from hicache.device import (
     AscendMLAPagedTokenToKVPool,
@@ -32,7 +33,6 @@ from hicache.device import (
     SWAKVPool,
 )
 from hicache.errors import ConfigError
-from hicache.factory import build_transfer
 from hicache.host import HostPagePool
 from hicache.storage import LmdbPageStore, PageFormat
 

@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from family_case import tiny_config, tiny_family
 from hicache import EngineConfig, build_engine
+from hicache.build.sizing import device_bytes, resolve, row_bytes
 from hicache.errors import ConfigError, OutOfMemory, UnsupportedModel
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
 from hicache.planning.memory import MemoryPlan, Wanted, plan_memory, share_of
 from hicache.planning.model import read_model
 from hicache.planning.presets import PRESETS, PlannedModel, PrefillWork
 from hicache.planning.times import Machine, Times
-from hicache.sizing import device_bytes, resolve, row_bytes
 
 MIB = 1 << 20
 KINDS = [

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from hicache.build.factory import build_engine
 from hicache.config import EngineConfig
 from hicache.engine import CacheRequest
-from hicache.factory import build_engine
 from hicache.layout import LayerKind, ModelGeometry
 from hicache.serving.attention import SlotAttention
 from hicache.serving.graphs import DecodeBatch, DecodeGraphs, bucket, last_layers

@@ -10,8 +10,8 @@ from unittest import mock
 
 import numpy as np
 
+import hicache.build.store_tiers
 import hicache.storage.process.stores
-import hicache.store_tiers
 from disk_case import Clock, Gate, TroubledStore, failing
 from hicache import CacheEngine
 from hicache.storage import open_store
@@ -34,10 +34,10 @@ class Faults:
             self.stores.append(TroubledStore(open_store(url, **settings)))  # type: ignore[arg-type]
             return self.stores[-1]
 
-        tier = functools.partial(hicache.store_tiers.open_tier, clock=self.clock)
+        tier = functools.partial(hicache.build.store_tiers.open_tier, clock=self.clock)
         patches = (
             mock.patch.object(hicache.storage.process.stores, "open_store", store),
-            mock.patch.object(hicache.store_tiers, "open_tier", tier),
+            mock.patch.object(hicache.build.store_tiers, "open_tier", tier),
         )
         with contextlib.ExitStack() as stack:
             for patch in patches:

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hicache.build.factory import build_engine
 from hicache.config import EngineConfig
 from hicache.engine import CacheEngine, Lease
-from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
 from hicache.serving.attention import Attention
 from hicache.serving.runner import Chunk, ModelRunner

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from hicache.build.factory import build_transfer
 from hicache.config import AdvancedConfig, EngineConfig
 from hicache.device import (
     HybridLinearKVPool,
@@ -30,7 +31,6 @@ from hicache.device import (
     SlotSpace,
     SWAKVPool,
 )
-from hicache.factory import build_transfer
 from hicache.host import HostPagePool
 from hicache.kernels.page_copy import PageMover
 from hicache.kernels.zero_copy import ZeroCopyMover

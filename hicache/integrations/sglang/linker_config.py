@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import torch
 
+from hicache.config.settings import Choice, Number, Size, as_mapping, from_mapping
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig
 from hicache.integrations.sglang.linker_pools import RELEASE, CacheInitParams, LinkedPool
-from hicache.settings import Choice, Number, Size, as_mapping, from_mapping
 from hicache.storage import PageFormat
 from hicache.stores import page_filter
 from hicache.tree.policy import ORDERS

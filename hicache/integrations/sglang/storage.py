@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from sglang.srt.mem_cache import hicache_storage
 
+from hicache.config.settings import as_mapping
 from hicache.integrations.load_gate import gated_store_config
 from hicache.integrations.server_store import ServerStore, require_shared, require_usable
 from hicache.integrations.sglang.endpoint import Endpoint
@@ -38,7 +39,6 @@ from hicache.integrations.sglang.releases import (
     pools_of,
 )
 from hicache.metrics import Metrics
-from hicache.settings import as_mapping
 from hicache.storage import PageBuffer
 from hicache.stores.staging import WaitingTier
 

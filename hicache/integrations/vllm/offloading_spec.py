@@ -21,11 +21,11 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from hicache.config.settings import Choice, Size, from_mapping, settle
 from hicache.errors import ConfigError
 from hicache.host import CudaRegistry
 from hicache.integrations.load_gate import GatedStoreConfig, gated_store_config
 from hicache.integrations.vllm.offloading_worker import ChunkRows, HiCacheOffloadingWorker
-from hicache.settings import Choice, Size, from_mapping, settle
 
 _WHERE = "kv_connector_extra_config of HiCacheOffloadingSpec"
 _PLUGINS = "hicache.integrations.vllm"

@@ -20,10 +20,10 @@ import torch
 import transformers
 import uvicorn
 
+from hicache.build.factory import build_engine
 from hicache.config import EngineConfig, api_key
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
-from hicache.factory import build_engine
 from hicache.layout import ModelGeometry
 from hicache.replay.recorder import TraceRecorder
 from hicache.serving.models import (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from hicache.config import EngineConfig, Kernels
-from hicache.settings import Number, Size, Whole, as_flag
+from hicache.config.settings import Number, Size, Whole, as_flag
 
 _COUNT = as_flag(Whole("a count", 1, 1 << 20))
 _PORT = as_flag(Whole("a port", 0, 65535))

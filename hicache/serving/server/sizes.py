@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from hicache.build.sizing import MAX_TOKENS, largest_device_tokens, row_bytes
 from hicache.config import EngineConfig
 from hicache.errors import OutOfMemory
 from hicache.host.memory import RESERVE_BYTES, available_bytes
 from hicache.layout import ModelGeometry
-from hicache.sizing import MAX_TOKENS, largest_device_tokens, row_bytes
 
 if TYPE_CHECKING:
     from hicache.serving.models import LoadedModel  # the planner needs no transformers

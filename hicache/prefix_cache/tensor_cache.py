@@ -31,10 +31,10 @@ import torch
 from hicache.errors import ConfigError, HiCacheError, InvariantError
 from hicache.host import HostPagePool
 from hicache.layout import BufferSpec, PoolLayout
-from hicache.owner import OwnerProcess
+from hicache.prefix_cache.tensor_header import HEADER_BYTES, TENSOR_FORMAT_VERSION, TensorHeader
 from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, PageFormat, StoreCorrupt
+from hicache.storage.owner import OwnerProcess
 from hicache.storage.process.health import LIMITS, Breaker
-from hicache.tensor_header import HEADER_BYTES, TENSOR_FORMAT_VERSION, TensorHeader
 
 _BLOCKS_PER_CALL = 64
 

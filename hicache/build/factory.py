@@ -13,6 +13,8 @@ from hicache.alloc import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from hicache.build.sizing import host_shares, resolve
+from hicache.build.store_tiers import build_stores, require_one_each
 from hicache.config import EngineConfig, kernel_choice
 from hicache.device import (
     HybridLinearKVPool,
@@ -37,9 +39,7 @@ from hicache.kernels.page_copy import PageMover
 from hicache.kv_events import EventPublisher, sink_of
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
-from hicache.sizing import host_shares, resolve
 from hicache.storage import PageStore
-from hicache.store_tiers import build_stores, require_one_each
 from hicache.stores import namespace_digest
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes

@@ -1,4 +1,4 @@
-"""Configuration: frozen dataclasses that are validated when built, and the only module that reads the environment.
+"""The settings of an engine: frozen dataclasses that are validated when built.
 
 A setting is declared once, at its field: help, unit, choices, range and what a computed default depends on. YAML keys,
 command-line flags, checks and `hicache config --show` follow from the declaration.
@@ -7,14 +7,13 @@ command-line flags, checks and `hicache config --show` follow from the declarati
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
-from hicache.errors import ConfigError
-from hicache.settings import (
+from hicache.config.environment import dtype_named
+from hicache.config.settings import (
     Address,
     Choice,
     Layer,
@@ -33,97 +32,19 @@ from hicache.settings import (
     settle,
     short_repr,
 )
-from hicache.store_config import MAX_S, DiskConfig, RemoteConfig
+from hicache.config.stores import MAX_S, DiskConfig, RemoteConfig
+from hicache.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch  # importing it takes a second, which the command line does not always need
 
 PrefetchMode = Literal["auto", "best_effort", "wait_complete", "timeout"]
-Kernels = Literal["triton", "torch"]
 Auto = Literal["auto"]
 
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 MAX_SLOTS = 1 << 30
 _MAX_PAGE_TOKENS = 1 << 20
 EVENTS = ("file:", "tcp://", "ipc://", "connect:tcp://", "connect:ipc://")  # how a kv_events address may begin
-
-
-@dataclass(frozen=True)
-class Variable:
-    """An environment variable. `names`: ours, then SGLang's for the same; the first that is not empty counts.
-
-    `words`: the accepted values, in any case; empty: any text. `default`: what holds where none is set.
-    """
-
-    names: tuple[str, ...]
-    help: str
-    default: str
-    words: tuple[str, ...] = ()
-    is_secret: bool = False
-
-    def read(self) -> tuple[str, str]:
-        """(value, the variable that it came from), both empty where none is set. `ConfigError` names wrong values."""
-        name = next((name for name in self.names if os.environ.get(name)), "")
-        value = os.environ[name] if name else ""
-        if value and self.words and value.lower() not in self.words:
-            raise ConfigError(f"{name}={value!r}: set it to {' or '.join(self.words)}, or leave it unset")
-        return value.lower() if self.words else value, name
-
-
-DEBUG = Variable(("HICACHE_DEBUG", "SGLANG_DEBUG_MEMORY_POOL"), "1: pools and allocators verify every call", "0")
-KERNELS = Variable(
-    ("HICACHE_KERNELS",), "implementation of kernels", "triton on CUDA, torch elsewhere", get_args(Kernels)
-)
-MAMBA_SSM_DTYPE = Variable(
-    ("HICACHE_MAMBA_SSM_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"),
-    "dtype of temporal states that are built without one",
-    "float32",
-    ("float32", "bfloat16", "float16"),
-)
-CUSTOM_MEM_POOL = Variable(
-    ("HICACHE_CUSTOM_MEM_POOL", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
-    "allocator of GPU memory for pools; true is nvlink",
-    "that of torch",
-    ("nvlink", "true"),
-)
-DISK_KEY = Variable(
-    ("HICACHE_DISK_KEY",), "key that encrypts stored pages: 64 hex digits or base64", "no encryption", is_secret=True
-)
-API_KEY = Variable(
-    ("HICACHE_API_KEY",), "key that clients of `hicache serve` must send", "every client may ask", is_secret=True
-)
-VARIABLES = (DEBUG, KERNELS, MAMBA_SSM_DTYPE, CUSTOM_MEM_POOL, DISK_KEY, API_KEY)
-
-
-def debug_checks() -> bool:
-    """Whether pools and allocators verify every call."""
-    return DEBUG.read()[0] not in ("", "0")
-
-
-def kernel_choice(device: torch.device) -> Kernels:
-    """The implementation of kernels for `device`: `HICACHE_KERNELS`, else Triton for CUDA and torch for the rest."""
-    forced, _ = KERNELS.read()
-    return "triton" if forced == "triton" or (not forced and device.type == "cuda") else "torch"
-
-
-def mamba_ssm_dtype() -> torch.dtype:
-    """The dtype of temporal states where none is given: `HICACHE_MAMBA_SSM_DTYPE`, or float32."""
-    return _dtype_named(MAMBA_SSM_DTYPE.read()[0] or MAMBA_SSM_DTYPE.default)
-
-
-def custom_mem_pool() -> Literal["nvlink"] | None:
-    """The allocator of GPU memory for pools; None for that of torch."""
-    return "nvlink" if CUSTOM_MEM_POOL.read()[0] else None
-
-
-def disk_key() -> bytes:
-    """The value of `HICACHE_DISK_KEY`, empty where it is unset. Never print it."""
-    return os.fsencode(DISK_KEY.read()[0])
-
-
-def api_key() -> str:
-    """The value of `HICACHE_API_KEY`, empty where it is unset. Never print it."""
-    return API_KEY.read()[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +79,9 @@ class AdvancedConfig:
 class EngineConfig:
     """Sizes and policies of one engine.
 
-    Sizes that are "auto", or 0 where 0 means so, are computed by `hicache.sizing` when an engine is built. The device
-    page `page_size` divides `host_page_size`, which is the unit of matching, backup and disk. `window_tokens` serves
-    models with sliding windows, `mamba_*` and `host_states` those with recurrent layers.
+    Sizes that are "auto", or 0 where 0 means so, are computed by `hicache.build.sizing` when an engine is built. The
+    device page `page_size` divides `host_page_size`, which is the unit of matching, backup and disk. `window_tokens`
+    serves models with sliding windows, `mamba_*` and `host_states` those with recurrent layers.
     """
 
     device_tokens: Annotated[int, Tokens("slots of the device tier")]
@@ -312,7 +233,7 @@ class EngineConfig:
         """`ConfigError` where dtype is "auto": an engine's own configuration has a dtype."""
         if self.dtype == "auto":
             raise ConfigError(f"dtype=auto follows the model; set dtype to one of {', '.join(_DTYPES)}")
-        return _dtype_named(self.dtype)
+        return dtype_named(self.dtype)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
@@ -369,13 +290,6 @@ def _combined(flags: argparse.Namespace, defaults: Mapping[str, Any]) -> tuple[d
         layers.append(Layer(read_yaml(flags.config), f"file {flags.config}"))
     layers.append(given_flags(flags, SECTIONS))
     return combine(layers, _NESTED.keys(), _ALTERNATIVES)
-
-
-def _dtype_named(name: str) -> torch.dtype:
-    import torch
-
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _at_least(name: str, value: int, minimum: int) -> None:

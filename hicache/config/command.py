@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hicache.config import SECTIONS, VARIABLES, EngineConfig, Variable
+from hicache.config.settings import settings_of
 from hicache.console import columns
-from hicache.settings import settings_of
 
 _REQUIRED = "device_tokens"
 _PLACEHOLDER = 1 << 30  # for device_tokens where it is not given: large enough for every page size

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 from urllib.parse import quote
 
+from hicache.config.settings import Choice, FilePath, Number, Share, Size, Urls, Whole, settle, short_repr
 from hicache.errors import ConfigError
-from hicache.settings import Choice, FilePath, Number, Share, Size, Urls, Whole, settle, short_repr
 
 Durability = Literal["relaxed", "commit"]
 Backup = Literal["all", "none"]

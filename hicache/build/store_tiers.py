@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hicache.config import EngineConfig
+from hicache.config import DiskConfig, EngineConfig, RemoteConfig
+from hicache.config.stores import Filter
 from hicache.errors import ConfigError
 from hicache.host import HostPagePool
 from hicache.layout import PoolLayout
@@ -16,7 +17,6 @@ from hicache.storage import PageBuffer, PageFormat, PageStore
 from hicache.storage.process.health import Limits
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
-from hicache.store_config import DiskConfig, Filter, RemoteConfig
 from hicache.stores import StoreTier, given_tier, identity_of, key_of, open_tier, page_filter
 from hicache.tree import DISK, FULL, REMOTE, Component, Store
 

@@ -1,0 +1,36 @@
+"""Settings, each declared once, and the environment. `settings` has their kinds."""
+
+from hicache.config.engine import SECTIONS, AdvancedConfig, Auto, EngineConfig, PrefetchMode
+from hicache.config.environment import (
+    CUSTOM_MEM_POOL,
+    VARIABLES,
+    Kernels,
+    Variable,
+    api_key,
+    custom_mem_pool,
+    debug_checks,
+    disk_key,
+    kernel_choice,
+    mamba_ssm_dtype,
+)
+from hicache.config.stores import DiskConfig, RemoteConfig
+
+__all__ = [
+    "CUSTOM_MEM_POOL",
+    "SECTIONS",
+    "VARIABLES",
+    "AdvancedConfig",
+    "Auto",
+    "DiskConfig",
+    "EngineConfig",
+    "Kernels",
+    "PrefetchMode",
+    "RemoteConfig",
+    "Variable",
+    "api_key",
+    "custom_mem_pool",
+    "debug_checks",
+    "disk_key",
+    "kernel_choice",
+    "mamba_ssm_dtype",
+]

@@ -1,0 +1,100 @@
+"""The environment variables, which this module alone reads."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from hicache.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch  # importing it takes a second, which the command line does not always need
+
+Kernels = Literal["triton", "torch"]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable. `names`: ours, then SGLang's for the same; the first that is not empty counts.
+
+    `words`: the accepted values, in any case; empty: any text. `default`: what holds where none is set.
+    """
+
+    names: tuple[str, ...]
+    help: str
+    default: str
+    words: tuple[str, ...] = ()
+    is_secret: bool = False
+
+    def read(self) -> tuple[str, str]:
+        """(value, the variable that it came from), both empty where none is set. `ConfigError` names wrong values."""
+        name = next((name for name in self.names if os.environ.get(name)), "")
+        value = os.environ[name] if name else ""
+        if value and self.words and value.lower() not in self.words:
+            raise ConfigError(f"{name}={value!r}: set it to {' or '.join(self.words)}, or leave it unset")
+        return value.lower() if self.words else value, name
+
+
+DEBUG = Variable(("HICACHE_DEBUG", "SGLANG_DEBUG_MEMORY_POOL"), "1: pools and allocators verify every call", "0")
+KERNELS = Variable(
+    ("HICACHE_KERNELS",), "implementation of kernels", "triton on CUDA, torch elsewhere", get_args(Kernels)
+)
+MAMBA_SSM_DTYPE = Variable(
+    ("HICACHE_MAMBA_SSM_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"),
+    "dtype of temporal states that are built without one",
+    "float32",
+    ("float32", "bfloat16", "float16"),
+)
+CUSTOM_MEM_POOL = Variable(
+    ("HICACHE_CUSTOM_MEM_POOL", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
+    "allocator of GPU memory for pools; true is nvlink",
+    "that of torch",
+    ("nvlink", "true"),
+)
+DISK_KEY = Variable(
+    ("HICACHE_DISK_KEY",), "key that encrypts stored pages: 64 hex digits or base64", "no encryption", is_secret=True
+)
+API_KEY = Variable(
+    ("HICACHE_API_KEY",), "key that clients of `hicache serve` must send", "every client may ask", is_secret=True
+)
+VARIABLES = (DEBUG, KERNELS, MAMBA_SSM_DTYPE, CUSTOM_MEM_POOL, DISK_KEY, API_KEY)
+
+
+def debug_checks() -> bool:
+    """Whether pools and allocators verify every call."""
+    return DEBUG.read()[0] not in ("", "0")
+
+
+def kernel_choice(device: torch.device) -> Kernels:
+    """The implementation of kernels for `device`: `HICACHE_KERNELS`, else Triton for CUDA and torch for the rest."""
+    forced, _ = KERNELS.read()
+    return "triton" if forced == "triton" or (not forced and device.type == "cuda") else "torch"
+
+
+def mamba_ssm_dtype() -> torch.dtype:
+    """The dtype of temporal states where none is given: `HICACHE_MAMBA_SSM_DTYPE`, or float32."""
+    return dtype_named(MAMBA_SSM_DTYPE.read()[0] or MAMBA_SSM_DTYPE.default)
+
+
+def custom_mem_pool() -> Literal["nvlink"] | None:
+    """The allocator of GPU memory for pools; None for that of torch."""
+    return "nvlink" if CUSTOM_MEM_POOL.read()[0] else None
+
+
+def disk_key() -> bytes:
+    """The value of `HICACHE_DISK_KEY`, empty where it is unset. Never print it."""
+    return os.fsencode(DISK_KEY.read()[0])
+
+
+def api_key() -> str:
+    """The value of `HICACHE_API_KEY`, empty where it is unset. Never print it."""
+    return API_KEY.read()[0]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that torch has by this name."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
