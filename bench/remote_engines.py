@@ -26,7 +26,7 @@ from hicache.engine import CacheEngine, CacheRequest
 from hicache.layout import ModelGeometry
 from hicache.storage import PageFormat, PageStore, open_store
 from hicache.stores import identity_of
-from hicache.tree import FULL, HOST
+from hicache.tiers import FULL, HOST
 
 TARGET = 0.85
 # Pages of 64 tokens are 1 MiB.

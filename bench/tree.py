@@ -21,7 +21,8 @@ import torch
 
 from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
 from hicache.bench.common import BenchUnavailable, Report, interleave, no_collection, percentile
-from hicache.tree import DEVICE, FULL, PageHasher, RadixTree
+from hicache.tiers import DEVICE, FULL
+from hicache.tree import PageHasher, RadixTree
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
 

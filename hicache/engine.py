@@ -56,8 +56,8 @@ from hicache.flow.validation import (
 from hicache.kv_events import EventPublisher
 from hicache.life import EngineLife, exclusive
 from hicache.metrics import MetricInfo, MetricValue, flattened
+from hicache.tiers import DISK, REMOTE, SWA, Store
 from hicache.transfer.counter import LayerTransferCounter
-from hicache.tree.node import DISK, REMOTE, SWA, Store
 
 __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "MemoryTier", "Prefetch"]
 

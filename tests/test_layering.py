@@ -24,6 +24,7 @@ LEVELS = (
     ("flow", "replay"),
     ("tree", "alloc", "device", "transfer", "host", "stores"),
     ("layout",),
+    ("tiers",),
     ("config", "metrics"),
     ("kernels", "storage"),
     ("console",),

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
-from hicache.alloc.on_host import ascending, joined
+from hicache.alloc.on_host import ascending
 from hicache.alloc.owned import OwnedPages
 from hicache.config import debug_checks, kernel_choice
 from hicache.errors import ConfigError, InvariantError, ShapeError
 from hicache.metrics import PoolStats, Pressure, memory_pressure, pool_stats
+from hicache.tiers import joined
 
 _MAX_PARTS = 64
 

@@ -5,21 +5,11 @@ torch splits work on ten thousand ids over its threads, and waits milliseconds f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
-_SERIAL_IDS = 8192  # fewer than these torch handles on one thread too, and faster
 Ids = npt.NDArray[np.int64]
-
-
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All ids of `parts`, at least one, on their device."""
-    if not parts[0].is_cpu or sum(part.numel() for part in parts) < _SERIAL_IDS:
-        return torch.cat(tuple(parts))
-    return torch.from_numpy(np.concatenate([part.numpy() for part in parts]))
 
 
 def ascending(ids: torch.Tensor) -> torch.Tensor:

@@ -41,20 +41,10 @@ from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
 from hicache.storage import PageStore
 from hicache.stores import namespace_digest
+from hicache.tiers import DISK, FULL, MAMBA, REMOTE, SWA, Component
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes
-from hicache.tree import (
-    DISK,
-    FULL,
-    MAMBA,
-    REMOTE,
-    SWA,
-    Component,
-    EventLog,
-    PageHasher,
-    RadixTree,
-    TreeComponent,
-)
+from hicache.tree import EventLog, PageHasher, RadixTree, TreeComponent
 
 
 def build_engine(

@@ -28,6 +28,7 @@ from hicache.device.base import KVCache
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.host.memory import RESERVE_BYTES, bytes_of_ratio, require
 from hicache.layout import ModelGeometry
+from hicache.tiers import MAMBA
 
 STATES_PER_REQUEST = 2
 HOST_RATIO = 2
@@ -187,7 +188,7 @@ def host_shares(config: EngineConfig, page_bytes: Mapping[str, int], num_states:
     """
     total = config.host_bytes
     assert isinstance(total, int), "the configuration is resolved"
-    shares = {} if num_states is None else {"mamba": (num_states + 1) * page_bytes["mamba"]}
+    shares = {} if num_states is None else {MAMBA: (num_states + 1) * page_bytes[MAMBA]}
     others = {name: num_bytes for name, num_bytes in page_bytes.items() if name not in shares}
     num_pages = (total - sum(shares.values())) // sum(others.values())
     return {**{name: num_pages * num_bytes for name, num_bytes in others.items()}, **shares}

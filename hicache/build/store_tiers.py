@@ -18,7 +18,7 @@ from hicache.storage.process.health import Limits
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores import StoreTier, given_tier, identity_of, key_of, open_tier, page_filter
-from hicache.tree import DISK, FULL, REMOTE, Component, Store
+from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 
 # Of one job, which is one call to a remote store: a client works on many pages at once, and calls in several threads
 # beside one another disturb each other. What is there at the deadline of a call counts.

@@ -17,6 +17,7 @@ from hicache.config import debug_checks, kernel_choice
 from hicache.errors import ConfigError, ShapeError
 from hicache.kernels.store_kv import Scale
 from hicache.layout import PoolLayout
+from hicache.tiers import FULL
 
 CpuCopy = list[list[tuple[torch.Tensor, ...]]]
 
@@ -53,9 +54,9 @@ class SlotRows(Protocol):
 class SlotSpace:
     """The rows that one set of slots addresses: what host pool, transfer engine and codec know of a pool.
 
-    `name`: the tree component that the slots belong to, "full", "swa" or "mamba". `layer_buffers(layer_id)` returns
-    `[num_slots, ...row]` tensors in the order of `layout.specs_of(layer_id)`, without waiting. Most pools have one
-    space; a pool with several is transferred space by space, each with its own slots.
+    `name`: the component that the slots belong to. `layer_buffers(layer_id)` returns `[num_slots, ...row]` tensors in
+    the order of `layout.specs_of(layer_id)`, without waiting. Most pools have one space; a pool with several is
+    transferred space by space, each with its own slots.
     """
 
     name: str
@@ -175,7 +176,7 @@ class KVCache(ABC):
     @property
     def slot_spaces(self) -> tuple[SlotSpace, ...]:
         """What is transferred to the tiers below, one entry for each set of slots."""
-        return (SlotSpace("full", self.layout, self.size + self.page_size, self.device, self.layer_buffers),)
+        return (SlotSpace(FULL, self.layout, self.size + self.page_size, self.device, self.layer_buffers),)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)

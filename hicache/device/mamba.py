@@ -21,6 +21,7 @@ from hicache.device.memory import allocate_zeros, allocation_region
 from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
 from hicache.kernels.mamba import clear_states, copy_states
 from hicache.layout import BufferSpec, PoolLayout
+from hicache.tiers import MAMBA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,7 @@ class MambaPool:
     @cached_property
     def slot_spaces(self) -> tuple[SlotSpace, ...]:
         """One space, whose slots are states and whose pages have one slot."""
-        return (SlotSpace("mamba", self.layout, self.size + 1, self.device, self.layer_buffers),)
+        return (SlotSpace(MAMBA, self.layout, self.size + 1, self.device, self.layer_buffers),)
 
     def layer_buffers(self, layer_id: int) -> tuple[torch.Tensor, ...]:
         """The conv windows and the temporal state of a global layer id, `[states, ...row]` in the layout's order."""

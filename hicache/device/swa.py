@@ -20,6 +20,7 @@ from hicache.device.mha import MHATokenToKVPool
 from hicache.errors import ConfigError, ShapeError
 from hicache.kernels.swa import translate_slots
 from hicache.layout import PoolLayout
+from hicache.tiers import FULL, SWA
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ class SWAKVPool(MappedKVPool):
                 self.layer_buffers,
             )
             for name, pool, layer_ids in (
-                ("full", self.full_kv_pool, self._full_ids),
-                ("swa", self.swa_kv_pool, self._swa_ids),
+                (FULL, self.full_kv_pool, self._full_ids),
+                (SWA, self.swa_kv_pool, self._swa_ids),
             )
         )
 

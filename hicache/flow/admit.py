@@ -26,11 +26,11 @@ from hicache.flow.device_eviction import DeviceEviction
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.load import LoadPlan
 from hicache.flow.restore import Restore
+from hicache.tiers import DEVICE, FULL, HOST, Store, joined
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.accounts import Expectation
 from hicache.tree.base import Match
 from hicache.tree.key import Tokens
-from hicache.tree.node import DEVICE, FULL, HOST, Store, joined
 
 _REFUSALS: dict[type[ResourceExhausted], tuple[str, str]] = {
     OutOfSlots: ("out_of_slots", "too few slots are free or evictable"),

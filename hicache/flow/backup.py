@@ -20,8 +20,9 @@ from hicache.flow.context import EngineContext
 from hicache.flow.host_eviction import HostEviction
 from hicache.flow.load import JointOp
 from hicache.flow.persist import Persist
+from hicache.tiers import DEVICE, FULL, HOST, Component, Tier, joined
 from hicache.transfer.base import TransferOp
-from hicache.tree.node import DEVICE, FULL, HOST, Component, NodeRun, PageState, Tier, TreeNode, joined
+from hicache.tree.node import NodeRun, PageState, TreeNode
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from hicache.flow.components.base import CacheComponent, account_violations
 from hicache.flow.context import EngineContext
 from hicache.flow.lease import Lease
 from hicache.flow.load import Load
-from hicache.tree.node import DEVICE, FULL, HOST, Tier, TreeNode
+from hicache.tiers import DEVICE, FULL, HOST, Tier
+from hicache.tree.node import TreeNode
 
 
 def check_engine(

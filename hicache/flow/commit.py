@@ -19,8 +19,8 @@ from hicache.flow.device_eviction import DeviceEviction
 from hicache.flow.lease import Lease
 from hicache.flow.persist import Persist
 from hicache.flow.restore import Restore
+from hicache.tiers import DEVICE, SWA, Component, Tier, own
 from hicache.tree.key import TokenRun, Tokens, bytes_of
-from hicache.tree.node import DEVICE, SWA, Component, Tier, own
 from hicache.tree.share import share
 
 

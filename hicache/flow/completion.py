@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from hicache.flow.load import JointOp
-from hicache.tree.node import Component, Tier, TreeNode
+from hicache.tiers import Component, Tier
+from hicache.tree.node import TreeNode
 
 
 class HasOp(Protocol):

@@ -16,9 +16,9 @@ from hicache.flow.components import CacheComponent, FullAttention
 from hicache.flow.write_policy import WritePolicy
 from hicache.metrics import Metrics
 from hicache.stores.tier import StoreTier
+from hicache.tiers import DEVICE, DISK, Component, Store, Tier, joined
 from hicache.tree.base import Released
 from hicache.tree.core import RadixTree
-from hicache.tree.node import DEVICE, DISK, Component, Store, Tier, joined
 
 
 @dataclass(frozen=True)

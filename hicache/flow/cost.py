@@ -17,7 +17,7 @@ from typing import Literal
 
 from hicache.flow.context import EngineContext
 from hicache.metrics import Metrics
-from hicache.tree.node import DISK, REMOTE, Store
+from hicache.tiers import DISK, REMOTE, Store
 
 _KEEP = 0.9  # what the operations so far weigh when another one ends
 _STALE_S = 60.0

@@ -9,8 +9,9 @@ from __future__ import annotations
 from hicache.flow.backup import Backup
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
+from hicache.tiers import DEVICE, HOST
 from hicache.tree.base import Released
-from hicache.tree.node import DEVICE, HOST, TreeNode
+from hicache.tree.node import TreeNode
 
 
 class DeviceEviction:

@@ -9,9 +9,9 @@ from functools import cached_property
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
+from hicache.tiers import FULL, HOST, Component, Store, Tier
 from hicache.tree.base import Match
 from hicache.tree.key import Tokens
-from hicache.tree.node import FULL, HOST, Component, Store, Tier
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
-from hicache.tree.node import DEVICE, FULL, HOST
+from hicache.tiers import DEVICE, FULL, HOST
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 
 from hicache.flow.load import Load
+from hicache.tiers import FULL, Component
 from hicache.tree.key import TokenRun
-from hicache.tree.node import FULL, Component, TreeNode
+from hicache.tree.node import TreeNode
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Lease:
         """Set the slots of positions [start, start + len(slots))."""
         end, row = start + len(slots), self._table[self.row]
         if self._slots is not None:
-            self._slots.numpy()[start:end] = slots.numpy()  # by one thread, see `hicache.tree.node.own`
+            self._slots.numpy()[start:end] = slots.numpy()  # by one thread, see `hicache.tiers.own`
         if row.device.type == "cpu":
             row.numpy()[start:end] = slots.numpy()
         else:

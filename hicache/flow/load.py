@@ -8,8 +8,9 @@ from functools import cached_property
 
 import torch
 
+from hicache.tiers import Component
 from hicache.transfer.base import TransferOp
-from hicache.tree.node import Component, NodeRun, TreeNode
+from hicache.tree.node import NodeRun, TreeNode
 
 
 class JointOp:

@@ -19,8 +19,9 @@ from hicache.flow.completion import Movement
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
+from hicache.tiers import DISK, FULL, HOST, REMOTE, Store, Tier
 from hicache.tree.events import EventLog
-from hicache.tree.node import DISK, FULL, HOST, REMOTE, NodeRun, Store, Tier, TreeNode
+from hicache.tree.node import NodeRun, TreeNode
 
 _BATCH_PAGES = 16
 _DISK_SHARE, _REMOTE_SHARE = 0.5, 0.25  # of a host pool, locked until the store has it

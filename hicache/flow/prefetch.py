@@ -36,8 +36,9 @@ from hicache.flow.prefetch_weigh import Weigher
 from hicache.flow.prefix_read import PrefixReads
 from hicache.flow.read_state import PrefixRead
 from hicache.storage.process.jobs import Stalled
+from hicache.tiers import DISK, FULL, HOST, Component, Store, Tier
 from hicache.tree.key import Tokens
-from hicache.tree.node import DISK, FULL, HOST, Component, Store, Tier, TreeNode
+from hicache.tree.node import TreeNode
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from hicache.flow.prefetch_counters import PrefetchCounters
 from hicache.flow.prefetch_waiter import Waiter
 from hicache.flow.prefix_read import PrefixReads
 from hicache.flow.read_state import PrefixRead
-from hicache.tree.node import Store
+from hicache.tiers import Store
 
 log = logging.getLogger(__name__)
 

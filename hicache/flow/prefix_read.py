@@ -27,7 +27,8 @@ from hicache.flow.host_eviction import HostEviction
 from hicache.flow.read_state import Batch, PrefixRead
 from hicache.metrics import Histogram
 from hicache.storage.process.jobs import FIND, FindDone, FindJob, PageBytes, ReadClass, ReadDone, ReadJob, Stalled
-from hicache.tree.node import DEVICE, DISK, FULL, HOST, REMOTE, Component, Store, TreeNode
+from hicache.tiers import DEVICE, DISK, FULL, HOST, REMOTE, Component, Store
+from hicache.tree.node import TreeNode
 
 Answer: TypeAlias = FindDone | ReadDone | Stalled
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.

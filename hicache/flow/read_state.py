@@ -9,7 +9,8 @@ import torch
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.disk_prefix import DiskPrefix, Found
-from hicache.tree.node import FULL, Store, TreeNode
+from hicache.tiers import FULL, Store
+from hicache.tree.node import TreeNode
 
 
 @dataclass

@@ -7,8 +7,8 @@ from typing import Literal
 
 from hicache.errors import InvalidArgument
 from hicache.flow.context import EngineContext
+from hicache.tiers import DEVICE, HOST
 from hicache.tree.base import Released
-from hicache.tree.node import DEVICE, HOST
 
 MemoryTier = Literal["device", "host"]
 _TIERS = {"device": DEVICE, "host": HOST}

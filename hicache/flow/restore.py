@@ -19,7 +19,8 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.lease import Lease
 from hicache.flow.load import Load, LoadPlan
-from hicache.tree.node import DEVICE, FULL, HOST, Tier, TreeNode, joined
+from hicache.tiers import DEVICE, FULL, HOST, Tier, joined
+from hicache.tree.node import TreeNode
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from hicache.flow.context import EngineContext
 from hicache.metrics import MetricType
+from hicache.tiers import DEVICE, FULL, HOST
 from hicache.transfer.base import TransferBackend
-from hicache.tree.node import DEVICE, FULL, HOST
 
 _TRANSFER_HELP: dict[str, tuple[MetricType, str]] = {
     "copies": ("counter", "copies made by this method"),

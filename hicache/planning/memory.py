@@ -29,6 +29,7 @@ from hicache.layout import ModelGeometry
 from hicache.planning.gpus import Gpu
 from hicache.planning.presets import PlannedModel
 from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT
+from hicache.tiers import FULL, MAMBA, SWA
 
 _PLENTY = 1 << 60  # the machine that is planned for may have more memory than this one
 _MOST_GPUS = 1024
@@ -156,15 +157,15 @@ def _start(model: PlannedModel, wanted: Wanted) -> EngineConfig:
 def _tier(name: str, config: EngineConfig, rows: RowBytes, num_bytes: int, num_gpus: int) -> Tier:
     """What a tier of `num_bytes` for each GPU holds: pages, and states in the proportions of the host tier."""
     page = config.host_page_size
-    page_bytes = {"full": rows.full * page}
+    page_bytes = {FULL: rows.full * page}
     if rows.window:
-        page_bytes["swa"] = rows.window * page
+        page_bytes[SWA] = rows.window * page
     states = None
     if rows.state:
-        page_bytes["mamba"] = rows.state
+        page_bytes[MAMBA] = rows.state
         states = host_states(dataclasses.replace(config, host_states=0), num_bytes, rows.full * page, rows.state)
     shares = host_shares(dataclasses.replace(config, host_bytes=num_bytes), page_bytes, states)
-    num_pages = shares["full"] // page_bytes["full"] - (name == "host")  # where a page is a sink for padding
+    num_pages = shares[FULL] // page_bytes[FULL] - (name == "host")  # where a page is a sink for padding
     if num_pages < 1:
         raise ConfigError(
             f"--{'host-memory' if name == 'host' else name} {num_bytes * num_gpus}: too little for a page of "

@@ -25,12 +25,13 @@ from hicache.prefix_cache.params import (
 from hicache.prefix_cache.pretty import draw
 from hicache.prefix_cache.protocols import CachedRequest, priority_of
 from hicache.prefix_cache.slots import AllocatorAdapter, PrefixBuffers, TableRows
+from hicache.tiers import DEVICE, FULL, MAMBA, SWA, Component, Tier, joined, own
 from hicache.tree.base import Match, Released
 from hicache.tree.components import TreeComponent
 from hicache.tree.core import RadixTree
 from hicache.tree.events import EventLog, KVCacheEvent
 from hicache.tree.key import PageHasher, RadixKey, Tokens, TokenSource, joined_tokens, namespace_of, neighbours
-from hicache.tree.node import DEVICE, FULL, MAMBA, SWA, Component, Tier, TreeNode, joined, own
+from hicache.tree.node import TreeNode
 from hicache.tree.share import Shared, share
 
 # Blocks are identified across processes by their tokens alone.

@@ -39,10 +39,11 @@ from hicache.prefix_cache.params import (
 )
 from hicache.prefix_cache.protocols import CachedRequest
 from hicache.prefix_cache.slots import free_states
+from hicache.tiers import DEVICE, FULL, MAMBA, joined
 from hicache.tree.base import Released
 from hicache.tree.components import MambaComponent, TreeComponent
 from hicache.tree.key import TokenSource
-from hicache.tree.node import DEVICE, FULL, MAMBA, TreeNode, joined
+from hicache.tree.node import TreeNode
 
 
 def checkpoint_len(prompt_len: int, mamba_cache_chunk_size: int, page_size: int = 1) -> int:

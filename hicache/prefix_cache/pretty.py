@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from hicache.tiers import MAMBA, SWA
 from hicache.tree.core import RadixTree
-from hicache.tree.node import MAMBA, SWA, TreeNode
+from hicache.tree.node import TreeNode
 
 _SHOWN_TOKENS = 10
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hicache.prefix_cache.base import BasePrefixCache
 from hicache.prefix_cache.params import CacheInitParams, InsertParams, InsertResult
-from hicache.tree.node import FULL
+from hicache.tiers import FULL
 
 
 class RadixCache(BasePrefixCache):

@@ -13,9 +13,9 @@ from hicache.device.hybrid_req import HybridReqToTokenPool
 from hicache.device.req_to_token import ReqToTokenPool
 from hicache.errors import InvariantError
 from hicache.prefix_cache.protocols import CachedRequest, SlotAllocator
+from hicache.tiers import DEVICE, FULL, SWA, joined
 from hicache.tree.base import Released
 from hicache.tree.core import RadixTree
-from hicache.tree.node import DEVICE, FULL, SWA, joined
 from hicache.tree.share import Shared
 
 

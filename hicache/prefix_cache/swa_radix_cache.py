@@ -15,8 +15,9 @@ from hicache.errors import ConfigError
 from hicache.prefix_cache.base import BasePrefixCache
 from hicache.prefix_cache.params import CacheInitParams, InsertParams, InsertResult
 from hicache.prefix_cache.protocols import CachedRequest
+from hicache.tiers import DEVICE, FULL, SWA, Component
 from hicache.tree.components import SwaComponent, TreeComponent
-from hicache.tree.node import DEVICE, FULL, SWA, Component, TreeNode
+from hicache.tree.node import TreeNode
 
 
 class SWARadixCache(BasePrefixCache):

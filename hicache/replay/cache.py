@@ -16,7 +16,8 @@ import torch
 
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
-from hicache.tree import DEVICE, DISK, FULL, HOST, PageHasher, RadixTree, Tier, TreeNode
+from hicache.tiers import DEVICE, DISK, FULL, HOST, Tier
+from hicache.tree import PageHasher, RadixTree, TreeNode
 from hicache.tree.key import Tokens
 from hicache.tree.policy import ORDERS
 

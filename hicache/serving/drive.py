@@ -27,7 +27,7 @@ from hicache.serving.request import Auditor, Request, RequestOutput
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
 from hicache.serving.workload import Workload, zigzag
-from hicache.tree import REMOTE
+from hicache.tiers import REMOTE
 
 
 @dataclasses.dataclass(frozen=True)

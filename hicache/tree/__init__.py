@@ -5,21 +5,7 @@ from hicache.tree.components import FullComponent, MambaComponent, SwaComponent,
 from hicache.tree.core import RadixTree
 from hicache.tree.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, KVCacheEvent, PageChange
 from hicache.tree.key import PageHasher, RadixKey
-from hicache.tree.node import (
-    DEVICE,
-    DISK,
-    FULL,
-    HOST,
-    MAMBA,
-    REMOTE,
-    SWA,
-    Component,
-    NodeRun,
-    PageState,
-    Store,
-    Tier,
-    TreeNode,
-)
+from hicache.tree.node import NodeRun, PageState, TreeNode
 from hicache.tree.orders import EvictionStrategy
 from hicache.tree.policy import (
     FIFOStrategy,
@@ -34,17 +20,9 @@ from hicache.tree.policy import (
 from hicache.tree.share import Shared, share
 
 __all__ = [
-    "DEVICE",
-    "DISK",
-    "FULL",
-    "HOST",
-    "MAMBA",
-    "REMOTE",
-    "SWA",
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
-    "Component",
     "Duplicate",
     "EventLog",
     "EvictionStrategy",
@@ -68,9 +46,7 @@ __all__ = [
     "Released",
     "SLRUStrategy",
     "Shared",
-    "Store",
     "SwaComponent",
-    "Tier",
     "TreeComponent",
     "TreeNode",
     "get_eviction_strategy",

@@ -11,10 +11,11 @@ from functools import partial
 
 import torch
 
+from hicache.tiers import DEVICE, FULL, HOST, Component, Tier
 from hicache.tree.base import Released
 from hicache.tree.components.base import TreeComponent
 from hicache.tree.frequency import FadingFrequency
-from hicache.tree.node import DEVICE, FULL, HOST, Component, Tier, TreeNode, last_nodes
+from hicache.tree.node import TreeNode, last_nodes
 from hicache.tree.orders import ExpectedLast
 from hicache.tree.policy import make_orders
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hicache.tiers import DEVICE, FULL, HOST, Tier
 from hicache.tree.accounts import Account
 from hicache.tree.components import TreeComponent
-from hicache.tree.node import DEVICE, FULL, HOST, ChildKey, Tier, TreeNode
+from hicache.tree.node import ChildKey, TreeNode
 
 
 def structure_violations(

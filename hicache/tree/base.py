@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from hicache.tree.node import Component, Tier, TreeNode
+from hicache.tiers import Component, Tier
+from hicache.tree.node import TreeNode
 
 
 class Match(NamedTuple):

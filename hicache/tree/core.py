@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from hicache.errors import InvariantError
+from hicache.tiers import DEVICE, FULL, HOST, SWA, Component, Tier, own
 from hicache.tree.accounts import Accounts
 from hicache.tree.audit import account_violations, structure_violations
 from hicache.tree.base import Duplicate, Inserted, Match, Released
@@ -26,7 +27,7 @@ from hicache.tree.components import FullComponent, TreeComponent
 from hicache.tree.events import EventLog, Medium
 from hicache.tree.key import PageHasher, TokenRun, Tokens, bytes_of
 from hicache.tree.names import PageNames
-from hicache.tree.node import DEVICE, FULL, HOST, SWA, ChildKey, Component, Tier, TreeNode, own
+from hicache.tree.node import ChildKey, TreeNode
 
 _MEDIUM: dict[Tier, Medium] = {DEVICE: "GPU", HOST: "CPU"}
 

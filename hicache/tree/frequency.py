@@ -24,8 +24,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from hicache.tiers import Component, Tier
 from hicache.tree.key import Tokens, bytes_of
-from hicache.tree.node import ChildKey, Component, Holding, Tier, TreeNode
+from hicache.tree.node import ChildKey, Holding, TreeNode
 from hicache.tree.orders import EvictionStrategy, IsEvictable, PriorityHeap, Usage
 
 _HALF_LIVES = 3.0

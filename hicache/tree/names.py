@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from hicache.tiers import FULL, Component
 from hicache.tree.base import Match
 from hicache.tree.key import PageHasher, Tokens
-from hicache.tree.node import FULL, Component, TreeNode
+from hicache.tree.node import TreeNode
 
 
 class PageNames:

@@ -8,46 +8,18 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
 import torch
 
+from hicache.tiers import DEVICE, FULL, HOST, MAMBA, SWA, Component, Store, Tier
 from hicache.tree.key import RadixKey, TokenRun, key_of
 
-_SERIAL_IDS = 8192  # fewer than these torch copies on one thread too, and faster
 _ids = itertools.count()
 _clock = itertools.count(1)
 
-Component: TypeAlias = str
-"""The name of a component: what a prefix needs to have to be used."""
-FULL: Final = "full"  # attention state of every token
-SWA: Final = "swa"  # attention state of the last window
-MAMBA: Final = "mamba"  # a recurrent state at the end
-
-
 ChildKey: TypeAlias = bytes | tuple[str, bytes]
 """The first page of a child's tokens; of a child of the root with its namespace."""
-
-
-class Tier(enum.IntEnum):
-    """The tiers of memory."""
-
-    DEVICE = 0
-    HOST = 1
-
-
-DEVICE, HOST = Tier.DEVICE, Tier.HOST
-
-
-class Store(enum.IntEnum):
-    """The tiers below memory, as bits: a page may be in both. Reads ask them in this order."""
-
-    DISK = 1
-    REMOTE = 2
-
-
-DISK, REMOTE = Store.DISK, Store.REMOTE
 
 
 class PageState(enum.Enum):
@@ -59,22 +31,6 @@ class PageState(enum.Enum):
     BOTH = "device and host"
     HOST = "host"
     LOADING = "host, being copied to the device"
-
-
-def own(value: torch.Tensor) -> torch.Tensor:
-    """A copy of slots or pages. Many of them on the CPU by one thread: torch would wake others and wait for them."""
-    if not value.is_cpu or value.numel() < _SERIAL_IDS:
-        return value.clone()
-    return torch.from_numpy(value.numpy().copy())
-
-
-def joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Slots or pages of at least one node as one tensor; by one thread as `own`."""
-    if len(values) == 1:
-        return values[0]
-    if not values[0].is_cpu or sum(value.numel() for value in values) < _SERIAL_IDS:
-        return torch.cat(tuple(values))
-    return torch.from_numpy(np.concatenate([value.numpy() for value in values]))
 
 
 def last_nodes(node: TreeNode, num_tokens: int) -> list[TreeNode]:

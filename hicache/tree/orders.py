@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-from hicache.tree.node import Component, Holding, Tier, TreeNode
+from hicache.tiers import Component, Tier
+from hicache.tree.node import Holding, TreeNode
 
 Priority = float | tuple[float, ...]
 IsEvictable = Callable[[TreeNode], bool]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hicache.errors import ConfigError
+from hicache.tiers import Component, Tier
 from hicache.tree.frequency import FadingFrequency, UsageLog
-from hicache.tree.node import Component, Tier
 from hicache.tree.orders import (
     EvictionOrder,
     EvictionStrategy,

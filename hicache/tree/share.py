@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+from hicache.tiers import DEVICE, Component, joined
 from hicache.tree.base import Inserted
 from hicache.tree.core import RadixTree
 from hicache.tree.key import Tokens
-from hicache.tree.node import DEVICE, Component, TreeNode, joined
+from hicache.tree.node import TreeNode
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
 

@@ -22,7 +22,8 @@ from hicache import (
     build_engine,
 )
 from hicache.errors import ConfigError, InvalidArgument, ResourceExhausted, TransferError
-from hicache.tree import DEVICE, TreeNode
+from hicache.tiers import DEVICE
+from hicache.tree import TreeNode
 from memory_store import MemoryPageStore
 from own_component import cache, tree
 from own_component.cache import LastHidden

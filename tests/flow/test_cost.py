@@ -9,7 +9,7 @@ import pytest
 from disk_case import Clock
 from hicache.flow.cost import CostModel, PrefillCost
 from hicache.metrics import Metrics
-from hicache.tree import DISK
+from hicache.tiers import DISK
 
 CHUNK = 8192
 

@@ -22,8 +22,8 @@ from component_case import (
 from disk_case import TroubledStore
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Hit, ModelGeometry, build_engine
 from hicache.storage import pages
-from hicache.tree import FULL as FULL_KV
-from hicache.tree import HOST, MAMBA, SWA, Tier
+from hicache.tiers import FULL as FULL_KV
+from hicache.tiers import HOST, MAMBA, SWA, Tier
 from toy_model import prompt, settled, until_ready
 from waiting import BOUND_S, eventually
 

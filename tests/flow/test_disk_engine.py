@@ -19,7 +19,7 @@ from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Prefe
 from hicache.config import PrefetchMode
 from hicache.engine import LookupResult
 from hicache.storage import PageBuffer, StoreError, StoreLocked, open_existing, pages
-from hicache.tree import FULL, HOST
+from hicache.tiers import FULL, HOST
 from toy_model import GEOMETRY, config, prompt, serve, until_ready
 from waiting import BOUND_S, eventually
 

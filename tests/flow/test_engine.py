@@ -24,8 +24,8 @@ from hicache import CacheEngine, CacheRequest, DiskConfig, ModelGeometry, build_
 from hicache.engine import LookupResult
 from hicache.errors import OutOfRows, OutOfSlots, PromptTooLong
 from hicache.storage.base import StoreMismatch
-from hicache.tree import FULL as FULL_KV
-from hicache.tree import HOST, MAMBA, SWA, Component
+from hicache.tiers import FULL as FULL_KV
+from hicache.tiers import HOST, MAMBA, SWA, Component
 from toy_model import prompt, settled
 from waiting import BOUND_S
 

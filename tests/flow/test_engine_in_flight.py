@@ -13,8 +13,8 @@ from component_case import EACH_MODEL, FULL, MODELS, STATES, WINDOWS, compute, c
 from engine_fuzz import run
 from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
 from hicache.errors import ResourceExhausted, TransferBusy, TransferError
-from hicache.tree import DEVICE, SWA
-from hicache.tree import FULL as FULL_KV
+from hicache.tiers import DEVICE, SWA
+from hicache.tiers import FULL as FULL_KV
 from stepped_transfer import SteppedTransfers
 from toy_model import prompt, settled
 

@@ -9,7 +9,7 @@ import torch
 import priority_write
 from hicache import CacheEngine, build_engine
 from hicache.flow.write_policy import POLICIES
-from hicache.tree import FULL, HOST
+from hicache.tiers import FULL, HOST
 from priority_write import PriorityWriteThrough
 from toy_model import GEOMETRY, config, expected_kv, prompt, serve
 

@@ -12,7 +12,7 @@ from disk_case import Clock
 from hicache.flow.cost import CostModel
 from hicache.integrations.vllm.gate import Candidate, LoadGate, PrefillTimer, Queue
 from hicache.metrics import Metrics
-from hicache.tree import DISK
+from hicache.tiers import DISK
 
 JOB_BYTES = 8 << 20
 PROMPT, TOKEN_BYTES = 16384, 1 << 17

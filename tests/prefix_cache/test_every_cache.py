@@ -21,7 +21,7 @@ from hicache import (
     release_kv_cache,
 )
 from hicache.errors import ConfigError, InvariantError
-from hicache.tree.node import DEVICE, FULL, MAMBA
+from hicache.tiers import DEVICE, FULL, MAMBA
 from prefix_case import (
     Cache,
     Request,

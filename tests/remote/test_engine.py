@@ -17,7 +17,7 @@ import pytest
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
 from hicache.bench.remote_servers import CREDENTIALS, MooncakeServer, RedisServer, S3Server, Server
 from hicache.storage import PageFormat, open_store
-from hicache.tree import REMOTE
+from hicache.tiers import REMOTE
 from programs import command, program
 from remote_case import with_options
 from toy_model import GEOMETRY, config, serve

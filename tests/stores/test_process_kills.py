@@ -16,7 +16,7 @@ from component_case import MODELS
 from hicache import AdvancedConfig, CacheEngine, DiskConfig, build_engine
 from hicache.errors import ResourceExhausted
 from hicache.storage import open_existing
-from hicache.tree import DISK, FULL
+from hicache.tiers import DISK, FULL
 from process_case import is_free
 from programs import Program
 from toy_model import GEOMETRY, config, prompt, serve, settled

@@ -16,7 +16,7 @@ from hicache.errors import ConfigError
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.storage import PageFilter, StoreError, StoreMismatch
 from hicache.stores import cipher_of, page_filter
-from hicache.tree import FULL, HOST
+from hicache.tiers import FULL, HOST
 from toy_model import GEOMETRY, config, expected_kv, serve
 
 KEY = bytes(range(100, 132))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import block_index
 from hicache import CacheEngine, CacheRequest, build_engine
-from hicache.tree import DEVICE, FULL, HOST, RadixTree
+from hicache.tiers import DEVICE, FULL, HOST
+from hicache.tree import RadixTree
 from hicache.tree.events import block_hash
 from programs import program
 from toy_model import GEOMETRY, compute, config

@@ -32,7 +32,7 @@ from component_case import MODELS, config, prefill
 from hicache import AdvancedConfig, CacheRequest, DiskConfig, Lease, build_engine
 from hicache.errors import ResourceExhausted
 from hicache.storage import LmdbPageStore, StoreCorrupt, StoreError, StoreLocked, open_existing
-from hicache.tree import DISK, FULL
+from hicache.tiers import DISK, FULL
 from toy_model import prompt, settled
 from waiting import eventually
 

@@ -7,13 +7,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
+from hicache.tiers import DEVICE, FULL, HOST, MAMBA, SWA, Component, Tier
 from hicache.tree import (
-    DEVICE,
-    FULL,
-    HOST,
-    MAMBA,
-    SWA,
-    Component,
     MambaComponent,
     Match,
     NodeRun,
@@ -21,7 +16,6 @@ from hicache.tree import (
     RadixTree,
     Released,
     SwaComponent,
-    Tier,
     TreeComponent,
     TreeNode,
 )

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hicache.replay.cache import CacheSimulation, ReplaySettings
-from hicache.tree import DEVICE, FULL, PageHasher, RadixTree
+from hicache.tiers import DEVICE, FULL
+from hicache.tree import PageHasher, RadixTree
 from hicache.tree.key import Tokens
 
 HALF_LIFE = 200.0

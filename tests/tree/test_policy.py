@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hicache.errors import ConfigError
-from hicache.tree import DEVICE, FULL, MAMBA, Component, MambaComponent, PageHasher, RadixTree, TreeNode
+from hicache.tiers import DEVICE, FULL, MAMBA, Component
+from hicache.tree import MambaComponent, PageHasher, RadixTree, TreeNode
 from hicache.tree.orders import EvictionStrategy, PriorityHeap
 from hicache.tree.policy import SLRUStrategy, get_eviction_strategy, make_order
 

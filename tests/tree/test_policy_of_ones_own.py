@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import largest_first
-from hicache.tree import DEVICE, FULL, PageHasher, RadixTree
+from hicache.tiers import DEVICE, FULL
+from hicache.tree import PageHasher, RadixTree
 from hicache.tree.orders import ranked
 from hicache.tree.policy import ORDERS
 from largest_first import LargestFirst

@@ -11,22 +11,8 @@ import pytest
 import torch
 
 from hicache.errors import InvariantError
-from hicache.tree import (
-    DEVICE,
-    DISK,
-    FULL,
-    HOST,
-    MAMBA,
-    REMOTE,
-    SWA,
-    MambaComponent,
-    NodeRun,
-    PageHasher,
-    RadixTree,
-    SwaComponent,
-    TreeComponent,
-    share,
-)
+from hicache.tiers import DEVICE, DISK, FULL, HOST, MAMBA, REMOTE, SWA
+from hicache.tree import MambaComponent, NodeRun, PageHasher, RadixTree, SwaComponent, TreeComponent, share
 
 
 def tree_of(*components: TreeComponent, page: int = 1) -> RadixTree:

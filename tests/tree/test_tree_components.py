@@ -17,17 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hicache.tree import (
-    DEVICE,
-    FULL,
-    HOST,
-    MAMBA,
-    SWA,
-    NodeRun,
-    PageState,
-    Released,
-    Tier,
-)
+from hicache.tiers import DEVICE, FULL, HOST, MAMBA, SWA, Tier
+from hicache.tree import NodeRun, PageState, Released
 from page_life import DROPPED, EDGES, Edge
 from tree_case import ComponentDicts, Copies
 

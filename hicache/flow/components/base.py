@@ -30,12 +30,13 @@ from hicache.flow.load import Load, LoadPlan
 from hicache.host.pool import HostPagePool
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
+from hicache.tiers import DEVICE, HOST, Component
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
 from hicache.tree.base import Match
 from hicache.tree.components import TreeComponent
 from hicache.tree.core import RadixTree
-from hicache.tree.node import DEVICE, HOST, Component, TreeNode
+from hicache.tree.node import TreeNode
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from hicache.flow.components.base import Admission, Base, CacheComponent, HostLi
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.load import Load
 from hicache.layout import ModelGeometry
+from hicache.tiers import DEVICE, FULL, HOST
 from hicache.tree.base import Match
 from hicache.tree.components import FullComponent, TreeComponent
-from hicache.tree.node import DEVICE, FULL, HOST, NodeRun, TreeNode
+from hicache.tree.node import NodeRun, TreeNode
 
 
 class FullAttention(CacheComponent):

@@ -20,9 +20,10 @@ from hicache.flow.components.base import Admission, Base, CacheComponent, HostLi
 from hicache.flow.lease import Lease
 from hicache.flow.load import Load, LoadPlan
 from hicache.layout import ModelGeometry
+from hicache.tiers import DEVICE, MAMBA
 from hicache.tree.base import Match
 from hicache.tree.components import MambaComponent, TreeComponent
-from hicache.tree.node import DEVICE, MAMBA, TreeNode
+from hicache.tree.node import TreeNode
 
 _STATES_PER_REQUEST = 2  # the running state and the last checkpoint
 

@@ -20,9 +20,10 @@ from hicache.flow.components.full import owned_slots
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.load import Load
 from hicache.layout import ModelGeometry
+from hicache.tiers import DEVICE, FULL, SWA, joined
 from hicache.tree.base import Match
 from hicache.tree.components import SwaComponent, TreeComponent
-from hicache.tree.node import DEVICE, FULL, SWA, NodeRun, TreeNode, joined
+from hicache.tree.node import NodeRun, TreeNode
 
 
 class SlidingWindow(CacheComponent):

@@ -20,7 +20,7 @@ from typing import Literal
 from hicache.flow.cost import CostModel
 from hicache.integrations.load_gate import KeepsNote, LoadDecisions, PrefillNote
 from hicache.metrics import Metrics
-from hicache.tree import DISK
+from hicache.tiers import DISK
 
 _MIN_TOKENS = 1024  # of less, the time is mostly overhead
 _FORGET_S = 10.0  # after which a prompt does not delay another any more

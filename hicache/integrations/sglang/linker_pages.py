@@ -13,7 +13,8 @@ import torch
 
 from hicache.errors import InvariantError
 from hicache.host import HostPagePool
-from hicache.tree.node import FULL, HOST, Holding, TreeNode
+from hicache.tiers import FULL, HOST
+from hicache.tree.node import Holding, TreeNode
 from hicache.tree.policy import make_order
 
 

@@ -50,7 +50,7 @@ from hicache.metrics import Metrics
 from hicache.storage import PageBuffer, StoreError
 from hicache.storage.process.jobs import FindDone, PageRows, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.stores.shared_memory import descriptor_of
-from hicache.tree import DISK
+from hicache.tiers import DISK
 
 log = logging.getLogger(__name__)
 

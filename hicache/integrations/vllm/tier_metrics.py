@@ -17,7 +17,7 @@ from hicache.flow.cost import CostModel
 from hicache.integrations.vllm.gate import LoadGate
 from hicache.metrics import Counter, MetricInfo, Metrics, flattened, joined_help
 from hicache.stores.tier import register_tier
-from hicache.tree import DISK
+from hicache.tiers import DISK
 
 EVERY_S = 1.0
 _NOT_MEASURED = {"cost.load_bytes_per_second"}  # vLLM makes these loads

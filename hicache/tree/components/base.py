@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
-from hicache.tree.node import HOST, Component, Tier, TreeNode, own
+from hicache.tiers import HOST, Component, Tier, own
+from hicache.tree.node import TreeNode
 
 
 class MatchWalk(ABC):

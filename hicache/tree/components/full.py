@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hicache.tiers import FULL, Tier
 from hicache.tree.components.base import MatchWalk, TreeComponent
-from hicache.tree.node import FULL, Tier, TreeNode
+from hicache.tree.node import TreeNode
 
 
 class _Anywhere(MatchWalk):

@@ -7,8 +7,9 @@ evict   any state: an inner node becomes a tombstone, which later matches may pa
 
 from __future__ import annotations
 
+from hicache.tiers import DEVICE, HOST, MAMBA
 from hicache.tree.components.base import MatchWalk, TreeComponent
-from hicache.tree.node import DEVICE, HOST, MAMBA, TreeNode
+from hicache.tree.node import TreeNode
 
 
 class _States(MatchWalk):

@@ -7,8 +7,9 @@ evict   any node: an inner one becomes a tombstone, which later matches may pass
 
 from __future__ import annotations
 
+from hicache.tiers import DEVICE, HOST, SWA, Tier
 from hicache.tree.components.base import MatchWalk, TreeComponent
-from hicache.tree.node import DEVICE, HOST, SWA, Tier, TreeNode, last_nodes
+from hicache.tree.node import TreeNode, last_nodes
 
 
 class _Window(MatchWalk):

@@ -17,8 +17,9 @@ from hicache.flow.components.base import Admission, Base, CacheComponent, HostLi
 from hicache.flow.lease import Lease
 from hicache.flow.load import Load
 from hicache.layout import BufferSpec, ModelGeometry, PoolLayout
+from hicache.tiers import DEVICE, HOST
 from hicache.tree.components import TreeComponent
-from hicache.tree.node import DEVICE, HOST, NodeRun, TreeNode
+from hicache.tree.node import NodeRun, TreeNode
 from own_component.tree import LastHiddenComponent
 
 
