@@ -85,6 +85,7 @@ from hicache.prefix_cache.batch import write_cache_indices as write_cache_indice
 from hicache.prefix_cache.batch import write_req_to_token_pool_triton as write_req_to_token_pool_triton
 from hicache.prefix_cache.mamba_radix_cache import MambaRadixCache as MambaRadixCache
 from hicache.prefix_cache.mamba_radix_cache import checkpoint_len as checkpoint_len
+from hicache.prefix_cache.node import TreeNode as TreeNode
 from hicache.prefix_cache.params import CacheInitParams as CacheInitParams
 from hicache.prefix_cache.params import EvictParams as EvictParams
 from hicache.prefix_cache.params import EvictResult as EvictResult
@@ -93,6 +94,7 @@ from hicache.prefix_cache.params import InsertResult as InsertResult
 from hicache.prefix_cache.params import MatchPrefixParams as MatchPrefixParams
 from hicache.prefix_cache.params import MatchResult as MatchResult
 from hicache.prefix_cache.radix_cache import RadixCache as RadixCache
+from hicache.prefix_cache.radix_key import RadixKey as RadixKey
 from hicache.prefix_cache.swa_radix_cache import SWARadixCache as SWARadixCache
 from hicache.prefix_cache.tensor_cache import HiCache as HiCache
 from hicache.prefix_cache.tensor_cache import TensorCacheStats as TensorCacheStats
@@ -112,9 +114,7 @@ from hicache.tree import LFUStrategy as LFUStrategy
 from hicache.tree import LRUStrategy as LRUStrategy
 from hicache.tree import MRUStrategy as MRUStrategy
 from hicache.tree import PriorityStrategy as PriorityStrategy
-from hicache.tree import RadixKey as RadixKey
 from hicache.tree import SLRUStrategy as SLRUStrategy
-from hicache.tree import TreeNode as TreeNode
 from hicache.tree import get_eviction_strategy as get_eviction_strategy
 
 __version__: str

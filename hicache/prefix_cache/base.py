@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from hicache.errors import ConfigError, InvariantError, ShapeError
+from hicache.prefix_cache.node import TreeNode
 from hicache.prefix_cache.params import (
     CacheInitParams,
     EvictParams,
@@ -24,14 +25,15 @@ from hicache.prefix_cache.params import (
 )
 from hicache.prefix_cache.pretty import draw
 from hicache.prefix_cache.protocols import CachedRequest, priority_of
+from hicache.prefix_cache.radix_key import RadixKey, TokenSource, block_events, joined_tokens, namespace_of, neighbours
 from hicache.prefix_cache.slots import AllocatorAdapter, PrefixBuffers, TableRows
 from hicache.tiers import DEVICE, FULL, MAMBA, SWA, Component, Tier, joined, own
 from hicache.tree.base import Match, Released
 from hicache.tree.components import TreeComponent
 from hicache.tree.core import RadixTree
 from hicache.tree.events import EventLog, KVCacheEvent
-from hicache.tree.key import PageHasher, RadixKey, Tokens, TokenSource, joined_tokens, namespace_of, neighbours
-from hicache.tree.node import TreeNode
+from hicache.tree.key import PageHasher, Tokens
+from hicache.tree.node import TreeNode as Node
 from hicache.tree.share import Shared, share
 
 # Blocks are identified across processes by their tokens alone.
@@ -63,7 +65,7 @@ class BasePrefixCache(ABC):
 
     @property
     def root_node(self) -> TreeNode:
-        return self._tree.root
+        return cast(TreeNode, self._tree.root)
 
     def reset(self) -> None:
         """Forget everything. Slots are not freed: the caller clears the allocator and the table too."""
@@ -184,7 +186,8 @@ class BasePrefixCache(ABC):
 
     def take_events(self) -> list[KVCacheEvent]:
         """Events of blocks since the last call; none without `enable_kv_cache_events`."""
-        return [] if self._events is None else self._events.take()
+        changes = () if self._events is None else self._events.take_changes()
+        return [event for change in changes for event in block_events(change)]
 
     def sanity_check(self) -> None:
         """Raise InvariantError with every violation: of the tree, of its accounts, and against allocator and pools."""
@@ -223,7 +226,7 @@ class BasePrefixCache(ABC):
         """Tokens at the front of a request that have no window slots any more."""
         return 0
 
-    def _part_to_evict(self, victim: TreeNode, component: Component) -> TreeNode:
+    def _part_to_evict(self, victim: Node, component: Component) -> Node:
         """The victim, or the front part of it, split off, that is evicted alone."""
         return victim
 
@@ -242,9 +245,9 @@ class BasePrefixCache(ABC):
 
     def _new_tree(self) -> RadixTree:
         hasher = PageHasher(_IDENTITY, self.page_size)
-        return RadixTree(self.page_size, hasher, self._new_components(), self.eviction_policy, self._events)
+        return RadixTree(self.page_size, hasher, self._new_components(), self.eviction_policy, self._events, TreeNode)
 
-    def _relock(self, node: TreeNode, change: Callable[[TreeNode, Tier], None]) -> int:
+    def _relock(self, node: Node, change: Callable[[Node, Tier], None]) -> int:
         if self.disable or node.is_root:
             return 0
         self._check_own(node)
@@ -253,7 +256,7 @@ class BasePrefixCache(ABC):
         change(node, DEVICE)
         return before - account.protected
 
-    def _check_own(self, node: TreeNode) -> None:
+    def _check_own(self, node: Node) -> None:
         root = node
         while root.parent is not None:
             root = root.parent
@@ -273,7 +276,7 @@ class BasePrefixCache(ABC):
         values = self._tree.values(component, DEVICE)
         return torch.cat(values) if values else self._no_slots.clone()
 
-    def _match(self, key: RadixKey) -> tuple[Match, TreeNode]:
+    def _match(self, key: RadixKey) -> tuple[Match, Node]:
         """All that is held of a key, and the node where the usable part of it ends."""
         tokens, namespace = self._packed(key)
         match = self._tree.match(tokens[:0] if self.disable else tokens, namespace)
@@ -284,11 +287,12 @@ class BasePrefixCache(ABC):
             self._tree.touch(node, DEVICE)
         return match, node
 
-    def _result(self, node: TreeNode) -> MatchResult:
+    def _result(self, node: Node) -> MatchResult:
+        end = cast(TreeNode, node)
         if node.is_root:
-            return MatchResult(self._no_slots, node, node)
+            return MatchResult(self._no_slots, end, end)
         slots = [at.held(FULL, DEVICE) for at in node.path()]
-        return MatchResult(own(slots[0]) if len(slots) == 1 else joined(slots[::-1]), node, node)
+        return MatchResult(own(slots[0]) if len(slots) == 1 else joined(slots[::-1]), end, end)
 
     def _insert(
         self, params: InsertParams, known_len: int = 0, donated: Mapping[Component, torch.Tensor] | None = None
@@ -357,9 +361,9 @@ class BasePrefixCache(ABC):
             self._tree.lock(shared.node, DEVICE)
         else:
             self._tree.move_lock(old, shared.node, DEVICE)
-        req.last_node, req.cache_protected_len = shared.node, end
+        req.last_node, req.cache_protected_len = cast(TreeNode, shared.node), end
 
-    def _count_use(self, above: TreeNode, shared: Shared, priority: int, chunked: bool) -> None:
+    def _count_use(self, above: Node, shared: Shared, priority: int, chunked: bool) -> None:
         """Count a use of the nodes below `above` that were there before, and give new ones a priority below 0."""
         held, gained = shared.node, shared.inserted.gained
         if gained and gained[0].parent is not None:
@@ -373,6 +377,6 @@ class BasePrefixCache(ABC):
                     break
                 node.hit_count += 1
 
-    def _raise_priority(self, node: TreeNode, priority: int) -> None:
+    def _raise_priority(self, node: Node, priority: int) -> None:
         if node.priority < priority:  # seldom: most requests have the same
             self._tree.raise_priority(node, priority)

@@ -38,12 +38,12 @@ from hicache.prefix_cache.params import (
     MatchResult,
 )
 from hicache.prefix_cache.protocols import CachedRequest
+from hicache.prefix_cache.radix_key import TokenSource
 from hicache.prefix_cache.slots import free_states
 from hicache.tiers import DEVICE, FULL, MAMBA, joined
 from hicache.tree.base import Released
 from hicache.tree.components import MambaComponent, TreeComponent
-from hicache.tree.key import TokenSource
-from hicache.tree.node import TreeNode
+from hicache.tree.node import TreeNode as Node
 
 
 def checkpoint_len(prompt_len: int, mamba_cache_chunk_size: int, page_size: int = 1) -> int:
@@ -175,7 +175,7 @@ class MambaRadixCache(BasePrefixCache):
         full, states = self.total_size()
         return f"#full_tokens: {full}, #mamba_num: {states}"
 
-    def _copy_state(self, node: TreeNode, req: CachedRequest) -> None:
+    def _copy_state(self, node: Node, req: CachedRequest) -> None:
         """Make the request's state one that has consumed the tokens up to `node`."""
         own = req.mamba_pool_idx
         if node.is_root:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hicache.errors import ConfigError
-from hicache.tree.key import RadixKey
-from hicache.tree.node import TreeNode
+from hicache.prefix_cache.node import TreeNode
+from hicache.prefix_cache.radix_key import RadixKey
 
 _NO_EFFECT = ["tp_cache_group", "enable_metrics", "pp_rank", "pp_size", "disable_finished_insert", "cache_ttl_seconds"]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+from hicache.prefix_cache.node import TreeNode
 from hicache.tiers import MAMBA, SWA
 from hicache.tree.core import RadixTree
-from hicache.tree.node import TreeNode
 
 _SHOWN_TOKENS = 10
 
@@ -15,7 +17,7 @@ def draw(tree: RadixTree) -> str:
     stack = [(tree.root, 0)]
     while stack:
         node, depth = stack.pop()
-        lines.append("  " * depth + _line(node))
+        lines.append("  " * depth + _line(cast(TreeNode, node)))
         stack.extend((child, depth + 1) for child in reversed(node.children.values()))
     return "\n".join(lines)
 

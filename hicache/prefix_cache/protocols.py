@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from hicache.tree.node import TreeNode
+from hicache.prefix_cache.node import TreeNode
 
 
 class SlotAllocator(Protocol):

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from hicache.alloc.swa import SWATokenToKVPoolAllocator
 from hicache.errors import ConfigError
 from hicache.prefix_cache.base import BasePrefixCache
+from hicache.prefix_cache.node import TreeNode
 from hicache.prefix_cache.params import CacheInitParams, InsertParams, InsertResult
 from hicache.prefix_cache.protocols import CachedRequest
 from hicache.tiers import DEVICE, FULL, SWA, Component
 from hicache.tree.components import SwaComponent, TreeComponent
-from hicache.tree.node import TreeNode
+from hicache.tree.node import TreeNode as Node
 
 
 class SWARadixCache(BasePrefixCache):
@@ -86,7 +87,7 @@ class SWARadixCache(BasePrefixCache):
     def _evicted_window(self, req: CachedRequest) -> int:
         return req.swa_evicted_seqlen
 
-    def _part_to_evict(self, victim: TreeNode, component: Component) -> TreeNode:
+    def _part_to_evict(self, victim: Node, component: Component) -> Node:
         # In a node longer than the window, no match at its end needs the window slots of the front.
         surplus = self._window.surplus_tokens(victim) if component == SWA else 0
         return self._tree.split_prefix(victim, surplus) if surplus else victim

@@ -4,7 +4,7 @@ from hicache.tree.base import Duplicate, Inserted, Match, Released
 from hicache.tree.components import FullComponent, MambaComponent, SwaComponent, TreeComponent
 from hicache.tree.core import RadixTree
 from hicache.tree.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, KVCacheEvent, PageChange
-from hicache.tree.key import PageHasher, RadixKey
+from hicache.tree.key import PageHasher
 from hicache.tree.node import NodeRun, PageState, TreeNode
 from hicache.tree.orders import EvictionStrategy
 from hicache.tree.policy import (
@@ -41,7 +41,6 @@ __all__ = [
     "PageHasher",
     "PageState",
     "PriorityStrategy",
-    "RadixKey",
     "RadixTree",
     "Released",
     "SLRUStrategy",

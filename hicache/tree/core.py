@@ -46,13 +46,15 @@ class RadixTree(Accounts):
         components: Sequence[TreeComponent] = (),
         policy: str = "lru",
         events: EventLog | None = None,
+        node_type: type[TreeNode] = TreeNode,
     ) -> None:
         super().__init__((FullComponent(), *components), policy)
         self.page_size = page_size
         self._names = tuple(component.name for component in self.components)
         self._sharing_names = tuple(component.name for component in self.components if component.shares_full_slots)
         self._ends_matches = any(component.ends_matches for component in self.components)
-        self.root = TreeNode(run=TokenRun(np.empty(0, np.int64)), components=self._names)
+        self._new_node = node_type
+        self.root = self._new_node(run=TokenRun(np.empty(0, np.int64)), components=self._names)
         self.num_nodes = 0
         self.names, self.events = PageNames(hasher), events
 
@@ -306,7 +308,8 @@ class RadixTree(Accounts):
         child_key = self._child_key(node, raw, pos, namespace)
         child = node.children.get(child_key)
         if child is None:
-            child = TreeNode(run=TokenRun(tokens[pos:limit]), parent=node, namespace=namespace, components=self._names)
+            run = TokenRun(tokens[pos:limit])
+            child = self._new_node(run=run, parent=node, namespace=namespace, components=self._names)
             self._link(node, child, child_key)
             self.num_nodes += 1
             return child
@@ -335,7 +338,8 @@ class RadixTree(Accounts):
         """
         assert lower.run is not None and lower.parent is not None
         tokens, parent = lower.run.tokens, lower.parent
-        upper = TreeNode(run=TokenRun(tokens[:at]), parent=parent, namespace=lower.namespace, components=self._names)
+        run = TokenRun(tokens[:at])
+        upper = self._new_node(run=run, parent=parent, namespace=lower.namespace, components=self._names)
         self._link(parent, upper, lower.child_key)
         upper.source, upper.hit_count, upper.priority = lower.source, lower.hit_count, lower.priority
         upper.creation_time, upper.last_access_time = lower.creation_time, lower.last_access_time

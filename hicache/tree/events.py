@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from hicache.tree.key import Tokens, key_of
+from hicache.tree.key import Tokens
 from hicache.tree.names import PageNames
 from hicache.tree.node import TreeNode
 
@@ -61,7 +61,7 @@ class PagesStored:
         for start in range(0, len(self.keys), max_blocks):
             keys = self.keys[start : start + max_blocks]
             tokens = self.tokens[start * size : (start + len(keys)) * size]
-            ids = list(key_of(tokens, self.namespace).token_ids)
+            ids = tokens.tolist()
             parent = None if before is None else block_hash(before)
             yield BlockStored([block_hash(key) for key in keys], parent, ids, size, self.medium)
             before = keys[-1]
@@ -126,12 +126,8 @@ class EventLog:
     def cleared(self) -> None:
         self._changes.append(AllRemoved())
 
-    def take(self) -> list[KVCacheEvent]:
-        """All changes so far as events of one block each; they are not told twice."""
-        return [event for change in self.take_changes() for event in change.blocks(1)]
-
     def take_changes(self) -> list[PageChange]:
-        """As `take`, without the work of making events."""
+        """All changes so far; they are not told twice."""
         changes, self._changes = self._changes, []
         return changes
 

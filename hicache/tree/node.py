@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import torch
 
-from hicache.tiers import DEVICE, FULL, HOST, MAMBA, SWA, Component, Store, Tier
-from hicache.tree.key import RadixKey, TokenRun, key_of
+from hicache.tiers import DEVICE, FULL, HOST, Component, Store, Tier
+from hicache.tree.key import TokenRun
 
 _ids = itertools.count()
 _clock = itertools.count(1)
@@ -94,7 +94,7 @@ class TreeNode:
 
     `holdings[component][tier]`: what is held of it. `children_on[tier]`: children that hold FULL there. `source`: the
     store that the host copy was prefetched from, None where it was not or was used since. `hit_count`: requests that
-    used it, its maker included. Times are ticks of a logical clock. The properties at the end have SGLang's names.
+    used it, its maker included. Times are ticks of a logical clock.
     """
 
     __slots__ = (
@@ -106,7 +106,6 @@ class TreeNode:
         "full",
         "hit_count",
         "holdings",
-        "host_ref_counter",
         "id",
         "last_access_time",
         "namespace",
@@ -138,7 +137,7 @@ class TreeNode:
         self.holdings = {component: (Holding(), Holding()) for component in components}
         self.full = self.holdings[FULL]
         self.page_keys: list[bytes] | None = None
-        self.hit_count = self.priority = self.host_ref_counter = 0
+        self.hit_count = self.priority = 0
         self.source: Store | None = None
         self.last_access_time = self.creation_time = next(_clock)
         self.runs: list[NodeRun] = []
@@ -214,74 +213,3 @@ class TreeNode:
     def touch(self) -> None:
         """Record a use now."""
         self.last_access_time = next(_clock)
-
-    # SGLang's names
-
-    @property
-    def key(self) -> RadixKey | None:
-        """The node's own tokens; empty for the root of a tree, None for a node that was never in one."""
-        return None if self.run is None else key_of(self.run.tokens, self.namespace)
-
-    @property
-    def value(self) -> torch.Tensor | None:
-        """Slots, int64 `[tokens]`."""
-        return self.full[DEVICE].value
-
-    @property
-    def host_value(self) -> torch.Tensor | None:
-        """Host pages, int64 `[pages]`."""
-        return self.full[HOST].value
-
-    @property
-    def mamba_value(self) -> torch.Tensor | None:
-        """The state at the node's end, int64 `[1]`."""
-        return self.holdings[MAMBA][DEVICE].value if MAMBA in self.holdings else None
-
-    @property
-    def swa_tombstone(self) -> bool:
-        """Whether its window slots left the device."""
-        return SWA not in self.holdings or self.holdings[SWA][DEVICE].value is None
-
-    @property
-    def evicted(self) -> bool:
-        """Whether the device holds nothing of it. The root of a tree is not evicted: climbing ends there."""
-        return self.value is None and not (self.is_root and self.run is not None)
-
-    @property
-    def backuped(self) -> bool:
-        return self.host_value is not None
-
-    @property
-    def lock_ref(self) -> int:
-        """Users that need its slots to stay; 1 for the root of a tree, which always stays."""
-        return 1 if self.is_root and self.run is not None else self.full[DEVICE].locks
-
-    @property
-    def full_lock_ref(self) -> int:
-        return self.lock_ref
-
-    @property
-    def swa_lock_ref(self) -> int:
-        return self.holdings[SWA][DEVICE].locks if SWA in self.holdings else 0
-
-    @property
-    def mamba_lock_ref(self) -> int:
-        return self.holdings[MAMBA][DEVICE].locks if MAMBA in self.holdings else 0
-
-    @property
-    def hash_value(self) -> list[str] | None:
-        """Page keys as hex digits, where they were computed before."""
-        return None if self.page_keys is None else [key.hex() for key in self.page_keys]
-
-    def get_last_hash_value(self) -> str | None:
-        return None if not self.page_keys else self.page_keys[-1].hex()
-
-    def protect_host(self) -> None:
-        """Count a user of the host copy; `release_host` undoes it."""
-        self.host_ref_counter += 1
-
-    def release_host(self) -> None:
-        """RuntimeError below zero."""
-        if self.host_ref_counter < 1:
-            raise RuntimeError(f"{self}: release_host without a protect_host before it")
-        self.host_ref_counter -= 1

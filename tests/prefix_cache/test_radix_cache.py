@@ -170,3 +170,6 @@ def test_events_name_every_page() -> None:
     silent = RadixCache.create_simulated(page_size=2)
     insert(silent, [1, 2])
     assert silent.take_events() == []
+    pairs = RadixCache(CacheInitParams(False, None, None, 1, is_eagle=True, enable_kv_cache_events=True))
+    insert(pairs, [1, 2, 3])
+    assert [event.token_ids for event in pairs.take_events()] == [[(1, 2)], [(2, 3)]]
