@@ -4,6 +4,8 @@ Request r holds `seq_lens[r]` tokens, the new one included. With s for that and 
 
     last_loc[r] + 1           where (s - 1) % P > 0: the last page of the request is not full
     free_pages[rank]*P        where (s - 1) % P == 0: a new page; rank counts the earlier requests that need one
+
+For SGLang's callers alone: an engine takes slots request by request.
 """
 
 from __future__ import annotations

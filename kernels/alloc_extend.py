@@ -8,6 +8,8 @@ are
 
 where n counts new pages of the request and `first` those of all earlier requests. `out_indices` is the concatenation of
 the requests' slots. Contract: (last_loc + 1) % P == p % P, and last_loc = -1 without a prefix.
+
+For SGLang's callers alone: an engine takes slots request by request.
 """
 
 from __future__ import annotations

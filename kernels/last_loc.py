@@ -4,6 +4,8 @@
     out[r] = -1                                                      else
 
 `req_to_token` is int32 `[rows, columns]`, the others integer `[requests]` on its device; `out` is int64 `[requests]`.
+
+For SGLang's callers alone: a lease of an engine knows its last slot.
 """
 
 from __future__ import annotations

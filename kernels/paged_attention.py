@@ -4,6 +4,8 @@ It defines what a paged attention kernel computes. It is slow: it gathers the ke
 
     contiguous   [tokens, ...row]               token t at t
     paged        [num_pages, page_size, ...row]  token t at [page_table[t // page_size], t % page_size]
+
+For SGLang's callers alone.
 """
 
 from __future__ import annotations

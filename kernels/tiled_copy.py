@@ -12,6 +12,8 @@ The result is as if all rows were read before any is written. Targets are distin
 
 The table of addresses, row sizes and strides is on the device, so buffers may differ in row size. All addressing is
 int64, in the widest word that divides all rows.
+
+For SGLang's callers alone: `move_kv_cache` uses it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ that row becomes
     [p, s)   its new slots, out_cache_loc[first .. first + s - p), where `first` sums extend_lens over [0, r)
 
 and columns from s on are unchanged. Each prefix is a tensor, so the kernel gets their addresses.
+
+For SGLang's callers alone: a lease of an engine writes its row.
 """
 
 from __future__ import annotations

@@ -57,6 +57,9 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     Freeing what is not allocated raises `DoubleFree` on CPU tensors and with HICACHE_DEBUG=1; elsewhere finding it
     would make the host wait for the device, and `check()` finds it.
+
+    For SGLang's callers alone: `alloc_extend`, `alloc_decode`, free groups, `backup_state`, `merge_and_sort_free`,
+    CPU copies, `get_stats`, `check_memory_pressure`, `debug_print`.
     """
 
     def __init__(

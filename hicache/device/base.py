@@ -106,7 +106,8 @@ class KVCache(ABC):
 
     Called by the scheduler thread and by the model's forward; the transfer engine reads `layer_buffers`. Layer ids
     are global, [start_layer, end_layer]. fp8 is stored as uint8 (`store_dtype`) and viewed as fp8 on read. Inputs are
-    never modified. `mem_usage` is in GiB.
+    never modified. `mem_usage` is in GiB. For SGLang's callers alone: `get_kv_buffer`, `store_kv`, `load_kv`,
+    `load_cpu_copy`, `move_kv_cache`, `get_contiguous_buf_infos`.
     """
 
     mem_usage: float

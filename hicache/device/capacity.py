@@ -1,4 +1,7 @@
-"""Computes the `size` of a pool, in tokens, from a device's memory and a layout."""
+"""Computes the `size` of a pool, in tokens, from a device's memory and a layout.
+
+For SGLang's callers alone: the sizes of an engine come from `build/sizing.py`.
+"""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
     `alloc` takes a row and zeroed states for each request, all or none, and a request keeps what it has; for a number,
     it takes rows alone, whose state is the sink. Rows and states are freed separately: `free` frees the row,
     `free_mamba_cache` the states, except those that the request donated and set to None.
+    For SGLang's callers alone: `free_mamba_cache`, `take_checkpoint`.
     """
 
     def __init__(

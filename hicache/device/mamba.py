@@ -120,6 +120,7 @@ class MambaPool:
     Ids are int64 tensors on `device`. `free_slots` is replaced, never written in place, and allocated from the front.
     Only `check`, CPU copies and, with HICACHE_DEBUG=1, the checks of frees and copies wait for the device. Kernels run
     on the current stream, which should be the one that uses the states.
+    For SGLang's callers alone: speculative states and CPU copies.
     """
 
     def __init__(

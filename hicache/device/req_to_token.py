@@ -28,7 +28,7 @@ class ReqToTokenPool:
 
     `free_slots` lists the free rows, the next one last. `req_lens`, int32 `[size + 1]` on the CPU, is the number of
     slots that `set_token_loc` wrote. `generation[row]` is incremented when the row is freed: a reader that stored it
-    can tell whether the row was reused.
+    can tell whether the row was reused. For SGLang's callers alone: `set_token_loc` and `req_lens`.
     """
 
     def __init__(
