@@ -21,10 +21,10 @@ import torch
 
 from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
 from hicache.bench.common import BenchUnavailable, Report, interleave, no_collection, percentile
+from hicache.eviction.policy import ORDERS
 from hicache.tiers import DEVICE, FULL
 from hicache.tree import PageHasher, RadixTree
 from hicache.tree.key import Tokens
-from hicache.tree.policy import ORDERS
 
 NAME = "tree"
 DESCRIPTION = "match, insert, evict and commit in the prefix tree, against memcmp and across sizes"

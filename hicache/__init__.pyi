@@ -60,6 +60,15 @@ from hicache.errors import TraceError as TraceError
 from hicache.errors import TransferBusy as TransferBusy
 from hicache.errors import TransferError as TransferError
 from hicache.errors import UnsupportedModel as UnsupportedModel
+from hicache.eviction import EvictionStrategy as EvictionStrategy
+from hicache.eviction import FIFOStrategy as FIFOStrategy
+from hicache.eviction import FILOStrategy as FILOStrategy
+from hicache.eviction import LFUStrategy as LFUStrategy
+from hicache.eviction import LRUStrategy as LRUStrategy
+from hicache.eviction import MRUStrategy as MRUStrategy
+from hicache.eviction import PriorityStrategy as PriorityStrategy
+from hicache.eviction import SLRUStrategy as SLRUStrategy
+from hicache.eviction import get_eviction_strategy as get_eviction_strategy
 from hicache.kernels.alloc_extend import alloc_extend_naive as alloc_extend_naive
 from hicache.kernels.paged_attention import contiguous_to_paged as contiguous_to_paged
 from hicache.kernels.paged_attention import paged_attention_forward as paged_attention_forward
@@ -107,14 +116,5 @@ from hicache.transfer import LayerTransferCounter as LayerTransferCounter
 from hicache.tree import AllBlocksCleared as AllBlocksCleared
 from hicache.tree import BlockRemoved as BlockRemoved
 from hicache.tree import BlockStored as BlockStored
-from hicache.tree import EvictionStrategy as EvictionStrategy
-from hicache.tree import FIFOStrategy as FIFOStrategy
-from hicache.tree import FILOStrategy as FILOStrategy
-from hicache.tree import LFUStrategy as LFUStrategy
-from hicache.tree import LRUStrategy as LRUStrategy
-from hicache.tree import MRUStrategy as MRUStrategy
-from hicache.tree import PriorityStrategy as PriorityStrategy
-from hicache.tree import SLRUStrategy as SLRUStrategy
-from hicache.tree import get_eviction_strategy as get_eviction_strategy
 
 __version__: str

@@ -31,7 +31,8 @@ class Mutation(NamedTuple):
     tests: str
 
 
-TREE, TRANSFER, STORE = "tests/tree", "tests/transfer", "tests/storage"
+TREE, EVICTION = "tests/tree", "tests/eviction"
+TRANSFER, STORE = "tests/transfer", "tests/storage"
 MUTATIONS = (
     # Tree
     Mutation("hicache/tree/core.py", "if last_len < node.num_tokens:", "if last_len > node.num_tokens:", TREE),
@@ -50,9 +51,9 @@ MUTATIONS = (
     # Eviction
     Mutation("hicache/tree/core.py", "self.split_suffix(node, node.num_tokens - num",
              "self.split_prefix(node, num", TREE),
-    Mutation("hicache/tree/orders.py", "self._rise(self._sink(at), last)", "self._rise(at, last)", TREE),
-    Mutation("hicache/tree/orders.py", "self._others.victim() or self._expected.victim()",
-             "self._expected.victim() or self._others.victim()", TREE),
+    Mutation("hicache/eviction/orders.py", "self._rise(self._sink(at), last)", "self._rise(at, last)", EVICTION),
+    Mutation("hicache/eviction/orders.py", "return (record.expected > 0, rank,", "return (0, rank,", EVICTION),
+    Mutation("hicache/eviction/orders.py", "new is ends or new.stamp <= record.stamp", "new is ends", EVICTION),
     Mutation("hicache/flow/commit.py", "                steps.callback(tree.touch, lease.node, tier)\n",
              "                pass\n", "tests/flow"),
     Mutation("hicache/tree/components/full.py", "return not node.children_on[tier]", "return True", TREE),

@@ -23,7 +23,7 @@ LEVELS = (
     ("engine", "build", "kv_events", "life", "prefix_cache"),
     ("flow", "replay"),
     ("tree", "alloc", "device", "transfer", "host", "stores"),
-    ("layout",),
+    ("eviction", "layout"),
     ("tiers",),
     ("config", "metrics"),
     ("kernels", "storage"),
@@ -250,6 +250,7 @@ def _handler(kinds: str, body: str) -> str:
 BAD = [
     ("tree.core", "import hicache.engine", "tree imports engine, which stands above it"),
     ("tree.core", "from hicache.alloc.paged import Paged", "tree imports alloc, which stands beside it"),
+    ("eviction.orders", "from hicache.tree.node import TreeNode", "eviction imports tree, which stands above it"),
     ("errors", "from hicache.storage import base", "errors imports storage, which stands above it"),
     ("tree.core", "from hicache import RadixCache", "through the front door"),
     ("tree.core", "if TYPE_CHECKING:\n    import hicache.engine", "which stands above it"),

@@ -16,10 +16,10 @@ import torch
 
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
+from hicache.eviction.policy import ORDERS
 from hicache.tiers import DEVICE, DISK, FULL, HOST, Tier
 from hicache.tree import PageHasher, RadixTree, TreeNode
 from hicache.tree.key import Tokens
-from hicache.tree.policy import ORDERS
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 

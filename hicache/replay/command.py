@@ -14,6 +14,7 @@ from typing import Any
 from hicache.config.settings import Number, Size, Whole, as_flag
 from hicache.console import counted, print_table, progress, require_writable, write_whole
 from hicache.errors import ConfigError
+from hicache.eviction.policy import ORDERS
 from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
 from hicache.replay.cost import TierCosts, costs_of
 from hicache.replay.nodes import ROUTERS, NodeSettings
@@ -21,7 +22,6 @@ from hicache.replay.report import require_report_packages, result_rows, write_re
 from hicache.replay.simulation import ReplayResult
 from hicache.replay.sweep import Case, cases_of, sweep
 from hicache.replay.trace import Trace, read_trace
-from hicache.tree.policy import ORDERS
 
 UNLIMITED = "unlimited"
 _TIERS = ("device", "host", "disk")

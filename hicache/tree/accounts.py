@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
+from hicache.eviction.frequency import FadingFrequency, UsageLog
+from hicache.eviction.orders import NOBODY, EvictionOrder
+from hicache.eviction.policy import make_order
 from hicache.tiers import DEVICE, FULL, HOST, Component, Tier
 from hicache.tree.base import Released
 from hicache.tree.components.base import TreeComponent
-from hicache.tree.frequency import FadingFrequency
-from hicache.tree.node import TreeNode, last_nodes
-from hicache.tree.orders import ExpectedLast
-from hicache.tree.policy import make_orders
+from hicache.tree.node import Holding, TreeNode, last_nodes, name_of
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,9 @@ class Account:
 
     def __init__(self, component: TreeComponent, tier: Tier, policy: str) -> None:
         self.component, self.name, self.tier = component, component.name, tier
-        is_evictable = partial(component.is_evictable, tier=tier)
-        others, expected = make_orders(policy, component.name, tier, is_evictable)
-        self.order = ExpectedLast(component.name, tier, others, expected)
-        self.log = others.log if isinstance(others, FadingFrequency) else None
+        is_evictable = component.is_evictable
+        self.order: EvictionOrder[Holding] = make_order(policy, lambda holding: is_evictable(holding.owner, tier))
+        self.log = self.order.log if isinstance(self.order, FadingFrequency) else None
         self.evictable = self.protected = 0
 
     @property
@@ -48,12 +46,22 @@ class Account:
         """What a node that holds a value counts for: its tokens, or 1 for a state."""
         return 1 if self.component.at_node_end else node.num_tokens
 
+    @staticmethod
+    def like_tokens(log: UsageLog, namespace: str, start: int, raw: memoryview, page_size: int) -> int:
+        """How many tokens of `raw`, which follow `start` others, one node is to have, see `UsageLog.like_tokens`."""
+
+        def name_at(num_tokens: int) -> int:
+            depth, first = start + num_tokens, raw[8 * num_tokens : 8 * (num_tokens + page_size)].tobytes()
+            return name_of(namespace, depth, first if depth else (namespace, first))
+
+        return log.like_tokens(len(raw) // 8, name_at)
+
     def lock(self, node: TreeNode) -> None:
         holding = node.holdings[self.name][self.tier]
         holding.locks += 1
         if holding.locks == 1 and holding.value is not None:
             size = self.size(node)
-            self.order.lock(node)
+            self.order.lock(holding)
             self.evictable -= size
             self.protected += size
 
@@ -63,35 +71,22 @@ class Account:
         assert holding.locks >= 0, "unlocked more often than locked"
         if not holding.locks and holding.value is not None:
             size = self.size(node)
-            self.order.unlock(node)
+            self.order.unlock(holding)
             self.evictable += size
             self.protected -= size
 
     def expect(self, node: TreeNode, change: int) -> None:
-        """`change` more (1) or fewer (-1) queued requests will need what `node` has. It counts as just used, so that
-        parents, which follow their children, stay newer."""
+        """`change` more (1) or fewer (-1) queued requests will need what `node` has."""
         holding = node.holdings[self.name][self.tier]
-        is_in_order = holding.value is not None and not holding.locks
-        if is_in_order:
-            self.order.evict(node)
-        holding.expected += change
+        self.order.expect(holding, change)
         assert holding.expected >= 0, "no longer expected more often than expected"
-        if is_in_order:
-            self.order.insert(node)
-
-    def touch(self, node: TreeNode) -> None:
-        """A use of the prefix that ends with `node`."""
-        for at in self.component.required_nodes(node):
-            at.touch()
-            if at.holdings[self.name][self.tier].value is not None:
-                self.order.hit(at)
 
     def keep_parents_newer(self, node: TreeNode) -> None:
         """A child of `node` entered as just used. Above what is locked everything is, and finds its place later."""
-        while node.parent is not None and not node.holdings[self.name][self.tier].locks:
+        while node.parent is not None and not (holding := node.holdings[self.name][self.tier]).locks:
             node.touch()
-            if node.holdings[self.name][self.tier].value is not None:
-                self.order.hit(node)
+            if holding.value is not None:
+                self.order.hit(holding)
             node = node.parent
 
 
@@ -115,17 +110,17 @@ class Accounts:
         """Enter a value; an unlocked node counts as just used, and so does its path: parents must stay newer."""
         account, holding = self._by_component[component][tier], node.holdings[component][tier]
         assert holding.value is None and node.parent is not None
-        holding.value = value
+        holding.value, holding.owner = value, node
         size = account.size(node)
         if component == FULL:
             node.parent.children_on[tier] += 1
         if holding.locks:
             account.protected += size
-            account.order.hit(node)
+            account.order.hit(holding)
             return
         account.evictable += size
         node.touch()
-        account.order.insert(node)
+        account.order.insert(holding)
         if component == FULL:
             account.keep_parents_newer(node.parent)
 
@@ -140,11 +135,12 @@ class Accounts:
             account.protected -= size
         else:
             account.evictable -= size
-            account.order.evict(node)
+            account.order.evict(holding)
+        holding.owner = NOBODY
         if component == FULL:
             parent.children_on[tier] -= 1
-            if not parent.children_on[tier] and parent in account.order:
-                account.order.on_leaf(parent)
+            if not parent.children_on[tier]:
+                account.order.update(parent.full[tier])
         return Released(component, tier, value, size)
 
     def account(self, component: Component, tier: Tier) -> Account:
@@ -214,10 +210,10 @@ class Accounts:
             return
         while node.parent is not None and (num_uses or node.depth_tokens > start):
             for account in (*self._on_tier[DEVICE], *self._on_tier[HOST]):
-                if account.log is not None and node.holds(account.name, account.tier):
-                    account.log.expect(node, num_uses)
-                    if node in account.order:
-                        account.order.on_leaf(node)
+                holding = node.holdings[account.name][account.tier]
+                if account.log is not None and holding.value is not None:
+                    account.log.expect(holding, num_uses)
+                    account.order.update(holding)
             node = node.parent
             if not num_uses and len(node.children) > 1:
                 return
@@ -225,27 +221,31 @@ class Accounts:
     def touch(self, node: TreeNode, tier: Tier) -> None:
         """A request used the prefix that ends with `node`: tell the eviction orders of its tier."""
         for account in self._on_tier[tier]:
-            account.touch(node)
+            name, hit = account.name, account.order.hit
+            for at in account.component.required_nodes(node):
+                at.touch()
+                holding = at.holdings[name][tier]
+                if holding.value is not None:
+                    hit(holding)
 
     def raise_priority(self, node: TreeNode, priority: int) -> None:
         """A request of `priority` uses the prefix that ends with `node`: no node of it has a lower one from now on."""
         while node.parent is not None and node.priority < priority:  # no node ranks below its children
             node.priority = priority
             for account in (*self._on_tier[DEVICE], *self._on_tier[HOST]):
-                if node in account.order:
-                    account.order.on_leaf(node)
+                account.order.update(node.holdings[account.name][account.tier])
             node = node.parent
 
     def _divide(self, upper: TreeNode, lower: TreeNode, page_size: int) -> None:
         """`upper` took the first tokens of `lower`, which still holds everything; divide it between the two."""
         at_tokens = upper.num_tokens
+        upper.children_on = [int(lower.holds(FULL, tier)) for tier in Tier]
         for account in (*self._on_tier[DEVICE], *self._on_tier[HOST]):
             component, tier = account.component, account.tier
             above, below = upper.holdings[account.name][tier], lower.holdings[account.name][tier]
             above.locks = 0 if component.at_node_end else below.locks
             above.expected = 0 if component.at_node_end else below.expected
-            above.uses, above.used_at, above.hits = below.uses, below.used_at, below.hits
-            above.last_use = below.last_use
+            above.follow(below)
             if below.value is not None and not (component.shares_full_slots and tier is DEVICE):
                 above.value, below.value = component.split(below.value, at_tokens, tier, page_size)
             if below.pending is not None:
@@ -256,9 +256,11 @@ class Accounts:
                 upper.holdings[name][DEVICE].value = upper.full[DEVICE].value
                 lower.holdings[name][DEVICE].value = lower.full[DEVICE].value
         for account in (*self._on_tier[DEVICE], *self._on_tier[HOST]):
-            if upper.holds(account.name, account.tier) and lower in account.order:
-                account.order.split(upper, lower)
-        upper.children_on = [int(lower.holds(FULL, tier)) for tier in Tier]
+            above, below = (at.holdings[account.name][account.tier] for at in (upper, lower))
+            if above.value is not None:
+                above.owner = upper
+                if below in account.order:
+                    account.order.split(above, below)
         for run in lower.runs:
             if run.component not in self._at_node_end:
                 run.nodes.insert(run.nodes.index(lower), upper)

@@ -112,14 +112,16 @@ def account_violations(account: Account, holders: list[TreeNode]) -> list[str]:
     found: list[str] = []
     name, size = f"{account.name} on {account.tier.name}", account.size
     unlocked = [node for node in holders if not node.locks(account.name, account.tier)]
+    in_order = {id(node.holdings[account.name][account.tier]) for node in unlocked}
     evictable = sum(map(size, unlocked))
     protected = sum(map(size, holders)) - evictable
     if (account.evictable, account.protected) != (evictable, protected):
         counted = f"{account.evictable} evictable + {account.protected} protected"
         found.append(f"{name}: the account says {counted}, the nodes {evictable} + {protected}")
-    if {id(node) for node in account.order} != {id(node) for node in unlocked}:
+    if {id(holding) for holding in account.order} != in_order:
         found.append(f"{name}: the eviction order is not exactly the unlocked holders")
-    victim = account.order.victim()
+    holding = account.order.victim()
+    victim = None if holding is None else holding.owner
     if (victim is None) != (not any(account.component.is_evictable(node, account.tier) for node in unlocked)):
         found.append(f"{name}: the order names {victim}, {len(unlocked)} nodes are unlocked")
     if victim is not None and not account.component.is_evictable(victim, account.tier):

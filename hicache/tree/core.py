@@ -154,14 +154,15 @@ class RadixTree(Accounts):
         gained: list[TreeNode] = []
         duplicates: list[Duplicate] = []
         raw, stride = bytes_of(tokens), 1 if tier is DEVICE else self.page_size
-        node, pos, log = parent, 0, self.account(FULL, tier).log
+        node, pos, account = parent, 0, self.account(FULL, tier)
         namespace = namespace if parent.parent is None else parent.namespace
         while pos < len(tokens):
             if tier is HOST and not (node.is_root or node.holds(FULL, HOST)):
                 break
             limit = len(tokens) if window_from is None or pos >= window_from else window_from
-            if log is not None:
-                limit = pos + log.like_tokens(namespace, node.depth_tokens, tokens[pos:limit], self.page_size)
+            if account.log is not None:
+                run = raw[8 * pos : 8 * limit]
+                limit = pos + account.like_tokens(account.log, namespace, node.depth_tokens, run, self.page_size)
             child = self._child(node, tokens, raw, pos, limit, namespace)
             end = pos + child.num_tokens
             windows = window_from is not None and pos >= window_from
@@ -268,7 +269,8 @@ class RadixTree(Accounts):
         matches end at values only, the front could end none.
         """
         account = self.account(component, tier)
-        node = account.order.victim()
+        holding = account.order.victim()
+        node = None if holding is None else holding.owner
         if node is None or num_tokens is None or self._ends_matches or account.component.at_node_end:
             return node
         num_evicted = -(-num_tokens // self.page_size) * self.page_size

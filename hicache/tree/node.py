@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 import torch
 
+from hicache.eviction.orders import NOBODY, Record, clock
 from hicache.tiers import DEVICE, FULL, HOST, Component, Store, Tier
 from hicache.tree.key import TokenRun
 
 _ids = itertools.count()
-_clock = itertools.count(1)
 
 ChildKey: TypeAlias = bytes | tuple[str, bytes]
 """The first page of a child's tokens; of a child of the root with its namespace."""
@@ -43,33 +43,30 @@ def last_nodes(node: TreeNode, num_tokens: int) -> list[TreeNode]:
     return nodes
 
 
-class Holding:
-    """What one component holds of one node on one tier.
+def name_of(namespace: str, start: int, first_page: ChildKey) -> int:
+    """Of what goes on with a page behind `start` tokens. Equal names of different prefixes are rare, and misjudge only
+    these."""
+    return hash((namespace, start, first_page))
+
+
+class Holding(Record):
+    """What one component holds of one node on one tier, and its place in the eviction order of both.
 
     `value`: None for nothing. On the device slots, one a token, or a state `[1]`; on the host pages of the component's
     pool, one a tree page, or a state `[1]`. The window component holds the full slots whose window slots are mapped.
     `locks`: how many users need it to stay. `pending`, on the host: the pages that a copy in flight writes to.
-    `stored`, on the host: the `Store` bits of those that are known to have all of it. `expected`: how many queued
-    requests will need it. `uses`, `used_at`, `hits`: of the policy auto. `last_use`, `older`, `newer`: a count of uses,
-    and the neighbours in the recency list.
-    `node`: its node while it is in that list. Outside of it there is no way back to the node: as part of a cycle, a
-    dropped node would keep its tokens in memory until the garbage collector runs.
+    `stored`, on the host: the `Store` bits of those that are known to have all of it. `owner`: its node while it has a
+    value; as part of a cycle, a dropped node would keep its tokens in memory until the garbage collector runs.
     """
 
-    __slots__ = (
-        "expected", "hits", "last_use", "locks", "newer", "node", "older", "pending", "stored", "used_at", "uses",
-        "value",
-    )  # fmt: skip
+    __slots__ = ("locks", "owner", "pending", "stored", "value")
 
     def __init__(self) -> None:
+        super().__init__()
         self.value: torch.Tensor | None = None
         self.pending: torch.Tensor | None = None
-        self.stored = 0
-        self.locks = self.expected = self.used_at = self.hits = self.last_use = 0
-        self.uses = 0.0
-        self.node: TreeNode | None = None
-        self.older: Holding | None = None
-        self.newer: Holding | None = None
+        self.stored = self.locks = 0
+        self.owner: TreeNode = NOBODY
 
 
 class NodeRun:
@@ -139,7 +136,7 @@ class TreeNode:
         self.page_keys: list[bytes] | None = None
         self.hit_count = self.priority = 0
         self.source: Store | None = None
-        self.last_access_time = self.creation_time = next(_clock)
+        self.last_access_time = self.creation_time = next(clock)
         self.runs: list[NodeRun] = []
 
     def __lt__(self, other: TreeNode) -> bool:
@@ -212,4 +209,9 @@ class TreeNode:
 
     def touch(self) -> None:
         """Record a use now."""
-        self.last_access_time = next(_clock)
+        self.last_access_time = next(clock)
+
+    @property
+    def name(self) -> int:
+        """The same for a node that starts where it does and as it does, see `name_of`."""
+        return name_of(self.namespace, self.depth_tokens - self.num_tokens, self.child_key)

@@ -31,10 +31,10 @@ from hicache.config.settings import (
 )
 from hicache.console import parse_bytes
 from hicache.errors import ConfigError, IdentityError
+from hicache.eviction.policy import ORDERS
 from hicache.flow.write_policy import POLICIES
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.stores import identity_of, namespace_digest
-from hicache.tree.policy import ORDERS
 
 LAYOUT = PoolLayout((BufferSpec("k", torch.uint8, (2, 8), "token", (0, 1)),), 4)
 

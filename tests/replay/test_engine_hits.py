@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
+from hicache.eviction.policy import ORDERS
 from hicache.replay.cache import WRITE_POLICIES, BlockHits, CacheSimulation, ReplaySettings
-from hicache.tree.policy import ORDERS
 from toy_model import GEOMETRY, config
 from waiting import eventually
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from hicache.errors import ConfigError
+from hicache.eviction.policy import ORDERS
 from hicache.replay.cache import WRITE_POLICIES, BlockHits, ReplaySettings
 from hicache.replay.optimal import optimal_hits
 from hicache.replay.simulation import ReplayResult, optimal, replay
 from hicache.replay.trace import Trace, TraceRequest
 from hicache.tree.key import Tokens
-from hicache.tree.policy import ORDERS
 from replay_case import trace_of
 
 

@@ -1,12 +1,12 @@
 """An eviction strategy of one's own, in one file: the largest node first.
 
-It is a policy where a name has an entry for it in `hicache.tree.policy.ORDERS`: `{"largest": ranked(LargestFirst)}`.
+It is a policy where a name has an entry for it in `ORDERS` of `hicache.eviction.policy`: `ranked(LargestFirst)`.
 """
 
 from __future__ import annotations
 
+from hicache.eviction.orders import EvictionStrategy
 from hicache.tree.node import TreeNode
-from hicache.tree.orders import EvictionStrategy
 
 
 class LargestFirst(EvictionStrategy):

@@ -1,4 +1,4 @@
-"""Eviction orders against naive ones, and what a policy of one's own takes."""
+"""What the tree evicts first, by policy: it reports every event to its eviction orders."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hicache.errors import ConfigError
 from hicache.tiers import DEVICE, FULL, MAMBA, Component
 from hicache.tree import MambaComponent, PageHasher, RadixTree, TreeNode
-from hicache.tree.orders import EvictionStrategy, PriorityHeap
-from hicache.tree.policy import SLRUStrategy, get_eviction_strategy, make_order
 
 # What each policy evicts first: the lowest.
 RANKS: dict[str, Callable[[TreeNode], tuple[float, ...]]] = {
@@ -94,98 +91,3 @@ def test_a_raised_priority_counts_at_once() -> None:
         evicted.append((victim.priority, victim.num_tokens))
         tree.drop(victim, FULL, DEVICE)
     assert evicted == [(0, 2), (0, 1), (1, 2), (1, 1), (2, 2), (2, 1)]
-
-
-class CountedRank(EvictionStrategy):
-    """Ranks by the last use, and counts how often ranks are compared."""
-
-    def __init__(self) -> None:
-        self.comparisons = 0
-
-    def get_priority(self, node: TreeNode) -> float:
-        strategy = self
-
-        class Rank(int):
-            def __lt__(self, other: int) -> bool:
-                strategy.comparisons += 1
-                return int(self) < int(other)
-
-            __hash__ = int.__hash__
-
-        return Rank(node.last_access_time)
-
-
-@pytest.mark.parametrize("num_nodes", [64, 1024])
-def test_the_cost_of_an_event_grows_with_the_logarithm_of_the_nodes(num_nodes: int) -> None:
-    """Locks, uses and victims take at most 4 log2(n) comparisons each, at every size and after any others: none pays
-    for what was put off before it."""
-    rank = CountedRank()
-    order, dice = PriorityHeap(rank, lambda node: True), random.Random(num_nodes)
-    nodes = [TreeNode() for _ in range(num_nodes)]
-    for node in nodes:
-        order.insert(node)
-    for at in range(8 * num_nodes):
-        rank.comparisons = 0
-        node = nodes[dice.randrange(num_nodes)]
-        node.touch()
-        if at % 4 == 0 or at < 2 * num_nodes:
-            order.hit(node)
-        elif at % 4 == 1 or at < 4 * num_nodes:
-            order.lock(node)
-            order.unlock(node)
-        else:
-            victim = order.victim()
-            assert victim is not None
-            order.evict(victim)
-            victim.touch()
-            order.insert(victim)
-        assert rank.comparisons <= 4 * np.log2(num_nodes)
-
-
-def test_what_is_not_evictable_is_tested_once() -> None:
-    """A node that is not evictable is tested once until it becomes a leaf, however often the victim is asked for."""
-    looks: list[TreeNode] = []
-    inner: set[TreeNode] = set()
-
-    def is_evictable(node: TreeNode) -> bool:
-        looks.append(node)
-        return node not in inner
-
-    order, nodes = PriorityHeap(get_eviction_strategy("fifo"), is_evictable), [TreeNode() for _ in range(100)]
-    for node in nodes:
-        order.insert(node)
-    inner.update(nodes[:99])
-    for _ in range(50):
-        assert order.victim() is nodes[99]
-    assert len(looks) == 100 + 99 + 50
-    inner.discard(nodes[40])
-    assert order.victim() is nodes[99]
-    order.on_leaf(nodes[40])
-    assert order.victim() is nodes[40] and len(order) == 100
-
-
-def test_names_are_known_in_any_case() -> None:
-    """A name finds the same policy however it is written; an unknown one is refused with all that there are."""
-    for name in RANKS:
-        orders = [
-            make_order(written, FULL, DEVICE, lambda node: True) for written in (name, name.upper(), name.title())
-        ]
-        assert len({type(order) for order in orders}) == 1
-    for ask in (get_eviction_strategy, lambda name: make_order(name, FULL, DEVICE, lambda node: True)):
-        with pytest.raises(ConfigError, match="fifo, filo, lfu, lru, mru, priority, slru"):
-            ask("arc")
-
-
-def test_the_protected_segment_starts_where_it_is_told_to() -> None:
-    """With a threshold of 3, what was used twice is evicted before what was used three times, however recently."""
-    order = PriorityHeap(SLRUStrategy(protected_threshold=3), lambda node: True)
-    nodes = [TreeNode() for _ in range(3)]
-    for node, hits in zip(nodes, (3, 2, 1), strict=True):
-        node.hit_count = hits
-        node.touch()
-        order.insert(node)
-    evicted = []
-    while (victim := order.victim()) is not None:
-        order.evict(victim)
-        evicted.append(victim)
-    assert evicted == [nodes[1], nodes[2], nodes[0]]

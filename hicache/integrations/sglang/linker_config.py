@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import torch
 
 from hicache.config.settings import Choice, Number, Size, as_mapping, from_mapping
+from hicache.eviction.policy import ORDERS
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig
 from hicache.integrations.sglang.linker_pools import RELEASE, CacheInitParams, LinkedPool
 from hicache.storage import PageFormat
 from hicache.stores import page_filter
-from hicache.tree.policy import ORDERS
 
 PAGE_FORMAT_VERSION = 1
 _WHERE = "linker_extra_config"

@@ -176,7 +176,7 @@ class LinkerDisk:
         if bad:
             read.index.free(read.pages[bad])
         for page in read.index.publish([read.keys[i] for i in good], read.pages[good]):
-            page.holding.stored = True
+            page.stored = True
         self.stats["pages_read"] += len(good)
 
     def _submit_write(self) -> bool:
@@ -189,12 +189,12 @@ class LinkerDisk:
         batch: list[HeldPage] = []
         while len(batch) < capacity and self._unwritten and self._unwritten[0][0] == name:
             page = self._unwritten.popleft()[1]
-            if index.get(page.key_text) is page and not page.holding.stored:
+            if index.get(page.key) is page and not page.stored:
                 batch.append(page)
         if not batch:
             return capacity > 0
         self._ticket += 1
-        keys = tuple(self._names(name, [page.key_text for page in batch]))
+        keys = tuple(self._names(name, [page.key for page in batch]))
         job = WriteJob(self._ticket, keys, tuple(index.pool.views(host_pages(batch))))
         if not self.tier.writes.submit(job):
             self._unwritten.extendleft((name, page) for page in reversed(batch))
@@ -207,7 +207,7 @@ class LinkerDisk:
     def _written(self, answer: WriteDone) -> None:
         index, batch = self._writes.pop(answer.ticket)
         for page, ok in zip(batch, answer.ok, strict=True):
-            page.holding.stored = ok
+            page.stored = ok
         name = next(name for name, known in self._indexes.items() if known is index)
         self._locked[name] -= len(batch)
         index.unlock(batch)

@@ -12,30 +12,33 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hicache.errors import InvariantError
+from hicache.eviction.orders import CountedRecord, clock
+from hicache.eviction.policy import make_order
 from hicache.host import HostPagePool
-from hicache.tiers import FULL, HOST
-from hicache.tree.node import Holding, TreeNode
-from hicache.tree.policy import make_order
 
 
-class HeldPage(TreeNode):
-    """A page on the host. `parent`: the page known to come before it. It stays while it is locked."""
+class HeldPage(CountedRecord):
+    """A page on the host. `before`: the page known to come before it, `after`: those known to come after. It stays
+    while it is locked. `stored`: whether the disk is known to have it."""
 
-    __slots__ = ("dropped", "host_page", "key_text")
+    __slots__ = ("after", "before", "dropped", "host_page", "locks", "stored")
+    key: str
 
-    def __init__(self, key_text: str, host_page: int) -> None:
-        super().__init__()
-        self.key_text, self.host_page = key_text, host_page
-        self.dropped = False
-
-    @property
-    def holding(self) -> Holding:
-        return self.full[HOST]
+    def __init__(self, key: str, host_page: int) -> None:
+        super().__init__(key)
+        self.host_page, self.locks = host_page, 0
+        self.before: HeldPage | None = None
+        self.after: set[HeldPage] = set()
+        self.dropped = self.stored = False
 
 
 def host_pages(pages: Iterable[HeldPage]) -> torch.Tensor:
     """Their ids in the host pool, int64 `[pages]`."""
     return torch.tensor([page.host_page for page in pages], dtype=torch.int64)
+
+
+def _ends_its_chain(page: HeldPage) -> bool:
+    return not page.after
 
 
 class PageIndex:
@@ -48,7 +51,7 @@ class PageIndex:
     def __init__(self, pool: HostPagePool, policy: str) -> None:
         self.pool = pool
         self._pages: dict[str, HeldPage] = {}
-        self._order = make_order(policy, FULL, HOST, lambda node: not node.children)
+        self._order = make_order(policy, _ends_its_chain)
         self._num_reserved = self._num_dropped = 0
         self.num_evicted = 0
 
@@ -68,7 +71,7 @@ class PageIndex:
         victims: list[HeldPage] = []
         while self.pool.available() + len(victims) < num_pages:
             victim = self._order.victim()
-            if not isinstance(victim, HeldPage):
+            if victim is None:
                 break
             self._order.evict(victim)
             self._detach(victim)
@@ -105,29 +108,29 @@ class PageIndex:
         before: HeldPage | None = None
         for key in keys:
             page = self._pages.get(key)
-            if page is not None and before is not None and page.parent is None:
-                page.parent = before
-                before.children[key.encode()] = page
+            if page is not None and before is not None and page.before is None:
+                page.before = before
+                before.after.add(page)
             before = page
 
     def use(self, pages: Sequence[HeldPage]) -> None:
         """A request uses these pages, in the order of its prompt, and so those before them."""
         for page in (*reversed(pages), *self._above(pages)):
-            page.touch()
+            page.last_access_time = next(clock)
             page.hit_count += 1
             self._order.hit(page)
 
     def lock(self, pages: Iterable[HeldPage]) -> None:
         for page in pages:
-            page.holding.locks += 1
-            if page.holding.locks == 1:
+            page.locks += 1
+            if page.locks == 1:
                 self._order.lock(page)
 
     def unlock(self, pages: Sequence[HeldPage]) -> None:
         """In the order of a prompt. They are the most recent then, and so are those before them."""
         for page in reversed(pages):
-            page.holding.locks -= 1
-            if page.holding.locks == 0:
+            page.locks -= 1
+            if page.locks == 0:
                 if page.dropped:
                     self._num_dropped -= 1
                     self.pool.free(host_pages([page]))
@@ -144,7 +147,7 @@ class PageIndex:
         """Forget all pages. Those that are locked are free with their last unlock."""
         pages = list(self._pages.values())
         for page in pages:
-            page.dropped = page.holding.locks > 0
+            page.dropped = page.locks > 0
             if not page.dropped:
                 self._order.evict(page)
             self._detach(page)
@@ -163,10 +166,10 @@ class PageIndex:
             found.append(f"{owned} pages owned, {self.pool.available()} free of {self.pool.num_pages}")
         if self._num_reserved != num_reserved:
             found.append(f"{self._num_reserved} pages reserved, {num_reserved} by copies and reads in flight")
-        locks = sum(page.holding.locks for page in self._pages.values())
+        locks = sum(page.locks for page in self._pages.values())
         if not self._num_dropped and locks != num_locks:
             found.append(f"{locks} locks, {num_locks} of loads and writes in flight")
-        unlocked = sum(not page.holding.locks for page in self._pages.values())
+        unlocked = sum(not page.locks for page in self._pages.values())
         if unlocked != len(self._order):
             found.append(f"{unlocked} pages are not locked, {len(self._order)} may leave")
         if found:
@@ -174,24 +177,24 @@ class PageIndex:
         self.pool.check()
 
     @staticmethod
-    def _above(pages: Sequence[HeldPage]) -> list[TreeNode]:
+    def _above(pages: Sequence[HeldPage]) -> list[HeldPage]:
         """The pages known to come before the first of these, the nearest first."""
-        found: list[TreeNode] = []
-        above = pages[0].parent if pages else None
+        found: list[HeldPage] = []
+        above = pages[0].before if pages else None
         while above is not None:
             found.append(above)
-            above = above.parent
+            above = above.before
         return found
 
     def _detach(self, page: HeldPage) -> None:
         """The page leaves the index and its chain."""
-        del self._pages[page.key_text]
-        parent = page.parent
-        if parent is not None:
-            del parent.children[page.key_text.encode()]
-            if not parent.children and parent in self._order:
-                self._order.on_leaf(parent)
-        for child in page.children.values():
-            child.parent = None
-        page.children.clear()
-        page.parent = None
+        del self._pages[page.key]
+        before = page.before
+        if before is not None:
+            before.after.remove(page)
+            if not before.after:
+                self._order.update(before)
+        for page_after in page.after:
+            page_after.before = None
+        page.after.clear()
+        page.before = None

@@ -1,4 +1,4 @@
-"""Eviction policies of the prefix tree for vLLM's CPU tier: `"eviction_policy": "SLRUPolicy"` and
+"""hicache's eviction policies for vLLM's CPU tier: `"eviction_policy": "SLRUPolicy"` and
 `"cache_policy_module_path": "hicache.integrations.vllm"`.
 
 vLLM says which chunks a request used when it finishes; of its prompt the first chunk counts as the most recently used:
@@ -15,23 +15,23 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
 
+from hicache.eviction.orders import CountedRecord, PriorityHeap
+from hicache.eviction.policy import get_eviction_strategy
 from hicache.integrations.vllm.promotions import AwaitedChunks
-from hicache.tree.orders import EvictionStrategy, PriorityHeap
-from hicache.tree.policy import get_eviction_strategy
 
 _POSITIONS = 1 << 40  # more tokens than a request has: times of two requests never mix
 
 
-@dataclass(slots=True, eq=False)
-class Block:
-    """A chunk in the CPU tier, and what strategies rank it by. Times are ticks of a request, less the position."""
+class Block(CountedRecord):
+    """A chunk in the CPU tier. Times are ticks of a request, less the position."""
 
+    __slots__ = ("chunk",)
     key: OffloadKey
-    chunk: ChunkStatus
-    last_access_time: int
-    creation_time: int
-    hit_count: int = 1
-    priority: int = 0
+
+    def __init__(self, key: OffloadKey, chunk: ChunkStatus, time: int) -> None:
+        super().__init__(key)
+        self.chunk, self.hit_count = chunk, 1
+        self.creation_time = self.last_access_time = time
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _RequestTick:
 
 
 class HiCachePolicy(CachePolicy):
-    """Which chunk leaves vLLM's CPU tier, by a strategy of the prefix tree. Owned by vLLM's manager, under its lock.
+    """Which chunk leaves vLLM's CPU tier, by a strategy of hicache's. Owned by vLLM's manager, under its lock.
 
     Evictable chunks are in a heap; every event costs O(log n). A use is counted once a request, as vLLM reports it.
     What the disk brought up for a request that waits is not evicted: see `promotions`.
@@ -53,9 +53,9 @@ class HiCachePolicy(CachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        strategy: EvictionStrategy = get_eviction_strategy(self.strategy)
+        rank = get_eviction_strategy(self.strategy).get_priority
         self._blocks: dict[OffloadKey, Block] = {}
-        self._order: PriorityHeap[Block] = PriorityHeap(strategy, lambda block: True)
+        self._order: PriorityHeap[Block] = PriorityHeap(rank, lambda block: True)
         self._awaited = AwaitedChunks()
         self._tick = 0
         # Of the store that is being prepared: vLLM 0.32 does not say in `insert` whose chunk it is.
@@ -68,7 +68,7 @@ class HiCachePolicy(CachePolicy):
     def insert(self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
         announced = self._announced.pop(key, None)
         time = self._time_of(key, req_context) if announced is None else announced
-        self._blocks[key] = Block(key, chunk, last_access_time=time, creation_time=time)
+        self._blocks[key] = Block(key, chunk, time)
         if chunk.ref_cnt == 0:
             self.mark_evictable(key)
 

@@ -1,24 +1,19 @@
-"""Eviction policies by name: how each ranks nodes, and the order that a tree keeps them in.
+"""Eviction policies by name: how each ranks what is held, and the order that it is kept in.
 
-A policy of one's own is a file that imports `hicache.tree.orders` and an entry in `ORDERS`.
+A policy of one's own is a file that imports `hicache.eviction.orders` and an entry in `ORDERS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from hicache.errors import ConfigError
-from hicache.tiers import Component, Tier
-from hicache.tree.frequency import FadingFrequency, UsageLog
-from hicache.tree.orders import (
-    EvictionOrder,
-    EvictionStrategy,
-    IsEvictable,
-    OrderFactory,
-    RecencyList,
-    Usage,
-    ranked,
-)
+from hicache.eviction.frequency import FadingFrequency
+from hicache.eviction.orders import EvictionOrder, EvictionStrategy, PriorityHeap, R, RecencyList, Usage
+
+OrderFactory = Callable[[Callable[[Any], bool]], EvictionOrder[Any]]
+"""Makes an empty order; its argument says of a record whether it may be a victim now."""
 
 
 class LRUStrategy(EvictionStrategy):
@@ -84,40 +79,33 @@ _STRATEGIES: dict[str, type[EvictionStrategy]] = {
 }
 
 
-def _recency(component: Component, tier: Tier, is_evictable: IsEvictable) -> EvictionOrder:
-    return RecencyList(component, tier, is_evictable)
+def ranked(strategy: Callable[[], EvictionStrategy]) -> OrderFactory:
+    """Orders that are heaps, each ranked by a strategy of its own."""
+
+    def make(is_evictable: Callable[[Any], bool]) -> EvictionOrder[Any]:
+        get_priority = strategy().get_priority
+        return PriorityHeap(lambda record: get_priority(record.owner), is_evictable)
+
+    return make
 
 
-def _auto(component: Component, tier: Tier, is_evictable: IsEvictable) -> EvictionOrder:
-    return FadingFrequency(UsageLog(component, tier), is_evictable)
-
-
-# What a tree's `policy` may name. A list keeps lru in order at O(1) an event, where a heap takes O(log n).
+# What `eviction_policy` may name. A list keeps lru in order at O(1) an event, where a heap takes O(log n).
 ORDERS: dict[str, OrderFactory] = {
-    "auto": _auto,
+    "auto": FadingFrequency,
     **{name: ranked(strategy) for name, strategy in _STRATEGIES.items()},
-    "lru": _recency,
+    "lru": RecencyList,
 }
 
 
-def make_orders(
-    name: str, component: Component, tier: Tier, is_evictable: IsEvictable
-) -> tuple[EvictionOrder, EvictionOrder]:
-    """Two empty orders of the policy `name` for one account, which may share what they know. As `make_order`."""
-    first = make_order(name, component, tier, is_evictable)
-    second = first.sibling() if isinstance(first, FadingFrequency) else make_order(name, component, tier, is_evictable)
-    return first, second
-
-
-def make_order(name: str, component: Component, tier: Tier, is_evictable: IsEvictable) -> EvictionOrder:
-    """An empty order of the policy `name`, in any case. `is_evictable`: whether a node may be a victim now.
+def make_order(name: str, is_evictable: Callable[[R], bool]) -> EvictionOrder[R]:
+    """An empty order of the policy `name`, in any case. `is_evictable`: whether a record may be a victim now.
 
     ConfigError for an unknown name.
     """
     factory = ORDERS.get(name.lower())
     if factory is None:
         raise _unknown(name, ORDERS)
-    return factory(component, tier, is_evictable)
+    return factory(is_evictable)
 
 
 def get_eviction_strategy(name: str) -> EvictionStrategy:

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import largest_first
+from hicache.eviction.policy import ORDERS, ranked
 from hicache.tiers import DEVICE, FULL
 from hicache.tree import PageHasher, RadixTree
-from hicache.tree.orders import ranked
-from hicache.tree.policy import ORDERS
 from largest_first import LargestFirst
 
 
@@ -18,7 +17,7 @@ def test_a_policy_of_ones_own_is_one_file() -> None:
     """It imports what nodes and orders are, and nothing else of the project."""
     names = {getattr(value, "__module__", None) for value in vars(largest_first).values()}
     ours = {name for name in names if name is not None and name.startswith("hicache")}
-    assert ours <= {"hicache.tree.node", "hicache.tree.orders"}
+    assert ours <= {"hicache.eviction.orders", "hicache.tree.node"}
 
 
 def test_a_strategy_of_ones_own_ranks_what_a_tree_evicts(monkeypatch: pytest.MonkeyPatch) -> None:

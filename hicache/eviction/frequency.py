@@ -21,13 +21,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
-from hicache.tiers import Component, Tier
-from hicache.tree.key import Tokens, bytes_of
-from hicache.tree.node import ChildKey, Holding, TreeNode
-from hicache.tree.orders import EvictionStrategy, IsEvictable, PriorityHeap, Usage
+from hicache.eviction.orders import PriorityHeap, R, Record, Usage
 
 _HALF_LIVES = 3.0
 _UNKNOWN_HALF_LIFE = float(1 << 40)  # until uses were seen, their number counts
@@ -78,10 +75,9 @@ class _ShadowLru:
 
 
 class UsageLog:
-    """Uses of what one account holds and has held: shared by its orders. `tokens`: in the orders now."""
+    """Uses of what one order holds and has held. `tokens`: in the order now."""
 
-    def __init__(self, component: Component, tier: Tier) -> None:
-        self._component, self._tier = component, tier
+    def __init__(self) -> None:
         self.tokens = 0
         self.half_life = _UNKNOWN_HALF_LIFE
         self.generation = 0  # of the half-life
@@ -92,82 +88,78 @@ class UsageLog:
         self._shadow, self._trust = _ShadowLru(), 1.0
         self._hit_tokens = self._judged_at = 0
 
-    def holding(self, node: TreeNode) -> Holding:
-        return node.holdings[self._component][self._tier]
-
-    def rank(self, node: TreeNode) -> float:
+    def rank(self, record: Record) -> float:
         """Higher stays longer. A level of priority counts as twice as many uses, and so fades in a half-life."""
-        holding = self.holding(node)
-        return math.log2(holding.uses) + holding.used_at / self.half_life + min(node.priority, _MAX_LEVELS)
+        return math.log2(record.uses) + record.used_at / self.half_life + min(record.owner.priority, _MAX_LEVELS)
 
-    def enter(self, node: TreeNode) -> None:
-        """`node` gained its value; its uses before it was evicted are remembered, if there were any."""
-        remembered, holding = self._evicted.pop(_name_of(node), None), self.holding(node)
-        self._see(node)
+    def enter(self, record: Record) -> None:
+        """It is held from now on; its uses before it was evicted are remembered, if there were any."""
+        usage = record.owner
+        remembered = self._evicted.pop(usage.name, None)
+        self._see(usage)
         if remembered is None:
-            holding.uses, holding.used_at = 1.0, self._seen_tokens
+            record.uses, record.used_at = 1.0, self._seen_tokens
         else:
-            holding.uses, holding.used_at = remembered.uses, remembered.at
-            self._count(holding, node.num_tokens)
-        holding.hits = node.hit_count
+            record.uses, record.used_at = remembered.uses, remembered.at
+            self._count(record, usage.num_tokens)
+        record.hits = usage.hit_count
 
-    def use(self, node: TreeNode) -> None:
-        """Count a use of `node` if requests used it since the last one."""
-        holding = self.holding(node)
-        if holding.hits != node.hit_count:
-            holding.hits = node.hit_count
-            self._see(node)
-            self._hit_tokens += node.num_tokens
-            self._count(holding, node.num_tokens)
+    def use(self, record: Record) -> None:
+        """Count a use if requests used it since the last one."""
+        usage = record.owner
+        if record.hits != usage.hit_count:
+            record.hits = usage.hit_count
+            self._see(usage)
+            self._hit_tokens += usage.num_tokens
+            self._count(record, usage.num_tokens)
 
-    def expect(self, node: TreeNode, num_uses: int) -> None:
-        """`node` will be used `num_uses` times; 0: its uses so far say nothing."""
-        holding = self.holding(node)
-        holding.uses = max(holding.uses, float(num_uses)) if num_uses else _NO_USES
-        holding.used_at = self._seen_tokens if num_uses else holding.used_at
+    def expect(self, record: Record, num_uses: int) -> None:
+        """It will be used `num_uses` times; 0: its uses so far say nothing."""
+        record.uses = max(record.uses, float(num_uses)) if num_uses else _NO_USES
+        record.used_at = self._seen_tokens if num_uses else record.used_at
 
-    def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        self._shadow.split(_name_of(upper), _name_of(lower), upper.num_tokens)
+    def split(self, upper: Record, lower: Record) -> None:
+        self._shadow.split(upper.owner.name, lower.owner.name, upper.owner.num_tokens)
 
-    def forget(self, node: TreeNode) -> None:
-        """`node` lost its value; its uses are remembered for the time that they may matter."""
-        holding, evicted, name = self.holding(node), self._evicted, _name_of(node)
+    def forget(self, record: Record) -> None:
+        """It is held no more; its uses are remembered for the time that they may matter."""
+        usage, evicted = record.owner, self._evicted
+        name = usage.name
         self._capacity_tokens = max(1, self.tokens)
-        evicted[name] = _Uses(holding.uses, holding.used_at, node.num_tokens)
+        evicted[name] = _Uses(record.uses, record.used_at, usage.num_tokens)
         evicted.move_to_end(name)
-        holding.uses = 0.0
+        record.uses = 0.0
         matters_from = self._seen_tokens - _REMEMBERED * max(self.half_life, self._capacity_tokens)
         for _ in range(2):  # more than come, so that none stays for long
             oldest = next(iter(evicted.values()), None)
             if oldest is not None and (len(evicted) > _MAX_REMEMBERED or oldest.at < matters_from):
                 evicted.popitem(last=False)
 
-    def like_tokens(self, namespace: str, start: int, tokens: Tokens, page_size: int) -> int:
-        """How many of `tokens`, which follow `start` others, were used alike before they were evicted; all of them
-        where nothing is remembered."""
-        raw, first, end = bytes_of(tokens), None, 0
-        while end < len(tokens):
-            page = raw[end * tokens.itemsize : (end + page_size) * tokens.itemsize].tobytes()
-            piece = self._evicted.get(_name(namespace, start + end, page if start + end else (namespace, page)))
+    def like_tokens(self, num_tokens: int, name_at: Callable[[int], int]) -> int:
+        """How many of `num_tokens` tokens were used alike before they were evicted; all of them where nothing is
+        remembered. `name_at(n)`: the name of what follows the first n of them."""
+        first, end = None, 0
+        while end < num_tokens:
+            piece = self._evicted.get(name_at(end))
             if piece is None or (first is not None and abs(self._rank(piece) - self._rank(first)) > _ALIKE):
                 break
             first, end = first or piece, end + piece.num_tokens
-        return min(end, len(tokens)) or len(tokens)
+        return min(end, num_tokens) or num_tokens
 
     def _rank(self, uses: _Uses) -> float:
         return math.log2(uses.uses) + uses.at / self.half_life
 
-    def _see(self, node: TreeNode) -> None:
-        self._seen_tokens += node.num_tokens
+    def _see(self, usage: Usage) -> None:
+        self._seen_tokens += usage.num_tokens
         if self._capacity_tokens > 1:  # something was evicted
-            self._shadow.use(_name_of(node), node.num_tokens, self._capacity_tokens)
+            self._shadow.use(usage.name, usage.num_tokens, self._capacity_tokens)
 
-    def _count(self, holding: Holding, num_tokens: int) -> None:
-        age = self._seen_tokens - holding.used_at
+    def _count(self, record: Record, num_tokens: int) -> None:
+        age = self._seen_tokens - record.used_at
         if age <= _ONE_USE * min(self.half_life, self._capacity_tokens):
             return
-        holding.uses = 1.0 + holding.uses * 2.0 ** (-age / self.half_life)
-        holding.used_at = self._seen_tokens
+        record.uses = 1.0 + record.uses * 2.0 ** (-age / self.half_life)
+        record.used_at = self._seen_tokens
         self._ages[_bucket(age)] += num_tokens
         self._observations += 1
         if self._observations % _OBSERVATIONS == 0:
@@ -205,83 +197,49 @@ def _bucket(age: int) -> int:
     return min(int(math.log2(max(age, 1)) * _BUCKETS_PER_OCTAVE), _NUM_BUCKETS - 1)
 
 
-def _name_of(node: TreeNode) -> int:
-    return _name(node.namespace, node.depth_tokens - node.num_tokens, node.child_key)
+class FadingFrequency(PriorityHeap[R]):
+    """See the module. `log` has what it ranks by."""
 
+    def __init__(self, is_evictable: Callable[[R], bool]) -> None:
+        self.log = UsageLog()
+        super().__init__(self.log.rank, is_evictable)
+        self._generation = self.log.generation
 
-def _name(namespace: str, start: int, first_page: ChildKey) -> int:
-    """Of what goes on with a page behind `start` tokens. Equal names of different prefixes are rare, and misjudge only
-    these."""
-    return hash((namespace, start, first_page))
+    def insert(self, record: R) -> None:
+        self._count_in(record)
+        super().insert(record)
 
+    def hit(self, record: R) -> None:
+        if record in self:
+            self.log.use(record)
+        super().hit(record)
 
-class _ByUses(EvictionStrategy):
-    def __init__(self, log: UsageLog) -> None:
-        self._log = log
+    def lock(self, record: R) -> None:
+        self.log.tokens -= record.owner.num_tokens
+        super().lock(record)
 
-    def get_priority(self, node: Usage) -> float:
-        assert isinstance(node, TreeNode)
-        return self._log.rank(node)
+    def unlock(self, record: R) -> None:
+        self._count_in(record)
+        super().unlock(record)
 
-
-class FadingFrequency:
-    """See the module. Orders of one account share its `log`."""
-
-    def __init__(self, log: UsageLog, is_evictable: IsEvictable) -> None:
-        self.log, self._heap = log, PriorityHeap[TreeNode](_ByUses(log), is_evictable)
-        self._is_evictable, self._generation = is_evictable, log.generation
-
-    def sibling(self) -> FadingFrequency:
-        """Another order of the same account."""
-        return FadingFrequency(self.log, self._is_evictable)
-
-    def insert(self, node: TreeNode) -> None:
-        self.log.tokens += node.num_tokens
-        if not self.log.holding(node).uses:  # else it comes from the sibling
-            self.log.enter(node)
-        self._heap.insert(node)
-
-    def hit(self, node: TreeNode) -> None:
-        if node in self._heap:
-            self.log.use(node)
-            self._heap.hit(node)
-
-    def lock(self, node: TreeNode) -> None:
-        self.log.tokens -= node.num_tokens
-        self._heap.lock(node)
-
-    def unlock(self, node: TreeNode) -> None:
-        self.log.tokens += node.num_tokens
-        if self.log.holding(node).uses:
-            self.log.use(node)
-        else:  # it gained its value while it was locked
-            self.log.enter(node)
-        self._heap.unlock(node)
-
-    def on_leaf(self, node: TreeNode) -> None:
-        self._heap.on_leaf(node)
-
-    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+    def split(self, upper: R, lower: R) -> None:
         self.log.split(upper, lower)
-        self._heap.split(upper, lower)
+        super().split(upper, lower)
 
-    def evict(self, node: TreeNode) -> None:
-        self._heap.evict(node)
-        if self.log.holding(node).value is None:  # else it goes to the sibling
-            self.log.forget(node)
-        self.log.tokens -= node.num_tokens
+    def evict(self, record: R) -> None:
+        super().evict(record)
+        self.log.forget(record)
+        self.log.tokens -= record.owner.num_tokens
 
-    def victim(self) -> TreeNode | None:
+    def victim(self) -> R | None:
         if self._generation != self.log.generation:
             self._generation = self.log.generation
-            self._heap.rank_again()
-        return self._heap.victim()
+            self.rank_again()
+        return super().victim()
 
-    def __contains__(self, node: TreeNode) -> bool:
-        return node in self._heap
-
-    def __iter__(self) -> Iterator[TreeNode]:
-        return iter(self._heap)
-
-    def __len__(self) -> int:
-        return len(self._heap)
+    def _count_in(self, record: R) -> None:
+        self.log.tokens += record.owner.num_tokens
+        if record.uses:
+            self.log.use(record)
+        else:  # it was not held before, or not since it was locked
+            self.log.enter(record)

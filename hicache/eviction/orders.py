@@ -1,0 +1,359 @@
+"""What an eviction order is, and the two that policies are made of: a list by last use and a heap by rank.
+
+An order is a persistent structure: the next victim is found without a look at the others. It holds records, one for
+each thing that may be evicted, and knows nothing of what they stand for: of nodes the radix tree keeps an order for
+each component on each tier, of pages their index keeps one. What queued requests expect goes last in all of them.
+
+A policy of one's own is an `EvictionOrder`, or a strategy in a `PriorityHeap`, in a file that imports this one, and an
+entry in the table of `hicache.eviction.policy`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+Priority = float | tuple[float, ...]
+
+clock = itertools.count(1)  # ticks, one for each use
+_NO_ENTRY = -1
+NOBODY: Any = None
+
+
+class Usage(Protocol):
+    """How a thing was used, which strategies rank by. Times are ticks. `name`: the same when it comes back."""
+
+    hit_count: int
+    priority: int
+    last_access_time: int
+    creation_time: int
+    num_tokens: int
+
+    @property
+    def name(self) -> int: ...
+
+
+class Record:
+    """A thing's place in its order. `owner`: whose use counts, while the thing is held. `expected`: how many queued
+    requests will need it.
+
+    Of a heap: `at`, the index of its entry. Of a list: `older` and `newer`, its neighbours while it is linked, and
+    `stamp`, the tick of its last use. Of the policy auto: `uses`, `used_at`, `hits`.
+    """
+
+    __slots__ = ("at", "expected", "hits", "newer", "older", "stamp", "used_at", "uses")
+
+    def __init__(self) -> None:
+        self.at = _NO_ENTRY
+        self.older: Record = NOBODY
+        self.newer: Record = NOBODY
+        self.expected = self.stamp = self.used_at = self.hits = 0
+        self.uses = 0.0
+
+    @property
+    def owner(self) -> Usage:
+        raise AssertionError("nobody holds it")
+
+    def follow(self, other: Record) -> None:
+        """It was part of what `other` stands for: their last uses are the same."""
+        self.stamp, self.uses, self.used_at, self.hits = other.stamp, other.uses, other.used_at, other.hits
+
+
+class CountedRecord(Record):
+    """A record that counts its own use: of a page, or of what else is known by a key."""
+
+    __slots__ = ("creation_time", "hit_count", "key", "last_access_time", "priority")
+    num_tokens = 1
+
+    def __init__(self, key: Hashable) -> None:
+        super().__init__()
+        self.key = key
+        self.hit_count = self.priority = 0
+        self.last_access_time = self.creation_time = next(clock)
+
+    @property
+    def owner(self) -> CountedRecord:
+        return self
+
+    @property
+    def name(self) -> int:
+        return hash(self.key)
+
+
+R = TypeVar("R", bound=Record)
+
+
+class EvictionOrder(Protocol[R]):
+    """The records of what is held and not locked, and which of them is evicted next. A record has one order for life.
+
+    Called from one thread. A record's owner is up to date when its event is reported; of a path the deepest is reported
+    first.
+    """
+
+    def insert(self, record: R) -> None:
+        """What is held, and not locked, from now on enters the order as the most recently used."""
+
+    def hit(self, record: R) -> None:
+        """It was used; where it is locked, that counts once it is unlocked."""
+
+    def expect(self, record: R, change: int) -> None:
+        """`change` more queued requests will need it, or fewer. In a list it counts as just used."""
+
+    def lock(self, record: R) -> None:
+        """It got its first lock and leaves the order."""
+
+    def unlock(self, record: R) -> None:
+        """It lost its last lock and is back in the order, with the rank of its last use. That is no use."""
+
+    def update(self, record: R) -> None:
+        """It is in the order, and may be a victim from now on, or its rank changed without a use."""
+
+    def split(self, upper: R, lower: R) -> None:
+        """`upper` is new and took a part of `lower`, which is in the order; it enters with `lower`'s rank."""
+
+    def evict(self, record: R) -> None:
+        """It is held no more and leaves the order."""
+
+    def victim(self) -> R | None:
+        """The next to be evicted, which stays in the order until `evict`; None where none may be."""
+
+    def __contains__(self, record: R) -> bool: ...
+
+    def __iter__(self) -> Iterator[R]: ...
+
+    def __len__(self) -> int: ...
+
+
+class RecencyList(Generic[R]):
+    """Least recently used first: rings of records, of what nobody expects and of what someone does.
+
+    Every operation is O(1), but for `unlock`, which looks for the record's place from both ends: copies lock what was
+    just used, or what is to go. A path is reported deepest first, so nearly always a parent is newer than its children.
+    One that is oldest and may not be evicted is set aside until it may. Iteration: oldest first, then those.
+    """
+
+    def __init__(self, is_evictable: Callable[[R], bool]) -> None:
+        self._is_evictable = is_evictable
+        # Each is closed by a record that nobody holds: its `newer` is the oldest, its `older` the newest.
+        self._rings = (Record(), Record())
+        for ends in self._rings:
+            ends.older = ends.newer = ends
+        self._num_linked = 0
+        self._aside: dict[R, None] = {}
+
+    def insert(self, record: R) -> None:
+        record.stamp = next(clock)
+        self._link(record, self._rings[record.expected > 0].older)
+
+    def hit(self, record: R) -> None:
+        record.stamp = next(clock)
+        if record.newer is not NOBODY:
+            self._unlink(record)
+            self._link(record, self._rings[record.expected > 0].older)
+
+    def expect(self, record: R, change: int) -> None:
+        is_in_order = record in self
+        if is_in_order:
+            self.lock(record)
+        record.expected += change
+        if is_in_order:
+            self.insert(record)
+
+    def lock(self, record: R) -> None:
+        if record.newer is not NOBODY:
+            self._unlink(record)
+        else:
+            del self._aside[record]
+
+    def unlock(self, record: R) -> None:
+        """Between those that were used before and after it."""
+        ends = old = new = self._rings[record.expected > 0]
+        while True:
+            old, new = old.newer, new.older
+            if new is ends or new.stamp <= record.stamp:
+                return self._link(record, new)
+            if old.stamp > record.stamp:
+                return self._link(record, old.older)
+
+    def update(self, record: R) -> None:
+        if record in self._aside:
+            del self._aside[record]
+            self.unlock(record)
+
+    def split(self, upper: R, lower: R) -> None:
+        if lower in self._aside:
+            self._aside[upper] = None
+        else:
+            self._link(upper, lower)
+
+    def evict(self, record: R) -> None:
+        self.lock(record)
+
+    def victim(self) -> R | None:
+        for ends in self._rings:
+            while (oldest := ends.newer) is not ends:
+                record = cast(R, oldest)
+                if self._is_evictable(record):
+                    return record
+                self._unlink(record)
+                self._aside[record] = None
+        return None
+
+    def __contains__(self, record: R) -> bool:
+        return record.newer is not NOBODY or record in self._aside
+
+    def __iter__(self) -> Iterator[R]:
+        for ends in self._rings:
+            record = ends.newer
+            while record is not ends:
+                yield cast(R, record)
+                record = record.newer
+        yield from self._aside
+
+    def __len__(self) -> int:
+        return self._num_linked + len(self._aside)
+
+    def _unlink(self, record: Record) -> None:
+        older, newer = record.older, record.newer
+        older.newer, newer.older = newer, older
+        record.older = record.newer = NOBODY
+        self._num_linked -= 1
+
+    def _link(self, record: Record, older: Record) -> None:
+        """Insert `record` next to `older`, on its newer side."""
+        newer = older.newer
+        record.older, record.newer = older, newer
+        older.newer = newer.older = record
+        self._num_linked += 1
+
+
+class EvictionStrategy(ABC):
+    """Ranks nodes, pages or chunks by a number or a tuple of numbers."""
+
+    @abstractmethod
+    def get_priority(self, node: Usage) -> Priority:
+        """The one with the lowest goes first. All of one strategy are of one length."""
+
+
+class PriorityHeap(Generic[R]):
+    """What nobody expects goes first; of these the record whose rank was lowest at its last event; of equals, the one
+    with the earlier event.
+
+    `is_evictable(record)`: whether it may be a victim now. One that may not has no entry in the heap, or loses it at
+    the top, until `update`. Nothing stale is left behind for one later call to clear away: every event costs at most
+    O(log n). Iteration: in no order.
+    """
+
+    def __init__(self, rank: Callable[[R], Priority], is_evictable: Callable[[R], bool]) -> None:
+        self._rank, self._is_evictable = rank, is_evictable
+        # (is expected, *rank, sequence number, record), flat: a comparison that has to follow pointers costs much of a
+        # large heap.
+        self._heap: list[tuple[Any, ...]] = []
+        self._sequence = itertools.count()
+        self._aside: dict[R, None] = {}
+
+    def insert(self, record: R) -> None:
+        self._enter(record)
+
+    def hit(self, record: R) -> None:
+        if record.at != _NO_ENTRY:
+            entry = self._entry(record)
+            self._rise(self._sink(record.at), entry)
+
+    def expect(self, record: R, change: int) -> None:
+        record.expected += change
+        self.update(record)
+
+    def lock(self, record: R) -> None:
+        self._leave(record)
+
+    def unlock(self, record: R) -> None:
+        self._enter(record)
+
+    def update(self, record: R) -> None:
+        if record in self._aside:
+            del self._aside[record]
+            self._enter(record)
+        else:
+            self.hit(record)
+
+    def split(self, upper: R, lower: R) -> None:
+        """Their owners were used alike, so they rank alike."""
+        self._enter(upper)
+
+    def evict(self, record: R) -> None:
+        self._leave(record)
+
+    def victim(self) -> R | None:
+        while self._heap:
+            record: R = self._heap[0][-1]
+            if self._is_evictable(record):
+                return record
+            self._leave(record)
+            self._aside[record] = None
+        return None
+
+    def rank_again(self) -> None:
+        """All ranks have changed."""
+        self._heap = sorted((*self._entry(entry[-1])[:-2], *entry[-2:]) for entry in self._heap)
+        for at, entry in enumerate(self._heap):
+            entry[-1].at = at
+
+    def __contains__(self, record: R) -> bool:
+        return record.at != _NO_ENTRY or record in self._aside
+
+    def __iter__(self) -> Iterator[R]:
+        yield from (entry[-1] for entry in self._heap)
+        yield from self._aside
+
+    def __len__(self) -> int:
+        return len(self._heap) + len(self._aside)
+
+    def _entry(self, record: R) -> tuple[Any, ...]:
+        """With the record's rank of now."""
+        rank = self._rank(record)
+        if isinstance(rank, tuple):
+            return (record.expected > 0, *rank, next(self._sequence), record)
+        return (record.expected > 0, rank, next(self._sequence), record)
+
+    def _enter(self, record: R) -> None:
+        assert record.at == _NO_ENTRY and record not in self._aside
+        if self._is_evictable(record):
+            entry = self._entry(record)
+            self._heap.append(entry)
+            self._rise(len(self._heap) - 1, entry)
+        else:
+            self._aside[record] = None
+
+    def _leave(self, record: R) -> None:
+        at = record.at
+        if at == _NO_ENTRY:
+            del self._aside[record]
+            return
+        record.at = _NO_ENTRY
+        last = self._heap.pop()
+        if at < len(self._heap):
+            self._rise(self._sink(at), last)
+
+    def _sink(self, at: int) -> int:
+        """Fill the empty place with the lower of its children, theirs with theirs; returns the place that is left."""
+        heap, end = self._heap, len(self._heap)
+        while (child := 2 * at + 1) < end:
+            if child + 1 < end and heap[child + 1] < heap[child]:
+                child += 1
+            heap[at] = entry = heap[child]
+            entry[-1].at = at
+            at = child
+        return at
+
+    def _rise(self, at: int, entry: tuple[Any, ...]) -> None:
+        """Put `entry` into the empty place, or as far above it as it is lower than what is there."""
+        heap = self._heap
+        while at and entry < (above := heap[(at - 1) >> 1]):
+            heap[at] = above
+            above[-1].at = at
+            at = (at - 1) >> 1
+        heap[at] = entry
+        entry[-1].at = at

@@ -1,0 +1,203 @@
+"""Eviction orders over plain records, against a model that ranks all of them anew each time."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from hicache.errors import ConfigError
+from hicache.eviction.orders import CountedRecord, EvictionOrder, PriorityHeap, clock
+from hicache.eviction.policy import ORDERS, SLRUStrategy, get_eviction_strategy, make_order, ranked
+
+Evictable = Callable[[CountedRecord], bool]
+Rank = tuple[float, ...]
+
+# What each policy evicts first: the lowest.
+RANKS: dict[str, Callable[[CountedRecord], Rank]] = {
+    "lru": lambda record: (record.last_access_time,),
+    "lfu": lambda record: (record.hit_count, record.last_access_time),
+    "fifo": lambda record: (record.creation_time,),
+    "mru": lambda record: (-record.last_access_time,),
+    "filo": lambda record: (-record.creation_time,),
+    "priority": lambda record: (record.priority, record.last_access_time),
+    "slru": lambda record: (record.hit_count >= 2, record.last_access_time),
+    "slru of 3": lambda record: (record.hit_count >= 3, record.last_access_time),
+}
+
+
+class Model:
+    """An order, and beside it what is in it with the rank of the last event. `inner`: what may not be evicted."""
+
+    def __init__(self, name: str, dice: random.Random) -> None:
+        make = ranked(lambda: SLRUStrategy(protected_threshold=3)) if name == "slru of 3" else ORDERS[name]
+        self.order: EvictionOrder[CountedRecord] = make(lambda record: record not in self.inner)
+        self.name, self.dice = name, dice
+        self.held: list[CountedRecord] = []
+        self.ranks: dict[CountedRecord, Rank] = {}
+        self.inner: set[CountedRecord] = set()
+        self.locked: set[CountedRecord] = set()
+
+    def note(self, record: CountedRecord) -> None:
+        """Ties go to the earlier event, but in lists. Ranks of auto have a test of their own."""
+        tie = () if self.name in ("lru", "auto") else (next(clock),)
+        self.ranks[record] = (*(RANKS[self.name](record) if self.name in RANKS else ()), *tie)
+
+    def key(self, record: CountedRecord) -> Rank:
+        return (record.expected > 0, *self.ranks[record])
+
+    def insert(self) -> None:
+        record = CountedRecord(next(clock))
+        record.priority = self.dice.randrange(3)
+        self.order.insert(record)
+        self.held.append(record)
+        self.note(record)
+
+    def hit(self, record: CountedRecord) -> None:
+        record.hit_count += 1
+        record.last_access_time = next(clock)
+        self.order.hit(record)
+        if record in self.ranks:
+            self.note(record)
+
+    def lock(self, record: CountedRecord) -> None:
+        """Or undo it."""
+        if record in self.locked:
+            self.locked.remove(record)
+            self.order.unlock(record)
+            self.note(record)
+        else:
+            self.locked.add(record)
+            self.order.lock(record)
+            del self.ranks[record]
+
+    def expect(self, record: CountedRecord) -> None:
+        self.order.expect(record, 1 if not record.expected else self.dice.choice((1, -1)))
+        if record in self.ranks:
+            record.last_access_time = next(clock) if self.name == "lru" else record.last_access_time
+            self.note(record)
+
+    def become_inner(self, record: CountedRecord) -> None:
+        """Or undo it: the order is told of that alone."""
+        if record in self.inner:
+            self.inner.remove(record)
+            record.priority = self.dice.randrange(3)
+            self.order.update(record)
+            if record in self.ranks:
+                self.note(record)
+        else:
+            self.inner.add(record)
+
+    def split(self, lower: CountedRecord) -> None:
+        upper = CountedRecord(next(clock))
+        for field in ("hit_count", "priority", "last_access_time", "creation_time", "expected"):
+            setattr(upper, field, getattr(lower, field))
+        upper.follow(lower)
+        self.inner.add(upper)
+        self.held.append(upper)
+        if lower in self.locked:
+            self.locked.add(upper)
+        else:
+            self.order.split(upper, lower)
+            self.note(upper)
+
+    def evict(self) -> bool:
+        victim = self.order.victim()
+        free = [record for record in self.ranks if record not in self.inner]
+        if victim is None:
+            assert not free
+            return False
+        assert victim in free and self.key(victim) == min(map(self.key, free))
+        self.order.evict(victim)
+        del self.ranks[victim]
+        self.held.remove(victim)
+        return True
+
+
+@pytest.mark.parametrize("name", [*RANKS, "auto"])
+def test_the_victim_is_the_lowest_of_what_may_be_evicted(name: str) -> None:
+    """Over uses, locks, splits, expectations and changes of what may be evicted: what queued requests expect last, else
+    by the rank at the last event. The order holds exactly what is held and not locked."""
+    model = Model(name, random.Random(name))
+    evictions = 0
+    for _ in range(4000):
+        if len(model.held) < 20 or model.dice.random() < 0.2:
+            model.insert()
+        steps = (model.hit, model.lock, model.expect, model.become_inner, model.split)
+        model.dice.choices(steps, (4, 4, 1, 4, 1))[0](model.dice.choice(model.held))
+        while len(model.held) > 40 and model.evict():
+            evictions += 1
+        assert {*model.order} == {*model.ranks} and len(model.order) == len(model.ranks)
+        assert all((record in model.order) == (record in model.ranks) for record in model.held)
+    assert evictions > 500
+
+
+@pytest.mark.parametrize("num_records", [64, 1024])
+def test_the_cost_of_an_event_grows_with_the_logarithm_of_the_records(num_records: int) -> None:
+    """Locks, uses and victims take at most 4 log2(n) comparisons each, at every size and after any others: none pays
+    for what was put off before it."""
+    comparisons = 0
+
+    class Tick(int):
+        def __lt__(self, other: int) -> bool:
+            nonlocal comparisons
+            comparisons += 1
+            return int(self) < int(other)
+
+        __hash__ = int.__hash__
+
+    order = PriorityHeap[CountedRecord](lambda record: Tick(record.last_access_time), lambda record: True)
+    dice, records = random.Random(num_records), [CountedRecord(n) for n in range(num_records)]
+    for record in records:
+        order.insert(record)
+    for at in range(8 * num_records):
+        comparisons = 0
+        record = dice.choice(records)
+        record.last_access_time = next(clock)
+        if at % 4 == 0 or at < 2 * num_records:
+            order.hit(record)
+        elif at % 4 == 1 or at < 4 * num_records:
+            order.lock(record)
+            order.unlock(record)
+        else:
+            victim = order.victim()
+            assert victim is not None
+            order.evict(victim)
+            victim.last_access_time = next(clock)
+            order.insert(victim)
+        assert comparisons <= 4 * math.log2(num_records)
+
+
+@pytest.mark.parametrize(("name", "num_tests"), [("fifo", 100 + 99 + 50), ("lru", 99 + 50)])
+def test_what_is_not_evictable_is_tested_once(name: str, num_tests: int) -> None:
+    """It is tested once until the order is told that it may be evicted, however often the victim is asked for."""
+    looks: list[CountedRecord] = []
+    inner: set[CountedRecord] = set()
+
+    def is_evictable(record: CountedRecord) -> bool:
+        looks.append(record)
+        return record not in inner
+
+    order, records = make_order(name, is_evictable), [CountedRecord(n) for n in range(100)]
+    for record in records:
+        order.insert(record)
+    inner.update(records[:99])
+    for _ in range(50):
+        assert order.victim() is records[99]
+    assert len(looks) == num_tests
+    inner.discard(records[40])
+    assert order.victim() is records[99]
+    order.update(records[40])
+    assert order.victim() is records[40] and len(order) == 100
+
+
+def test_names_are_known_in_any_case() -> None:
+    """A name finds the same policy however it is written; an unknown one is refused with all that there are."""
+    for name in ORDERS:
+        written = (name, name.upper(), name.title())
+        assert len({type(make_order(each, lambda record: True)) for each in written}) == 1
+    for ask in (get_eviction_strategy, lambda name: make_order(name, lambda record: True)):
+        with pytest.raises(ConfigError, match="fifo, filo, lfu, lru, mru, priority, slru"):
+            ask("arc")
