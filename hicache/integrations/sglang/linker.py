@@ -253,5 +253,5 @@ class HiCacheLinker(UnifiedCacheLinker):
     def check(self) -> None:
         """Raise `InvariantError` unless every host page is free or has one owner."""
         for tier in self.tiers.values():
-            reserved = self._offloads.num_reserved(tier.index) + self._disk.num_reserved(tier.index)
-            tier.index.check(reserved, self._loads.num_locks(tier.index) + self._disk.num_locks(tier.index))
+            in_flight = self._offloads.num_in_flight(tier.index) + self._disk.num_in_flight(tier.index)
+            tier.index.check(in_flight, self._loads.num_locks(tier.index) + self._disk.num_locks(tier.index))

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from hicache.errors import TransferError
+from hicache.host import HostPage, PageIndex, page_ids
 from hicache.integrations.sglang.linker_disk import LinkerDisk
 from hicache.integrations.sglang.linker_host import HostTier, Part
-from hicache.integrations.sglang.linker_pages import HeldPage, PageIndex, host_pages
 from hicache.transfer import LayerTransferCounter, TransferOp
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Pinned:
     """Locked pages of one component, to be copied to `slots`."""
 
     tier: HostTier
-    pages: list[HeldPage]
+    pages: list[HostPage]
     slots: torch.Tensor
 
 
@@ -42,7 +42,7 @@ class _LoadCopy:
     """The copy of one component's pages, which are locked until it ends."""
 
     tier: HostTier
-    pages: list[HeldPage]
+    pages: list[HostPage]
     load_id: int
     op: TransferOp
 
@@ -195,7 +195,7 @@ class Loads:
         pages, load_id = [page for each in group for page in each.pages], tier.counter.begin()
         try:
             slots = torch.cat([each.slots for each in group])
-            return _LoadCopy(tier, pages, load_id, tier.transfer.load(host_pages(pages), slots, load_id))
+            return _LoadCopy(tier, pages, load_id, tier.transfer.load(page_ids(pages), slots, load_id))
         except Exception as error:
             log.exception("a load could not be submitted; SGLang aborts its requests")
             tier.counter.fail(load_id, error)
@@ -205,11 +205,12 @@ class Loads:
 
 @dataclass(frozen=True)
 class _OffloadCopy:
-    """Reserved pages of one component that a copy fills. `chain`: the keys of its whole transfer."""
+    """Pages of one component, in flight. `chain`: the keys of the whole transfer."""
 
-    part: Part
+    index: PageIndex
+    component: str
     chain: list[str]
-    pages: torch.Tensor
+    pages: list[HostPage]
     op: TransferOp
 
 
@@ -226,20 +227,21 @@ class Offloads:
 
     def begin(self, parts: Sequence[Part]) -> list[_OffloadCopy] | None:
         """None where the host has no room, or a copy is refused. Pages that it has already are not copied again."""
-        reserved: list[tuple[Part, list[str], torch.Tensor]] = []
+        reserved: list[tuple[Part, list[str], list[HostPage]]] = []
         copies: list[_OffloadCopy] = []
         try:
             for part in parts:
                 part.tier.index.use(part.held)
                 new = part.missing()
-                pages = part.tier.index.reserve(len(new.keys))
+                pages = part.tier.index.reserve(new.keys)
                 if pages is None:
                     return self._undo(reserved, copies)
                 reserved.append((new, part.keys, pages))
             with self._behind_forward():
                 for new, chain, pages in reserved:
-                    if new.keys:
-                        copies.append(_OffloadCopy(new, chain, pages, new.tier.transfer.store(new.slots, pages)))
+                    if pages:
+                        op = new.tier.transfer.store(new.slots, page_ids(pages))
+                        copies.append(_OffloadCopy(new.tier.index, new.tier.name, chain, pages, op))
         except BaseException:
             self._undo(reserved, copies)
             raise
@@ -253,10 +255,10 @@ class Offloads:
     def is_idle(self) -> bool:
         return not self._running
 
-    def num_reserved(self, index: PageIndex) -> int:
+    def num_in_flight(self, index: PageIndex) -> int:
         """Pages of an index that copies fill."""
         copies = [copy for copies in self._running for copy in copies or ()]
-        return sum(len(copy.pages) for copy in copies if copy.part.tier.index is index)
+        return sum(len(copy.pages) for copy in copies if copy.index is index)
 
     def poll(self) -> None:
         """Take what ended."""
@@ -275,19 +277,18 @@ class Offloads:
         """The pages hold their keys' bytes from now on, unless a copy failed."""
         ok = all(copy.op.error is None for copy in copies)
         for copy in copies:
-            index = copy.part.tier.index
             if ok:
-                new = index.publish(copy.part.keys, copy.pages)
-                index.link(copy.chain)
-                index.lift(new)
-                self._disk.write(copy.part.tier.name, new)
+                new = copy.index.publish(copy.pages)
+                copy.index.link(copy.chain)
+                copy.index.lift(new)
+                self._disk.write(copy.component, new)
             else:
-                index.free(copy.pages)
+                copy.index.abandon(copy.pages)
         return ok
 
     @staticmethod
-    def _undo(reserved: Sequence[tuple[Part, list[str], torch.Tensor]], copies: Sequence[_OffloadCopy]) -> None:
+    def _undo(reserved: Sequence[tuple[Part, list[str], list[HostPage]]], copies: Sequence[_OffloadCopy]) -> None:
         for copy in copies:
             copy.op.wait()
         for part, _, pages in reserved:
-            part.tier.index.free(pages)
+            part.tier.index.abandon(pages)

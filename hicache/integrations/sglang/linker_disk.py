@@ -1,7 +1,7 @@
 """The disk behind the host pages of the linker: what it holds, reads that requests wait for, writes in the background.
 
 Pages wait for their write unlocked, and may leave the host before it: then they are on no tier. From the submission of
-a job until its answer they are locked, or reserved, for the store process uses their bytes.
+a job until its answer they are locked, or in flight, for the store process uses their bytes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
+from hicache.host import HostPage, PageIndex, page_ids
 from hicache.integrations.server_store import ServerStore
-from hicache.integrations.sglang.linker_pages import HeldPage, PageIndex, host_pages
 from hicache.storage.process.jobs import ReadDone, ReadJob, Stalled, WriteDone, WriteJob
 
 log = logging.getLogger(__name__)
@@ -29,11 +27,10 @@ _JOB_BYTES = 64 << 20  # of a write
 
 @dataclass(eq=False)
 class _Read:
-    """Reserved pages that a reader fills. `wanted`: False when the cache was reset meanwhile."""
+    """Pages in flight, which a reader fills. `wanted`: False when the cache was reset meanwhile."""
 
     index: PageIndex
-    keys: list[str]
-    pages: torch.Tensor
+    pages: list[HostPage]
     cancelled: threading.Event
     wanted: bool = True
 
@@ -57,8 +54,8 @@ class LinkerDisk:
         self._writes_pages = writes
         self.tier, self._store, self._indexes, self._lookup_wait_s = store.tier, store, indexes, lookup_wait_s
         self._reads: dict[int, tuple[_Read, _Fetch]] = {}
-        self._writes: dict[int, tuple[PageIndex, list[HeldPage]]] = {}
-        self._unwritten: deque[tuple[str, HeldPage]] = deque()
+        self._writes: dict[int, tuple[PageIndex, list[HostPage]]] = {}
+        self._unwritten: deque[tuple[str, HostPage]] = deque()
         self._ticket = 0
         self._locked = dict.fromkeys(indexes, 0)  # pages of writes in flight
         self.stats = {"pages_read": 0, "pages_written": 0, "read_failures": 0, "write_failures": 0}
@@ -94,7 +91,7 @@ class LinkerDisk:
         self.stats["read_failures"] += failed
         return not failed
 
-    def write(self, name: str, pages: Sequence[HeldPage]) -> None:
+    def write(self, name: str, pages: Sequence[HostPage]) -> None:
         """Have pages written when the disk has time for them."""
         if not self._writes_pages:
             return
@@ -104,7 +101,7 @@ class LinkerDisk:
     def is_idle(self) -> bool:
         return not (self._reads or self._writes or self._unwritten)
 
-    def num_reserved(self, index: PageIndex) -> int:
+    def num_in_flight(self, index: PageIndex) -> int:
         """Pages of an index that readers fill."""
         return sum(len(read.pages) for read, _ in self._reads.values() if read.index is index)
 
@@ -138,25 +135,25 @@ class LinkerDisk:
         for read, _ in self._reads.values():
             read.wanted = False
 
-    def _names(self, name: str, keys: Sequence[str]) -> list[bytes]:
+    def _names(self, name: str, keys: Sequence[Hashable]) -> list[bytes]:
         """The store's keys of pages of a component."""
         return self._store.keys([f"{name}/{key}".encode() for key in keys])
 
     def _submit(self, fetch: _Fetch, name: str, keys: Sequence[str]) -> bool:
         """Queue reads of all keys; False when the host has no room for them, or the queue is full."""
         index = self._indexes[name]
-        pages = index.reserve(len(keys))
+        pages = index.reserve(keys)
         if pages is None:
             return False
         for start in range(0, len(keys), _JOB_PAGES):
-            part, ids = list(keys[start : start + _JOB_PAGES]), pages[start : start + _JOB_PAGES]
+            part = pages[start : start + _JOB_PAGES]
             self._ticket += 1
-            views = tuple(index.pool.views(ids))
-            job = ReadJob(self._ticket, 0, tuple(self._names(name, part)), views, fetch.cancelled, math.inf)
-            if not self.tier.reads.submit(job):
-                index.free(pages[start:])
+            names = tuple(self._names(name, [page.key for page in part]))
+            views = tuple(index.pool.views(page_ids(part)))
+            if not self.tier.reads.submit(ReadJob(self._ticket, 0, names, views, fetch.cancelled, math.inf)):
+                index.abandon(pages[start:])
                 return False
-            self._reads[self._ticket] = _Read(index, part, ids, fetch.cancelled), fetch
+            self._reads[self._ticket] = _Read(index, part, fetch.cancelled), fetch
             fetch.pending.add(self._ticket)
         return True
 
@@ -171,11 +168,10 @@ class LinkerDisk:
         read, fetch = self._reads.pop(answer.ticket)
         fetch.pending.discard(answer.ticket)
         fetch.failed |= not all(answer.ok)
-        good = [i for i, ok in enumerate(answer.ok) if ok and read.wanted]
-        bad = [i for i in range(len(answer.ok)) if i not in good]
-        if bad:
-            read.index.free(read.pages[bad])
-        for page in read.index.publish([read.keys[i] for i in good], read.pages[good]):
+        oks = [ok and read.wanted for ok in answer.ok]
+        good = [page for page, ok in zip(read.pages, oks, strict=True) if ok]
+        read.index.abandon([page for page, ok in zip(read.pages, oks, strict=True) if not ok])
+        for page in read.index.publish(good):
             page.stored = True
         self.stats["pages_read"] += len(good)
 
@@ -186,7 +182,7 @@ class LinkerDisk:
         index = self._indexes[name]
         max_pages = max(1, _JOB_BYTES // index.pool.page_bytes)
         capacity = min(max_pages, max(1, index.pool.num_pages // 2) - self._locked[name])
-        batch: list[HeldPage] = []
+        batch: list[HostPage] = []
         while len(batch) < capacity and self._unwritten and self._unwritten[0][0] == name:
             page = self._unwritten.popleft()[1]
             if index.get(page.key) is page and not page.stored:
@@ -195,7 +191,7 @@ class LinkerDisk:
             return capacity > 0
         self._ticket += 1
         keys = tuple(self._names(name, [page.key for page in batch]))
-        job = WriteJob(self._ticket, keys, tuple(index.pool.views(host_pages(batch))))
+        job = WriteJob(self._ticket, keys, tuple(index.pool.views(page_ids(batch))))
         if not self.tier.writes.submit(job):
             self._unwritten.extendleft((name, page) for page in reversed(batch))
             return False

@@ -12,9 +12,8 @@ import torch
 
 from hicache.config import AdvancedConfig, kernel_choice
 from hicache.errors import ConfigError
-from hicache.host import HostPagePool
+from hicache.host import HostPage, HostPagePool, PageIndex
 from hicache.integrations.sglang.linker_config import LinkerConfig
-from hicache.integrations.sglang.linker_pages import HeldPage, PageIndex
 from hicache.integrations.sglang.linker_pools import LinkedPool, PoolName, PoolTransfer
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
@@ -90,7 +89,7 @@ class Part:
     slots: torch.Tensor
 
     @property
-    def held(self) -> list[HeldPage]:
+    def held(self) -> list[HostPage]:
         """Those pages that are on the host."""
         return [page for key in self.keys if (page := self.tier.index.get(key)) is not None]
 

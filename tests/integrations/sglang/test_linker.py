@@ -244,9 +244,9 @@ def test_pages_that_leave_between_look_up_and_load_are_computed(make: Make, name
     def lookup(rid: str, transfers: Any) -> list[int]:
         ends.extend(looked_up(rid, transfers))
         for tier in linker.tiers.values():
-            pages = tier.index.reserve(tier.host.num_pages)  # for others
-            assert pages is not None
-            tier.index.free(pages)
+            others = tier.index.reserve([f"other {n}" for n in range(tier.host.num_pages)])
+            assert others is not None
+            tier.index.abandon(others)
         names = [f"{transfer.name.value}/{key}".encode() for transfer in transfers for key in transfers[0].keys[3:]]
         assert linker.store.tier.writes.submit(RemoveJob(-1, tuple(linker.store.keys(names))))
         eventually(linker.store.tier.writes.poll)
