@@ -171,6 +171,8 @@ class PrefixReads:
         if is_whole and len(full) < len(read.batches):
             self._attach(read)
         read.cancelled.set()
+        if read.is_held_up:
+            self._held_up.remove(read)
         del self._reads[read.number]
         for index, batch in enumerate(read.batches):
             if index in read.stalled:
@@ -269,7 +271,7 @@ class PrefixReads:
             if batch.component.name != FULL or batch.ok is None:
                 return
             if read.anchor.pending(FULL) is not None:
-                if not read.is_held_up:
+                if read.is_live and not read.is_held_up:
                     read.is_held_up = True
                     self._held_up.append(read)
                 return

@@ -142,6 +142,27 @@ def test_what_is_read_behind_a_copy_in_flight_waits_for_it(store: PacedStore, fa
         settled(engine)
 
 
+def test_who_leaves_while_a_copy_holds_up_its_read_leaves_nothing(store: PacedStore) -> None:
+    """The request is gone before the copy that its pages wait for has ended: they are free at once, and stay so."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    engine = build_engine(settings(), GEOMETRY, store=store)
+    transfers = SteppedTransfers(engine)
+    with engine:
+        serve(engine, "b", tokens[:33])
+        engine.prefetch("a", tokens, mode="wait_complete")
+        eventually(lambda: engine.poll() or engine.stats()["prefetch.bytes"] == 20 * PAGE * 192, engine.stats)
+        free_pages = engine.stats()["host.free_pages"]
+        engine.cancel("a")
+        engine.poll()
+        assert engine.stats()["host.free_pages"] == free_pages + 20
+        engine.poll()
+        transfers.finish()
+        engine.poll()
+        assert engine.lookup(tokens).device + engine.lookup(tokens).host == 32
+        settled(engine)
+
+
 def test_pages_that_came_otherwise_meanwhile_are_freed(store: PacedStore) -> None:
     """Pages that were computed and copied to the host while they were read stay as they are, and none is lost."""
     tokens = tokens_of(1)
