@@ -10,6 +10,7 @@ docs/decisions/028-prefetch-that-pays.md says what the estimates leave out.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,13 @@ from hicache.flow.context import EngineContext
 from hicache.metrics import Metrics
 from hicache.tiers import DISK, REMOTE, Store
 
+log = logging.getLogger(__name__)
+
+_DECISIONS = {
+    "accepted": "load, estimated to be faster than recomputation",
+    "declined": "recompute, estimated to be faster than loading",
+    "unmeasured": "load, while one of the two speeds was unknown",
+}
 _KEEP = 0.9  # what the operations so far weigh when another one ends
 _STALE_S = 60.0
 _HALF_LIFE_TOKENS = 1 << 17
@@ -191,3 +199,36 @@ class CostModel:
         while none was measured."""
         compute_s = self.prefill_s(start, end)
         return (end - start) / _ASSUMED_TOKENS_PER_S if compute_s is None else compute_s
+
+
+class LoadDecisions:
+    """Whether loads pay, counted decision by decision; the first one that does not is logged. One thread at a time.
+
+    `movement`: whose decisions these are, the first part of the counters' names. `source`: where the prefix lies.
+    """
+
+    def __init__(self, metrics: Metrics, movement: str, source: str, family: str) -> None:
+        self._source = source
+        self.accepted, self.declined, self.unmeasured = (
+            metrics.counter(f"{movement}.{decision}_loads", f"decisions to {what}", family, decision=decision)
+            for decision, what in _DECISIONS.items()
+        )
+
+    def decide(self, load_s: float | None, compute_s: float | None) -> bool:
+        """Whether to load what takes so long to load and to compute; None: not known yet."""
+        if load_s is None or compute_s is None:
+            self.unmeasured.value += 1
+            return True
+        if load_s <= compute_s:
+            self.accepted.value += 1
+            return True
+        if not self.declined.value:
+            log.info(
+                "a prefix on the %s is computed again: loading it would take %.3g s, computing %.3g s; "
+                "prefill_tokens_per_s=0 loads it anyway",
+                self._source,
+                load_s,
+                compute_s,
+            )
+        self.declined.value += 1
+        return False

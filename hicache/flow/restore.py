@@ -6,7 +6,6 @@ for its layers by the load id. Windows and states are loaded with it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -16,20 +15,11 @@ from hicache.errors import TransferError
 from hicache.flow.completion import CopyMovement
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
-from hicache.flow.cost import CostModel
+from hicache.flow.cost import CostModel, LoadDecisions
 from hicache.flow.lease import Lease
 from hicache.flow.load import Load, LoadPlan
 from hicache.tiers import DEVICE, FULL, HOST, Tier, joined
 from hicache.tree.node import TreeNode
-
-log = logging.getLogger(__name__)
-
-
-_DECISIONS = {
-    "accepted": "load, estimated to be faster than recomputation",
-    "declined": "recompute, estimated to be faster than loading",
-    "unmeasured": "load, while one of the two speeds was unknown",
-}
 
 
 class Restore(CopyMovement[Load]):
@@ -46,10 +36,7 @@ class Restore(CopyMovement[Load]):
         self._timed_s = count("restore.timed_seconds", "time of the loads whose exposed time was measured")
         self._exposed_s = count("restore.exposed_seconds", "of that, what a forward pass stood still for")
         self._failures = count("restore.failures", "loads that failed; their nodes stayed on the host")
-        self._accepted, self._declined, self._unmeasured = (
-            count(f"restore.{decision}_loads", f"decisions to {what}", "restore_gate_loads", decision=decision)
-            for decision, what in _DECISIONS.items()
-        )
+        self._decisions = LoadDecisions(context.metrics, "restore", "host", "restore_gate_loads")
         gauge("restore.last_load_seconds", "the last estimate of a load", lambda: self._estimates_s[0])
         gauge("restore.last_compute_seconds", "and of recomputing the same tokens", lambda: self._estimates_s[1])
         gauge("restore.hidden_ratio", "share of timed_seconds that ran under compute", self._hidden_ratio)
@@ -59,21 +46,9 @@ class Restore(CopyMovement[Load]):
         """Whether loading `num_bytes` is faster than computing positions [start, end). Yes, until both speeds are
         known."""
         load_s, compute_s = self._cost.load_s(num_bytes), self._cost.prefill_s(start, end)
-        if load_s is None or compute_s is None:
-            self._unmeasured.value += 1
-            return True
-        self._estimates_s = (load_s, compute_s)
-        if load_s <= compute_s:
-            self._accepted.value += 1
-            return True
-        if not self._declined.value:
-            log.info(
-                "a prefix on the host is computed again: loading it would take %.3g s, computing %.3g s; "
-                "prefill_tokens_per_s=0 loads it anyway",
-                *self._estimates_s,
-            )
-        self._declined.value += 1
-        return False
+        if load_s is not None and compute_s is not None:
+            self._estimates_s = (load_s, compute_s)
+        return self._decisions.decide(load_s, compute_s)
 
     def can_start(self) -> bool:
         """Whether a load may start now, whatever it brings."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hicache.flow.cost import CostModel
-from hicache.integrations.load_gate import KeepsNote, LoadDecisions, PrefillNote
+from hicache.integrations.load_gate import KeepsNote, PrefillNote, ServerLoadDecisions
 from hicache.metrics import Metrics
 from hicache.tiers import DISK
 
@@ -39,7 +39,7 @@ class _Prompt:
     num_done: int = 0
 
 
-class LoadGate(LoadDecisions):
+class LoadGate(ServerLoadDecisions):
     """Any thread. `page_tokens`: of a page. `clock`: seconds. `store`: keeps the speed of prefill."""
 
     def __init__(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hicache.flow.cost import CostModel
-from hicache.integrations.load_gate import LoadDecisions
+from hicache.integrations.load_gate import ServerLoadDecisions
 from hicache.metrics import Metrics
 
 _PASS_TOKENS = 8192  # that are timed together: of less, one delayed copy would decide
@@ -97,7 +97,7 @@ class Queue(NamedTuple):
     since_s: float | None = None
 
 
-class LoadGate(LoadDecisions):
+class LoadGate(ServerLoadDecisions):
     """Owned by the tier, called under vLLM's lock. `clock`: seconds. `job_bytes`: what one reader of the disk takes at
     a time."""
 
