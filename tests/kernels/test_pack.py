@@ -152,7 +152,7 @@ def test_kernel_and_twin_agree_on_a_gpu(kind: str, format: PackFormat) -> None:
 
 def test_the_format_is_what_it_says() -> None:
     """A decoder written from the description alone reads what was packed; a tile with one escape more than there is
-    room for does not fit, and one with as many does."""
+    capacity for does not fit, and one with as many does."""
     rows = pool(1, 2, 136, seed=5)
     packer = PagePacker(rows, 16, "torch", THREE_BITS)
     slots = some_slots(16, seed=6)
@@ -162,16 +162,16 @@ def test_the_format_is_what_it_says() -> None:
     for n, buffer in enumerate(rows[0]):
         expected = buffer.view(torch.int16)[slots].to(torch.int32) & 0xFFFF
         for first, width in ((0, 128), (128, 8)):
-            num_bytes, room = THREE_BITS.tile_bytes(n, 16, width), THREE_BITS.max_escapes(n, 16, width)
+            num_bytes, capacity = THREE_BITS.tile_bytes(n, 16, width), THREE_BITS.max_escapes(n, 16, width)
             tile, left = left[:num_bytes], left[num_bytes:]
-            assert decoded(tile, 16, width, 3, room) == expected[:, first : first + width].tolist()
+            assert decoded(tile, 16, width, 3, capacity) == expected[:, first : first + width].tolist()
     assert not left
-    room = FOUR_BITS.max_escapes(0, 64, 128)
-    for num_escapes in (room, room + 1):
+    capacity = FOUR_BITS.max_escapes(0, 64, 128)
+    for num_escapes in (capacity, capacity + 1):
         values = torch.ones(64, 128, dtype=torch.bfloat16)
         values.view(-1)[torch.arange(num_escapes) * 7] = 2.0**-20
         _, misfits = packed(PagePacker([[values]], 64, "torch", FOUR_BITS), torch.arange(64), 0, 1)
-        assert misfits.tolist() == [int(num_escapes > room)]
+        assert misfits.tolist() == [int(num_escapes > capacity)]
 
 
 def test_ratios_are_those_that_are_promised() -> None:
