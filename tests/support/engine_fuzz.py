@@ -82,6 +82,7 @@ class EngineFuzz:
             self.faults.trouble_disk: 2,
             self.poll: 5,
             self.flush: 1,
+            self.forget: 1,
             self.measure: 1,
             self.raise_inside: 2,
             self.raise_in_forward: 1,
@@ -207,6 +208,10 @@ class EngineFuzz:
     def flush(self) -> None:
         self.faults.heal_disk()
         self.engine.flush()
+
+    def forget(self) -> None:
+        """Memory loses what nobody uses; the stores keep it."""
+        self.engine.reset((["device"], ["host"], ["device", "host"])[self.rng.integers(3)])  # type: ignore[arg-type]
 
     # Errors that nobody raises on purpose
 
